@@ -1,0 +1,26 @@
+"""Settings of the event stream. Joined with the other rooms' in `cluster/config.py`."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+class EventsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What replicas publish about their cache, and how much of it they keep for late readers."""
+
+    publish_events: Annotated[
+        bool, Meta(description="publish cache events; without them routing goes by load alone")
+    ] = True
+    hash_format: Annotated[
+        Literal["int64", "bytes"], Meta(description="hashes on the stream: last 8 bytes as an int, or all 16 bytes")
+    ] = "int64"
+    hash_only: Annotated[bool, Meta(description="publish no token ids: they never leave the replica")] = False
+    replay_batches: Annotated[int, Meta(ge=0, description="event batches kept for replay")] = 10_000
+    publish_queue_batches: Annotated[
+        int, Meta(ge=1, description="batches waiting to be sent before a gap is declared; the engine never waits")
+    ] = 10_000
+    send_high_water_mark: Annotated[int, Meta(ge=1, description="ZeroMQ messages queued per subscriber")] = 100_000
+    heartbeat_interval_s: Annotated[
+        float, Meta(gt=0, le=10, description="seconds between residency digests and load reports when idle")
+    ] = 0.2

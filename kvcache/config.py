@@ -1,0 +1,21 @@
+"""Settings of the block pool and the prefix cache. Joined with the other rooms' in `cluster/config.py`."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+class KvCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How KV memory is divided and shared."""
+
+    block_size: Annotated[int, Meta(ge=1, le=256, description="tokens per KV block")] = 16
+    hash_algorithm: Annotated[
+        Literal["xxh3_128", "sha256"], Meta(description="block hash; hits are verified with either")
+    ] = "xxh3_128"
+    prefix_caching: Annotated[bool, Meta(description="keep finished requests' blocks for reuse")] = True
+    eviction: Annotated[Literal["lru"], Meta(description="which cached block goes first when room is needed")] = "lru"
+    kv_cache_bytes: Annotated[
+        int, Meta(ge=0, description="KV memory of one rank in bytes; 0: by device (512 MiB on CPU)")
+    ] = 0
+    num_kv_blocks: Annotated[int, Meta(ge=0, description="number of KV blocks; 0: what fits into kv_cache_bytes")] = 0

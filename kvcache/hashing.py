@@ -1,0 +1,145 @@
+"""Block hashes: the name of a prefix, computed alike by router and replica.
+
+Pure functions over bytes. Knows nothing of pools, models or sockets.
+
+    root    = sha256(canonical encoding of everything under which KV differs)[:16]
+    h_{-1}  = root
+    h_i     = XXH3_128(h_{i-1} ‖ tokens_i as uint32 little-endian ‖ extra_i, seed = cluster_seed)
+
+Only full blocks have a hash. XXH3 (xxhash.com, canonical big-endian digest) is fast but not collision-resistant, so a
+hit is verified against the tokens (`PrefixCache.match`); `sha256` is the slower choice behind the same class.
+"""
+
+import sys
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
+from struct import unpack
+from typing import Literal, NewType
+
+import msgspec
+import xxhash
+
+#: 16 bytes. Equal hashes under one root mean equal prefixes (up to collisions, which hits are verified against).
+BlockHash = NewType("BlockHash", bytes)
+
+HASH_BYTES = 16
+TOKEN_BYTES = 4
+FORMAT_VERSION = 1
+
+HashAlgorithm = Literal["xxh3_128", "sha256"]
+
+
+class CacheIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything of a deployment under which the KV of the same tokens differs."""
+
+    model_fingerprint: bytes  #: digest of the model's configuration and weights index
+    kv_dtype: str
+    block_size: int
+    hash_algorithm: HashAlgorithm
+
+
+def canonical(*fields: bytes) -> bytes:
+    """Join fields so that no two different lists of fields give the same bytes (each is prefixed by its length)."""
+    return b"".join(len(field).to_bytes(8, "little") + field for field in fields)
+
+
+def model_root(identity: CacheIdentity) -> BlockHash:
+    """Digest of a deployment: the part of the root that every tenant of one model shares."""
+    encoded = canonical(
+        b"homing-root",
+        FORMAT_VERSION.to_bytes(4, "little"),
+        identity.model_fingerprint,
+        identity.kv_dtype.encode(),
+        identity.block_size.to_bytes(4, "little"),
+        identity.hash_algorithm.encode(),
+    )
+    return BlockHash(sha256(encoded).digest()[:HASH_BYTES])
+
+
+def tenant_root(model: BlockHash, *, salt: bytes = b"", lora_digest: bytes = b"") -> BlockHash:
+    """Root of one tenant's chains: `salt` keeps tenants apart, `lora_digest` is of an adapter's content, not its name."""
+    return BlockHash(sha256(canonical(b"homing-tenant", model, salt, lora_digest)).digest()[:HASH_BYTES])
+
+
+def token_bytes(token_ids: Iterable[int]) -> bytes:
+    """Token ids as uint32 little-endian, the form in which they are hashed, sent and kept.
+
+    Raises OverflowError for an id outside 0 .. 2**32 - 1.
+    """
+    ids = array("I", token_ids)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tobytes()
+
+
+def token_array(data: bytes | memoryview) -> "array[int]":
+    """Inverse of `token_bytes`; can be appended to. Raises ValueError when `data` is no whole number of ids."""
+    ids = array("I")
+    ids.frombytes(data)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids
+
+
+class BlockHasher:
+    """Hashes chains of blocks for one cluster (`seed`) and block size."""
+
+    __slots__ = ("_seed_bytes", "algorithm", "block_size", "seed")
+
+    def __init__(self, block_size: int, seed: int, algorithm: HashAlgorithm = "xxh3_128") -> None:
+        self.block_size = block_size
+        self.seed = seed
+        self.algorithm = algorithm
+        self._seed_bytes = seed.to_bytes(8, "little")
+
+    def chain(
+        self, parent: BlockHash, tokens: bytes | memoryview, extras: Mapping[int, bytes] | None = None
+    ) -> list[BlockHash]:
+        """Hashes of the full blocks of `tokens` (uint32 LE), which continue the chain at `parent`.
+
+        `extras[i]` holds the digests of multimodal items that overlap the i-th of these blocks. A trailing part of a
+        block has no hash.
+        """
+        stride = self.block_size * TOKEN_BYTES
+        full = len(tokens) // stride * stride
+        extras = extras or {}
+        # One local loop per algorithm: a call of a Python function per block would double the cost (165 ns a block).
+        hashes: list[BlockHash] = []
+        append = hashes.append
+        previous: bytes = parent
+        if self.algorithm == "xxh3_128":
+            digest, seed = xxhash.xxh3_128_digest, self.seed
+            for index, start in enumerate(range(0, full, stride)):
+                data = previous + tokens[start : start + stride]
+                previous = digest(data + extras[index] if index in extras else data, seed)
+                append(BlockHash(previous))
+            return hashes
+        for index, start in enumerate(range(0, full, stride)):
+            data = self._seed_bytes + previous + tokens[start : start + stride] + extras.get(index, b"")
+            previous = sha256(data).digest()[:HASH_BYTES]
+            append(BlockHash(previous))
+        return hashes
+
+
+def join_hashes(hashes: Sequence[BlockHash]) -> bytes:
+    """Hashes as one bytes field, the form in which a request carries them."""
+    return b"".join(hashes)
+
+
+def split_hashes(data: bytes) -> list[BlockHash]:
+    """Inverse of `join_hashes`. Raises ValueError when `data` is no whole number of hashes."""
+    if len(data) % HASH_BYTES:
+        raise ValueError(f"block hashes: {len(data)} bytes are no whole number of {HASH_BYTES}-byte hashes")
+    return [BlockHash(data[start : start + HASH_BYTES]) for start in range(0, len(data), HASH_BYTES)]
+
+
+def wire_hash(block_hash: bytes) -> int:
+    """The unsigned 64-bit form of a hash on the event stream: its last 8 bytes, big-endian."""
+    return int.from_bytes(block_hash[-8:], "big")
+
+
+def wire_hashes(joined: bytes) -> tuple[int, ...]:
+    """`wire_hash` of each of the joined 16-byte hashes, in one C call."""
+    numbers: tuple[int, ...] = unpack(f">{len(joined) // 8}Q", joined)
+    return numbers[1::2]

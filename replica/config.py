@@ -1,0 +1,35 @@
+"""Settings of a replica's engine. Joined with the other rooms' in `cluster/config.py`."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one replica serves and within which limits."""
+
+    model: Annotated[
+        str, Meta(description="Hugging Face name or local folder; demo: the small model in the package")
+    ] = "demo"
+    revision: Annotated[str, Meta(description="branch, tag or commit of a Hugging Face model; empty: its default")] = ""
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="type of weights and KV; auto: the checkpoint's on CUDA, float32 on CPU"),
+    ] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda where there is one")] = "auto"
+    model_provider: Annotated[
+        Literal["auto", "native", "transformers"],
+        Meta(description="native: our decoder (Llama, Mistral, Qwen2, Qwen3); transformers: its modelling code"),
+    ] = "auto"
+    tensor_parallel_size: Annotated[int, Meta(ge=1, le=64, description="ranks that share one replica's weights")] = 1
+    max_model_len: Annotated[
+        int, Meta(ge=0, description="longest prompt plus answer in tokens; 0: the model's, or what the KV pool holds")
+    ] = 0
+    max_running_requests: Annotated[int, Meta(ge=1, description="requests in one step's batch")] = 64
+    max_batched_tokens: Annotated[
+        int, Meta(ge=1, description="token budget of one step; longer prefills run in chunks")
+    ] = 2048
+    cpu_threads: Annotated[
+        int, Meta(ge=0, description="torch threads per rank on CPU; 0: cores divided by ranks, at least 1")
+    ] = 0

@@ -1,0 +1,1 @@
+"""The router: prefix index, decision, flow of requests, and the HTTP front."""

@@ -1,0 +1,36 @@
+"""Settings of the router and its HTTP front. Joined with the other rooms' in `cluster/config.py`."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where requests come in and how they are steered."""
+
+    host: Annotated[str, Meta(description="address that the HTTP server binds")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP server; 0: any free one")] = 8000
+    served_model_name: Annotated[str, Meta(description="name in /v1/models; empty: the model's own")] = ""
+    policy: Annotated[
+        Literal["expected-ttft", "least-loaded", "round-robin", "power-of-two"],
+        Meta(description="how a replica is chosen"),
+    ] = "expected-ttft"
+    default_max_tokens: Annotated[int, Meta(ge=1, description="output limit of a request that names none")] = 512
+    max_body_bytes: Annotated[int, Meta(ge=1024, description="largest HTTP body")] = 16 * 1024 * 1024
+    max_choices: Annotated[
+        int, Meta(ge=1, le=1024, description="largest n (and prompts times n) of one HTTP request")
+    ] = 128
+    max_waiting_requests: Annotated[
+        int, Meta(ge=1, description="requests held when no replica can take them; more get 429")
+    ] = 4096
+    request_timeout_s: Annotated[float, Meta(gt=0, description="a request that takes longer ends with an error")] = (
+        600.0
+    )
+    replica_silence_s: Annotated[
+        float, Meta(gt=0, description="a replica that reports nothing for so long gets no new requests")
+    ] = 3.0
+    reservation_timeout_s: Annotated[
+        float, Meta(gt=0, description="blocks expected at dispatch are forgotten after so long")
+    ] = 30.0
+    retries: Annotated[int, Meta(ge=0, le=16, description="how often a request is continued on another replica")] = 3
