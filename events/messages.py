@@ -3,8 +3,8 @@
 Two families:
 
 * the vLLM-compatible stream as vLLM 0.33 sends it (`EventBatch` of `BlockStored | BlockRemoved | AllBlocksCleared`);
-* our additions on a socket of their own, so that older readers never see them: `Heartbeat` and `LoadReport` on the state
-  socket, `Snapshot` on the snapshot socket.
+* our additions on sockets of their own, so that older readers never see them: `Heartbeat` and `LoadReport` on the
+  state socket, `SnapshotChunk` on the snapshot socket.
 
 The rules of evolution are those of docs/events.md.
 """

@@ -58,7 +58,7 @@ def model_root(identity: CacheIdentity) -> BlockHash:
 
 
 def tenant_root(model: BlockHash, *, salt: bytes = b"", lora_digest: bytes = b"") -> BlockHash:
-    """Root of one tenant's chains: `salt` keeps tenants apart, `lora_digest` is of an adapter's content, not its name."""
+    """Root of one tenant's chains: `salt` keeps tenants apart, `lora_digest` is of an adapter's content."""
     return BlockHash(sha256(canonical(b"homing-tenant", model, salt, lora_digest)).digest()[:HASH_BYTES])
 
 

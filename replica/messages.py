@@ -21,8 +21,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are drawn. All fields are resolved: the router fills in defaults, the seed and the token limit.
 
-    Sampling is counter-based: token at position p of a request depends on (seed, p) and the logits alone, so that another
-    replica can continue the request.
+    Sampling is counter-based: the token at position p depends on (seed, p) and the logits alone, so another replica
+    can continue the request.
     """
 
     max_tokens: int  #: at least 1
