@@ -1,0 +1,70 @@
+# Everything a newcomer needs: `make serve`, `make test`. `make help` lists the rest.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# More for pip, such as an index that has CPU builds of torch (see the README).
+PIP_FLAGS ?=
+# Flags handed to `homing serve`.
+ARGS ?=
+PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt $(PIP_FLAGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test test-fast check lint types format wheel-check bench-core bench-router clean
+
+help: ## List the targets
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/.runtime: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "homing needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Say which: make PYTHON=python3.12 ..."; exit 1; }
+	@echo "[1/3] making $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "[2/3] installing torch (the largest part)"
+	@$(PIP_INSTALL) torch
+	@echo "[3/3] installing homing and the rest"
+	@$(PIP_INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	@echo "installing what tests and checks need"
+	@$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+setup: $(VENV)/.dev ## Make .venv with everything that tests and checks need
+
+serve: $(VENV)/.runtime ## Serve the demo model with two CPU replicas (ARGS="MODEL --port 9000 ..." for anything else)
+	@exec $(BIN)/homing serve $(ARGS)
+
+test: $(VENV)/.dev ## Run all tests that need no GPU
+	@$(BIN)/pytest -m "not gpu and not slow" $(ARGS)
+
+test-fast: $(VENV)/.dev ## Run the tests that start no cluster
+	@$(BIN)/pytest -m "not gpu and not slow and not cluster" $(ARGS)
+
+test-slow: $(VENV)/.dev ## Run the slow tests, too
+	@$(BIN)/pytest -m "slow and not gpu" $(ARGS)
+
+lint: $(VENV)/.dev ## Check style and layout of the code
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev ## Check types
+	@$(BIN)/mypy
+
+format: $(VENV)/.dev ## Mend what ruff can mend
+	@$(BIN)/ruff check --fix-only .
+	@$(BIN)/ruff format .
+
+check: lint types test ## Lint, types and tests
+
+wheel-check: $(VENV)/.dev ## Build the wheel, install it alone and use it
+	@$(BIN)/python tests/wheel_check.py
+
+bench-core: $(VENV)/.dev ## Cost of hashing, pool and prefix cache (OUT=FILE writes JSON)
+	@$(BIN)/python tests/bench/core.py $(if $(OUT),--out $(OUT))
+
+bench-router: $(VENV)/.dev ## Cost of the HTTP front (OUT=FILE writes JSON)
+	@$(BIN)/python tests/bench/front.py $(if $(OUT),--out $(OUT))
+
+clean: ## Remove what builds and checks leave behind (not .venv)
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

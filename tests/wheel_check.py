@@ -1,0 +1,68 @@
+"""Builds the wheel, installs it into an environment of its own and uses it there: what CI ships is what CI tests.
+
+Run as `python tests/wheel_check.py`. The packages that homing depends on come from the running environment, through a
+.pth file, so that nothing is downloaded twice.
+"""
+
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+USE = """
+import json, pathlib, homing
+from homing.kvcache import BlockHasher
+from homing.replica.demo import demo_model_path
+at = pathlib.Path(homing.__file__).parent
+assert "site-packages" in str(at), at
+assert (at / "py.typed").is_file()
+assert json.loads((demo_model_path() / "config.json").read_text())["model_type"] == "llama"
+assert (demo_model_path() / "model.safetensors").stat().st_size > 1_000_000
+print("homing", homing.__version__, "used from its wheel")
+"""
+
+
+def run(*command: str | Path, cwd: Path | None = None) -> str:
+    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def build(into: Path) -> Path:
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", into, ROOT)
+    return next(into.glob("homing-*.whl"))
+
+
+def check_contents(wheel: Path) -> None:
+    """Nothing but `homing/` and its metadata is installed, and no test, doc or tool comes with it."""
+    names = zipfile.ZipFile(wheel).namelist()
+    strays = [name for name in names if not name.startswith(("homing/", "homing-"))]
+    unwanted = [name for name in names if "/tests/" in name or "/docs/" in name]
+    assert not strays, strays
+    assert not unwanted, unwanted
+    print(f"{wheel.name}: {len(names)} files, {wheel.stat().st_size / 1e6:.1f} MB")
+
+
+def use(wheel: Path, folder: Path) -> None:
+    run(sys.executable, "-m", "venv", "--without-pip", folder)
+    target = run(folder / "bin/python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target, wheel)
+    (Path(target) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    print(run(folder / "bin/python", "-I", "-c", USE, cwd=folder).strip())
+    print(run(folder / "bin/python", "-I", "-m", "homing.cluster.cli", "--help", cwd=folder).splitlines()[0])
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        wheel = build(Path(scratch))
+        check_contents(wheel)
+        use(wheel, Path(scratch) / "env")
+
+
+if __name__ == "__main__":
+    main()
