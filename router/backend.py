@@ -1,0 +1,191 @@
+"""What the HTTP front needs of the routing side, and nothing else: the front is tested with a fake of this.
+
+Types alone: no sockets, no HTTP, no tokenizer. `RouterService` (service.py) is the real `Backend`.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Literal, Protocol
+
+import msgspec
+
+from ..replica.messages import FinishReason, ModelLimits, PositionLogprobs, SamplingParams
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to generate; `n` choices are n of these, with different seeds."""
+
+    trace_id: str  #: the client's x-request-id
+    token_ids: bytes  #: the prompt, uint32 LE, at least one token
+    sampling: SamplingParams  #: fully resolved
+    salt: bytes = b""  #: requests share cached blocks only under the same salt
+    session: str | None = None  #: requests of one session prefer one replica
+    priority: int = 0  #: lower goes first
+    deadline: float | None = None  #: monotonic seconds; None: `request_timeout_s` from now
+
+
+class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine step added to a request; `finish_reason` stands on the last delta only."""
+
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs] | None = None  #: one per token, if asked for
+    prompt_logprobs: list[PositionLogprobs | None] | None = None  #: on the first delta only, if asked for
+    finish_reason: FinishReason | None = None
+    cached_tokens: int | None = None  #: prompt tokens taken from the cache; on the first delta only
+    stop_token_id: int | None = None  #: the last token is this stop id (it is part of `token_ids`)
+
+
+class TokenStream(Protocol):
+    """Deltas of one request in order; ends after the delta with a `finish_reason`, or raises `RouterError`."""
+
+    @property
+    def replica_id(self) -> str | None:
+        """Where the request runs or ran last; None while the router holds it."""
+
+    def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        """The stream itself; it can be read once."""
+
+    async def __anext__(self) -> TokenDelta:
+        """The next delta. Raises `RequestFailed` (or a subclass) when the request broke."""
+
+    def cancel(self) -> None:
+        """Stop the request and free its blocks; idempotent, and harmless after the end."""
+
+
+FeedState = Literal["syncing", "live", "stale"]
+
+
+class ReplicaScore(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of a decision's table."""
+
+    replica_id: str
+    feed: FeedState
+    eligible: bool  #: neither draining, silent nor saturated
+    held_blocks: int  #: longest prefix of the prompt that the replica holds, by its events
+    expected_blocks: int  #: the same with the blocks that requests under way will leave there
+    uncached_tokens: int  #: of this prompt, as counted in the score
+    queued_prefill_tokens: int  #: uncached tokens ahead of it
+    running: int
+    waiting: int
+    expected_ttft_s: float | None  #: None: the policy does not estimate it
+    chosen: bool
+    why: str  #: in words
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """A decision and its reasons; the rows keep the order in which replicas joined, which never decides."""
+
+    policy: str
+    chosen: str | None  #: None: the request would be held
+    why: str
+    prompt_tokens: int
+    prompt_blocks: int
+    replicas: list[ReplicaScore]
+
+
+class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica as the router sees it now."""
+
+    replica_id: str
+    epoch: int
+    node: str
+    state: Literal["joining", "serving", "draining", "silent"]  #: joining: no load report came yet
+    feed: FeedState
+    model: str
+    num_blocks: int
+    indexed_blocks: int  #: blocks of it in the router's index
+    expected_blocks: int  #: blocks expected there from requests under way
+    in_flight: int  #: this router's requests there
+    running: int
+    waiting: int
+    queued_prefill_tokens: int
+    free_blocks: int
+    cached_free_blocks: int
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    report_age_s: float | None  #: None: no report yet
+    pids: tuple[int, ...] = ()
+
+
+class RefusedReplica(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica that was not let in, and why."""
+
+    replica_id: str
+    epoch: int
+    field: str  #: of `Parity`
+    message: str
+
+
+class RouterCounters(msgspec.Struct, kw_only=True):
+    """Totals since the router's start; plain numbers that metrics read."""
+
+    requests: int = 0  #: accepted by `generate`
+    finished: int = 0  #: ended with a finish reason
+    failed: int = 0  #: ended with an error
+    cancelled: int = 0
+    rejected: int = 0  #: QueueFull, PromptTooLong and NoReplica
+    held: int = 0  #: requests that waited in the router at least once
+    continued: int = 0  #: times a request went on at another replica
+    duplicate_tokens: int = 0  #: delivered twice by replicas and dropped
+    unknown_outputs: int = 0  #: for requests that are over: what was under way when they were cancelled
+    malformed_frames: int = 0  #: of replicas' replies
+    malformed_events: int = 0
+    unsent: int = 0  #: messages that a full or lost connection did not take
+    replicas_joined: int = 0
+    replicas_lost: int = 0
+    replicas_refused: int = 0
+    predicted_cached_tokens: int = 0  #: of finished requests
+    delivered_cached_tokens: int = 0
+    regret_tokens: int = 0  #: best hit forgone, summed over decisions
+
+
+class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one request; handed to the `Observer`."""
+
+    trace_id: str
+    replica_id: str | None  #: the last one; None: it never left the router
+    outcome: Literal["finished", "failed", "cancelled"]
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    generated_tokens: int
+    predicted_cached_tokens: int  #: by the first decision
+    delivered_cached_tokens: int | None  #: None: no token came
+    regret_tokens: int  #: cached tokens of the best holder beyond those of the chosen replica
+    predicted_ttft_s: float | None
+    ttft_s: float | None  #: from `generate` to the first token
+    duration_s: float
+    continuations: int
+
+
+class Observer(Protocol):
+    """Told about every request that is over; must not block."""
+
+    def request_finished(self, record: FinishedRequest) -> None:
+        """Called once per accepted request, on the service's loop."""
+
+
+class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
+    """What /cluster shows."""
+
+    router_id: str
+    policy: str
+    waiting: int  #: requests held by the router
+    in_flight: int  #: requests sent to replicas
+    replicas: list[ReplicaView]
+    refused: list[RefusedReplica]
+    counters: RouterCounters
+
+
+class Backend(Protocol):
+    """The routing side as the HTTP front sees it. All methods are called on the service's event loop."""
+
+    def model(self) -> ModelLimits | None:
+        """Limits of the served model; None until a replica joined."""
+
+    def generate(self, request: GenerationRequest) -> TokenStream:
+        """Accept a request. Raises `NoReplica` (503), `QueueFull` (429) or `PromptTooLong` (400)."""
+
+    def explain(self, request: GenerationRequest) -> Explanation:
+        """The table of the decision that `generate` would take now; changes nothing. Raises `NoReplica`."""
+
+    def view(self) -> ClusterView:
+        """The cluster as the router sees it now."""
