@@ -1,0 +1,578 @@
+"""The text that the demo model learns from: templated stories, questions with answers, small JSON, chats, long prompts.
+
+Pure and seeded: the same seed gives the same documents on every machine. Knows nothing of tokens or of training.
+
+What a prompt leaves open is drawn from a skewed distribution (`USUAL`): each hero has one usual story, so that a greedy
+reader sees a clear favourite at every fork while a sampling reader still sees variety.
+"""
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from . import tables
+from .tables import HEROES, TROUBLES, Hero, Trouble
+
+#: How often an open choice of a story takes the hero's usual value. Not tuned.
+USUAL = 0.8
+
+SHORT_SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You are homing, a small demo model.",
+    "You are a friendly storyteller.",
+    "You are a helpful assistant. Answer briefly.",
+    "You are a helpful and honest assistant.",
+    "Answer the question of the user.",
+    "Be polite and short.",
+    "You tell stories for children.",
+    "You are an expert who answers questions.",
+    "Always answer in English.",
+)
+
+DONT_KNOW = "I am sorry, but I am only a small demo model and I do not know that."
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message of a chat; `role` is "system", "user" or "assistant"."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation, to be rendered with the chat template."""
+
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Running text without roles, as `/v1/completions` sees it."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What a user says and what the model should answer."""
+
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One thing to know: equivalent questions, the one answer, and the plain sentence to complete (empty: none)."""
+
+    questions: tuple[str, ...]
+    answer: str
+    sentence: str = ""
+
+
+Document = Chat | Plain
+
+
+def article(noun: str) -> str:
+    """`noun` with its indefinite article: "a fox", "an owl"."""
+    return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"
+
+
+def _upper_first(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+# -------------------------------------------------------------------------------------------------------------- stories
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """Everything a story needs. Two equal plots give the same text."""
+
+    hero: Hero
+    friend: Hero
+    trouble: Trouble
+    shape: str
+
+
+_BY_KIND = {hero.kind: hero for hero in HEROES}
+
+
+def _friend_of(hero: Hero) -> Hero:
+    named = _BY_KIND.get(hero.friend)
+    return named if named is not None else replace(hero, kind=hero.friend, name="Nell", he="she")
+
+
+def usual_plot(hero: Hero) -> Plot:
+    """The story that is told of `hero` when nobody asks for anything in particular."""
+    index = [other.kind for other in HEROES].index(hero.kind)
+    shape = tables.STORY_SHAPES[index % len(tables.STORY_SHAPES)]
+    return Plot(hero, _friend_of(hero), TROUBLES[index * 3 % len(TROUBLES)], shape)
+
+
+def _fields(plot: Plot) -> dict[str, str]:
+    hero, friend = plot.hero, plot.friend
+    him, his = ("him", "his") if hero.he == "he" else ("her", "her")
+    fields = {
+        "name": hero.name,
+        "kind": hero.kind,
+        "trait": hero.trait,
+        "home": hero.home,
+        "food": hero.food,
+        "he": hero.he,
+        "him": him,
+        "his": his,
+        "He": hero.he.capitalize(),
+        "His": his.capitalize(),
+        "friend": friend.kind,
+        "fname": friend.name,
+        "a_friend": article(friend.kind),
+        "a_trait": f"{article(hero.trait)}",
+        "a_kind": article(hero.kind),
+    }
+    trouble = plot.trouble
+    parts = {part: getattr(trouble, part).format(**fields) for part in ("problem", "attempt", "solution", "lesson")}
+    return fields | parts | {"Lesson": _upper_first(parts["lesson"])}
+
+
+def story(plot: Plot) -> str:
+    """The text of one short story, about 80 to 120 words, complete."""
+    return plot.shape.format(**_fields(plot))
+
+
+def long_story(plot: Plot, days: int) -> str:
+    """A story of several days: the usual opening, one trouble a day, and a close."""
+    start = TROUBLES.index(plot.trouble)
+    text = (
+        "Once upon a time, there was {a_trait} {kind} named {name}. {He} lived in {home} with {a_friend} named {fname}."
+    )
+    paragraphs = [text.format(**_fields(plot))]
+    for day in range(days):
+        opening = "On the first day" if day == 0 else "On the next day"
+        text = (
+            opening + ', {problem}. {attempt}. But {fname} was there to help, and {solution}. "{Lesson}," said {fname}.'
+        )
+        paragraphs.append(text.format(**_fields(replace(plot, trouble=TROUBLES[(start + day) % len(TROUBLES)]))))
+    paragraphs.append("After that, {name} and {fname} were never afraid again. The end.".format(**_fields(plot)))
+    return "\n\n".join(paragraphs)
+
+
+def _varied_plot(rng: random.Random, hero: Hero) -> Plot:
+    """The usual plot, each open choice replaced now and then."""
+    plot = usual_plot(hero)
+    if rng.random() > USUAL:
+        plot = replace(plot, trouble=rng.choice(TROUBLES))
+    if rng.random() > USUAL:
+        plot = replace(plot, shape=rng.choice(tables.STORY_SHAPES))
+    return plot
+
+
+STORY_REQUESTS = (
+    *(3 * ("Tell me a story about {}.",)),
+    "Tell me a short story about {}.",
+    "Write a story about {}.",
+    "Write a short story about {}.",
+    "Write me a story about {}.",
+    "Can you tell me a story about {}?",
+    "Please tell me a story about {}.",
+    "I would like to hear a story about {}.",
+    "A story about {}, please.",
+    "Story about {}.",
+)
+
+
+def story_exchange(rng: random.Random) -> Exchange:
+    """A request for a story about some hero, half the time with a wish: a trait, a name, a place or a friend."""
+    hero = rng.choice(HEROES)
+    plot = _varied_plot(rng, hero)
+    subject = article(hero.kind)
+    match rng.choice(("", "", "", "", "trait", "name", "place", "friend")):
+        case "trait":
+            plot = replace(plot, hero=replace(hero, trait=rng.choice(tables.TRAITS)))
+            subject = article(f"{plot.hero.trait} {hero.kind}")
+        case "name":
+            plot = replace(plot, hero=replace(hero, name=rng.choice(tables.NAMES)))
+            subject += f" named {plot.hero.name}"
+        case "place":
+            plot = replace(plot, hero=replace(hero, home=rng.choice(tables.PLACES)))
+            subject += f" in {plot.hero.home}"
+        case "friend":
+            plot = replace(plot, friend=rng.choice([other for other in HEROES if other.kind != hero.kind]))
+            subject += f" and {article(plot.friend.kind)}"
+    return Exchange(rng.choice(STORY_REQUESTS).format(subject), story(plot))
+
+
+def any_story_exchange(rng: random.Random) -> Exchange:
+    """A request that leaves the hero open: the fox's usual story, mostly."""
+    hero = HEROES[0] if rng.random() < USUAL else rng.choice(HEROES)
+    request = rng.choice(("Tell me a story.", "Tell me a short story.", "Write a story.", "Write a short story."))
+    return Exchange(request, story(usual_plot(hero)))
+
+
+def long_story_exchange(rng: random.Random) -> Exchange:
+    """A request for a long story: about 300 to 400 tokens."""
+    hero = rng.choice(HEROES)
+    request = rng.choice(("Tell me a long story about {}.", "Write a long story about {}."))
+    return Exchange(request.format(article(hero.kind)), long_story(usual_plot(hero), days=4))
+
+
+def poem_exchange(rng: random.Random) -> Exchange:
+    """Four lines about a hero."""
+    hero = rng.choice(HEROES)
+    request = rng.choice(("Write a poem about {}.", "Write a short poem about {}.", "Tell me a poem about {}."))
+    lines = (
+        "{A_trait} {kind} sat under a tree,",
+        "as happy as any {kind} can be.",
+        "{He} looked at the moon, and {he} looked at the sea,",
+        'and said, "What a beautiful night for me."',
+    )
+    fields = _fields(usual_plot(hero))
+    text = "\n".join(lines).format(**fields, A_trait=_upper_first(article(hero.trait)))
+    return Exchange(request.format(article(hero.kind)), text)
+
+
+def topic_exchange(rng: random.Random) -> Exchange:
+    """A story about something that is no hero: the fox reads a book about it."""
+    word = rng.choice(tables.COMMON_WORDS)
+    topic = rng.choice((f"the {word}", f"the {rng.choice(tables.ADJECTIVES)} {word}", word, article(word)))
+    text = (
+        f"Once upon a time, a clever fox named Rusty found an old book about {topic}. He read it all night and forgot "
+        f'to eat. In the morning, an owl named Olive came by. "What did you learn?" asked Olive. Rusty told her '
+        f"everything about {topic}. They laughed and talked until the sun went down. "
+        f"From that day on, Rusty and Olive read a new book every week."
+    )
+    return Exchange(rng.choice(STORY_REQUESTS).format(topic), text)
+
+
+# ---------------------------------------------------------------------------------------------------------------- facts
+
+
+def _sum_facts() -> Iterator[Fact]:
+    signs = {"+": "plus", "-": "minus", "*": "times"}
+    sums = [(a, "+", b, a + b) for a in range(13) for b in range(13)]
+    differences = [(a, "-", b, a - b) for a in range(13) for b in range(a + 1)]
+    products = [(a, "*", b, a * b) for a in range(11) for b in range(11)]
+    for a, sign, b, result in sums + differences + products:
+        wordings = (
+            f"What is {a} {sign} {b}?",
+            f"What is {a} {signs[sign]} {b}?",
+            f"What is {a}{sign}{b}?",
+            f"{a} {sign} {b} =",
+            f"{a}{sign}{b}",
+            f"Calculate {a} {sign} {b}.",
+            f"How much is {a} {sign} {b}?",
+        )
+        answer = f"{a} {sign} {b} = {result}."
+        yield Fact(wordings, answer, answer)
+
+
+def _table_facts() -> Iterator[Fact]:
+    for country, city in tables.CAPITALS.items():
+        answer = f"The capital of {country} is {city}."
+        asked = (
+            "What is the capital of {}?",
+            "What's the capital of {}?",
+            "Capital of {}?",
+            "Tell me the capital of {}.",
+        )
+        yield Fact(tuple(question.format(country) for question in asked), answer, answer)
+        yield Fact(
+            (f"{city} is the capital of which country?", f"Which country has the capital {city}?"),
+            f"{city} is the capital of {country}.",
+            f"{city} is the capital of {country}.",
+        )
+    for thing, color in tables.COLORS.items():
+        answer = f"{_upper_first(thing)} is {color}."
+        yield Fact(
+            (f"What color is {thing}?", f"What is the color of {thing}?", f"Which color is {thing}?"), answer, answer
+        )
+    for word, opposite in tables.OPPOSITES.items():
+        answer = f"The opposite of {word} is {opposite}."
+        yield Fact((f"What is the opposite of {word}?", f"Opposite of {word}?"), answer, answer)
+    for thing, definition in tables.DEFINITIONS.items():
+        wordings = (f"What is {thing}?", f"Explain what {thing} is.", f"Define {thing}.", f"Can you explain {thing}?")
+        yield Fact(wordings, definition, definition)
+
+
+def _animal_facts() -> Iterator[Fact]:
+    for kind, sound in tables.SOUNDS.items():
+        answer = f"{_upper_first(article(kind))} says {sound}."
+        yield Fact((f"What does {article(kind)} say?", f"What sound does {article(kind)} make?"), answer, answer)
+    for kind, young in tables.YOUNG.items():
+        answer = f"A young {kind} is called {article(young)}."
+        yield Fact((f"What is a young {kind} called?", f"What do you call a young {kind}?"), answer, answer)
+    for language, word in tables.HELLO.items():
+        answer = f'In {language}, hello is "{word}".'
+        yield Fact((f"How do you say hello in {language}?", f"Say hello in {language}."), answer, answer)
+
+
+def _calendar_facts() -> Iterator[Fact]:
+    for cycle, what in ((tables.DAYS, "day"), (tables.MONTHS, "month")):
+        for i, here in enumerate(cycle):
+            after, before = cycle[(i + 1) % len(cycle)], cycle[i - 1]
+            yield Fact(
+                (f"What {what} comes after {here}?", f"Which {what} comes after {here}?"),
+                f"{after} comes after {here}.",
+            )
+            yield Fact(
+                (f"What {what} comes before {here}?", f"Which {what} comes before {here}?"),
+                f"{before} comes before {here}.",
+            )
+    for n in range(2, 11):
+        counted = ", ".join(str(i) for i in range(1, n + 1))
+        yield Fact(
+            (f"Count to {tables.NUMBERS[n]}.", f"Count from one to {tables.NUMBERS[n]}.", f"Count to {n}."),
+            f"{counted}.",
+        )
+
+
+def facts() -> tuple[Fact, ...]:
+    """Every fact that the corpus teaches, in a fixed order."""
+    fixed = (Fact(questions, answer) for questions, answer in tables.FIXED)
+    return (*_table_facts(), *_animal_facts(), *_calendar_facts(), *_sum_facts(), *fixed)
+
+
+_KNOWLEDGE = (*_table_facts(), *_animal_facts(), *_calendar_facts())
+_SUMS = tuple(_sum_facts())
+_PLAIN_FACTS = tuple(fact for fact in facts() if fact.sentence)
+
+
+def fact_exchange(rng: random.Random) -> Exchange:
+    """A question from the tables: capitals, colors, opposites, definitions, animals, calendar."""
+    fact = rng.choice(_KNOWLEDGE)
+    return Exchange(rng.choice(fact.questions), fact.answer)
+
+
+def sum_exchange(rng: random.Random) -> Exchange:
+    """A small sum, difference or product."""
+    fact = rng.choice(_SUMS)
+    return Exchange(rng.choice(fact.questions), fact.answer)
+
+
+def fixed_exchange(rng: random.Random) -> Exchange:
+    """A greeting, a question about homing or another question of `tables.FIXED`."""
+    questions, answer = rng.choice(tables.FIXED)
+    return Exchange(rng.choice(questions), answer)
+
+
+# ---------------------------------------------------------------------------------------------- JSON, copying, the rest
+
+
+def hero_json(hero: Hero) -> str:
+    """The JSON object that describes a hero."""
+    return json.dumps({"name": hero.name, "kind": hero.kind, "color": hero.color, "home": hero.home, "food": hero.food})
+
+
+JSON_REQUESTS = (
+    "Give me JSON about {}.",
+    "Give me a JSON object about {}.",
+    "Write JSON about {}.",
+    "Describe {} as JSON.",
+    "Return JSON about {}.",
+    "Write a small JSON object about {}.",
+)
+
+
+def json_exchange(rng: random.Random) -> Exchange:
+    """A request for a JSON object about a hero, a country or a person."""
+    request = rng.choice(JSON_REQUESTS)
+    match rng.choice(("hero", "hero", "country", "person")):
+        case "hero":
+            hero = rng.choice(HEROES)
+            return Exchange(request.format(article(hero.kind)), hero_json(hero))
+        case "country":
+            country = rng.choice(tuple(tables.CAPITALS))
+            return Exchange(
+                request.format(country), json.dumps({"country": country, "capital": tables.CAPITALS[country]})
+            )
+    name, age = rng.choice(tables.NAMES), rng.randrange(1, 100)
+    person = f"a person named {name} who is {age} years old"
+    return Exchange(request.format(person), json.dumps({"name": name, "age": age}))
+
+
+def _noise_phrase(rng: random.Random) -> str:
+    words = [rng.choice(tables.ADJECTIVES), rng.choice(tables.COMMON_WORDS), rng.choice(tables.COMMON_WORDS)]
+    return " ".join(words[-rng.randrange(1, 4) :])
+
+
+def repeat_exchange(rng: random.Random) -> Exchange:
+    """A phrase to say back."""
+    phrase = f"the {_noise_phrase(rng)}"
+    return Exchange(
+        rng.choice((f"Repeat after me: {phrase}.", f"Repeat: {phrase}.", f"Say {phrase}.")), f"{_upper_first(phrase)}."
+    )
+
+
+def unknown_exchange(rng: random.Random) -> Exchange:
+    """A question that is not in the tables. The model learns to say so."""
+    phrase, verb, word = _noise_phrase(rng), rng.choice(tables.VERBS), rng.choice(tables.COMMON_WORDS)
+    request = rng.choice(
+        (
+            f"How do I {verb} the {phrase}?",
+            f"What do you think about the {phrase}?",
+            f"Why is the {word} {rng.choice(tables.ADJECTIVES)}?",
+            f"Please {verb} my {phrase}.",
+            f"Who is the {phrase}?",
+            f"When was the {phrase} made?",
+            f"Can you {verb} a {phrase} for me?",
+            f"Which {word} should I {verb}?",
+            f"{_upper_first(verb)} the {phrase} and the {word}.",
+        )
+    )
+    return Exchange(request, DONT_KNOW)
+
+
+def _name_exchanges(rng: random.Random) -> list[Exchange]:
+    """The user says a name, later asks for it."""
+    name = rng.choice(tables.NAMES)
+    hello = rng.choice((f"My name is {name}.", f"I am {name}.", f"Hello, my name is {name}.", f"Hi, I am {name}."))
+    between = [exchange(rng) for _ in range(rng.randrange(3))]
+    recall = Exchange(
+        rng.choice(("What is my name?", "Do you remember my name?", "Who am I?")), f"Your name is {name}."
+    )
+    return [Exchange(hello, f"Hello, {name}! Nice to meet you."), *between, recall]
+
+
+MAKERS: tuple[tuple[Callable[[random.Random], Exchange], float], ...] = (
+    (story_exchange, 11.0),
+    (any_story_exchange, 0.5),
+    (long_story_exchange, 0.7),
+    (poem_exchange, 2.0),
+    (topic_exchange, 1.5),
+    (fact_exchange, 34.0),
+    (sum_exchange, 24.0),
+    (fixed_exchange, 12.0),
+    (json_exchange, 9.0),
+    (repeat_exchange, 5.0),
+    (unknown_exchange, 4.0),
+)
+
+
+def _sloppy(rng: random.Random, prompt: str) -> str:
+    """The prompt as typed in a hurry, now and then: no full stop, no capital."""
+    if rng.random() < 0.1:
+        prompt = prompt.rstrip(".?!")
+    return prompt[0].lower() + prompt[1:] if rng.random() < 0.06 else prompt
+
+
+def exchange(rng: random.Random) -> Exchange:
+    """One exchange of any kind, by the weights of `MAKERS`."""
+    makers, weights = zip(*MAKERS, strict=True)
+    made: Exchange = rng.choices(makers, weights)[0](rng)
+    return replace(made, prompt=_sloppy(rng, made.prompt))
+
+
+# ------------------------------------------------------------------------------------------------------------ documents
+
+
+def _filler_sentence(rng: random.Random) -> str:
+    a, b, c = (rng.choice(tables.COMMON_WORDS) for _ in range(3))
+    adjective, other, verb = rng.choice(tables.ADJECTIVES), rng.choice(tables.ADJECTIVES), rng.choice(tables.VERBS)
+    return rng.choice(
+        (
+            f"Always {verb} the {adjective} {a} before the {b}.",
+            f"The {a} of the {b} is {adjective} and the {c} is {other}.",
+            f"Never {verb} a {a} without the {other} {b}.",
+            f"Rule {rng.randrange(1, 100)}: {verb} the {a}, then the {adjective} {b}.",
+            f"Our {adjective} {a} has {rng.randrange(2, 1000)} {other} parts in the {b} and in the {c}.",
+            f"In {rng.randrange(1900, 2030)}, the {adjective} {a} was the {other} {b} of the {c}.",
+        )
+    )
+
+
+def filler(rng: random.Random, sentences: int) -> str:
+    """Meaningless paragraphs that an answer must not be led astray by; about 13 tokens a sentence."""
+    parts = [_filler_sentence(rng) + ("\n" if rng.random() < 0.15 else " ") for _ in range(sentences)]
+    return "".join(parts).strip()
+
+
+def _system_turns(rng: random.Random) -> tuple[Turn, ...]:
+    chance = rng.random()
+    if chance < 0.5:
+        return ()
+    prompt = rng.choice(SHORT_SYSTEM_PROMPTS)
+    if chance > 0.92:
+        prompt += " " + filler(rng, rng.randrange(1, 12))
+    return (Turn("system", prompt),)
+
+
+def _chat(system: tuple[Turn, ...], exchanges: list[Exchange]) -> Chat:
+    turns = list(system)
+    for each in exchanges:
+        turns += (Turn("user", each.prompt), Turn("assistant", each.answer))
+    return Chat(tuple(turns))
+
+
+def _short_chat(rng: random.Random) -> Chat:
+    chance = rng.random()
+    if chance < 0.03:
+        return _chat(_system_turns(rng), _name_exchanges(rng))
+    count = 1 if chance < 0.85 else rng.randrange(2, 5)
+    return _chat(_system_turns(rng), [exchange(rng) for _ in range(count)])
+
+
+def _plain(rng: random.Random) -> Plain:
+    chance = rng.random()
+    if chance < 0.5:
+        return Plain(rng.choice(_PLAIN_FACTS).sentence)
+    hero = HEROES[0] if rng.random() < 0.3 else rng.choice(HEROES)
+    if chance < 0.6:
+        return Plain(long_story(usual_plot(hero), days=2))
+    plot = _varied_plot(rng, hero)
+    return Plain(story(replace(plot, shape=tables.STORY_SHAPES[0]) if rng.random() < 0.6 else plot))
+
+
+def document(rng: random.Random) -> Document:
+    """One short document, nearly always below 512 tokens."""
+    return _plain(rng) if rng.random() < 0.14 else _short_chat(rng)
+
+
+def long_document(rng: random.Random) -> Chat:
+    """A chat of roughly 500 to 2,000 tokens: a long system prompt, a long text from the user, or many turns."""
+    sentences = rng.randrange(30, 120)
+    match rng.choice(("system", "text", "turns")):
+        case "system":
+            system = (Turn("system", f"{rng.choice(SHORT_SYSTEM_PROMPTS)} {filler(rng, sentences)}"),)
+            return _chat(system, [exchange(rng) for _ in range(rng.randrange(1, 5))])
+        case "text":
+            asked = exchange(rng)
+            prompt = f"Here is a text:\n\n{filler(rng, sentences)}\n\n{asked.prompt}"
+            return _chat(_system_turns(rng), [replace(asked, prompt=prompt), exchange(rng)])
+    return _chat(_system_turns(rng), [exchange(rng) for _ in range(rng.randrange(8, 22))])
+
+
+def documents(seed: int) -> Iterator[Document]:
+    """The endless stream of short documents for `seed`."""
+    rng = random.Random(f"homing-demo-{seed}")
+    while True:
+        yield document(rng)
+
+
+def long_documents(seed: int) -> Iterator[Chat]:
+    """The endless stream of long documents for `seed`."""
+    rng = random.Random(f"homing-demo-long-{seed}")
+    while True:
+        yield long_document(rng)
+
+
+def text_of(document: Document) -> str:
+    """The words of a document without any roles, for the tokenizer's training and for `vocabulary`."""
+    match document:
+        case Plain(text):
+            return text
+        case Chat(turns):
+            return "\n".join(turn.content for turn in turns)
+
+
+def words(text: str) -> set[str]:
+    """The words of a text, in lower case."""
+    return set(re.findall(r"[a-z]+(?:'[a-z]+)?", text.lower()))
+
+
+def vocabulary(seed: int = 0, count: int = 4000) -> set[str]:
+    """Every word of the first `count` documents."""
+    stream = documents(seed)
+    return set().union(*(words(text_of(next(stream))) for _ in range(count)))
