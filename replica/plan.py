@@ -1,0 +1,106 @@
+"""What one engine step runs: rows of tokens, where their KV goes, whose logits are wanted.
+
+Rank 0 makes a `StepPlan` and sends it to all ranks; each rank lays out the same `RaggedBatch` from it. Pure numpy: knows
+no torch, no sockets and nothing of requests. All rows are joined along one token axis, without padding.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Int64s = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
+
+
+class PlanRow(NamedTuple):
+    """One request's share of a step: compute `token_ids`, the first of which stands at position `start`."""
+
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]  #: from position 0 on, at least as far as this step's last token
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    """What rank 0 tells all ranks about one step; one msgpack message.
+
+    #: len(q_lens) == len(starts) == len(block_tables), and the rows' lengths add up to the number of token ids.
+    """
+
+    step: int
+    token_ids: bytes  #: uint32 LE, all rows joined
+    q_lens: list[int]  #: tokens to compute per row, each at least 1
+    starts: list[int]  #: position of each row's first token of this step
+    block_tables: list[list[int]]
+    logits_at: list[int]  #: flat token indexes whose logits are wanted, in order
+
+    def check(self) -> None:
+        """Assert that the fields agree with each other."""
+        tokens, rows = len(self.token_ids) // 4, len(self.q_lens)
+        assert rows == len(self.starts) == len(self.block_tables), (rows, len(self.starts), len(self.block_tables))
+        assert len(self.token_ids) % 4 == 0 and tokens == sum(self.q_lens), (len(self.token_ids), sum(self.q_lens))
+        assert all(length > 0 for length in self.q_lens), self.q_lens
+        assert all(0 <= index < tokens for index in self.logits_at), (self.logits_at, tokens)
+
+
+def plan_of_rows(step: int, rows: Sequence[PlanRow], logits_at: Sequence[int] | None = None) -> StepPlan:
+    """Join rows into a plan. Without `logits_at` the logits of each row's last token are wanted."""
+    q_lens = [len(row.token_ids) for row in rows]
+    if logits_at is None:
+        logits_at = [int(end) - 1 for end in np.cumsum(q_lens)]
+    joined = np.fromiter((token for row in rows for token in row.token_ids), dtype="<u4", count=sum(q_lens))
+    return StepPlan(
+        step=step,
+        token_ids=joined.tobytes(),
+        q_lens=q_lens,
+        starts=[row.start for row in rows],
+        block_tables=[list(row.block_table) for row in rows],
+        logits_at=list(logits_at),
+    )
+
+
+@dataclass(slots=True, frozen=True)
+class RaggedBatch:
+    """A plan laid out as arrays: T tokens of N rows."""
+
+    token_ids: Int64s  #: [T]
+    positions: Int64s  #: [T]
+    slots: Int64s  #: [T] block * block_size + offset: where each token's KV is written
+    q_lens: list[int]  #: [N]
+    kv_lens: list[int]  #: [N] tokens a row's last token sees, itself included
+    block_tables: Int32s  #: [N, longest], cut to the blocks in use, padded with the null block 0
+    logits_at: Int64s  #: [L]
+
+
+def lay_out(plan: StepPlan, block_size: int) -> RaggedBatch:
+    """The batch that a plan describes. Asserts that each row's block table covers its tokens."""
+    plan.check()
+    q_lens = np.asarray(plan.q_lens, dtype=np.int64)
+    starts = np.asarray(plan.starts, dtype=np.int64)
+    kv_lens = starts + q_lens
+    tables = _padded_tables(plan.block_tables, [int(-(-length // block_size)) for length in kv_lens])
+    row_of = np.repeat(np.arange(len(q_lens)), q_lens)
+    first = np.repeat(np.cumsum(q_lens) - q_lens, q_lens)
+    positions = np.arange(len(row_of)) - first + starts[row_of]
+    blocks = tables[row_of, positions // block_size].astype(np.int64)
+    return RaggedBatch(
+        token_ids=np.frombuffer(plan.token_ids, dtype="<u4").astype(np.int64),
+        positions=positions,
+        slots=blocks * block_size + positions % block_size,
+        q_lens=plan.q_lens,
+        kv_lens=kv_lens.tolist(),
+        block_tables=tables,
+        logits_at=np.asarray(plan.logits_at, dtype=np.int64),
+    )
+
+
+def _padded_tables(tables: Sequence[Sequence[int]], used: Sequence[int]) -> Int32s:
+    """Block tables as one array, each cut to the number of blocks it uses."""
+    padded = np.zeros((len(tables), max(used, default=0)), dtype=np.int32)
+    for row, (table, count) in enumerate(zip(tables, used, strict=True)):
+        assert count <= len(table), f"row {row} needs {count} blocks, its table has {len(table)}"
+        padded[row, :count] = table[:count]
+    return padded
