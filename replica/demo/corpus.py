@@ -551,6 +551,14 @@ def documents(seed: int) -> Iterator[Document]:
         yield document(rng)
 
 
+def drill_documents(seed: int) -> Iterator[Document]:
+    """As `documents`, with a sum on its own before each. For the second stage: sums are what is learnt last."""
+    rng = random.Random(f"homing-demo-drill-{seed}")
+    while True:
+        yield _chat((), [sum_exchange(rng)])
+        yield document(rng)
+
+
 def long_documents(seed: int) -> Iterator[Chat]:
     """The endless stream of long documents for `seed`."""
     rng = random.Random(f"homing-demo-long-{seed}")

@@ -9,9 +9,11 @@ import copy
 import math
 import resource
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from tokenizers import Tokenizer
@@ -119,9 +121,9 @@ class Batch:
     positions: Tensor
 
 
-def batches(bpe: Tokenizer, recipe: Recipe) -> Iterator[Batch]:
-    """The endless stream of training batches."""
-    short = pack((encode(bpe, each) for each in corpus.documents(recipe.seed)), recipe.row_tokens)
+def batches(bpe: Tokenizer, recipe: Recipe, documents: Iterator[Document]) -> Iterator[Batch]:
+    """The endless stream of training batches from short `documents`, long ones among them."""
+    short = pack((encode(bpe, each) for each in documents), recipe.row_tokens)
     long = pack((encode(bpe, each) for each in corpus.long_documents(recipe.seed)), recipe.long_row_tokens, open_rows=3)
     step = 0
     while True:
@@ -225,29 +227,39 @@ def save(model: LlamaForCausalLM, bpe: Tokenizer, out: Path) -> None:
     tokenizer.save(bpe, MAX_POSITIONS, out)
 
 
-def train(recipe: Recipe, out: Path, report_every: int = 50, save_every: int = 250) -> float:
-    """The whole run; returns the last reported loss. A usable folder appears every `save_every` steps."""
+def run(model: LlamaForCausalLM, bpe: Tokenizer, recipe: Recipe, documents: Iterator[Document], out: Path) -> float:
+    """Train and save; returns the mean loss of the last 50 steps. A usable folder appears every 250 steps."""
+    start, recent = time.perf_counter(), deque[float](maxlen=50)
+    for step, loss in enumerate(train_steps(model, batches(bpe, recipe, documents), recipe), start=1):
+        recent.append(loss)
+        if step % 50 == 0:
+            wall_s = time.perf_counter() - start
+            rate = step * recipe.batch_tokens / wall_s
+            print(f"step {step} loss {fmean(recent):.4f} tokens/s {rate:.0f} wall {wall_s:.0f} s", flush=True)
+        if step % 250 == 0:
+            save(model, bpe, out)
+    save(model, bpe, out)
+    return fmean(recent)
+
+
+def train(recipe: Recipe, out: Path) -> float:
+    """The first stage: tokenizer and model from nothing."""
     bpe = tokenizer.train_bpe(recipe.seed)
     model = build_model(recipe, bpe)
     print(f"vocabulary {bpe.get_vocab_size()}, parameters {model.num_parameters():,}", flush=True)
-    start, mean, recent = time.perf_counter(), math.nan, list[float]()
-    for step, loss in enumerate(train_steps(model, batches(bpe, recipe), recipe), start=1):
-        recent.append(loss)
-        if step % report_every == 0 or step == recipe.steps:
-            mean = sum(recent) / len(recent)
-            rate = step * recipe.batch_tokens / (time.perf_counter() - start)
-            print(
-                f"step {step} loss {mean:.4f} tokens/s {rate:.0f} wall {time.perf_counter() - start:.0f} s", flush=True
-            )
-            recent.clear()
-        if step % save_every == 0:
-            save(model, bpe, out)
-    save(model, bpe, out)
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    print(
-        f"done: wall {time.perf_counter() - start:.0f} s, CPU {usage.ru_utime + usage.ru_stime:.0f} s, loss {mean:.4f}"
-    )
-    return mean
+    return run(model, bpe, recipe, corpus.documents(recipe.seed), out)
+
+
+def drill(recipe: Recipe, out: Path) -> float:
+    """The second stage: go on from the folder `out` (so from bfloat16 weights) with `corpus.drill_documents`."""
+    bpe = Tokenizer.from_file(str(out / "tokenizer.json"))
+    model = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32)
+    return run(model, bpe, recipe, corpus.drill_documents(recipe.seed), out)
+
+
+def drill_recipe(seed: int) -> Recipe:
+    """The second stage's shorter run at lower rates; not tuned. The long documents come from another seed."""
+    return Recipe(seed=seed + 1, steps=500, matrix_lr=0.003, other_lr=0.003)
 
 
 def main() -> None:
@@ -255,11 +267,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train homing's demo model.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=Recipe().seed)
-    parser.add_argument("--steps", type=int, default=Recipe().steps)
+    parser.add_argument("--steps", type=int, default=Recipe().steps, help="steps of the first stage")
+    parser.add_argument("--stage", choices=("both", "first", "drill"), default="both", help="drill goes on from --out")
     parser.add_argument("--threads", type=int, default=1, help="torch threads; more than the free cores is far slower")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    train(Recipe(seed=arguments.seed, steps=arguments.steps), arguments.out)
+    start, loss = time.perf_counter(), math.nan
+    if arguments.stage != "drill":
+        loss = train(Recipe(seed=arguments.seed, steps=arguments.steps), arguments.out)
+    if arguments.stage != "first":
+        loss = drill(drill_recipe(arguments.seed), arguments.out)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    cpu_s = usage.ru_utime + usage.ru_stime
+    print(f"done: wall {time.perf_counter() - start:.0f} s, CPU {cpu_s:.0f} s, loss {loss:.4f}")
 
 
 if __name__ == "__main__":

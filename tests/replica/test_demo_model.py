@@ -252,7 +252,7 @@ def test_a_few_steps_lower_the_loss(tmp_path: Path) -> None:
     bpe = tokenizer.train_bpe(recipe.seed, documents=2000, vocab_size=1024)
     model = train.build_model(recipe, bpe)
 
-    losses = list(train.train_steps(model, train.batches(bpe, recipe), recipe))
+    losses = list(train.train_steps(model, train.batches(bpe, recipe, corpus.documents(0)), recipe))
     train.save(model, bpe, tmp_path)
 
     assert sum(losses[-3:]) < 0.85 * sum(losses[:3])
