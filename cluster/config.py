@@ -1,0 +1,282 @@
+"""All settings in one tree, and the four places they come from: default, file, environment, flag (the last wins).
+
+A setting is declared once, as a field of its room's struct; YAML key, flag, variable and the table in docs/settings.md
+follow from the field's name, type and description. This is the only module that reads the environment. It knows
+nothing of what the settings do.
+"""
+
+import difflib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+from ..events.config import EventsSettings
+from ..kvcache.config import KvCacheSettings
+from ..replica.config import ReplicaSettings
+from ..router.config import RouterSettings
+from .errors import SettingsError
+
+VARIABLE_PREFIX = "HOMING_"
+
+
+class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many replicas there are, where they run and how they are watched."""
+
+    name: Annotated[
+        str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$", description="name of the cluster on this machine")
+    ] = "default"
+    replicas: Annotated[int, Meta(ge=1, le=4096, description="number of replicas")] = 2
+    ray_address: Annotated[
+        str, Meta(description="Ray cluster to join, such as auto or host:6379; empty: a local one of our own")
+    ] = ""
+    cpus_per_rank: Annotated[
+        float, Meta(ge=0, description="logical CPUs that Ray reserves for a rank; a share of scheduling, no limit")
+    ] = 1.0
+    gpus_per_rank: Annotated[float, Meta(ge=0, description="GPUs that Ray reserves for a rank")] = 0.0
+    start_timeout_s: Annotated[
+        float, Meta(gt=0, description="a replica that is not ready after so long counts as failed")
+    ] = 600.0
+    health_interval_s: Annotated[
+        float, Meta(gt=0, description="seconds between two questions whether a rank lives")
+    ] = 2.0
+    health_timeout_s: Annotated[
+        float, Meta(gt=0, description="a rank that does not answer for so long counts as dead")
+    ] = 30.0
+    restart_backoff_s: Annotated[
+        float, Meta(gt=0, description="pause before the second rebuild of a replica; doubles with each failure")
+    ] = 1.0
+    restart_backoff_limit_s: Annotated[float, Meta(gt=0, description="longest pause between two rebuilds")] = 30.0
+    stable_after_s: Annotated[
+        float, Meta(gt=0, description="a replica that served for so long starts over with the shortest pause")
+    ] = 60.0
+    stop_timeout_s: Annotated[float, Meta(gt=0, description="time to take everything down before it is killed")] = 20.0
+    state_dir: Annotated[
+        str,
+        Meta(description="where running clusters are noted; empty: $XDG_STATE_HOME/homing or ~/.local/state/homing"),
+    ] = ""
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="debug also shows what the actors write")
+    ] = "info"
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that can be set, by room."""
+
+    kvcache: KvCacheSettings = KvCacheSettings()
+    events: EventsSettings = EventsSettings()
+    replica: ReplicaSettings = ReplicaSettings()
+    router: RouterSettings = RouterSettings()
+    cluster: ClusterSettings = ClusterSettings()
+
+
+@dataclass(slots=True, frozen=True)
+class Setting:
+    """One field of one room's struct, and its names."""
+
+    room: str
+    name: str
+    type: Any
+    default: Any
+    meta: Meta
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return VARIABLE_PREFIX + self.name.upper()
+
+    @property
+    def bare_type(self) -> Any:
+        """The type without its constraints."""
+        return get_args(self.type)[0]
+
+    @property
+    def choices(self) -> tuple[str, ...] | None:
+        """The words that are allowed, where there are only some."""
+        return get_args(self.bare_type) if get_origin(self.bare_type) is Literal else None
+
+    @property
+    def description(self) -> str:
+        return self.meta.description or ""
+
+
+@dataclass(slots=True, frozen=True)
+class Given:
+    """A value as one source gave it. `typed` values come from YAML, the others are text."""
+
+    value: Any
+    origin: str
+    typed: bool
+
+
+def _declared() -> Iterator[Setting]:
+    for room in msgspec.structs.fields(Settings):
+        for field in msgspec.structs.fields(room.type):
+            meta = next(arg for arg in get_args(field.type) if isinstance(arg, Meta))
+            yield Setting(room.name, field.name, field.type, field.default, meta)
+
+
+#: By field name, which is unique over all rooms: a flag needs no room in front.
+SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _declared()}
+ROOMS: tuple[str, ...] = tuple(field.name for field in msgspec.structs.fields(Settings))
+
+
+def load_settings(
+    flags: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None, file: Path | None = None
+) -> Settings:
+    """Settings from all sources. `flags` maps field names to text. Raises SettingsError for the first mistake."""
+    environ = os.environ if environ is None else environ
+    file = file or _file_of(environ)
+    given = (_from_file(file) if file else {}) | _from_environ(environ) | _from_flags(flags or {})
+    rooms: dict[str, dict[str, Any]] = {room: {} for room in ROOMS}
+    for name, source in given.items():
+        setting = SETTINGS[name]
+        rooms[setting.room][name] = _convert(setting, source)
+    return msgspec.convert(rooms, Settings)
+
+
+def state_folder(settings: Settings, environ: Mapping[str, str] | None = None) -> Path:
+    """Where running clusters of this user are noted (it need not exist)."""
+    environ = os.environ if environ is None else environ
+    if settings.cluster.state_dir:
+        return Path(settings.cluster.state_dir).expanduser().absolute()
+    base = environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "homing"
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """`; did you mean X?`, or nothing when no word is near."""
+    found = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def _file_of(environ: Mapping[str, str]) -> Path | None:
+    named = environ.get(VARIABLE_PREFIX + "CONFIG")
+    return Path(named) if named else None
+
+
+def _from_flags(flags: Mapping[str, str]) -> dict[str, Given]:
+    return {name: Given(value, f"flag {SETTINGS[name].flag}", typed=False) for name, value in flags.items()}
+
+
+def _from_environ(environ: Mapping[str, str]) -> dict[str, Given]:
+    by_variable = {setting.variable: setting for setting in SETTINGS.values()}
+    known = {*by_variable, VARIABLE_PREFIX + "CONFIG"}
+    for variable in environ:
+        if variable.startswith(VARIABLE_PREFIX) and variable not in known:
+            raise SettingsError(f"environment variable {variable}: no such setting{nearest(variable, known)}")
+    return {
+        setting.name: Given(environ[variable], f"environment variable {variable}", typed=False)
+        for variable, setting in by_variable.items()
+        if variable in environ
+    }
+
+
+def _from_file(path: Path) -> dict[str, Given]:
+    given: dict[str, Given] = {}
+    for room, section in _read_yaml(path).items():
+        if room not in ROOMS:
+            raise SettingsError(f"{path}: no section {room!r}{_where(str(room)) or nearest(str(room), ROOMS)}")
+        if section is None:
+            continue
+        if not isinstance(section, dict):
+            raise SettingsError(f"{path}: section {room!r} must map keys to values, not be {section!r}")
+        for key, value in section.items():
+            given[_known_key(path, room, str(key))] = Given(value, f"{path}, {room}.{key}", typed=True)
+    return given
+
+
+def _read_yaml(path: Path) -> dict[Any, Any]:
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"cannot read settings file {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} is no YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise SettingsError(f"{path}: the top level must map sections ({', '.join(ROOMS)}) to settings")
+    return content
+
+
+def _known_key(path: Path, room: str, key: str) -> str:
+    setting = SETTINGS.get(key)
+    if setting is not None and setting.room == room:
+        return key
+    own = [name for name, candidate in SETTINGS.items() if candidate.room == room]
+    raise SettingsError(f"{path}: no setting {key!r} in section {room!r}{_where(key) or nearest(key, own)}")
+
+
+def _where(key: str) -> str:
+    return f"; it belongs into section {SETTINGS[key].room!r}" if key in SETTINGS else ""
+
+
+def _convert(setting: Setting, given: Given) -> Any:
+    try:
+        return msgspec.convert(given.value, setting.type, strict=given.typed)
+    except msgspec.ValidationError as error:
+        hint = nearest(str(given.value), setting.choices) if setting.choices else ""
+        raise SettingsError(
+            f"{given.origin}: {given.value!r} does not do for {setting.name}: {_reason(setting, error)}{hint}"
+        ) from error
+
+
+def _reason(setting: Setting, error: msgspec.ValidationError) -> str:
+    return f"expected one of {', '.join(setting.choices)}" if setting.choices else str(error)
+
+
+def markdown() -> str:
+    """The content of docs/settings.md."""
+    lines = [
+        "# Settings",
+        "",
+        "Generated by `python -m homing.cluster.config > docs/settings.md`; a test holds it. A setting is a flag",
+        "(`--block-size 32`; a switch is `--hash-only` or `--no-hash-only`), an environment variable",
+        "(`HOMING_BLOCK_SIZE=32`) and a key in the file that `--config FILE` or `HOMING_CONFIG` names, in the section",
+        "of its room:",
+        "",
+        "```yaml",
+        "kvcache:",
+        "  block_size: 32",
+        "cluster:",
+        "  replicas: 4",
+        "```",
+        "",
+        "A flag wins over a variable, a variable over the file, the file over the default. An unknown or malformed",
+        "setting is an error that names it, its source and the nearest spelling.",
+    ]
+    for room in msgspec.structs.fields(Settings):
+        summary = (room.type.__doc__ or "").splitlines()[0]
+        lines += ["", f"## {room.name}", "", summary, "", "| key | flag | variable | default | allowed | |"]
+        lines += ["|---|---|---|---|---|---|"]
+        lines += [_row(setting) for setting in SETTINGS.values() if setting.room == room.name]
+    return "\n".join(lines) + "\n"
+
+
+def _row(setting: Setting) -> str:
+    default = {"": "empty", "True": "true", "False": "false"}.get(str(setting.default), str(setting.default))
+    return (
+        f"| `{setting.name}` | `{setting.flag}` | `{setting.variable}` | {default} "
+        f"| {_allowed(setting)} | {setting.description} |"
+    )
+
+
+def _allowed(setting: Setting) -> str:
+    if setting.choices:
+        return ", ".join(setting.choices)
+    name = {bool: "true or false", int: "integer", float: "number", str: "text"}[setting.bare_type]
+    bounds = [("≥", setting.meta.ge), (">", setting.meta.gt), ("≤", setting.meta.le), ("<", setting.meta.lt)]
+    return " ".join([name, *(f"{sign} {bound}" for sign, bound in bounds if bound is not None)])
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,75 @@
+"""What can go wrong when a cluster is set up or asked about, and whose fault it is.
+
+    ClusterError
+    ├── SettingsError        the user's: an unknown or malformed setting; says which, where it stands and what is near
+    ├── ModelUnavailable     the user's: no such folder, no such model on the hub, or no way to get there
+    ├── PortTaken            the user's: another program listens on the wanted address
+    ├── AlreadyRunning       the user's: a cluster of this name runs on this machine
+    ├── NotRunning           the user's: no cluster of this name runs on this machine
+    ├── DoesNotFit           the user's: the machine or cluster lacks the CPUs or GPUs that the settings ask for
+    ├── StartFailed          a replica or the router could not start; carries its own message
+    └── StopFailed           the cluster did not end in time
+
+`exit_code` is what the command line ends with; the message is all that it prints.
+"""
+# ruff: noqa: N818 - these names say what happened; a user reads them without "Error".
+
+from typing import ClassVar
+
+
+class ClusterError(Exception):
+    """Anything that the command line reports by name, without a traceback."""
+
+    http_status: ClassVar[int] = 500
+    exit_code: ClassVar[int] = 1
+
+
+class SettingsError(ClusterError):
+    """A setting that does not exist or does not hold a valid value."""
+
+    http_status = 400
+    exit_code = 2
+
+
+class ModelUnavailable(ClusterError):
+    """The model is neither here nor to be had."""
+
+    http_status = 404
+    exit_code = 2
+
+
+class PortTaken(ClusterError):
+    """The wanted address cannot be bound."""
+
+    exit_code = 2
+
+    def __init__(self, host: str, port: int, reason: str) -> None:
+        super().__init__(
+            f"cannot listen on {host}:{port}: {reason}; choose another port with --port (0 takes any free one)"
+        )
+
+
+class AlreadyRunning(ClusterError):
+    """A cluster of this name runs already."""
+
+    exit_code = 2
+
+
+class NotRunning(ClusterError):
+    """No cluster of this name runs."""
+
+    http_status = 404
+
+
+class DoesNotFit(ClusterError):
+    """What is asked for exceeds what there is."""
+
+    exit_code = 2
+
+
+class StartFailed(ClusterError):
+    """A part of the cluster could not start."""
+
+
+class StopFailed(ClusterError):
+    """A part of the cluster did not end."""
