@@ -3,12 +3,22 @@
     RouterError
     ├── PromptTooLong        400  the caller's: prompt (plus one token) exceeds the model's context
     ├── InvalidGeneration    400  the caller's: a replica cannot run these parameters
+    ├── InvalidRequest       400  the caller's: a field is unknown, of the wrong type or out of range; names the field
+    │   ├── InvalidJson      400  the body is no JSON
+    │   ├── ContextTooLong   400  prompt and wanted answer exceed the model's context
+    │   └── TemplateRefusal  400  the chat template does not take these messages
+    ├── ModelNotFound        404  the caller's
+    ├── UnknownPath          404  the caller's
+    ├── WrongMethod          405  the caller's
+    ├── BodyTooLarge         413  the caller's
     ├── QueueFull            429  more requests wait than the router holds; has `retry_after_s`
     ├── RequestFailed        500  a replica failed the request, or the token stream is inconsistent
     │   ├── ReplicaLost      502  the replica died and the request could not continue elsewhere
     │   └── DeadlineExceeded 504  the request's time is over
     ├── NoReplica            503  no replica serves and the request may not wait
     ├── RouterClosed         503  the router is shutting down
+    ├── TokenizerUnavailable 503  the model's folder has no tokenizer that can serve
+    ├── AddressInUse         500  the server's address cannot be bound; never meets a client
     └── ParityMismatch       500  a replica differs from the router in what both must agree on; never meets a client
 
 `http_status`, `error_type`, `code` and `param` are what one place in the HTTP front turns into OpenAI's error shape.
@@ -117,3 +127,80 @@ class ParityMismatch(RouterError):
         super().__init__(f"replica {replica_id} refused: its {field} is {theirs!r}, the router's is {ours!r}")
         self.replica_id = replica_id
         self.field = field
+
+
+class InvalidRequest(RouterError):
+    """A field of the request is unknown, of the wrong type or out of range; `param` names it."""
+
+    http_status = 400
+    error_type = "invalid_request_error"
+    code = "invalid_value"
+
+
+class InvalidJson(InvalidRequest):
+    """The body is no JSON."""
+
+    code = "invalid_json"
+
+
+class ContextTooLong(InvalidRequest):
+    """Prompt and wanted answer exceed the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class TemplateRefusal(InvalidRequest):
+    """The chat template does not take these messages, or the model has none."""
+
+    code = "invalid_messages"
+
+
+class ModelNotFound(RouterError):
+    """No such model is served here."""
+
+    http_status = 404
+    error_type = "invalid_request_error"
+    code = "model_not_found"
+
+
+class UnknownPath(RouterError):
+    """Nothing is served under this path."""
+
+    http_status = 404
+    error_type = "invalid_request_error"
+    code = "not_found"
+
+
+class WrongMethod(RouterError):
+    """The path exists, but not for this HTTP method."""
+
+    http_status = 405
+    error_type = "invalid_request_error"
+    code = "method_not_allowed"
+
+
+class BodyTooLarge(RouterError):
+    """The HTTP body exceeds `max_body_bytes`."""
+
+    http_status = 413
+    error_type = "invalid_request_error"
+    code = "body_too_large"
+
+
+class TokenizerUnavailable(RouterError):
+    """The model's folder has no tokenizer that can serve."""
+
+    http_status = 503
+    error_type = "service_unavailable"
+    code = "tokenizer_unavailable"
+
+
+class AddressInUse(RouterError):
+    """The server's address cannot be bound; never meets a client."""
+
+    code = "address_in_use"
+
+    def __init__(self, host: str, port: int, reason: str) -> None:
+        super().__init__(f"cannot listen on {host}:{port}: {reason}; choose another with --port")
+        self.host = host
+        self.port = port

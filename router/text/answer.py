@@ -1,0 +1,74 @@
+"""One answer as it grows: token deltas in, safe text and the tokens behind it out.
+
+Pure state that joins detokenizer, stop strings and logprobs. Knows no streams and no shapes of HTTP.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..backend import TokenDelta
+from .detokenizer import Detokenizer
+from .logprobs import TokenAt
+from .stops import StopFinder
+
+Ending = Literal["stop", "length"]
+
+
+@dataclass(slots=True)
+class TextDelta:
+    """What became showable."""
+
+    text: str
+    ending: Ending | None = None
+    #: the tokens whose text begins in what has been shown by now; empty where no logprobs were asked for
+    tokens: list[TokenAt] = field(default_factory=list)
+
+
+class AnswerText:
+    """Turns the deltas of one token stream into text.
+
+    The token that ended the answer (`stop_token_id`) gives no text and no logprobs; neither does what comes from the
+    start of a stop string on.
+    """
+
+    __slots__ = ("_decoded", "_detokenizer", "_pending", "_shown", "_stops")
+
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:
+        self._detokenizer = detokenizer
+        self._stops = StopFinder(stops)
+        self._decoded = 0  #: characters that came out of the detokenizer
+        self._shown = 0  #: characters given out
+        self._pending: list[TokenAt] = []  #: tokens whose text is held back
+
+    def push(self, delta: TokenDelta) -> TextDelta:
+        """The text that `delta` completes. After an ending nothing more may be pushed."""
+        ids = delta.token_ids[:-1] if delta.stop_token_id is not None else delta.token_ids
+        text = self._stops.push(self._detokenize(ids, delta))
+        ending: Ending | None = None
+        if delta.finish_reason is not None:
+            text += self._stops.push(self._detokenizer.flush())
+            ending = "length" if delta.finish_reason == "length" else "stop"
+        if self._stops.stopped_by is not None:
+            ending = "stop"
+        elif ending:
+            text += self._stops.flush()
+        self._shown += len(text)
+        return TextDelta(text, ending, self._release(everything=ending is not None and not self._stops.stopped_by))
+
+    def _detokenize(self, ids: Sequence[int], delta: TokenDelta) -> str:
+        if delta.logprobs is None:
+            return self._detokenizer.push(ids)
+        parts: list[str] = []
+        for token_id, position in zip(ids, delta.logprobs, strict=False):
+            self._pending.append(TokenAt(token_id, self._decoded, position))
+            parts.append(self._detokenizer.push([token_id]))
+            self._decoded += len(parts[-1])
+        return "".join(parts)
+
+    def _release(self, *, everything: bool) -> list[TokenAt]:
+        if not self._pending:
+            return []
+        ready = [token for token in self._pending if everything or token.offset < self._shown]
+        self._pending = self._pending[len(ready) :]
+        return ready

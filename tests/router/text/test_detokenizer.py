@@ -1,0 +1,93 @@
+"""Properties of incremental decoding."""
+
+from itertools import islice
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models
+
+from homing.router.text.detokenizer import REPLACEMENT, ByteDetokenizer, Detokenizer, WindowDetokenizer
+from homing.router.text.pieces import byte_alphabet, piece_table
+from homing.router.text.tokenizer import TextModel
+
+FIXTURE = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def deltas(detokenizer: Detokenizer, ids: list[int], sizes: list[int]) -> list[str]:
+    """What comes out when `ids` are pushed in groups of these sizes."""
+    rest = iter(ids)
+    groups = [list(islice(rest, size)) for size in sizes] + [list(rest)]
+    return [*(detokenizer.push(group) for group in groups), detokenizer.flush()]
+
+
+def sentencepiece_like() -> Tokenizer:
+    """Byte fallback and space marks, decoded as Llama 2 does."""
+    words = ["\u2581", "\u2581the", "fox", "\u2581é", "🦊", "s"]
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {word: 256 + i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    tokenizer.add_special_tokens([AddedToken("<s>")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+def byte_level() -> Tokenizer:
+    """One token per byte, plus added tokens inside and outside of the byte alphabet."""
+    vocabulary = byte_alphabet()
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.add_tokens(["é", "<tool> x", "日"])
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+sizes = st.lists(st.integers(0, 4), max_size=30)
+BYTES, SENTENCE = byte_level(), sentencepiece_like()
+
+
+@FIXTURE
+@given(ids=st.lists(st.integers(0, 260), max_size=40), sizes=sizes)
+def test_byte_level_deltas_join_to_the_whole_decode(ids, sizes):
+    """Even of bytes that are no UTF-8, which sampling at high temperature does yield."""
+    detokenizer = ByteDetokenizer(piece_table(BYTES), {BYTES.token_to_id("<|end|>")})
+
+    assert "".join(deltas(detokenizer, ids, sizes)) == BYTES.decode(ids, skip_special_tokens=True)
+
+
+def encode_fallback(text: str) -> list[int]:
+    """Ids of the sentencepiece-like vocabulary for any text."""
+    ids: list[int] = []
+    for character in text.replace(" ", "\u2581"):
+        known = SENTENCE.token_to_id(character)
+        ids += [known] if known is not None else character.encode()
+    return ids
+
+
+@FIXTURE
+@given(text=st.text(st.one_of(st.characters(), st.sampled_from(" 🦊sé")), max_size=30), sizes=sizes)
+def test_window_deltas_join_to_the_whole_decode(text, sizes):
+    """For every text that is valid Unicode, whatever the tokens' boundaries (a model's own U+FFFD included)."""
+    ids = encode_fallback(text)
+    detokenizer = WindowDetokenizer(lambda some: SENTENCE.decode(some, skip_special_tokens=True))
+
+    assert "".join(deltas(detokenizer, ids, sizes)) == SENTENCE.decode(ids, skip_special_tokens=True)
+
+
+@FIXTURE
+@given(text=st.text(max_size=30).filter(lambda text: REPLACEMENT not in text))
+def test_no_delta_ends_inside_a_character(text_model: TextModel, text):
+    """A broken character on the wire cannot be repaired by the client."""
+    ids = text_model.encode_now([text], special_tokens=False)[0]
+
+    parts = deltas(text_model.detokenizer(), ids, [1] * len(ids))
+
+    assert not any(REPLACEMENT in part for part in parts)
+    assert "".join(parts) == text_model.decode(ids, skip_special_tokens=True)
+
+
+def test_a_window_gives_up_on_bytes_that_stay_broken():
+    """Held tokens must not pile up when a model writes garbage."""
+    detokenizer = WindowDetokenizer(lambda some: SENTENCE.decode(some, skip_special_tokens=True))
+
+    assert len(detokenizer.push([0xFF] * 40)) >= 36

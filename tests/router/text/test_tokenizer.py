@@ -1,0 +1,68 @@
+"""Properties of the text side: its ids are those of transformers."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from homing.router.errors import TemplateRefusal, TokenizerUnavailable
+from homing.router.text.tokenizer import INLINE_CHARACTERS, Chat, TextModel
+
+from .conftest import DEMO
+
+FIXTURE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+roles = st.sampled_from(["system", "user", "assistant"])
+contents = st.one_of(st.text(), st.sampled_from(["<|im_end|>", " <|begin|>x", "é🦊\n\n", "a" * 2000]))
+message = st.fixed_dictionaries({"role": roles, "content": contents})
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return AutoTokenizer.from_pretrained(str(DEMO))
+
+
+@FIXTURE
+@given(messages=st.lists(message, min_size=1, max_size=4))
+def test_chat_ids_equal_those_of_transformers(text_model: TextModel, reference, messages):
+    """A replica's cache is only hit when everybody tokenizes alike; other routers keep breaking this."""
+    wanted = reference.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+
+    assert text_model.encode_chat_now(Chat(messages)) == wanted
+
+
+@FIXTURE
+@given(text=contents)
+def test_completion_ids_equal_those_of_transformers(text_model: TextModel, reference, text):
+    """Plain prompts get the special tokens of the post-processor, as everywhere else."""
+    assert text_model.encode_now([text], special_tokens=True) == [reference(text)["input_ids"]]
+
+
+async def test_long_texts_encode_alike_off_the_loop(text_model: TextModel):
+    """The hop to a thread is a matter of latency only."""
+    text = "the quick brown fox " * INLINE_CHARACTERS
+
+    assert await text_model.encode([text], special_tokens=True) == text_model.encode_now([text], special_tokens=True)
+    chat = Chat([{"role": "user", "content": text}])
+    assert await text_model.encode_chat(chat) == text_model.encode_chat_now(chat)
+
+
+async def test_a_template_that_fails_is_the_callers_error(text_model: TextModel):
+    """Templates raise for messages they do not take: that is a 400, not a crash."""
+    with pytest.raises(TemplateRefusal) as caught:
+        await text_model.encode_chat(Chat([{"role": "user"}], template_arguments={"messages": 3}))
+
+    assert caught.value.param == "messages"
+
+
+def test_a_folder_without_tokenizer_is_named(tmp_path: Path):
+    """Whoever starts the cluster must read which folder is wrong."""
+    with pytest.raises(TokenizerUnavailable, match=tmp_path.name):
+        TextModel.load(tmp_path)
+
+
+def test_pieces_of_unknown_ids_are_empty(text_model: TextModel):
+    """A model's vocabulary may be padded beyond the tokenizer's."""
+    assert text_model.piece(10**6) == b""
+    assert text_model.piece_names([10**6]) == [""]
