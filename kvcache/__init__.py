@@ -1,1 +1,65 @@
 """Block hashes, block pool, prefix cache. Without torch, zmq or ray, so that the router shares the hashing."""
+
+from .cache import CachedBlock, CacheListener, CacheStats, PrefixCache, PrefixMatch
+from .config import KvCacheSettings
+from .errors import KvCacheError, PoolTooSmall, StaleMatch
+from .eviction import EvictionName, EvictionPolicy, Lru, eviction_policy
+from .hashing import (
+    HASH_BYTES,
+    TOKEN_BYTES,
+    BlockHash,
+    BlockHasher,
+    CacheIdentity,
+    HashAlgorithm,
+    canonical,
+    join_hashes,
+    model_root,
+    split_hashes,
+    tenant_root,
+    token_array,
+    token_bytes,
+    wire_hash,
+    wire_hashes,
+)
+from .pool import TRANSITIONS, Block, BlockId, BlockState, Transition
+from .sizing import blocks_that_fit, bytes_per_block, kv_budget_bytes, kv_heads_per_rank
+
+__all__ = [
+    "HASH_BYTES",
+    "TOKEN_BYTES",
+    "TRANSITIONS",
+    "Block",
+    "BlockHash",
+    "BlockHasher",
+    "BlockId",
+    "BlockState",
+    "CacheIdentity",
+    "CacheListener",
+    "CacheStats",
+    "CachedBlock",
+    "EvictionName",
+    "EvictionPolicy",
+    "HashAlgorithm",
+    "KvCacheError",
+    "KvCacheSettings",
+    "Lru",
+    "PoolTooSmall",
+    "PrefixCache",
+    "PrefixMatch",
+    "StaleMatch",
+    "Transition",
+    "blocks_that_fit",
+    "bytes_per_block",
+    "canonical",
+    "eviction_policy",
+    "join_hashes",
+    "kv_budget_bytes",
+    "kv_heads_per_rank",
+    "model_root",
+    "split_hashes",
+    "tenant_root",
+    "token_array",
+    "token_bytes",
+    "wire_hash",
+    "wire_hashes",
+]

@@ -1,0 +1,437 @@
+"""The prefix cache: which blocks hold the KV of which prefix, who uses them, and what goes when room is needed.
+
+Pure synchronous state: no clock, no sockets, no tensors. It is told what was computed and hands out blocks; it never
+looks into KV. One caller at a time (the engine's thread).
+
+A prompt's life here: `match` (look up), `acquire` (share what was found, allocate the rest), `commit` (the KV of these
+blocks is there), `allocate` (more blocks while it decodes), `release`.
+
+What always holds (`check` asserts it):
+
+* Of one hash, either all copies are live, or there is one copy and nobody uses it.
+* Residency is prefix-closed: with a cached block its parent is cached, too, up to the first of the chain.
+* A cached block's parent hash names the very prefix before it. A hit therefore needs to compare one step only, its
+  parent's hash and its own tokens, although hashes may collide. `commit` keeps it so: from the first block on whose
+  hash another prefix has taken, a request's blocks stay private.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from struct import Struct
+from typing import Protocol
+
+from .errors import StaleMatch
+from .eviction import EvictionPolicy, Lru
+from .hashing import TOKEN_BYTES, BlockHash
+from .pool import Block, BlockId, BlockPool, BlockState
+
+
+class CacheListener(Protocol):
+    """Told at once, in the caller's thread, what is resident. Must not block and must not call back."""
+
+    def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes) -> None:
+        """Consecutive blocks of one chain became resident; `parent` None: the first of them starts the chain."""
+
+    def removed(self, hashes: Sequence[BlockHash]) -> None:
+        """The last copies of these are gone."""
+
+    def cleared(self) -> None:
+        """Nothing is resident any more."""
+
+
+@dataclass(slots=True, frozen=True)
+class PrefixMatch:
+    """A look-up's result, to be acquired before anything else is asked of the cache.
+
+    `PrefixMatch((), 0)` stands for a request that takes nothing from the cache; it is not counted as a query.
+    """
+
+    blocks: tuple[Block, ...]
+    tokens: int  #: that `blocks` hold
+    query_tokens: int = 0  #: length of the prompt that was looked up
+    collisions: int = 0  #: 1: the walk ended at a hash that names another prefix
+    generation: int = 0  #: of the cache when it looked
+
+
+@dataclass(slots=True, frozen=True)
+class CachedBlock:
+    """A distinct block that is resident."""
+
+    block_hash: BlockHash
+    parent: BlockHash | None  #: None: first of its chain
+    tokens: bytes
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Totals since the start."""
+
+    query_tokens: int = 0  #: of prompts whose match was acquired
+    hit_tokens: int = 0  #: of those, taken from the cache
+    evicted_tokens: int = 0
+    collisions: int = 0  #: look-ups and commits that met a hash which names another prefix
+
+
+class PrefixCache:
+    """Blocks by the prefix they hold. `num_blocks` counts the null block; `enabled=False` shares nothing."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        policy: EvictionPolicy | None = None,
+        listener: CacheListener | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self.block_size = block_size
+        self.enabled = enabled
+        self.counters = CacheStats()
+        self._pool = BlockPool(num_blocks)
+        self._policy: EvictionPolicy = Lru() if policy is None else policy
+        self._listener = listener
+        self._stride = block_size * TOKEN_BYTES
+        self._split = Struct(f"{self._stride}s").iter_unpack
+        #: One copy of each resident hash, in the order in which they became resident: parents before children.
+        self._index: dict[BlockHash, Block] = {}
+        #: Further copies, by block id. All copies of a hash that stands here are live.
+        self._twins: dict[BlockHash, dict[BlockId, Block]] = {}
+        #: Live blocks whose hash, or an ancestor's, names another prefix: never shared.
+        self._private: dict[BlockId, BlockHash] = {}
+        #: Counts the moments at which blocks lost their hash: a match of an earlier one may be wrong.
+        self._generation = 0
+
+    @property
+    def null_block(self) -> Block:
+        """Block 0, for padding; never given to a request."""
+        return self._pool.null_block
+
+    @property
+    def total_blocks(self) -> int:
+        """Blocks that requests can get: all but the null block."""
+        return len(self._pool.blocks) - 1
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that can be allocated now: free ones and cached ones that nobody uses."""
+        return len(self._pool) + len(self._policy)
+
+    @property
+    def cached_free_blocks(self) -> int:
+        """Those of `free_blocks` that still hold cached KV."""
+        return len(self._policy)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that are live, 0 to 1."""
+        return 1.0 - self.free_blocks / self.total_blocks
+
+    def match(self, root: BlockHash, hashes: Sequence[BlockHash], tokens: bytes, num_tokens: int) -> PrefixMatch:
+        """Longest cached prefix of a prompt. Changes nothing; what it saw is counted when it is acquired.
+
+        `hashes` are of the prompt's full blocks, `tokens` its ids (uint32 LE). At least the last of the `num_tokens`
+        tokens is left to compute, as the first answer needs its logits.
+        """
+        if not self.enabled:
+            return PrefixMatch((), 0)
+        limit = max(0, num_tokens - 1) // self.block_size
+        found: list[Block] = []
+        append = found.append
+        for block in map(self._index.get, hashes[:limit]):
+            if block is None:
+                break
+            append(block)
+        verified = self._verified(root, hashes, tokens, found)
+        return PrefixMatch(
+            tuple(found[:verified]),
+            verified * self.block_size,
+            num_tokens,
+            int(verified < len(found)),
+            self._generation,
+        )
+
+    def _verified(self, root: BlockHash, hashes: Sequence[BlockHash], tokens: bytes, found: list[Block]) -> int:
+        """How many of the blocks found by hash hold this very prefix."""
+        count = len(found)
+        if not count or not found[0].first:
+            return 0
+        # All at once first: two comparisons in C instead of two in Python for each block.
+        parents = [root, *hashes[: count - 1]]
+        held = b"".join([block.tokens for block in found])
+        if [block.parent for block in found] == parents and tokens.startswith(held):
+            return count
+        for position, (block, parent) in enumerate(zip(found, parents, strict=True)):
+            start = position * self._stride
+            if block.parent != parent or block.tokens != tokens[start : start + self._stride]:
+                return position
+        return count
+
+    def acquire(self, match: PrefixMatch, new_blocks: int) -> list[Block] | None:
+        """The block table of a request: the matched blocks, then `new_blocks` more. None, and no effect, without room.
+
+        Raises StaleMatch when a block lost its hash since the look-up.
+        """
+        if match.blocks and match.generation != self._generation:
+            raise StaleMatch("the cache changed between match and acquire: match again right before acquire")
+        idle = [block for block in match.blocks if not block.ref_count]
+        if new_blocks > self.free_blocks - len(idle):
+            return None
+        # Touched before anything is taken, so that a request never evicts its own prefix.
+        if idle:
+            self._policy.reuse(idle)
+        for block in match.blocks:
+            block.ref_count += 1
+        self.counters.query_tokens += match.query_tokens
+        self.counters.hit_tokens += match.tokens
+        self.counters.collisions += match.collisions
+        return [*match.blocks, *self._take(new_blocks)]
+
+    def allocate(self, count: int) -> list[Block] | None:
+        """`count` more blocks for a running request. None, and no effect, without room."""
+        if count > self.free_blocks:
+            return None
+        return self._take(count)
+
+    def _take(self, count: int) -> list[Block]:
+        from_pool = min(count, len(self._pool))
+        taken = self._pool.take(from_pool)
+        if from_pool < count:
+            taken += self._evict(count - from_pool)
+        for block in taken:
+            block.ref_count = 1
+        return taken
+
+    def _evict(self, count: int) -> list[Block]:
+        evicted = self._policy.take(count)
+        gone: list[BlockHash] = []
+        index, append = self._index, gone.append
+        for block in evicted:
+            block_hash = block.block_hash
+            assert block_hash is not None, f"{block} was given up but holds nothing"
+            del index[block_hash]
+            append(block_hash)
+            block.block_hash = None
+            block.first = False
+        self._generation += 1
+        self.counters.evicted_tokens += count * self.block_size
+        if self._listener is not None:
+            self._listener.removed(gone)
+        return evicted
+
+    def commit(
+        self, blocks: Sequence[Block], start: int, parent: BlockHash, hashes: Sequence[BlockHash], tokens: bytes
+    ) -> None:
+        """The KV of these consecutive full blocks is there now: others may use them, and the listener is told.
+
+        `blocks[0]` is block `start` of its chain and follows `parent` (the root when `start` is 0); `tokens` are the
+        ids of these blocks alone. A request commits its blocks in order and leaves none out; a block that is
+        committed again is passed over.
+        """
+        if not self.enabled or not blocks:
+            return
+        count = len(blocks)
+        assert len(hashes) == count, f"{count} blocks with {len(hashes)} hashes"
+        assert len(tokens) == count * self._stride, f"{count} blocks with {len(tokens)} bytes of tokens"
+        if self._private:
+            public = self._public(blocks, start, parent)
+            self._keep_private(blocks[public:], hashes[public:])
+            if not public:
+                return
+            blocks, hashes, tokens = blocks[:public], hashes[:public], tokens[: public * self._stride]
+        assert not start or parent in self._index, f"block {start} of a chain committed before block {start - 1}"
+        shared, copies = self._register(blocks, start, parent, hashes, tokens)
+        if self._listener is not None:
+            self._announce(shared, copies, start, parent, hashes, tokens)
+
+    def _register(
+        self, blocks: Sequence[Block], start: int, parent: BlockHash, hashes: Sequence[BlockHash], tokens: bytes
+    ) -> tuple[int, list[int]]:
+        """Enter blocks into the index. How many are shared now, and at which places a copy was resident before."""
+        setdefault = self._index.setdefault
+        copies: list[int] = []
+        previous = parent
+        if start == 0:
+            blocks[0].first = True
+        for place, (block, block_hash, (content,)) in enumerate(zip(blocks, hashes, self._split(tokens), strict=True)):
+            if setdefault(block_hash, block) is block and block.block_hash is None:
+                block.block_hash = block_hash
+                block.parent = previous
+                block.tokens = content
+            elif self._register_copy(block, block_hash, previous, content):
+                copies.append(place)
+            else:
+                self._keep_private(blocks[place:], hashes[place:])
+                return place, copies
+            previous = block_hash
+        return len(blocks), copies
+
+    def _register_copy(self, block: Block, block_hash: BlockHash, parent: BlockHash, content: bytes) -> bool:
+        """Enter a block whose hash is resident already. False: another prefix has that hash."""
+        if block.block_hash is not None:
+            assert block.block_hash == block_hash, f"{block} committed again as {block_hash.hex()}"
+            return True
+        holder = self._index[block_hash]
+        if (holder.parent, holder.tokens, holder.first) != (parent, content, block.first):
+            self.counters.collisions += 1
+            return False
+        if holder.ref_count:
+            self._twins.setdefault(block_hash, {})[block.block_id] = block
+        else:
+            self._policy.discard(holder)
+            self._forget(holder)
+            self._pool.give((holder,))
+            self._index[block_hash] = block
+        block.block_hash = block_hash
+        block.parent = parent
+        block.tokens = content
+        return True
+
+    def _public(self, blocks: Sequence[Block], start: int, parent: BlockHash) -> int:
+        """How many leading blocks may be shared while other blocks are private.
+
+        None when `parent` is the hash of a private block: whose it is cannot be told, so both chains end there.
+        """
+        if start and parent in self._private.values():
+            return 0
+        return next((place for place, block in enumerate(blocks) if block.block_id in self._private), len(blocks))
+
+    def _keep_private(self, blocks: Sequence[Block], hashes: Sequence[BlockHash]) -> None:
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if block.block_hash is None:
+                block.first = False
+                self._private[block.block_id] = block_hash
+
+    def _forget(self, block: Block) -> None:
+        block.block_hash = None
+        block.first = False
+        self._generation += 1
+
+    def _announce(
+        self,
+        shared: int,
+        copies: list[int],
+        start: int,
+        parent: BlockHash,
+        hashes: Sequence[BlockHash],
+        tokens: bytes,
+    ) -> None:
+        """One `stored` for each run of blocks between copies, which were announced before."""
+        assert self._listener is not None, "nobody to tell"
+        begin = 0
+        for end in chain(copies, (shared,)):
+            if begin < end:
+                before = hashes[begin - 1] if begin else (parent if start else None)
+                content = tokens[begin * self._stride : end * self._stride]
+                self._listener.stored(before, hashes[begin:end], content)
+            begin = end + 1
+
+    def release(self, blocks: Sequence[Block]) -> None:
+        """A request lets go of its table (given in order). The tail is freed first, so that roots live longest."""
+        idle: list[Block] = []
+        spare: list[Block] = []
+        for block in reversed(blocks):
+            users = block.ref_count - 1
+            block.ref_count = users
+            if users:
+                assert users > 0, f"{block} was released more often than it was acquired"
+            elif block.block_hash is None:
+                spare.append(block)
+            else:
+                idle.append(block)
+        if self._twins:
+            idle = self._without_copies(idle, spare)
+        if self._private:
+            for block in spare:
+                self._private.pop(block.block_id, None)
+        self._policy.add(idle)
+        self._pool.give(spare)
+
+    def _without_copies(self, idle: list[Block], spare: list[Block]) -> list[Block]:
+        """Those of `idle` that are the last copy; the others go to `spare`, as a live copy serves as well."""
+        kept: list[Block] = []
+        for block in idle:
+            block_hash = block.block_hash
+            assert block_hash is not None, f"{block} is idle but holds nothing"
+            twins = self._twins.get(block_hash)
+            if twins is None:
+                kept.append(block)
+                continue
+            if self._index[block_hash] is block:
+                self._index[block_hash] = twins.popitem()[1]
+            else:
+                del twins[block.block_id]
+            if not twins:
+                del self._twins[block_hash]
+            self._forget(block)
+            spare.append(block)
+        return kept
+
+    def reset(self) -> bool:
+        """Forget everything. False, and no effect, while any block is in use."""
+        if self.free_blocks != self.total_blocks:
+            return False
+        idle = self._policy.take(len(self._policy))
+        for block in idle:
+            self._forget(block)
+        self._pool.give(idle)
+        self._index.clear()
+        if self.enabled and self._listener is not None:
+            self._listener.cleared()
+        return True
+
+    def residents(self) -> Iterator[CachedBlock]:
+        """The distinct cached blocks as they are now, parents before their children."""
+        snapshot = [
+            CachedBlock(block_hash, None if block.first else block.parent, block.tokens)
+            for block_hash, block in self._index.items()
+        ]
+        return iter(snapshot)
+
+    def check(self) -> None:
+        """Assert every invariant; O(blocks), for tests and for a diagnosis."""
+        self._pool.check()
+        self._policy.check()
+        self._check_places()
+        self._check_copies()
+        self._check_prefixes()
+
+    def _check_places(self) -> None:
+        idle = list(self._policy)
+        assert len({block.block_id for block in idle}) == len(idle), "a block is idle twice"
+        for block in idle:
+            assert block.state is BlockState.CACHED_FREE, f"{block} can be evicted"
+        live = [block for block in self._pool.blocks if block.ref_count]
+        assert all(block.ref_count > 0 for block in live), "a block has a negative reference count"
+        accounted = len(live) + self.free_blocks
+        assert accounted == self.total_blocks, f"{accounted} blocks accounted for, of {self.total_blocks}"
+        for block in self._pool.blocks:
+            assert block.block_hash is not None or not block.first, f"{block} starts a chain but holds nothing"
+
+    def _check_copies(self) -> None:
+        for block_hash, block in self._index.items():
+            assert block.block_hash == block_hash, f"{block} is found under {block_hash.hex()}"
+        for block_hash, twins in self._twins.items():
+            copies = [self._index[block_hash], *twins.values()]
+            assert twins, f"{block_hash.hex()} has an empty set of copies"
+            assert len({copy.block_id for copy in copies}) == len(copies), f"a copy of {block_hash.hex()} stands twice"
+            for copy in copies:
+                assert copy.state is BlockState.LIVE, f"{copy} is a copy that nobody uses"
+                assert copy.block_hash == block_hash, f"{copy} is a copy of {block_hash.hex()}"
+        cached = sum(block.block_hash is not None for block in self._pool.blocks)
+        indexed = len(self._index) + sum(map(len, self._twins.values()))
+        assert cached == indexed, f"{cached} blocks have a hash, {indexed} can be found"
+        for block_id in self._private:
+            block = self._pool.blocks[block_id]
+            assert block.ref_count, f"{block} is private but not in use"
+            assert block.block_hash is None, f"{block} is private and shared"
+
+    def _check_prefixes(self) -> None:
+        seen: set[BlockHash | None] = set()
+        for block_hash, block in self._index.items():
+            assert block.first or block.parent in seen, f"{block} is resident before or without its parent"
+            seen.add(block_hash)
+        gone: set[BlockHash | None] = set()
+        for block in self._policy:
+            assert block.first or block.parent not in gone, f"{block} would be evicted after its parent"
+            gone.add(block.block_hash)

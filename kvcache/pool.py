@@ -1,0 +1,195 @@
+"""KV blocks as records, the states they go through, and those that hold nothing.
+
+Pure bookkeeping: which block is where. Knows nothing of hashes' meaning, of requests or of the KV itself. All records
+are made once, at the start; no operation creates one.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType
+
+from .errors import PoolTooSmall
+from .hashing import BlockHash
+
+BlockId = NewType("BlockId", int)
+
+
+class BlockState(Enum):
+    """Where a block stands."""
+
+    FREE = "free"  #: holds nothing of use; allocated first
+    LIVE = "live"  #: in the table of at least one request
+    CACHED_FREE = "cached and free"  #: nobody uses it, its KV can still be hit; evicted when room is needed
+
+
+@dataclass(slots=True, frozen=True)
+class Transition:
+    """One thing that can happen to a block."""
+
+    before: BlockState
+    event: str
+    after: BlockState
+    when: str
+
+
+#: All that can happen to a block. docs/kvcache.md shows this table, and the tests hold the cache to it.
+TRANSITIONS = (
+    Transition(BlockState.FREE, "allocate", BlockState.LIVE, "a request takes it"),
+    Transition(BlockState.LIVE, "commit", BlockState.LIVE, "its KV is there: it gets its hash and can be hit"),
+    Transition(BlockState.LIVE, "share", BlockState.LIVE, "another request's prompt hits it"),
+    Transition(BlockState.LIVE, "release", BlockState.LIVE, "one of several users lets go"),
+    Transition(BlockState.LIVE, "release", BlockState.CACHED_FREE, "the last user lets go of a block with a hash"),
+    Transition(BlockState.LIVE, "release", BlockState.FREE, "the last user lets go; no hash, or another copy is live"),
+    Transition(BlockState.CACHED_FREE, "touch", BlockState.LIVE, "a prompt hits it"),
+    Transition(BlockState.CACHED_FREE, "evict", BlockState.LIVE, "a request takes it, no free block being left"),
+    Transition(BlockState.CACHED_FREE, "supersede", BlockState.FREE, "a request commits another copy of it"),
+    Transition(BlockState.CACHED_FREE, "reset", BlockState.FREE, "the cache is emptied"),
+)
+
+
+def transitions_markdown() -> str:
+    """`TRANSITIONS` as the table of docs/kvcache.md."""
+    rows = [f"| {t.before.value} | {t.event} | {t.after.value} | {t.when} |" for t in TRANSITIONS]
+    return "\n".join(["| from | event | to | when |", "|---|---|---|---|", *rows])
+
+
+class Block:
+    """One block of KV memory."""
+
+    __slots__ = ("block_hash", "block_id", "first", "newer", "older", "parent", "ref_count", "tokens")
+
+    def __init__(self, block_id: BlockId) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        #: Set exactly while the block is cached; `parent` and `tokens` mean something only then.
+        self.block_hash: BlockHash | None = None
+        #: Hash of the block before this one; for the first of a chain, the root.
+        self.parent: BlockHash | None = None
+        #: Token ids of this block, uint32 little-endian.
+        self.tokens = b""
+        #: True only while cached, and only for the first block of a chain.
+        self.first = False
+        #: Neighbours in the `BlockList` that holds this block; outside of one they mean nothing.
+        self.older = self
+        self.newer = self
+
+    @property
+    def state(self) -> BlockState:
+        if self.ref_count:
+            return BlockState.LIVE
+        return BlockState.FREE if self.block_hash is None else BlockState.CACHED_FREE
+
+    def __repr__(self) -> str:
+        name = self.block_hash.hex() if self.block_hash is not None else None
+        return f"Block({self.block_id}, {self.state.value}, ref_count={self.ref_count}, hash={name})"
+
+
+class BlockList:
+    """Doubly linked list through the blocks themselves, oldest first: O(1) at both ends and in the middle.
+
+    A ring around one sentinel, so that no operation asks whether a neighbour exists. A block is in one list at most;
+    who calls sees to that.
+    """
+
+    __slots__ = ("_sentinel", "_size")
+
+    def __init__(self) -> None:
+        self._sentinel = Block(BlockId(0))
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Block]:
+        block = self._sentinel.newer
+        while block is not self._sentinel:
+            yield block
+            block = block.newer
+
+    def extend(self, blocks: Sequence[Block]) -> None:
+        """Put blocks at the newest end; the last of them is then the newest."""
+        last = self._sentinel.older
+        for block in blocks:
+            block.older = last
+            last.newer = block
+            last = block
+        last.newer = self._sentinel
+        self._sentinel.older = last
+        self._size += len(blocks)
+
+    def remove(self, blocks: Sequence[Block]) -> None:
+        """Take blocks out from wherever they stand."""
+        for block in blocks:
+            older, newer = block.older, block.newer
+            older.newer = newer
+            newer.older = older
+        self._size -= len(blocks)
+
+    def take_oldest(self, count: int) -> list[Block]:
+        """Take out the `count` oldest, oldest first. There must be so many."""
+        assert count <= self._size, f"{count} blocks asked of a list of {self._size}"
+        taken: list[Block] = []
+        append = taken.append
+        block = self._sentinel
+        for _ in range(count):
+            block = block.newer
+            append(block)
+        rest = block.newer
+        rest.older = self._sentinel
+        self._sentinel.newer = rest
+        self._size -= count
+        return taken
+
+    def check(self) -> None:
+        """Assert that both directions agree with each other and with the size."""
+        previous, seen = self._sentinel, 0
+        for block in self:
+            assert block.older is previous, f"{block} does not point back to {previous}"
+            previous, seen = block, seen + 1
+        assert self._sentinel.older is previous, "the newest end is not where the list ends"
+        assert seen == self._size, f"{seen} blocks in a list of size {self._size}"
+
+
+class BlockPool:
+    """All block records, and the stack of those that hold nothing of use."""
+
+    __slots__ = ("_free", "blocks")
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise PoolTooSmall(f"{num_blocks} KV blocks: at least 2 are needed, as block 0 is never given to a request")
+        self.blocks = tuple(Block(BlockId(block_id)) for block_id in range(num_blocks))
+        # A plain stack: these blocks are never taken from the middle, and a slice moves many at once. Lowest ids first.
+        self._free = list(self.blocks[:0:-1])
+
+    @property
+    def null_block(self) -> Block:
+        """Block 0: what padding rows of a block table point to; never given to a request."""
+        return self.blocks[0]
+
+    def __len__(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[Block]:
+        """Take `count` blocks from the stack. There must be so many."""
+        rest = len(self._free) - count
+        assert rest >= 0, f"{count} blocks asked of {len(self._free)} free ones"
+        taken = self._free[rest:]
+        del self._free[rest:]
+        taken.reverse()
+        return taken
+
+    def give(self, blocks: Sequence[Block]) -> None:
+        """Put blocks that hold nothing of use back."""
+        self._free.extend(blocks)
+
+    def check(self) -> None:
+        """Assert that the stack holds free blocks only, each once, and that the null block was never touched."""
+        for block in self._free:
+            assert block.state is BlockState.FREE, f"{block} is on the stack of free blocks"
+        distinct = len({block.block_id for block in self._free})
+        assert distinct == len(self._free), f"{len(self._free)} free blocks, only {distinct} distinct"
+        null = self.null_block
+        assert null.state is BlockState.FREE, f"the null block is in use: {null}"
+        assert null not in self._free, "the null block can be allocated"
