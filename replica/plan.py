@@ -1,7 +1,7 @@
 """What one engine step runs: rows of tokens, where their KV goes, whose logits are wanted.
 
-Rank 0 makes a `StepPlan` and sends it to all ranks; each rank lays out the same `RaggedBatch` from it. Pure numpy: knows
-no torch, no sockets and nothing of requests. All rows are joined along one token axis, without padding.
+Rank 0 makes a `StepPlan` and sends it to all ranks; each rank lays out the same `RaggedBatch` from it. Pure numpy:
+knows no torch, no sockets and nothing of requests. All rows are joined along one token axis, without padding.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,7 @@ class PlanRow(NamedTuple):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 tells all ranks about one step; one msgpack message.
-
-    #: len(q_lens) == len(starts) == len(block_tables), and the rows' lengths add up to the number of token ids.
-    """
+    """What rank 0 tells all ranks about one step; one msgpack message. `check` says what always holds."""
 
     step: int
     token_ids: bytes  #: uint32 LE, all rows joined
@@ -41,7 +38,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         """Assert that the fields agree with each other."""
         tokens, rows = len(self.token_ids) // 4, len(self.q_lens)
         assert rows == len(self.starts) == len(self.block_tables), (rows, len(self.starts), len(self.block_tables))
-        assert len(self.token_ids) % 4 == 0 and tokens == sum(self.q_lens), (len(self.token_ids), sum(self.q_lens))
+        assert len(self.token_ids) == 4 * sum(self.q_lens), (len(self.token_ids), sum(self.q_lens))
         assert all(length > 0 for length in self.q_lens), self.q_lens
         assert all(0 <= index < tokens for index in self.logits_at), (self.logits_at, tokens)
 

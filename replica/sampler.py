@@ -1,11 +1,30 @@
-"""From logits to tokens, for a whole batch. A row's token depends on its own logits, parameters and (seed, position)."""
+"""From logits to tokens, for a whole batch.
 
+A row's token depends on its own logits, parameters and (seed, position) alone, whatever else is in the batch: one
+uniform number per (seed, position) from a counter-based generator, looked up in the row's cumulative distribution. So
+another replica can continue a request. Knows nothing of requests' lives, stopping or text.
+
+Order: repetition, frequency and presence penalty, logit bias, banned ids; then temperature, top-k, top-p of what top-k
+left, min-p. A token that ties with the last one kept is kept too, so that no set depends on how ties are sorted.
+"""
+
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from .messages import PositionLogprobs, SamplingParams
+from .messages import PositionLogprobs, SamplingParams, TokenLogprob
+from .philox import uniforms
+
+#: Below this temperature a row is greedy: the scaled logits would overflow.
+GREEDY_BELOW = 1e-5
+
+#: Likeliest tokens looked at first for top-p; only a row whose mass they do not hold is sorted in full. Measured on 32
+#: rows of 32,000 logits: topk of 1,024 took 7.5 ms, a sort 56 ms.
+NUCLEUS = 1024
 
 
 @dataclass(slots=True, frozen=True)
@@ -27,16 +46,150 @@ class Sampled:
     logprobs: PositionLogprobs | None  #: where `params.logprobs` asks for them
 
 
+def banned_before(params: SamplingParams, position: int, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Ids that `min_tokens` forbids at this position: the end-of-sequence and stop ids, or none."""
+    if position >= params.min_tokens:
+        return ()
+    return (*eos_token_ids, *params.stop_token_ids)
+
+
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     """Draw one token per row of `logits` [len(rows), vocab], float32; `logits` is left as it is."""
-    raise NotImplementedError
+    assert logits.shape[0] == len(rows), (logits.shape, len(rows))
+    edited = _edited(logits, rows)
+    tokens = edited.argmax(-1) if rows else logits.new_empty(0, dtype=torch.int64)
+    drawn = [index for index, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
+    if drawn:
+        scope = edited if len(drawn) == len(rows) else edited[drawn]
+        tokens[drawn] = _draw(scope, [rows[index] for index in drawn])
+    ids: list[int] = tokens.tolist()
+    logprobs = _sampled_logprobs(logits, rows, ids)
+    return [Sampled(token, logprobs.get(index)) for index, token in enumerate(ids)]
 
 
 def prompt_logprobs(logits: torch.Tensor, next_ids: Sequence[int], top: int) -> list[PositionLogprobs]:
     """Logprobs of `next_ids[i]` and the `top` likeliest ids under row i of `logits` [len(next_ids), vocab]."""
-    raise NotImplementedError
+    assert logits.shape[0] == len(next_ids), (logits.shape, len(next_ids))
+    if not len(next_ids):
+        return []
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs.gather(1, torch.tensor(next_ids, device=logits.device)[:, None])[:, 0].tolist()
+    values, ids = (x.tolist() for x in logprobs.topk(min(top, logits.shape[1]), dim=-1))
+    return [
+        PositionLogprobs(
+            chosen=TokenLogprob(token, logprob), top=[TokenLogprob(*pair) for pair in zip(*likeliest, strict=True)]
+        )
+        for token, logprob, *likeliest in zip(next_ids, chosen, ids, values, strict=True)
+    ]
 
 
-def banned_before(params: SamplingParams, position: int, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Ids that `min_tokens` forbids at this position: the end-of-sequence and stop ids, or none."""
-    raise NotImplementedError
+def _sampled_logprobs(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], ids: Sequence[int]
+) -> dict[int, PositionLogprobs]:
+    """By row index, for the rows that ask; of the raw logits, so that they are the model's own probabilities."""
+    wanted = {index: row.params.logprobs for index, row in enumerate(rows) if row.params.logprobs is not None}
+    if not wanted:
+        return {}
+    chosen = [ids[index] for index in wanted]
+    found = prompt_logprobs(logits[list(wanted)], chosen, max(wanted.values()))
+    return {
+        index: PositionLogprobs(chosen=entry.chosen, top=entry.top[:count])
+        for (index, count), entry in zip(wanted.items(), found, strict=True)
+    }
+
+
+# --- edits of single logits ---
+
+
+def _edited(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """The logits with penalties, biases and bans applied; a copy as soon as one row has any."""
+    editing = [index for index, row in enumerate(rows) if _edits(row)]
+    if not editing:
+        return logits
+    edited = logits.clone()
+    for index in editing:
+        _edit(edited[index], rows[index])
+    return edited
+
+
+def _edits(row: SamplingRow) -> bool:
+    params = row.params
+    penalised = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+    return penalised or bool(params.logit_bias) or len(row.banned_ids) > 0
+
+
+def _edit(logits: torch.Tensor, row: SamplingRow) -> None:
+    """Change one row's logits [vocab] in place."""
+    params = row.params
+    if params.repetition_penalty != 1.0:
+        seen = _tensor(np.union1d(_ids(row.prompt_ids), _ids(row.generated_ids)), logits)
+        scores = logits[seen]
+        logits[seen] = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
+    if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+        generated, counts = np.unique(_ids(row.generated_ids), return_counts=True)
+        logits[_tensor(generated, logits)] -= _tensor(
+            (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32), logits
+        )
+    if params.logit_bias:
+        biased = torch.tensor(list(params.logit_bias), device=logits.device)
+        logits[biased] += torch.tensor(list(params.logit_bias.values()), device=logits.device, dtype=logits.dtype)
+    if row.banned_ids:
+        logits[torch.tensor(row.banned_ids, device=logits.device)] = -math.inf
+
+
+def _ids(ids: Sequence[int]) -> npt.NDArray[np.int64]:
+    return np.asarray(ids, dtype=np.int64)
+
+
+def _tensor(values: npt.NDArray[np.int64] | npt.NDArray[np.float32], like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(values).to(like.device)
+
+
+# --- drawing ---
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Inverse of each row's cumulative distribution, in order of token ids, at the row's uniform: [rows] int64."""
+    temperatures = torch.tensor([row.params.temperature for row in rows], device=logits.device)
+    scaled = logits / temperatures[:, None]
+    scaled -= scaled.amax(-1, keepdim=True)
+    floors = torch.tensor([_floor(scaled[index], row.params) for index, row in enumerate(rows)], device=logits.device)
+    weights = torch.where(scaled >= floors[:, None], scaled.exp(), 0.0)
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    points = torch.from_numpy(uniforms([row.params.seed for row in rows], [row.position for row in rows]))
+    targets = points.to(logits.device)[:, None] * cumulative[:, -1:]
+    # The first id whose cumulative weight exceeds the target; rounding may leave the target at the very end, where the
+    # last id of positive weight is meant.
+    last = cumulative.ge(cumulative[:, -1:]).int().argmax(-1)
+    return torch.minimum(torch.searchsorted(cumulative, targets, right=True)[:, 0], last)
+
+
+def _floor(scaled: torch.Tensor, params: SamplingParams) -> float:
+    """The least scaled logit that is kept, for one row whose greatest is 0; -inf keeps all."""
+    floor = math.log(params.min_p) if params.min_p > 0.0 else -math.inf
+    top_k = min(params.top_k, len(scaled)) or len(scaled)
+    if top_k == len(scaled) and params.top_p >= 1.0:
+        return floor
+    if params.top_p >= 1.0:
+        return max(floor, float(scaled.topk(top_k).values[-1]))
+    return max(floor, _nucleus_floor(scaled, top_k, params.top_p))
+
+
+def _nucleus_floor(scaled: torch.Tensor, top_k: int, top_p: float) -> float:
+    """The least scaled logit of the smallest set of likeliest tokens that holds `top_p` of what top-k keeps."""
+    width = len(scaled)
+    if top_k < width:
+        best = scaled.topk(top_k).values
+        kept = scaled[scaled >= best[-1]]  # with all that tie with the last
+        return _smallest_holding(kept.sort(descending=True).values, float(kept.exp().sum(dtype=torch.float64)), top_p)
+    total = float(scaled.exp().sum(dtype=torch.float64))
+    best = scaled.topk(min(NUCLEUS, width)).values
+    if float(best.exp().sum(dtype=torch.float64)) < top_p * total:
+        best = scaled.sort(descending=True).values
+    return _smallest_holding(best, total, top_p)
+
+
+def _smallest_holding(descending: torch.Tensor, total: float, top_p: float) -> float:
+    cumulative = descending.exp().cumsum(-1, dtype=torch.float64)
+    needed = int((cumulative < top_p * total).sum())
+    return float(descending[min(needed, len(descending) - 1)])

@@ -1,0 +1,30 @@
+"""Models behind one contract (`base.Model`): our decoder for the common families, transformers' code for the rest.
+
+This face is light: torch and the providers are imported when a model is resolved.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from ..config import ReplicaSettings
+    from ..ranks import RankGroup
+    from .base import Model
+
+
+def resolve(
+    settings: ReplicaSettings,
+    model_dir: Path,
+    group: RankGroup | None,
+    *,
+    device: torch.device,
+) -> Model:
+    """Load the model of a Hugging Face folder with the provider that the settings ask for. Raises ModelError."""
+    from .loading import load
+
+    return load(settings, model_dir, group, device=device)

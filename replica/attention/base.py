@@ -1,0 +1,87 @@
+"""What attention works on: a step's batch as tensors, the KV pool, and the protocol of a backend."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, Self
+
+import torch
+
+from ..models.base import AttentionRule
+from ..models.spec import ModelSpec
+from ..plan import RaggedBatch
+
+
+@dataclass(slots=True, frozen=True)
+class Batch:
+    """A `RaggedBatch` on the device. Lengths stay on the host: they steer Python, not kernels."""
+
+    token_ids: torch.Tensor  #: [T] int64
+    positions: torch.Tensor  #: [T] int64
+    slots: torch.Tensor  #: [T] int64
+    q_lens: list[int]
+    kv_lens: list[int]
+    block_tables: torch.Tensor  #: [N, longest] int32
+    logits_at: torch.Tensor  #: [L] int64
+
+    @classmethod
+    def on_device(cls, ragged: RaggedBatch, device: torch.device) -> Self:
+        """Copy the arrays to `device`."""
+        return cls(
+            token_ids=torch.from_numpy(ragged.token_ids).to(device),
+            positions=torch.from_numpy(ragged.positions).to(device),
+            slots=torch.from_numpy(ragged.slots).to(device),
+            q_lens=ragged.q_lens,
+            kv_lens=ragged.kv_lens,
+            block_tables=torch.from_numpy(ragged.block_tables).to(device),
+            logits_at=torch.from_numpy(ragged.logits_at).to(device),
+        )
+
+
+class KvPool:
+    """Keys and values of all blocks, per layer: [blocks, block_size, kv_heads, dim], zeroed.
+
+    Zeroed, because reads are padded: whatever stands in a masked slot must be finite.
+    """
+
+    __slots__ = ("_flat_keys", "_flat_values", "block_size", "keys", "num_blocks", "values")
+
+    def __init__(
+        self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+
+        def zeros(heads: int, dim: int) -> torch.Tensor:
+            return torch.zeros(num_blocks, block_size, heads, dim, dtype=dtype, device=device)
+
+        self.keys = [zeros(shape.kv_heads, shape.key_dim) for shape in spec.kv_shapes]
+        self.values = [zeros(shape.kv_heads, shape.value_dim) for shape in spec.kv_shapes]
+        self._flat_keys = [tensor.flatten(0, 1) for tensor in self.keys]
+        self._flat_values = [tensor.flatten(0, 1) for tensor in self.values]
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Put this step's keys and values [T, kv_heads, dim] into their slots."""
+        self._flat_keys[layer].index_copy_(0, slots, k)
+        self._flat_values[layer].index_copy_(0, slots, v)
+
+
+class AttentionBackend(Protocol):
+    """Paged attention on one kind of device."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    def unusable(cls, device: torch.device) -> str | None:
+        """Why this backend cannot work on `device`, or None."""
+        ...
+
+    def __init__(self, pool: KvPool) -> None: ...
+
+    def begin(self, batch: Batch) -> None:
+        """A step starts: whatever all layers share is worked out here or on first use."""
+        ...
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
+    ) -> torch.Tensor:
+        """`models.base.Attend` for the step that began last."""
+        ...

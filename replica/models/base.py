@@ -1,0 +1,44 @@
+"""What the runner asks of a model, whoever wrote its forward pass."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .spec import ModelSpec
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class AttentionRule:
+    """How one layer scores its keys, beyond being causal."""
+
+    scale: float
+    window: int | None = None  #: a token sees the last `window` tokens, itself included
+    softcap: float | None = None  #: scores become softcap * tanh(score / softcap)
+    sinks: torch.Tensor | None = None  #: [heads] scores that take part in the softmax and weigh nothing
+
+
+class Attend(Protocol):
+    """Attention of one layer over the paged KV: writes this step's keys and values, then reads all that a token sees.
+
+    q [T, heads, Dk], k [T, kv_heads, Dk], v [T, kv_heads, Dv]; returns [T, heads, Dv].
+    """
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
+    ) -> torch.Tensor: ...
+
+
+class Model(Protocol):
+    """A loaded model, or one rank's share of it."""
+
+    spec: ModelSpec
+
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_at: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Logits [len(logits_at), vocab] of the flat tokens `ids` [T] at `positions` [T].
+
+        Calls `attend` once per layer, in order. None on ranks other than 0. Runs in inference mode.
+        """
+        ...

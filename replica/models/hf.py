@@ -1,0 +1,199 @@
+"""Any causal model of transformers, with its own modelling code and our paged attention.
+
+The model calls us through transformers' AttentionInterface: once per layer, with queries and keys already rotated and
+without a mask (an attention implementation that has no mask function gets none). A model that does more than this
+attention can give is refused by name while it loads: a trial step must make exactly one call per layer, and no argument
+or configuration may ask for what is not computed here.
+
+The step's context reaches the calls through an attribute of each module: a few models drop extra keyword arguments.
+"""
+
+import inspect
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+from .base import Attend, AttentionRule
+from .errors import ModelError, UnsupportedModel
+from .rope import FIXED_KINDS
+from .spec import KvShape, ModelSpec
+
+IMPLEMENTATION = "homing_paged"
+_SLOT = "homing_slot"
+
+#: Rope kinds whose frequencies are fixed at load, beside ours. longrope and dynamic take them from the longest position
+#: of the whole packed batch, so one long request would change every other's.
+ROPE_KINDS = (*FIXED_KINDS, "yarn", "proportional")
+
+LAYER_KINDS = ("full_attention", "sliding_attention", "attention", "full", "sliding")
+
+#: Arguments that models hand on and that change nothing in causal inference with explicit positions.
+HARMLESS = frozenset(("dropout", "is_causal", "position_ids", "cache_position", "logits_to_keep"))
+
+
+@dataclass(slots=True)
+class Slot:
+    """What the attention calls of one model see of the current step."""
+
+    attend: Attend | None = None
+    rules: dict[int, AttentionRule] = field(default_factory=dict)  #: per layer, filled by the trial step
+
+
+@dataclass(slots=True)
+class Trial:
+    """Records a trial step's calls: an `Attend` that answers zeros."""
+
+    calls: list[int] = field(default_factory=list)
+    shapes: dict[int, KvShape] = field(default_factory=dict)
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
+    ) -> torch.Tensor:
+        assert rule.scale > 0, f"layer {layer}: scale {rule.scale}"
+        self.calls.append(layer)
+        self.shapes[layer] = KvShape(k.shape[1], k.shape[2], v.shape[2])
+        return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: query [1, heads, T, D] and so on; returns [1, T, heads, D] and no weights."""
+    slot: Slot = getattr(module, _SLOT)
+    assert slot.attend is not None, "attention was called outside a step"
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    rule = slot.rules.get(layer)
+    if rule is None:
+        _refuse_arguments(module, attention_mask, arguments)
+        rule = slot.rules[layer] = _rule_of(module, query.shape[-1], arguments)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return slot.attend(layer, q, k, v, rule)[None], None
+
+
+def _rule_of(module: Any, head_dim: int, arguments: dict[str, Any]) -> AttentionRule:
+    scale = arguments.get("scaling")
+    if scale is None:
+        scale = getattr(module, "scaling", None)
+    return AttentionRule(
+        scale=float(head_dim**-0.5 if scale is None else scale),
+        window=arguments.get("sliding_window"),
+        softcap=arguments.get("softcap"),
+        sinks=arguments.get("s_aux"),
+    )
+
+
+def _refuse_arguments(module: torch.nn.Module, mask: torch.Tensor | None, arguments: dict[str, Any]) -> None:
+    """Raise UnsupportedModel when the model passes a mask, or an argument whose meaning is not known here."""
+    known = HARMLESS | {"scaling", "sliding_window", "softcap", "s_aux"}
+    asked = {name for name, value in arguments.items() if value is not None and value is not False}
+    unknown = sorted(asked - known)
+    what = type(module).__name__
+    if mask is not None:
+        raise UnsupportedModel(f"{what} passes a mask of its own to attention, which is not supported")
+    if unknown:
+        raise UnsupportedModel(f"{what} passes {', '.join(unknown)} to attention, which is not supported")
+    if arguments.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise UnsupportedModel(f"{what} is not causal; only causal language models can be served")
+
+
+def rope_kinds(parameters: Any) -> set[str]:
+    """All rope types in a configuration's `rope_parameters`, which some models give per kind of layer."""
+    if not isinstance(parameters, dict):
+        return set()
+    kinds = {parameters["rope_type"]} if "rope_type" in parameters else set()
+    return kinds.union(*(rope_kinds(value) for value in parameters.values()))
+
+
+def adapter_problem(config: Any) -> str | None:
+    """Why a model of this configuration cannot run here, as far as the configuration tells, or None."""
+    unfixed = sorted(rope_kinds(getattr(config, "rope_parameters", None)) - set(ROPE_KINDS))
+    if unfixed:
+        return f"rope type {', '.join(unfixed)} changes its frequencies with the batch, or is not known"
+    kinds = set(getattr(config, "layer_types", None) or ()) - set(LAYER_KINDS)
+    if kinds:
+        return f"layers of kind {', '.join(sorted(kinds))} keep state that is not paged KV"
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder model"
+    return None
+
+
+class TransformersModel:
+    """A causal model of transformers on one rank."""
+
+    def __init__(
+        self, config: Any, folder: Path, eos_token_ids: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Load and try one step. Raises ModelError, which says what the model asks for that is not computed here."""
+        problem = adapter_problem(config)
+        if problem:
+            raise UnsupportedModel(f"transformers' {config.model_type} cannot run on paged attention: {problem}")
+        self._model = _loaded(folder, dtype).to(device).eval()
+        self._keeps_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
+        self._slot = Slot()
+        for module in self._model.modules():
+            setattr(module, _SLOT, self._slot)
+        trial = self._try_one_step(config, device)
+        self.spec = ModelSpec(
+            kv_shapes=tuple(trial.shapes[layer] for layer in range(config.num_hidden_layers)),
+            vocab_size=self._model.get_output_embeddings().weight.shape[0],
+            max_positions=config.max_position_embeddings,
+            eos_token_ids=eos_token_ids,
+            dtype=str(dtype).removeprefix("torch."),
+            dtype_bytes=dtype.itemsize,
+        )
+
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_at: torch.Tensor
+    ) -> torch.Tensor:
+        """As `models.base.Model.forward`."""
+        keep = {"logits_to_keep": logits_at} if self._keeps_logits else {}
+        self._slot.attend = attend
+        try:
+            out = self._model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **keep)
+        finally:
+            self._slot.attend = None
+        logits: torch.Tensor = out.logits[0]
+        return logits if self._keeps_logits else logits[logits_at]
+
+    def _try_one_step(self, config: Any, device: torch.device) -> Trial:
+        """Run two tokens and refuse a model that does not call attention exactly once per layer, in order."""
+        trial = Trial()
+        ids = torch.tensor([0, 1], device=device)
+        try:
+            with torch.inference_mode():
+                self.forward(ids, ids, trial, ids[1:])
+        except ModelError:
+            raise
+        except Exception as error:
+            raise UnsupportedModel(f"a trial step of {config.model_type} failed: {error!r}") from error
+        if trial.calls != list(range(config.num_hidden_layers)):
+            raise UnsupportedModel(
+                f"{config.model_type} has {config.num_hidden_layers} layers and called paged attention for layers "
+                f"{trial.calls}; only models with one such call per layer can be served"
+            )
+        self._refuse_hidden_windows(config)
+        return trial
+
+    def _refuse_hidden_windows(self, config: Any) -> None:
+        """A layer that the configuration calls sliding must have said its window, or it would see too much."""
+        for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
+            if kind.startswith("sliding") and self._slot.rules[layer].window is None:
+                raise UnsupportedModel(f"{config.model_type}: layer {layer} slides, but names no window to attention")
+
+
+def _loaded(folder: Path, dtype: torch.dtype) -> Any:
+    AttentionInterface.register(IMPLEMENTATION, paged_attention)
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UnsupportedModel(f"transformers cannot load {folder} with paged attention: {error!r}") from error

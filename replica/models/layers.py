@@ -1,0 +1,73 @@
+"""The few operations a decoder is made of, on flat [tokens, features] activations.
+
+Each has one call site per model, so that a device can later bring its own fused kernel. On CPU a `Linear` keeps its
+weight packed by oneDNN: measured on an AMD EPYC core, 1.5 to 2.5 times faster steps than `F.linear` (fp32, batch 1
+to 8).
+"""
+
+import functools
+import logging
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def packing_problem(dtype: torch.dtype) -> str | None:
+    """Why oneDNN packed linears cannot be used for this dtype, or None.
+
+    They are private operators of torch (its inductor uses them), so they are tried on a small case, not trusted.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, 32, generator=generator).to(dtype) for rows in (3, 24))
+    bias = torch.randn(24, generator=generator).to(dtype)
+    try:
+        with torch.inference_mode():
+            packed = torch.ops.mkldnn._linear_pointwise(x, _pack(weight), bias, "none", [], "")
+    except (AttributeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    wanted = F.linear(x, weight, bias)
+    close = torch.allclose(packed, wanted, rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=1e-4)
+    return None if close else "results differ from torch.nn.functional.linear"
+
+
+def _pack(weight: torch.Tensor) -> torch.Tensor:
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+    return packed
+
+
+class Linear:
+    """y = x W^T + b."""
+
+    __slots__ = ("_bias", "_packed", "_weight", "out_features")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.out_features = weight.shape[0]
+        self._packed = weight.device.type == "cpu" and packing_problem(weight.dtype) is None
+        self._weight = _pack(weight) if self._packed else weight
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._packed:
+            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+            return y
+        return F.linear(x, self._weight, self._bias)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """x scaled to a root mean square of 1 along its last dimension, times `weight`."""
+    return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of x [T, heads, D] by cos and sin [T, 1, D / 2]; pairs are (i, i + D / 2) as in Hugging Face."""
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of the fused projection [T, 2 * F]."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up

@@ -1,0 +1,77 @@
+"""Which provider runs a folder's model, in which dtype, and the values both take from its configuration."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from transformers import AutoConfig
+
+from ..config import ReplicaSettings
+from ..ranks import RankGroup
+from .base import Model
+from .errors import TensorParallelUnsupported, UnsupportedModel
+from .native import NativeModel, native_problem
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load(settings: ReplicaSettings, model_dir: Path, group: RankGroup | None, *, device: torch.device) -> Model:
+    """Load with the native decoder where it can run the model, else through transformers. Raises ModelError."""
+    config = _configuration(model_dir)
+    dtype = weights_dtype(settings, config, device)
+    eos = eos_token_ids(model_dir, config)
+    problem = _native_refusal(settings, config)
+    if problem is None:
+        logger.info("model_provider provider=native model_type=%s dtype=%s", config.model_type, dtype)
+        return NativeModel(config, model_dir, eos, dtype, device, group)
+    if settings.model_provider == "native":
+        raise UnsupportedModel(f"the native decoder cannot run {model_dir.name}: {problem}; use model_provider: auto")
+    if group is not None and group.size > 1:
+        raise TensorParallelUnsupported(
+            f"models of the transformers provider run on one rank ({problem}); set tensor_parallel_size: 1"
+        )
+    logger.info("model_provider provider=transformers reason=%r dtype=%s", problem, dtype)
+    from .hf import TransformersModel  # imports transformers' modelling code, which the native provider does without
+
+    return TransformersModel(config, model_dir, eos, dtype, device)
+
+
+def _native_refusal(settings: ReplicaSettings, config: Any) -> str | None:
+    if settings.model_provider == "transformers":
+        return "the settings ask for the transformers provider"
+    return native_problem(config)
+
+
+def _configuration(model_dir: Path) -> Any:
+    """The folder's configuration; absent keys get transformers' defaults, old spellings its new ones."""
+    try:
+        return AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedModel(f"{model_dir} has no configuration that transformers reads: {error}") from error
+
+
+def weights_dtype(settings: ReplicaSettings, config: Any, device: torch.device) -> torch.dtype:
+    """The dtype asked for; auto is the checkpoint's on CUDA and float32 elsewhere (greedy answers do not tie there)."""
+    if settings.dtype != "auto":
+        return DTYPES[settings.dtype]
+    stored = getattr(config, "dtype", None)
+    if device.type != "cuda" or stored not in DTYPES.values():
+        return torch.float32
+    assert isinstance(stored, torch.dtype), stored
+    return stored
+
+
+def eos_token_ids(model_dir: Path, config: Any) -> tuple[int, ...]:
+    """Ids that end an answer: the generation configuration's where there is one, else the model's."""
+    path = model_dir / "generation_config.json"
+    generation = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
+    ids = generation.get("eos_token_id")
+    if ids is None:
+        ids = getattr(config, "eos_token_id", None)
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)

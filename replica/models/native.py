@@ -1,0 +1,230 @@
+"""Own decoder for Llama, Mistral, Qwen2 and Qwen3, from their Hugging Face folders.
+
+Flat [T, hidden] activations, fused q|k|v and gate|up, one rank's share of heads and features. What it computes is held
+to transformers' own models by tests. It refuses (`native_problem`) what it does not compute, and the transformers
+provider takes over.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from ..ranks import RankGroup
+from ..weights import COLUMNS, ROWS, Checkpoint
+from .base import Attend, AttentionRule
+from .errors import TensorParallelUnsupported
+from .layers import Linear, rms_norm, rotate, silu_mul
+from .rope import FIXED_KINDS, inverse_frequencies
+from .spec import KvShape, ModelSpec
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def native_problem(config: Any) -> str | None:
+    """Why this decoder cannot run a model of this (transformers) configuration, or None."""
+    if config.model_type not in FAMILIES:
+        return f"model type {config.model_type!r} is not one of {', '.join(FAMILIES)}"
+    if config.hidden_act != "silu":
+        return f"activation {config.hidden_act!r} is not silu"
+    rope = config.rope_parameters
+    if rope.get("rope_type", "default") not in FIXED_KINDS:
+        return f"rope type {rope['rope_type']!r} is not one of {', '.join(FIXED_KINDS)}"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return "only part of each head is rotated"
+    if getattr(config, "quantization_config", None) is not None:
+        return "the weights are quantized"
+    return None
+
+
+def layer_windows(config: Any) -> list[int | None]:
+    """Each layer's sliding window, as transformers' model of the family applies it."""
+    count, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    if config.model_type == "mistral":
+        return [window] * count
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * count
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def split_problem(config: Any, ranks: int) -> str | None:
+    """Why a model of this configuration cannot be split over so many ranks, or None."""
+    for what, count in (("attention heads", config.num_attention_heads), ("MLP features", config.intermediate_size)):
+        if count % ranks:
+            return f"{count} {what} do not divide by {ranks} ranks"
+    kv_heads = config.num_key_value_heads
+    if kv_heads % ranks and ranks % kv_heads:
+        return f"{kv_heads} KV heads neither divide by {ranks} ranks nor the other way round"
+    return None
+
+
+@dataclass(slots=True, frozen=True)
+class Share:
+    """Which part of the weights one rank holds. With fewer KV heads than ranks, neighbours hold the same one."""
+
+    rank: int
+    ranks: int
+    heads: int
+    kv_heads: int
+    kv_index: int  #: which of `kv_parts` equal parts of the KV heads
+    kv_parts: int
+
+    @classmethod
+    def of(cls, config: Any, group: RankGroup | None) -> "Share":
+        rank, ranks = (group.rank, group.size) if group else (0, 1)
+        problem = split_problem(config, ranks)
+        if problem:
+            raise TensorParallelUnsupported(f"{problem}; choose another --tensor-parallel-size")
+        parts = min(ranks, config.num_key_value_heads)
+        kv_heads = config.num_key_value_heads // parts
+        return cls(rank, ranks, config.num_attention_heads // ranks, kv_heads, rank * parts // ranks, parts)
+
+
+@dataclass(slots=True, frozen=True)
+class DecoderLayer:
+    """One layer's weights and its attention rule."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    out: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+    rule: AttentionRule
+
+
+class _LayerReader:
+    """Reads one layer's share of a checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint, share: Share, index: int) -> None:
+        self._checkpoint = checkpoint
+        self._share = share
+        self._prefix = f"model.layers.{index}."
+
+    def read(self, rule: AttentionRule) -> DecoderLayer:
+        """All of the layer."""
+        share = self._share
+        own, kv = (share.rank, share.ranks), (share.kv_index, share.kv_parts)
+        return DecoderLayer(
+            input_norm=self._norm("input_layernorm"),
+            qkv=self._by_outputs([("self_attn.q_proj", own), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)]),
+            q_norm=self._norm_if_any("self_attn.q_norm"),
+            k_norm=self._norm_if_any("self_attn.k_norm"),
+            out=self._by_inputs("self_attn.o_proj"),
+            mlp_norm=self._norm("post_attention_layernorm"),
+            gate_up=self._by_outputs([("mlp.gate_proj", own), ("mlp.up_proj", own)]),
+            down=self._by_inputs("mlp.down_proj"),
+            rule=rule,
+        )
+
+    def _norm(self, name: str) -> torch.Tensor:
+        return self._checkpoint.whole(f"{self._prefix}{name}.weight")
+
+    def _norm_if_any(self, name: str) -> torch.Tensor | None:
+        return self._norm(name) if f"{self._prefix}{name}.weight" in self._checkpoint else None
+
+    def _by_outputs(self, parts: list[tuple[str, tuple[int, int]]]) -> Linear:
+        """Linears of one input fused into one; each is cut to its share before they are joined."""
+
+        def joined(kind: str) -> torch.Tensor:
+            shares = (self._checkpoint.share(f"{self._prefix}{n}.{kind}", ROWS, *part) for n, part in parts)
+            return torch.cat(list(shares))
+
+        biased = f"{self._prefix}{parts[0][0]}.bias" in self._checkpoint
+        return Linear(joined("weight"), joined("bias") if biased else None)
+
+    def _by_inputs(self, name: str) -> Linear:
+        """A linear whose partial results are summed over ranks; only rank 0 adds the bias."""
+        name = self._prefix + name
+        weight = self._checkpoint.share(f"{name}.weight", COLUMNS, self._share.rank, self._share.ranks)
+        biased = self._share.rank == 0 and f"{name}.bias" in self._checkpoint
+        return Linear(weight, self._checkpoint.whole(f"{name}.bias") if biased else None)
+
+
+class NativeModel:
+    """A decoder, or one rank's share of it. Ranks hold the embedding whole and the vocabulary's head in parts."""
+
+    def __init__(
+        self,
+        config: Any,
+        folder: Path,
+        eos_token_ids: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        group: RankGroup | None = None,
+    ) -> None:
+        """`config`: as transformers reads it, with `native_problem(config) is None`.
+
+        Raises WeightsMissing, TensorParallelUnsupported.
+        """
+        self._group = group
+        self._share = share = Share.of(config, group)
+        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._epsilon = config.rms_norm_eps
+        self._frequencies = inverse_frequencies(config.rope_parameters, self._head_dim).to(device)
+        checkpoint = Checkpoint(folder, dtype, device)
+        self._embedding = checkpoint.whole("model.embed_tokens.weight")
+        self._norm = checkpoint.whole("model.norm.weight")
+        self._head = self._read_head(checkpoint, config.tie_word_embeddings)
+        self._layers = [
+            _LayerReader(checkpoint, share, index).read(AttentionRule(self._head_dim**-0.5, window))
+            for index, window in enumerate(layer_windows(config))
+        ]
+        self.spec = ModelSpec(
+            kv_shapes=(KvShape(share.kv_heads, self._head_dim, self._head_dim),) * len(self._layers),
+            vocab_size=len(self._embedding),
+            max_positions=config.max_position_embeddings,
+            eos_token_ids=eos_token_ids,
+            dtype=str(dtype).removeprefix("torch."),
+            dtype_bytes=dtype.itemsize,
+        )
+
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_at: torch.Tensor
+    ) -> torch.Tensor | None:
+        """As `models.base.Model.forward`."""
+        x = F.embedding(ids, self._embedding)
+        angles = positions[:, None].float() * self._frequencies
+        cos, sin = (wave.to(x.dtype)[:, None] for wave in (angles.cos(), angles.sin()))
+        for index, layer in enumerate(self._layers):
+            q, k, v = self._project(layer, rms_norm(x, layer.input_norm, self._epsilon), cos, sin)
+            x = x + self._summed(layer.out(attend(index, q, k, v, layer.rule).flatten(1)))
+            hidden = layer.gate_up(rms_norm(x, layer.mlp_norm, self._epsilon))
+            x = x + self._summed(layer.down(silu_mul(hidden)))
+        return self._logits(rms_norm(x[logits_at], self._norm, self._epsilon))
+
+    def _project(
+        self, layer: DecoderLayer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rotated queries and keys, and values: [T, heads, head_dim]."""
+        heads, kv_heads = self._share.heads, self._share.kv_heads
+        qkv = layer.qkv(x).view(-1, heads + 2 * kv_heads, self._head_dim)
+        if layer.q_norm is None or layer.k_norm is None:
+            qk = rotate(qkv[:, : heads + kv_heads], cos, sin)
+            return qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :]
+        q = rms_norm(qkv[:, :heads], layer.q_norm, self._epsilon)
+        k = rms_norm(qkv[:, heads : heads + kv_heads], layer.k_norm, self._epsilon)
+        return rotate(q, cos, sin), rotate(k, cos, sin), qkv[:, heads + kv_heads :]
+
+    def _summed(self, x: torch.Tensor) -> torch.Tensor:
+        return self._group.all_reduce(x) if self._group else x
+
+    def _read_head(self, checkpoint: Checkpoint, tied: bool) -> Linear:
+        """This rank's part of the vocabulary; parts are equally long, the last ones padded with zeros."""
+        name = "model.embed_tokens.weight" if tied or "lm_head.weight" not in checkpoint else "lm_head.weight"
+        width = -(-len(self._embedding) // self._share.ranks)
+        start = self._share.rank * width
+        weight = checkpoint.span(name, ROWS, start, start + width)
+        return Linear(F.pad(weight, (0, 0, 0, width - len(weight))))
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor | None:
+        if not len(x):
+            return x.new_empty(0, len(self._embedding)) if self._share.rank == 0 else None
+        logits = self._head(x)
+        if self._group is None:
+            return logits
+        parts = self._group.gather(logits)
+        return torch.cat(parts, -1)[:, : len(self._embedding)] if parts else None
