@@ -1,0 +1,54 @@
+"""From the rows of a step to the plan that all ranks get, and whose logits it asks for. Pure; knows no model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .plan import PlanRow, StepPlan, plan_of_rows
+from .scheduler import ScheduledRow
+
+
+@dataclass(slots=True, frozen=True)
+class Wanted:
+    """Whose logits a step returns: first one row per sampling request, then those for prompt logprobs."""
+
+    samplers: list[ScheduledRow]
+    prompts: list[tuple[ScheduledRow, Sequence[int]]]
+    logits_at: list[int]
+
+
+def plan_of_step(step: int, rows: Sequence[ScheduledRow], logits_at: Sequence[int]) -> StepPlan:
+    """What all ranks are told."""
+    plan_rows = [
+        PlanRow(
+            token_ids=row.request.tokens[row.start : row.end],
+            start=row.start,
+            block_table=[block.block_id for block in row.request.blocks],
+        )
+        for row in rows
+    ]
+    return plan_of_rows(step, plan_rows, logits_at)
+
+
+def wanted_logits(rows: Sequence[ScheduledRow]) -> Wanted:
+    """The flat token indexes whose logits a step needs."""
+    samplers: list[ScheduledRow] = []
+    prompts: list[tuple[ScheduledRow, Sequence[int]]] = []
+    sample_at: list[int] = []
+    prompt_at: list[int] = []
+    first = 0
+    for row in rows:
+        if row.samples:
+            samplers.append(row)
+            sample_at.append(first + row.count - 1)
+        if positions := prompt_positions(row):
+            prompts.append((row, positions))
+            prompt_at += [first + position - row.start for position in positions]
+        first += row.count
+    return Wanted(samplers=samplers, prompts=prompts, logits_at=sample_at + prompt_at)
+
+
+def prompt_positions(row: ScheduledRow) -> Sequence[int]:
+    """Positions of this row whose logits give a prompt token's logprob: those before the prompt's last token."""
+    if row.request.may_use_cache:
+        return ()
+    return range(row.start, min(row.end, row.request.prompt_tokens - 1))

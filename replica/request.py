@@ -1,0 +1,133 @@
+"""One request inside the engine: its tokens, the names of its blocks, and how far its KV is computed.
+
+Pure state. Knows no other request, no cache policy, no clock and no sockets.
+"""
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from ..kvcache.hashing import BlockHash, BlockHasher, token_bytes
+from ..kvcache.pool import Block
+from .messages import PositionLogprobs, SamplingParams
+
+
+class RequestKey(NamedTuple):
+    """Who sent it (the router's id), and that router's number for it."""
+
+    source: str
+    request_id: int
+
+
+class Phase(Enum):
+    """Where a request is. Waiting and running alternate under preemption; finished is the end."""
+
+    WAITING = "waiting"  #: holds no blocks
+    RUNNING = "running"  #: holds blocks for all its tokens
+    FINISHED = "finished"  #: holds no blocks
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """A request from its admission to its last token. Changed by the scheduler and the engine only."""
+
+    key: RequestKey
+    #: Prompt, then what was generated (here or on a replica before this one).
+    tokens: "array[int]"
+    prompt_tokens: int
+    #: Parent of the first block.
+    root: BlockHash
+    #: One hash for each full block of `tokens`.
+    hashes: list[BlockHash]
+    sampling: SamplingParams
+    priority: int = 0
+    #: Rises with each request that is added; kept across preemptions, so that a preempted request goes first.
+    arrival: int = 0
+    trace_id: str = ""
+
+    phase: Phase = Phase.WAITING
+    blocks: list[Block] = field(default_factory=list)
+    #: Tokens whose KV is in `blocks`.
+    computed: int = 0
+    #: Leading blocks that were announced to the cache (taken from it, or committed to it).
+    committed_blocks: int = 0
+    #: Prompt tokens taken from the cache at the first admission; None before it.
+    cached_tokens: int | None = None
+    #: What the cache would give it, as of its arrival: for the load report while it waits.
+    expected_cached: int = 0
+    #: Whether an output went out already; the first one carries more.
+    answered: bool = False
+    preemptions: int = 0
+    #: Collected while the prompt is computed in chunks; None unless asked for.
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.sampling.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
+
+    @property
+    def urgency(self) -> tuple[int, int]:
+        """Smaller goes first."""
+        return self.priority, self.arrival
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def generated(self) -> int:
+        """Tokens generated so far, counted over all replicas."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def uncomputed(self) -> int:
+        """Tokens whose KV is still to be computed; at least 1 while the request is alive."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def decoding(self) -> bool:
+        """Only the newest token is to be computed, and something was computed before it."""
+        return self.uncomputed == 1 and self.computed >= self.prompt_tokens
+
+    @property
+    def may_use_cache(self) -> bool:
+        """Prompt logprobs need the logits of every prompt position, so nothing may be skipped until they are out."""
+        return self.sampling.prompt_logprobs is None or self.answered
+
+    def append(self, token_id: int, hasher: BlockHasher) -> None:
+        """Add a generated token; a block that it fills gets its hash."""
+        self.tokens.append(token_id)
+        start = len(self.hashes) * hasher.block_size
+        if len(self.tokens) - start < hasher.block_size:
+            return
+        parent = self.hashes[-1] if self.hashes else self.root
+        self.hashes += hasher.chain(parent, self.token_bytes(start, start + hasher.block_size))
+
+    def token_bytes(self, start: int, stop: int) -> bytes:
+        """Tokens `start` up to `stop` as uint32 little-endian."""
+        return token_bytes(self.tokens[start:stop])
+
+    def rewind(self) -> None:
+        """Forget the KV: the blocks were given back."""
+        self.blocks = []
+        self.computed = 0
+        self.committed_blocks = 0
+        if self.prompt_logprobs is not None and not self.answered:
+            self.prompt_logprobs = [None]
+
+    def check(self, block_size: int) -> None:
+        """Assert what always holds between two steps."""
+        name = f"request {self.key}"
+        assert 0 < self.prompt_tokens <= self.num_tokens, f"{name}: prompt {self.prompt_tokens} of {self.num_tokens}"
+        full = self.num_tokens // block_size
+        assert len(self.hashes) == full, f"{name}: {len(self.hashes)} hashes for {full} full blocks"
+        if self.phase is not Phase.RUNNING:
+            assert not self.blocks, f"{name}: {self.phase.value} with {len(self.blocks)} blocks"
+            return
+        assert self.computed < self.num_tokens, f"{name}: computed {self.computed} of {self.num_tokens}"
+        slots = len(self.blocks) * block_size
+        assert self.computed <= slots, f"{name}: computed {self.computed} tokens in {slots} slots"
+        whole = self.computed // block_size
+        assert self.committed_blocks == whole, f"{name}: committed {self.committed_blocks} of {whole} whole blocks"
+        assert all(block.ref_count > 0 for block in self.blocks), f"{name}: holds a block without a reference"

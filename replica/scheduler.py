@@ -1,0 +1,272 @@
+"""Which request runs in the next step, with how many tokens, in which blocks. Pure: no torch, no sockets, no clock.
+
+One token budget serves prefill and decode. Decodes come first (one token each), prefills in chunks take the rest, most
+urgent first. A request is admitted when blocks for all its present tokens are free, so only decodes ever ask for more;
+when there are none, the least urgent running request is preempted: its blocks go back (still cached, tail evicted
+first), it waits at the front, and recomputes what the cache no longer gives.
+
+Nothing deadlocks: the most urgent running request can take every other's blocks, and alone it fits (who never could is
+refused by `add`). Nothing starves among equals: order is by priority, then arrival, and is kept across preemptions.
+"""
+
+from bisect import insort
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+
+from ..kvcache.cache import PrefixCache, PrefixMatch
+from ..kvcache.hashing import BlockHasher
+from .errors import PromptTooLong
+from .request import Phase, RequestKey, RequestState
+
+#: Logits of every position are wanted for prompt logprobs: [chunk, vocab] float32, 156 MB at a vocabulary of 152k.
+PROMPT_LOGPROBS_CHUNK = 256
+
+_NO_MATCH = PrefixMatch(blocks=(), tokens=0)
+_by_urgency = attrgetter("urgency")
+
+
+@dataclass(slots=True, frozen=True)
+class Limits:
+    """What one replica takes on."""
+
+    max_running_requests: int
+    max_batched_tokens: int
+    #: Longest prompt plus answer; never more than the pool holds.
+    max_model_len: int
+
+    @property
+    def running(self) -> int:
+        """Requests in one batch: each of them must get at least one token a step."""
+        return min(self.max_running_requests, self.max_batched_tokens)
+
+
+@dataclass(slots=True, frozen=True)
+class ScheduledRow:
+    """One request's share of a step: tokens `start` up to `start + count`."""
+
+    request: RequestState
+    start: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+    @property
+    def samples(self) -> bool:
+        """The step reaches the request's newest token, so the next one can be drawn."""
+        return self.end == self.request.num_tokens
+
+    @property
+    def decodes(self) -> bool:
+        return self.count == 1 and self.start >= self.request.prompt_tokens
+
+
+@dataclass(slots=True, frozen=True)
+class Backlog:
+    """What is still to be done, for the load report."""
+
+    running: int
+    waiting: int
+    queued_prefill_tokens: int
+    decode_context_tokens: int
+
+
+class Scheduler:
+    """The waiting and the running requests of one replica, and the blocks of the latter."""
+
+    def __init__(self, limits: Limits, cache: PrefixCache, hasher: BlockHasher) -> None:
+        capacity = cache.free_blocks * hasher.block_size
+        assert limits.max_model_len <= capacity, f"max_model_len {limits.max_model_len}, pool of {capacity} tokens"
+        self.limits = limits
+        self.preemptions = 0
+        self._cache = cache
+        self._hasher = hasher
+        self._capacity_blocks = cache.free_blocks
+        self._requests: dict[RequestKey, RequestState] = {}
+        #: Both sorted by urgency.
+        self._waiting: list[RequestState] = []
+        self._running: list[RequestState] = []
+        self._arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def requests(self) -> Iterator[RequestState]:
+        """All that are alive, oldest first."""
+        return iter(self._requests.values())
+
+    def get(self, key: RequestKey) -> RequestState | None:
+        return self._requests.get(key)
+
+    def add(self, request: RequestState) -> None:
+        """Queue a request. Raises PromptTooLong for one that could never run."""
+        if request.num_tokens >= self.limits.max_model_len:
+            raise PromptTooLong(
+                f"{request.num_tokens} tokens leave no room for an answer: the limit is {self.limits.max_model_len} "
+                "tokens of prompt and answer together"
+            )
+        assert request.key not in self._requests, f"request {request.key} added twice"
+        self._arrivals += 1
+        request.arrival = self._arrivals
+        request.expected_cached = self._match(request).tokens
+        self._requests[request.key] = request
+        insort(self._waiting, request, key=_by_urgency)
+
+    def schedule(self) -> list[ScheduledRow]:
+        """The rows of the next step, most urgent decodes first; empty when nothing can run.
+
+        Every returned row must be settled by `complete` or `finish` before the next call.
+        """
+        budget = self.limits.max_batched_tokens
+        preemptions = self.preemptions
+        rows = self._schedule_decodes()
+        budget -= len(rows)
+        for request in self._running:
+            if not request.decoding and budget:
+                rows.append(self._row(request, budget))
+                budget -= rows[-1].count
+        if self.preemptions == preemptions:  # who was just preempted would only take the blocks back
+            rows += self._admit(budget)
+        return rows
+
+    def complete(self, row: ScheduledRow) -> None:
+        """The KV of this row is there now: full blocks become known to the cache. A finished request is passed over."""
+        request = row.request
+        if request.phase is not Phase.RUNNING:
+            return
+        assert request.computed == row.start, f"request {request.key}: at {request.computed}, row from {row.start}"
+        request.computed = row.end
+        self._commit(request)
+
+    def append(self, request: RequestState, token_id: int) -> None:
+        """Add a token drawn for a running request."""
+        request.append(token_id, self._hasher)
+
+    def finish(self, request: RequestState) -> None:
+        """End a request, wherever it is, and free its blocks."""
+        if self._requests.pop(request.key, None) is None:
+            return
+        self._leave(request)
+        request.phase = Phase.FINISHED
+
+    def backlog(self) -> Backlog:
+        """Sums over all requests; a waiting one counts what the cache did not have when it came."""
+        decoding = [request for request in self._running if request.decoding]
+        prefilling = sum(request.uncomputed for request in self._running) - len(decoding)
+        waiting = sum(request.num_tokens - request.expected_cached for request in self._waiting)
+        return Backlog(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            queued_prefill_tokens=prefilling + waiting,
+            decode_context_tokens=sum(request.computed for request in decoding),
+        )
+
+    def check(self) -> None:
+        """Assert what always holds between two steps."""
+        self._cache.check()
+        lists = self._waiting + self._running
+        assert sorted(map(id, lists)) == sorted(map(id, self._requests.values())), "a request is in no list, or in two"
+        for phase, members in ((Phase.WAITING, self._waiting), (Phase.RUNNING, self._running)):
+            assert all(request.phase is phase for request in members), f"a request in the {phase.value} list is not"
+            assert members == sorted(members, key=_by_urgency), f"{phase.value} requests out of order"
+        for request in lists:
+            request.check(self._hasher.block_size)
+        assert len(self._running) <= self.limits.running, f"{len(self._running)} running of {self.limits.running}"
+        self._check_blocks()
+
+    def _check_blocks(self) -> None:
+        held = {block.block_id for request in self._running for block in request.blocks}
+        free = self._cache.free_blocks
+        assert len(held) + free == self._capacity_blocks, f"{len(held)} held + {free} free != {self._capacity_blocks}"
+
+    def _schedule_decodes(self) -> list[ScheduledRow]:
+        """One token for each request that decodes, after making room for its KV, if need be at others' expense."""
+        rows = [
+            ScheduledRow(request, request.computed, 1)
+            for request in tuple(self._running)  # which `_make_room` shortens from its end
+            if request.phase is Phase.RUNNING and request.decoding and self._make_room(request)
+        ]
+        # Victims are less urgent than the one that needs room, so none of them has a row yet.
+        assert all(row.request.phase is Phase.RUNNING for row in rows), "a preempted request was scheduled"
+        return rows
+
+    def _make_room(self, request: RequestState) -> bool:
+        """See to a block for the newest token; False when the request itself was the one to be preempted."""
+        while self._missing_blocks(request):
+            blocks = self._cache.allocate(self._missing_blocks(request))
+            if blocks is not None:
+                request.blocks += blocks
+                return True
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _missing_blocks(self, request: RequestState) -> int:
+        return -(-request.num_tokens // self._hasher.block_size) - len(request.blocks)
+
+    def _admit(self, budget: int) -> Iterable[ScheduledRow]:
+        """Start waiting requests in order; the first that does not fit holds up those behind it, or it would starve."""
+        while budget and self._waiting and len(self._running) < self.limits.running:
+            request = self._waiting[0]
+            if not self._start(request):
+                return
+            row = self._row(request, budget)
+            budget -= row.count
+            yield row
+
+    def _start(self, request: RequestState) -> bool:
+        match = self._match(request)
+        needed = -(-request.num_tokens // self._hasher.block_size) - len(match.blocks)
+        blocks = self._cache.acquire(match, needed)
+        if blocks is None:
+            return False
+        request.blocks = blocks
+        request.computed = match.tokens
+        request.committed_blocks = len(match.blocks)
+        if request.cached_tokens is None:
+            request.cached_tokens = min(match.tokens, request.prompt_tokens)
+        self._waiting.remove(request)
+        request.phase = Phase.RUNNING
+        insort(self._running, request, key=_by_urgency)
+        return True
+
+    def _match(self, request: RequestState) -> PrefixMatch:
+        if not request.may_use_cache:
+            return _NO_MATCH
+        tokens = request.token_bytes(0, request.num_tokens)
+        return self._cache.match(request.root, request.hashes, tokens, request.num_tokens)
+
+    def _row(self, request: RequestState, budget: int) -> ScheduledRow:
+        count = min(request.uncomputed, budget)
+        if not request.may_use_cache:
+            count = min(count, PROMPT_LOGPROBS_CHUNK)
+        return ScheduledRow(request, request.computed, count)
+
+    def _preempt(self, request: RequestState) -> None:
+        self.preemptions += 1
+        request.preemptions += 1
+        self._leave(request)
+        request.phase = Phase.WAITING
+        request.expected_cached = self._match(request).tokens
+        insort(self._waiting, request, key=_by_urgency)
+
+    def _leave(self, request: RequestState) -> None:
+        """Take a request off its list; its blocks go back."""
+        members = self._running if request.phase is Phase.RUNNING else self._waiting
+        members.remove(request)
+        self._cache.release(request.blocks)
+        request.rewind()
+
+    def _commit(self, request: RequestState) -> None:
+        start, full = request.committed_blocks, request.computed // self._hasher.block_size
+        if full == start:
+            return
+        size = self._hasher.block_size
+        parent = request.hashes[start - 1] if start else request.root
+        tokens = request.token_bytes(start * size, full * size)
+        self._cache.commit(request.blocks[start:full], start, parent, request.hashes[start:full], tokens)
+        request.committed_blocks = full

@@ -1,0 +1,135 @@
+"""Stand-ins that we own: a model whose tokens can be computed by hand, and that notices wrong KV."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from zlib import crc32
+
+import numpy as np
+
+from homing.kvcache.hashing import BlockHash, BlockHasher, join_hashes, token_bytes
+from homing.replica.messages import Generate, SamplingParams
+from homing.replica.plan import StepPlan, lay_out
+from homing.replica.request import RequestKey, RequestState
+
+VOCAB = 97
+ROOT = BlockHash(b"r" * 16)
+
+
+def kv_entries(tokens: Sequence[int], before: Sequence[int] = ()) -> list[int]:
+    """The "KV" of tokens that follow `before`: one number each, which depends on all tokens up to there."""
+    entries = list(before)
+    for token in tokens:
+        entries.append(crc32(token.to_bytes(4, "little"), entries[-1] if entries else 1))
+    return entries[len(before) :]
+
+
+def next_token(entries: Sequence[int]) -> int:
+    """The model: it reads every entry, so one wrong block anywhere shows."""
+    return crc32(array("Q", entries).tobytes()) % VOCAB
+
+
+def undisturbed(prompt: Sequence[int], count: int, stop: Sequence[int] = ()) -> list[int]:
+    """What a run without neighbours, chunks, cache or preemption generates."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < count:
+        tokens.append(next_token(kv_entries(tokens)))
+        if tokens[-1] in stop:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class FakeModel:
+    """Paged KV of one number a token; reads the history through the block tables, as attention does."""
+
+    num_blocks: int
+    block_size: int
+    memory: list[int | None] = field(default_factory=list)
+    plans: list[StepPlan] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.memory = [None] * (self.num_blocks * self.block_size)
+
+    def run(self, plan: StepPlan) -> list[int]:
+        """The token that follows each position of `plan.logits_at`."""
+        self.plans.append(plan)
+        batch = lay_out(plan, self.block_size)
+        followers: list[int] = []
+        first = 0
+        for row, count in enumerate(batch.q_lens):
+            span = slice(first, first + count)
+            history = self.read(batch.block_tables[row], batch.kv_lens[row] - count)
+            entries = history + kv_entries([int(token) for token in batch.token_ids[span]], history)
+            for slot, entry in zip(batch.slots[span], entries[len(history) :], strict=True):
+                assert slot >= self.block_size, "wrote into the null block"
+                self.memory[int(slot)] = entry
+            followers += [next_token(entries[: len(history) + i + 1]) for i in range(count)]
+            first += count
+        return [followers[int(index)] for index in batch.logits_at]
+
+    def read(self, table: np.ndarray, count: int) -> list[int]:
+        slots = [int(table[i // self.block_size]) * self.block_size + i % self.block_size for i in range(count)]
+        values = [self.memory[slot] for slot in slots]
+        assert None not in values, "read KV that was never written"
+        return [value for value in values if value is not None]
+
+
+@dataclass
+class FakeExecutor:
+    """The fake model behind the engine's protocol. `fail_next` steps raise."""
+
+    model: FakeModel
+    fail_next: int = 0
+    error: type[Exception] = RuntimeError
+
+    def execute(self, plan: StepPlan):
+        import torch
+
+        if self.fail_next:
+            self.fail_next -= 1
+            raise self.error("the fake model fails as it was told to")
+        followers = self.model.run(plan)
+        logits = torch.zeros(len(followers), VOCAB)
+        logits[torch.arange(len(followers)), torch.tensor(followers, dtype=torch.long)] = 10.0
+        return logits
+
+
+class FakeClock:
+    """Time that passes only when told, or by a fixed step at each look."""
+
+    def __init__(self, tick: float = 0.0) -> None:
+        self.now, self.tick = 1000.0, tick
+
+    def __call__(self) -> float:
+        self.now += self.tick
+        return self.now
+
+
+def generate(
+    request_id: int, tokens: Sequence[int], hasher: BlockHasher, *, prompt_tokens: int | None = None, **sampling
+) -> Generate:
+    """A well-formed greedy request."""
+    data = token_bytes(tokens)
+    params = {"max_tokens": 4, "temperature": 0.0, **sampling}
+    return Generate(
+        request_id=request_id,
+        token_ids=data,
+        prompt_tokens=len(tokens) if prompt_tokens is None else prompt_tokens,
+        root=ROOT,
+        block_hashes=join_hashes(hasher.chain(ROOT, data)),
+        sampling=SamplingParams(**params),
+    )
+
+
+def request_state(number: int, tokens: Sequence[int], hasher: BlockHasher, *, priority: int = 0, **sampling):
+    params = {"max_tokens": 4, "temperature": 0.0, **sampling}
+    return RequestState(
+        key=RequestKey("a", number),
+        tokens=array("I", tokens),
+        prompt_tokens=len(tokens),
+        root=ROOT,
+        hashes=hasher.chain(ROOT, token_bytes(tokens)),
+        sampling=SamplingParams(**params),
+        priority=priority,
+    )
