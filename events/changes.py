@@ -1,0 +1,148 @@
+"""What one step changed in the cache, on its way from the engine's thread to the publisher's.
+
+Pure values, and `Mailbox`, the only thing both threads touch: bounded, never blocking. Knows no wire format, no socket.
+
+When the mailbox is full, further steps melt into one `Lost` entry: their batches will never be sent (each uses up a
+sequence number, so that readers see the hole), but their net effect is kept, so that the publisher's own record stays
+exact. A `Lost` entry is bounded by the cache's capacity, however long the publisher's thread is away.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class StoredBlocks(NamedTuple):
+    """Consecutive blocks of one chain. `tokens`: uint32 little-endian of all of them, or empty."""
+
+    parent: bytes | None
+    hashes: tuple[bytes, ...]
+    tokens: bytes
+
+
+class RemovedBlocks(NamedTuple):
+    """Blocks whose last copy went."""
+
+    hashes: tuple[bytes, ...]
+
+
+class AllCleared(NamedTuple):
+    """The cache was reset."""
+
+
+Change = StoredBlocks | RemovedBlocks | AllCleared
+Step = list[Change]
+
+
+def arrange(step: Step) -> Step:
+    """The same net effect with removals coalesced: what was there before goes first, what came in this step last.
+
+    A reset makes everything before it void. The result is at most [reset, removal, stores…, removal].
+    """
+    reset = max((i for i, change in enumerate(step) if isinstance(change, AllCleared)), default=None)
+    head: Step = [] if reset is None else [AllCleared()]
+    rest = step if reset is None else step[reset + 1 :]
+    if not any(isinstance(change, RemovedBlocks) for change in rest):
+        return head + rest
+    before, stores, after = _split_removals(rest)
+    first: Step = [RemovedBlocks(tuple(before))] if before else []
+    last: Step = [RemovedBlocks(tuple(after))] if after else []
+    return [*head, *first, *stores, *last]
+
+
+def _split_removals(step: Step) -> tuple[dict[bytes, None], Step, dict[bytes, None]]:
+    """Removals of blocks from before this step, its stores, and removals of blocks that it stored itself."""
+    before: dict[bytes, None] = {}
+    after: dict[bytes, None] = {}
+    stores: Step = []
+    stored: set[bytes] = set()
+    for change in step:
+        match change:
+            case StoredBlocks(_, hashes, _):
+                stores.append(change)
+                stored.update(hashes)
+                for block in hashes:
+                    after.pop(block, None)
+            case RemovedBlocks(hashes):
+                for block in hashes:
+                    (after if block in stored else before)[block] = None
+    return before, stores, after
+
+
+@dataclass(slots=True)
+class Lost:
+    """Steps that will not be sent, as their net effect."""
+
+    batches: int = 0  #: sequence numbers they use up
+    cleared: bool = False
+    removed: dict[bytes, None] = field(default_factory=dict)  #: were there before the first of these steps
+    stored: dict[bytes, StoredBlocks] = field(default_factory=dict)  #: one block each, in the order of storing
+
+    def add(self, step: Step) -> None:
+        """Melt one more step in."""
+        self.batches += 1
+        for change in step:
+            match change:
+                case StoredBlocks(parent, hashes, tokens):
+                    self._store(parent, hashes, tokens)
+                case RemovedBlocks(hashes):
+                    self._remove(hashes)
+                case AllCleared():
+                    self.cleared = True
+                    self.removed.clear()
+                    self.stored.clear()
+
+    def _store(self, parent: bytes | None, hashes: Sequence[bytes], tokens: bytes) -> None:
+        stride = len(tokens) // len(hashes) if hashes else 0
+        for i, block in enumerate(hashes):
+            self.stored.setdefault(block, StoredBlocks(parent, (block,), tokens[i * stride : (i + 1) * stride]))
+            parent = block
+
+    def _remove(self, hashes: Sequence[bytes]) -> None:
+        for block in hashes:
+            # What was stored in these steps was not there before them, unless it is in `removed` already.
+            if self.stored.pop(block, None) is None:
+                self.removed[block] = None
+
+    def changes(self) -> Step:
+        """The net effect."""
+        head: Step = [AllCleared()] if self.cleared else []
+        removed: Step = [RemovedBlocks(tuple(self.removed))] if self.removed else []
+        return [*head, *removed, *self.stored.values()]
+
+
+class Mailbox:
+    """Steps from one thread to another: `put` never waits, `take` returns None when there is nothing."""
+
+    __slots__ = ("_limit", "_lock", "_queue", "lost_batches")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._queue: deque[Step | Lost] = deque()
+        self._lock = threading.Lock()
+        #: batches that were never sent, in all
+        self.lost_batches = 0
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def put(self, step: Step) -> bool:
+        """Hand one step over; False when it could only be melted into a loss."""
+        with self._lock:
+            if len(self._queue) < self._limit:
+                self._queue.append(step)
+                return True
+            self.lost_batches += 1
+            if not isinstance(self._queue[-1], Lost):
+                self._queue.append(Lost())
+            tail = self._queue[-1]
+            assert isinstance(tail, Lost), f"a full mailbox ends in a loss, not in {type(tail).__name__}"
+            tail.add(step)
+            return False
+
+    def take(self) -> Step | Lost | None:
+        """The oldest entry."""
+        with self._lock:
+            return self._queue.popleft() if self._queue else None

@@ -1,0 +1,37 @@
+"""What can go wrong on the event stream, and whose fault it is.
+
+EventError
+├── MalformedFrame        a publisher sent what cannot be read: counted and dropped, the stream resyncs
+├── EndpointUnusable      an address that cannot be bound or connected, or must not be bound
+└── BadRecord             a line of a recorded stream that cannot be read back
+"""
+# ruff: noqa: N818 - these names say what was found; the room's base class is the one that ends in Error.
+
+
+class EventError(Exception):
+    """Base of this room's errors."""
+
+    http_status = 500
+
+
+class MalformedFrame(EventError):
+    """A message that does not follow docs/events.md. `what` names the part, `why` says what was found."""
+
+    http_status = 502
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"malformed {what}: {why}")
+        self.what = what
+        self.why = why
+
+
+class EndpointUnusable(EventError):
+    """An address on which the stream cannot or must not be offered."""
+
+    http_status = 500
+
+
+class BadRecord(EventError):
+    """A line of a recorded stream that is not one of ours."""
+
+    http_status = 400

@@ -1,0 +1,342 @@
+"""The subscribing side in an event loop: the sockets of one `Subscription`, callbacks to its `FeedSink`.
+
+Decides nothing: messages go into the state machine, its instructions come out as requests and callbacks. All of it runs
+in the loop's thread. Tens of feeds share one loop and one ZeroMQ context.
+
+ZeroMQ's descriptor is edge-triggered: it says that something changed, once. So a socket is drained whenever the
+descriptor wakes the loop and after every send on it; a drain that stops early for fairness schedules its own rest.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+import zmq
+
+from .decode import BatchDecoder, CacheEvent, Dialect
+from .errors import EndpointUnusable, EventError, MalformedFrame
+from .frames import read_event, read_replay, replay_request
+from .messages import (
+    EVENTS_TOPIC,
+    HEARTBEAT_TOPIC,
+    LOAD_TOPIC,
+    EventEndpoints,
+    Heartbeat,
+    LoadReport,
+    SnapshotBlock,
+    SnapshotChunk,
+    SnapshotRequest,
+)
+from .residents import CountedResidents
+from .subscription import (
+    Apply,
+    FeedStatus,
+    Instruction,
+    PassLoad,
+    Reach,
+    RequestReplay,
+    RequestSnapshot,
+    Reset,
+    SetStatus,
+    Subscription,
+)
+
+log = logging.getLogger(__name__)
+
+Message = list[bytes]
+Struct = TypeVar("Struct", bound=msgspec.Struct)
+
+#: Messages taken from one socket before the loop's other work gets its turn.
+_MESSAGES_PER_WAKE = 256
+_EVENTS_HIGH_WATER_MARK = 100_000
+
+
+class FeedSink(Protocol):
+    """Who uses a publisher's stream. All calls come from the loop's thread."""
+
+    def apply(self, events: Sequence[CacheEvent]) -> None:
+        """The next batch, without a hole before it."""
+
+    def reset(self, blocks: Sequence[SnapshotBlock]) -> None:
+        """Hold exactly these, parents first; `wire_name` gives their hashes as `apply` spells them."""
+
+    def status(self, status: FeedStatus) -> None:
+        """The stream can be trusted so far."""
+
+    def load(self, report: LoadReport) -> None:
+        """The publisher's load."""
+
+    def malformed(self, error: EventError) -> None:
+        """A message was dropped."""
+
+
+class EventFeed:
+    """Follows one publisher. Endpoints that are empty strings are not there: foreign publishers lack some."""
+
+    def __init__(
+        self,
+        endpoints: EventEndpoints,
+        sink: FeedSink,
+        *,
+        context: zmq.Context["zmq.Socket[bytes]"] | None = None,
+        heartbeat_interval_s: float = 0.2,
+        token_ids: bool = False,
+        counted: bool = False,
+        topic: bytes = EVENTS_TOPIC,
+        dialect: Dialect = "vllm",
+        reach: Reach | None = None,
+    ) -> None:
+        """`counted`: the publisher announces every copy (vLLM). `token_ids`: hand them on, in snapshots too.
+
+        `topic` is a prefix; empty takes everything. A context that is handed in stays the caller's.
+        """
+        self._endpoints = endpoints
+        self._sink = sink
+        self._own_context = context is None
+        self._context = context
+        self._tick_s = heartbeat_interval_s / 2
+        self._token_ids = token_ids
+        self._topic = topic
+        self._decoder = BatchDecoder(token_ids=token_ids, dialect=dialect)
+        self._subscription = Subscription(
+            reach
+            or Reach(
+                replay=bool(endpoints.replay),
+                snapshot=bool(endpoints.snapshot),
+                heartbeats=bool(endpoints.state),
+            ),
+            CountedResidents() if counted else None,
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ports: list[_Port] = []
+        self._replay: _Port | None = None
+        self._snapshot: _Port | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        #: messages that could not be read, and were dropped
+        self.malformed_messages = 0
+
+    @property
+    def subscription(self) -> Subscription:
+        """The state machine, for its counters, cursor and digest."""
+        return self._subscription
+
+    @property
+    def decoder(self) -> BatchDecoder:
+        """For its counters."""
+        return self._decoder
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Connect and ask. Call in the loop's thread, once. Raises EndpointUnusable."""
+        assert self._loop is None, "a feed starts once"
+        self._loop = loop
+        self._context = self._context or zmq.Context()
+        try:
+            self._connect(self._context, loop)
+        except EndpointUnusable:
+            self.close()
+            raise
+        self._run(self._subscription.start())
+        self._timer = loop.call_later(self._tick_s, self._on_tick)
+        for port in list(self._ports):
+            port.drain()
+
+    def close(self) -> None:
+        """Give everything back; no callback comes after this. Harmless when repeated, or before `start`."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._ports:
+            self._ports.pop().close()
+        self._replay = self._snapshot = None
+        if self._own_context and self._context is not None:
+            self._context.term()
+            self._context = None
+
+    def _connect(self, context: zmq.Context["zmq.Socket[bytes]"], loop: asyncio.AbstractEventLoop) -> None:
+        ends = self._endpoints
+        events = _subscriber(context, ends.events, [self._topic], _EVENTS_HIGH_WATER_MARK)
+        self._open(loop, events, self._on_event)
+        if ends.replay:
+            self._replay = self._open(loop, _requester(context, ends.replay), self._on_replay)
+        if ends.state:
+            state = _subscriber(context, ends.state, [HEARTBEAT_TOPIC, LOAD_TOPIC], 1000)
+            self._open(loop, state, self._on_state)
+        if ends.snapshot:
+            self._snapshot = self._open(loop, _requester(context, ends.snapshot), self._on_chunk)
+        # Opened last, so that it is closed before the socket that it watches.
+        monitor = events.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._open(loop, monitor, self._on_monitor, monitored=events)
+
+    def _open(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: "zmq.Socket[bytes]",
+        handle: Callable[[Message], None],
+        monitored: "zmq.Socket[bytes] | None" = None,
+    ) -> "_Port":
+        port = _Port(loop, sock, self._guarded(handle), monitored)
+        self._ports.append(port)
+        return port
+
+    def _guarded(self, handle: Callable[[Message], None]) -> Callable[[Message], None]:
+        def guarded(frames: Message) -> None:
+            try:
+                handle(frames)
+            except MalformedFrame as error:
+                self.malformed_messages += 1
+                log.warning("event_message_malformed endpoint=%s error=%s", self._endpoints.events, error)
+                self._sink.malformed(error)
+
+        return guarded
+
+    def _on_event(self, frames: Message) -> None:
+        frame = read_event(frames)
+        self._run(self._subscription.on_batch(frame.epoch, frame.seq, self._decoder.decode(frame.payload)))
+
+    def _on_replay(self, frames: Message) -> None:
+        frame = read_replay(frames)
+        if frame is None:
+            self._run(self._subscription.on_replay_end())
+            return
+        self._run(self._subscription.on_replayed(frame.epoch, frame.seq, self._decoder.decode(frame.payload)))
+
+    def _on_state(self, frames: Message) -> None:
+        if len(frames) != 2:
+            raise MalformedFrame("state message", f"{len(frames)} frames instead of topic, payload")
+        if frames[0] == HEARTBEAT_TOPIC:
+            self._run(self._subscription.on_heartbeat(_read(frames[1], Heartbeat)))
+        elif frames[0] == LOAD_TOPIC:
+            self._run(self._subscription.on_load(_read(frames[1], LoadReport)))
+
+    def _on_chunk(self, frames: Message) -> None:
+        self._run(self._subscription.on_chunk(_read(frames[-1], SnapshotChunk)))
+
+    def _on_monitor(self, _: Message) -> None:
+        # What the publisher had sent before must not pass for a sign of life after.
+        for port in self._ports[:-1]:
+            port.drain()
+        self._run(self._subscription.on_disconnect())
+
+    def _on_tick(self) -> None:
+        assert self._loop is not None, "ticks come after the start"
+        self._timer = self._loop.call_later(self._tick_s, self._on_tick)
+        self._run(self._subscription.on_tick())
+
+    def _run(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            if self._timer is None and not self._ports:
+                return  # closed by a callback
+            match instruction:
+                case Apply(_, _, events):
+                    self._sink.apply(events)
+                case Reset(_, _, blocks):
+                    self._sink.reset(blocks)
+                case SetStatus(status):
+                    self._sink.status(status)
+                case PassLoad(report):
+                    self._sink.load(report)
+                case RequestReplay(since):
+                    self._ask(self._replay, replay_request(since))
+                case RequestSnapshot():
+                    request = SnapshotRequest(token_ids=self._token_ids)
+                    self._ask(self._snapshot, [b"", msgspec.msgpack.encode(request)])
+
+    def _ask(self, port: "_Port | None", frames: Message) -> None:
+        """A request that cannot leave is as good as lost: the state machine asks again."""
+        if port is not None and not port.send(frames):
+            log.debug("event_request_unsent endpoint=%s", self._endpoints.events)
+
+
+class _Port:
+    """One socket in the loop."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: "zmq.Socket[bytes]",
+        handle: Callable[[Message], None],
+        monitored: "zmq.Socket[bytes] | None",
+    ) -> None:
+        self._loop = loop
+        self._socket = sock
+        self._handle = handle
+        self._monitored = monitored
+        self._draining = False
+        self._fd = sock.fileno()
+        loop.add_reader(self._fd, self.drain)
+
+    def send(self, frames: Message) -> bool:
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        # Sending may have taken the descriptor's edge; not at once, for a handler may be running.
+        self._loop.call_soon(self.drain)
+        return True
+
+    def drain(self) -> None:
+        """Handle what has arrived."""
+        if self._draining:
+            return
+        self._draining, empty = True, False
+        try:
+            empty = self._take_some()
+        finally:
+            # Also when a handler raised: the descriptor will not tell again of what is still in there.
+            self._draining = False
+            if not empty:
+                self._loop.call_soon(self.drain)
+
+    def _take_some(self) -> bool:
+        """Handle a fair share; True when nothing is left."""
+        for _ in range(_MESSAGES_PER_WAKE):
+            if self._socket.closed:
+                return True
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            self._handle(frames)
+        return False
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._fd)
+        if self._monitored is not None:
+            self._monitored.disable_monitor()
+        self._socket.close(0)
+
+
+def _subscriber(
+    context: zmq.Context["zmq.Socket[bytes]"], endpoint: str, topics: Sequence[bytes], high_water_mark: int
+) -> "zmq.Socket[bytes]":
+    sock: zmq.Socket[bytes] = context.socket(zmq.SUB)
+    sock.set_hwm(high_water_mark)
+    for topic in topics:
+        sock.subscribe(topic)
+    return _connected(sock, endpoint)
+
+
+def _requester(context: zmq.Context["zmq.Socket[bytes]"], endpoint: str) -> "zmq.Socket[bytes]":
+    return _connected(context.socket(zmq.DEALER), endpoint)
+
+
+def _connected(sock: "zmq.Socket[bytes]", endpoint: str) -> "zmq.Socket[bytes]":
+    sock.linger = 0
+    sock.ipv6 = endpoint.startswith("tcp://[")
+    sock.reconnect_ivl = 50
+    sock.reconnect_ivl_max = 1000
+    try:
+        sock.connect(endpoint)
+    except zmq.ZMQError as error:
+        sock.close(0)
+        raise EndpointUnusable(f"cannot connect to {endpoint!r}: {error}") from error
+    return sock
+
+
+def _read(payload: bytes, kind: type[Struct]) -> Struct:
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MalformedFrame(kind.__name__, str(error)) from error

@@ -1,0 +1,70 @@
+"""Long answers of a ROUTER to slow readers, without blocking and without dropping.
+
+A ROUTER silently drops what exceeds a reader's high-water mark; a replay of thousands of batches does. Here each
+answer is an iterator that goes on whenever its reader has room. Knows nothing of what the answers are.
+"""
+
+import logging
+from collections.abc import Iterator
+
+import zmq
+
+log = logging.getLogger(__name__)
+
+#: Readers served at one time; the rest wait in their sockets. More routers than that are not expected.
+_MAX_OPEN = 256
+#: Messages moved for one reader before the next gets its turn.
+_MESSAGES_PER_TURN = 64
+_REQUESTS_PER_TURN = 64
+
+
+class Transfers:
+    """The answers under way on one ROUTER socket. False when there are none."""
+
+    def __init__(self, router: "zmq.Socket[bytes]") -> None:
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._router = router
+        self._open: dict[bytes, Iterator[list[bytes]]] = {}
+        self._stuck: dict[bytes, list[bytes]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._open)
+
+    def requests(self) -> Iterator[list[bytes]]:
+        """Messages that have arrived."""
+        for _ in range(_REQUESTS_PER_TURN):
+            if len(self._open) >= _MAX_OPEN:
+                return
+            try:
+                yield self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+
+    def start(self, identity: bytes, answer: Iterator[list[bytes]]) -> None:
+        """Answer this reader; what it was being told before is superseded."""
+        self._open[identity] = answer
+        self._stuck.pop(identity, None)
+
+    def advance(self) -> None:
+        """Move every answer on as far as its reader has room."""
+        for identity in list(self._open):
+            if self._finished(identity):
+                del self._open[identity]
+                self._stuck.pop(identity, None)
+
+    def _finished(self, identity: bytes) -> bool:
+        for _ in range(_MESSAGES_PER_TURN):
+            message = self._stuck.pop(identity, None) or next(self._open[identity], None)
+            if message is None:
+                return True
+            try:
+                self._router.send_multipart([identity, *message], zmq.NOBLOCK)
+            except zmq.Again:
+                self._stuck[identity] = message
+                return False
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                log.info("reader_left identity=%s", identity.hex())
+                return True
+        return False

@@ -1,0 +1,54 @@
+"""What the tests of this room share: a leak check, and a sink that folds what it is told."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from homing.events import EventPublisher, EventsSettings
+
+from .fakes import new_publisher
+
+
+def _open_sockets() -> set[str]:
+    """Sockets and pipes of this process."""
+    names = set()
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(link.readlink())
+        except OSError:
+            continue  # the listing's own descriptor
+        if target.startswith(("socket:", "pipe:", "anon_inode:[eventfd]")):
+            names.add(target)
+    return names
+
+
+@pytest.fixture
+def no_leaks() -> Iterator[None]:
+    """Threads and sockets that a test opens are gone when it ends; ZeroMQ's own threads take a moment."""
+    threads, sockets = set(threading.enumerate()), _open_sockets()
+    yield
+    deadline = time.monotonic() + 10
+    while (_open_sockets() - sockets or set(threading.enumerate()) - threads) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not set(threading.enumerate()) - threads
+    assert not _open_sockets() - sockets
+
+
+@pytest.fixture(params=["tcp", "ipc"])
+def make_publisher(
+    request: pytest.FixtureRequest, tmp_path: Path, no_leaks: None
+) -> Iterator[Callable[..., EventPublisher]]:
+    """Publishers over both transports, closed at the end."""
+    made: list[EventPublisher] = []
+
+    def make(settings: EventsSettings | None = None, *, epoch: int = 7) -> EventPublisher:
+        made.append(new_publisher(settings, epoch=epoch, ipc_dir=tmp_path if request.param == "ipc" else None))
+        return made[-1]
+
+    yield make
+    for publisher in made:
+        publisher.close()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,112 @@
+"""Fakes and small builders that the tests of this room own."""
+
+import asyncio
+import struct
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from homing.events import (
+    CacheEvent,
+    CacheMirror,
+    EventError,
+    EventPublisher,
+    EventsSettings,
+    FeedStatus,
+    LoadReport,
+    SnapshotBlock,
+)
+from homing.events.decode import snapshot_pairs
+from homing.events.messages import CacheCounters
+
+BLOCK_SIZE = 4
+
+
+def block(number: int) -> bytes:
+    """A hash of 16 bytes whose name on the wire is `number`."""
+    return bytes(8) + struct.pack(">Q", number)
+
+
+def tokens(*blocks: int) -> bytes:
+    """Token bytes of these blocks: each block's number, `BLOCK_SIZE` times."""
+    return b"".join(struct.pack("<I", number) * BLOCK_SIZE for number in blocks)
+
+
+def store(publisher: EventPublisher, *blocks: int, parent: int | None = None) -> None:
+    """Announce a chain of blocks."""
+    publisher.stored(None if parent is None else block(parent), [block(n) for n in blocks], tokens(*blocks))
+
+
+def new_publisher(
+    settings: EventsSettings | None = None, *, epoch: int = 7, ipc_dir: Path | None = None
+) -> EventPublisher:
+    """A publisher on the loopback address with a fast heartbeat."""
+    return EventPublisher(
+        settings or EventsSettings(heartbeat_interval_s=0.05),
+        host="127.0.0.1",
+        block_size=BLOCK_SIZE,
+        epoch=epoch,
+        medium="CPU",
+        ipc_dir=ipc_dir,
+    )
+
+
+def load_report(step: int, epoch: int = 7) -> LoadReport:
+    """A report that is told from others by its step."""
+    return LoadReport(
+        epoch=epoch,
+        step=step,
+        ts=1.0,
+        running=1,
+        waiting=0,
+        queued_prefill_tokens=0,
+        decode_context_tokens=0,
+        free_blocks=8,
+        cached_free_blocks=0,
+        total_blocks=8,
+        prefill_tokens_per_s=1.0,
+        decode_step_s=1.0,
+        counters=CacheCounters(),
+    )
+
+
+class FoldingSink:
+    """Folds what a feed tells it, and keeps the story."""
+
+    def __init__(self) -> None:
+        self.mirror = CacheMirror()
+        self.events: list[CacheEvent] = []
+        self.statuses: list[FeedStatus] = []
+        self.loads: list[LoadReport] = []
+        self.errors: list[EventError] = []
+        self.resets = 0
+
+    @property
+    def live(self) -> bool:
+        return bool(self.statuses) and self.statuses[-1] is FeedStatus.LIVE
+
+    def apply(self, events: Sequence[CacheEvent]) -> None:
+        self.events.extend(events)
+        for event in events:
+            self.mirror.apply(event)
+
+    def reset(self, blocks: Sequence[SnapshotBlock]) -> None:
+        self.resets += 1
+        self.mirror.replace(snapshot_pairs(blocks))
+
+    def status(self, status: FeedStatus) -> None:
+        self.statuses.append(status)
+
+    def load(self, report: LoadReport) -> None:
+        self.loads.append(report)
+
+    def malformed(self, error: EventError) -> None:
+        self.errors.append(error)
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    """Wait until it holds. The timeout only catches hangs."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came about"
+        await asyncio.sleep(0.002)

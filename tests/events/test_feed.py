@@ -1,0 +1,110 @@
+"""A feed over real sockets follows a real publisher."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+import pytest
+import zmq
+
+from homing.events import EventEndpoints, EventFeed, EventPublisher, EventsSettings, FeedStatus
+from homing.events.frames import encode_seq
+
+from .fakes import FoldingSink, load_report, store, until
+
+Publishers = Callable[..., EventPublisher]
+Feeds = Callable[..., EventFeed]
+
+
+@pytest.fixture
+async def follow() -> AsyncIterator[Feeds]:
+    """Feeds in this test's loop, closed at the end."""
+    made: list[EventFeed] = []
+
+    def make(endpoints: EventEndpoints, sink: FoldingSink, **options: object) -> EventFeed:
+        feed = EventFeed(endpoints, sink, heartbeat_interval_s=0.05, **options)
+        made.append(feed)
+        feed.start(asyncio.get_running_loop())
+        return feed
+
+    yield make
+    for feed in made:
+        feed.close()
+        feed.subscription.check()
+
+
+async def test_a_late_joiner_holds_what_was_stored_before_it_came(make_publisher: Publishers, follow: Feeds) -> None:
+    """A router that starts after its replicas must route by their caches at once, not after hours of new events."""
+    publisher, sink = make_publisher(), FoldingSink()
+    endpoints = publisher.start()
+    store(publisher, 1, 2, 3)
+    publisher.flush()
+
+    feed = follow(endpoints, sink)
+    await until(lambda: sink.live and len(sink.mirror) == 3)
+    store(publisher, 4, parent=3)
+    publisher.removed([b"\0" * 15 + b"\2"])
+    publisher.flush()
+    await until(lambda: 4 in sink.mirror)
+
+    assert sink.mirror.parents == {1: None, 3: 2, 4: 3}
+    assert sink.mirror.digest == feed.subscription.residents.digest
+
+
+async def test_load_reports_come_at_once_and_again_with_heartbeats(make_publisher: Publishers, follow: Feeds) -> None:
+    """A router that misses a report, or joins between two, must not stay blind to a replica that idles."""
+    publisher, sink = make_publisher(EventsSettings(heartbeat_interval_s=0.05, publish_events=False)), FoldingSink()
+    follow(publisher.start(), sink)
+
+    publisher.report(load_report(41))
+    await until(lambda: len([r for r in sink.loads if r.step == 41]) > 2)
+
+    assert sink.live
+    assert len(sink.mirror) == 0
+
+
+async def test_a_restarted_publisher_is_followed_from_its_own_beginning(
+    make_publisher: Publishers, follow: Feeds
+) -> None:
+    """What the dead one held is gone; blocks that are credited to it would attract requests to an empty cache."""
+    first, sink = make_publisher(), FoldingSink()
+    endpoints = first.start()
+    store(first, 1, 2)
+    first.flush()
+    feed = follow(endpoints, sink)
+    await until(lambda: sink.live and len(sink.mirror) == 2)
+
+    first.close()
+    await until(lambda: sink.statuses[-1] is FeedStatus.STALE)
+    second = make_publisher(epoch=8)
+    renewed = second.start()
+    store(second, 9)
+    second.flush()
+    feed.close()
+    follow(renewed, sink)
+    await until(lambda: sink.live and 9 in sink.mirror)
+
+    assert set(sink.mirror.parents) == {9}
+
+
+async def test_a_message_that_cannot_be_read_is_told_and_the_stream_goes_on(no_leaks: None, follow: Feeds) -> None:
+    """One bad message must not end the feed, nor vanish without a trace."""
+    context, sink = zmq.Context(), FoldingSink()
+    pub = context.socket(zmq.PUB)
+    pub.bind("tcp://127.0.0.1:*")
+    endpoints = EventEndpoints(events=pub.getsockopt_string(zmq.LAST_ENDPOINT), replay="", state="", snapshot="")
+    feed = follow(endpoints, sink, topic=b"")
+    good = msgspec.msgpack.encode([1.0, [["AllBlocksCleared"]]])
+
+    async def sent_until(frames: list[bytes], condition: Callable[[], object]) -> None:
+        while not condition():
+            pub.send_multipart(frames)
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(sent_until([b"", encode_seq(0), b"\xc1"], lambda: sink.errors), 20)
+    await asyncio.wait_for(sent_until([b"", encode_seq(0), good], lambda: sink.events), 20)
+    pub.close(0)
+    context.term()
+
+    assert feed.malformed_messages == len(sink.errors)
+    assert "event batch" in str(sink.errors[0])
