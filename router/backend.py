@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from ..events.messages import EventEndpoints
 from ..replica.messages import FinishReason, ModelLimits, PositionLogprobs, SamplingParams
 
 
@@ -104,6 +105,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     decode_step_s: float
     report_age_s: float | None  #: None: no report yet
     pids: tuple[int, ...] = ()
+    event_endpoints: EventEndpoints | None = None  #: where its events are heard, as it described itself
 
 
 class RefusedReplica(msgspec.Struct, frozen=True, kw_only=True):
