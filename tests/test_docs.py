@@ -1,0 +1,66 @@
+"""What the pages and the packaging say is so: links lead somewhere, pins fit the ranges, the README stays short."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+def pins() -> dict[str, tuple[int, ...]]:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    named = (line.split("==") for line in lines)
+    return {_plain(name): _version(version) for name, version in named}
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0]))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_in_the_pages_leads_to_a_file(page: Path) -> None:
+    """A newcomer follows links; a dead one ends the visit."""
+    targets = [target for target in LINK.findall(page.read_text()) if not target.startswith("http")]
+
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_the_readme_is_short() -> None:
+    """Under 150 lines: what does not fit belongs in docs/."""
+    assert len((ROOT / "README.md").read_text().splitlines()) < 150
+
+
+def test_every_dependency_is_pinned_within_its_range() -> None:
+    """`make serve` must install tomorrow what it installed today, and the pins must be versions that we support."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    pinned = pins()
+
+    for requirement in wanted:
+        name, bounds = re.match(r"([A-Za-z0-9_.-]+)([^;]*)", requirement).groups()
+        version = pinned.get(_plain(name))
+        assert version, f"{name} is not pinned in constraints.txt"
+        for operator, bound in re.findall(r"(>=|<)\s*([\d.]+)", bounds):
+            fits = version >= _version(bound) if operator == ">=" else version < _version(bound)
+            assert fits, f"{name} {version} is pinned, {requirement} is supported"
+
+
+def test_torch_is_pinned_to_the_release_that_has_a_cpu_build() -> None:
+    """A newer or unpinned torch brings gigabytes of CUDA to a machine without a GPU."""
+    assert pins()["torch"] == (2, 13, 0)
+
+
+def test_every_make_target_of_the_readme_exists() -> None:
+    """The two commands of the README are the product's front door."""
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:`|\$ )make ([a-z][a-z-]+)", (ROOT / "README.md").read_text()))
+
+    assert named <= targets
