@@ -1,0 +1,593 @@
+"""The flow of requests: from submission over a replica (or several, one after another) to the last token.
+
+Pure core: requests and replies in, instructions out; the time comes in. No sockets, no asyncio, no HTTP. Owns what a
+decision needs (index, reservations, load) and every request that is not over yet.
+
+    submit ──▶ queue ──place──▶ sent ──TokenOutput──▶ … ──finish reason──▶ over
+                 ▲                │ refused with retry, replica lost, not sendable
+                 └────────────────┘ goes on with prompt + generated ids, at most `retries` times
+
+A request waits in the queue (lower priority value first, then first come, first served) while no replica can take it;
+one that goes on keeps its place by its age. Every accepted request ends in exactly one `Finished` or `Failed`, or by
+`cancel`.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from random import Random
+from typing import Literal, NewType
+
+import msgspec
+
+from ..kvcache.hashing import BlockHash, BlockHasher, join_hashes, tenant_root, token_bytes, wire_hashes
+from ..replica.messages import (
+    Abort,
+    FinishReason,
+    Generate,
+    ModelLimits,
+    Refused,
+    Reply,
+    Request,
+    TokenBatch,
+    TokenOutput,
+)
+from .backend import Explanation, FeedState, FinishedRequest, GenerationRequest, RouterCounters, TokenDelta
+from .errors import (
+    DeadlineExceeded,
+    InvalidGeneration,
+    PromptTooLong,
+    QueueFull,
+    ReplicaLost,
+    RequestFailed,
+    RouterError,
+)
+from .index import PrefixIndex
+from .load import LoadBook, Pending
+from .policy import Candidate, Decision, Policy, Prompt
+from .reservations import Reservations
+
+log = logging.getLogger(__name__)
+
+#: A request's name inside this router, for its whole life; its wire id changes with every replica.
+FlightId = NewType("FlightId", int)
+
+
+@dataclass(slots=True, frozen=True)
+class Send:
+    """Put this on the wire to that replica; when it cannot be sent, say so by `unsendable`."""
+
+    replica: str
+    message: Request
+
+
+@dataclass(slots=True, frozen=True)
+class Hold:
+    """The request waits in the router."""
+
+    flight: FlightId
+
+
+@dataclass(slots=True, frozen=True)
+class Deliver:
+    """Hand this to the request's reader."""
+
+    flight: FlightId
+    delta: TokenDelta
+
+
+@dataclass(slots=True, frozen=True)
+class Finished:
+    """The request is over; its last delta has been delivered."""
+
+    flight: FlightId
+    record: FinishedRequest
+
+
+@dataclass(slots=True, frozen=True)
+class Failed:
+    """The request is over with an error."""
+
+    flight: FlightId
+    error: RouterError
+    record: FinishedRequest
+
+
+@dataclass(slots=True, frozen=True)
+class Cancelled:
+    """The request is over because its reader went away."""
+
+    flight: FlightId
+    record: FinishedRequest
+
+
+Instruction = Send | Hold | Deliver | Finished | Failed | Cancelled
+
+
+@dataclass(slots=True, frozen=True)
+class Naming:
+    """How this cluster names blocks, and what its model allows."""
+
+    hasher: BlockHasher
+    model_root: BlockHash
+    limits: ModelLimits
+
+
+@dataclass(slots=True, frozen=True)
+class DispatcherLimits:
+    """The settings that the flow depends on."""
+
+    max_waiting_requests: int
+    retries: int
+    request_timeout_s: float
+
+
+@dataclass(slots=True)
+class _Flight:
+    flight_id: FlightId
+    request: GenerationRequest
+    deadline: float
+    arrived: float
+    root: BlockHash
+    tokens: bytearray  #: prompt and what was generated, uint32 LE
+    prompt_tokens: int
+    generated: int = 0
+    hashes: bytes = b""  #: of all full blocks of `tokens` as they were at the last placement
+    wire_id: int | None = None  #: None: waits in the queue
+    replica: str | None = None  #: where it runs or ran last
+    started: bool = False  #: the replica it is on has sent a token
+    continuations: int = 0
+    excluded: set[str] = field(default_factory=set)
+    decided: bool = False
+    held: bool = False
+    predicted_cached_tokens: int = 0
+    delivered_cached_tokens: int | None = None
+    regret_tokens: int = 0
+    predicted_ttft_s: float | None = None
+    ttft_s: float | None = None
+
+
+class Dispatcher:
+    """All requests of one router that are not over, and the replicas that they can go to."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        naming: Naming,
+        *,
+        loads: LoadBook,
+        reservations: Reservations,
+        limits: DispatcherLimits,
+        counters: RouterCounters,
+        rng: Random,
+    ) -> None:
+        self.index = PrefixIndex()
+        self.policy = policy
+        self.loads = loads
+        self.reservations = reservations
+        self.counters = counters
+        self._naming = naming
+        self._limits = limits
+        self._rng = rng
+        self._feeds: dict[str, FeedState] = {}
+        self._flights: dict[FlightId, _Flight] = {}
+        self._by_wire: dict[int, _Flight] = {}
+        self._queue: list[tuple[int, FlightId]] = []  # heap; entries of requests that are over are skipped
+        self._waiting = 0
+        self._deadlines: list[tuple[float, FlightId]] = []  # heap, likewise
+        self._last_flight = 0
+        self._last_wire = 0
+
+    # Replicas
+
+    def rename(self, naming: Naming) -> None:
+        """Another cluster seed or model: blocks have other names from now on. No replica may be joined."""
+        assert not self._feeds, f"{len(self._feeds)} replicas are still named in the old way"
+        self._naming = naming
+        for flight in self._flights.values():
+            flight.root = tenant_root(naming.model_root, salt=flight.request.salt)
+            self._name_blocks(flight)
+
+    def set_feed(self, replica: str, state: FeedState) -> None:
+        """How far the replica's events can be trusted."""
+        self._feeds[replica] = state
+
+    def feed(self, replica: str) -> FeedState:
+        """How far the replica's events can be trusted."""
+        return self._feeds[replica]
+
+    def stored(self, replica: str, blocks: Sequence[int]) -> None:
+        """The replica announced these blocks."""
+        self.index.add(replica, blocks)
+        self.reservations.stored(replica, blocks)
+
+    def replica_lost(self, replica: str, now: float) -> tuple[list[int], list[Instruction]]:
+        """Its requests go on elsewhere. Returns their wire ids too, in case it turns out to be alive."""
+        self.index.leave(replica)
+        self.loads.leave(replica)
+        self.reservations.leave(replica)
+        del self._feeds[replica]
+        orphans = [flight for flight in self._by_wire.values() if flight.replica == replica]
+        wire_ids = [flight.wire_id for flight in orphans if flight.wire_id is not None]
+        instructions: list[Instruction] = []
+        for flight in orphans:
+            instructions += self._move_on(flight, ReplicaLost(f"replica {replica} was lost, and no retry is left"), now)
+        return wire_ids, instructions + self.pump(now)
+
+    # Requests
+
+    def submit(self, request: GenerationRequest, now: float) -> tuple[FlightId, list[Instruction]]:
+        """Accept a request. Raises PromptTooLong or QueueFull, and then nothing has changed."""
+        flight = self._new_flight(request, now)
+        if self._waiting >= self._limits.max_waiting_requests:
+            raise QueueFull(self._waiting)
+        self._flights[flight.flight_id] = flight
+        instructions = self._enqueue(flight, now)
+        heappush(self._deadlines, (flight.deadline, flight.flight_id))
+        self.counters.requests += 1
+        if flight.wire_id is None:
+            flight.held = True
+            self.counters.held += 1
+            return flight.flight_id, [*instructions, Hold(flight.flight_id)]
+        return flight.flight_id, instructions
+
+    def cancel(self, flight_id: FlightId, now: float) -> list[Instruction]:
+        """The reader went away; harmless when the request is over."""
+        flight = self._flights.get(flight_id)
+        if flight is None:
+            return []
+        aborts = self._abort(flight)
+        self._forget(flight)
+        self.counters.cancelled += 1
+        record = _record(flight, "cancelled", None, now)
+        return [*aborts, Cancelled(flight_id, record), *self.pump(now)]
+
+    def on_reply(self, replica: str, reply: Reply, now: float) -> list[Instruction]:
+        """What a replica says about its requests."""
+        if replica not in self.loads:
+            self.counters.unknown_outputs += 1
+            return []
+        self.loads.heard(replica, now)
+        sent = len(self._by_wire)
+        match reply:
+            case TokenBatch(outputs=outputs):
+                instructions = [done for output in outputs for done in self._on_output(replica, output, now)]
+            case Refused():
+                instructions = self._on_refused(replica, reply, now)
+        if len(self._by_wire) < sent:  # only then is there room for another
+            instructions += self.pump(now)
+        return instructions
+
+    def unsendable(self, replica: str, message: Request, now: float) -> list[Instruction]:
+        """The connection did not take this message."""
+        self.counters.unsent += 1
+        flight = self._by_wire.get(message.request_id) if isinstance(message, Generate) else None
+        if flight is None:
+            return []
+        flight.excluded.add(replica)
+        return self._move_on(flight, ReplicaLost(f"replica {replica} cannot be reached"), now) + self.pump(now)
+
+    def pump(self, now: float) -> list[Instruction]:
+        """Place waiting requests in order, until the first that no replica can take."""
+        instructions: list[Instruction] = []
+        while self._queue:
+            flight = self._flights.get(self._queue[0][1])
+            if flight is not None and flight.wire_id is None:
+                sent = self._place(flight, now)
+                if sent is None:
+                    break
+                instructions.append(sent)
+                self._waiting -= 1
+            heappop(self._queue)
+        return instructions
+
+    def expire(self, now: float) -> list[Instruction]:
+        """End what is overdue, forget expectations that are."""
+        self.reservations.expire(now)
+        instructions: list[Instruction] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            flight = self._flights.get(heappop(self._deadlines)[1])
+            if flight is not None:
+                error = DeadlineExceeded(f"the request was not done after {now - flight.arrived:.1f} s")
+                instructions += self._abort(flight) + self._fail(flight, error, now)
+        return instructions + self.pump(now)
+
+    def fail_all(self, error: Callable[[], RouterError], now: float) -> list[Instruction]:
+        """End every request, as the router shuts down."""
+        flights = list(self._flights.values())
+        return [done for flight in flights for done in self._abort(flight) + self._fail(flight, error(), now)]
+
+    def explain(self, request: GenerationRequest, now: float) -> Explanation:
+        """The table of the decision that `submit` would take now. Raises PromptTooLong."""
+        flight = self._new_flight(request, now)
+        prompt, candidates = self._situation(flight, now)
+        return self.policy.explain(prompt, candidates, Random(0))
+
+    # What others look at
+
+    @property
+    def waiting(self) -> int:
+        """Requests held by the router."""
+        return self._waiting
+
+    @property
+    def in_flight(self) -> int:
+        """Requests sent to replicas and not over."""
+        return len(self._by_wire)
+
+    def replica_of(self, flight_id: FlightId) -> str | None:
+        """Where the request runs or ran last; None when it is held for the first time, or over."""
+        flight = self._flights.get(flight_id)
+        return flight.replica if flight else None
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        self.index.check()
+        self.reservations.check()
+        self.loads.check()
+        held = [flight for flight in self._flights.values() if flight.wire_id is None]
+        assert len(held) == self._waiting, f"{self._waiting} counted as waiting, {len(held)} wait"
+        queued = {flight_id for _, flight_id in self._queue}
+        assert all(flight.flight_id in queued for flight in held), "a waiting request is not in the queue"
+        for wire_id, flight in self._by_wire.items():
+            assert flight.wire_id == wire_id, f"wire id {wire_id} leads to a request that goes by {flight.wire_id}"
+            assert flight.replica in self.loads, f"request on {flight.replica}, which has left"
+            assert self._flights.get(flight.flight_id) is flight, "a request that is over is still on the wire"
+        sent = sum(self.loads.in_flight(replica) for replica in self.loads.replicas())
+        assert sent == len(self._by_wire), f"{sent} in flight by load, {len(self._by_wire)} by wire id"
+
+    # Placing
+
+    def _new_flight(self, request: GenerationRequest, now: float) -> _Flight:
+        prompt_tokens = len(request.token_ids) // 4
+        assert prompt_tokens * 4 == len(request.token_ids) > 0, f"{len(request.token_ids)} bytes of prompt token ids"
+        limits = self._naming.limits
+        if prompt_tokens >= limits.max_model_len:
+            raise PromptTooLong(prompt_tokens, limits.max_model_len)
+        self._last_flight += 1
+        flight = _Flight(
+            FlightId(self._last_flight),
+            request,
+            deadline=now + self._limits.request_timeout_s if request.deadline is None else request.deadline,
+            arrived=now,
+            root=tenant_root(self._naming.model_root, salt=request.salt),
+            tokens=bytearray(request.token_ids),
+            prompt_tokens=prompt_tokens,
+        )
+        self._name_blocks(flight)
+        return flight
+
+    def _name_blocks(self, flight: _Flight) -> None:
+        flight.hashes = join_hashes(self._naming.hasher.chain(flight.root, bytes(flight.tokens)))
+
+    def _enqueue(self, flight: _Flight, now: float) -> list[Instruction]:
+        heappush(self._queue, (flight.request.priority, flight.flight_id))
+        self._waiting += 1
+        return self.pump(now)
+
+    def _situation(self, flight: _Flight, now: float) -> tuple[Prompt, list[Candidate]]:
+        keys = wire_hashes(flight.hashes)
+        held = self.index.match(keys)
+        expected = self.reservations.extend(held, keys, self.index)
+        prompt = Prompt(
+            tokens=flight.prompt_tokens + flight.generated,
+            blocks=len(keys),
+            block_size=self._naming.hasher.block_size,
+            session=flight.request.session,
+        )
+        candidates = [
+            Candidate(
+                replica_id=replica,
+                feed=self._feeds[replica],
+                load=self.loads.view(replica, now),
+                held_blocks=held[replica],
+                expected_blocks=expected[replica],
+                excluded=replica in flight.excluded,
+            )
+            for replica in self.loads.replicas()
+        ]
+        return prompt, candidates
+
+    def _place(self, flight: _Flight, now: float) -> Send | None:
+        prompt, candidates = self._situation(flight, now)
+        decision = self.policy.decide(prompt, candidates, self._rng)
+        if decision.chosen is None:
+            flight.excluded.clear()  # who has refused it may be asked again by then; `retries` bounds how often
+            return None
+        if not flight.decided:
+            self._note_prediction(flight, prompt, candidates, decision)
+        return self._send(flight, decision, now)
+
+    def _note_prediction(
+        self, flight: _Flight, prompt: Prompt, candidates: Iterable[Candidate], decision: Decision
+    ) -> None:
+        flight.decided = True
+        flight.predicted_ttft_s = decision.expected_ttft_s
+        assert decision.chosen is not None
+        chosen = decision.chosen.uncached_tokens(prompt)
+        flight.predicted_cached_tokens = prompt.tokens - chosen
+        flight.regret_tokens = max(0, chosen - min(candidate.uncached_tokens(prompt) for candidate in candidates))
+        self.counters.regret_tokens += flight.regret_tokens
+
+    def _send(self, flight: _Flight, decision: Decision, now: float) -> Send:
+        chosen = decision.chosen
+        assert chosen is not None
+        self._last_wire += 1
+        flight.wire_id, flight.replica, flight.started = self._last_wire, chosen.replica_id, False
+        self._by_wire[self._last_wire] = flight
+        keys = wire_hashes(flight.hashes)
+        pending = Pending(decision.uncached_tokens, len(keys) + 1 - chosen.held_blocks)
+        self.loads.dispatched(chosen.replica_id, self._last_wire, pending)
+        self.reservations.reserve(self._last_wire, chosen.replica_id, keys[chosen.held_blocks :], now)
+        return Send(chosen.replica_id, self._generate(flight, self._last_wire))
+
+    def _generate(self, flight: _Flight, wire_id: int) -> Generate:
+        request, sampling = flight.request, flight.request.sampling
+        if flight.generated and sampling.prompt_logprobs is not None:
+            # They went out with the first delta; asking again would keep the request from using the cache.
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        return Generate(
+            request_id=wire_id,
+            token_ids=bytes(flight.tokens),
+            prompt_tokens=flight.prompt_tokens,
+            root=flight.root,
+            block_hashes=flight.hashes,
+            sampling=sampling,
+            priority=request.priority,
+            trace_id=request.trace_id,
+        )
+
+    # Replies
+
+    def _on_output(self, replica: str, output: TokenOutput, now: float) -> list[Instruction]:
+        flight = self._sent_to(replica, output.request_id)
+        if flight is None:
+            return []
+        if output.index > flight.generated:
+            error = RequestFailed(f"tokens are missing: {flight.generated} came, the next ones start at {output.index}")
+            log.error("tokens_missing replica=%s trace=%s reason=%s", replica, flight.request.trace_id, error.message)
+            return [*self._abort(flight), *self._fail(flight, error, now)]
+        if output.finish_reason in ("error", "abort"):
+            error = RequestFailed(f"replica {replica} ended the request: {output.finish_reason}")
+            return self._fail(flight, error, now)
+        if not flight.started:
+            flight.started = True
+            self.loads.started(replica, output.request_id)
+        return self._deliver(flight, output, now)
+
+    def _deliver(self, flight: _Flight, output: TokenOutput, now: float) -> list[Instruction]:
+        delta = self._take(flight, output)
+        if not delta.token_ids and delta.finish_reason is None:
+            return []
+        if flight.ttft_s is None:
+            flight.ttft_s = now - flight.arrived
+        if delta.finish_reason is None:
+            return [Deliver(flight.flight_id, delta)]
+        return self._finish(flight, delta, delta.finish_reason, now)
+
+    def _take(self, flight: _Flight, output: TokenOutput) -> TokenDelta:
+        """Add what is new to the request; tokens that an earlier replica delivered already are dropped."""
+        known = min(flight.generated - output.index, len(output.token_ids))
+        self.counters.duplicate_tokens += known
+        fresh = output.token_ids[known:]
+        first = flight.delivered_cached_tokens is None
+        if first:
+            flight.delivered_cached_tokens = output.cached_tokens or 0
+        prompt_logprobs = output.prompt_logprobs if not flight.generated else None
+        flight.generated += len(fresh)
+        flight.tokens += token_bytes(fresh)
+        return TokenDelta(
+            token_ids=fresh,
+            logprobs=output.logprobs[known:] if output.logprobs is not None else None,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=output.finish_reason,
+            cached_tokens=flight.delivered_cached_tokens if first else None,
+            stop_token_id=output.stop_token_id,
+        )
+
+    def _on_refused(self, replica: str, refused: Refused, now: float) -> list[Instruction]:
+        flight = self._sent_to(replica, refused.request_id)
+        if flight is None:
+            return []
+        error = self._refusal(flight, refused)
+        if not refused.retry:
+            return self._fail(flight, error, now)
+        flight.excluded.add(replica)
+        return self._move_on(flight, error, now)
+
+    def _refusal(self, flight: _Flight, refused: Refused) -> RouterError:
+        match refused.reason:
+            case "prompt_too_long":
+                return PromptTooLong(flight.prompt_tokens, self._naming.limits.max_model_len)
+            case "invalid":
+                return InvalidGeneration(refused.message)
+            case _:
+                return RequestFailed(f"replica {flight.replica} refused the request: {refused.message}")
+
+    def _sent_to(self, replica: str, wire_id: int) -> _Flight | None:
+        flight = self._by_wire.get(wire_id)
+        if flight is not None and flight.replica == replica:
+            return flight
+        self.counters.unknown_outputs += 1
+        return None
+
+    # Ends, and going on
+
+    def _move_on(self, flight: _Flight, error: RouterError, now: float) -> list[Instruction]:
+        """Go on at another replica; with `error` when no retry is left."""
+        self._detach(flight)
+        self._waiting += 1
+        if self._nothing_left(flight):
+            return self._finish(flight, TokenDelta(token_ids=[], finish_reason="length"), "length", now)
+        if flight.continuations >= self._limits.retries:
+            return self._fail(flight, error, now)
+        flight.continuations += 1
+        self.counters.continued += 1
+        log.info(
+            "request_moves trace=%s from=%s generated=%d", flight.request.trace_id, flight.replica, flight.generated
+        )
+        self._name_blocks(flight)
+        heappush(self._queue, (flight.request.priority, flight.flight_id))
+        return self.pump(now)
+
+    def _nothing_left(self, flight: _Flight) -> bool:
+        """Whether only the word that it is finished got lost."""
+        if flight.generated >= flight.request.sampling.max_tokens:
+            return True
+        return flight.generated > 0 and flight.prompt_tokens + flight.generated >= self._naming.limits.max_model_len
+
+    def _finish(self, flight: _Flight, delta: TokenDelta, reason: FinishReason, now: float) -> list[Instruction]:
+        self._forget(flight)
+        self.counters.finished += 1
+        self.counters.predicted_cached_tokens += flight.predicted_cached_tokens
+        self.counters.delivered_cached_tokens += flight.delivered_cached_tokens or 0
+        record = _record(flight, "finished", reason, now)
+        return [Deliver(flight.flight_id, delta), Finished(flight.flight_id, record)]
+
+    def _fail(self, flight: _Flight, error: RouterError, now: float) -> list[Instruction]:
+        self._forget(flight)
+        self.counters.failed += 1
+        log.warning("request_failed trace=%s reason=%s", flight.request.trace_id, error.message)
+        return [Failed(flight.flight_id, error, _record(flight, "failed", None, now))]
+
+    def _abort(self, flight: _Flight) -> list[Instruction]:
+        if flight.wire_id is None or flight.replica is None:
+            return []
+        return [Send(flight.replica, Abort(request_ids=[flight.wire_id]))]
+
+    def _forget(self, flight: _Flight) -> None:
+        if flight.wire_id is None:
+            self._waiting -= 1
+        else:
+            self._detach(flight)
+        del self._flights[flight.flight_id]
+
+    def _detach(self, flight: _Flight) -> None:
+        """Take the request off its replica."""
+        assert flight.wire_id is not None, f"request {flight.flight_id} is on no replica"
+        assert flight.replica is not None, f"request {flight.flight_id} is on no replica"
+        self.reservations.release(flight.wire_id)
+        self.loads.ended(flight.replica, flight.wire_id)
+        del self._by_wire[flight.wire_id]
+        flight.wire_id = None
+
+
+def _record(
+    flight: _Flight, outcome: Literal["finished", "failed", "cancelled"], reason: FinishReason | None, now: float
+) -> FinishedRequest:
+    return FinishedRequest(
+        trace_id=flight.request.trace_id,
+        replica_id=flight.replica,
+        outcome=outcome,
+        finish_reason=reason,
+        prompt_tokens=flight.prompt_tokens,
+        generated_tokens=flight.generated,
+        predicted_cached_tokens=flight.predicted_cached_tokens,
+        delivered_cached_tokens=flight.delivered_cached_tokens,
+        regret_tokens=flight.regret_tokens,
+        predicted_ttft_s=flight.predicted_ttft_s,
+        ttft_s=flight.ttft_s,
+        duration_s=now - flight.arrived,
+        continuations=flight.continuations,
+    )

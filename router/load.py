@@ -1,0 +1,184 @@
+"""How busy each replica is: its last report, plus what was sent to it since that report.
+
+Pure state: the time comes in. Knows nothing of prefixes or of where a request should go.
+
+A report names the highest request id that it has taken into account (`accepted`), so nothing is counted twice and
+nothing falls between dispatch and report. What other routers send shows in the next report, within a step.
+"""
+
+from dataclasses import dataclass, field
+
+from ..events.messages import CacheCounters, LoadReport
+from ..replica.messages import ReplicaDescription
+
+
+@dataclass(slots=True, frozen=True)
+class Pending:
+    """A request on its way to a replica: not in any report yet."""
+
+    uncached_tokens: int
+    blocks: int
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ReplicaLoad:
+    """What a policy may know of one replica's load."""
+
+    running: int
+    waiting: int  #: reported, and on the way
+    queued_prefill_tokens: int  #: reported, and on the way
+    decode_context_tokens: int
+    free_blocks: int  #: allocatable, less what is on the way
+    cached_free_blocks: int
+    total_blocks: int
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    max_running_requests: int
+    max_batched_tokens: int
+    draining: bool = False
+    silent: bool = False
+
+    @property
+    def requests(self) -> int:
+        """Requests there and on the way."""
+        return self.running + self.waiting
+
+    @property
+    def occupied_blocks(self) -> int:
+        """Blocks in use or still holding cached KV."""
+        return self.total_blocks - self.free_blocks + self.cached_free_blocks
+
+
+@dataclass(slots=True)
+class _Replica:
+    description: ReplicaDescription
+    heard_at: float
+    report: LoadReport | None = None
+    draining: bool = False
+    pending: dict[int, Pending] = field(default_factory=dict)  # ids rise, so insertion order is their order
+    in_flight: set[int] = field(default_factory=set)
+
+
+class LoadBook:
+    """Loads of all joined replicas, as one router knows them."""
+
+    def __init__(self, router_id: str, silence_s: float) -> None:
+        self._router_id = router_id
+        self._silence_s = silence_s
+        self._replicas: dict[str, _Replica] = {}
+
+    def __contains__(self, replica: str) -> bool:
+        return replica in self._replicas
+
+    def join(self, description: ReplicaDescription, now: float) -> None:
+        """A replica is there; until its first report it counts as idle, with the rates of its warm-up."""
+        assert description.replica_id not in self._replicas, f"{description.replica_id} has joined already"
+        self._replicas[description.replica_id] = _Replica(description, heard_at=now)
+
+    def leave(self, replica: str) -> None:
+        """A replica is gone."""
+        del self._replicas[replica]
+
+    def replicas(self) -> tuple[str, ...]:
+        """Who has joined, in the order of joining."""
+        return tuple(self._replicas)
+
+    def description(self, replica: str) -> ReplicaDescription:
+        """How the replica introduced itself."""
+        return self._replicas[replica].description
+
+    def report(self, replica: str, report: LoadReport, now: float) -> None:
+        """The replica's own word; what it has accepted is on the way no longer."""
+        entry = self._replicas[replica]
+        entry.report = report
+        entry.heard_at = now
+        accepted = report.accepted.get(self._router_id)
+        if accepted is not None:
+            for request_id in [known for known in entry.pending if known <= accepted]:
+                del entry.pending[request_id]
+
+    def heard(self, replica: str, now: float) -> None:
+        """Tokens are a sign of life too."""
+        self._replicas[replica].heard_at = now
+
+    def dispatched(self, replica: str, request_id: int, pending: Pending) -> None:
+        """A request is on its way there."""
+        entry = self._replicas[replica]
+        entry.pending[request_id] = pending
+        entry.in_flight.add(request_id)
+
+    def started(self, replica: str, request_id: int) -> None:
+        """Its first token came: it is prefilled, whatever the last report says."""
+        self._replicas[replica].pending.pop(request_id, None)
+
+    def ended(self, replica: str, request_id: int) -> None:
+        """The request has left the replica; harmless when it, or the replica, is gone already."""
+        entry = self._replicas.get(replica)
+        if entry is not None:
+            entry.pending.pop(request_id, None)
+            entry.in_flight.discard(request_id)
+
+    def drain(self, replica: str) -> None:
+        """Send nothing new there."""
+        self._replicas[replica].draining = True
+
+    def in_flight(self, replica: str) -> int:
+        """This router's requests there and on the way."""
+        return len(self._replicas[replica].in_flight)
+
+    def has_reported(self, replica: str) -> bool:
+        """Whether any report came."""
+        return self._replicas[replica].report is not None
+
+    def age_s(self, replica: str, now: float) -> float:
+        """Seconds since the last sign of life."""
+        return now - self._replicas[replica].heard_at
+
+    def view(self, replica: str, now: float) -> ReplicaLoad:
+        """The load that a decision made now must count with."""
+        entry = self._replicas[replica]
+        about, report = entry.description, entry.report or _idle(entry.description)
+        pending = entry.pending.values()
+        free_blocks = max(0, report.free_blocks - sum(sent.blocks for sent in pending))
+        return ReplicaLoad(
+            running=report.running,
+            waiting=report.waiting + len(entry.pending),
+            queued_prefill_tokens=report.queued_prefill_tokens + sum(sent.uncached_tokens for sent in pending),
+            decode_context_tokens=report.decode_context_tokens,
+            free_blocks=free_blocks,
+            cached_free_blocks=min(report.cached_free_blocks, free_blocks),
+            total_blocks=report.total_blocks,
+            prefill_tokens_per_s=report.prefill_tokens_per_s or about.prefill_tokens_per_s,
+            decode_step_s=report.decode_step_s or about.decode_step_s,
+            max_running_requests=about.max_running_requests,
+            max_batched_tokens=about.max_batched_tokens,
+            draining=entry.draining or report.draining,
+            silent=now - entry.heard_at > self._silence_s,
+        )
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        for replica, entry in self._replicas.items():
+            stray = set(entry.pending) - entry.in_flight
+            assert not stray, f"{replica}: {len(stray)} requests on the way are not in flight"
+            ids = list(entry.pending)
+            assert ids == sorted(ids), f"{replica}: request ids do not rise: {ids}"
+
+
+def _idle(description: ReplicaDescription) -> LoadReport:
+    """What a replica without any work would report."""
+    return LoadReport(
+        epoch=description.epoch,
+        step=0,
+        ts=0.0,
+        running=0,
+        waiting=0,
+        queued_prefill_tokens=0,
+        decode_context_tokens=0,
+        free_blocks=description.num_blocks,
+        cached_free_blocks=0,
+        total_blocks=description.num_blocks,
+        prefill_tokens_per_s=description.prefill_tokens_per_s,
+        decode_step_s=description.decode_step_s,
+        counters=CacheCounters(),
+    )

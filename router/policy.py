@@ -1,0 +1,365 @@
+"""Which replica gets a request: protocols, policies, and the table that explains a decision.
+
+Pure: candidates in, decision out; randomness comes in. No sockets, no clock, no hashes: overlaps arrive as numbers.
+
+`ExpectedTtft`, in seconds per replica:
+
+    (queued uncached prefill + this prompt's uncached tokens) / measured prefill rate
+    + decode interference: one decode step for each step that the prefill takes, when anything decodes there
+    + wait for a slot and for free blocks, by the pace at which its running requests end
+
+Replicas whose estimate lies within the estimate's own error of the least count as equal. Among those the one that has
+to compute least wins, then the session's, then the one with the fewest requests, then with the fewest occupied blocks,
+then one at random: never one by its place in a list. `LeastLoaded` is the same rule with every overlap taken as none,
+so that without overlap both take the same decision.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from random import Random
+from typing import Protocol
+
+from .backend import Explanation, FeedState, ReplicaScore
+from .load import ReplicaLoad
+
+#: Estimates closer than this are equal: half a millisecond is below the jitter of any step. Not tuned by measurement.
+TIE_S = 0.0005
+TIE_RATIO = 0.05
+#: Tokens that a request is taken to generate when the wait for a slot is estimated. Not measured.
+TYPICAL_OUTPUT_TOKENS = 128
+#: Requests that an engine may have waiting before it counts as saturated: enough to fill the next step.
+QUEUE_AHEAD = 4
+SESSIONS_KEPT = 65_536
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Prompt:
+    """A request as far as the choice of a replica depends on it."""
+
+    tokens: int
+    blocks: int  #: full ones
+    block_size: int
+    session: str | None = None
+    preferred: str | None = None  #: replica to take among equals
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Candidate:
+    """One replica at the time of the decision."""
+
+    replica_id: str
+    feed: FeedState
+    load: ReplicaLoad
+    held_blocks: int
+    expected_blocks: int  #: at least `held_blocks`
+    excluded: bool = False  #: has refused this very request
+
+    def uncached_tokens(self, prompt: Prompt) -> int:
+        """Prompt tokens to compute here. What a feed that is not live says of the cache is worth nothing."""
+        if self.feed != "live":
+            return prompt.tokens
+        # The last token is always computed: its logits are wanted.
+        return prompt.tokens - min(self.expected_blocks * prompt.block_size, prompt.tokens - 1)
+
+
+@dataclass(slots=True, frozen=True)
+class Decision:
+    """Where a request goes (None: nowhere now), and the table behind it."""
+
+    chosen: Candidate | None
+    uncached_tokens: int
+    expected_ttft_s: float | None
+    explanation: Explanation
+
+
+class Policy(Protocol):
+    """Chooses among candidates. May keep state of its own, such as whose turn it is."""
+
+    @property
+    def name(self) -> str:
+        """As in the settings."""
+
+    def decide(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
+        """Take one of the candidates that can take it; never one that cannot."""
+
+    def explain(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Explanation:
+        """What `decide` would say, without any change of state."""
+
+
+def obstacle(prompt: Prompt, candidate: Candidate) -> str | None:
+    """Why this replica cannot take the request now; None when it can."""
+    load = candidate.load
+    if candidate.excluded:
+        return "refused this request"
+    if load.draining:
+        return "draining"
+    if load.silent:
+        return "silent"
+    return "saturated" if is_saturated(prompt, candidate) else None
+
+
+def is_saturated(prompt: Prompt, candidate: Candidate) -> bool:
+    """Whether another request would only lengthen the engine's own queue, which nobody can reorder any more."""
+    load = candidate.load
+    if load.waiting < QUEUE_AHEAD:
+        return False
+    return load.requests >= load.max_running_requests or load.free_blocks < _new_blocks(prompt, candidate)
+
+
+def expected_ttft_s(load: ReplicaLoad, uncached_tokens: int, new_blocks: int) -> float:
+    """Seconds until the first token, if the request went there now."""
+    tokens = load.queued_prefill_tokens + uncached_tokens
+    prefill = tokens / load.prefill_tokens_per_s
+    steps = ceil(tokens / load.max_batched_tokens)
+    interference = steps * load.decode_step_s if load.running else 0.0
+    return prefill + interference + _admission_wait_s(load, new_blocks)
+
+
+class Scored:
+    """What the policies that estimate share. `sees_cache` False takes every overlap as none."""
+
+    def __init__(self, name: str, *, sees_cache: bool) -> None:
+        self._name = name
+        self._sees_cache = sees_cache
+
+    @property
+    def name(self) -> str:
+        """As in the settings."""
+        return self._name
+
+    def decide(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
+        """The candidate with the least expected time to first token."""
+        rows = [self._row(prompt, candidate) for candidate in candidates]
+        usable = [row for row in rows if row.obstacle is None]
+        if not usable:
+            return _decision(self._name, prompt, rows, None, _why_none(rows))
+        least = min(row.ttft_s for row in usable)
+        equals = [row for row in usable if row.ttft_s <= least * (1 + TIE_RATIO) + TIE_S]
+        chosen = _first(equals, prompt.preferred, rng)
+        return _decision(self._name, prompt, rows, chosen, _why(chosen, usable, equals))
+
+    def explain(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Explanation:
+        """The same: these policies have no state."""
+        return self.decide(prompt, candidates, rng).explanation
+
+    def _row(self, prompt: Prompt, candidate: Candidate) -> "_Row":
+        uncached = candidate.uncached_tokens(prompt) if self._sees_cache else prompt.tokens
+        cached_blocks = (prompt.tokens - uncached) // prompt.block_size
+        new_blocks = prompt.blocks + 1 - cached_blocks
+        seconds = expected_ttft_s(candidate.load, uncached, new_blocks)
+        return _Row(candidate, uncached, seconds, obstacle(prompt, candidate))
+
+
+class ExpectedTtft(Scored):
+    """Least expected time to first token, cached prefixes counted."""
+
+    def __init__(self) -> None:
+        super().__init__("expected-ttft", sees_cache=True)
+
+
+class LeastLoaded(Scored):
+    """Least expected time to first token as if nothing were cached."""
+
+    def __init__(self) -> None:
+        super().__init__("least-loaded", sees_cache=False)
+
+
+class RoundRobin:
+    """Each in turn, by name; load and cache do not matter."""
+
+    name = "round-robin"
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def decide(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:  # noqa: ARG002
+        """The next one behind the last, in the order of names."""
+        decision = self._look(prompt, candidates)
+        if decision.chosen is not None:
+            self._last = decision.chosen.replica_id
+        return decision
+
+    def explain(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Explanation:  # noqa: ARG002
+        """Whose turn it is."""
+        return self._look(prompt, candidates).explanation
+
+    def _look(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Decision:
+        rows = [_plain_row(prompt, candidate) for candidate in candidates]
+        usable = sorted((row for row in rows if row.obstacle is None), key=lambda row: row.candidate.replica_id)
+        if not usable:
+            return _decision(self.name, prompt, rows, None, _why_none(rows))
+        chosen = next((row for row in usable if row.candidate.replica_id > self._last), usable[0])
+        return _decision(self.name, prompt, rows, chosen, "its turn")
+
+
+class PowerOfTwo:
+    """The one with fewer requests of two drawn at random."""
+
+    name = "power-of-two"
+
+    def decide(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
+        """Draw two, take the one with fewer requests."""
+        rows = [_plain_row(prompt, candidate) for candidate in candidates]
+        usable = [row for row in rows if row.obstacle is None]
+        if not usable:
+            return _decision(self.name, prompt, rows, None, _why_none(rows))
+        drawn = rng.sample(usable, min(2, len(usable)))
+        chosen = min(drawn, key=lambda row: row.candidate.load.requests)
+        return _decision(self.name, prompt, rows, chosen, "fewer requests of two drawn")
+
+    def explain(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Explanation:
+        """One possible draw."""
+        return self.decide(prompt, candidates, rng).explanation
+
+
+class SessionAffinity:
+    """Wraps a policy: among equals, a session stays where it was. A hint; it never costs more than a tie."""
+
+    def __init__(self, inner: Policy, *, sessions: int = SESSIONS_KEPT) -> None:
+        self._inner = inner
+        self._limit = sessions
+        self._homes: OrderedDict[str, str] = OrderedDict()
+
+    @property
+    def name(self) -> str:
+        """The wrapped policy's."""
+        return self._inner.name
+
+    def decide(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
+        """The wrapped policy's decision, which is remembered."""
+        decision = self._inner.decide(self._prefer(prompt), candidates, rng)
+        if prompt.session is not None and decision.chosen is not None:
+            self._remember(prompt.session, decision.chosen.replica_id)
+        return decision
+
+    def explain(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Explanation:
+        """The wrapped policy's explanation."""
+        return self._inner.explain(self._prefer(prompt), candidates, rng)
+
+    def _prefer(self, prompt: Prompt) -> Prompt:
+        home = self._homes.get(prompt.session) if prompt.session is not None else None
+        if home is None:
+            return prompt
+        return Prompt(
+            tokens=prompt.tokens,
+            blocks=prompt.blocks,
+            block_size=prompt.block_size,
+            session=prompt.session,
+            preferred=home,
+        )
+
+    def _remember(self, session: str, replica: str) -> None:
+        self._homes[session] = replica
+        self._homes.move_to_end(session)
+        if len(self._homes) > self._limit:
+            self._homes.popitem(last=False)
+
+
+def make_policy(name: str) -> Policy:
+    """The policy of that name in the settings, with session affinity around it."""
+    policies: dict[str, type[Policy]] = {
+        "expected-ttft": ExpectedTtft,
+        "least-loaded": LeastLoaded,
+        "round-robin": RoundRobin,
+        "power-of-two": PowerOfTwo,
+    }
+    return SessionAffinity(policies[name]())
+
+
+@dataclass(slots=True, frozen=True)
+class _Row:
+    candidate: Candidate
+    uncached_tokens: int
+    ttft_s: float
+    obstacle: str | None
+
+
+def _plain_row(prompt: Prompt, candidate: Candidate) -> _Row:
+    uncached = candidate.uncached_tokens(prompt)
+    seconds = expected_ttft_s(candidate.load, uncached, _new_blocks(prompt, candidate))
+    return _Row(candidate, uncached, seconds, obstacle(prompt, candidate))
+
+
+def _new_blocks(prompt: Prompt, candidate: Candidate) -> int:
+    """Blocks to allocate: those that are not cached, and the one that is being written."""
+    cached = candidate.expected_blocks if candidate.feed == "live" else 0
+    return prompt.blocks + 1 - cached
+
+
+def _admission_wait_s(load: ReplicaLoad, new_blocks: int) -> float:
+    """Until a slot and enough blocks are free. Zero while there are both; running requests end one by one."""
+    if not load.running:
+        return 0.0
+    turn_s = TYPICAL_OUTPUT_TOKENS * load.decode_step_s / load.running  # between two requests that end
+    slots = load.requests + 1 - load.max_running_requests
+    used = max(1, load.total_blocks - load.free_blocks)
+    missing = new_blocks - load.free_blocks
+    turns = max(0.0, slots, missing / used * load.running)
+    return turns * turn_s
+
+
+def _first(equals: Sequence[_Row], preferred: str | None, rng: Random) -> _Row:
+    def rank(row: _Row) -> tuple[int, bool, int, int]:
+        load = row.candidate.load
+        return row.uncached_tokens, row.candidate.replica_id != preferred, load.requests, load.occupied_blocks
+
+    best = min(rank(row) for row in equals)
+    # Sorted, so that a draw does not depend on the order of the list either.
+    tied = sorted((row for row in equals if rank(row) == best), key=lambda row: row.candidate.replica_id)
+    return tied[0] if len(tied) == 1 else rng.choice(tied)
+
+
+def _why(chosen: _Row, usable: Sequence[_Row], equals: Sequence[_Row]) -> str:
+    if len(usable) == 1:
+        return "the only replica that can take it"
+    if len(equals) == 1:
+        return "least expected time to first token"
+    if any(row.uncached_tokens > chosen.uncached_tokens for row in equals):
+        return "as soon as others, with the least to compute"
+    return "equal expected time; fewest requests, then fewest occupied blocks, then at random"
+
+
+def _why_none(rows: Sequence[_Row]) -> str:
+    if not rows:
+        return "no replica has joined"
+    return "held: " + ", ".join(f"{row.candidate.replica_id} {row.obstacle}" for row in rows)
+
+
+def _decision(policy: str, prompt: Prompt, rows: Sequence[_Row], chosen: _Row | None, why: str) -> Decision:
+    explanation = Explanation(
+        policy=policy,
+        chosen=chosen.candidate.replica_id if chosen else None,
+        why=why,
+        prompt_tokens=prompt.tokens,
+        prompt_blocks=prompt.blocks,
+        replicas=[_score(row, chosen, why) for row in rows],
+    )
+    if chosen is None:
+        return Decision(None, prompt.tokens, None, explanation)
+    return Decision(chosen.candidate, chosen.uncached_tokens, chosen.ttft_s, explanation)
+
+
+def _score(row: _Row, chosen: _Row | None, why: str) -> ReplicaScore:
+    candidate, load = row.candidate, row.candidate.load
+    return ReplicaScore(
+        replica_id=candidate.replica_id,
+        feed=candidate.feed,
+        eligible=row.obstacle is None,
+        held_blocks=candidate.held_blocks,
+        expected_blocks=candidate.expected_blocks,
+        uncached_tokens=row.uncached_tokens,
+        queued_prefill_tokens=load.queued_prefill_tokens,
+        running=load.running,
+        waiting=load.waiting,
+        expected_ttft_s=row.ttft_s,
+        chosen=row is chosen,
+        why=why if row is chosen else row.obstacle or _behind(row, chosen),
+    )
+
+
+def _behind(row: _Row, chosen: _Row | None) -> str:
+    if chosen is None or row.ttft_s <= chosen.ttft_s:
+        return "as good, not taken"
+    return f"{(row.ttft_s - chosen.ttft_s) * 1000:.1f} ms later"
