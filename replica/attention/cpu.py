@@ -62,15 +62,15 @@ class _Row:
     pages: int
 
 
-def split_work(batch: Batch, block_size: int, page_bytes: int, window: int | None) -> Work:
-    """Group a batch's rows for attention. `page_bytes`: keys and values of one block in one layer."""
+def split_work(batch: Batch, block_size: int, group_pages: int, window: int | None) -> Work:
+    """Group a batch's rows; a group of decode rows gathers at most `group_pages`, unless its only row needs more."""
     rows = _rows(batch, block_size, window)
     prefills = [_prefill_item(row, batch, block_size, window) for row in rows if row.q_len > 1]
     decoding = sorted((row for row in rows if row.q_len == 1), key=lambda row: row.pages)  # alike rows: little padding
     decodes = []
     while decoding:
         longest = decoding[-1].pages
-        count = min(len(decoding), max(1, GROUP_BYTES // (longest * page_bytes)))
+        count = min(len(decoding), max(1, group_pages // longest))
         group = [decoding.pop() for _ in range(count)]
         decodes.append(_decode_item(group, batch, block_size, window))
     sizes = [len(item.blocks) for item in prefills] + [len(item.blocks) for item in decodes]
@@ -131,8 +131,9 @@ class ScratchAttention:
     def unusable(cls, device: torch.device) -> str | None:
         return None if device.type == "cpu" else f"works on cpu, not on {device.type}"
 
-    def __init__(self, pool: KvPool) -> None:
+    def __init__(self, pool: KvPool, group_bytes: int = GROUP_BYTES) -> None:
         self._pool = pool
+        self._group_bytes = group_bytes
         self._batch: Batch | None = None
         self._work: dict[int | None, Work] = {}
         self._scratch: dict[tuple[str, int, int], torch.Tensor] = {}
@@ -158,8 +159,9 @@ class ScratchAttention:
     def _work_for(self, layer: int, batch: Batch, window: int | None) -> Work:
         work = self._work.get(window)
         if work is None:
-            pages = self._pool.keys[layer][0].nbytes + self._pool.values[layer][0].nbytes
-            work = self._work[window] = split_work(batch, self._pool.block_size, pages, window)
+            page_bytes = self._pool.keys[layer][0].nbytes + self._pool.values[layer][0].nbytes
+            group_pages = self._group_bytes // page_bytes
+            work = self._work[window] = split_work(batch, self._pool.block_size, group_pages, window)
         return work
 
     def _prefill(self, layer: int, item: PrefillItem, q: torch.Tensor, rule: AttentionRule, most: int) -> torch.Tensor:

@@ -1,0 +1,186 @@
+"""The CPU backend equals attention written out as mathematics, and that equals a dense computation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from homing.replica.attention.base import AttentionBackend, Batch, KvPool
+from homing.replica.attention.choice import choose_attention
+from homing.replica.attention.cpu import ScratchAttention, split_work
+from homing.replica.attention.reference import ReferenceAttention, attention, visible
+from homing.replica.models.base import AttentionRule
+from homing.replica.models.spec import KvShape, ModelSpec
+from homing.replica.plan import PlanRow, lay_out, plan_of_rows
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+BLOCK = 4
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int = 4
+    kv_heads: int = 2
+    key_dim: int = 8
+    value_dim: int = 8
+
+
+def spec(shape: Shape) -> ModelSpec:
+    kv = KvShape(shape.kv_heads, shape.key_dim, shape.value_dim)
+    return ModelSpec((kv, kv), 10, 64, (), "float32", 4)
+
+
+def filled_pool(shape: Shape, blocks: int, seed: int) -> KvPool:
+    """A pool in which every slot, also those that must not be read, holds something."""
+    pool = KvPool(spec(shape), blocks, BLOCK, torch.float32, CPU)
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in (*pool.keys, *pool.values):
+        tensor.normal_(generator=generator)
+    return pool
+
+
+def batch_of(lengths: list[tuple[int, int]]) -> Batch:
+    """Rows of (start, new tokens), each with blocks of its own."""
+    rows, block = [], 1
+    for start, new in lengths:
+        count = -(-(start + new) // BLOCK)
+        rows.append(PlanRow([1] * new, start, range(block, block + count)))
+        block += count
+    return Batch.on_device(lay_out(plan_of_rows(0, rows), BLOCK), CPU)
+
+
+def run(
+    backend: Callable[[KvPool], AttentionBackend], batch: Batch, shape: Shape, rule: AttentionRule, layer: int = 1
+) -> tuple[torch.Tensor, KvPool]:
+    pool = filled_pool(shape, int(batch.block_tables.max()) + 1, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    tokens = len(batch.token_ids)
+    q = torch.randn(tokens, shape.heads, shape.key_dim, generator=generator)
+    k = torch.randn(tokens, shape.kv_heads, shape.key_dim, generator=generator)
+    v = torch.randn(tokens, shape.kv_heads, shape.value_dim, generator=generator)
+    attention_backend = backend(pool)
+    attention_backend.begin(batch)
+    return attention_backend.attend(layer, q, k, v, rule), pool
+
+
+RULES = {
+    "plain": AttentionRule(0.3),
+    "window": AttentionRule(0.3, window=5),
+    "window of one": AttentionRule(0.3, window=1),
+    "softcap": AttentionRule(0.3, softcap=2.0),
+    "sinks": AttentionRule(0.3, sinks=torch.tensor([0.1, -1.0, 2.0, 0.5])),
+    "all": AttentionRule(0.3, window=6, softcap=2.0, sinks=torch.tensor([0.1, -1.0, 2.0, 0.5])),
+}
+SHAPES = {"grouped": Shape(), "one group": Shape(kv_heads=1), "no group": Shape(kv_heads=4), "mla": Shape(value_dim=6)}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_cpu_backend_equals_the_reference(shape, rule):
+    """Prefill from zero, chunks after a prefix, and decode rows of different lengths in one step."""
+    batch = batch_of([(0, 9), (22, 1), (6, 5), (0, 1), (3, 1), (40, 1), (16, 16)])
+
+    got, pool = run(ScratchAttention, batch, shape, rule)
+    wanted, reference_pool = run(ReferenceAttention, batch, shape, rule)
+
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(a, b) for a, b in zip(pool.keys, reference_pool.keys, strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), min_size=1, max_size=6),
+    st.one_of(st.none(), st.integers(1, 40)),
+    st.sampled_from([1, 700, 1 << 20]),
+)
+def test_cpu_backend_equals_the_reference_for_any_lengths(lengths, window, group_bytes):
+    """However rows are grouped for decode, and wherever a window cuts the first page."""
+    batch, rule = batch_of(lengths), AttentionRule(0.4, window=window)
+
+    got, _ = run(partial(ScratchAttention, group_bytes=group_bytes), batch, Shape(), rule)
+
+    torch.testing.assert_close(got, run(ReferenceAttention, batch, Shape(), rule)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_reference_equals_dense_causal_attention():
+    """The oracle itself, held to torch: a prompt of its own with no cached part."""
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(7, 4, 8, generator=generator) for _ in range(3))
+    positions = torch.arange(7)
+
+    got = attention(q, k, v, visible(positions, positions, None), AttentionRule(8**-0.5))
+
+    dense = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, k, v)), is_causal=True)
+    torch.testing.assert_close(got, dense.transpose(0, 1))
+
+
+def test_window_counts_the_token_itself():
+    """As transformers: with a window of 3, the token at 5 sees 3, 4 and 5."""
+    seen = visible(torch.tensor([5]), torch.arange(7), 3)
+
+    assert seen.tolist() == [[False, False, False, True, True, True, False]]
+
+
+def test_sinks_take_weight_and_give_nothing():
+    """With one key and a sink of the same score, half of the weight is lost."""
+    q, k, v = torch.zeros(1, 1, 4), torch.zeros(1, 1, 4), torch.ones(1, 1, 4)
+
+    out = attention(q, k, v, torch.ones(1, 1, dtype=torch.bool), AttentionRule(1.0, sinks=torch.zeros(1)))
+
+    torch.testing.assert_close(out, torch.full((1, 1, 4), 0.5))
+
+
+def test_decode_groups_stay_small():
+    """A group's gathered pages fit the budget, and alike rows share a group, so that little is padded."""
+    batch = batch_of([(length, 1) for length in (3, 30, 3, 31, 29, 3)])
+
+    work = split_work(batch, BLOCK, group_pages=24, window=None)
+
+    assert [(item.rows, item.pages) for item in work.decodes] == [(3, 8), (3, 1)]
+
+
+def test_window_gathers_only_pages_it_reaches():
+    """A long context behind a short window must not be copied."""
+    work = split_work(batch_of([(100, 1), (60, 8)]), BLOCK, group_pages=24, window=6)
+
+    assert [item.pages for item in work.decodes] == [3]
+    assert [len(item.blocks) for item in work.prefills] == [4]
+
+
+def test_scratch_is_reused_between_layers_and_steps():
+    """Fresh buffers would fault pages in on every call, which costs more than the attention."""
+    shape = Shape()
+    pool = filled_pool(shape, 40, seed=0)
+    backend = ScratchAttention(pool)
+    q, k = torch.randn(1, 4, 8), torch.randn(1, 2, 8)
+    buffers = set()
+
+    for start in (90, 50, 70):
+        backend.begin(batch_of([(start, 1)]))
+        for layer in range(2):
+            backend.attend(layer, q, k, k, AttentionRule(0.3))
+            buffers.update(buffer.data_ptr() for buffer in backend._scratch.values())
+
+    assert len(buffers) == 2
+
+
+def test_choice_takes_the_cpu_backend_on_cpu():
+    """The reference is the last resort."""
+    pool = filled_pool(Shape(), 2, seed=0)
+
+    assert isinstance(choose_attention(pool, CPU), ScratchAttention)
+
+
+def test_cpu_backend_says_why_it_is_unusable_elsewhere():
+    """An operator reads the reason in the log."""
+    assert "cuda" in (ScratchAttention.unusable(torch.device("cuda")) or "")
+
+
+def test_device_without_a_backend_gets_the_reference():
+    """Right and slow beats an error."""
+    assert ReferenceAttention.unusable(torch.device("cuda")) is None

@@ -1,0 +1,265 @@
+"""Every provider gives transformers' own greedy answers, token for token, whatever the steps look like."""
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoConfig
+
+from homing.replica.config import ReplicaSettings
+from homing.replica.demo import demo_model_path
+from homing.replica.models.errors import ModelError, UnsupportedModel, WeightsMissing
+from homing.replica.models.layers import Linear, packing_problem
+from homing.replica.models.native import NativeModel, layer_windows, native_problem, split_problem
+from homing.replica.models.rope import inverse_frequencies
+from homing.replica.runner import ModelRunner
+
+from .toys import BLOCK_SIZE, ToyScheduler, make_runner
+
+NEW_TOKENS = 10
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama with an explicit head size": ("llama", {"head_dim": 32}),
+    "llama with tied embeddings": ("llama", {"tie_word_embeddings": True}),
+    "llama with all biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama with one KV head per head": ("llama", {"num_key_value_heads": 4}),
+    "llama with llama3 rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama with linear rope": ("llama", {"rope_parameters": DEFAULT_ROPE | {"rope_type": "linear", "factor": 4.0}}),
+    "llama in many files": ("llama", {"seed": 3, "shard": "60KB"}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral with a sliding window": ("mistral", {"sliding_window": 11}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 with tied embeddings": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2 with one sliding layer": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+}
+ADAPTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "gemma2 with windows and softcaps": ("gemma2", {"sliding_window": 11, "head_dim": 16}),
+    "phi3": ("phi3", {}),
+    "gpt2": ("gpt2", {}),
+    "olmo2": ("olmo2", {}),
+    "qwen3_moe": ("qwen3_moe", {"head_dim": 16, "num_experts": 4, **EXPERTS}),
+    "gpt_oss with sinks": (
+        "gpt_oss",
+        {"head_dim": 16, "sliding_window": 11, "num_local_experts": 4, "rope_parameters": DEFAULT_ROPE, **EXPERTS},
+    ),
+}
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+@pytest.mark.parametrize("variant", NATIVE)
+def test_native_decoder_answers_as_transformers(variant, chunk, checkpoint, prompts, reference):
+    """Prefix reuse, odd chunks and steps that mix prefill with decode must not show in the answers."""
+    model_type, overrides = NATIVE[variant]
+    folder = checkpoint(model_type, **overrides)
+    runner = make_runner(folder, "native")
+    scheduler = ToyScheduler(runner.forward, chunk)
+
+    answers = scheduler.generate(prompts, NEW_TOKENS)
+
+    assert answers == reference(folder, prompts, NEW_TOKENS)
+    assert scheduler.hit_tokens > 0
+    assert scheduler.mixed_steps > 0
+
+
+@pytest.mark.parametrize("variant", ADAPTED)
+def test_adapted_model_answers_as_transformers(variant, checkpoint, prompts, reference):
+    """The same holds for models that run with transformers' code on our attention."""
+    model_type, overrides = ADAPTED[variant]
+    folder = checkpoint(model_type, **overrides)
+    scheduler = ToyScheduler(make_runner(folder, "transformers").forward, chunk=7)
+
+    answers = scheduler.generate(prompts, NEW_TOKENS)
+
+    assert answers == reference(folder, prompts, NEW_TOKENS)
+    assert scheduler.hit_tokens > 0
+
+
+def test_demo_model_answers_as_transformers(reference):
+    """The model that ships is the one that newcomers judge by; its bfloat16 weights run in float32."""
+    prompts = [[5 + i for i in range(length)] for length in (3, 40, 40, 17)]
+    scheduler = ToyScheduler(make_runner(demo_model_path(), "native").forward, chunk=16)
+
+    assert scheduler.generate(prompts, 16) == reference(demo_model_path(), prompts, 16)
+
+
+def test_both_providers_give_the_same_logits(checkpoint, prompts):
+    """Greedy answers could agree by luck; logits at all positions cannot."""
+    folder = checkpoint("qwen3", head_dim=32)
+    both = []
+    for provider in ("native", "transformers"):
+        logits = []
+        runner = make_runner(folder, provider)
+
+        def keep(plan, runner=runner, logits=logits):
+            every = msgspec.structs.replace(plan, logits_at=list(range(sum(plan.q_lens))))
+            result = runner.forward(every)
+            logits.append(result)
+            return result[plan.logits_at]
+
+        ToyScheduler(keep, chunk=13).generate(prompts, 4)
+        both.append(torch.cat(logits))
+
+    torch.testing.assert_close(both[0], both[1], rtol=1e-4, atol=1e-4)
+
+
+def test_provider_follows_the_configuration(checkpoint):
+    """`auto` must not hand a model to the native decoder that it would compute wrongly."""
+    native = make_runner(checkpoint("llama"))
+    adapted = make_runner(checkpoint("llama", rope_parameters={**DEFAULT_ROPE, "rope_type": "yarn", "factor": 2.0}))
+
+    assert isinstance(native._model, NativeModel)
+    assert not isinstance(adapted._model, NativeModel)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ({"model_type": "phi3"}, "phi3"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "yarn"),
+        ({"rope_parameters": DEFAULT_ROPE | {"partial_rotary_factor": 0.5}}, "rotated"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
+    ],
+)
+def test_native_decoder_names_what_it_cannot_run(overrides, reason):
+    """A configuration that it would run wrongly is refused with the reason."""
+    config = AutoConfig.for_model(overrides.get("model_type", "llama"))
+    for name, value in overrides.items():
+        setattr(config, name, value)
+
+    assert reason in (native_problem(config) or "")
+
+
+def test_native_is_refused_by_name_when_it_was_asked_for(checkpoint):
+    """Silently taking the other provider would hide a tenfold difference in speed."""
+    with pytest.raises(UnsupportedModel, match="gpt2"):
+        make_runner(checkpoint("gpt2"), "native")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "reason"),
+    [
+        ("bloom", {}, "one such call per layer"),
+        ("falcon", {}, "homing_paged"),
+        ("llama", {"rope_parameters": DEFAULT_ROPE | {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+    ],
+)
+def test_adapter_refuses_what_paged_attention_cannot_give(model_type, overrides, reason, checkpoint):
+    """A model that bypasses our attention, or whose rotation depends on the batch, would answer wrongly in silence."""
+    with pytest.raises(UnsupportedModel, match=reason):
+        make_runner(checkpoint(model_type, **overrides), "transformers")
+
+
+def test_folder_without_weights_is_named(tmp_path, checkpoint):
+    """An interrupted download is the common cause."""
+    (tmp_path / "config.json").write_bytes((checkpoint("llama") / "config.json").read_bytes())
+
+    with pytest.raises(WeightsMissing, match="safetensors"):
+        make_runner(tmp_path, "native")
+
+
+def test_folder_without_configuration_is_named(tmp_path):
+    """A wrong path must not end in a traceback of another library."""
+    with pytest.raises(ModelError, match="configuration"):
+        make_runner(tmp_path)
+
+
+def test_spec_tells_memory_and_limits(checkpoint):
+    """The pool is sized by it: 2 layers x (keys + values) x 2 heads x 16 x 4 bytes x 8 tokens."""
+    spec = ModelRunner(ReplicaSettings(device="cpu"), checkpoint("llama"), BLOCK_SIZE).spec
+
+    assert spec.bytes_per_block(BLOCK_SIZE) == 2 * 2 * 2 * 16 * 4 * 8
+    assert (spec.layers, spec.kv_heads, spec.head_dim, spec.vocab_size, spec.max_positions) == (2, 2, 16, 211, 256)
+    assert (spec.eos_token_ids, spec.dtype) == ((2,), "float32")
+
+
+def test_adapter_reports_the_same_spec(checkpoint):
+    """What the trial step saw agrees with what the native decoder knows."""
+    native, adapted = (make_runner(checkpoint("llama"), name).spec for name in ("native", "transformers"))
+
+    assert native == adapted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_packed_linear_equals_the_plain_one(dtype, rows):
+    """The packed operators are private to torch: wherever they are used they must give what F.linear gives."""
+    generator = torch.Generator().manual_seed(rows)
+    x, weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((rows, 48), (40, 48), (40,)))
+
+    with torch.inference_mode():
+        y = Linear(weight, bias)(x)
+
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(y, torch.nn.functional.linear(x, weight, bias), rtol=1e-2, atol=tolerance)
+
+
+def test_packing_is_used_here():
+    """On the pinned torch the fast path is really taken; without this, a slow fallback would pass all other tests."""
+    assert packing_problem(torch.float32) is None
+
+
+def test_unknown_dtype_is_reported_not_raised():
+    """A dtype that oneDNN does not pack falls back to F.linear."""
+    assert packing_problem(torch.float64) is not None
+
+
+def test_windows_follow_the_family():
+    """Mistral slides in all layers, Qwen only in those its layer types name."""
+    mistral = AutoConfig.for_model("mistral", num_hidden_layers=2, sliding_window=9)
+    qwen = AutoConfig.for_model(
+        "qwen3", num_hidden_layers=2, use_sliding_window=True, sliding_window=9, max_window_layers=1
+    )
+
+    assert layer_windows(mistral) == [9, 9]
+    assert layer_windows(qwen) == [None, 9]
+
+
+@pytest.mark.parametrize(("ranks", "possible"), [(1, True), (2, True), (4, True), (8, False), (3, False)])
+def test_split_is_judged_before_weights_are_read(ranks, possible):
+    """4 heads and 2 KV heads go over 1, 2 or 4 ranks; the message for others comes at once."""
+    config = AutoConfig.for_model("llama", num_attention_heads=4, num_key_value_heads=2, intermediate_size=96)
+
+    assert (split_problem(config, ranks) is None) == possible
+
+
+def test_llama3_rope_keeps_short_waves_and_slows_long_ones():
+    """The released definition: unchanged at high frequencies, divided by the factor at low ones."""
+    plain, scaled = (inverse_frequencies(p, 32) for p in (DEFAULT_ROPE, LLAMA3_ROPE))
+
+    assert scaled[0] == plain[0]
+    torch.testing.assert_close(scaled[-1], plain[-1] / 8.0)
+
+
+def test_sharded_checkpoint_really_has_several_files(checkpoint):
+    """Guards the variant above against a shard size that no longer splits."""
+    _, overrides = NATIVE["llama in many files"]
+
+    assert len(list(checkpoint("llama", **overrides).glob("*.safetensors"))) > 1
+
+
+@pytest.mark.parametrize("variant", NATIVE)
+def test_reference_answers_are_not_trivial(variant, checkpoint, prompts, reference):
+    """A model that repeats one token would make every comparison above pass."""
+    model_type, overrides = NATIVE[variant]
+
+    answers = reference(checkpoint(model_type, **overrides), prompts, NEW_TOKENS)
+
+    assert len({token for answer in answers for token in answer}) > 2 * len(prompts)
