@@ -504,6 +504,17 @@ def test_blocks_after_a_collision_stay_private(cache: PrefixCache, mirror: Mirro
     assert cache.cached_free_blocks == 3
 
 
+def test_the_middle_of_a_chain_is_no_copy_of_a_start(cache: PrefixCache, mirror: Mirror):
+    """A first block whose root equals another chain's hash has other KV than what follows there."""
+    wanted = prompt(3)
+    must(admit(cache, wanted))
+    mine = must(cache.acquire(NOTHING, 1))
+    cache.commit(mine, 0, wanted.hashes[0], wanted.hashes[1:2], wanted.tokens[16:32])
+
+    assert mine[0].block_hash is None
+    assert cache.counters.collisions == 1
+
+
 # --- every transition of the table, and no other -------------------------------------------------------------------
 
 Snapshot = dict[int, BlockState]

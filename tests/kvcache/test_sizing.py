@@ -1,0 +1,58 @@
+"""Blocks in memory: known models, ranks, and too little of it."""
+
+import pytest
+
+from homing.kvcache import PoolTooSmall, blocks_that_fit, bytes_per_block, kv_budget_bytes, kv_heads_per_rank
+
+
+def llama_70b(tensor_parallel_size: int = 1) -> int:
+    return bytes_per_block(
+        block_size=16,
+        kv_heads=8,
+        head_dim=128,
+        dtype_bytes=2,
+        layers=80,
+        tensor_parallel_size=tensor_parallel_size,
+    )
+
+
+def test_a_block_of_llama_70b_takes_five_mebibytes():
+    """The figure that the field quotes for grouped-query attention with 8 heads in fp16."""
+    assert llama_70b() == 5_242_880
+
+
+def test_45_gigabytes_hold_8583_of_them():
+    """Half a block is no block."""
+    assert blocks_that_fit(45_000_000_000, llama_70b()) == 8_583
+
+
+@pytest.mark.parametrize(("ranks", "share"), [(1, 8), (2, 4), (8, 1), (16, 1)])
+def test_ranks_split_the_heads_down_to_one(ranks: int, share: int):
+    """With more ranks than heads each head is held more than once."""
+    assert kv_heads_per_rank(8, ranks) == share
+    assert llama_70b(ranks) == 5_242_880 * share // 8
+
+
+@pytest.mark.parametrize(("heads", "ranks"), [(8, 3), (8, 12), (0, 2), (8, 0)])
+def test_heads_that_do_not_divide_are_refused(heads: int, ranks: int):
+    """A rank with half a head would give wrong attention."""
+    with pytest.raises(ValueError, match="cannot be split"):
+        kv_heads_per_rank(heads, ranks)
+
+
+def test_the_budget_is_what_weights_and_activations_leave():
+    """Utilization is of all memory, as users set it."""
+    left = kv_budget_bytes(memory_bytes=1_000, utilization=0.9, weights_bytes=500, activation_bytes=100)
+
+    assert left == 300
+
+
+def test_a_budget_is_never_negative():
+    """The error then comes from counting blocks, with both numbers in it."""
+    assert kv_budget_bytes(memory_bytes=100, utilization=0.9, weights_bytes=500, activation_bytes=0) == 0
+
+
+def test_memory_for_a_single_block_is_refused_with_advice():
+    """Block 0 is never given to a request: such a replica could run nothing."""
+    with pytest.raises(PoolTooSmall, match="raise kv_cache_bytes"):
+        blocks_that_fit(1_500, 1_000)
