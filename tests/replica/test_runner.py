@@ -1,0 +1,103 @@
+"""The runner: device and threads as asked for, logits where the plan wants them, KV that outlives steps."""
+
+import pytest
+import torch
+
+from homing.replica.config import ReplicaSettings
+from homing.replica.errors import StartupError
+from homing.replica.plan import PlanRow, plan_of_rows
+from homing.replica.runner import ModelRunner, cpu_threads, resolve_device
+
+from .toys import BLOCK_SIZE, ToyScheduler, make_runner
+
+
+def test_logits_stand_where_the_plan_wants_them(checkpoint):
+    """In the plan's order, also for tokens inside a row (prompt logprobs) and for rows out of order."""
+    runner = make_runner(checkpoint("llama"))
+    rows = [PlanRow([5, 6, 7], 0, [1]), PlanRow([9, 8], 0, [2])]
+
+    every = runner.forward(plan_of_rows(0, rows, logits_at=range(5)))
+    some = runner.forward(plan_of_rows(1, rows, logits_at=[4, 1]))
+
+    torch.testing.assert_close(some, every[[4, 1]])
+    assert every.dtype == torch.float32
+
+
+@pytest.mark.parametrize("provider", ["native", "transformers"])
+def test_step_without_logits_still_writes_kv(provider, checkpoint):
+    """The first chunk of a long prompt wants none; its KV must be there for the next."""
+    runner = make_runner(checkpoint("llama"), provider)
+    ids = list(range(3, 16))
+
+    whole = runner.forward(plan_of_rows(0, [PlanRow(ids, 0, [1, 2])]))
+    nothing = runner.forward(plan_of_rows(1, [PlanRow(ids[:9], 0, [3, 4])], logits_at=[]))
+    rest = runner.forward(plan_of_rows(2, [PlanRow(ids[9:], 9, [3, 4])]))
+
+    assert nothing.shape == (0, 211)
+    torch.testing.assert_close(rest, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_of_one_request_do_not_leak_into_another(checkpoint, prompts):
+    """Answers in a used pool equal answers in a fresh one: what stands behind a row's end is masked."""
+    used = make_runner(checkpoint("llama"))
+    ToyScheduler(used.forward, chunk=16, reuse=False).generate(prompts, 8)
+
+    again = ToyScheduler(used.forward, chunk=5, reuse=False).generate(prompts[::-1], 8)
+
+    fresh = ToyScheduler(make_runner(checkpoint("llama")).forward, chunk=16).generate(prompts[::-1], 8)
+    assert again == fresh
+
+
+def test_recomputed_request_goes_on_as_before(checkpoint, reference):
+    """Preemption throws KV away; prompt and generated tokens prefilled again give the same next tokens."""
+    folder = checkpoint("qwen3", head_dim=32)
+    prompt = list(range(3, 30))
+    answer = ToyScheduler(make_runner(folder).forward, chunk=7).generate([prompt], 9)[0]
+
+    resumed = ToyScheduler(make_runner(folder).forward, chunk=7).generate([prompt + answer[:4]], 5)[0]
+
+    assert resumed == answer[4:]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_runs_and_agrees_roughly(dtype, checkpoint):
+    """The dtype of weights and KV is a setting; logits come out as float32 all the same."""
+    folder = checkpoint("llama")
+    half = ModelRunner(ReplicaSettings(dtype=dtype, device="cpu"), folder, BLOCK_SIZE)
+    half.allocate_kv(4)
+    plan = plan_of_rows(0, [PlanRow(list(range(3, 12)), 0, [1, 2])])
+
+    logits = half.forward(plan)
+
+    assert logits.dtype == torch.float32
+    assert half.spec.dtype == dtype
+    torch.testing.assert_close(logits, make_runner(folder).forward(plan), rtol=0.1, atol=0.3)
+
+
+def test_forward_before_kv_is_a_broken_promise(checkpoint):
+    """The engine sizes the pool from the spec first."""
+    runner = ModelRunner(ReplicaSettings(device="cpu"), checkpoint("llama"), BLOCK_SIZE)
+
+    with pytest.raises(AssertionError, match="allocate_kv"):
+        runner.forward(plan_of_rows(0, [PlanRow([5], 0, [1])]))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_absent_cuda_is_refused_by_name():
+    """Falling back in silence would serve at a hundredth of the speed."""
+    with pytest.raises(StartupError, match="cuda"):
+        resolve_device(ReplicaSettings(device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "cores", "threads"),
+    [
+        ({}, 8, 8),
+        ({"tensor_parallel_size": 2}, 8, 4),
+        ({"tensor_parallel_size": 4}, 2, 1),
+        ({"cpu_threads": 3}, 8, 3),
+    ],
+)
+def test_threads_are_shared_between_ranks(settings, cores, threads):
+    """More threads than cores are ten times slower, so 0 means an even share."""
+    assert cpu_threads(ReplicaSettings(**settings), cores) == threads
