@@ -1,0 +1,390 @@
+"""The engine against a model whose every token can be computed by hand; real scheduler, cache and sampler."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from homing.kvcache.cache import PrefixCache
+from homing.kvcache.hashing import BlockHasher
+from homing.replica.engine import Engine, EngineModel, StepResult
+from homing.replica.errors import Draining, InvalidRequest, PromptTooLong, RankLost
+from homing.replica.messages import Generate, TokenOutput
+from homing.replica.rates import Rates
+from homing.replica.scheduler import Limits
+
+from .fakes import VOCAB, FakeClock, FakeExecutor, FakeModel, generate, undisturbed
+
+HANG = 5_000
+EOS = 96
+
+
+@dataclass
+class Rig:
+    """An engine on a fake model, and all that it put out."""
+
+    blocks: int = 32
+    block_size: int = 2
+    budget: int = 64
+    running: int = 8
+    outputs: dict[tuple[str, int], list[TokenOutput]] = field(default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self) -> None:
+        self.hasher = BlockHasher(self.block_size, seed=3)
+        self.cache = PrefixCache(self.blocks + 1, self.block_size)
+        self.executor = FakeExecutor(FakeModel(self.blocks + 1, self.block_size))
+        self.engine = Engine(
+            limits=Limits(self.running, self.budget, self.blocks * self.block_size),
+            model=EngineModel(VOCAB, (EOS,)),
+            cache=self.cache,
+            hasher=self.hasher,
+            executor=self.executor,
+            rates=Rates(1000.0, 0.01),
+            epoch=11,
+            clock=FakeClock(tick=0.02),
+            wall_clock=FakeClock(),
+        )
+
+    def request(self, request_id: int, tokens: list[int], **options) -> Generate:
+        return generate(request_id, tokens, self.hasher, **options)
+
+    def add(self, request_id: int, tokens: list[int], source: str = "a", **options) -> None:
+        self.engine.add(source, self.request(request_id, tokens, **options))
+
+    def step(self) -> StepResult:
+        result = self.engine.step()
+        for source, outputs in result.outputs.items():
+            for output in outputs:
+                self.outputs[source, output.request_id].append(output)
+        self.engine.scheduler.check()
+        return result
+
+    def run(self) -> None:
+        for _ in range(HANG):
+            if not self.engine.has_work:
+                return
+            self.step()
+        raise AssertionError("requests never end")
+
+    def tokens(self, request_id: int, source: str = "a") -> list[int]:
+        return [token for output in self.outputs[source, request_id] for token in output.token_ids]
+
+
+@pytest.fixture
+def rig():
+    made = Rig()
+    yield made
+    made.engine.scheduler.check()
+
+
+def prompt_that_ends(stop_after: int) -> list[int]:
+    """A prompt after which the fake model says the end-of-sequence id at that very place."""
+    prompts = ([first, second] for first in range(VOCAB) for second in range(VOCAB))
+    for prompt in prompts:
+        answer = undisturbed(prompt, stop_after + 1)
+        if answer[-1] == EOS and EOS not in answer[:-1]:
+            return prompt
+    raise AssertionError("no such prompt")
+
+
+def test_outputs_are_grouped_by_router_and_numbered(rig: Rig) -> None:
+    """One frame per router and step; the index lets a router see that nothing was lost or doubled."""
+    rig.add(1, [1, 2, 3], source="a", ignore_eos=True)
+    rig.add(1, [4, 5], source="b", ignore_eos=True)
+
+    result = rig.step()
+    rig.run()
+
+    assert sorted(result.outputs) == ["a", "b"]
+    assert [output.index for output in rig.outputs["a", 1]] == [0, 1, 2, 3]
+    assert rig.tokens(1, "a") == undisturbed([1, 2, 3], 4)
+    assert rig.tokens(1, "b") == undisturbed([4, 5], 4)
+
+
+def test_the_first_output_alone_tells_cached_tokens(rig: Rig) -> None:
+    """`usage.prompt_tokens_details.cached_tokens` comes from here."""
+    for request_id in (1, 2):
+        rig.add(request_id, [1, 2, 3, 4, 5], ignore_eos=True)
+        rig.run()
+
+    assert [output.cached_tokens for output in rig.outputs["a", 1]] == [0, None, None, None]
+    assert [output.cached_tokens for output in rig.outputs["a", 2]] == [4, None, None, None]
+
+
+def test_a_request_ends_at_its_limit(rig: Rig) -> None:
+    """finish_reason comes with the last token, so that no further message is needed."""
+    rig.add(1, [1, 2, 3], max_tokens=3, ignore_eos=True)
+    rig.run()
+
+    assert [output.finish_reason for output in rig.outputs["a", 1]] == [None, None, "length"]
+
+
+def test_a_request_ends_where_the_context_is_full(rig: Rig) -> None:
+    """max_tokens beyond the context is the router's concern; here it only means "as long as possible"."""
+    rig.add(1, [1] * 60, max_tokens=1000, ignore_eos=True)
+    rig.run()
+
+    assert len(rig.tokens(1)) == 4
+    assert rig.outputs["a", 1][-1].finish_reason == "length"
+
+
+def test_the_end_of_sequence_stops_a_request_unless_ignored(rig: Rig) -> None:
+    """The stop id is told and is part of the tokens; the router leaves it out of the text."""
+    prompt = prompt_that_ends(2)
+    rig.add(1, prompt, max_tokens=9)
+    rig.add(2, prompt, max_tokens=9, ignore_eos=True)
+    rig.run()
+
+    last = rig.outputs["a", 1][-1]
+    assert (last.token_ids, last.finish_reason, last.stop_token_id) == ([EOS], "stop", EOS)
+    assert rig.tokens(2) == undisturbed(prompt, 9)
+
+
+def test_stop_ids_of_the_request_stop_it_too(rig: Rig) -> None:
+    """`stop_token_ids` holds even where the end of sequence is ignored."""
+    expected = undisturbed([1, 2], 6)
+    stop = expected[3]
+    rig.add(1, [1, 2], max_tokens=6, stop_token_ids=(stop,), ignore_eos=True)
+    rig.run()
+
+    assert rig.tokens(1) == expected[: expected.index(stop) + 1]
+    assert rig.outputs["a", 1][-1].stop_token_id == stop
+
+
+def test_no_stop_id_comes_before_min_tokens(rig: Rig) -> None:
+    """They are barred from sampling until then, so the answer goes on with another token."""
+    prompt = prompt_that_ends(0)
+    rig.add(1, prompt, max_tokens=6, min_tokens=3)
+    rig.run()
+
+    assert EOS not in rig.tokens(1)[:3]
+    assert len(rig.tokens(1)) >= 3
+
+
+def test_a_continued_request_goes_on_where_the_other_replica_stopped(rig: Rig) -> None:
+    """Index, limit and sampling position count the tokens that were generated elsewhere."""
+    prompt, whole = [1, 2, 3], undisturbed([1, 2, 3], 6)
+    rig.add(1, prompt + whole[:2], prompt_tokens=3, max_tokens=6, ignore_eos=True)
+    rig.run()
+
+    assert rig.tokens(1) == whole[2:]
+    assert [output.index for output in rig.outputs["a", 1]] == [2, 3, 4, 5]
+    assert rig.outputs["a", 1][-1].finish_reason == "length"
+
+
+def test_a_seeded_request_draws_the_same_tokens_after_a_continuation(rig: Rig) -> None:
+    """Sampling depends on (seed, position): failover must not change an answer."""
+    options = {"max_tokens": 8, "temperature": 3.0, "seed": 17, "ignore_eos": True}
+    rig.add(1, [1, 2, 3], **options)
+    rig.run()
+    whole = rig.tokens(1)
+
+    rig.add(2, [1, 2, 3, *whole[:5]], prompt_tokens=3, **options)
+    rig.run()
+
+    assert whole[:5] + rig.tokens(2) == whole
+
+
+def test_logprobs_come_with_each_token_and_prompt_logprobs_with_the_first() -> None:
+    """`echo` with logprobs: every prompt token but the first has one, whatever the chunks."""
+    rig = Rig(budget=2)
+    prompt = [1, 2, 3, 4, 5]
+    rig.add(1, prompt, max_tokens=2, logprobs=1, prompt_logprobs=1, ignore_eos=True)
+    rig.run()
+
+    first, second = rig.outputs["a", 1]
+    assert first.prompt_logprobs is not None
+    assert first.prompt_logprobs[0] is None
+    assert [value.chosen.token_id for value in first.prompt_logprobs if value] == prompt[1:]
+    followers = [undisturbed(prompt[: i + 1], 1)[0] for i in range(4)]
+    assert [value.top[0].token_id for value in first.prompt_logprobs if value] == followers
+    assert second.prompt_logprobs is None
+    assert second.logprobs is not None
+    assert second.logprobs[0].chosen.token_id == second.token_ids[0]
+
+
+def test_prompt_logprobs_survive_a_preemption_and_the_cache() -> None:
+    """No cached block is taken, and what was collected before is collected anew."""
+    rig = Rig(blocks=6, budget=3)
+    rig.add(1, [1, 2, 3, 4], max_tokens=7, ignore_eos=True)
+    rig.add(2, [1, 2, 3, 4, 5], max_tokens=3, prompt_logprobs=0, ignore_eos=True)
+    rig.run()
+
+    first = rig.outputs["a", 2][0]
+    assert first.cached_tokens == 0
+    assert [value.chosen.token_id for value in first.prompt_logprobs or [] if value] == [2, 3, 4, 5]
+
+
+def test_an_abort_frees_blocks_before_the_next_step(rig: Rig) -> None:
+    """And ids that are unknown, or of another router, are let be."""
+    rig.add(1, [1, 2, 3], source="a")
+    rig.step()
+
+    rig.engine.abort("b", [1])
+    still = rig.engine.has_work
+    rig.engine.abort("a", [1, 99])
+
+    assert still
+    assert not rig.engine.has_work
+    assert rig.cache.free_blocks == rig.cache.total_blocks
+
+
+def test_a_router_that_is_gone_takes_its_requests_along(rig: Rig) -> None:
+    """Nobody would read their tokens."""
+    rig.add(1, [1, 2, 3], source="a")
+    rig.add(2, [4, 5], source="a")
+    rig.add(1, [6], source="b", max_tokens=9)
+    rig.step()
+
+    assert rig.engine.forget("a") == 2
+    assert [request.key.source for request in rig.engine.scheduler.requests()] == ["b"]
+    assert rig.engine.load().accepted == {"b": 1}
+
+
+WRONG = {
+    "block_hashes": {"block_hashes": b"x" * 32},
+    "root": {"root": b"short"},
+    "prompt_tokens": {"prompt_tokens": 4},
+    "token_ids: .* 4-byte": {"token_ids": b"xyz"},
+    "token_ids: .* vocabulary": {"token_ids": b"\xff" * 12},
+}
+WRONG_SAMPLING = {
+    "max_tokens": {"max_tokens": 0},
+    "min_tokens": {"min_tokens": 5},
+    "seed": {"seed": -1},
+    "temperature": {"temperature": -0.1},
+    "top_p": {"top_p": 0.0},
+    "top_k": {"top_k": -1},
+    "min_p": {"min_p": 1.5},
+    "presence_penalty": {"presence_penalty": float("inf")},
+    "frequency_penalty": {"frequency_penalty": float("nan")},
+    "repetition_penalty": {"repetition_penalty": 0.0},
+    "stop_token_ids": {"stop_token_ids": (VOCAB,)},
+    "logit_bias: .* token ids": {"logit_bias": {-1: 1.0}},
+    "logit_bias: .* finite": {"logit_bias": {1: float("inf")}},
+    "logprobs": {"logprobs": 1000},
+    "prompt_logprobs": {"prompt_logprobs": -1},
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_a_request_that_contradicts_itself_is_refused_by_field(rig: Rig, field: str) -> None:
+    """A router of another version or block size would otherwise fail a step for everybody."""
+    request = msgspec.structs.replace(rig.request(1, [1, 2, 3]), **WRONG[field])
+
+    with pytest.raises(InvalidRequest, match=field):
+        rig.engine.add("a", request)
+    assert not rig.engine.has_work
+
+
+@pytest.mark.parametrize("field", WRONG_SAMPLING)
+def test_sampling_out_of_range_is_refused_by_field(rig: Rig, field: str) -> None:
+    """The name of the field is what the client gets to see."""
+    with pytest.raises(InvalidRequest, match=field):
+        rig.add(1, [1, 2, 3], **WRONG_SAMPLING[field])
+
+
+def test_too_long_a_prompt_a_finished_answer_and_a_used_id_are_refused(rig: Rig) -> None:
+    """None of them could ever end well."""
+    rig.add(1, [1, 2])
+
+    with pytest.raises(PromptTooLong):
+        rig.add(2, [1] * 64)
+    with pytest.raises(InvalidRequest, match="already generated"):
+        rig.add(3, [1, 2, 3], prompt_tokens=1, max_tokens=2)
+    with pytest.raises(InvalidRequest, match="running already"):
+        rig.add(1, [1, 2])
+
+
+def test_a_draining_engine_finishes_what_it_has_and_takes_nothing_new(rig: Rig) -> None:
+    """Scale-down and rolling updates lose no request; the refusal says that another replica may take it."""
+    rig.add(1, [1, 2, 3], ignore_eos=True)
+    rig.engine.drain()
+
+    with pytest.raises(Draining) as refusal:
+        rig.add(2, [1])
+    rig.run()
+
+    assert refusal.value.retry
+    assert rig.tokens(1) == undisturbed([1, 2, 3], 4)
+    assert rig.engine.load().draining
+
+
+def test_the_load_report_counts_what_is_here(rig: Rig) -> None:
+    """Every field of it steers routing."""
+    rig.add(7, [1, 2, 3], source="a", max_tokens=9, ignore_eos=True)
+    rig.step()
+    rig.add(3, [4] * 10, source="b")
+
+    load = rig.engine.load()
+
+    assert (load.epoch, load.step, load.running, load.waiting) == (11, 1, 1, 1)
+    assert (load.queued_prefill_tokens, load.decode_context_tokens) == (10, 3)
+    assert (load.free_blocks, load.cached_free_blocks, load.total_blocks) == (30, 0, 32)
+    assert load.accepted == {"a": 7, "b": 3}
+    assert (load.counters.generated_tokens, load.counters.prefilled_tokens) == (1, 3)
+    assert load.counters.query_tokens == 3
+
+
+def test_a_step_that_raises_ends_its_own_requests_and_commits_nothing(rig: Rig) -> None:
+    """Its KV may be half written. Requests that were not in the step go on, and so does the engine."""
+    rig = Rig(running=1)
+    rig.add(1, [1, 2, 3, 4, 5])
+    rig.add(2, [1, 2, 3, 4, 5], ignore_eos=True)
+    rig.executor.fail_next = 1
+
+    result = rig.step()
+
+    assert [(refused.request_id, refused.reason) for refused in result.refused["a"]] == [(1, "internal")]
+    assert "fails as it was told" in result.refused["a"][0].message
+    assert rig.engine.failures_in_a_row == 1
+    rig.run()
+    assert rig.outputs["a", 2][0].cached_tokens == 0
+    assert rig.tokens(2) == undisturbed([1, 2, 3, 4, 5], 4)
+    assert rig.engine.failures_in_a_row == 0
+
+
+def test_a_lost_rank_is_passed_on(rig: Rig) -> None:
+    """The ranks are out of step: this replica must be rebuilt, not go on."""
+    rig.executor.fail_next, rig.executor.error = 1, RankLost
+    rig.add(1, [1, 2, 3])
+
+    with pytest.raises(RankLost):
+        rig.engine.step()
+
+
+REQUEST = st.tuples(
+    st.integers(0, 6), st.lists(st.integers(0, 2), min_size=1, max_size=5), st.integers(1, 6), st.integers(0, 3)
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(REQUEST, min_size=1, max_size=8),
+    st.integers(6, 16),
+    st.integers(1, 4),
+    st.integers(1, 20),
+    st.integers(1, 5),
+)
+def test_whatever_the_schedule_everybody_gets_the_tokens_of_an_undisturbed_run(
+    requests: list[tuple[int, list[int], int, int]], blocks: int, block_size: int, budget: int, running: int
+) -> None:
+    """Budget, chunks, cache hits and preemption are matters of speed alone."""
+    rig = Rig(blocks=blocks, block_size=block_size, budget=budget, running=running)
+    expected = {}
+    for number, (shared, own, max_tokens, steps_before) in enumerate(requests):
+        prompt = [*range(shared), *own]
+        if len(prompt) + max_tokens > blocks * block_size:
+            continue
+        for _ in range(steps_before):
+            rig.step()
+        rig.add(number, prompt, max_tokens=max_tokens, ignore_eos=True)
+        expected[number] = undisturbed(prompt, max_tokens)
+
+    rig.run()
+
+    assert {number: rig.tokens(number) for number in expected} == expected
+    assert rig.cache.free_blocks == rig.cache.total_blocks
