@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP front: an ASGI application over a `Backend`."""

@@ -1,0 +1,101 @@
+"""POST /v1/chat/completions: from body to job, and from steps to OpenAI's chat shapes."""
+
+from collections.abc import Sequence
+
+from msgspec import UNSET
+
+from ..text.logprobs import ChatLogprobs, TokenAt, chat_logprobs
+from . import validate
+from .answers import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatMessage,
+    FinishReason,
+    Usage,
+)
+from .collect import Collected, Compose
+from .front import Front, Served
+from .generation import Job, Prompt, Step
+from .schema import ChatBody
+from .sse import ChunkWriter
+
+
+async def job(front: Front, served: Served, body: ChatBody) -> Job:
+    """What `body` asks for. Raises InvalidRequest and its kin, each naming the field."""
+    validate.check_chat(body)
+    token_ids = await served.text.encode_chat(validate.chat(body))
+    wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    limit_param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    room = validate.room_for_answer(len(token_ids), wanted, served.limits, param="messages", limit_param=limit_param)
+    limit = wanted if wanted is not None else min(front.settings.default_max_tokens, room)
+    return Job(
+        served=served,
+        prompts=[Prompt(token_ids)],
+        choices_per_prompt=validate.choices_per_prompt(body, 1, front.settings.max_choices),
+        sampling=validate.sampling(
+            body,
+            served.limits,
+            max_tokens=limit,
+            seed=front.random_bits(64) if body.seed is None else body.seed,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        ),
+        stops=validate.stop_strings(body),
+        priority=body.priority or 0,
+        timeout_s=body.timeout,
+    )
+
+
+class ChatShape:
+    """What all parts of one chat answer have in common."""
+
+    def __init__(self, served: Served, body: ChatBody, answer_id: str, created: int) -> None:
+        self.id = f"chatcmpl-{answer_id}"
+        self.created = created
+        self.model = served.name
+        self._piece_of = served.text.piece
+        self._logprobs = bool(body.logprobs)
+        self._top = body.top_logprobs or 0
+
+    def logprobs(self, tokens: Sequence[TokenAt]) -> ChatLogprobs | None:
+        """Logprobs of these tokens; None where none were asked for."""
+        return chat_logprobs(tokens, self._top, self._piece_of) if self._logprobs else None
+
+
+def compose(shape: ChatShape) -> Compose:
+    """Makes the whole answer."""
+
+    def choice(collected: Collected) -> ChatChoice:
+        message = ChatMessage(collected.text)
+        ending = collected.choice.ending or "stop"
+        return ChatChoice(collected.choice.index, message, ending, shape.logprobs(collected.tokens))
+
+    def body(collected: list[Collected], counts: Usage) -> object:
+        choices = [choice(each) for each in collected]
+        return ChatCompletion(id=shape.id, created=shape.created, model=shape.model, choices=choices, usage=counts)
+
+    return body
+
+
+class ChatChunks(ChunkWriter):
+    """Chunks of a streamed chat. The role stands on a choice's first chunk."""
+
+    def __init__(self, shape: ChatShape, body: ChatBody) -> None:
+        super().__init__(body.stream_options)
+        self._shape = shape
+
+    def chunk(self, step: Step, counts: Usage | None, *, tell_null: bool) -> object:
+        """See `ChunkWriter.chunk`."""
+        shape = self._shape
+        delta = ChatDelta(step.text if step.text or step.first else UNSET, "assistant" if step.first else UNSET)
+        ending: FinishReason | None = step.ending
+        choice = ChatChunkChoice(step.choice.index, delta, ending, shape.logprobs(step.tokens))
+        told = counts if counts is not None else (None if tell_null else UNSET)
+        return ChatChunk(id=shape.id, created=shape.created, model=shape.model, choices=[choice], usage=told)
+
+    def last(self, counts: Usage) -> object:
+        """See `ChunkWriter.last`."""
+        shape = self._shape
+        return ChatChunk(id=shape.id, created=shape.created, model=shape.model, choices=[], usage=counts)

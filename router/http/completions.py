@@ -1,0 +1,140 @@
+"""POST /v1/completions: from body to job, and from steps to OpenAI's completion shapes, `echo` included."""
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import UNSET
+
+from ..errors import InvalidRequest
+from ..text.logprobs import CompletionLogprobs, TokenAt, completion_logprobs, prompt_tokens
+from . import validate
+from .answers import Completion, CompletionChoice, Usage
+from .collect import Collected, Compose
+from .front import Front, Served
+from .generation import Job, Prompt, Step
+from .schema import CompletionBody
+from .sse import ChunkWriter
+
+
+async def encoded_prompts(served: Served, body: CompletionBody) -> list[Prompt]:
+    """The body's prompts as ids; texts are encoded together."""
+    given = validate.prompts(body.prompt)
+    texts = [each for each in given if isinstance(each, str)]
+    if texts:
+        encoded = await served.text.encode(texts, special_tokens=True)
+        prompts = [Prompt(ids, text) for ids, text in zip(encoded, texts, strict=True)]
+    else:
+        prompts = [Prompt(each) for each in given if isinstance(each, list)]
+    for prompt in prompts:
+        if not prompt.token_ids:
+            raise InvalidRequest("field 'prompt': a prompt has no tokens", param="prompt")
+        validate.check_token_ids(prompt.token_ids, served.limits, "prompt")
+    return prompts
+
+
+def output_limit(front: Front, served: Served, prompts: Sequence[Prompt], body: CompletionBody) -> int:
+    """Tokens that each prompt may get; the longest prompt decides about room."""
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    room = validate.room_for_answer(longest, body.max_tokens, served.limits, param="prompt", limit_param="max_tokens")
+    if body.max_tokens is None:
+        return min(front.settings.default_max_tokens, room)
+    return max(body.max_tokens, 1)
+
+
+async def job(front: Front, served: Served, body: CompletionBody) -> Job:
+    """What `body` asks for. Raises InvalidRequest and its kin, each naming the field."""
+    validate.check_completion(body)
+    prompts = await encoded_prompts(served, body)
+    shared = validate.sampling(
+        body,
+        served.limits,
+        max_tokens=output_limit(front, served, prompts, body),
+        seed=front.random_bits(64) if body.seed is None else body.seed,
+        logprobs=body.logprobs,
+    )
+    if body.echo and body.logprobs is not None:
+        shared = msgspec.structs.replace(shared, prompt_logprobs=body.logprobs)
+    return Job(
+        served=served,
+        prompts=prompts,
+        choices_per_prompt=validate.choices_per_prompt(body, len(prompts), front.settings.max_choices),
+        sampling=shared,
+        stops=validate.stop_strings(body),
+        priority=body.priority or 0,
+        timeout_s=body.timeout,
+        discard=body.max_tokens == 0,
+    )
+
+
+class CompletionShape:
+    """What all parts of one completion have in common."""
+
+    def __init__(self, served: Served, body: CompletionBody, answer_id: str, created: int) -> None:
+        self.id = f"cmpl-{answer_id}"
+        self.created = created
+        self.model = served.name
+        self._text = served.text
+        self._logprobs = body.logprobs
+        self._echo = bool(body.echo)
+
+    def echoed(self, prompt: Prompt) -> str:
+        """What stands before the answer."""
+        if not self._echo:
+            return ""
+        return self._text.decode(prompt.token_ids, skip_special_tokens=True) if prompt.text is None else prompt.text
+
+    def logprobs(self, tokens: Sequence[TokenAt], before: int) -> CompletionLogprobs | None:
+        """Logprobs of an answer's tokens, whose text begins `before` characters into the whole."""
+        if self._logprobs is None:
+            return None
+        moved = [TokenAt(each.token_id, each.offset + before, each.logprobs) for each in tokens] if before else tokens
+        return completion_logprobs(moved, self._logprobs, self._text.piece)
+
+    def echoed_tokens(self, collected: Collected) -> list[TokenAt]:
+        """The prompt's tokens with their logprobs, if they were asked for."""
+        if collected.prompt_logprobs is None:
+            return []
+        ids = collected.choice.prompt.token_ids
+        return prompt_tokens(ids, collected.prompt_logprobs, self._text.detokenizer())
+
+    def whole_logprobs(self, collected: Collected, before: int) -> CompletionLogprobs | None:
+        """Logprobs of echoed prompt and answer."""
+        moved = [TokenAt(each.token_id, each.offset + before, each.logprobs) for each in collected.tokens]
+        return self.logprobs([*self.echoed_tokens(collected), *moved], 0)
+
+
+def compose(shape: CompletionShape) -> Compose:
+    """Makes the whole answer."""
+
+    def choice(collected: Collected) -> CompletionChoice:
+        echo = shape.echoed(collected.choice.prompt)
+        ending = collected.choice.ending or "stop"
+        logprobs = shape.whole_logprobs(collected, len(echo))
+        return CompletionChoice(collected.choice.index, echo + collected.text, ending, logprobs)
+
+    def body(collected: list[Collected], counts: Usage) -> object:
+        choices = [choice(each) for each in collected]
+        return Completion(id=shape.id, created=shape.created, model=shape.model, choices=choices, usage=counts)
+
+    return body
+
+
+class CompletionChunks(ChunkWriter):
+    """Chunks of a streamed completion; with `echo` the prompt stands on a choice's first chunk."""
+
+    def __init__(self, shape: CompletionShape, body: CompletionBody) -> None:
+        super().__init__(body.stream_options)
+        self._shape = shape
+
+    def chunk(self, step: Step, counts: Usage | None, *, tell_null: bool) -> object:
+        """See `ChunkWriter.chunk`."""
+        shape = self._shape
+        text = shape.echoed(step.choice.prompt) + step.text if step.first else step.text
+        choice = CompletionChoice(step.choice.index, text, step.ending, shape.logprobs(step.tokens, 0))
+        told = counts if counts is not None else (None if tell_null else UNSET)
+        return Completion(id=shape.id, created=shape.created, model=shape.model, choices=[choice], usage=told)
+
+    def last(self, counts: Usage) -> object:
+        """See `ChunkWriter.last`."""
+        shape = self._shape
+        return Completion(id=shape.id, created=shape.created, model=shape.model, choices=[], usage=counts)

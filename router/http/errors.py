@@ -1,0 +1,59 @@
+"""The one place that turns errors into OpenAI's error shape: `{"error": {message, type, param, code}}`.
+
+Takes `RouterError`s as they are and translates those of msgspec, whose messages name the field by a path.
+"""
+
+import re
+
+import msgspec
+
+from ..errors import InvalidJson, InvalidRequest, RouterError
+
+#: `Expected ... - at `$.logit_bias[...]``; keys of maps read `at `key` in `$.logit_bias``.
+_PATH = re.compile(r"`\$\.?([^`]*)`$")
+_FIELD_OF_OBJECT = re.compile(r"Object (contains unknown|missing required) field `([^`]*)`")
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    """OpenAI's error object; `param` and `code` are null where there is none."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The body of every response that is an error, and the event that ends a broken stream."""
+
+    error: ErrorDetail
+
+
+def error_body(error: RouterError) -> bytes:
+    """`error` as JSON."""
+    detail = ErrorDetail(error.message, error.error_type, error.param, error.code)
+    return msgspec.json.encode(ErrorBody(detail))
+
+
+def error_headers(error: RouterError) -> dict[str, str]:
+    """Headers that go with `error`."""
+    if error.retry_after_s is None:
+        return {}
+    return {"retry-after": str(max(1, round(error.retry_after_s)))}
+
+
+def from_msgspec(error: msgspec.DecodeError) -> InvalidRequest:
+    """What a body's decoder found, as the caller's error with the field's name."""
+    text = str(error)
+    if not isinstance(error, msgspec.ValidationError):
+        return InvalidJson(f"the body is not valid JSON: {text}")
+    path = _PATH.search(text)
+    where = path[1] if path else ""
+    if field := _FIELD_OF_OBJECT.search(text):
+        name = f"{where}.{field[2]}" if where else field[2]
+        what = "is not known here" if field[1] == "contains unknown" else "is required"
+        return InvalidRequest(f"field {name!r} {what}", param=name)
+    reason = text.split(" - at ")[0].replace("`", "").replace(" | null", "")
+    if not where:
+        return InvalidRequest(f"the body is no request: {reason[0].lower()}{reason[1:]}")
+    return InvalidRequest(f"field {where!r}: {reason[0].lower()}{reason[1:]}", param=where)

@@ -1,0 +1,102 @@
+"""What every endpoint needs: settings, backend, text side, metrics, clocks. No HTTP in it."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from ...replica.messages import ModelLimits
+from ..backend import Backend
+from ..config import RouterSettings
+from ..errors import ModelNotFound, NoReplica
+from ..metrics import RouterMetrics
+from ..text.tokenizer import TextModel
+
+log = logging.getLogger(__name__)
+
+Loader = Callable[[Path], TextModel]
+
+
+class TextModels:
+    """Loads the served model's text side once, off the event loop; everybody who asks meanwhile waits for it."""
+
+    def __init__(self, load: Loader = TextModel.load) -> None:
+        self._load = load
+        self._loading: dict[str, asyncio.Future[TextModel]] = {}
+
+    async def get(self, path: str) -> TextModel:
+        """The text side of the model in this folder. Raises TokenizerUnavailable; the next call then tries again."""
+        loading = self._loading.get(path)
+        if loading is None:
+            loading = self._loading[path] = asyncio.ensure_future(asyncio.to_thread(self._load, Path(path)))
+            loading.add_done_callback(lambda done: self._settled(path, done))
+        return loading.result() if loading.done() else await asyncio.shield(loading)
+
+    def _settled(self, path: str, loading: "asyncio.Future[TextModel]") -> None:
+        if loading.cancelled() or loading.exception() is not None:
+            self._loading.pop(path, None)
+            log.error("tokenizer_unavailable path=%s error=%s", path, loading)
+        else:
+            log.info("tokenizer_loaded path=%s", path)
+
+    async def close(self) -> None:
+        """Wait for what is loading and let go of all threads."""
+        for model in await asyncio.gather(*self._loading.values(), return_exceptions=True):
+            if isinstance(model, TextModel):
+                model.close()
+        self._loading.clear()
+
+
+class Served(msgspec.Struct, frozen=True):
+    """The model that a request is for."""
+
+    name: str  #: as clients call it
+    limits: ModelLimits
+    text: TextModel
+
+
+class Front:
+    """Shared by all requests of one server."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        backend: Backend,
+        metrics: RouterMetrics,
+        *,
+        texts: TextModels | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        random_bits: Callable[[int], int] = secrets.randbits,
+    ) -> None:
+        self.settings = settings
+        self.backend = backend
+        self.metrics = metrics
+        self.texts = texts or TextModels()
+        self.monotonic = monotonic
+        self.wall = wall
+        self.random_bits = random_bits
+        self.started_at = int(wall())
+
+    def limits(self) -> ModelLimits:
+        """Limits of the served model. Raises NoReplica as long as none joined."""
+        limits = self.backend.model()
+        if limits is None:
+            raise NoReplica("no replica has joined yet", retry_after_s=1.0)
+        return limits
+
+    def model_name(self, limits: ModelLimits) -> str:
+        """The model's name as clients know it."""
+        return self.settings.served_model_name or limits.name
+
+    async def served(self, name: str | None) -> Served:
+        """The model that a client asks for by `name`. Raises ModelNotFound, NoReplica, TokenizerUnavailable."""
+        limits = self.limits()
+        ours = self.model_name(limits)
+        if name not in (None, ours):
+            raise ModelNotFound(f"model {name!r} does not exist here; this server has {ours!r}", param="model")
+        return Served(ours, limits, await self.texts.get(limits.path))

@@ -1,0 +1,201 @@
+"""From a decoded body to what is generated: limits that take two fields, the model or the settings. Pure.
+
+Every refusal names the field. Knows no HTTP and no streams.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ...replica.messages import ModelLimits, SamplingParams
+from ..errors import ContextTooLong, InvalidRequest, PromptTooLong
+from ..text.tokenizer import Chat, Message
+from .schema import Body, ChatBody, CompletionBody, MessageBody, TokenizeBody
+
+SEED_MASK = 2**64 - 1
+
+
+def check_token_ids(token_ids: Sequence[int], limits: ModelLimits, param: str) -> None:
+    """Refuse ids that the model does not have."""
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
+        raise InvalidRequest(f"field {param!r}: token ids go from 0 to {limits.vocab_size - 1}", param=param)
+
+
+def prompts(field: str | list[Any]) -> list[str | list[int]]:
+    """The separate prompts of a completion: each a text or a list of ids."""
+    if isinstance(field, str):
+        return [field]
+    if not field:
+        raise InvalidRequest("field 'prompt': at least one prompt or token id is needed", param="prompt")
+    if all(isinstance(each, int) for each in field):
+        return [field]
+    kinds = {type(each) for each in field}
+    if len(kinds) != 1 or int in kinds:
+        raise InvalidRequest("field 'prompt': texts and token ids cannot be mixed in one list", param="prompt")
+    return field
+
+
+def stop_strings(body: Body) -> tuple[str, ...]:
+    """Stop strings; an empty one is no stop string."""
+    if isinstance(body.stop, str):
+        return (body.stop,) if body.stop else ()
+    return tuple(body.stop or ())
+
+
+def choices_per_prompt(body: Body, prompt_count: int, most: int) -> int:
+    """`n`, within the setting `max_choices` for all prompts together."""
+    count = body.n or 1
+    if count * prompt_count > most:
+        raise InvalidRequest(f"field 'n': at most {most} choices in one request", param="n")
+    return count
+
+
+def room_for_answer(
+    prompt_tokens: int, wanted: int | None, limits: ModelLimits, *, param: str, limit_param: str
+) -> int:
+    """Tokens that may be generated at all. Raises PromptTooLong and ContextTooLong."""
+    room = limits.max_model_len - prompt_tokens
+    if room < 1:
+        raise PromptTooLong(prompt_tokens, limits.max_model_len, param=param)
+    if wanted is not None and wanted > room:
+        raise ContextTooLong(
+            f"the prompt has {prompt_tokens} tokens and {wanted} more are asked for; "
+            f"this model's context is {limits.max_model_len} tokens",
+            param=limit_param,
+        )
+    return room
+
+
+def sampling(body: Body, limits: ModelLimits, *, max_tokens: int, seed: int, logprobs: int | None) -> SamplingParams:
+    """The parameters that all choices share, except the seed."""
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"field 'min_tokens': {min_tokens} exceeds the output limit of {max_tokens}", param="min_tokens"
+        )
+    check_token_ids(body.stop_token_ids or (), limits, "stop_token_ids")
+    check_token_ids(list(body.logit_bias or ()), limits, "logit_bias")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        seed=seed & SEED_MASK,
+        temperature=_given(body.temperature, 1.0),
+        top_p=_given(body.top_p, 1.0),
+        top_k=max(body.top_k or 0, 0),
+        min_p=_given(body.min_p, 0.0),
+        presence_penalty=_given(body.presence_penalty, 0.0),
+        frequency_penalty=_given(body.frequency_penalty, 0.0),
+        repetition_penalty=_given(body.repetition_penalty, 1.0),
+        min_tokens=min_tokens,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        logit_bias=body.logit_bias or {},
+        logprobs=logprobs,
+    )
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def choice_seed(shared: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of choice `index`: it draws with seed + index."""
+    return msgspec.structs.replace(shared, seed=(shared.seed + index) & SEED_MASK) if index else shared
+
+
+def check_completion(body: CompletionBody) -> None:
+    """Refuse what completions do not do here."""
+    if body.best_of not in (None, 1):
+        raise InvalidRequest("field 'best_of': only 1 is supported", param="best_of")
+    if body.suffix:
+        raise InvalidRequest("field 'suffix': insertion is not supported", param="suffix")
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest("field 'max_tokens': 0 makes sense only with 'echo'", param="max_tokens")
+    if body.echo and body.stream and body.logprobs is not None:
+        raise InvalidRequest("field 'echo': with 'logprobs' it cannot be streamed", param="echo")
+
+
+def check_chat(body: ChatBody) -> None:
+    """Refuse what chats do not do here."""
+    if body.max_tokens == 0:
+        raise InvalidRequest("field 'max_tokens': expected int >= 1", param="max_tokens")
+    if body.response_format and body.response_format.type != "text":
+        raise InvalidRequest("field 'response_format': only {'type': 'text'} is supported", param="response_format")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("field 'top_logprobs': needs 'logprobs': true", param="top_logprobs")
+    if body.tool_choice not in (None, "auto", "none"):
+        raise InvalidRequest("field 'tool_choice': only 'auto' and 'none' are supported", param="tool_choice")
+
+
+def chat(body: ChatBody | TokenizeBody) -> Chat:
+    """What the chat template is given. `tool_choice: none` hides the tools from it."""
+    messages = [template_message(each, index) for index, each in enumerate(body.messages or ())]
+    hidden = isinstance(body, ChatBody) and body.tool_choice == "none"
+    continues = bool(body.continue_final_message)
+    wants_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    if continues and wants_prompt:
+        raise InvalidRequest(
+            "field 'continue_final_message': excludes 'add_generation_prompt'", param="continue_final_message"
+        )
+    return Chat(
+        messages,
+        tools=None if hidden else body.tools,
+        add_generation_prompt=wants_prompt,
+        continue_final_message=continues,
+        template_arguments=template_arguments(body.chat_template_kwargs or {}),
+    )
+
+
+#: Arguments of transformers' `apply_chat_template` that a caller must not reach through the template's.
+_RESERVED = frozenset(
+    "conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize padding "
+    "truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+)
+
+
+def template_arguments(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Extra variables of the template; those that would change what is called are refused."""
+    if reserved := _RESERVED.intersection(given):
+        name = f"chat_template_kwargs.{min(reserved)}"
+        raise InvalidRequest(f"field {name!r} may not be set", param=name)
+    return given
+
+
+def template_message(message: MessageBody, index: int) -> Message:
+    """A message as templates read it: content is one text, arguments of tool calls are objects."""
+    made: Message = {"role": message.role, "content": text_of(message.content, f"messages[{index}].content")}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            made[name] = value
+    if message.tool_calls:
+        made["tool_calls"] = [_tool_call(call, f"messages[{index}].tool_calls") for call in message.tool_calls]
+    return made
+
+
+def text_of(content: str | list[dict[str, Any]] | None, param: str) -> str | None:
+    """The text of a content; parts are joined without anything between, as templates that know parts do."""
+    if content is None or isinstance(content, str):
+        return content
+    return "".join(_part_text(part, f"{param}[{index}]") for index, part in enumerate(content))
+
+
+def _part_text(part: Mapping[str, Any], param: str) -> str:
+    if part.get("type") != "text":
+        raise InvalidRequest(f"field '{param}.type': only text parts are supported", param=f"{param}.type")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequest(f"field '{param}.text': expected str", param=f"{param}.text")
+    return text
+
+
+def _tool_call(call: Mapping[str, Any], param: str) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise InvalidRequest(f"field {param!r}: each call needs a 'function'", param=param)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments.encode() or b"{}")
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(f"field {param!r}: 'arguments' is not valid JSON", param=param) from error
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,0 +1,103 @@
+"""The front over a fake backend: in process, and behind a real socket."""
+
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+
+import homing
+from homing.replica.messages import ModelLimits
+from homing.router.config import RouterSettings
+from homing.router.http.app import build_app
+from homing.router.http.front import Front, TextModels
+from homing.router.metrics import RouterMetrics
+from homing.router.server import RouterServer
+from homing.router.text.tokenizer import TextModel
+
+from .fakes import FakeBackend, reply
+
+DEMO = Path(homing.__file__).parent / "replica" / "demo" / "model"
+ANSWER = "Once a fox met 🦊 an owl. The end."
+
+
+@pytest.fixture(scope="session")
+def text_model() -> Iterator[TextModel]:
+    """The demo model's text side, loaded once."""
+    model = TextModel.load(DEMO)
+    yield model
+    model.close()
+
+
+class LoadedText(TextModels):
+    """Hands out the one text model of the session, and leaves it open."""
+
+    def __init__(self, model: TextModel) -> None:
+        super().__init__()
+        self.model = model
+
+    async def get(self, path: str) -> TextModel:
+        return self.model
+
+
+@pytest.fixture
+def limits(text_model: TextModel) -> ModelLimits:
+    """A short context, so that limits are reached easily."""
+    return ModelLimits(name="demo", path=str(DEMO), vocab_size=3072, max_model_len=256, eos_token_ids=(4,))
+
+
+@pytest.fixture
+def answer_ids(text_model: TextModel) -> list[int]:
+    """What the fake backend generates."""
+    return text_model.encode_now([ANSWER], special_tokens=False)[0]
+
+
+@pytest.fixture
+def backend(limits: ModelLimits, answer_ids: list[int]) -> Iterator[FakeBackend]:
+    """Answers everything with `ANSWER`, three prompt tokens of it cached."""
+    fake = FakeBackend(limits, reply(answer_ids, cached=3))
+    yield fake
+    fake.check()
+
+
+@pytest.fixture
+def settings() -> RouterSettings:
+    return RouterSettings(max_choices=8, max_body_bytes=64 * 1024, default_max_tokens=64)
+
+
+@pytest.fixture
+def front(settings: RouterSettings, backend: FakeBackend, text_model: TextModel) -> Front:
+    return Front(settings, backend, RouterMetrics(), texts=LoadedText(text_model))
+
+
+@pytest.fixture
+async def client(front: Front) -> AsyncIterator[httpx.AsyncClient]:
+    """Speaks to the application in process."""
+    transport = httpx.ASGITransport(build_app(front))
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as http:
+        yield http
+
+
+@dataclass
+class Live:
+    """A server behind a real socket."""
+
+    port: int
+    server: RouterServer
+
+
+@pytest.fixture
+async def live(settings: RouterSettings, backend: FakeBackend, text_model: TextModel) -> AsyncIterator[Live]:
+    """The whole server on a free port of the loopback."""
+    server = RouterServer(settings, backend, texts=LoadedText(text_model), grace_s=1.0)
+    yield Live(await server.start("127.0.0.1", 0), server)
+    await server.stop()
+
+
+@pytest.fixture
+async def openai_client(live: Live) -> AsyncIterator[AsyncOpenAI]:
+    """OpenAI's own client, without retries."""
+    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{live.port}/v1", api_key="k1", max_retries=0) as client:
+        yield client

@@ -1,0 +1,157 @@
+"""A backend that we own: it answers from a script, at once or step by step, and remembers what it was asked."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+
+from homing.kvcache.hashing import token_array
+from homing.replica.messages import ModelLimits, PositionLogprobs, TokenLogprob
+from homing.router.backend import (
+    ClusterView,
+    Explanation,
+    GenerationRequest,
+    ReplicaView,
+    RouterCounters,
+    TokenDelta,
+)
+from homing.router.errors import RouterError
+
+#: What a stream yields: deltas, an error that breaks it, or `PAUSE`, after which nothing comes until cancelled.
+Item = TokenDelta | RouterError | str
+Script = Callable[[GenerationRequest], Iterable[Item]]
+PAUSE = "pause"
+
+
+def scored(token_id: int, others: int) -> PositionLogprobs:
+    """A position where `token_id` stands, with made-up alternatives."""
+    top = [TokenLogprob(token_id, -0.25), *(TokenLogprob(other, -2.0 - other) for other in range(10, 10 + others))]
+    return PositionLogprobs(TokenLogprob(token_id, -0.25), top[:others] if others else [])
+
+
+def reply(ids: list[int], *, cached: int = 0, finish: str | None = None) -> Script:
+    """One delta per token of `ids`; ends by the limit of tokens or else by a stop, as a replica would."""
+
+    def script(request: GenerationRequest) -> Iterable[Item]:
+        sampling = request.sampling
+        shown = ids[: sampling.max_tokens]
+        ending = finish or ("length" if len(shown) == sampling.max_tokens else "stop")
+        prompt = token_array(request.token_ids)
+        for index, token_id in enumerate(shown):
+            first, last = index == 0, index == len(shown) - 1
+            wanted = sampling.prompt_logprobs
+            yield TokenDelta(
+                token_ids=[token_id],
+                logprobs=None if sampling.logprobs is None else [scored(token_id, sampling.logprobs)],
+                prompt_logprobs=None
+                if wanted is None or not first
+                else [None, *(scored(each, wanted) for each in prompt[1:])],
+                finish_reason=ending if last else None,
+                cached_tokens=cached if first else None,
+            )
+
+    return script
+
+
+class FakeStream:
+    """A token stream that plays a script."""
+
+    def __init__(self, request: GenerationRequest, items: Iterable[Item], replica_id: str) -> None:
+        self.request = request
+        self.replica_id: str | None = replica_id
+        self.cancelled = asyncio.Event()
+        self.ended = False
+        self._items = deque(items)
+
+    def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        if not self._items or self.ended:
+            raise StopAsyncIteration
+        item = self._items.popleft()
+        if isinstance(item, RouterError):
+            raise item
+        if isinstance(item, str):
+            await self.cancelled.wait()
+            raise StopAsyncIteration
+        self.ended = item.finish_reason is not None
+        return item
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+class FakeBackend:
+    """Answers every request by `script`; `refusal` makes `generate` raise."""
+
+    def __init__(self, limits: ModelLimits | None, script: Script) -> None:
+        self.limits = limits
+        self.script = script
+        self.refusal: RouterError | None = None
+        self.state = "serving"
+        self.streams: list[FakeStream] = []
+
+    @property
+    def requests(self) -> list[GenerationRequest]:
+        """What was asked, in order."""
+        return [stream.request for stream in self.streams]
+
+    def model(self) -> ModelLimits | None:
+        return self.limits
+
+    def generate(self, request: GenerationRequest) -> FakeStream:
+        if self.refusal is not None:
+            raise self.refusal
+        self.streams.append(FakeStream(request, self.script(request), f"r{len(self.streams) % 2}"))
+        return self.streams[-1]
+
+    def explain(self, request: GenerationRequest) -> Explanation:
+        tokens = len(request.token_ids) // 4
+        return Explanation(
+            policy="fake",
+            chosen="r0",
+            why="it is a fake",
+            prompt_tokens=tokens,
+            prompt_blocks=tokens // 16,
+            replicas=[],
+        )
+
+    def view(self) -> ClusterView:
+        return ClusterView(
+            router_id="fake",
+            policy="fake",
+            waiting=0,
+            in_flight=len(self.streams),
+            replicas=[] if self.limits is None else [replica_view("r0", self.state)],
+            refused=[],
+            counters=RouterCounters(requests=len(self.streams)),
+        )
+
+    def check(self) -> None:
+        """Nothing is left running: what the front opened, it closed."""
+        still_open = [stream.request.trace_id for stream in self.streams if not stream.cancelled.is_set()]
+        assert not still_open, f"streams left open: {still_open}"
+
+
+def replica_view(replica_id: str, state: str) -> ReplicaView:
+    """A replica with nothing to do."""
+    return ReplicaView(
+        replica_id=replica_id,
+        epoch=1,
+        node="",
+        state=state,
+        feed="live",
+        model="demo",
+        num_blocks=100,
+        indexed_blocks=7,
+        expected_blocks=0,
+        in_flight=0,
+        running=2,
+        waiting=1,
+        queued_prefill_tokens=3,
+        free_blocks=75,
+        cached_free_blocks=5,
+        prefill_tokens_per_s=1000.0,
+        decode_step_s=0.01,
+        report_age_s=0.1,
+    )
