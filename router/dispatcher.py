@@ -21,6 +21,7 @@ from typing import Literal, NewType
 
 import msgspec
 
+from ..events.messages import LoadReport
 from ..kvcache.hashing import BlockHash, BlockHasher, join_hashes, tenant_root, token_bytes, wire_hashes
 from ..replica.messages import (
     Abort,
@@ -28,6 +29,7 @@ from ..replica.messages import (
     Generate,
     ModelLimits,
     Refused,
+    ReplicaDescription,
     Reply,
     Request,
     TokenBatch,
@@ -189,6 +191,19 @@ class Dispatcher:
             flight.root = tenant_root(naming.model_root, salt=flight.request.salt)
             self._name_blocks(flight)
 
+    def join(self, description: ReplicaDescription, now: float) -> list[Instruction]:
+        """A replica can be sent requests; its events are not followed yet."""
+        self.index.join(description.replica_id, description.num_blocks)
+        self.loads.join(description, now)
+        self._feeds[description.replica_id] = "syncing"
+        self.counters.replicas_joined += 1
+        return self.pump(now)
+
+    def report(self, replica: str, report: LoadReport, now: float) -> list[Instruction]:
+        """The replica's own word on its load: there may be room for who waits."""
+        self.loads.report(replica, report, now)
+        return self.pump(now)
+
     def set_feed(self, replica: str, state: FeedState) -> None:
         """How far the replica's events can be trusted."""
         self._feeds[replica] = state
@@ -202,12 +217,22 @@ class Dispatcher:
         self.index.add(replica, blocks)
         self.reservations.stored(replica, blocks)
 
+    def removed(self, replica: str, blocks: Sequence[int]) -> None:
+        """The replica gave these blocks up."""
+        self.index.remove(replica, blocks)
+
+    def reset(self, replica: str, blocks: Sequence[int]) -> None:
+        """The replica holds exactly these blocks."""
+        self.index.reset(replica, blocks)
+        self.reservations.stored(replica, blocks)
+
     def replica_lost(self, replica: str, now: float) -> tuple[list[int], list[Instruction]]:
         """Its requests go on elsewhere. Returns their wire ids too, in case it turns out to be alive."""
         self.index.leave(replica)
         self.loads.leave(replica)
         self.reservations.leave(replica)
         del self._feeds[replica]
+        self.counters.replicas_lost += 1
         orphans = [flight for flight in self._by_wire.values() if flight.replica == replica]
         wire_ids = [flight.wire_id for flight in orphans if flight.wire_id is not None]
         instructions: list[Instruction] = []

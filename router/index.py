@@ -13,11 +13,6 @@ from collections.abc import Iterable, Sequence
 log = logging.getLogger(__name__)
 
 
-def index_key(wire_hash: int | bytes) -> int:
-    """The unsigned 64-bit form of a hash of either wire format."""
-    return wire_hash if isinstance(wire_hash, int) else int.from_bytes(wire_hash[-8:], "big")
-
-
 class PrefixIndex:
     """Block hash to set of replicas; a set is an int with one bit per replica."""
 

@@ -1,0 +1,176 @@
+"""One replica of the membership: its request connection and its event feed, and what they tell the dispatcher.
+
+Shell: every decision is the dispatcher's, every byte the link's and the feed's. A member joins the dispatcher when its
+connection stands and leaves it when the connection is lost; as long as the membership lists the replica, the connection
+is tried again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..events.decode import CacheEvent, Removed, Stored, wire_name
+from ..events.errors import EndpointUnusable, EventError
+from ..events.feed import EventFeed
+from ..events.messages import LoadReport, SnapshotBlock
+from ..events.subscription import FeedStatus
+from ..replica.messages import Abort, ReplicaDescription, Reply, Request
+from .backend import FeedState, RouterCounters
+from .dispatcher import Dispatcher, Instruction
+from .transport import ReplicaLink, RequestContext
+
+log = logging.getLogger(__name__)
+
+#: Between a lost connection and the next try.
+REOPEN_S = 0.5
+
+_FEED_STATES: dict[FeedStatus, FeedState] = {
+    FeedStatus.SYNCING: "syncing",
+    FeedStatus.LIVE: "live",
+    FeedStatus.STALE: "stale",
+}
+
+
+@dataclass(slots=True, frozen=True)
+class Shell:
+    """What all members share."""
+
+    loop: asyncio.AbstractEventLoop
+    context: RequestContext
+    router_id: str
+    heartbeat_interval_s: float
+    clock: Callable[[], float]
+    counters: RouterCounters
+    run: Callable[[list[Instruction]], None]  #: carries the dispatcher's instructions out
+
+
+class Member:
+    """A replica that was let in. It is the sink of its own link and feed."""
+
+    def __init__(self, description: ReplicaDescription, dispatcher: Dispatcher, shell: Shell) -> None:
+        self.description = description
+        self._dispatcher = dispatcher
+        self._shell = shell
+        self._link: ReplicaLink | None = None
+        self._feed: EventFeed | None = None
+        self._reopening: asyncio.TimerHandle | None = None
+        self._orphans: list[int] = []  #: wire ids that went on elsewhere when the connection was lost
+        self._joined = False
+
+    @property
+    def replica_id(self) -> str:
+        """The replica's stable name."""
+        return self.description.replica_id
+
+    @property
+    def joined(self) -> bool:
+        """Whether the connection stands."""
+        return self._joined
+
+    def open(self) -> None:
+        """Connect; `connected` or `lost` follows."""
+        self._reopening = None
+        shell = self._shell
+        endpoint = self.description.request_endpoint
+        self._link = ReplicaLink(endpoint, shell.router_id, self, context=shell.context, loop=shell.loop)
+
+    def send(self, message: Request) -> bool:
+        """False when the connection does not take it now."""
+        return self._link is not None and self._link.send(message)
+
+    def leave(self) -> list[Instruction]:
+        """The membership lists it no longer; what its requests need now is returned, to be run by the caller."""
+        if self._reopening is not None:
+            self._reopening.cancel()
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        return self._drop("membership")
+
+    # From the link
+
+    def connected(self) -> None:
+        """Requests can be sent: join, and follow the events."""
+        self._joined = True
+        log.info("replica_joined replica=%s blocks=%d", self.replica_id, self.description.num_blocks)
+        if self._orphans:
+            self.send(Abort(request_ids=self._orphans))
+            self._orphans = []
+        instructions = self._dispatcher.join(self.description, self._shell.clock())
+        self._follow()
+        self._shell.run(instructions)
+
+    def lost(self) -> None:
+        """The connection is gone: its requests go on elsewhere, and it is tried again."""
+        self._link = None
+        instructions = self._drop("connection")
+        self._reopening = self._shell.loop.call_later(REOPEN_S, self.open)
+        self._shell.run(instructions)
+
+    def reply(self, reply: Reply) -> None:
+        """Tokens, or a refusal."""
+        self._shell.run(self._dispatcher.on_reply(self.replica_id, reply, self._shell.clock()))
+
+    def unreadable(self, reason: str) -> None:
+        """A reply was dropped. The hole in its requests' tokens shows with their next output."""
+        self._shell.counters.malformed_frames += 1
+        log.warning("reply_malformed replica=%s reason=%s", self.replica_id, reason)
+
+    # From the feed
+
+    def apply(self, events: Sequence[CacheEvent]) -> None:
+        """The next batch of cache events."""
+        for event in events:
+            if isinstance(event, Stored):
+                self._dispatcher.stored(self.replica_id, event.hashes)
+            elif isinstance(event, Removed):
+                self._dispatcher.removed(self.replica_id, event.hashes)
+            else:
+                self._dispatcher.reset(self.replica_id, ())
+
+    def reset(self, blocks: Sequence[SnapshotBlock]) -> None:
+        """The replica's whole cached set."""
+        self._dispatcher.reset(self.replica_id, [wire_name(block.block_hash) for block in blocks])
+
+    def status(self, status: FeedStatus) -> None:
+        """How far the events can be trusted."""
+        state = _FEED_STATES[status]
+        log.info("feed_%s replica=%s", state, self.replica_id)
+        self._dispatcher.set_feed(self.replica_id, state)
+
+    def load(self, report: LoadReport) -> None:
+        """The replica's load."""
+        self._shell.run(self._dispatcher.report(self.replica_id, report, self._shell.clock()))
+
+    def malformed(self, error: EventError) -> None:
+        """An event message was dropped; the feed closes the hole."""
+        self._shell.counters.malformed_events += 1
+        log.warning("event_malformed replica=%s reason=%s", self.replica_id, error)
+
+    def _follow(self) -> None:
+        feed = EventFeed(
+            self.description.event_endpoints,
+            self,
+            context=self._shell.context,
+            heartbeat_interval_s=self._shell.heartbeat_interval_s,
+        )
+        try:
+            feed.start(self._shell.loop)
+        except EndpointUnusable as error:
+            log.error("feed_unusable replica=%s error=%s", self.replica_id, error)
+            self._dispatcher.set_feed(self.replica_id, "stale")
+            return
+        self._feed = feed
+
+    def _drop(self, reason: str) -> list[Instruction]:
+        if self._feed is not None:
+            self._feed.close()
+            self._feed = None
+        if not self._joined:
+            return []
+        self._joined = False
+        self._orphans, instructions = self._dispatcher.replica_lost(self.replica_id, self._shell.clock())
+        moved = len(self._orphans)
+        log.warning("replica_lost replica=%s reason=%s requests=%d", self.replica_id, reason, moved)
+        return instructions

@@ -1,0 +1,359 @@
+"""The routing side in an event loop: `Backend` for the HTTP front, membership for the controller.
+
+Shell: it puts the pure parts together, carries the dispatcher's instructions out, and keeps the timers. Knows no HTTP,
+no tokenizer and no Ray. Everything happens in the thread of one loop.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from typing import Literal
+
+import msgspec
+import zmq
+
+from ..kvcache.config import KvCacheSettings
+from ..kvcache.hashing import BlockHash, BlockHasher
+from ..replica.messages import ModelLimits, ReplicaDescription
+from .backend import (
+    ClusterView,
+    Explanation,
+    FinishedRequest,
+    GenerationRequest,
+    Observer,
+    RefusedReplica,
+    ReplicaView,
+    RouterCounters,
+)
+from .config import RouterSettings
+from .dispatcher import (
+    Cancelled,
+    Deliver,
+    Dispatcher,
+    DispatcherLimits,
+    Failed,
+    Finished,
+    FlightId,
+    Instruction,
+    Naming,
+    Send,
+)
+from .errors import NoReplica, ParityMismatch, RouterClosed, RouterError
+from .load import LoadBook, ReplicaLoad
+from .member import Member, Shell
+from .membership import TextDigests, changes, compare, own_parity, text_digests
+from .policy import make_policy
+from .reservations import Reservations
+from .stream import RequestStream
+
+log = logging.getLogger(__name__)
+
+#: How often deadlines, expectations and silence are looked at.
+TICK_S = 0.05
+
+
+class RouterService:
+    """A `Backend`. Start it in its loop, feed it the membership, close it."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        cache: KvCacheSettings,
+        *,
+        router_id: str,
+        model_dir: Path | None = None,
+        observer: Observer | None = None,
+        heartbeat_interval_s: float = 0.2,
+        clock: Callable[[], float] = time.monotonic,
+        rng: Random | None = None,
+    ) -> None:
+        """`model_dir` is the folder of the router's own tokenizer; None: where the first replica says the model is."""
+        self._settings = settings
+        self._cache = cache
+        self._router_id = router_id
+        self._model_dir = model_dir
+        self._observer = observer
+        self._heartbeat_interval_s = heartbeat_interval_s
+        self._clock = clock
+        self._rng = rng or Random()
+        self._policy = make_policy(settings.policy)
+        self._digests: dict[Path, TextDigests] = {}
+        self._cluster_seed: int | None = None
+        self._naming: Naming | None = None
+        self._dispatcher: Dispatcher | None = None
+        self._members: dict[str, Member] = {}
+        self._refused: dict[str, RefusedReplica] = {}
+        self._silent: set[str] = set()
+        self._streams: dict[FlightId, RequestStream] = {}
+        self._shell: Shell | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+        self.counters = RouterCounters()
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin work in this loop. Once."""
+        assert self._shell is None, "a service starts once"
+        self._shell = Shell(
+            loop=loop,
+            context=zmq.Context(),
+            router_id=self._router_id,
+            heartbeat_interval_s=self._heartbeat_interval_s,
+            clock=self._clock,
+            counters=self.counters,
+            run=self._run,
+        )
+        self._timer = loop.call_later(TICK_S, self._on_tick)
+
+    def close(self) -> None:
+        """End every request with `RouterClosed` and give all sockets back. Harmless when repeated."""
+        if self._closed or self._shell is None:
+            return
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._dispatcher is not None:
+            self._run(self._dispatcher.fail_all(lambda: RouterClosed("the router is shutting down"), self._clock()))
+        for member in self._members.values():
+            self._run(member.leave())
+        self._members.clear()
+        self._shell.context.term()
+
+    # For the controller
+
+    def apply_membership(self, replicas: Sequence[ReplicaDescription], cluster_seed: int) -> None:
+        """The full view of the replicas that can serve. Idempotent; a new epoch is a replica lost and one joined."""
+        assert self._shell is not None, "the service has not been started"
+        if self._closed:
+            return
+        known = {name: member.description.epoch for name, member in self._members.items()}
+        known |= {name: refused.epoch for name, refused in self._refused.items()}
+        if cluster_seed != self._cluster_seed:
+            known = dict.fromkeys(known, -1)  # with another seed every block has another name
+            self._cluster_seed = cluster_seed
+        difference = changes(known, replicas)
+        instructions = [done for name in difference.lost for done in self._leave(name)]
+        for description in difference.joined:
+            self._let_in(description, cluster_seed)
+        self._run(instructions)
+
+    def drain(self, replica_id: str) -> None:
+        """Send nothing new there; what runs goes on. Unknown replicas are ignored."""
+        if self._dispatcher is not None and replica_id in self._dispatcher.loads:
+            log.info("replica_drains replica=%s", replica_id)
+            self._dispatcher.loads.drain(replica_id)
+
+    # For the HTTP front
+
+    def model(self) -> ModelLimits | None:
+        """Limits of the served model; None until a replica was let in."""
+        return self._naming.limits if self._naming else None
+
+    def generate(self, request: GenerationRequest) -> RequestStream:
+        """Accept a request. Raises NoReplica, QueueFull, PromptTooLong or RouterClosed."""
+        dispatcher = self._open_dispatcher()
+        try:
+            flight, instructions = dispatcher.submit(request, self._clock())
+        except RouterError:
+            self.counters.rejected += 1
+            raise
+        stream = RequestStream(lambda: dispatcher.replica_of(flight), lambda: self._cancel(flight))
+        self._streams[flight] = stream
+        self._run(instructions)
+        return stream
+
+    def explain(self, request: GenerationRequest) -> Explanation:
+        """The table of the decision that `generate` would take now. Raises NoReplica or PromptTooLong."""
+        return self._open_dispatcher().explain(request, self._clock())
+
+    def view(self) -> ClusterView:
+        """The cluster as this router sees it now."""
+        return ClusterView(
+            router_id=self._router_id,
+            policy=self._policy.name,
+            waiting=self._dispatcher.waiting if self._dispatcher else 0,
+            in_flight=self._dispatcher.in_flight if self._dispatcher else 0,
+            replicas=[self._replica_view(member) for member in self._members.values()],
+            refused=list(self._refused.values()),
+            counters=self.counters,
+        )
+
+    # Membership
+
+    def _leave(self, name: str) -> list[Instruction]:
+        self._refused.pop(name, None)
+        self._silent.discard(name)
+        member = self._members.pop(name, None)
+        return member.leave() if member else []
+
+    def _let_in(self, description: ReplicaDescription, cluster_seed: int) -> None:
+        try:
+            naming = self._examine(description, cluster_seed)
+        except ParityMismatch as error:
+            self._refuse(description, error)
+            return
+        if naming != self._naming or self._dispatcher is None:
+            self._adopt(naming)
+        assert self._shell is not None
+        assert self._dispatcher is not None
+        member = self._members[description.replica_id] = Member(description, self._dispatcher, self._shell)
+        member.open()
+
+    def _examine(self, description: ReplicaDescription, cluster_seed: int) -> Naming:
+        """How this replica names blocks, which is as the others do. Raises ParityMismatch."""
+        theirs = description.parity
+        first = not self._members or self._naming is None
+        root = BlockHash(theirs.model_root) if first or self._naming is None else self._naming.model_root
+        ours = own_parity(self._own_digests(description), self._cache, cluster_seed, root)
+        compare(ours, theirs, description.replica_id)
+        if not first and self._naming is not None:
+            return self._naming
+        hasher = BlockHasher(self._cache.block_size, cluster_seed, self._cache.hash_algorithm)
+        return Naming(hasher, root, description.model)
+
+    def _own_digests(self, description: ReplicaDescription) -> TextDigests:
+        folder = self._model_dir or Path(description.model.path)
+        if folder not in self._digests:
+            self._digests[folder] = text_digests(folder)
+        return self._digests[folder]
+
+    def _refuse(self, description: ReplicaDescription, error: ParityMismatch) -> None:
+        log.error("replica_refused replica=%s field=%s reason=%s", error.replica_id, error.field, error.message)
+        self.counters.replicas_refused += 1
+        self._refused[description.replica_id] = RefusedReplica(
+            replica_id=description.replica_id, epoch=description.epoch, field=error.field, message=error.message
+        )
+
+    def _adopt(self, naming: Naming) -> None:
+        self._naming = naming
+        if self._dispatcher is not None:
+            self._dispatcher.rename(naming)
+            return
+        settings = self._settings
+        self._dispatcher = Dispatcher(
+            self._policy,
+            naming,
+            loads=LoadBook(self._router_id, settings.replica_silence_s),
+            reservations=Reservations(settings.reservation_timeout_s),
+            limits=DispatcherLimits(settings.max_waiting_requests, settings.retries, settings.request_timeout_s),
+            counters=self.counters,
+            rng=self._rng,
+        )
+
+    # Requests
+
+    def _open_dispatcher(self) -> Dispatcher:
+        if self._closed:
+            raise RouterClosed("the router is shutting down")
+        if self._dispatcher is None:
+            raise NoReplica("no replica has joined yet", retry_after_s=1.0)
+        return self._dispatcher
+
+    def _cancel(self, flight: FlightId) -> None:
+        if self._dispatcher is not None:
+            self._run(self._dispatcher.cancel(flight, self._clock()))
+
+    def _run(self, instructions: list[Instruction]) -> None:
+        """Carry instructions out, and what follows from those that could not be."""
+        todo = deque(instructions)
+        while todo:
+            match todo.popleft():
+                case Send(replica, message):
+                    member = self._members.get(replica)
+                    if (member is None or not member.send(message)) and self._dispatcher is not None:
+                        todo.extend(self._dispatcher.unsendable(replica, message, self._clock()))
+                case Deliver(flight, delta):
+                    self._streams[flight].put(delta)
+                case Failed(flight, error, record):
+                    self._end(flight, record.replica_id, error)
+                    self._observe(record)
+                case Finished(flight, record) | Cancelled(flight, record):
+                    self._end(flight, record.replica_id, None)
+                    self._observe(record)
+
+    def _end(self, flight: FlightId, replica_id: str | None, error: RouterError | None) -> None:
+        self._streams.pop(flight).end(replica_id, error)
+
+    def _on_tick(self) -> None:
+        assert self._shell is not None
+        self._timer = self._shell.loop.call_later(TICK_S, self._on_tick)
+        if self._dispatcher is not None:
+            now = self._clock()
+            self._watch_silence(self._dispatcher, now)
+            self._run(self._dispatcher.expire(now))
+
+    def _watch_silence(self, dispatcher: Dispatcher, now: float) -> None:
+        for name in dispatcher.loads.replicas():
+            silent = dispatcher.loads.view(name, now).silent
+            if silent and name not in self._silent:
+                log.warning("replica_silent replica=%s age_s=%.1f", name, dispatcher.loads.age_s(name, now))
+                self._silent.add(name)
+            elif not silent and name in self._silent:
+                log.info("replica_heard_again replica=%s", name)
+                self._silent.discard(name)
+
+    def _observe(self, record: FinishedRequest) -> None:
+        if self._observer is not None:
+            self._observer.request_finished(record)
+
+    def _replica_view(self, member: Member) -> ReplicaView:
+        if self._dispatcher is None or not member.joined:
+            return _joining(member.description)
+        return _view(member.description, self._dispatcher, self._clock())
+
+
+def _joining(about: ReplicaDescription) -> ReplicaView:
+    """A replica whose connection does not stand."""
+    return ReplicaView(
+        replica_id=about.replica_id,
+        epoch=about.epoch,
+        node=about.node,
+        state="joining",
+        feed="syncing",
+        model=about.model.name,
+        num_blocks=about.num_blocks,
+        indexed_blocks=0,
+        expected_blocks=0,
+        in_flight=0,
+        running=0,
+        waiting=0,
+        queued_prefill_tokens=0,
+        free_blocks=0,
+        cached_free_blocks=0,
+        prefill_tokens_per_s=about.prefill_tokens_per_s,
+        decode_step_s=about.decode_step_s,
+        report_age_s=None,
+        pids=about.pids,
+    )
+
+
+def _view(about: ReplicaDescription, dispatcher: Dispatcher, now: float) -> ReplicaView:
+    name, loads = about.replica_id, dispatcher.loads
+    load = loads.view(name, now)
+    return msgspec.structs.replace(
+        _joining(about),
+        state=_state(load, reported=loads.has_reported(name)),
+        feed=dispatcher.feed(name),
+        indexed_blocks=dispatcher.index.count(name),
+        expected_blocks=dispatcher.reservations.count(name),
+        in_flight=loads.in_flight(name),
+        running=load.running,
+        waiting=load.waiting,
+        queued_prefill_tokens=load.queued_prefill_tokens,
+        free_blocks=load.free_blocks,
+        cached_free_blocks=load.cached_free_blocks,
+        prefill_tokens_per_s=load.prefill_tokens_per_s,
+        decode_step_s=load.decode_step_s,
+        report_age_s=loads.age_s(name, now) if loads.has_reported(name) else None,
+    )
+
+
+def _state(load: ReplicaLoad, *, reported: bool) -> Literal["joining", "serving", "draining", "silent"]:
+    if load.silent:
+        return "silent"
+    if load.draining:
+        return "draining"
+    return "serving" if reported else "joining"

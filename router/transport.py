@@ -1,0 +1,201 @@
+"""The request connection to one replica: a ZeroMQ DEALER in an event loop.
+
+Thin shell: it decodes, counts what does not decode, and says when the connection is there and when it is lost. Decides
+nothing, and never waits: a message that the connection does not take at once is the caller's again.
+
+A link lives for one connection. `immediate` keeps messages from queueing for a peer that is not there, and reconnecting
+is off: a request that was sent to a process that died must not reach the next one on the same address. Loss is noticed
+by the socket monitor (a killed process closes its sockets at once) and by ZMTP heartbeats (a frozen process or host),
+which libzmq answers in a thread of its own, so that a long step does not pass for death.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from ..replica.messages import Reply, Request
+
+log = logging.getLogger(__name__)
+
+#: Messages taken before the loop's other work gets its turn.
+MESSAGES_PER_WAKE = 256
+SEND_HIGH_WATER_MARK = 10_000
+#: A peer that answers no ping for so long is lost.
+PING_INTERVAL_MS = 500
+PING_TIMEOUT_MS = 2000
+
+_WATCHED = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+RequestSocket = zmq.Socket[bytes]
+RequestContext = zmq.Context[RequestSocket]
+
+
+class LinkSink(Protocol):
+    """Who uses a link. All calls come from the loop's thread."""
+
+    def connected(self) -> None:
+        """Messages can be sent from now on."""
+
+    def lost(self) -> None:
+        """The connection is gone, or could not be made; called once, and last."""
+
+    def reply(self, reply: Reply) -> None:
+        """The replica said this."""
+
+    def unreadable(self, reason: str) -> None:
+        """A message was dropped."""
+
+
+class ReplicaLink:
+    """One connection to one replica. Created and used in the loop's thread."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        router_id: str,
+        sink: LinkSink,
+        *,
+        context: RequestContext,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._endpoint = endpoint
+        self._sink = sink
+        self._loop = loop
+        self._closed = False
+        self._connected = False
+        self._socket = _request_socket(context, router_id)
+        self._monitor: RequestSocket = self._socket.get_monitor_socket(_WATCHED)
+        self._readers = [
+            _Reader(loop, self._socket, self._on_reply),
+            _Reader(loop, self._monitor, self._on_monitor),
+        ]
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            log.error("link_unusable endpoint=%s error=%s", endpoint, error)
+            loop.call_soon(self._lose)
+
+    def send(self, message: Request) -> bool:
+        """Hand a message to the connection; False when it does not take it now."""
+        if self._closed or not self._connected:
+            return False
+        try:
+            self._socket.send(_encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        # Sending may have taken the descriptor's edge. Not at once: the caller may be handling a reply.
+        self._readers[0].drain_soon()
+        return True
+
+    def close(self) -> None:
+        """Give the sockets back; what was sent still leaves. No callback comes after this. Harmless when repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        for reader in self._readers:
+            reader.close()
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close()
+
+    def _on_reply(self, frames: list[bytes]) -> None:
+        try:
+            reply = _decoder.decode(frames[-1])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            self._sink.unreadable(str(error))
+            return
+        self._sink.reply(reply)
+
+    def _on_monitor(self, frames: list[bytes]) -> None:
+        event = parse_monitor_message(frames)["event"]
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._connected = True
+            self._sink.connected()
+            return
+        self._readers[0].drain()  # what the replica said before it went away counts
+        self._lose()
+
+    def _lose(self) -> None:
+        if not self._closed:
+            self.close()
+            self._sink.lost()
+
+
+class _Reader:
+    """Hands a socket's messages on; ZeroMQ's descriptor is edge-triggered, so each wake-up drains it."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, sock: RequestSocket, handle: Callable[[list[bytes]], None]
+    ) -> None:
+        self._loop = loop
+        self._socket = sock
+        self._handle = handle
+        self._closed = False
+        self._scheduled = False
+        self._draining = False
+        self._fd = sock.fileno()
+        loop.add_reader(self._fd, self.drain)
+
+    def drain_soon(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._drain_scheduled)
+
+    def drain(self) -> None:
+        """Handle what has arrived, a fair share at a time."""
+        if self._draining:
+            return
+        self._draining, empty = True, False
+        try:
+            empty = self._take_some()
+        finally:
+            # Also when a handler raised: the descriptor does not tell again of what is still in there.
+            self._draining = False
+            if not empty:
+                self.drain_soon()
+
+    def close(self) -> None:
+        self._closed = True
+        self._loop.remove_reader(self._fd)
+
+    def _drain_scheduled(self) -> None:
+        self._scheduled = False
+        self.drain()
+
+    def _take_some(self) -> bool:
+        for _ in range(MESSAGES_PER_WAKE):
+            if self._closed:
+                return True
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            self._handle(frames)
+        return self._closed
+
+
+def _request_socket(context: RequestContext, router_id: str) -> RequestSocket:
+    sock = context.socket(zmq.DEALER)
+    sock.identity = router_id.encode()
+    sock.linger = 200  # ms: an Abort that was just sent still leaves when the router stops
+    sock.immediate = True
+    sock.reconnect_ivl = -1
+    sock.set(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
+    sock.set(zmq.RCVHWM, 0)  # the replica must never wait for us; one step's tokens are small
+    sock.set(zmq.HEARTBEAT_IVL, PING_INTERVAL_MS)
+    sock.set(zmq.HEARTBEAT_TIMEOUT, PING_TIMEOUT_MS)
+    return sock

@@ -1,0 +1,300 @@
+"""Replicas that we own: a pure one for the cores, and one behind real sockets.
+
+A fake replica generates tokens that depend on (seed, position) alone, as real ones do, so that a test knows what a
+request must yield wherever it ran.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+
+from homing.events.config import EventsSettings
+from homing.events.messages import CacheCounters, EventEndpoints, LoadReport
+from homing.events.publisher import EventPublisher
+from homing.kvcache.config import KvCacheSettings
+from homing.kvcache.hashing import BlockHash, BlockHasher, split_hashes, token_array, token_bytes
+from homing.kvcache.parity import canary_hash
+from homing.replica.messages import (
+    Abort,
+    Generate,
+    ModelLimits,
+    Parity,
+    Refused,
+    ReplicaDescription,
+    Reply,
+    Request,
+    SamplingParams,
+    TokenBatch,
+    TokenOutput,
+)
+from homing.router.backend import GenerationRequest
+from homing.router.load import ReplicaLoad
+from homing.router.membership import TextDigests
+
+SEED = 7
+BLOCK = 16
+ROOT = BlockHash(bytes(range(16)))
+CACHE = KvCacheSettings(block_size=BLOCK)
+HASHER = BlockHasher(BLOCK, SEED)
+DIGESTS = TextDigests(tokenizer="t" * 64, template="c" * 64)
+LIMITS = ModelLimits(name="fake", path="", vocab_size=1000, max_model_len=4096, eos_token_ids=(0,))
+NOWHERE = EventEndpoints(events="", replay="", state="", snapshot="")
+
+
+def token_at(seed: int, position: int) -> int:
+    """What any fake replica generates as a request's `position`-th token."""
+    return random.Random(seed * 100_003 + position).randrange(1, 1000)
+
+
+def answer(request: GenerationRequest) -> list[int]:
+    """The tokens that this request must yield."""
+    return [token_at(request.sampling.seed, position) for position in range(request.sampling.max_tokens)]
+
+
+def request_of(
+    tokens: list[int], *, max_tokens: int = 8, seed: int = 1, salt: bytes = b"", **fields: object
+) -> GenerationRequest:
+    """A generation request."""
+    return GenerationRequest(
+        trace_id=f"trace-{seed}",
+        token_ids=token_bytes(tokens),
+        sampling=SamplingParams(max_tokens=max_tokens, seed=seed),
+        salt=salt,
+        **fields,
+    )
+
+
+def parity_of(digests: TextDigests = DIGESTS, seed: int = SEED) -> Parity:
+    """What a replica of this deployment says."""
+    return Parity(
+        tokenizer_digest=digests.tokenizer,
+        template_digest=digests.template,
+        block_size=BLOCK,
+        hash_algorithm="xxh3_128",
+        model_root=ROOT,
+        canary=canary_hash(BlockHasher(BLOCK, seed), ROOT),
+    )
+
+
+def description_of(replica_id: str, *, epoch: int = 1, **fields: object) -> ReplicaDescription:
+    """A replica that introduces itself."""
+    values: dict[str, object] = {
+        "request_endpoint": "",
+        "event_endpoints": NOWHERE,
+        "parity": parity_of(),
+        "model": LIMITS,
+        "num_blocks": 1000,
+        "max_running_requests": 8,
+        "max_batched_tokens": 512,
+        "tensor_parallel_size": 1,
+        "prefill_tokens_per_s": 10_000.0,
+        "decode_step_s": 0.002,
+    }
+    return ReplicaDescription(replica_id=replica_id, epoch=epoch, **(values | fields))
+
+
+def load_of(**fields: object) -> ReplicaLoad:
+    """An idle replica's load, but for what is given."""
+    values: dict[str, object] = {
+        "running": 0,
+        "waiting": 0,
+        "queued_prefill_tokens": 0,
+        "decode_context_tokens": 0,
+        "free_blocks": 1000,
+        "cached_free_blocks": 0,
+        "total_blocks": 1000,
+        "prefill_tokens_per_s": 10_000.0,
+        "decode_step_s": 0.002,
+        "max_running_requests": 8,
+        "max_batched_tokens": 512,
+    }
+    return ReplicaLoad(**(values | fields))
+
+
+def report_of(**fields: object) -> LoadReport:
+    """An idle replica's report, but for what is given."""
+    values: dict[str, object] = {
+        "epoch": 1,
+        "step": 0,
+        "ts": 0.0,
+        "running": 0,
+        "waiting": 0,
+        "queued_prefill_tokens": 0,
+        "decode_context_tokens": 0,
+        "free_blocks": 1000,
+        "cached_free_blocks": 0,
+        "total_blocks": 1000,
+        "prefill_tokens_per_s": 10_000.0,
+        "decode_step_s": 0.002,
+        "counters": CacheCounters(),
+    }
+    return LoadReport(**(values | fields))
+
+
+@dataclass(slots=True)
+class _Work:
+    request: Generate
+    generated: int
+    cached_tokens: int
+    started: bool = False
+
+
+@dataclass(slots=True)
+class FakeReplica:
+    """An engine without a model: pure. One `step` gives every request one token; prefill takes no time."""
+
+    replica_id: str
+    resident: set[bytes] = field(default_factory=set)
+    work: dict[int, _Work] = field(default_factory=dict)
+    full_prefills: int = 0  #: requests whose prompt was not cached at all
+    highest: int = 0
+    aborted: list[int] = field(default_factory=list)
+
+    def take(self, message: Request) -> Refused | None:
+        """A message from the router."""
+        if isinstance(message, Abort):
+            self.aborted += message.request_ids
+            for request_id in message.request_ids:
+                self.work.pop(request_id, None)
+            return None
+        assert message.request_id > self.highest, f"{message.request_id} after {self.highest}: ids rise"
+        self.highest = message.request_id
+        assert self._hashes_fit(message), "block hashes are not those of the tokens"
+        generated = len(token_array(message.token_ids)) - message.prompt_tokens
+        self.work[message.request_id] = _Work(message, generated, self._cached_tokens(message))
+        return None
+
+    def step(self) -> tuple[TokenBatch, list[tuple[bytes | None, list[BlockHash], bytes]]]:
+        """One token for each request, and the blocks that were stored: (parent, hashes, tokens) each."""
+        outputs, stored = [], []
+        for request_id, work in list(self.work.items()):
+            if not work.started:
+                stored += self._store(work.request)
+            outputs.append(self._output(request_id, work))
+            if outputs[-1].finish_reason:
+                del self.work[request_id]
+        return TokenBatch(step=0, outputs=outputs), stored
+
+    def load(self, router_id: str, **fields: object) -> LoadReport:
+        """What this replica reports."""
+        return report_of(running=len(self.work), accepted={router_id: self.highest}, **fields)
+
+    def _output(self, request_id: int, work: _Work) -> TokenOutput:
+        sampling = work.request.sampling
+        index, work.generated = work.generated, work.generated + 1
+        cached = None if work.started else work.cached_tokens
+        work.started = True
+        return TokenOutput(
+            request_id=request_id,
+            index=index,
+            token_ids=[token_at(sampling.seed, index)],
+            finish_reason="length" if work.generated >= sampling.max_tokens else None,
+            cached_tokens=cached,
+        )
+
+    def _cached_tokens(self, request: Generate) -> int:
+        blocks = 0
+        for block in split_hashes(request.block_hashes):
+            if block not in self.resident:
+                break
+            blocks += 1
+        self.full_prefills += not blocks
+        return min(blocks * BLOCK, len(request.token_ids) // 4 - 1)
+
+    def _store(self, request: Generate) -> list[tuple[bytes | None, list[BlockHash], bytes]]:
+        hashes = split_hashes(request.block_hashes)
+        known = next((index for index, block in enumerate(hashes) if block not in self.resident), len(hashes))
+        if known == len(hashes):
+            return []
+        self.resident.update(hashes[known:])
+        tokens = request.token_ids[known * BLOCK * 4 : len(hashes) * BLOCK * 4]
+        return [(hashes[known - 1] if known else None, hashes[known:], tokens)]
+
+    @staticmethod
+    def _hashes_fit(request: Generate) -> bool:
+        return split_hashes(request.block_hashes) == HASHER.chain(BlockHash(request.root), request.token_ids)
+
+
+class SocketReplica:
+    """A `FakeReplica` behind the sockets of a real one, stepping in the test's own loop."""
+
+    def __init__(self, replica_id: str, *, epoch: int = 1, step_s: float = 0.005, publish: bool = True) -> None:
+        self.core = FakeReplica(replica_id)
+        self.paused = False
+        self._step_s = step_s
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.router_handover = True
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self._publisher = EventPublisher(
+            EventsSettings(publish_events=publish, heartbeat_interval_s=0.05),
+            host="127.0.0.1",
+            block_size=BLOCK,
+            epoch=epoch,
+            medium="CPU",
+        )
+        self.description = description_of(
+            replica_id,
+            epoch=epoch,
+            request_endpoint=f"tcp://127.0.0.1:{port}",
+            event_endpoints=self._publisher.start(),
+        )
+        self._routers: dict[int, bytes] = {}
+        self._decoder = msgspec.msgpack.Decoder(Request)
+        self._task: asyncio.Task[None] | None = None
+        self.on_message: Callable[[Request], Reply | None] = lambda message: None
+
+    def start(self) -> None:
+        """Begin to step."""
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """As a killed process: the sockets are gone at once, nothing is said."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        self._publisher.close()
+        if not self._socket.closed:
+            self._socket.close(0)
+            self._context.term()
+
+    def send_raw(self, router_id: str, payload: bytes) -> None:
+        """Any bytes as a reply."""
+        self._socket.send_multipart([router_id.encode(), payload])
+
+    async def _run(self) -> None:
+        while True:
+            self._receive()
+            if not self.paused:
+                self._step()
+            await asyncio.sleep(self._step_s)
+
+    def _receive(self) -> None:
+        while self._socket.poll(0):
+            router, payload = self._socket.recv_multipart()
+            message = self._decoder.decode(payload)
+            reply = self.on_message(message)
+            if reply is not None:
+                self._socket.send_multipart([router, msgspec.msgpack.encode(reply)])
+                continue
+            if isinstance(message, Generate):
+                self._routers[message.request_id] = router
+            self.core.take(message)
+
+    def _step(self) -> None:
+        batch, stored = self.core.step()
+        for parent, hashes, tokens in stored:
+            self._publisher.stored(parent, hashes, tokens)
+        self._publisher.flush()
+        for router in {self._routers[output.request_id] for output in batch.outputs}:
+            mine = [output for output in batch.outputs if self._routers[output.request_id] == router]
+            self._socket.send_multipart([router, msgspec.msgpack.encode(TokenBatch(step=0, outputs=mine))])
+            self._publisher.report(self.core.load(router.decode(), epoch=self.description.epoch))
+        if not batch.outputs:
+            self._publisher.report(self.core.load("", epoch=self.description.epoch))
