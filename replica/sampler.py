@@ -22,9 +22,10 @@ from .philox import uniforms
 #: Below this temperature a row is greedy: the scaled logits would overflow.
 GREEDY_BELOW = 1e-5
 
-#: Likeliest tokens looked at first for top-p; only a row whose mass they do not hold is sorted in full. Measured on 32
-#: rows of 32,000 logits: topk of 1,024 took 7.5 ms, a sort 56 ms.
-NUCLEUS = 1024
+#: Buckets of scaled logits for top-p; the last one takes all below -32, whose weight is at most 1e-14 of the greatest.
+#: Measured on 32 flat rows of 32,000 logits, one core: 20 ms so, 85 ms with each row sorted.
+BUCKET_WIDTH = 1 / 64
+BUCKETS = 2048
 
 
 @dataclass(slots=True, frozen=True)
@@ -167,29 +168,24 @@ def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
 def _floor(scaled: torch.Tensor, params: SamplingParams) -> float:
     """The least scaled logit that is kept, for one row whose greatest is 0; -inf keeps all."""
     floor = math.log(params.min_p) if params.min_p > 0.0 else -math.inf
-    top_k = min(params.top_k, len(scaled)) or len(scaled)
-    if top_k == len(scaled) and params.top_p >= 1.0:
-        return floor
-    if params.top_p >= 1.0:
-        return max(floor, float(scaled.topk(top_k).values[-1]))
-    return max(floor, _nucleus_floor(scaled, top_k, params.top_p))
+    if 0 < params.top_k < len(scaled):
+        least = scaled.topk(params.top_k).values[-1]
+        floor = max(floor, float(least))
+        scaled = scaled[scaled >= least]  # with all that tie
+    return floor if params.top_p >= 1.0 else max(floor, _nucleus_floor(scaled, params.top_p))
 
 
-def _nucleus_floor(scaled: torch.Tensor, top_k: int, top_p: float) -> float:
-    """The least scaled logit of the smallest set of likeliest tokens that holds `top_p` of what top-k keeps."""
-    width = len(scaled)
-    if top_k < width:
-        best = scaled.topk(top_k).values
-        kept = scaled[scaled >= best[-1]]  # with all that tie with the last
-        return _smallest_holding(kept.sort(descending=True).values, float(kept.exp().sum(dtype=torch.float64)), top_p)
-    total = float(scaled.exp().sum(dtype=torch.float64))
-    best = scaled.topk(min(NUCLEUS, width)).values
-    if float(best.exp().sum(dtype=torch.float64)) < top_p * total:
-        best = scaled.sort(descending=True).values
-    return _smallest_holding(best, total, top_p)
+def _nucleus_floor(scaled: torch.Tensor, top_p: float) -> float:
+    """The least of `scaled` (greatest 0) in the smallest set of likeliest tokens that holds `top_p` of their weight.
 
-
-def _smallest_holding(descending: torch.Tensor, total: float, top_p: float) -> float:
-    cumulative = descending.exp().cumsum(-1, dtype=torch.float64)
-    needed = int((cumulative < top_p * total).sum())
-    return float(descending[min(needed, len(descending) - 1)])
+    Weights are summed by buckets of like logits; only the bucket in which the sum crosses is sorted.
+    """
+    depths = (scaled / -BUCKET_WIDTH).clamp(max=BUCKETS - 1).long()
+    masses = torch.bincount(depths, scaled.exp().double(), minlength=BUCKETS)
+    held = masses.cumsum(-1)
+    wanted = top_p * float(held[-1])
+    crossing = int((held < wanted).sum())
+    inside = scaled[depths == crossing].sort(descending=True).values
+    cumulative = (held[crossing] - masses[crossing]) + inside.exp().cumsum(-1, dtype=torch.float64)
+    needed = int((cumulative < wanted).sum())
+    return float(inside[min(needed, len(inside) - 1)])

@@ -15,6 +15,14 @@ logger = logging.getLogger(__name__)
 
 
 @functools.cache
+def _packs(dtype: torch.dtype) -> bool:
+    """Whether linears of this dtype are packed; says once in the log why not."""
+    problem = packing_problem(dtype)
+    if problem:
+        logger.warning("linear_packing_unusable dtype=%s reason=%r", dtype, problem)
+    return problem is None
+
+
 def packing_problem(dtype: torch.dtype) -> str | None:
     """Why oneDNN packed linears cannot be used for this dtype, or None.
 
@@ -45,7 +53,7 @@ class Linear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features = weight.shape[0]
-        self._packed = weight.device.type == "cpu" and packing_problem(weight.dtype) is None
+        self._packed = weight.device.type == "cpu" and _packs(weight.dtype)
         self._weight = _pack(weight) if self._packed else weight
         self._bias = bias
 

@@ -62,6 +62,30 @@ ADAPTED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+MIXTURE = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS}
+#: Beyond those above; small configurations of types whose fallback path was seen to work.
+BREADTH: dict[str, dict[str, Any]] = {
+    "phi": {},
+    "gemma": {"head_dim": 16},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 11},
+    "olmo3": {"sliding_window": 11},
+    "granite": {},
+    "glm4": {"head_dim": 16},
+    "cohere2": {"sliding_window": 11},
+    "starcoder2": {},
+    "gpt_neox": {},
+    "stablelm": {},
+    "smollm3": {},
+    "nemotron": {},
+    "opt": {},
+    "mixtral": MIXTURE,
+    "olmoe": MIXTURE,
+    "deepseek_v3": MIXTURE
+    | {"first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 32, "kv_lora_rank": 32}
+    | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
+}
+
+
 @pytest.mark.parametrize("chunk", [7, 64])
 @pytest.mark.parametrize("variant", NATIVE)
 def test_native_decoder_answers_as_transformers(variant, chunk, checkpoint, prompts, reference):
@@ -89,6 +113,17 @@ def test_adapted_model_answers_as_transformers(variant, checkpoint, prompts, ref
 
     assert answers == reference(folder, prompts, NEW_TOKENS)
     assert scheduler.hit_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", BREADTH)
+def test_many_other_models_answer_as_transformers(model_type, checkpoint, prompts, reference):
+    """The fallback is one function; what it covers is found out by trying."""
+    folder = checkpoint(model_type, **BREADTH[model_type])
+
+    answers = ToyScheduler(make_runner(folder, "transformers").forward, chunk=7).generate(prompts, NEW_TOKENS)
+
+    assert answers == reference(folder, prompts, NEW_TOKENS)
 
 
 def test_demo_model_answers_as_transformers(reference):

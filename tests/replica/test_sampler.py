@@ -81,8 +81,8 @@ def test_frequencies_follow_the_softmax(temperature):
     assert sum(((o - e) ** 2 / np.maximum(e, 1e-9)).sum() for o, e in pairs if np.sum(e) > 1) < 43.8
 
 
-def test_wide_nucleus_is_sorted_in_full():
-    """A flat row of 3,000 tokens: the likeliest 1,024 hold too little, so the shortcut must not cut the set."""
+def test_nucleus_of_a_flat_row_is_wide():
+    """3,000 tokens of nearly equal weight fall into one bucket; the set must still be cut at the right token."""
     logits = 0.001 * logits_of(5, vocab=3000)
 
     drawn = draw(logits, 4000, top_p=0.9)
