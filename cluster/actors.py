@@ -1,0 +1,173 @@
+"""The processes that Ray starts: one per rank of a replica, one per router. Thin shells, with a thread for the work.
+
+They know nothing of each other; the controller does. Each has a `watch` that returns only when the part has stopped
+working by itself: a killed process makes the same call fail at once, so one open call notices every kind of death.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import ray
+
+from ..replica.messages import ReplicaDescription
+from .logs import set_up_logging
+from .spec import ClusterSpec, Failed, RankSpec, Rendezvous, Started
+
+log = logging.getLogger(__name__)
+
+
+class RankServer(Protocol):
+    """What one rank runs: a replica's server (rank 0) or a worker beside it."""
+
+    def start(self) -> ReplicaDescription | None:
+        """Load and measure; blocks until ready. Rank 0 describes the replica."""
+
+    def run(self) -> None:
+        """Serve until `stop`; raises when it cannot go on."""
+
+    def stop(self) -> None:
+        """Make `run` return soon; callable from another thread."""
+
+
+class Router(Protocol):
+    """What a router process runs, on its own event loop."""
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port."""
+
+    async def apply_membership(self, members: Sequence[ReplicaDescription], seed: int) -> None:
+        """These replicas serve, and no others."""
+
+    async def run(self) -> None:
+        """Returns or raises when it stopped serving."""
+
+    async def stop(self) -> None:
+        """End all connections."""
+
+
+def node_address() -> str:
+    """Address under which this node is known in the Ray cluster."""
+    address: str = ray.util.get_node_ip_address()
+    return address
+
+
+class ReplicaRank:
+    """Ray actor: one rank of a replica. Needs at least 4 concurrent calls (`watch` never returns while all is well)."""
+
+    def __init__(self, make: Callable[[RankSpec], RankServer], log_level: str = "warning") -> None:
+        set_up_logging(log_level)
+        self._make = make
+        self._server: RankServer | None = None
+        self._ended = threading.Event()
+        self._reason = "stopped"
+
+    def pid(self) -> int:
+        """Process id, known before the model is loaded."""
+        return os.getpid()
+
+    def rendezvous(self, host: str | None) -> Rendezvous:
+        """A free address on this node where the gang can meet."""
+        host = host or node_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return Rendezvous(host, probe.getsockname()[1])
+
+    def start(self, spec: RankSpec) -> Started | Failed:
+        """Load the model and serve. A failure is a value: it is for the user, and a traceback through Ray is not."""
+        try:
+            self._server = self._make(spec)
+            description = self._server.start()
+        except Exception as error:
+            log.exception("rank_failed_to_start replica=%s rank=%d", spec.replica_id, spec.rank)
+            return Failed(describe(error))
+        threading.Thread(target=self._run, args=(self._server,), name="rank", daemon=True).start()
+        return Started(os.getpid(), node_address(), description)
+
+    def watch(self) -> Failed:
+        """Returns when the rank stopped serving, with the reason."""
+        self._ended.wait()
+        return Failed(self._reason)
+
+    def ping(self) -> None:
+        """Returns: the process runs."""
+
+    def stop(self) -> None:
+        """End serving in good order."""
+        if self._server is not None:
+            self._server.stop()
+            self._ended.wait(5)
+
+    def _run(self, server: RankServer) -> None:
+        try:
+            server.run()
+        except Exception as error:
+            log.exception("rank_failed")
+            self._reason = describe(error)
+        finally:
+            self._ended.set()
+
+
+class RouterProcess:
+    """Ray actor: one router with its HTTP front, on an event loop of its own.
+
+    No method may be a coroutine: one is enough for Ray to run all of them on its own single loop, where `watch` would
+    block the rest.
+    """
+
+    def __init__(self, make: Callable[[ClusterSpec], Router], spec: ClusterSpec) -> None:
+        set_up_logging(spec.settings.cluster.log_level)
+        self._spec = spec
+        self._make = make
+        self._router: Router | None = None
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="router", daemon=True).start()
+
+    def start(self, port: int) -> int | Failed:
+        """Listen on `port` (0: any); returns the port."""
+        try:
+            self._router = self._make(self._spec)
+            starting = self._router.start(self._spec.settings.router.host, port)
+            return asyncio.run_coroutine_threadsafe(starting, self._loop).result()
+        except Exception as error:
+            log.exception("router_failed_to_start")
+            return Failed(describe(error))
+
+    def pid(self) -> int:
+        """Process id."""
+        return os.getpid()
+
+    def apply_membership(self, members: Sequence[ReplicaDescription]) -> None:
+        """Route to these replicas and no others, from now on."""
+        assert self._router is not None, "membership before start"
+        asyncio.run_coroutine_threadsafe(self._router.apply_membership(members, self._spec.seed), self._loop).result()
+
+    def watch(self) -> Failed:
+        """Returns when the router stopped serving, with the reason."""
+        assert self._router is not None, "watch before start"
+        try:
+            asyncio.run_coroutine_threadsafe(self._router.run(), self._loop).result()
+        except Exception as error:
+            log.exception("router_failed")
+            return Failed(describe(error))
+        return Failed("stopped")
+
+    def ping(self) -> None:
+        """Returns: the process and its event loop run."""
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result()
+
+    def stop(self) -> None:
+        """End serving in good order."""
+        if self._router is not None:
+            asyncio.run_coroutine_threadsafe(self._router.stop(), self._loop).result(10)
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line, for a user: its own words, with the kind where the words alone do not tell."""
+    words = " ".join(str(error).split())
+    named = type(error).__module__.startswith("homing.")
+    return words if named and words else f"{type(error).__name__}: {words}".rstrip(": ")

@@ -1,0 +1,195 @@
+"""The command line: words in, one call out. Flags of settings are derived from `config.SETTINGS`.
+
+Exit codes: 0 done, 1 it failed, 2 the command or its settings are wrong.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+from .. import __version__
+from .config import ROOMS, SETTINGS, Setting, Settings, load_settings, nearest
+from .errors import ClusterError, SettingsError
+
+DESCRIPTION = "Serve a language model on many replicas; requests find their way to the one that holds their prefix."
+EPILOG = "Settings are flags, HOMING_* variables and keys of the file given by --config: docs/settings.md."
+#: What a command that only asks needs to find the cluster.
+LOOKUP = ("name", "state_dir")
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser whose mistakes are ours: one line, with the nearest spelling."""
+
+    def error(self, message: str) -> NoReturn:
+        """Any mistake in the command."""
+        raise SettingsError(f"{message} (see: {self.prog} --help)")
+
+    def flags(self) -> list[str]:
+        """All flags of this command."""
+        return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+
+
+def build_parser() -> tuple[Parser, dict[str, Parser]]:
+    """The parser and those of the commands."""
+    parser = Parser(prog="homing", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"homing {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    makers: dict[str, Callable[[Parser], None]] = {
+        "serve": _serve_arguments,
+        "status": _status_arguments,
+        "watch": _watch_arguments,
+        "stop": _stop_arguments,
+        "version": lambda _: None,
+    }
+    summaries = {
+        "serve": "start replicas and router, and keep them running",
+        "status": "show replicas, load and cache hits of a running cluster",
+        "watch": "print the cache events of a running cluster",
+        "stop": "end a running cluster",
+        "version": "print the version",
+    }
+    built: dict[str, Parser] = {}
+    for name, make in makers.items():
+        summary = summaries[name]
+        built[name] = commands.add_parser(
+            name, help=summary, description=summary.capitalize() + ".", allow_abbrev=False
+        )
+        make(built[name])
+    return parser, built
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The command and its arguments. Raises SettingsError; `--help` and `--version` exit."""
+    parser, commands = build_parser()
+    if words and not words[0].startswith("-") and words[0] not in commands:
+        raise SettingsError(f"no command {words[0]!r}{nearest(words[0], commands)} (see: homing --help)")
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:
+        known = commands[arguments.command].flags() if arguments.command else []
+        word = unknown[0].partition("=")[0]
+        raise SettingsError(f"homing {arguments.command or ''}: unknown argument {word}{nearest(word, known)}")
+    return arguments
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    """Settings from flags, environment and file."""
+    given = {name: value for name, value in vars(arguments).items() if name in SETTINGS and value is not None}
+    flags = {name: str(value) for name, value in given.items()}
+    if model := getattr(arguments, "model_argument", None):
+        if "model" in flags:
+            raise SettingsError(f"the model is named twice: {model} and --model {flags['model']}")
+        flags["model"] = model
+    file = getattr(arguments, "config", None)
+    return load_settings(flags, file=Path(file) if file else None)
+
+
+def run(words: Sequence[str], out: TextIO) -> int:
+    """Carry out one command; returns the exit code. Raises ClusterError."""
+    arguments = parse(words)
+    match arguments.command:
+        case None:
+            build_parser()[0].print_help(out)
+            return 0
+        case "version":
+            print(f"homing {__version__}", file=out)
+            return 0
+        case "serve":
+            return _serve(arguments, words, out)
+        case "stop":
+            from .stop import stop
+
+            return stop(settings_of(arguments), out, force=arguments.force)
+        case "status":
+            from .status import status
+
+            return status(settings_of(arguments), out, as_json=arguments.json)
+        case _:
+            from .watch import watch
+
+            return watch(
+                settings_of(arguments), out, url=arguments.url, replicas=arguments.replica, as_json=arguments.json
+            )
+
+
+def main() -> int:
+    """Entry point of the console script."""
+    try:
+        return run(sys.argv[1:], sys.stdout)
+    except ClusterError as error:
+        print(f"homing: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader of our output went away (`homing watch | head`); closing stdout again at exit must not complain.
+        sys.stderr.close()
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def _serve(arguments: argparse.Namespace, words: Sequence[str], out: TextIO) -> int:
+    settings = settings_of(arguments)
+    if arguments.detach:
+        from .daemon import detach
+
+        return detach(settings, [word for word in words if word != "--detach"], out)
+    from .serve import serve
+
+    return serve(settings, out, detached=arguments.background)
+
+
+def _serve_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "model_argument",
+        metavar="MODEL",
+        nargs="?",
+        help="Hugging Face name or local folder; without it, the demo model that ships with the package",
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings, one section per room")
+    parser.add_argument("--detach", action="store_true", help="run in the background; return when it is ready")
+    parser.add_argument("--background", action="store_true", help=argparse.SUPPRESS)
+    for room in ROOMS:
+        group = parser.add_argument_group(f"{room} settings")
+        for setting in SETTINGS.values():
+            if setting.room == room:
+                _add_setting(group, setting)
+
+
+def _lookup_arguments(parser: Parser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings that the cluster was started with")
+    for name in LOOKUP:
+        _add_setting(parser, SETTINGS[name])
+
+
+def _status_arguments(parser: Parser) -> None:
+    _lookup_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print what /cluster answers, for programs")
+
+
+def _watch_arguments(parser: Parser) -> None:
+    parser.add_argument("url", metavar="URL", nargs="?", help="of a cluster; without it, the one that runs here")
+    _lookup_arguments(parser)
+    parser.add_argument("--replica", metavar="ID", action="append", help="only this replica; may be given again")
+    parser.add_argument("--json", action="store_true", help="one JSON object per event, for programs")
+
+
+def _stop_arguments(parser: Parser) -> None:
+    _lookup_arguments(parser)
+    parser.add_argument("--force", action="store_true", help="kill what does not end in time")
+
+
+def _add_setting(parser: Any, setting: Setting) -> None:
+    default = "empty" if setting.default == "" else str(setting.default).replace("True", "on").replace("False", "off")
+    text = f"{setting.description} (default: {default})".replace("%", "%%")
+    if setting.bare_type is bool:
+        parser.add_argument(
+            setting.flag, dest=setting.name, action=argparse.BooleanOptionalAction, default=None, help=text
+        )
+        return
+    metavar = "|".join(setting.choices) if setting.choices else setting.bare_type.__name__.upper()
+    parser.add_argument(setting.flag, dest=setting.name, metavar=metavar, help=text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

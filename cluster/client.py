@@ -1,0 +1,36 @@
+"""Asks a running cluster's router over HTTP. One GET, no proxy, plain errors."""
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from .config import Settings, state_folder
+from .errors import ClusterError, NotRunning
+from .state import Notebook
+
+TIMEOUT_S = 10.0
+
+
+def cluster_url(settings: Settings, url: str | None = None) -> str:
+    """Address of the router: `url`, or that of the cluster that runs here. Raises NotRunning."""
+    if url:
+        return (url if "://" in url else f"http://{url}").rstrip("/")
+    note = Notebook(state_folder(settings)).running(settings.cluster.name)
+    if note.url is None:
+        raise NotRunning(f"cluster {note.name!r} is still starting (pid {note.pid})")
+    return note.url
+
+
+def get_json(url: str) -> Any:
+    """The JSON that `url` answers. Raises ClusterError."""
+    # A proxy of the environment has no business with an address of this cluster.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=TIMEOUT_S) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        raise ClusterError(f"{url} answered {error.code} {error.reason}") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise ClusterError(f"{url} cannot be asked: {reason}") from error

@@ -1,0 +1,84 @@
+"""What `homing serve` shows: progress while starting, a banner, and what happens afterwards. Words only.
+
+Writes to the stream it was given, so that the rest of the process (Ray prints to `sys.stdout`) can be silenced.
+"""
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from .. import __version__
+from .config import Settings
+from .spec import ClusterStatus, GangStatus, Notice
+
+REQUEST = {"messages": [{"role": "user", "content": "Tell me a story about a fox."}], "temperature": 0}
+LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+class Console:
+    """Lines for a person; one line per thing that changed."""
+
+    def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._out = out
+        self._clock = clock
+        self._began = clock()
+        self._shown: dict[str, str] = {}
+        #: number of the last notice that was shown
+        self.last_notice = 0
+
+    def line(self, text: str = "") -> None:
+        """One line."""
+        print(text, file=self._out, flush=True)
+
+    def step(self, who: str, what: str) -> None:
+        """Progress of one part, with the seconds since the start; silent when nothing changed."""
+        if self._shown.get(who) == what:
+            return
+        self._shown[who] = what
+        self.line(f"  {self._clock() - self._began:5.1f} s  {who:<8} {what}")
+
+    def opening(self, settings: Settings) -> None:
+        """What is about to be started."""
+        ranks = settings.replica.tensor_parallel_size
+        shape = f"{settings.cluster.replicas} replicas" + (f" of {ranks} ranks" if ranks > 1 else "")
+        self.line(f"homing {__version__} · model {settings.replica.model} · {shape}")
+
+    def progress(self, status: ClusterStatus) -> None:
+        """Where every part stands."""
+        for gang in status.gangs:
+            self.step(gang.replica_id, _gang_words(gang))
+        self.step("router", f"listening on {status.url}" if status.url else "starting")
+
+    def happened(self, notices: tuple[Notice, ...]) -> None:
+        """What a running cluster reports, each once."""
+        for notice in notices:
+            if notice.seq > self.last_notice:
+                self.last_notice = notice.seq
+                self.line(f"{time.strftime('%H:%M:%S')} {notice.level:<7} {notice.text}")
+
+    def banner(self, url: str, model: str, settings: Settings, *, detached: bool) -> None:
+        """How to use what now runs."""
+        name = "" if settings.cluster.name == "default" else f" --name {settings.cluster.name}"
+        body = json.dumps({"model": model, **REQUEST})
+        rule = "─" * min(100, shutil.get_terminal_size().columns)
+        rows = [
+            ("api", f"{url}/v1   (OpenAI-compatible)"),
+            ("metrics", f"{url}/metrics"),
+            ("status", f"homing status{name}"),
+            ("watch", f"homing watch{name}"),
+            ("stop", f"homing stop{name}" if detached else f"Ctrl-C, or: homing stop{name}"),
+        ]
+        self.line(f"{rule}\nhoming is ready: {model} on {settings.cluster.replicas} replicas\n")
+        self.line("\n".join(f"  {word:<8} {text}" for word, text in rows))
+        self.line(
+            f"\n  try it:\n\ncurl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n{rule}"
+        )
+
+
+def _gang_words(gang: GangStatus) -> str:
+    if gang.phase == "ready":
+        return f"ready · {gang.blocks} KV blocks · pid {', '.join(map(str, gang.pids))}"
+    return gang.reason or {"placing": "waiting for a place"}.get(gang.phase, gang.phase)

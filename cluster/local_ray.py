@@ -1,0 +1,121 @@
+"""Ray for one `homing serve`: a local cluster of our own, taken down without a trace, or another one that is joined.
+
+A local Ray keeps everything in one short temporary folder (a Unix socket's path ends at 107 bytes) and binds to
+loopback. The only module that starts or stops Ray.
+"""
+
+import ctypes
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from .config import Settings
+from .errors import ClusterError, DoesNotFit
+from .state import wait_gone
+
+#: Ray's own least; nothing of ours goes through its object store.
+OBJECT_STORE_BYTES = 80 * 1024 * 1024
+PR_SET_CHILD_SUBREAPER = 36
+#: For Ray and its children only: no statistics to its makers, loopback only, CUDA_VISIBLE_DEVICES left alone.
+RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_LOG_TO_DRIVER_EVENT_LEVEL": "ERROR",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def run_folder() -> Path:
+    """A new short folder for the sockets and files of one local cluster."""
+    base = "/tmp" if Path("/tmp").is_dir() else None
+    return Path(tempfile.mkdtemp(prefix="homing-", dir=base))
+
+
+def start_local(settings: Settings, folder: Path) -> None:
+    """Start a Ray of our own in `folder`. Logical CPUs are as many as our ranks want: they only steer placement."""
+    os.environ.update(RAY_ENVIRONMENT)
+    _adopt_orphans()
+    import ray
+
+    cluster, ranks = settings.cluster, settings.cluster.replicas * settings.replica.tensor_parallel_size
+    ray.init(
+        num_cpus=max(os.cpu_count() or 1, int(ranks * cluster.cpus_per_rank + 0.999) + 1),
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        log_to_driver=cluster.log_level == "debug",
+        logging_level=logging.ERROR,
+        namespace=f"homing-{cluster.name}",
+        _temp_dir=str(folder),
+    )
+    wanted, there = ranks * cluster.gpus_per_rank, ray.cluster_resources().get("GPU", 0.0)
+    if wanted > there:
+        raise DoesNotFit(
+            f"{ranks} ranks with {cluster.gpus_per_rank:g} GPUs each want {wanted:g} GPUs; here are {there:g}"
+        )
+
+
+def join(settings: Settings) -> None:
+    """Join the Ray cluster at `ray_address`. Raises ClusterError when nobody answers there."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    cluster = settings.cluster
+    try:
+        ray.init(
+            address=cluster.ray_address,
+            log_to_driver=cluster.log_level == "debug",
+            logging_level=logging.ERROR,
+            namespace=f"homing-{cluster.name}",
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ClusterError(f"cannot join the Ray cluster at {cluster.ray_address}: {error}") from error
+
+
+def leave(timeout_s: float) -> None:
+    """Disconnect; a local Ray ends with us, and every process below this one is waited for, then killed."""
+    import ray
+
+    ours = children()
+    ray.shutdown()
+    wait_gone(ours, timeout_s)
+    kill_children()
+
+
+def children() -> list[psutil.Process]:
+    """All processes below this one: orphans come to us, so nothing hides."""
+    return psutil.Process().children(recursive=True)
+
+
+def kill_children() -> None:
+    """End whatever is still below this process."""
+    for _ in range(20):  # a process that is killed may just have started another
+        below = children()
+        if not below:
+            return
+        for process in below:
+            _kill(process)
+        psutil.wait_procs(below, timeout=1)
+
+
+def remove(folder: Path) -> None:
+    """Remove the run folder; a file that another process removes at the same time is no error."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _kill(process: psutil.Process) -> None:
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        return
+
+
+def _adopt_orphans() -> None:
+    """Let Ray's workers fall to us when their raylet dies, so that they can be found and waited for (Linux only)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "prctl"):
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

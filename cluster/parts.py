@@ -1,0 +1,121 @@
+"""What the actors run: a replica's server or worker, and a router. Puts settings into the other rooms' constructors.
+
+Imported by the driver, run in the actors: torch and the HTTP server are imported only where they are used.
+"""
+
+import asyncio
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ..replica.config import ReplicaSettings
+from ..replica.messages import ReplicaDescription
+from .actors import RankServer, Router, node_address
+from .controller import socket_folder
+from .model import find_model
+from .spec import ClusterSpec, RankSpec
+
+if TYPE_CHECKING:
+    from ..router.server import RouterServer
+    from ..router.service import RouterService
+
+
+def make_rank(spec: RankSpec) -> RankServer:
+    """The server of a replica (rank 0), or a worker beside it."""
+    from ..replica.server import ReplicaServer
+    from ..replica.worker import GangSpec, RankWorker
+
+    cluster, settings = spec.cluster, rank_settings(spec)
+    model_dir = Path(cluster.model_dir) if cluster.model_dir else find_model(settings)
+    gang = GangSpec(rank=spec.rank, size=spec.world, host=spec.rendezvous.host, port=spec.rendezvous.port)
+    if spec.rank > 0:
+        return RankWorker(settings, block_size=cluster.settings.kvcache.block_size, model_dir=model_dir, gang=gang)
+    folder = socket_folder(cluster, spec.replica_id, spec.generation)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return ReplicaServer(
+        settings,
+        cluster.settings.kvcache,
+        cluster.settings.events,
+        model_dir=model_dir,
+        replica_id=spec.replica_id,
+        cluster_seed=cluster.seed,
+        host=cluster.host or node_address(),
+        ipc_dir=folder,
+        gang=gang if spec.world > 1 else None,
+        node=node_address(),
+    )
+
+
+def rank_settings(spec: RankSpec) -> ReplicaSettings:
+    """The replica's settings, with as many threads as the ranks of this node leave for each."""
+    settings = spec.cluster.settings.replica
+    if settings.cpu_threads:
+        return settings
+    return msgspec.structs.replace(settings, cpu_threads=max(1, _cores() // spec.ranks_on_node))
+
+
+def make_router(spec: ClusterSpec) -> Router:
+    """The router with its HTTP front."""
+    return HomingRouter(spec)
+
+
+class HomingRouter:
+    """A `RouterService` behind a `RouterServer`, as one thing that starts, serves and stops."""
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        self._spec = spec
+        self._stopped: asyncio.Event | None = None
+        self._service: RouterService | None = None
+        self._server: RouterServer | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port. Raises AddressInUse."""
+        from ..router.metrics import RouterMetrics
+        from ..router.server import RouterServer
+        from ..router.service import RouterService
+
+        settings = self._spec.settings
+        self._stopped = asyncio.Event()
+        metrics = RouterMetrics()
+        self._service = RouterService(
+            settings.router,
+            settings.kvcache,
+            router_id=f"router-{secrets.token_hex(4)}",
+            observer=metrics,
+            model_dir=Path(self._spec.model_dir) if self._spec.model_dir else None,
+            heartbeat_interval_s=settings.events.heartbeat_interval_s,
+        )
+        self._service.start(asyncio.get_running_loop())
+        self._server = RouterServer(settings.router, self._service, metrics=metrics)
+        return await self._server.start(host, port)
+
+    async def apply_membership(self, members: Sequence[ReplicaDescription], seed: int) -> None:
+        """These replicas serve, and no others."""
+        assert self._service is not None, "membership before start"
+        assert self._server is not None, "membership before start"
+        self._service.apply_membership(members, seed)
+        if members:
+            await self._server.model_joined()
+
+    async def run(self) -> None:
+        """Returns when stopped; an HTTP server that ends by itself takes the process along through `stop`."""
+        assert self._stopped is not None, "run before start"
+        await self._stopped.wait()
+
+    async def stop(self) -> None:
+        """Let answers end within the grace, then close everything."""
+        if self._server is not None:
+            await self._server.stop()
+        if self._service is not None:
+            self._service.close()
+        if self._stopped is not None:
+            self._stopped.set()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

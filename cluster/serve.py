@@ -1,0 +1,233 @@
+"""`homing serve`: build everything, tell how it goes, stay until told to stop, and leave nothing behind.
+
+The process is Ray's driver: whatever it started ends with it. Decides nothing about replicas; the controller does.
+"""
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+import msgspec
+
+from . import local_ray
+from .config import Settings, state_folder
+from .console import Console
+from .errors import ClusterError, PortTaken, StartFailed
+from .model import find_model
+from .spec import ClusterSpec, ClusterStatus
+from .state import Note, Notebook, own_note
+
+POLL_S = 0.2
+
+
+class Stopper:
+    """Turns SIGINT and SIGTERM into a wish to stop; the second one does not wait for anybody."""
+
+    def __init__(self, at_once: Any) -> None:
+        """`at_once` is called by the second signal and does not return."""
+        self._wish = threading.Event()
+        self._at_once = at_once
+
+    def install(self) -> None:
+        """Take over both signals. Ray takes SIGTERM when it starts, so this is called again afterwards."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether to stop, within so many seconds."""
+        return self._wish.wait(seconds)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature of signal
+        if self._wish.is_set():
+            self._at_once()
+        self._wish.set()
+
+
+@dataclass(slots=True)
+class Run:
+    """One `homing serve` while it runs."""
+
+    settings: Settings
+    console: Console
+    stopper: Stopper
+    notebook: Notebook
+    note: Note
+    folder: Path | None  #: of a local Ray
+    detached: bool
+    controller: Any = None
+
+
+def serve(settings: Settings, out: TextIO, *, detached: bool = False) -> int:
+    """Serve until a signal; returns the exit code. Raises ClusterError when it cannot start."""
+    settings = named(settings)
+    console = Console(out)
+    console.opening(settings)
+    notebook = Notebook(state_folder(settings))
+    name = settings.cluster.name
+    log = str(notebook.log_path(name)) if detached else None
+    note = own_note(name, settings.replica.model, log)
+    with notebook.claim(note):
+        check_port(settings.router.host, settings.router.port)
+        model_dir = find_model(settings.replica) if not settings.cluster.ray_address else None
+        with _silenced(), _ray(settings, console, notebook, note, detached) as run:
+            return _serve(run, model_dir)
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises PortTaken when nobody could listen there: better now than after a minute of loading."""
+    if port == 0:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise PortTaken(host, port, error.strerror or str(error)) from error
+
+
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    """Ray 2.60 prints a paragraph to `sys.stdout` about every killed worker, whatever its settings say."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
+
+
+@contextlib.contextmanager
+def _ray(settings: Settings, console: Console, notebook: Notebook, note: Note, detached: bool) -> Iterator[Run]:
+    address = settings.cluster.ray_address
+    folder = None if address else local_ray.run_folder()
+    note = msgspec.structs.replace(note, run_dir=str(folder) if folder else None)
+    notebook.write(note)
+    stopper = Stopper(lambda: _abandon(notebook, note))
+    stopper.install()
+    try:
+        console.step("ray", f"joining {address}" if address else "starting a local cluster")
+        local_ray.join(settings) if address else local_ray.start_local(settings, _present(folder))
+        stopper.install()
+        console.step("ray", "ready")
+        yield Run(settings, console, stopper, notebook, note, folder, detached)
+    finally:
+        local_ray.leave(settings.cluster.stop_timeout_s)
+        if folder:
+            local_ray.remove(folder)
+
+
+def _serve(run: Run, model_dir: Path | None) -> int:
+    run.controller, running = _start_controller(run, model_dir)
+    try:
+        status = _until_ready(run, running)
+        if status is None:
+            return 0
+        url, model = status.url or "", run.settings.router.served_model_name
+        run.note = msgspec.structs.replace(run.note, phase="ready", url=url)
+        run.notebook.write(run.note)
+        run.console.last_notice = max((notice.seq for notice in status.notices), default=0)
+        run.console.banner(url, model, run.settings, detached=run.detached)
+        return _stay(run, running)
+    finally:
+        run.notebook.write(msgspec.structs.replace(run.note, phase="stopping"))
+        _take_down(run)
+
+
+def named(settings: Settings) -> Settings:
+    """Settings in which the model has the name that requests use: by default, of a folder, its last part."""
+    if settings.router.served_model_name:
+        return settings
+    folder = Path(settings.replica.model).expanduser()
+    name = folder.resolve().name if folder.is_dir() else settings.replica.model
+    router = msgspec.structs.replace(settings.router, served_model_name=name)
+    return msgspec.structs.replace(settings, router=router)
+
+
+def _start_controller(run: Run, model_dir: Path | None) -> tuple[Any, Any]:
+    import ray
+
+    from .controller import Controller
+    from .parts import make_rank, make_router
+
+    node = ray.get_runtime_context().get_node_id()
+    sockets = run.folder / "s" if run.folder else None
+    spec = ClusterSpec(
+        settings=run.settings,
+        seed=secrets.randbits(64),
+        model_dir=str(model_dir) if model_dir else None,
+        run_dir=str(sockets) if sockets else None,
+        host="127.0.0.1" if run.folder else None,
+    )
+    controller = (
+        ray.remote(Controller).options(num_cpus=0, max_concurrency=100).remote(spec, make_rank, make_router, node)
+    )
+    return controller, controller.run.remote()
+
+
+def _until_ready(run: Run, running: Any) -> ClusterStatus | None:
+    """Wait until every replica serves and the router listens; None: told to stop. Raises StartFailed."""
+    while not run.stopper.wait(POLL_S):
+        status = _status(run, running)
+        run.console.progress(status)
+        for gang in status.gangs:
+            if gang.failures:
+                raise StartFailed(f"replica {gang.replica_id} could not start: {gang.last_error}")
+        if status.router_error:
+            raise StartFailed(f"the router could not start: {status.router_error}")
+        if status.url and _all_ready(run, status):
+            return status
+    return None
+
+
+def _all_ready(run: Run, status: ClusterStatus) -> bool:
+    ready = [gang for gang in status.gangs if gang.phase == "ready"]
+    return len(ready) == run.settings.cluster.replicas
+
+
+def _stay(run: Run, running: Any) -> int:
+    while not run.stopper.wait(POLL_S):
+        run.console.happened(_status(run, running).notices)
+    return 0
+
+
+def _status(run: Run, running: Any) -> ClusterStatus:
+    """Ask the controller. Raises ClusterError when it is gone: nothing can be kept alive without it."""
+    import ray
+
+    try:
+        ended, _ = ray.wait([running], timeout=0)
+        if ended:
+            ray.get(ended[0])
+        status: ClusterStatus = ray.get(run.controller.status.remote(run.console.last_notice), timeout=60)
+    except ray.exceptions.RayError as error:
+        raise ClusterError(f"the controller is gone: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+    return status
+
+
+def _take_down(run: Run) -> None:
+    import ray
+
+    run.console.line("stopping")
+    try:
+        ray.get(run.controller.stop.remote(), timeout=run.settings.cluster.stop_timeout_s)
+    except ray.exceptions.RayError as error:
+        run.console.line(f"  not in good order: {type(error).__name__}; killing what is left")
+
+
+def _abandon(notebook: Notebook, note: Note) -> None:
+    """The second Ctrl-C: nobody is asked, nothing is left."""
+    local_ray.kill_children()
+    notebook.sweep(note.name)
+    print("killed", file=sys.stderr)
+    os._exit(130)
+
+
+def _present(folder: Path | None) -> Path:
+    assert folder is not None, "a local Ray without a folder"
+    return folder

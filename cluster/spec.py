@@ -1,0 +1,87 @@
+"""What the processes of one cluster tell each other over Ray: orders and reports. Types alone."""
+
+from dataclasses import dataclass
+
+from ..replica.messages import ReplicaDescription
+from .config import Settings
+
+
+@dataclass(slots=True, frozen=True)
+class ClusterSpec:
+    """What the controller needs to know to build everything."""
+
+    settings: Settings
+    seed: int  #: 64 random bits; the seed of all block hashes of this cluster
+    model_dir: str | None  #: where the model lies on every node; None: each node finds it by itself
+    run_dir: str | None  #: folder for sockets on the one node; None: several nodes, so TCP
+    host: str | None  #: address to bind; None: each node's own
+
+
+@dataclass(slots=True, frozen=True)
+class Rendezvous:
+    """Where the ranks of one gang meet: rank 0 listens there."""
+
+    host: str
+    port: int
+
+
+@dataclass(slots=True, frozen=True)
+class RankSpec:
+    """What one rank is to be."""
+
+    cluster: ClusterSpec
+    replica_id: str
+    generation: int
+    rank: int
+    world: int
+    rendezvous: Rendezvous
+    ranks_on_node: int  #: who share the cores of this node
+
+
+@dataclass(slots=True, frozen=True)
+class Started:
+    """A rank serves. Rank 0 describes the replica."""
+
+    pid: int
+    node: str
+    description: ReplicaDescription | None
+
+
+@dataclass(slots=True, frozen=True)
+class Failed:
+    """A part could not start or stopped working, in its own words."""
+
+    message: str
+
+
+@dataclass(slots=True, frozen=True)
+class GangStatus:
+    """One replica for somebody who watches."""
+
+    replica_id: str
+    generation: int
+    phase: str
+    reason: str  #: what is being waited for, or why it failed
+    failures: int
+    pids: tuple[int, ...]
+    blocks: int
+    last_error: str
+
+
+@dataclass(slots=True, frozen=True)
+class Notice:
+    """Something that happened and that a person may want to know."""
+
+    seq: int
+    level: str
+    text: str
+
+
+@dataclass(slots=True, frozen=True)
+class ClusterStatus:
+    """What the controller knows."""
+
+    gangs: tuple[GangStatus, ...]
+    url: str | None  #: of the router, once it listens
+    router_error: str | None
+    notices: tuple[Notice, ...]

@@ -1,0 +1,79 @@
+"""`homing status`: what the router says about its replicas, as a table. Formatting only."""
+
+import json
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from .client import cluster_url, get_json
+from .config import Settings
+
+COLUMNS = ("replica", "state", "events", "ranks", "node", "running", "waiting", "kv used", "cached", "hit rate")
+RIGHT = frozenset({"ranks", "running", "waiting", "kv used", "cached", "hit rate"})
+
+
+def status(settings: Settings, out: TextIO, *, as_json: bool) -> int:
+    """Print the state of the running cluster. Raises NotRunning."""
+    url = cluster_url(settings)
+    view = get_json(f"{url}/cluster")
+    if as_json:
+        json.dump(view, out, indent=2)
+        print(file=out)
+        return 0
+    print(render(settings.cluster.name, url, view), file=out)
+    return 0
+
+
+def render(name: str, url: str, view: dict[str, Any]) -> str:
+    """The whole page."""
+    lines = [f"{name} · {url} · {_models(view)} · policy {view['policy']}", ""]
+    lines += table(COLUMNS, [_row(replica) for replica in view["replicas"]])
+    lines += ["", _totals(view)]
+    lines += [f"refused {refused['replica_id']}: {refused['message']}" for refused in view["refused"]]
+    return "\n".join(lines)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of equal width; numbers to the right."""
+    widths = [max(len(row[index]) for row in (columns, *rows)) for index in range(len(columns))]
+
+    def line(cells: Sequence[str]) -> str:
+        return "  ".join(
+            cell.rjust(width) if column in RIGHT else cell.ljust(width)
+            for cell, width, column in zip(cells, widths, columns, strict=True)
+        ).rstrip()
+
+    return [line(columns), *(line(row) for row in rows)]
+
+
+def _row(replica: dict[str, Any]) -> tuple[str, ...]:
+    total = replica["num_blocks"]
+    used = total - replica["free_blocks"] if replica["report_age_s"] is not None else 0
+    return (
+        replica["replica_id"],
+        replica["state"],
+        replica["feed"],
+        str(len(replica["pids"])),
+        replica["node"],
+        str(replica["running"]),
+        str(replica["waiting"]),
+        f"{used / total:.0%}" if total else "-",
+        f"{replica['indexed_blocks']} blocks",
+        _share(replica.get("hit_tokens", 0), replica.get("query_tokens", 0)),
+    )
+
+
+def _totals(view: dict[str, Any]) -> str:
+    counters = view["counters"]
+    return (
+        f"{counters['requests']} requests, {counters['finished']} finished, {view['in_flight']} running, "
+        f"{view['waiting']} waiting, {counters['failed']} failed, {counters['continued']} continued elsewhere; "
+        f"{counters['delivered_cached_tokens']} prompt tokens came from caches"
+    )
+
+
+def _models(view: dict[str, Any]) -> str:
+    return ", ".join(sorted({replica["model"] for replica in view["replicas"]})) or "no replica"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else "-"

@@ -1,0 +1,81 @@
+"""Stand-ins for the parts that the actors run: they load nothing and note what they are told in a file."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from homing.cluster.spec import ClusterSpec, RankSpec
+from homing.events.messages import EventEndpoints
+from homing.replica.messages import ModelLimits, Parity, ReplicaDescription
+
+
+def describe_replica(replica_id: str, epoch: int) -> ReplicaDescription:
+    """A description whose only meaning is its name and epoch."""
+    return ReplicaDescription(
+        replica_id=replica_id,
+        epoch=epoch,
+        request_endpoint=f"ipc://{replica_id}-{epoch}",
+        event_endpoints=EventEndpoints(events="", replay="", state="", snapshot=""),
+        parity=Parity(
+            tokenizer_digest="", template_digest="", block_size=16, hash_algorithm="", model_root=b"", canary=b""
+        ),
+        model=ModelLimits(name="m", path="", vocab_size=1, max_model_len=1, eos_token_ids=()),
+        num_blocks=1,
+        max_running_requests=1,
+        max_batched_tokens=1,
+        tensor_parallel_size=1,
+        prefill_tokens_per_s=1,
+        decode_step_s=1,
+    )
+
+
+class FakeRank:
+    """A rank that serves nothing; with the model name `broken` it does not even start."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        self._spec = spec
+        self._stopped = threading.Event()
+
+    def start(self) -> ReplicaDescription | None:
+        if self._spec.cluster.settings.replica.model == "broken":
+            raise ValueError("the weights are torn")
+        return describe_replica(self._spec.replica_id, self._spec.generation) if self._spec.rank == 0 else None
+
+    def run(self) -> None:
+        self._stopped.wait()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+
+class FakeRouter:
+    """A router that writes each membership it is told as a line of JSON: [[replica id, epoch, pids], ...]."""
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        self._told = Path(spec.settings.cluster.state_dir) / "told"
+        self._stopped = asyncio.Event()
+
+    async def start(self, host: str, port: int) -> int:
+        return port or 12345
+
+    async def apply_membership(self, members: Sequence[ReplicaDescription], seed: int) -> None:
+        with self._told.open("a") as file:
+            file.write(json.dumps([[member.replica_id, member.epoch, member.pids] for member in members]) + "\n")
+
+    async def run(self) -> None:
+        await self._stopped.wait()
+
+    async def stop(self) -> None:
+        self._stopped.set()
+
+
+def memberships(folder: Path) -> list[dict[str, tuple[int, list[int]]]]:
+    """What the fake router was told so far: replica id -> (epoch, pids), oldest first."""
+    told = folder / "told"
+    lines = told.read_text().splitlines() if told.exists() else []
+    decoded = [msgspec.json.decode(line, type=list[tuple[str, int, list[int]]]) for line in lines]
+    return [{name: (epoch, pids) for name, epoch, pids in line} for line in decoded]
