@@ -30,6 +30,7 @@ from .errors import EngineBroken, ReplicaError, RequestError
 from .identity import cache_identity, parity
 from .messages import Generate, ModelLimits, Parity, Refused, ReplicaDescription, Reply, Request, TokenBatch
 from .port import Delivery, RequestPort
+from .ranks import RankGroup
 from .rates import Rates
 from .runner import ModelRunner, set_cpu_threads
 from .scheduler import Limits
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 MAX_FAILURES = 3
 
 T = TypeVar("T")
+RunnerLoader = Callable[[ReplicaSettings, Path, int, RankGroup | None], ModelRunner]
 
 
 @dataclass(slots=True, frozen=True)
@@ -72,6 +74,7 @@ class ReplicaServer:
         ipc_dir: Path | None = None,
         gang: GangSpec | None = None,
         node: str = "",
+        load_runner: RunnerLoader = ModelRunner,
     ) -> None:
         """Nothing happens before `start`.
 
@@ -83,6 +86,7 @@ class ReplicaServer:
         self._replica_id = replica_id
         self._host, self._ipc_dir, self._node = host, ipc_dir, node
         self._gang = gang
+        self._load_runner = load_runner
         self._hasher = BlockHasher(kvcache.block_size, cluster_seed, kvcache.hash_algorithm)
         self._epoch = randbits(63)
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -128,6 +132,11 @@ class ReplicaServer:
     def residents(self) -> list[CachedBlock]:
         """From any thread while `run` runs: what the cache really holds, between two steps."""
         return self._ask(lambda: list(self._cache.residents()))
+
+    @property
+    def malformed_requests(self) -> int:
+        """Frames that could not be read and were dropped."""
+        return self._port.malformed
 
     def check(self) -> None:
         """From any thread while `run` runs: assert the engine's invariants between two steps."""
@@ -197,13 +206,13 @@ class ReplicaServer:
     def _join_and_load(self) -> tuple[ModelRunner, LocalExecutor | GangExecutor, tuple[int, ...]]:
         size = self._kvcache.block_size
         if self._gang is None or self._gang.size == 1:
-            runner = ModelRunner(self._settings, self._model_dir, size)
+            runner = self._load_runner(self._settings, self._model_dir, size, None)
             return runner, LocalExecutor(runner), ()
         group = join_gang(self._gang, self._settings)
         channel = PlanChannel(self._gang.size - 1, self._gang.host)
         try:
             share_endpoint(group, channel.endpoint, self._settings)
-            runner = ModelRunner(self._settings, self._model_dir, size, group)
+            runner = self._load_runner(self._settings, self._model_dir, size, group)
             workers = channel.wait_for_workers()
         except BaseException:
             channel.close()

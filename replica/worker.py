@@ -48,7 +48,7 @@ def join_gang(gang: GangSpec, settings: ReplicaSettings) -> RankGroup:
         return RankGroup.join(
             gang.rank, gang.size, host=gang.host, port=gang.port, backend=backend, timeout_s=JOIN_TIMEOUT_S
         )
-    except RuntimeError as error:
+    except RankLost as error:
         raise StartupError(
             f"rank {gang.rank} of {gang.size} met no other at {gang.host}:{gang.port}: {error}"
         ) from error
@@ -232,6 +232,7 @@ class _WorkerLink:
 
     def close(self) -> None:
         self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close(linger=0)
         self._context.term()
 

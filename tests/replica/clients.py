@@ -1,0 +1,145 @@
+"""A replica in a thread of this process, and a router's end of its sockets."""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from homing.events.config import EventsSettings
+from homing.kvcache.config import KvCacheSettings
+from homing.kvcache.hashing import BlockHash, BlockHasher
+from homing.replica.config import ReplicaSettings
+from homing.replica.messages import (
+    Abort,
+    Refused,
+    ReplicaDescription,
+    Reply,
+    Request,
+    TokenBatch,
+    TokenOutput,
+)
+from homing.replica.server import ReplicaServer
+
+from .fakes import generate
+
+SEED = 99
+#: Catches hangs only.
+PATIENCE_S = 60
+
+
+class Client:
+    """A router as the replica sees it."""
+
+    def __init__(self, description: ReplicaDescription, hasher: BlockHasher, identity: bytes = b"router-1") -> None:
+        self.hasher = hasher
+        self.outputs: dict[int, list[TokenOutput]] = {}
+        self.refused: dict[int, Refused] = {}
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.identity = identity
+        self.socket.linger = 0
+        self.socket.connect(description.request_endpoint)
+
+    def send(self, request: Request) -> None:
+        self.socket.send(msgspec.msgpack.encode(request))
+
+    def ask(self, request_id: int, tokens: Sequence[int], **options: Any) -> None:
+        self.send(generate(request_id, tokens, self.hasher, **{"ignore_eos": True, **options}))
+
+    def abort(self, *request_ids: int) -> None:
+        self.send(Abort(request_ids=list(request_ids)))
+
+    def receive(self) -> Reply:
+        assert self.socket.poll(PATIENCE_S * 1000), "the replica does not answer"
+        reply: Reply = msgspec.msgpack.decode(self.socket.recv(), type=TokenBatch | Refused)
+        if isinstance(reply, Refused):
+            self.refused[reply.request_id] = reply
+            return reply
+        for output in reply.outputs:
+            self.outputs.setdefault(output.request_id, []).append(output)
+        return reply
+
+    def ended(self, request_id: int) -> bool:
+        outputs = self.outputs.get(request_id)
+        return request_id in self.refused or bool(outputs and outputs[-1].finish_reason)
+
+    def wait(self, *request_ids: int) -> None:
+        while not all(map(self.ended, request_ids)):
+            self.receive()
+
+    def tokens(self, request_id: int) -> list[int]:
+        return [token for output in self.outputs[request_id] for token in output.token_ids]
+
+    def close(self) -> None:
+        self.socket.close()
+        self._context.term()
+
+
+class Served:
+    """A running replica."""
+
+    def __init__(self, server: ReplicaServer, description: ReplicaDescription, hasher: BlockHasher) -> None:
+        self.server, self.description, self.hasher = server, description, hasher
+        self.error: BaseException | None = None
+        self.clients: list[Client] = []
+        self.thread = threading.Thread(target=self._run, name="replica-under-test")
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.server.run()
+        except Exception as error:
+            self.error = error
+
+    def client(self, identity: bytes = b"router-1") -> Client:
+        self.clients.append(Client(self.description, self.hasher, identity))
+        return self.clients[-1]
+
+    def resident_hashes(self) -> set[BlockHash]:
+        return {block.block_hash for block in self.server.residents()}
+
+    def end(self) -> None:
+        self.server.stop()
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive(), "the replica does not end"
+        for client in self.clients:
+            client.close()
+
+
+@contextlib.contextmanager
+def served(
+    folder: Path,
+    ipc_dir: Path | None,
+    *,
+    settings: dict[str, Any] | None = None,
+    kvcache: dict[str, Any] | None = None,
+    events: dict[str, Any] | None = None,
+    **options: Any,
+) -> Iterator[Served]:
+    """Start a replica of this model; it has ended, with nothing left behind, when the block is left."""
+    replica_settings = ReplicaSettings(**{"dtype": "float32", "device": "cpu", "cpu_threads": 1, **(settings or {})})
+    kvcache_settings = KvCacheSettings(**{"block_size": 8, "num_kv_blocks": 65, **(kvcache or {})})
+    server = ReplicaServer(
+        replica_settings,
+        kvcache_settings,
+        EventsSettings(**(events or {})),
+        model_dir=folder,
+        replica_id="r0",
+        cluster_seed=SEED,
+        ipc_dir=ipc_dir,
+        **options,
+    )
+    hasher = BlockHasher(kvcache_settings.block_size, SEED, kvcache_settings.hash_algorithm)
+    running = Served(server, server.start(), hasher)
+    try:
+        yield running
+        if running.thread.is_alive():
+            server.check()
+    finally:
+        running.end()
+    if ipc_dir:
+        assert not list(ipc_dir.iterdir()), "socket files stay behind"

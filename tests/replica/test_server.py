@@ -1,0 +1,377 @@
+"""A whole replica on real sockets, with a small random model; transformers' `generate` says what is right."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from homing.events.config import EventsSettings
+from homing.events.decode import CacheEvent, Cleared, Removed, Stored
+from homing.events.feed import EventFeed
+from homing.events.messages import LOAD_TOPIC, LoadReport, SnapshotBlock
+from homing.events.subscription import FeedStatus
+from homing.kvcache.config import KvCacheSettings
+from homing.kvcache.hashing import BlockHash, wire_hash
+from homing.kvcache.parity import canary_hash
+from homing.replica.config import ReplicaSettings
+from homing.replica.errors import EngineBroken, ReplicaError, StartupError
+from homing.replica.plan import StepPlan
+from homing.replica.ranks import RankGroup
+from homing.replica.runner import ModelRunner
+from homing.replica.server import MAX_FAILURES, ReplicaServer
+
+from .clients import PATIENCE_S, SEED, Client, Served, served
+
+Reference = Callable[[Path, list[list[int]], int], list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("llama")
+
+
+@pytest.fixture
+def replica(folder: Path, tmp_path: Path) -> Iterator[Served]:
+    with served(folder, tmp_path) as running:
+        yield running
+
+
+class LoadListener:
+    """Reads the load reports of a replica."""
+
+    def __init__(self, running: Served) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.SUB)
+        self.socket.linger = 0
+        self.socket.subscribe(LOAD_TOPIC)
+        self.socket.connect(running.description.event_endpoints.state)
+
+    def until(self, holds: Callable[[LoadReport], bool]) -> LoadReport:
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            if self.socket.poll(1000):
+                report = msgspec.msgpack.decode(self.socket.recv_multipart()[1], type=LoadReport)
+                if holds(report):
+                    return report
+        raise AssertionError("no such load report")
+
+    def close(self) -> None:
+        self.socket.close()
+        self.context.term()
+
+
+@pytest.fixture
+def loads(replica: Served) -> Iterator[LoadListener]:
+    listener = LoadListener(replica)
+    yield listener
+    listener.close()
+
+
+def test_a_mixed_batch_answers_like_generate(
+    replica: Served, folder: Path, prompts: list[list[int]], reference: Reference
+) -> None:
+    """Greedy, float32, all prompts at once and then again over their cached prefixes: token for token."""
+    expected = reference(folder, prompts, 12)
+    client = replica.client()
+    for turn in range(2):
+        ids = [turn * 100 + number for number in range(len(prompts))]
+        for request_id, prompt in zip(ids, prompts, strict=True):
+            client.ask(request_id, prompt, max_tokens=12, ignore_eos=False)
+        client.wait(*ids)
+
+        assert [client.tokens(request_id) for request_id in ids] == expected
+
+
+def test_the_second_identical_prompt_reports_its_cached_tokens(replica: Served) -> None:
+    """All full blocks of 8 but the one with the last token."""
+    client, prompt = replica.client(), list(range(3, 35))
+    for request_id in (1, 2):
+        client.ask(request_id, prompt)
+        client.wait(request_id)
+
+    assert [client.outputs[request_id][0].cached_tokens for request_id in (1, 2)] == [0, 24]
+
+
+def test_a_description_says_how_to_reach_and_what_to_expect(replica: Served) -> None:
+    """The router compares parity and judges requests by the limits."""
+    description = replica.description
+    parity = description.parity
+
+    assert parity.canary == canary_hash(replica.hasher, BlockHash(parity.model_root))
+    assert (parity.block_size, parity.hash_algorithm) == (8, "xxh3_128")
+    assert (description.model.vocab_size, description.model.max_model_len) == (211, 256)
+    assert (description.num_blocks, description.pids, description.tensor_parallel_size) == (65, (os.getpid(),), 1)
+    assert description.prefill_tokens_per_s > 0
+    assert description.decode_step_s > 0
+
+
+def test_preemption_in_a_tiny_pool_changes_no_token(
+    folder: Path, tmp_path: Path, prompts: list[list[int]], reference: Reference
+) -> None:
+    """The pool holds about one and a half of these requests; the budget cuts prompts at odd places."""
+    longest = max(map(len, prompts)) + 24
+    blocks = 1 + -(-longest // 4) + 4
+    expected = reference(folder, prompts, 24)
+    settings = {"max_batched_tokens": 7, "max_running_requests": 4}
+    kvcache = {"block_size": 4, "num_kv_blocks": blocks}
+
+    with served(folder, tmp_path, settings=settings, kvcache=kvcache) as running:
+        client, loads = running.client(), LoadListener(running)
+        for number, prompt in enumerate(prompts):
+            client.ask(number, prompt, max_tokens=24, ignore_eos=False)
+        client.wait(*range(len(prompts)))
+        preemptions = loads.until(lambda report: not report.running).counters.preemptions
+        loads.close()
+
+    assert preemptions > 0
+    assert [client.tokens(number) for number in range(len(prompts))] == expected
+
+
+def test_an_abort_frees_the_blocks_within_a_step(replica: Served, loads: LoadListener) -> None:
+    """A client that goes away pays nobody's memory: no further token comes after the step that was under way."""
+    client = replica.client()
+    client.ask(1, [5, 6, 7], max_tokens=200)
+    client.receive()
+    client.abort(1)
+
+    report = loads.until(lambda report: report.accepted == {"router-1": 1} and not report.running)
+
+    assert report.free_blocks == report.total_blocks == 64
+    assert len(client.tokens(1)) < 200
+
+
+def test_the_load_report_tells_what_was_accepted_and_measured(replica: Served, loads: LoadListener) -> None:
+    """From it the router knows which of its requests are counted already."""
+    client = replica.client()
+    client.ask(7, list(range(3, 60)))
+    client.wait(7)
+
+    report = loads.until(lambda report: report.accepted == {"router-1": 7} and not report.running)
+
+    assert report.epoch == replica.description.epoch
+    assert (report.counters.prefilled_tokens, report.counters.generated_tokens) == (57, 4)
+    assert report.cached_free_blocks == 7
+
+
+def test_a_frame_that_cannot_be_read_is_dropped_and_harms_nobody(replica: Served) -> None:
+    """Counted, logged, dropped; the next request is answered."""
+    client = replica.client()
+    client.socket.send(b"\xc1 no msgpack")
+    client.socket.send(msgspec.msgpack.encode({"type": "generate", "request_id": "one"}))
+    client.socket.send_multipart([b"three", b"frames"])
+    client.ask(1, [5, 6, 7])
+    client.wait(1)
+
+    assert len(client.tokens(1)) == 4
+    assert replica.server.malformed_requests == 3
+
+
+def test_a_request_that_cannot_run_is_refused_by_name(replica: Served) -> None:
+    """The reason becomes the client's error."""
+    client = replica.client()
+    client.ask(1, [3] * 256)
+    client.ask(2, [3, 4], top_p=7.0)
+    client.wait(1, 2)
+
+    assert (client.refused[1].reason, client.refused[2].reason) == ("prompt_too_long", "invalid")
+    assert "top_p" in client.refused[2].message
+
+
+def test_a_draining_replica_finishes_and_refuses_what_comes_later(replica: Served, loads: LoadListener) -> None:
+    """The refusal says that another replica may take it."""
+    client = replica.client()
+    client.ask(1, [5, 6, 7], max_tokens=30)
+    client.receive()
+    replica.server.drain()
+    client.ask(2, [5, 6])
+    client.wait(1, 2)
+
+    assert len(client.tokens(1)) == 30
+    assert (client.refused[2].reason, client.refused[2].retry) == ("draining", True)
+    assert loads.until(lambda report: report.draining and not report.running)
+
+
+def test_a_router_that_vanished_loses_its_requests_and_stops_nobody(replica: Served, loads: LoadListener) -> None:
+    """Its sends fail at once; another router's stream goes on."""
+    client, other = replica.client(), Client(replica.description, replica.hasher, b"router-2")
+    other.ask(1, [9, 8, 7], max_tokens=240)
+    other.receive()
+    other.close()
+    client.ask(1, [5, 6, 7], max_tokens=20)
+    client.wait(1)
+
+    report = loads.until(lambda report: not report.running)
+
+    assert len(client.tokens(1)) == 20
+    assert "router-2" not in report.accepted
+    assert report.free_blocks == report.total_blocks
+
+
+def test_two_routers_get_their_own_tokens_only(replica: Served) -> None:
+    """Request ids are each router's own."""
+    first, second = replica.client(b"router-1"), replica.client(b"router-2")
+    first.ask(1, [5, 6, 7], max_tokens=6)
+    second.ask(1, [5, 6, 7], max_tokens=3)
+    first.wait(1)
+    second.wait(1)
+
+    assert first.tokens(1)[:3] == second.tokens(1)
+    assert [len(client.tokens(1)) for client in (first, second)] == [6, 3]
+
+
+class RouterView:
+    """A sink that is a plain set."""
+
+    def __init__(self) -> None:
+        self.held: set[int] = set()
+        self.live = False
+
+    def apply(self, events: Sequence[CacheEvent]) -> None:
+        for event in events:
+            if isinstance(event, Stored):
+                self.held |= set(event.hashes)
+            elif isinstance(event, Removed):
+                self.held -= set(event.hashes)
+            elif isinstance(event, Cleared):
+                self.held.clear()
+
+    def reset(self, blocks: Sequence[SnapshotBlock]) -> None:
+        self.held = {int(block.block_hash) for block in blocks}
+
+    def status(self, status: FeedStatus) -> None:
+        self.live = status is FeedStatus.LIVE
+
+    def load(self, report: LoadReport) -> None: ...
+
+    def malformed(self, error: Exception) -> None:
+        raise error
+
+
+async def test_a_set_built_from_the_stream_is_what_the_replica_holds(folder: Path, tmp_path: Path) -> None:
+    """Through eviction and a reset, with a reader that came late: the router knows by events alone."""
+    with served(folder, tmp_path, kvcache={"num_kv_blocks": 17}) as running:
+        client, view = running.client(), RouterView()
+        feed = EventFeed(running.description.event_endpoints, view)
+        await asyncio.to_thread(talk, client, range(4))
+        feed.start(asyncio.get_running_loop())
+        await asyncio.to_thread(talk, client, range(4, 12))
+
+        await until(lambda: view.live and view.held == resident_names(running))
+        resident = running.server.residents()
+        running.server.reset_cache()
+        await until(lambda: not view.held)
+        feed.close()
+
+    assert 0 < len(resident) <= 16
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not holds():  # noqa: ASYNC110 - other threads make it hold
+            await asyncio.sleep(0.02)
+
+
+def talk(client: Client, ids: range) -> None:
+    """Requests of 30 tokens each; some share their first half."""
+    for request_id in ids:
+        client.ask(request_id, [3 + request_id % 3] * 16 + [50 + request_id] * 14, max_tokens=9)
+        client.wait(request_id)
+
+
+def resident_names(running: Served) -> set[int]:
+    return {wire_hash(block_hash) for block_hash in running.resident_hashes()}
+
+
+def test_a_stopped_replica_sends_its_requests_elsewhere(folder: Path, tmp_path: Path) -> None:
+    """Whoever still waits may be continued at once, not after a timeout."""
+    with served(folder, tmp_path) as running:
+        client = running.client()
+        client.ask(1, [5, 6, 7], max_tokens=240)
+        client.receive()
+        running.server.stop()
+        client.wait(1)
+
+        assert (client.refused[1].reason, client.refused[1].retry) == ("draining", True)
+        running.thread.join(PATIENCE_S)
+        with pytest.raises(ReplicaError, match="ended"):
+            running.server.residents()
+
+
+class FragileRunner(ModelRunner):
+    """Fails in as many forward passes as `fail_next` says."""
+
+    fail_next = 0
+
+    def forward(self, plan: StepPlan) -> torch.Tensor | None:
+        if self.fail_next:
+            self.fail_next -= 1
+            raise ValueError("out of luck")
+        return super().forward(plan)
+
+
+class Loader:
+    """Keeps hold of the runner that it loads."""
+
+    def __call__(self, settings: ReplicaSettings, folder: Path, size: int, group: RankGroup | None) -> ModelRunner:
+        self.runner = FragileRunner(settings, folder, size, group)
+        return self.runner
+
+
+def test_a_step_that_fails_ends_its_requests_and_the_replica_goes_on(folder: Path, tmp_path: Path) -> None:
+    """One bad request must not take a replica down."""
+    loader = Loader()
+    with served(folder, tmp_path, load_runner=loader) as running:
+        client = running.client()
+        loader.runner.fail_next = 1
+        client.ask(1, [5, 6, 7])
+        client.wait(1)
+        client.ask(2, [5, 6, 7])
+        client.wait(2)
+
+        assert client.refused[1].reason == "internal"
+        assert "out of luck" in client.refused[1].message
+        assert len(client.tokens(2)) == 4
+
+
+def test_a_replica_whose_steps_keep_failing_ends_so_that_it_is_rebuilt(folder: Path, tmp_path: Path) -> None:
+    """A broken device fails every step; refusing all requests for ever would look like service."""
+    loader = Loader()
+    with served(folder, tmp_path, load_runner=loader) as running:
+        client = running.client()
+        loader.runner.fail_next = MAX_FAILURES
+        for request_id in range(MAX_FAILURES):
+            client.ask(request_id, [5, 6, 7])
+            client.wait(request_id)
+        running.thread.join(PATIENCE_S)
+
+        assert isinstance(running.error, EngineBroken)
+
+
+def test_ports_of_the_system_serve_where_no_folder_is_given(folder: Path) -> None:
+    """Routers on other nodes come by TCP."""
+    with served(folder, None) as running:
+        client = running.client()
+        client.ask(1, [5, 6, 7])
+        client.wait(1)
+
+        assert running.description.request_endpoint.startswith("tcp://127.0.0.1:")
+        assert len(client.tokens(1)) == 4
+
+
+def test_settings_that_cannot_work_are_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
+    """With the name of the setting, and nothing left behind."""
+    settings = ReplicaSettings(dtype="float32", device="cpu", cpu_threads=1, max_model_len=100_000)
+    kvcache = KvCacheSettings(num_kv_blocks=9)
+    server = ReplicaServer(
+        settings, kvcache, EventsSettings(), model_dir=folder, replica_id="r0", cluster_seed=SEED, ipc_dir=tmp_path
+    )
+
+    with pytest.raises(StartupError, match="max_model_len"):
+        server.start()
+    assert not list(tmp_path.iterdir())
