@@ -178,6 +178,10 @@ class WrongMethod(RouterError):
     error_type = "invalid_request_error"
     code = "method_not_allowed"
 
+    def __init__(self, method: str, path: str, allowed: str) -> None:
+        super().__init__(f"{method} is not allowed for {path}; allowed: {allowed}")
+        self.allowed = allowed  #: value of the Allow header
+
 
 class BodyTooLarge(RouterError):
     """The HTTP body exceeds `max_body_bytes`."""

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..errors import BodyTooLarge, RouterError, UnknownPath, WrongMethod
+from ..errors import RouterError, UnknownPath, WrongMethod
 from .connection import ClientGoneError
 from .endpoints import ENDPOINTS, routes
 from .errors import error_body, error_headers
@@ -37,16 +37,13 @@ def http_error(error: HTTPException, scope: Scope) -> RouterError:
     """What Starlette's router found, as one of ours."""
     if error.status_code == WrongMethod.http_status:
         allowed = (error.headers or {}).get("Allow", "")
-        return WrongMethod(f"{scope['method']} is not allowed for {scope['path']}; allowed: {allowed}")
+        return WrongMethod(scope["method"], scope["path"], allowed)
     return UnknownPath(f"nothing is served under {scope['path']}")
 
 
 def error_response(error: RouterError) -> Response:
     """OpenAI's error shape under the error's status."""
-    headers = error_headers(error)
-    if isinstance(error, BodyTooLarge):
-        headers["connection"] = "close"  # the rest of the body is not read
-    return Response(error_body(error), error.http_status, headers, media_type="application/json")
+    return Response(error_body(error), error.http_status, error_headers(error), media_type="application/json")
 
 
 class Exchange:

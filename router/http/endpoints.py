@@ -36,10 +36,19 @@ def decode(data: bytes, decoder: "msgspec.json.Decoder[Decoded]") -> Decoded:
     """A body as a typed struct. Raises InvalidRequest, which names the field."""
     try:
         return decoder.decode(data)
-    except msgspec.DecodeError as error:
+    except msgspec.ValidationError as error:
+        check_json(data)  # a wrong field may stand before the place where the JSON breaks
         raise from_msgspec(error) from error
-    except UnicodeDecodeError as error:
-        raise InvalidJson(f"the body is not UTF-8: {error.reason}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidJson(f"the body is not valid JSON: {error}") from error
+
+
+def check_json(data: bytes) -> None:
+    """Raises InvalidJson for what is no JSON at all."""
+    try:
+        msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidJson(f"the body is not valid JSON: {error}") from error
 
 
 async def read(front: Front, request: Request, decoder: "msgspec.json.Decoder[Decoded]") -> Decoded:

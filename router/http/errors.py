@@ -7,7 +7,7 @@ import re
 
 import msgspec
 
-from ..errors import InvalidJson, InvalidRequest, RouterError
+from ..errors import BodyTooLarge, InvalidRequest, RouterError, WrongMethod
 
 #: `Expected ... - at `$.logit_bias[...]``; keys of maps read `at `key` in `$.logit_bias``.
 _PATH = re.compile(r"`\$\.?([^`]*)`$")
@@ -37,16 +37,18 @@ def error_body(error: RouterError) -> bytes:
 
 def error_headers(error: RouterError) -> dict[str, str]:
     """Headers that go with `error`."""
+    if isinstance(error, WrongMethod):
+        return {"allow": error.allowed}
+    if isinstance(error, BodyTooLarge):
+        return {"connection": "close"}  # the rest of the body is not read
     if error.retry_after_s is None:
         return {}
     return {"retry-after": str(max(1, round(error.retry_after_s)))}
 
 
-def from_msgspec(error: msgspec.DecodeError) -> InvalidRequest:
+def from_msgspec(error: msgspec.ValidationError) -> InvalidRequest:
     """What a body's decoder found, as the caller's error with the field's name."""
     text = str(error)
-    if not isinstance(error, msgspec.ValidationError):
-        return InvalidJson(f"the body is not valid JSON: {text}")
     path = _PATH.search(text)
     where = path[1] if path else ""
     if field := _FIELD_OF_OBJECT.search(text):

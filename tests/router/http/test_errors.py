@@ -1,0 +1,221 @@
+"""Properties of refusals: OpenAI's shape, the right status, and the name of the field."""
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from homing.router.errors import DeadlineExceeded, NoReplica, QueueFull, RouterError
+
+from .fakes import FakeBackend
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+BAD_CHATS = [
+    ({"messages": []}, "messages"),
+    ({}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 1.5}, "min_p"),
+    ({"n": 0}, "n"),
+    ({"n": 9}, "n"),
+    ({"n": 1.5}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens"),
+    ({"max_completion_tokens": 4000}, "max_completion_tokens"),
+    ({"max_tokens": 4000}, "max_tokens"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"min_tokens": 10, "max_tokens": 5}, "min_tokens"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias[...]"),
+    ({"stop_token_ids": [99999]}, "stop_token_ids"),
+    ({"stop": ["a", ""]}, "stop[1]"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"stream_options": {"include_usag": True}}, "stream_options.include_usag"),
+    ({"temprature": 1}, "temprature"),
+    ({"timeout": 0}, "timeout"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+]
+
+BAD_COMPLETIONS = [
+    ({}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": 3}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt"),
+    ({"prompt": [1, 99999]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [1] * 256}, "prompt"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs"),
+    ({"prompt": "a", "logprobs": True}, "logprobs"),
+    ({"prompt": "a", "suffix": "b"}, "suffix"),
+    ({"prompt": ["a"] * 9}, "n"),
+    ({"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, "echo"),
+]
+
+
+def check_shape(response: httpx.Response) -> dict:
+    """OpenAI's error object."""
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+@pytest.mark.parametrize(("changes", "param"), BAD_CHATS)
+async def test_a_bad_chat_is_refused_by_the_name_of_its_field(client: httpx.AsyncClient, backend, changes, param):
+    """A field that is dropped silently is worse than a refusal; nothing bad reaches a replica."""
+    base = {} if changes == {} else {"messages": MESSAGES}
+
+    response = await client.post(CHAT, json=base | changes)
+
+    error = check_shape(response)
+    assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert backend.requests == []
+
+
+@pytest.mark.parametrize(("body", "param"), BAD_COMPLETIONS)
+async def test_a_bad_completion_is_refused_by_the_name_of_its_field(client: httpx.AsyncClient, backend, body, param):
+    """As for chats."""
+    response = await client.post(COMPLETIONS, json=body)
+
+    error = check_shape(response)
+    assert (response.status_code, error["param"]) == (400, param)
+    assert backend.requests == []
+
+
+@pytest.mark.parametrize("body", [b"{", b"", b'{"messages": [}', b'{"prompt": "\xff"}'])
+async def test_broken_json_is_told_as_such(client: httpx.AsyncClient, backend: FakeBackend, body: bytes):
+    """Not as a missing field, and not as our failure."""
+    for path in (CHAT, COMPLETIONS, "/tokenize", "/explain"):
+        response = await client.post(path, content=body)
+
+        assert (response.status_code, check_shape(response)["code"]) == (400, "invalid_json")
+
+
+async def test_a_body_that_is_no_object_is_refused(client: httpx.AsyncClient, backend: FakeBackend):
+    """There is no field to name then."""
+    response = await client.post(CHAT, content=b"[1]")
+
+    assert (response.status_code, check_shape(response)["param"]) == (400, None)
+
+
+async def test_openais_client_raises_its_own_errors(openai_client: AsyncOpenAI, backend: FakeBackend):
+    """With `param`, by which applications react."""
+    with pytest.raises(openai.BadRequestError) as bad:
+        await openai_client.chat.completions.create(model="demo", messages=MESSAGES, temperature=9)
+    with pytest.raises(openai.NotFoundError) as missing:
+        await openai_client.chat.completions.create(model="gpt-4", messages=MESSAGES)
+
+    assert bad.value.param == "temperature"
+    assert (missing.value.param, missing.value.code) == ("model", "model_not_found")
+
+
+@pytest.mark.parametrize(("path", "param"), [(CHAT, "messages"), (COMPLETIONS, "prompt")])
+async def test_a_prompt_that_is_too_long_is_named(client: httpx.AsyncClient, backend: FakeBackend, path, param):
+    """The code is the one by which clients shorten their conversation."""
+    text = "fox " * 400
+    body = {"prompt": text} if param == "prompt" else {"messages": [{"role": "user", "content": text}]}
+
+    error = check_shape(await client.post(path, json=body))
+
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+
+
+async def test_a_body_over_the_limit_is_413(client: httpx.AsyncClient, backend: FakeBackend):
+    """Whether its length is announced or not."""
+
+    async def parts():
+        for _ in range(70):
+            yield b" " * 1024
+
+    for content in (b" " * 70_000, parts()):
+        response = await client.post(CHAT, content=content)
+
+        assert (response.status_code, check_shape(response)["code"]) == (413, "body_too_large")
+
+
+async def test_unknown_paths_and_methods_have_the_shape_too(client: httpx.AsyncClient, backend: FakeBackend):
+    """Clients parse every error alike."""
+    missing, wrong = await client.get("/v2/models"), await client.get(CHAT)
+
+    assert (missing.status_code, check_shape(missing)["code"]) == (404, "not_found")
+    assert (wrong.status_code, check_shape(wrong)["code"]) == (405, "method_not_allowed")
+    assert wrong.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status", "retry_after"),
+    [(QueueFull(9, retry_after_s=7), 429, "7"), (NoReplica("none"), 503, None), (DeadlineExceeded("late"), 504, None)],
+)
+async def test_refusals_of_the_backend_keep_their_status(client, backend: FakeBackend, refusal, status, retry_after):
+    """And say when to come back, where that is known."""
+    backend.refusal = refusal
+
+    response = await client.post(CHAT, json={"messages": MESSAGES})
+
+    check_shape(response)
+    assert (response.status_code, response.headers.get("retry-after")) == (status, retry_after)
+
+
+async def test_a_refusal_of_one_choice_cancels_the_others(client, backend: FakeBackend):
+    """What was opened before the refusal must not go on generating for nobody (the fixture checks)."""
+    generate = backend.generate
+
+    def refuse_the_second(request):
+        if backend.requests:
+            raise QueueFull(1)
+        return generate(request)
+
+    backend.generate = refuse_the_second
+    response = await client.post(CHAT, json={"messages": MESSAGES, "n": 3})
+
+    assert response.status_code == 429
+    assert len(backend.requests) == 1
+
+
+async def test_a_crash_is_told_without_its_inside(client, backend: FakeBackend):
+    """Tracebacks go to the log; the client gets a 500 in the shape it can read."""
+
+    def crash(request):
+        raise ZeroDivisionError("secret")
+
+    backend.script = crash
+    response = await client.post(CHAT, json={"messages": MESSAGES})
+
+    assert response.status_code == 500
+    assert "secret" not in response.text
+    check_shape(response)
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+async def test_an_answer_that_a_replica_gave_up_is_an_error(client, backend: FakeBackend, reason, answer_ids):
+    """OpenAI has no such finish reason, and half an answer must not pass for a whole one."""
+    from .fakes import reply
+
+    backend.script = reply(answer_ids[:1], finish=reason)
+
+    response = await client.post(CHAT, json={"messages": MESSAGES})
+
+    assert response.status_code == RouterError.http_status

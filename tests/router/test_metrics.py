@@ -1,0 +1,101 @@
+"""Properties of metrics: totals go on over restarts, and the documented table is the real one."""
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from homing.events.messages import CacheCounters, LoadReport
+from homing.router.backend import ClusterView, RouterCounters
+from homing.router.metrics import RouterMetrics
+
+from .http.fakes import replica_view
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def report(epoch: int, hits: int) -> LoadReport:
+    return LoadReport(
+        epoch=epoch,
+        step=1,
+        ts=0.0,
+        running=2,
+        waiting=0,
+        queued_prefill_tokens=0,
+        decode_context_tokens=0,
+        free_blocks=25,
+        cached_free_blocks=0,
+        total_blocks=100,
+        prefill_tokens_per_s=1.0,
+        decode_step_s=1.0,
+        counters=CacheCounters(hit_tokens=hits),
+    )
+
+
+def view(*replicas: str, regret: int = 0) -> ClusterView:
+    rows = [replica_view(replica_id, "serving") for replica_id in replicas]
+    counters = RouterCounters(regret_tokens=regret)
+    return ClusterView(router_id="x", policy="p", waiting=4, in_flight=0, replicas=rows, refused=[], counters=counters)
+
+
+def test_replica_totals_go_on_after_a_rebuild():
+    """A counter that fell would read as a huge rate; the new replica counts from zero under a new epoch."""
+    metrics = RouterMetrics()
+
+    for epoch, hits in ((1, 10), (1, 15), (2, 3), (2, 3)):
+        metrics.load_reported("r0", report(epoch, hits))
+
+    assert metrics.registry.get_sample_value("homing_prefix_cache_hits_tokens_total", {"replica": "r0"}) == 18
+    assert metrics.registry.get_sample_value("homing_kv_cache_usage_ratio", {"replica": "r0"}) == 0.75
+
+
+def test_the_routing_sides_totals_are_taken_over():
+    """They are kept as plain numbers there; reading them twice counts nothing twice."""
+    metrics = RouterMetrics()
+
+    for regret in (5, 5, 8):
+        metrics.observe_cluster(view("r0", regret=regret))
+
+    assert metrics.registry.get_sample_value("homing_routing_regret_tokens_total") == 8
+    assert metrics.registry.get_sample_value("homing_router_requests_held") == 4
+
+
+def test_a_replica_that_went_has_no_load():
+    """Its last gauges would stand for ever on dashboards; its totals are history and stay."""
+    metrics = RouterMetrics()
+    metrics.observe_cluster(view("r0", "r1"))
+    metrics.load_reported("r1", report(1, 7))
+
+    metrics.observe_cluster(view("r0"))
+
+    value = metrics.registry.get_sample_value
+    assert value("homing_requests_running", {"replica": "r1"}) is None
+    assert value("homing_replica_state", {"replica": "r1", "state": "serving"}) is None
+    assert value("homing_requests_running", {"replica": "r0"}) == 2
+    assert value("homing_prefix_cache_hits_tokens_total", {"replica": "r1"}) == 7
+
+
+def test_every_router_total_has_a_field_to_come_from():
+    """A renamed field must not silence its metric."""
+    metrics = RouterMetrics()
+
+    assert set(metrics._router_totals) <= {field.name for field in msgspec.structs.fields(RouterCounters)}
+    assert set(metrics._cache_totals) == {field.name for field in msgspec.structs.fields(CacheCounters)}
+
+
+def test_the_documented_table_is_the_real_one():
+    """Dashboards are written from the page: each metric with its type, labels and meaning."""
+    rows = re.findall(r"^\| `(homing_\w+)` \| (\w+) \|([^|]*)\|([^|]*)\|$", DOCS.read_text(), re.MULTILINE)
+
+    documented = {name: (kind, labels.strip().replace("`", ""), text.strip()) for name, kind, labels, text in rows}
+    assert documented == documented_form(RouterMetrics())
+
+
+def documented_form(metrics: RouterMetrics) -> dict[str, tuple[str, str, str]]:
+    """Name, type, labels and help of everything on the registry."""
+    found = {}
+    for collector in metrics.registry._collector_to_names:
+        for family in collector.describe() or collector.collect():
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            found[name] = (family.type, ", ".join(collector._labelnames), family.documentation)
+    return found

@@ -1,0 +1,205 @@
+# ruff: noqa: F401, F811 (fixtures are imported and then named as arguments)
+"""Properties of the server behind a real socket: what only shows on the wire."""
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable
+
+import pytest
+from openai import AsyncOpenAI
+
+from homing.router.config import RouterSettings
+from homing.router.errors import AddressInUse, TokenizerUnavailable
+from homing.router.http.front import TextModels
+from homing.router.server import RouterServer, listening_socket
+
+from .http.conftest import (
+    Live,
+    answer_ids,
+    backend,
+    limits,
+    live,
+    openai_client,
+    settings,
+    text_model,
+)
+from .http.fakes import PAUSE, FakeBackend, reply
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+HANG_S = 20
+
+
+def post(path: str, body: bytes, **headers: str) -> bytes:
+    """A whole HTTP request."""
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {headers.pop('length', len(body))}\r\n\r\n"
+    return head.encode() + body
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another connection or the server's own loop brings about."""
+    while not condition():  # noqa: ASYNC110 (uvicorn and metrics have no event to wait for)
+        await asyncio.sleep(0.001)
+
+
+async def exchange(port: int, data: bytes) -> bytes:
+    """Send, and read what comes until the first answer is whole."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(data)
+    async with asyncio.timeout(HANG_S):
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+        body = b"" if data.startswith(b"HEAD") else await reader.readexactly(length)
+    writer.close()
+    await writer.wait_closed()
+    return head + body
+
+
+async def test_broken_json_on_the_wire_is_400(live: Live):
+    """Also where no client library stands between."""
+    answer = await exchange(live.port, post("/v1/chat/completions", b"{"))
+
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(answer.split(b"\r\n\r\n")[1])["error"]["code"] == "invalid_json"
+
+
+async def test_a_huge_body_is_refused_before_it_is_read(live: Live):
+    """The announced length is enough to know; the connection is closed after."""
+    answer = await exchange(live.port, post("/v1/chat/completions", b"", length=str(10**12)))
+
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"connection: close" in answer
+
+
+async def test_metrics_answer_head_requests(live: Live):
+    """A benchmark client sends one every second."""
+    answer = await exchange(live.port, b"HEAD /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
+
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"text/plain" in answer
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("choices", [1, 2])
+async def test_a_client_that_leaves_cancels_its_streams(live: Live, backend, answer_ids, stream, choices):
+    """While the replica is silent between two tokens, streamed or not: its blocks are wanted elsewhere."""
+    whole = reply(answer_ids)
+    backend.script = lambda request: [*list(whole(request))[:2], PAUSE]
+    reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
+    writer.write(post("/v1/chat/completions", json.dumps(CHAT | {"stream": stream, "n": choices}).encode()))
+
+    async with asyncio.timeout(HANG_S):
+        if stream:
+            await reader.readuntil(b"data: ")
+        await until(lambda: len(backend.streams) == choices)
+        assert not any(each.cancelled.is_set() for each in backend.streams)
+        writer.transport.abort()
+        await asyncio.gather(*(each.cancelled.wait() for each in backend.streams))
+        await until(lambda: b"homing_client_disconnects_total 1.0" in live.server.metrics.render())
+
+
+async def test_a_client_that_leaves_before_the_first_token_cancels_too(live: Live, backend):
+    """Prefill is the dearest phase."""
+    backend.script = lambda request: [PAUSE]
+    _, writer = await asyncio.open_connection("127.0.0.1", live.port)
+    writer.write(post("/v1/chat/completions", json.dumps(CHAT | {"stream": True}).encode()))
+
+    async with asyncio.timeout(HANG_S):
+        await until(lambda: bool(backend.streams))
+        writer.transport.abort()
+        await backend.streams[0].cancelled.wait()
+
+
+async def test_closing_openais_stream_cancels(openai_client: AsyncOpenAI, backend, answer_ids):
+    """How applications leave."""
+    whole = reply(answer_ids)
+    backend.script = lambda request: [*list(whole(request))[:2], PAUSE]
+    messages = CHAT["messages"]
+
+    async with asyncio.timeout(HANG_S):
+        stream = await openai_client.chat.completions.create(model="demo", messages=messages, stream=True)
+        await anext(stream)
+        await stream.close()
+        await backend.streams[0].cancelled.wait()
+
+
+async def test_a_kept_alive_connection_serves_again_after_errors(live: Live):
+    """One bad request must not cost the next one its connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
+    statuses = []
+
+    async with asyncio.timeout(HANG_S):
+        for body in (b"{", json.dumps(CHAT).encode(), b"[]", json.dumps(CHAT).encode()):
+            writer.write(post("/v1/chat/completions", body))
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = next(line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:"))
+            await reader.readexactly(int(length[15:]))
+            statuses.append(int(head[9:12]))
+    writer.close()
+
+    assert statuses == [400, 200, 400, 200]
+
+
+async def test_accepted_sockets_send_at_once(live: Live):
+    """Without TCP_NODELAY a client with delayed ACKs gets its first event 40 ms late."""
+    _, writer = await asyncio.open_connection("127.0.0.1", live.port)
+    state = live.server._server.server_state
+    async with asyncio.timeout(HANG_S):
+        await until(lambda: bool(state.connections))
+
+    accepted = next(iter(state.connections)).transport.get_extra_info("socket")
+    assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    writer.close()
+
+
+async def test_a_taken_port_is_named(live: Live):
+    """Whoever starts a second server reads which address is taken."""
+    with pytest.raises(AddressInUse, match=rf"127\.0\.0\.1:{live.port}"):
+        listening_socket("127.0.0.1", live.port)
+
+
+async def test_a_stopped_server_frees_its_port(settings: RouterSettings, backend: FakeBackend, text_model):
+    """A restart on the same port must work at once; stopping twice is stopping once."""
+    server = RouterServer(settings, backend, grace_s=1.0)
+    port = await server.start("127.0.0.1", 0)
+    await exchange(port, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+
+    await server.stop()
+    await server.stop()
+
+    listening_socket("127.0.0.1", port).close()
+
+
+async def test_a_stop_cuts_streams_that_outlast_the_grace(settings, backend, answer_ids, text_model):
+    """Their requests are cancelled at the replicas (the fixture checks), and the stop comes to an end."""
+    backend.script = lambda request: [*list(reply(answer_ids)(request))[:2], PAUSE]
+    server = RouterServer(settings, backend, grace_s=1.0)
+    port = await server.start("127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(post("/v1/chat/completions", json.dumps(CHAT | {"stream": True}).encode()))
+
+    async with asyncio.timeout(HANG_S):
+        await reader.readuntil(b"data: ")
+        await server.stop()
+        rest = await reader.read()
+    writer.close()
+
+    assert b"[DONE]" not in rest
+
+
+async def test_the_tokenizer_is_loaded_when_a_replica_joins(settings, backend):
+    """Once, however many ask meanwhile; a folder without one is named."""
+    loads = []
+
+    def load(path):
+        loads.append(path)
+        raise TokenizerUnavailable(f"nothing in {path}")
+
+    server = RouterServer(settings, backend, texts=TextModels(load))
+    with pytest.raises(TokenizerUnavailable, match="model"):
+        await server.model_joined()
+    results = await asyncio.gather(server.model_joined(), server.model_joined(), return_exceptions=True)
+
+    assert len(loads) == 2
+    assert all(isinstance(each, TokenizerUnavailable) for each in results)
+    await server.stop()
