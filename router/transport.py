@@ -88,6 +88,9 @@ class ReplicaLink:
         except zmq.ZMQError as error:
             log.error("link_unusable endpoint=%s error=%s", endpoint, error)
             loop.call_soon(self._lose)
+        # Until a socket was read once, its descriptor may stay silent about what happens to it.
+        for reader in self._readers:
+            reader.drain_soon()
 
     def send(self, message: Request) -> bool:
         """Hand a message to the connection; False when it does not take it now."""
