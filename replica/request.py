@@ -56,6 +56,8 @@ class RequestState:
     cached_tokens: int | None = None
     #: What the cache would give it, as of its arrival: for the load report while it waits.
     expected_cached: int = 0
+    #: Free blocks when it last did not fit; None when it was not tried or has run since.
+    refused_at_free: int | None = None
     #: Whether an output went out already; the first one carries more.
     answered: bool = False
     preemptions: int = 0

@@ -119,17 +119,13 @@ class Scheduler:
 
         Every returned row must be settled by `complete` or `finish` before the next call.
         """
-        budget = self.limits.max_batched_tokens
-        preemptions = self.preemptions
         rows = self._schedule_decodes()
-        budget -= len(rows)
+        budget = self.limits.max_batched_tokens - len(rows)
         for request in self._running:
             if not request.decoding and budget:
                 rows.append(self._row(request, budget))
                 budget -= rows[-1].count
-        if self.preemptions == preemptions:  # who was just preempted would only take the blocks back
-            rows += self._admit(budget)
-        return rows
+        return [*rows, *self._admit(budget)]
 
     def complete(self, row: ScheduledRow) -> None:
         """The KV of this row is there now: full blocks become known to the cache. A finished request is passed over."""
@@ -212,18 +208,25 @@ class Scheduler:
         """Start waiting requests in order; the first that does not fit holds up those behind it, or it would starve."""
         while budget and self._waiting and len(self._running) < self.limits.running:
             request = self._waiting[0]
-            if not self._start(request):
+            if self._hopeless(request) or not self._start(request):
                 return
             row = self._row(request, budget)
             budget -= row.count
             yield row
+
+    def _hopeless(self, request: RequestState) -> bool:
+        """No more room than at the last try: spares a look-up of a long prompt in every step that it waits."""
+        tried = request.refused_at_free
+        return tried is not None and self._cache.free_blocks <= tried and bool(self._running)
 
     def _start(self, request: RequestState) -> bool:
         match = self._match(request)
         needed = -(-request.num_tokens // self._hasher.block_size) - len(match.blocks)
         blocks = self._cache.acquire(match, needed)
         if blocks is None:
+            request.refused_at_free = self._cache.free_blocks
             return False
+        request.refused_at_free = None
         request.blocks = blocks
         request.computed = match.tokens
         request.committed_blocks = len(match.blocks)

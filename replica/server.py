@@ -107,6 +107,7 @@ class ReplicaServer:
 
     def run(self) -> None:
         """Serve until `stop`. Raises EngineBroken or RankLost when the replica has to be rebuilt."""
+        set_cpu_threads(self._settings)  # OpenMP counts threads per calling thread, and `start` may have run in another
         error: ReplicaError | None = None
         try:
             while not self._stopping.is_set():

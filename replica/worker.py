@@ -176,6 +176,7 @@ class RankWorker:
         """Run plans until rank 0 or `stop` says so. Raises RankLost when rank 0 is gone."""
         assert self._link is not None, "run before start"
         assert self._runner is not None, "run before start"
+        set_cpu_threads(self._settings)  # OpenMP counts threads per calling thread, and `start` may have run in another
         try:
             while not self._stopping.is_set():
                 frames = self._link.receive(timeout_s=0.2)
