@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from ..events.messages import EventEndpoints
+from ..events.messages import EventEndpoints, LoadReport
 from ..replica.messages import FinishReason, ModelLimits, PositionLogprobs, SamplingParams
 
 
@@ -159,10 +159,16 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Observer(Protocol):
-    """Told about every request that is over; must not block."""
+    """Told about what happens (metrics); called on the service's loop, must not block."""
 
     def request_finished(self, record: FinishedRequest) -> None:
-        """Called once per accepted request, on the service's loop."""
+        """Once per accepted request, when it is over."""
+
+    def load_reported(self, replica_id: str, report: LoadReport) -> None:
+        """A replica told its load and totals."""
+
+    def events_gap(self, replica_id: str) -> None:
+        """A hole in a replica's event stream was noticed; it is being repaired."""
 
 
 class ClusterView(msgspec.Struct, frozen=True, kw_only=True):

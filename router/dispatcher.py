@@ -357,7 +357,7 @@ class Dispatcher:
         assert all(flight.flight_id in queued for flight in held), "a waiting request is not in the queue"
         for wire_id, flight in self._by_wire.items():
             assert flight.wire_id == wire_id, f"wire id {wire_id} leads to a request that goes by {flight.wire_id}"
-            assert flight.replica in self.loads, f"request on {flight.replica}, which has left"
+            assert flight.replica in self._feeds, f"request on {flight.replica}, which has left"
             assert self._flights.get(flight.flight_id) is flight, "a request that is over is still on the wire"
         sent = sum(self.loads.in_flight(replica) for replica in self.loads.replicas())
         assert sent == len(self._by_wire), f"{sent} in flight by load, {len(self._by_wire)} by wire id"

@@ -16,7 +16,7 @@ from ..events.feed import EventFeed
 from ..events.messages import LoadReport, SnapshotBlock
 from ..events.subscription import FeedStatus
 from ..replica.messages import Abort, ReplicaDescription, Reply, Request
-from .backend import FeedState, RouterCounters
+from .backend import FeedState, Observer, RouterCounters
 from .dispatcher import Dispatcher, Instruction
 from .transport import ReplicaLink, RequestContext
 
@@ -42,6 +42,7 @@ class Shell:
     heartbeat_interval_s: float
     clock: Callable[[], float]
     counters: RouterCounters
+    observer: Observer | None
     run: Callable[[list[Instruction]], None]  #: carries the dispatcher's instructions out
 
 
@@ -57,6 +58,7 @@ class Member:
         self._reopening: asyncio.TimerHandle | None = None
         self._orphans: list[int] = []  #: wire ids that went on elsewhere when the connection was lost
         self._joined = False
+        self._gaps = 0  #: holes in the event stream that the observer was told of
 
     @property
     def replica_id(self) -> str:
@@ -141,12 +143,21 @@ class Member:
 
     def load(self, report: LoadReport) -> None:
         """The replica's load."""
+        if self._shell.observer is not None:
+            self._observe(self._shell.observer, report)
         self._shell.run(self._dispatcher.report(self.replica_id, report, self._shell.clock()))
 
     def malformed(self, error: EventError) -> None:
         """An event message was dropped; the feed closes the hole."""
         self._shell.counters.malformed_events += 1
         log.warning("event_malformed replica=%s reason=%s", self.replica_id, error)
+
+    def _observe(self, observer: Observer, report: LoadReport) -> None:
+        observer.load_reported(self.replica_id, report)
+        gaps = self._feed.subscription.counters.gaps if self._feed is not None else 0
+        for _ in range(self._gaps, gaps):
+            observer.events_gap(self.replica_id)
+        self._gaps = gaps
 
     def _follow(self) -> None:
         feed = EventFeed(

@@ -104,6 +104,7 @@ class RouterService:
             heartbeat_interval_s=self._heartbeat_interval_s,
             clock=self._clock,
             counters=self.counters,
+            observer=self._observer,
             run=self._run,
         )
         self._timer = loop.call_later(TICK_S, self._on_tick)
@@ -327,6 +328,7 @@ def _joining(about: ReplicaDescription) -> ReplicaView:
         decode_step_s=about.decode_step_s,
         report_age_s=None,
         pids=about.pids,
+        event_endpoints=about.event_endpoints,
     )
 
 

@@ -139,13 +139,14 @@ def report_of(**fields: object) -> LoadReport:
 class _Work:
     request: Generate
     generated: int
-    cached_tokens: int
+    cached_tokens: int | None = None  #: None: not admitted yet
+    to_prefill: int = 0
     started: bool = False
 
 
 @dataclass(slots=True)
 class FakeReplica:
-    """An engine without a model: pure. One `step` gives every request one token; prefill takes no time."""
+    """An engine without a model: pure. A `step` prefills within its token budget and gives others one token each."""
 
     replica_id: str
     resident: set[bytes] = field(default_factory=set)
@@ -153,6 +154,8 @@ class FakeReplica:
     full_prefills: int = 0  #: requests whose prompt was not cached at all
     highest: int = 0
     aborted: list[int] = field(default_factory=list)
+    budget: int = 512
+    left: int = 512  #: of the budget, in this step
 
     def take(self, message: Request) -> Refused | None:
         """A message from the router."""
@@ -165,23 +168,35 @@ class FakeReplica:
         self.highest = message.request_id
         assert self._hashes_fit(message), "block hashes are not those of the tokens"
         generated = len(token_array(message.token_ids)) - message.prompt_tokens
-        self.work[message.request_id] = _Work(message, generated, self._cached_tokens(message))
+        self.work[message.request_id] = _Work(message, generated)
         return None
 
     def step(self) -> tuple[TokenBatch, list[tuple[bytes | None, list[BlockHash], bytes]]]:
-        """One token for each request, and the blocks that were stored: (parent, hashes, tokens) each."""
-        outputs, stored = [], []
-        for request_id, work in list(self.work.items()):
-            if not work.started:
-                stored += self._store(work.request)
-            outputs.append(self._output(request_id, work))
-            if outputs[-1].finish_reason:
-                del self.work[request_id]
+        """The outputs, and the blocks that were stored: (parent, hashes, tokens) each."""
+        ready = [work for work in self.work.values() if self._prefill(work)]
+        self.left = self.budget
+        stored = [blocks for work in ready if not work.started for blocks in self._store(work.request)]
+        outputs = [self._output(work.request.request_id, work) for work in ready]
+        for output in outputs:
+            if output.finish_reason:
+                del self.work[output.request_id]
         return TokenBatch(step=0, outputs=outputs), stored
 
     def load(self, router_id: str, **fields: object) -> LoadReport:
         """What this replica reports."""
-        return report_of(running=len(self.work), accepted={router_id: self.highest}, **fields)
+        queued = sum(work.to_prefill for work in self.work.values() if work.cached_tokens is not None)
+        values = {"queued_prefill_tokens": queued} | fields
+        return report_of(running=len(self.work), accepted={router_id: self.highest}, **values)
+
+    def _prefill(self, work: _Work) -> bool:
+        """Go on with the prompt within what is left of the step's budget; True when it is done."""
+        if work.cached_tokens is None and self.left:
+            work.cached_tokens = self._cached_tokens(work.request)
+            work.to_prefill = len(work.request.token_ids) // 4 - work.cached_tokens
+        taken = min(self.left, work.to_prefill)
+        self.left -= taken
+        work.to_prefill -= taken
+        return work.cached_tokens is not None and not work.to_prefill
 
     def _output(self, request_id: int, work: _Work) -> TokenOutput:
         sampling = work.request.sampling

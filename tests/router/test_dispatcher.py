@@ -1,0 +1,527 @@
+"""The flow of requests, over fake replicas without sockets."""
+
+from collections import defaultdict
+from random import Random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from homing.kvcache.hashing import token_array, wire_hash
+from homing.replica.messages import Abort, Generate, Refused, TokenBatch, TokenOutput
+from homing.router.backend import FinishedRequest, GenerationRequest, RouterCounters, TokenDelta
+from homing.router.dispatcher import (
+    Cancelled,
+    Deliver,
+    Dispatcher,
+    DispatcherLimits,
+    Failed,
+    Finished,
+    FlightId,
+    Hold,
+    Instruction,
+    Naming,
+    Send,
+)
+from homing.router.errors import (
+    DeadlineExceeded,
+    InvalidGeneration,
+    PromptTooLong,
+    QueueFull,
+    ReplicaLost,
+    RequestFailed,
+    RouterClosed,
+    RouterError,
+)
+from homing.router.load import LoadBook
+from homing.router.policy import make_policy
+from homing.router.reservations import Reservations
+
+from .fakes import HASHER, LIMITS, ROOT, FakeReplica, answer, description_of, request_of
+
+
+class World:
+    """A dispatcher with its fake replicas, and all that readers saw."""
+
+    def __init__(self, replicas: int = 2, *, retries: int = 3, max_waiting: int = 100, seed: int = 0) -> None:
+        self.now = 0.0
+        self.dispatcher = Dispatcher(
+            make_policy("expected-ttft"),
+            Naming(HASHER, ROOT, LIMITS),
+            loads=LoadBook("me", silence_s=1e9),
+            reservations=Reservations(30.0),
+            limits=DispatcherLimits(max_waiting, retries, request_timeout_s=600.0),
+            counters=RouterCounters(),
+            rng=Random(seed),
+        )
+        self.replicas: dict[str, FakeReplica] = {}
+        self.on_wire: dict[str, list[Generate | Abort]] = defaultdict(list)
+        self.deltas: dict[FlightId, list[TokenDelta]] = defaultdict(list)
+        self.records: dict[FlightId, FinishedRequest] = {}
+        self.errors: dict[FlightId, RouterError] = {}
+        self.held: list[FlightId] = []
+        for index in range(replicas):
+            self.join(f"r{index}")
+
+    def join(self, name: str) -> None:
+        self.replicas[name] = FakeReplica(name)
+        self.run(self.dispatcher.join(description_of(name), self.now))
+        self.dispatcher.set_feed(name, "live")
+
+    def lose(self, name: str) -> None:
+        del self.replicas[name]
+        self.on_wire.pop(name, None)
+        self.run(self.dispatcher.replica_lost(name, self.now)[1])
+
+    def submit(self, request: GenerationRequest) -> FlightId:
+        flight, instructions = self.dispatcher.submit(request, self.now)
+        self.run(instructions)
+        return flight
+
+    def reply(self, name: str, *outputs: TokenOutput) -> None:
+        self.run(self.dispatcher.on_reply(name, TokenBatch(step=0, outputs=list(outputs)), self.now))
+
+    def step(self, name: str) -> None:
+        """The replica takes what is on the wire, makes a step, and says so everywhere."""
+        replica = self.replicas[name]
+        for message in self.on_wire.pop(name, []):
+            refused = replica.take(message)
+            assert refused is None
+        batch, stored = replica.step()
+        for _, hashes, _ in stored:
+            self.dispatcher.stored(name, [wire_hash(block) for block in hashes])
+        self.run(self.dispatcher.on_reply(name, batch, self.now))
+        self.run(self.dispatcher.report(name, replica.load("me"), self.now))
+
+    def settle(self) -> None:
+        for _ in range(200):
+            for name in list(self.replicas):
+                self.step(name)
+            if not self.dispatcher.in_flight and not self.dispatcher.waiting:
+                return
+        raise AssertionError("requests do not end")
+
+    def run(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Send(replica, message):
+                    self.on_wire[replica].append(message)
+                case Hold(flight):
+                    self.held.append(flight)
+                case Deliver(flight, delta):
+                    assert flight not in self.records, "a delta after the end"
+                    self.deltas[flight].append(delta)
+                case Finished(flight, record) | Cancelled(flight, record):
+                    self.end(flight, record)
+                case Failed(flight, error, record):
+                    self.errors[flight] = error
+                    self.end(flight, record)
+
+    def end(self, flight: FlightId, record: FinishedRequest) -> None:
+        assert flight not in self.records, "a request ends once"
+        self.records[flight] = record
+
+    def tokens(self, flight: FlightId) -> list[int]:
+        return [token for delta in self.deltas[flight] for token in delta.token_ids]
+
+    def sent(self, name: str) -> Generate:
+        message = self.on_wire[name][-1]
+        assert isinstance(message, Generate)
+        return message
+
+    def home(self, flight: FlightId) -> str:
+        replica = self.dispatcher.replica_of(flight)
+        assert replica is not None
+        return replica
+
+
+@pytest.fixture
+def world():
+    world = World()
+    yield world
+    world.dispatcher.check()
+
+
+PROMPT = list(range(100))
+
+
+def test_a_request_ends_with_exactly_its_tokens(world: World) -> None:
+    """The plain case."""
+    request = request_of(PROMPT)
+    flight = world.submit(request)
+
+    world.settle()
+
+    assert world.tokens(flight) == answer(request)
+    assert world.deltas[flight][-1].finish_reason == "length"
+    assert [delta.cached_tokens for delta in world.deltas[flight]] == [0] + [None] * 7
+    assert world.records[flight].outcome == "finished"
+
+
+def test_siblings_follow_the_first_before_any_event(world: World) -> None:
+    """Blocks are expected from dispatch on."""
+    homes = {world.home(world.submit(request_of([*PROMPT, index], seed=index))) for index in range(3)}
+
+    assert len(homes) == 1
+
+
+def test_the_prediction_is_recorded_beside_what_was_delivered(world: World) -> None:
+    """The routing must be judged by its own words."""
+    world.submit(request_of(PROMPT))
+    world.settle()
+
+    again = world.submit(request_of([*PROMPT, *[7] * 20], seed=2))
+    world.settle()
+
+    record = world.records[again]
+    assert (record.predicted_cached_tokens, record.delivered_cached_tokens, record.regret_tokens) == (96, 96, 0)
+
+
+def test_a_busy_holder_is_regretted(world: World) -> None:
+    """The best hit forgone is known, so that its cost can be watched."""
+    first = world.submit(request_of(PROMPT))
+    holder = world.home(first)
+    world.settle()
+    for seed in range(20, 24):
+        world.run(
+            world.dispatcher.report(holder, world.replicas[holder].load("me", queued_prefill_tokens=5000), world.now)
+        )
+        flight = world.submit(request_of(PROMPT, seed=seed))
+        if world.home(flight) != holder:
+            break
+    other = flight
+    world.settle()
+
+    assert world.records[other].regret_tokens == 96
+    assert world.dispatcher.counters.regret_tokens == 96
+
+
+def test_a_lost_replicas_request_goes_on_with_what_was_generated(world: World) -> None:
+    """No token lost, none doubled, and the blocks of prompt and answer are named for the next replica."""
+    request = request_of(PROMPT, max_tokens=40)
+    flight = world.submit(request)
+    home = world.home(flight)
+    for _ in range(30):
+        world.step(home)
+
+    world.lose(home)
+
+    sent = world.sent(world.home(flight))
+    assert list(token_array(sent.token_ids)) == PROMPT + answer(request)[:30]
+    assert (sent.prompt_tokens, len(sent.block_hashes) // 16) == (100, 130 // 16)
+    world.settle()
+    assert world.tokens(flight) == answer(request)
+    assert world.records[flight].continuations == 1
+
+
+def test_only_the_first_delta_carries_cached_tokens_wherever_it_comes_from(world: World) -> None:
+    """A usage that changed in the middle of an answer would be a lie about one of its halves."""
+    flight = world.submit(request_of(PROMPT))
+    world.step(world.home(flight))
+
+    world.lose(world.home(flight))
+    world.settle()
+
+    assert [delta.cached_tokens for delta in world.deltas[flight]] == [0] + [None] * 7
+
+
+def test_a_request_that_only_lacks_its_last_word_is_finished_here(world: World) -> None:
+    """All tokens came, and the replica died before it could say so: there is nothing left to generate."""
+    request = request_of(PROMPT, max_tokens=2)
+    flight = world.submit(request)
+    home = world.home(flight)
+    wire_id = world.sent(home).request_id
+    world.reply(home, TokenOutput(wire_id, 0, answer(request)))
+
+    world.lose(home)
+
+    assert world.deltas[flight][-1] == TokenDelta(token_ids=[], finish_reason="length")
+    assert world.tokens(flight) == answer(request)
+
+
+def test_continuations_are_bounded() -> None:
+    """A request that kills replicas must not kill them all."""
+    world = World(4, retries=2)
+    flight = world.submit(request_of(PROMPT))
+
+    for _ in range(3):
+        world.lose(world.home(flight))
+
+    assert isinstance(world.errors[flight], ReplicaLost)
+    assert len(world.replicas) == 1
+    world.dispatcher.check()
+
+
+def test_with_no_replica_left_requests_wait_for_the_next(world: World) -> None:
+    """A rebuild takes seconds; the client's stream can last that long."""
+    request = request_of(PROMPT)
+    flight = world.submit(request)
+    world.step(world.home(flight))
+    for name in ("r0", "r1"):
+        world.lose(name)
+
+    world.join("r2")
+    world.settle()
+
+    assert world.tokens(flight) == answer(request)
+
+
+def test_tokens_that_came_before_are_dropped_and_counted(world: World) -> None:
+    """Overlap is harmless as long as it is seen."""
+    request = request_of(PROMPT)
+    flight = world.submit(request)
+    home, right = world.home(flight), answer(request)
+    wire_id = world.sent(home).request_id
+
+    world.reply(home, TokenOutput(wire_id, 0, right[:3]))
+    world.reply(home, TokenOutput(wire_id, 1, right[1:5]))
+    world.reply(home, TokenOutput(wire_id, 0, right[:2]))
+
+    assert world.tokens(flight) == right[:5]
+    assert world.dispatcher.counters.duplicate_tokens == 4
+
+
+def test_a_hole_in_the_tokens_fails_the_request(world: World) -> None:
+    """An answer with a word missing is worse than none; the replica is told to stop."""
+    flight = world.submit(request_of(PROMPT))
+    home = world.home(flight)
+    wire_id = world.sent(home).request_id
+
+    world.reply(home, TokenOutput(wire_id, 1, [5]))
+
+    assert isinstance(world.errors[flight], RequestFailed)
+    assert world.on_wire[home][-1] == Abort(request_ids=[wire_id])
+
+
+@pytest.mark.parametrize(
+    ("reason", "error"),
+    [("prompt_too_long", PromptTooLong), ("invalid", InvalidGeneration), ("internal", RequestFailed)],
+)
+def test_a_final_refusal_says_whose_fault_it_is(world: World, reason: str, error: type[RouterError]) -> None:
+    """A caller's fault is a 400, the engine's is not."""
+    flight = world.submit(request_of(PROMPT))
+    home = world.home(flight)
+
+    refused = Refused(request_id=world.sent(home).request_id, reason=reason, message="no")
+    world.run(world.dispatcher.on_reply(home, refused, world.now))
+
+    assert type(world.errors[flight]) is error
+
+
+def test_a_refusal_with_retry_sends_the_request_elsewhere(world: World) -> None:
+    """A replica that drains says no to what was under way to it."""
+    flight = world.submit(request_of(PROMPT))
+    home = world.home(flight)
+
+    refused = Refused(request_id=world.sent(home).request_id, reason="draining", message="no", retry=True)
+    world.run(world.dispatcher.on_reply(home, refused, world.now))
+
+    assert world.home(flight) != home
+
+
+def test_a_message_that_cannot_be_sent_goes_elsewhere(world: World) -> None:
+    """The connection may be gone before anybody says so."""
+    flight = world.submit(request_of(PROMPT))
+    home = world.home(flight)
+
+    world.run(world.dispatcher.unsendable(home, world.on_wire.pop(home)[0], world.now))
+
+    assert world.home(flight) != home
+    assert world.dispatcher.counters.unsent == 1
+
+
+def test_a_cancelled_request_is_aborted_and_silent_from_then_on(world: World) -> None:
+    """What was under way when its client left belongs to nobody."""
+    flight = world.submit(request_of(PROMPT))
+    home = world.home(flight)
+    wire_id = world.sent(home).request_id
+
+    world.run(world.dispatcher.cancel(flight, world.now))
+    world.reply(home, TokenOutput(wire_id, 0, [5]))
+    world.run(world.dispatcher.cancel(flight, world.now))
+
+    assert world.on_wire[home][-1] == Abort(request_ids=[wire_id])
+    assert not world.deltas[flight]
+    assert world.dispatcher.counters.unknown_outputs == 1
+    assert world.records[flight].outcome == "cancelled"
+
+
+def test_a_deadline_ends_a_request_wherever_it_is() -> None:
+    """On a replica it is aborted; in the queue it is just over."""
+    world = World(1)
+    running = world.submit(request_of(PROMPT, deadline=5.0))
+    world.lose("r0")
+    waiting = world.submit(request_of(PROMPT, deadline=6.0))
+    world.join("r0")
+    assert world.dispatcher.waiting == 0
+
+    world.now = 7.0
+    world.run(world.dispatcher.expire(world.now))
+
+    assert {type(world.errors[flight]) for flight in (running, waiting)} == {DeadlineExceeded}
+    assert isinstance(world.on_wire["r0"][-1], Abort)
+    world.dispatcher.check()
+
+
+def test_saturated_replicas_leave_requests_in_the_router_in_order_of_priority() -> None:
+    """An engine's own queue cannot be reordered any more."""
+    world = World(1)
+    for seed in range(8):
+        world.submit(request_of(PROMPT, seed=seed))
+    late = world.submit(request_of(PROMPT, seed=90))
+    urgent = world.submit(request_of(PROMPT, seed=91, priority=-1))
+
+    assert world.held == [late, urgent]
+    world.run(world.dispatcher.cancel(FlightId(1), world.now))
+
+    assert world.dispatcher.replica_of(urgent) == "r0"
+    assert world.dispatcher.replica_of(late) is None
+    world.settle()
+    world.dispatcher.check()
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    """429 with Retry-After, and nothing has changed."""
+    world = World(0, max_waiting=2)
+    for seed in range(2):
+        world.submit(request_of(PROMPT, seed=seed))
+
+    with pytest.raises(QueueFull) as caught:
+        world.submit(request_of(PROMPT, seed=3))
+
+    assert caught.value.retry_after_s == 1.0
+    world.dispatcher.check()
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused_here(world: World) -> None:
+    """No replica need be asked."""
+    with pytest.raises(PromptTooLong):
+        world.submit(request_of([1] * LIMITS.max_model_len))
+
+
+def test_explaining_changes_nothing(world: World) -> None:
+    """Operators ask in the middle of an incident."""
+    table = world.dispatcher.explain(request_of(PROMPT), world.now)
+
+    assert table.chosen in ("r0", "r1")
+    assert world.dispatcher.in_flight == world.dispatcher.waiting == 0
+    assert not world.on_wire
+
+
+def test_a_shutdown_ends_every_request_by_name(world: World) -> None:
+    """No reader may wait for ever."""
+    flights = [world.submit(request_of(PROMPT, seed=seed)) for seed in range(30)]
+
+    world.run(world.dispatcher.fail_all(lambda: RouterClosed("bye"), world.now))
+
+    assert all(isinstance(world.errors[flight], RouterClosed) for flight in flights)
+
+
+def test_a_burst_of_siblings_neither_scatters_nor_herds(capsys: pytest.CaptureFixture[str]) -> None:
+    """One prefix, one hundred questions at once: no replica is sent the whole prefix twice.
+
+    An engine may still compute it twice: a sibling that is admitted in the very step that ends the first one's prefill
+    comes before its blocks are committed.
+    """
+    world = World(4)
+    shared = list(range(960))
+    flights = [world.submit(request_of([*shared, *range(seed, seed + 20)], seed=seed)) for seed in range(100)]
+    world.settle()
+
+    sent_whole = sum(record.predicted_cached_tokens == 0 for record in world.records.values())
+    computed = sum(replica.full_prefills for replica in world.replicas.values())
+    by_replica = [sum(world.records[flight].replica_id == name for flight in flights) for name in world.replicas]
+    with capsys.disabled():
+        print(f"\n100 siblings on 4 replicas: {by_replica} requests, {sent_whole} sent whole, {computed} full prefills")
+    assert sent_whole <= 4
+    assert computed <= 8
+    assert max(by_replica) <= 50
+    assert all(record.outcome == "finished" for record in world.records.values())
+
+
+class DispatcherMachine(RuleBasedStateMachine):
+    """Whatever is lost, refused, cancelled or late: a request yields exactly its tokens or a clear error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(2, retries=2, max_waiting=20)
+        self.requests: dict[FlightId, GenerationRequest] = {}
+        self.cancelled: set[FlightId] = set()
+        self.names = 2
+
+    @rule(tokens=st.integers(1, 60), count=st.integers(1, 5), priority=st.integers(0, 2), late=st.booleans())
+    def submit(self, tokens, count, priority, late):
+        request = request_of(
+            list(range(tokens)),
+            max_tokens=count,
+            seed=len(self.requests),
+            priority=priority,
+            deadline=self.world.now + (3 if late else 1000),
+        )
+        try:
+            self.requests[self.world.submit(request)] = request
+        except QueueFull:
+            assert self.world.dispatcher.waiting == 20
+
+    @precondition(lambda self: self.world.replicas)
+    @rule(data=st.data())
+    def step(self, data):
+        self.world.step(data.draw(st.sampled_from(sorted(self.world.replicas))))
+
+    @precondition(lambda self: self.world.replicas)
+    @rule(data=st.data())
+    def lose(self, data):
+        self.world.lose(data.draw(st.sampled_from(sorted(self.world.replicas))))
+
+    @precondition(lambda self: len(self.world.replicas) < 4)
+    @rule()
+    def join(self):
+        self.world.join(f"r{self.names}")
+        self.names += 1
+
+    @precondition(lambda self: any(self.world.on_wire.values()))
+    @rule(data=st.data(), retry=st.booleans(), unsendable=st.booleans())
+    def turn_away(self, data, retry, unsendable):
+        name = data.draw(st.sampled_from(sorted(name for name, wire in self.world.on_wire.items() if wire)))
+        message = self.world.on_wire[name].pop()
+        if unsendable:
+            self.world.run(self.world.dispatcher.unsendable(name, message, self.world.now))
+        elif isinstance(message, Generate):
+            refused = Refused(request_id=message.request_id, reason="internal", message="no", retry=retry)
+            self.world.run(self.world.dispatcher.on_reply(name, refused, self.world.now))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def cancel(self, data):
+        flight = data.draw(st.sampled_from(sorted(self.requests)))
+        if flight not in self.world.records:
+            self.cancelled.add(flight)
+        self.world.run(self.world.dispatcher.cancel(flight, self.world.now))
+
+    @rule(seconds=st.integers(1, 3))
+    def pass_time(self, seconds):
+        self.world.now += seconds
+        self.world.run(self.world.dispatcher.expire(self.world.now))
+
+    @invariant()
+    def consistent(self):
+        self.world.dispatcher.check()
+
+    def teardown(self):
+        self.world.join("last")
+        self.world.settle()
+        for flight, request in self.requests.items():
+            outcome, got = self.world.records[flight].outcome, self.world.tokens(flight)
+            assert got == answer(request)[: len(got)], "a token was lost, doubled or wrong"
+            assert (outcome == "cancelled") == (flight in self.cancelled)
+            assert (outcome == "finished") == (len(got) == request.sampling.max_tokens and outcome != "cancelled") or (
+                outcome == "failed"
+            )
+            assert (outcome == "failed") == (flight in self.world.errors)
+        self.world.dispatcher.check()
+        assert not self.world.dispatcher.in_flight
+
+
+TestDispatcher = DispatcherMachine.TestCase
+TestDispatcher.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

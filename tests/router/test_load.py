@@ -1,0 +1,77 @@
+"""Load of a replica: what it reported, and what was sent since."""
+
+import pytest
+
+from homing.router.load import LoadBook, Pending
+
+from .fakes import description_of, report_of
+
+
+@pytest.fixture
+def book():
+    book = LoadBook("me", silence_s=3.0)
+    book.join(description_of("r0"), now=0.0)
+    yield book
+    book.check()
+
+
+def test_what_is_on_the_way_counts_at_once(book: LoadBook) -> None:
+    """Otherwise a burst herds onto the replica whose last report was the best."""
+    book.dispatched("r0", 1, Pending(uncached_tokens=100, blocks=7))
+    book.dispatched("r0", 2, Pending(uncached_tokens=50, blocks=4))
+
+    load = book.view("r0", now=0.0)
+
+    assert (load.waiting, load.queued_prefill_tokens, load.free_blocks) == (2, 150, 989)
+
+
+def test_what_the_replica_has_accepted_is_counted_once(book: LoadBook) -> None:
+    """The report names the highest id that it has taken into account."""
+    book.dispatched("r0", 1, Pending(100, 7))
+    book.dispatched("r0", 2, Pending(50, 4))
+
+    book.report("r0", report_of(running=1, queued_prefill_tokens=90, accepted={"me": 1, "other": 9}), now=1.0)
+
+    load = book.view("r0", now=1.0)
+    assert (load.running, load.waiting, load.queued_prefill_tokens) == (1, 1, 140)
+    assert book.in_flight("r0") == 2
+
+
+def test_a_replica_without_a_word_is_silent_until_it_is_heard_again(book: LoadBook) -> None:
+    """A publisher that died must not go on being the idlest replica for ever."""
+    assert not book.view("r0", now=3.0).silent
+    assert book.view("r0", now=3.1).silent
+
+    book.heard("r0", now=3.2)
+
+    assert not book.view("r0", now=4.0).silent
+
+
+def test_a_drained_replica_says_so_whoever_decided_it(book: LoadBook) -> None:
+    """The controller may drain it, or the replica itself may say that it does."""
+    book.report("r0", report_of(draining=True), now=0.0)
+    assert book.view("r0", now=0.0).draining
+
+    book.report("r0", report_of(), now=0.0)
+    book.drain("r0")
+
+    assert book.view("r0", now=0.0).draining
+
+
+def test_a_finished_request_leaves_no_load(book: LoadBook) -> None:
+    """Also one that never showed in a report."""
+    book.dispatched("r0", 1, Pending(100, 7))
+
+    book.ended("r0", 1)
+
+    assert book.view("r0", now=0.0).queued_prefill_tokens == 0
+    assert book.in_flight("r0") == 0
+
+
+def test_the_rates_of_warm_up_count_until_others_are_measured(book: LoadBook) -> None:
+    """A replica that has not worked yet reports no rate; dividing by it would be fatal."""
+    book.report("r0", report_of(prefill_tokens_per_s=0.0, decode_step_s=0.0), now=0.0)
+
+    load = book.view("r0", now=0.0)
+
+    assert (load.prefill_tokens_per_s, load.decode_step_s) == (10_000.0, 0.002)

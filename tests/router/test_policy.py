@@ -1,0 +1,200 @@
+"""Which replica gets a request, and why."""
+
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from homing.router.backend import FeedState
+from homing.router.load import ReplicaLoad
+from homing.router.policy import (
+    Candidate,
+    ExpectedTtft,
+    LeastLoaded,
+    Policy,
+    PowerOfTwo,
+    Prompt,
+    RoundRobin,
+    SessionAffinity,
+    make_policy,
+)
+
+from .fakes import BLOCK, load_of
+
+PROMPT = Prompt(tokens=1000, blocks=62, block_size=BLOCK)
+
+
+def candidate(
+    name: str, held: int = 0, *, expected: int = 0, feed: FeedState = "live", excluded: bool = False, **load: object
+) -> Candidate:
+    return Candidate(
+        replica_id=name,
+        feed=feed,
+        load=load_of(**load),
+        held_blocks=held,
+        expected_blocks=max(held, expected),
+        excluded=excluded,
+    )
+
+
+def chosen(policy: Policy, candidates: list[Candidate], prompt: Prompt = PROMPT, seed: int = 0) -> str | None:
+    return policy.decide(prompt, candidates, Random(seed)).explanation.chosen
+
+
+loads = st.builds(
+    load_of,
+    running=st.integers(0, 9),
+    waiting=st.integers(0, 9),
+    queued_prefill_tokens=st.integers(0, 5000),
+    free_blocks=st.integers(0, 1000),
+    prefill_tokens_per_s=st.floats(100, 100_000),
+    decode_step_s=st.floats(0.0001, 0.1),
+    draining=st.booleans(),
+    silent=st.booleans(),
+)
+
+
+@given(st.lists(loads, min_size=1, max_size=6), st.integers(1, 5000), st.integers(0, 99))
+def test_without_any_overlap_the_decision_is_least_loaded_bit_for_bit(
+    drawn: list[ReplicaLoad], tokens: int, seed: int
+) -> None:
+    """A cache-aware router that loses to least-loaded on traffic without reuse is the field's most cited failure."""
+    prompt = Prompt(tokens=tokens, blocks=tokens // BLOCK, block_size=BLOCK)
+    candidates = [
+        Candidate(replica_id=f"r{index}", feed="live", load=load, held_blocks=0, expected_blocks=0)
+        for index, load in enumerate(drawn)
+    ]
+
+    cache_aware = ExpectedTtft().decide(prompt, candidates, Random(seed))
+    least_loaded = LeastLoaded().decide(prompt, candidates, Random(seed))
+
+    assert cache_aware.chosen == least_loaded.chosen
+    assert cache_aware.expected_ttft_s == least_loaded.expected_ttft_s
+
+
+@given(st.lists(loads, min_size=2, max_size=6), st.randoms(use_true_random=False), st.integers(0, 99))
+def test_the_order_of_the_list_never_decides(drawn: list[ReplicaLoad], shuffler: Random, seed: int) -> None:
+    """An idle cluster of one peer sends everything to the first worker of its list."""
+    candidates = [
+        Candidate(replica_id=f"r{index}", feed="live", load=load, held_blocks=0, expected_blocks=0)
+        for index, load in enumerate(drawn)
+    ]
+    shuffled = list(candidates)
+    shuffler.shuffle(shuffled)
+
+    assert chosen(ExpectedTtft(), candidates, seed=seed) == chosen(ExpectedTtft(), shuffled, seed=seed)
+
+
+def test_equal_replicas_share_at_random() -> None:
+    """Nothing tells them apart, so nothing but chance may."""
+    equal = [candidate(f"r{index}") for index in range(4)]
+
+    taken = Counter(chosen(ExpectedTtft(), equal, seed=seed) for seed in range(400))
+
+    assert min(taken[f"r{index}"] for index in range(4)) > 60, taken
+
+
+def test_the_holder_is_chosen() -> None:
+    """Computing 8 tokens is sooner done than computing 1,000."""
+    assert chosen(ExpectedTtft(), [candidate("r0"), candidate("r1", 62)]) == "r1"
+
+
+def test_an_expected_block_counts_as_a_held_one() -> None:
+    """The siblings of a burst come before the first event."""
+    assert chosen(ExpectedTtft(), [candidate("r0"), candidate("r1", expected=62)]) == "r1"
+
+
+def test_a_hot_prefix_spreads_when_waiting_costs_more_than_recomputing() -> None:
+    """The holder has 2,000 tokens to compute first; the idle one needs 1,000 only."""
+    candidates = [candidate("r0"), candidate("r1", 62, queued_prefill_tokens=2000)]
+
+    assert chosen(ExpectedTtft(), candidates) == "r0"
+
+
+@pytest.mark.parametrize("feed", ["syncing", "stale"])
+def test_a_replica_whose_feed_is_not_live_is_scored_by_load_alone(feed: FeedState) -> None:
+    """What is indexed of it may be gone by now."""
+    candidates = [candidate("r0", running=1), candidate("r1", 62, feed=feed, running=2, queued_prefill_tokens=100)]
+
+    assert chosen(ExpectedTtft(), candidates) == "r0"
+
+
+def test_the_least_work_wins_among_equal_times() -> None:
+    """Recomputing elsewhere what is being computed already gains nobody anything."""
+    candidates = [candidate("r0"), candidate("r1", expected=62, queued_prefill_tokens=1000)]
+
+    assert chosen(ExpectedTtft(), candidates) == "r1"
+
+
+def test_unlike_prompts_go_to_the_replica_with_the_emptier_cache() -> None:
+    """They would evict what others need elsewhere."""
+    candidates = [candidate("r0", cached_free_blocks=500), candidate("r1", cached_free_blocks=100)]
+
+    assert {chosen(ExpectedTtft(), candidates, seed=seed) for seed in range(9)} == {"r1"}
+
+
+@pytest.mark.parametrize("name", ["expected-ttft", "least-loaded", "round-robin", "power-of-two"])
+@pytest.mark.parametrize(
+    "obstacle",
+    [
+        {"draining": True},
+        {"silent": True},
+        {"excluded": True},
+        {"running": 8, "waiting": 4},
+        {"waiting": 4, "free_blocks": 3},
+    ],
+)
+def test_no_policy_takes_a_replica_that_cannot_take_the_request(name: str, obstacle: dict[str, object]) -> None:
+    """Conformance of every policy: idle-looking replicas that drain or died are a trap."""
+    blocked = candidate("r0", **obstacle)
+
+    assert chosen(make_policy(name), [blocked]) is None
+    assert chosen(make_policy(name), [blocked, candidate("r1", running=3)]) == "r1"
+    assert chosen(make_policy(name), []) is None
+
+
+def test_round_robin_takes_turns() -> None:
+    """Whatever the load; also when replicas come and go."""
+    policy, three = RoundRobin(), [candidate("r0"), candidate("r1"), candidate("r2")]
+
+    turns = [chosen(policy, three) for _ in range(4)] + [chosen(policy, three[2:]), chosen(policy, three)]
+
+    assert turns == ["r0", "r1", "r2", "r0", "r2", "r0"]
+
+
+def test_power_of_two_never_takes_the_busiest() -> None:
+    """Of any two drawn the other one is better."""
+    three = [candidate("r0"), candidate("r1", running=1), candidate("r2", running=7)]
+
+    taken = {chosen(PowerOfTwo(), three, seed=seed) for seed in range(50)}
+
+    assert taken == {"r0", "r1"}
+
+
+def test_a_session_stays_where_it_was_among_equals_only() -> None:
+    """A hint must not cost time."""
+    policy, prompt = SessionAffinity(ExpectedTtft()), Prompt(tokens=1000, blocks=62, block_size=BLOCK, session="s")
+    home = chosen(policy, [candidate("r0"), candidate("r1")], prompt)
+    assert home is not None
+
+    again = {chosen(policy, [candidate("r0"), candidate("r1")], prompt, seed) for seed in range(20)}
+    busy = [candidate(name, queued_prefill_tokens=5000 if name == home else 0) for name in ("r0", "r1")]
+
+    assert again == {home}
+    assert chosen(policy, busy, prompt) != home
+
+
+def test_a_decision_explains_itself() -> None:
+    """Each replica's row says what was counted, and why it was or was not taken."""
+    rows = ExpectedTtft().decide(
+        PROMPT, [candidate("r0"), candidate("r1", 60, expected=62), candidate("r2", silent=True)], Random(0)
+    )
+
+    table = {row.replica_id: row for row in rows.explanation.replicas}
+    assert (table["r1"].held_blocks, table["r1"].expected_blocks, table["r1"].uncached_tokens) == (60, 62, 8)
+    assert [row.replica_id for row in rows.explanation.replicas if row.chosen] == ["r1"]
+    assert table["r2"].why == "silent"
+    assert "later" in table["r0"].why
+    assert table["r0"].expected_ttft_s == pytest.approx(0.1)
