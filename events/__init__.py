@@ -2,14 +2,19 @@
 
 from .config import EventsSettings
 from .decode import BatchDecoder, CacheEvent, Cleared, Removed, Stored, wire_name
-from .errors import EndpointUnusable, EventError, MalformedFrame
+from .errors import BadRecord, EndpointUnusable, EventError, MalformedFrame
 from .feed import EventFeed, FeedSink
 from .fold import CacheMirror, Digest
+from .format import describe
 from .messages import EventEndpoints, LoadReport, SnapshotBlock
 from .publisher import EventPublisher
+from .record import Recorded, from_line, read_lines, rebuild, to_line
+from .stream import StreamEvent
+from .subscribe import subscribe, subscribe_sync
 from .subscription import FeedStatus, Reach, Subscription
 
 __all__ = [
+    "BadRecord",
     "BatchDecoder",
     "CacheEvent",
     "CacheMirror",
@@ -26,9 +31,18 @@ __all__ = [
     "LoadReport",
     "MalformedFrame",
     "Reach",
+    "Recorded",
     "Removed",
     "SnapshotBlock",
     "Stored",
+    "StreamEvent",
     "Subscription",
+    "describe",
+    "from_line",
+    "read_lines",
+    "rebuild",
+    "subscribe",
+    "subscribe_sync",
+    "to_line",
     "wire_name",
 ]

@@ -87,13 +87,16 @@ class EventFeed:
         topic: bytes = EVENTS_TOPIC,
         dialect: Dialect = "vllm",
         reach: Reach | None = None,
+        tap: Callable[[Apply | Reset], None] | None = None,
     ) -> None:
         """`counted`: the publisher announces every copy (vLLM). `token_ids`: hand them on, in snapshots too.
 
-        `topic` is a prefix; empty takes everything. A context that is handed in stays the caller's.
+        `tap` sees what the sink's `apply` and `reset` get, before them, with numbers and times. `topic` is a prefix;
+        empty takes everything. A context that is handed in stays the caller's.
         """
         self._endpoints = endpoints
         self._sink = sink
+        self._tap = tap
         self._own_context = context is None
         self._context = context
         self._tick_s = heartbeat_interval_s / 2
@@ -141,6 +144,10 @@ class EventFeed:
         self._timer = loop.call_later(self._tick_s, self._on_tick)
         for port in list(self._ports):
             port.drain()
+
+    def resync(self) -> None:
+        """Ask for the whole set again: for users that have lost what they were told."""
+        self._run(self._subscription.resync())
 
     def close(self) -> None:
         """Give everything back; no callback comes after this. Harmless when repeated, or before `start`."""
@@ -228,6 +235,8 @@ class EventFeed:
         for instruction in instructions:
             if self._timer is None and not self._ports:
                 return  # closed by a callback
+            if self._tap is not None and isinstance(instruction, Apply | Reset):
+                self._tap(instruction)
             match instruction:
                 case Apply(_, _, events):
                     self._sink.apply(events)

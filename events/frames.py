@@ -33,7 +33,7 @@ class EventFrame(NamedTuple):
 
 def events_topic(epoch: int) -> bytes:
     """The topic under which a publisher of this epoch (unsigned 64 bits) sends its events."""
-    return _OWN_PREFIX + b"%016x" % epoch
+    return _OWN_PREFIX + b"%0*x" % (_EPOCH_DIGITS, epoch)
 
 
 def epoch_of(topic: bytes) -> int | None:
@@ -42,9 +42,11 @@ def epoch_of(topic: bytes) -> int | None:
     if not topic.startswith(_OWN_PREFIX) or len(digits) != _EPOCH_DIGITS:
         return None
     try:
-        return int(digits, 16)
+        epoch = int(digits, 16)
     except ValueError:
         return None
+    # int() also takes signs, blanks and underscores.
+    return epoch if events_topic(epoch) == topic else None
 
 
 def encode_seq(seq: int) -> bytes:

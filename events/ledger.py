@@ -91,18 +91,18 @@ class Ledger:
         digest = self._mirror.digest
         return Heartbeat(epoch=self.epoch, seq=self.last_seq, blocks=digest.blocks, digest=digest.xor, ts=ts)
 
-    def snapshot(self, *, token_ids: bool) -> Iterator[SnapshotChunk]:
+    def snapshot(self, *, token_ids: bool, chunk_blocks: int = SNAPSHOT_CHUNK_BLOCKS) -> Iterator[SnapshotChunk]:
         """The resident set as of now, whatever is committed while the parts are read; at least one part."""
         blocks = [self._residents[block] for block, _ in self._mirror.parents_first()]
         seq = self.last_seq
-        starts = range(0, max(len(blocks), 1), SNAPSHOT_CHUNK_BLOCKS)
+        starts = range(0, max(len(blocks), 1), chunk_blocks)
         return (
             SnapshotChunk(
                 epoch=self.epoch,
                 seq=seq,
                 index=index,
                 last=index == len(starts) - 1,
-                blocks=[self._snapshot_block(b, token_ids) for b in blocks[start : start + SNAPSHOT_CHUNK_BLOCKS]],
+                blocks=[self._snapshot_block(b, token_ids) for b in blocks[start : start + chunk_blocks]],
             )
             for index, start in enumerate(starts)
         )

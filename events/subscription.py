@@ -117,8 +117,9 @@ class _Waiting(Enum):
     SNAPSHOT = 2
 
 
-#: Former incarnations that are remembered, so that their late messages are not taken for a newer one.
-_RETIRED_EPOCHS = 16
+#: Ticks for which a former incarnation is remembered, so that its late messages are not taken for a newer one. Not for
+#: ever: epochs have no order, so the one that we took for the former might be the one that lives.
+_RETIRED_TICKS = 20
 #: Ticks that batches on the events socket may lag behind a heartbeat on the state socket before that is a hole.
 _BEAT_GRACE_TICKS = 2
 
@@ -131,6 +132,7 @@ class Subscription:
         self._residents: Residents = residents or SetResidents()
         self._cursor = Cursor()
         self._buffer: dict[int, Batch] = {}
+        self._heard = -1  # the newest number held back, even if the buffer has lost it since
         self._waiting = _Waiting.NOTHING
         self._waited_ticks = 0
         self._attempts = 0
@@ -139,7 +141,7 @@ class Subscription:
         self._parts: list[SnapshotChunk] = []
         self._beat: Heartbeat | None = None  # a heartbeat ahead of us, checked when we get there
         self._beat_ticks = 0
-        self._retired: list[int] = []
+        self._retired: dict[int, int] = {}  # epoch -> ticks left
         self._last_ts = float("-inf")
         self._quiet_ticks = 0
         self._silent = False
@@ -170,6 +172,11 @@ class Subscription:
         self._begin()
         return self._done()
 
+    def resync(self) -> list[Instruction]:
+        """Whoever is told has lost it: tell everything anew."""
+        self._begin()
+        return self._done()
+
     def on_batch(self, epoch: int | None, seq: int, batch: Batch) -> list[Instruction]:
         """A batch came live."""
         self._sign_of_life()
@@ -191,7 +198,9 @@ class Subscription:
     def on_chunk(self, chunk: SnapshotChunk) -> list[Instruction]:
         """A part of a snapshot came."""
         self._sign_of_life()
-        if self._waiting is _Waiting.SNAPSHOT and chunk.epoch not in self._retired:
+        # Of an unknown incarnation only while we know none: a late answer must not lead us back to a former one.
+        expected = self._cursor.epoch is None or chunk.epoch == self._cursor.epoch
+        if self._waiting is _Waiting.SNAPSHOT and expected:
             self._waited_ticks = 0
             self._collect(chunk)
         return self._done()
@@ -219,6 +228,7 @@ class Subscription:
     def on_tick(self) -> list[Instruction]:
         """Time passes."""
         self._quiet_ticks += 1
+        self._retired = {epoch: ticks - 1 for epoch, ticks in self._retired.items() if ticks > 1}
         if self._reach.heartbeats and self._quiet_ticks >= self._reach.silent_ticks:
             self._silent = True
         if self._waiting is not _Waiting.NOTHING:
@@ -265,6 +275,7 @@ class Subscription:
             self.counters.overruns += 1
             self._buffer.clear()
         self._buffer[seq] = batch
+        self._heard = max(self._heard, seq)
 
     def _apply(self, seq: int, batch: Batch) -> None:
         assert seq == self._cursor.expected, f"batch {seq} applied, {self._cursor.expected} is next"
@@ -282,7 +293,7 @@ class Subscription:
         while self._waiting is not _Waiting.SNAPSHOT and self._cursor.expected in self._buffer:
             expected = self._cursor.expected
             self._apply(expected, self._buffer.pop(expected))
-        if self._buffer and self._waiting is _Waiting.NOTHING:
+        if self._waiting is _Waiting.NOTHING and self._heard >= (self._cursor.expected or 0):
             self._open_gap()
 
     def _open_gap(self) -> None:
@@ -293,14 +304,13 @@ class Subscription:
     def _known_seq(self) -> int:
         """The newest number that we have heard of; -1 for none."""
         beat = -1 if self._beat is None or self._beat.seq is None else self._beat.seq
-        return max([beat, *self._buffer])
+        return max(beat, self._heard)
 
     # Asking and being answered.
 
     def _begin(self) -> None:
         """Learn everything anew."""
-        self._buffer.clear()
-        self._beat = None
+        self._forget_waiting()
         if self._reach.snapshot:
             self._ask_snapshot()
             return
@@ -380,8 +390,6 @@ class Subscription:
         """A snapshot is complete."""
         epoch, seq = self._parts[0].epoch, self._parts[0].seq
         blocks = [block for part in self._parts for block in part.blocks]
-        if epoch != self._cursor.epoch:
-            self._leave_epoch()
         expected = 0 if seq is None else seq + 1
         self._parts.clear()
         self._waiting = _Waiting.NOTHING
@@ -414,12 +422,16 @@ class Subscription:
         self._cursor = Cursor(epoch, None)
         self._begin()
 
-    def _leave_epoch(self) -> None:
+    def _forget_waiting(self) -> None:
         self._buffer.clear()
+        self._heard = -1
         self._beat = None
+
+    def _leave_epoch(self) -> None:
+        self._forget_waiting()
         if self._cursor.epoch is not None:
             self.counters.new_epochs += 1
-            self._retired = [*self._retired, self._cursor.epoch][-_RETIRED_EPOCHS:]
+            self._retired[self._cursor.epoch] = _RETIRED_TICKS
 
     def _check_beat(self) -> None:
         """Compare with a heartbeat when we stand where it was made; keep one that is ahead of us."""

@@ -1,0 +1,132 @@
+"""Subscriber SDK: `async for item in subscribe(endpoints)` and its synchronous twin. A thin shell around `EventFeed`.
+
+Resyncs happen inside and are told as events (stream.py). Leave the loop and the sockets close; with `async for`, wrap
+the stream in `contextlib.aclosing` to have that happen at once rather than when it is collected.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+
+from .decode import CacheEvent
+from .errors import EventError
+from .feed import EventFeed
+from .messages import EVENTS_TOPIC, EventEndpoints, LoadReport, SnapshotBlock
+from .stream import StreamEvent, told
+from .subscription import Apply, FeedStatus, Reset
+
+log = logging.getLogger(__name__)
+
+#: Batches that may wait for a slow consumer; beyond that they are dropped and it is resynced. Not measured.
+BACKLOG_BATCHES = 100_000
+
+
+class Backlog:
+    """What a consumer has still to see, bounded. Pure but for the wake-up."""
+
+    def __init__(self, limit: int, resync: Callable[[], None]) -> None:
+        self._limit = limit
+        self._resync = resync
+        self._waiting: deque[Apply | Reset] = deque()
+        self._broken = False
+        self._arrived = asyncio.Event()
+        #: times that the consumer was too slow
+        self.overruns = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, instruction: Apply | Reset) -> None:
+        """Line up; when there is no room, everything goes and a resync is asked for."""
+        if isinstance(instruction, Reset):
+            self._broken = False
+            self._waiting.clear()  # void by now
+        if self._broken:
+            return
+        self._waiting.append(instruction)
+        self._arrived.set()
+        if len(self._waiting) > self._limit:
+            self._waiting.clear()
+            self._broken = True
+            self.overruns += 1
+            log.warning("event_consumer_slow overruns=%d limit=%d", self.overruns, self._limit)
+            self._resync()
+
+    async def get(self) -> Apply | Reset:
+        """The next one."""
+        while not self._waiting:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._waiting.popleft()
+
+
+class _NoSink:
+    """The tap tells a stream what it needs; the sink is told the same and takes no notice."""
+
+    def apply(self, events: Sequence[CacheEvent]) -> None: ...
+    def reset(self, blocks: Sequence[SnapshotBlock]) -> None: ...
+    def status(self, status: FeedStatus) -> None: ...
+    def load(self, report: LoadReport) -> None: ...
+    def malformed(self, error: EventError) -> None: ...
+
+
+async def subscribe(
+    endpoints: EventEndpoints,
+    *,
+    token_ids: bool = True,
+    counted: bool = False,
+    topic: bytes = EVENTS_TOPIC,
+    heartbeat_interval_s: float = 0.2,
+    backlog_batches: int = BACKLOG_BATCHES,
+) -> AsyncGenerator[StreamEvent, None]:
+    """Every event of one publisher, from its present state on, without holes; ends only when it is left.
+
+    `counted`, `topic`: for foreign publishers, as in `EventFeed`. Raises EndpointUnusable.
+    """
+    loop = asyncio.get_running_loop()
+
+    def resync() -> None:
+        loop.call_soon(feed.resync)
+
+    backlog = Backlog(backlog_batches, resync)
+    feed = EventFeed(
+        endpoints,
+        _NoSink(),
+        heartbeat_interval_s=heartbeat_interval_s,
+        token_ids=token_ids,
+        counted=counted,
+        topic=topic,
+        tap=backlog.put,
+    )
+    feed.start(loop)
+    try:
+        while True:
+            for item in told(await backlog.get()):
+                yield item
+    finally:
+        feed.close()
+
+
+def subscribe_sync(
+    endpoints: EventEndpoints,
+    *,
+    token_ids: bool = True,
+    counted: bool = False,
+    topic: bytes = EVENTS_TOPIC,
+    heartbeat_interval_s: float = 0.2,
+) -> Iterator[StreamEvent]:
+    """The same for programs without an event loop. Messages wait in the sockets while the caller is busy."""
+    with asyncio.Runner() as runner:
+        stream = subscribe(
+            endpoints, token_ids=token_ids, counted=counted, topic=topic, heartbeat_interval_s=heartbeat_interval_s
+        )
+        try:
+            while True:
+                yield runner.run(_next(stream))
+        finally:
+            runner.run(stream.aclose())
+
+
+async def _next(stream: AsyncGenerator[StreamEvent, None]) -> StreamEvent:
+    return await anext(stream)

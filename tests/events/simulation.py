@@ -1,0 +1,236 @@
+"""A publisher's book, a faulty network and a subscription, all pure and driven by one seed.
+
+The oracle remembers the set that the publisher held after every number of every incarnation. After each `Apply` and
+`Reset` the reader's set is compared with the remembered one: whoever applies past a hole is caught at that very batch.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from homing.events import BatchDecoder, CacheMirror, EventsSettings, FeedStatus, Reach, Subscription
+from homing.events.changes import AllCleared, Lost, RemovedBlocks, Step, StoredBlocks
+from homing.events.decode import snapshot_pairs
+from homing.events.ledger import Ledger
+from homing.events.subscription import Apply, Instruction, RequestReplay, RequestSnapshot, Reset, SetStatus
+
+from .fakes import BLOCK_SIZE, block, load_report, tokens
+
+Deliver = Callable[[Subscription], list[Instruction]]
+Position = tuple[int, int | None]
+
+
+@dataclass
+class Faults:
+    """Odds of what may happen to a message or a publisher."""
+
+    drop: float = 0.1
+    duplicate: float = 0.05
+    reorder: float = 0.05
+    restart: float = 0.01
+    lose: float = 0.02
+    disconnect: float = 0.01
+
+
+@dataclass
+class Channel:
+    """Messages on their way over one socket."""
+
+    messages: deque[Deliver] = field(default_factory=deque)
+
+
+class World:
+    """Everything between an engine and a router's index."""
+
+    def __init__(self, seed: int, *, foreign: bool = False, faults: Faults | None = None) -> None:
+        self.rng = random.Random(seed)
+        self.foreign = foreign
+        self.faults = faults or Faults()
+        self.now = 0.0
+        self.channels = {name: Channel() for name in ("events", "replay", "state", "snapshot", "requests")}
+        self.history: dict[Position, frozenset[int]] = {}
+        self.position: Position | None = None
+        self.sink = CacheMirror()
+        self.status = FeedStatus.SYNCING
+        self.epoch = 0
+        self.ledger = self._new_ledger()
+        own = not foreign
+        reach = Reach(replay=True, snapshot=own, heartbeats=own, buffer_batches=8, answer_ticks=3, silent_ticks=6)
+        self.subscription = Subscription(reach)
+        self.decoder = BatchDecoder()
+        self.resident: dict[int, int | None] = {}
+        self.obey(self.subscription.start())
+
+    def _new_ledger(self) -> Ledger:
+        self.epoch += 1
+        self.resident = {}
+        self.history[(self.epoch, None)] = frozenset()
+        settings = EventsSettings(replay_batches=self.rng.choice([0, 4, 40]))
+        return Ledger(settings, epoch=self.epoch, block_size=BLOCK_SIZE, medium="CPU")
+
+    # The publisher's side.
+
+    def random_step(self) -> Step:
+        """What an engine step may do: chains that grow, leaves that go, blocks that come and go at once, a reset."""
+        step: Step = []
+        if self.rng.random() < 0.02:
+            self.resident.clear()
+            step.append(AllCleared())
+        for _ in range(self.rng.randint(1, 3)):
+            if self.resident and self.rng.random() < 0.45:
+                gone = self.rng.sample(sorted(self.resident), min(len(self.resident), self.rng.randint(1, 3)))
+                for number in gone:
+                    del self.resident[number]
+                step.append(RemovedBlocks(tuple(block(n) for n in gone)))
+            else:
+                step.append(self._random_store())
+        return step
+
+    def _random_store(self) -> StoredBlocks:
+        first = parent = self.rng.choice([None, *self.resident])
+        fresh = [n for n in self.rng.sample(range(1, 60), 4) if n not in self.resident]
+        for number in fresh:
+            self.resident[number] = parent
+            parent = number
+        return StoredBlocks(None if first is None else block(first), tuple(map(block, fresh)), tokens(*fresh))
+
+    def commit(self) -> None:
+        self.now += 1.0
+        sent = self.ledger.commit(self.random_step(), self.now)
+        self.remember()
+        self.send("events", self._batch(Subscription.on_batch, sent.seq, sent.payload))
+
+    def lose(self) -> None:
+        lost = Lost()
+        for _ in range(self.rng.randint(1, 3)):
+            lost.add(self.random_step())
+        self.ledger.lose(lost)
+        self.remember()
+
+    def remember(self) -> None:
+        beat = self.ledger.heartbeat(self.now)
+        held = frozenset(self.resident)
+        assert beat.blocks == len(held), f"the book counts {beat.blocks}, the engine holds {len(held)}"
+        self.history[(self.epoch, beat.seq)] = held
+
+    def restart(self) -> None:
+        """Another incarnation behind the same sockets. Of ours, late messages may come and nobody may notice."""
+        self.ledger = self._new_ledger()
+        noticed = self.foreign or self.rng.random() < 0.5
+        if noticed:
+            for channel in self.channels.values():
+                channel.messages.clear()
+            self.obey(self.subscription.on_disconnect())
+
+    def beat(self) -> None:
+        beat, report = self.ledger.heartbeat(self.now), load_report(1, self.epoch)
+        self.send("state", lambda reader: reader.on_heartbeat(beat))
+        self.send("state", lambda reader: reader.on_load(report))
+
+    def _batch(self, call: Callable[..., list[Instruction]], seq: int, payload: bytes) -> Deliver:
+        epoch = None if self.foreign else self.ledger.epoch
+        return lambda reader: call(reader, epoch, seq, self.decoder.decode(payload))
+
+    def _answer_replay(self, since: int) -> list[Instruction]:
+        for sent in self.ledger.replay(since):
+            self.send("replay", self._batch(Subscription.on_replayed, sent.seq, sent.payload))
+        self.send("replay", Subscription.on_replay_end)
+        return []
+
+    def _answer_snapshot(self) -> list[Instruction]:
+        for chunk in self.ledger.snapshot(token_ids=False, chunk_blocks=5):
+            self.send("snapshot", lambda reader, chunk=chunk: reader.on_chunk(chunk))
+        return []
+
+    # The network.
+
+    def send(self, name: str, message: Deliver) -> None:
+        """Put a message on its way, unless a fault befalls it."""
+        messages, faults = self.channels[name].messages, self.faults
+        if self.rng.random() < faults.drop:
+            return
+        messages.append(message)
+        if self.rng.random() < faults.duplicate:
+            messages.append(message)
+        if len(messages) > 1 and self.rng.random() < faults.reorder:
+            messages[-1], messages[-2] = messages[-2], messages[-1]
+
+    def deliver(self) -> None:
+        """The oldest message of a channel that has one."""
+        waiting = [channel for channel in self.channels.values() if channel.messages]
+        if waiting:
+            self.obey(self.rng.choice(waiting).messages.popleft()(self.subscription))
+
+    # The reader's side.
+
+    def obey(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case RequestReplay(since):
+                    self.send("requests", lambda _, since=since: self._answer_replay(since))
+                case RequestSnapshot():
+                    self.send("requests", lambda _: self._answer_snapshot())
+                case SetStatus(status):
+                    self.status = status
+                case Reset(epoch, seq, blocks):
+                    self.sink.replace(snapshot_pairs(blocks))
+                    self.position = (epoch or self.epoch, seq)
+                    self.compare(reset=True)
+                case Apply(seq, _, events):
+                    self.apply(seq, events)
+        assert self.sink.digest == self.subscription.residents.digest, "the machine counts another set than it told"
+        self.subscription.check()
+
+    def apply(self, seq: int, events: object) -> None:
+        assert self.position is not None, "applied before anything was known"
+        epoch, before = self.position
+        if not self.foreign or before is not None:
+            assert seq == (0 if before is None else before + 1), f"batch {seq} applied behind {before}"
+        for event in events:
+            self.sink.apply(event)
+        self.position = (epoch, seq)
+        self.compare(reset=False)
+
+    def compare(self, *, reset: bool) -> None:
+        """The reader's set is the one that the publisher held just there."""
+        assert self.position is not None
+        held = set(self.sink.parents)
+        if self.foreign and not self.subscription.exact:
+            assert reset or held <= self.history[self.position], "a block is credited that is not there"
+        elif not (self.foreign and reset):
+            assert held == self.history[self.position], f"another set than the publisher's at {self.position}"
+
+    # The story.
+
+    def run(self, actions: int) -> None:
+        """So many random things happen."""
+        faults = self.faults
+        for _ in range(actions):
+            luck = self.rng.random()
+            if luck < faults.restart:
+                self.restart()
+            elif luck < faults.restart + faults.lose:
+                self.lose()
+            elif luck < faults.restart + faults.lose + faults.disconnect:
+                self.obey(self.subscription.on_disconnect())
+            else:
+                self.rng.choice([self.commit, self.deliver, self.deliver, self.deliver, self.tick, self.maybe_beat])()
+
+    def tick(self) -> None:
+        self.obey(self.subscription.on_tick())
+
+    def maybe_beat(self) -> None:
+        if not self.foreign:
+            self.beat()
+
+    def settle(self) -> None:
+        """No more faults: the network empties, heartbeats and ticks go on."""
+        self.faults = Faults(0, 0, 0, 0, 0, 0)
+        if self.foreign:
+            self.commit()
+        for _ in range(40):
+            self.maybe_beat()
+            while any(channel.messages for channel in self.channels.values()):
+                self.deliver()
+            self.tick()
