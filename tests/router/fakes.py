@@ -6,6 +6,7 @@ request must yield wherever it ran.
 
 import asyncio
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -135,6 +136,13 @@ def report_of(**fields: object) -> LoadReport:
     return LoadReport(**(values | fields))
 
 
+async def until(holds: Callable[[], object], seconds: float = 30.0) -> None:
+    """Wait until it holds; the limit only catches hangs."""
+    async with asyncio.timeout(seconds):
+        while not holds():  # noqa: ASYNC110 - what is waited for is a plain value of the thing under test
+            await asyncio.sleep(0.005)
+
+
 @dataclass(slots=True)
 class _Work:
     request: Generate
@@ -242,10 +250,8 @@ class SocketReplica:
         self.paused = False
         self._step_s = step_s
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.linger = 0
-        self._socket.router_handover = True
-        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self._socket = self._bound("tcp://127.0.0.1:*")
+        self._endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._publisher = EventPublisher(
             EventsSettings(publish_events=publish, heartbeat_interval_s=0.05),
             host="127.0.0.1",
@@ -256,7 +262,7 @@ class SocketReplica:
         self.description = description_of(
             replica_id,
             epoch=epoch,
-            request_endpoint=f"tcp://127.0.0.1:{port}",
+            request_endpoint=self._endpoint,
             event_endpoints=self._publisher.start(),
         )
         self._routers: dict[int, bytes] = {}
@@ -274,14 +280,32 @@ class SocketReplica:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
-        self._publisher.close()
         if not self._socket.closed:
+            self._publisher.close()
             self._socket.close(0)
             self._context.term()
+
+    def disconnect(self) -> None:
+        """All connections break, as by a network that fails for a moment; the process lives on."""
+        self._socket.close(0)
+        self._socket = self._bound(self._endpoint)
 
     def send_raw(self, router_id: str, payload: bytes) -> None:
         """Any bytes as a reply."""
         self._socket.send_multipart([router_id.encode(), payload])
+
+    def _bound(self, endpoint: str) -> zmq.Socket[bytes]:
+        sock = self._context.socket(zmq.ROUTER)
+        sock.linger = 0
+        sock.router_handover = True
+        for _ in range(1000):  # a closed socket gives its address back a moment later, in libzmq's own thread
+            try:
+                sock.bind(endpoint)
+            except zmq.ZMQError:
+                time.sleep(0.005)
+                continue
+            return sock
+        raise AssertionError(f"{endpoint} does not become free")
 
     async def _run(self) -> None:
         while True:

@@ -1,0 +1,149 @@
+"""The connection to one replica, over real sockets."""
+
+import asyncio
+
+import msgspec
+import pytest
+import zmq
+
+from homing.replica.messages import Abort, Reply, TokenBatch
+from homing.router.transport import ReplicaLink
+
+from .fakes import until
+
+ABORT = Abort(request_ids=[1])
+BATCH = TokenBatch(step=1, outputs=[])
+
+
+class Sink:
+    """Keeps what a link says."""
+
+    def __init__(self) -> None:
+        self.up = self.down = 0
+        self.replies: list[Reply] = []
+        self.unread: list[str] = []
+
+    def connected(self) -> None:
+        self.up += 1
+
+    def lost(self) -> None:
+        self.down += 1
+
+    def reply(self, reply: Reply) -> None:
+        self.replies.append(reply)
+
+    def unreadable(self, reason: str) -> None:
+        self.unread.append(reason)
+
+
+@pytest.fixture
+def context():
+    context = zmq.Context()
+    yield context
+    context.term()
+
+
+@pytest.fixture
+def peer(context):
+    peer = context.socket(zmq.ROUTER)
+    peer.linger = 0
+    yield peer
+    peer.close(0)
+
+
+def open_link(context, endpoint: str, sink: Sink) -> ReplicaLink:
+    return ReplicaLink(endpoint, "me", sink, context=context, loop=asyncio.get_running_loop())
+
+
+def listen(peer) -> str:
+    return f"tcp://127.0.0.1:{peer.bind_to_random_port('tcp://127.0.0.1')}"
+
+
+async def received(peer) -> list[bytes]:
+    await until(lambda: peer.poll(0))
+    return peer.recv_multipart()
+
+
+async def test_messages_go_both_ways(context, peer) -> None:
+    """The identity is the router's id: the replica answers to it and counts by it."""
+    sink = Sink()
+    link = open_link(context, listen(peer), sink)
+    await until(lambda: sink.up)
+
+    assert link.send(ABORT)
+    identity, payload = await received(peer)
+    peer.send_multipart([identity, msgspec.msgpack.encode(BATCH)])
+    await until(lambda: sink.replies)
+
+    assert (identity, msgspec.msgpack.decode(payload, type=Abort)) == (b"me", ABORT)
+    assert sink.replies == [BATCH]
+    link.close()
+
+
+async def test_nothing_is_queued_for_a_peer_that_is_not_there(context) -> None:
+    """A request must not wait in a socket, out of everybody's sight."""
+    sink = Sink()
+    link = open_link(context, "tcp://127.0.0.1:1", sink)
+
+    assert not link.send(ABORT)
+    await until(lambda: sink.down)
+
+    assert not link.send(ABORT)
+    assert (sink.up, sink.down) == (0, 1)
+
+
+async def test_a_lost_peer_is_noticed_at_once(context, peer) -> None:
+    """A killed process closes its sockets; what it said before still counts."""
+    sink = Sink()
+    link = open_link(context, listen(peer), sink)
+    await until(lambda: sink.up)
+    link.send(ABORT)
+    identity, _ = await received(peer)
+
+    for _ in range(1000):
+        peer.send_multipart([identity, msgspec.msgpack.encode(BATCH)])
+    await until(lambda: len(sink.replies) == 1000)
+    peer.close(0)
+    await until(lambda: sink.down)
+
+    assert not link.send(ABORT)
+    link.close()
+    assert sink.down == 1
+
+
+async def test_what_cannot_be_read_is_dropped_and_said(context, peer) -> None:
+    """One bad frame must not end the connection."""
+    sink = Sink()
+    link = open_link(context, listen(peer), sink)
+    await until(lambda: sink.up)
+    link.send(ABORT)
+    identity, _ = await received(peer)
+
+    for payload in (b"", b"\xff", msgspec.msgpack.encode({"type": "tokens"}), msgspec.msgpack.encode(BATCH)):
+        peer.send_multipart([identity, payload])
+    await until(lambda: sink.replies)
+
+    assert len(sink.unread) == 3
+    link.close()
+
+
+async def test_a_closed_link_says_nothing_more(context, peer) -> None:
+    """Its owner has forgotten it."""
+    sink = Sink()
+    link = open_link(context, listen(peer), sink)
+    await until(lambda: sink.up)
+
+    link.close()
+    link.close()
+    peer.close(0)
+    await asyncio.sleep(0.05)
+
+    assert sink.down == 0
+
+
+async def test_an_address_that_is_none_is_a_loss(context) -> None:
+    """A wrong description must not take the router down."""
+    sink = Sink()
+    open_link(context, "nowhere", sink)
+
+    await until(lambda: sink.down)
