@@ -19,6 +19,7 @@ from typing import Any, TextIO
 import msgspec
 
 from . import local_ray
+from .client import get_json
 from .config import Settings, state_folder
 from .console import Console
 from .errors import ClusterError, PortTaken, StartFailed
@@ -180,7 +181,7 @@ def _until_ready(run: Run, running: Any) -> ClusterStatus | None:
                 raise StartFailed(f"replica {gang.replica_id} could not start: {gang.last_error}")
         if status.router_error:
             raise StartFailed(f"the router could not start: {status.router_error}")
-        if status.url and _all_ready(run, status):
+        if status.url and _all_ready(run, status) and _all_routed(run, status.url):
             return status
     return None
 
@@ -188,6 +189,16 @@ def _until_ready(run: Run, running: Any) -> ClusterStatus | None:
 def _all_ready(run: Run, status: ClusterStatus) -> bool:
     ready = [gang for gang in status.gangs if gang.phase == "ready"]
     return len(ready) == run.settings.cluster.replicas
+
+
+def _all_routed(run: Run, url: str) -> bool:
+    """Whether requests and events flow between the router and every replica."""
+    view = get_json(f"{url}/cluster")
+    if view["refused"]:
+        raise StartFailed(f"the router refused a replica: {view['refused'][0]['message']}")
+    feed = "live" if run.settings.events.publish_events else None
+    joined = [r for r in view["replicas"] if r["state"] == "serving" and feed in (None, r["feed"])]
+    return len(joined) == run.settings.cluster.replicas
 
 
 def _stay(run: Run, running: Any) -> int:

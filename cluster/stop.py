@@ -19,7 +19,9 @@ def stop(settings: Settings, out: TextIO, *, force: bool) -> int:
     note = notebook.running(name)
     process = note.process()
     began = time.monotonic()
-    alive = _end(process, settings.cluster.stop_timeout_s + GRACE_S, force=force) if process else []
+    timeout_s = settings.cluster.stop_timeout_s + GRACE_S
+    # A second signal means: at once. One that stops already is only waited for.
+    alive = _end(process, timeout_s, ask=note.phase != "stopping", force=force) if process else []
     if alive:
         pids = ", ".join(str(left.pid) for left in alive)
         raise StopFailed(f"cluster {name!r} did not end in time (pids {pids}); kill it with homing stop --force")
@@ -28,10 +30,11 @@ def stop(settings: Settings, out: TextIO, *, force: bool) -> int:
     return 0
 
 
-def _end(process: psutil.Process, timeout_s: float, *, force: bool) -> list[psutil.Process]:
+def _end(process: psutil.Process, timeout_s: float, *, ask: bool, force: bool) -> list[psutil.Process]:
     try:
         family = [process, *process.children(recursive=True)]
-        process.terminate()
+        if ask:
+            process.terminate()
     except psutil.NoSuchProcess:
         return []
     alive = wait_gone(family, timeout_s)
