@@ -31,6 +31,6 @@ def tcp_address(host: str) -> str:
     except OSError as error:
         raise EndpointUnusable(f"cannot resolve host {host!r}: {error}") from error
     address = ipaddress.ip_address(str(found[0][4][0]).partition("%")[0]) if found else None
-    if address is None or address.is_unspecified:
+    if address is None or address.is_unspecified or address.exploded.endswith("ffff:0000:0000"):
         raise EndpointUnusable(f"host {host!r} means every interface: give the node's own address")
     return f"tcp://[{address}]:*" if address.version == 6 else f"tcp://{address}:*"

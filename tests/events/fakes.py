@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+import zmq
+
 from homing.events import (
     CacheEvent,
     CacheMirror,
@@ -17,6 +20,7 @@ from homing.events import (
     SnapshotBlock,
 )
 from homing.events.decode import snapshot_pairs
+from homing.events.frames import END_SEQ, encode_seq
 from homing.events.messages import CacheCounters
 
 BLOCK_SIZE = 4
@@ -110,3 +114,34 @@ async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> Non
     while not condition():
         assert time.monotonic() < deadline, "it never came about"
         await asyncio.sleep(0.002)
+
+
+class ForeignPublisher:
+    """An engine that publishes as vLLM 0.23 does: PUB and ROUTER on fixed addresses, positional arrays, no topic."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", events: str, replay: str, *, first_ts: float) -> None:
+        self._pub, self._router = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        self._pub.bind(events)
+        self._router.bind(replay)
+        self._history: list[bytes] = []
+        self._ts = first_ts
+
+    def publish(self, *events: list[object], heard: bool = True) -> None:
+        """Number and keep a batch; send it unless it is to get lost."""
+        self._ts += 1.0
+        self._history.append(msgspec.msgpack.encode([self._ts, list(events)]))
+        if heard:
+            self._pub.send_multipart([b"", encode_seq(len(self._history) - 1), self._history[-1]])
+
+    def serve(self) -> None:
+        """Answer the replays asked for so far, in the two-frame form."""
+        while self._router.poll(0):
+            identity, _, since = self._router.recv_multipart()
+            for seq in range(int.from_bytes(since, "big"), len(self._history)):
+                self._router.send_multipart([identity, b"", encode_seq(seq), self._history[seq]])
+            self._router.send_multipart([identity, b"", END_SEQ, b""])
+
+    def close(self) -> None:
+        """As a process that dies."""
+        self._pub.close(0)
+        self._router.close(0)

@@ -2,15 +2,16 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
 
-from homing.events import EventEndpoints, EventFeed, EventPublisher, EventsSettings, FeedStatus
+from homing.events import EventEndpoints, EventFeed, EventPublisher, EventsSettings, FeedStatus, LoadReport
 from homing.events.frames import encode_seq
 
-from .fakes import FoldingSink, load_report, store, until
+from .fakes import FoldingSink, ForeignPublisher, load_report, store, until
 
 Publishers = Callable[..., EventPublisher]
 Feeds = Callable[..., EventFeed]
@@ -108,3 +109,103 @@ async def test_a_message_that_cannot_be_read_is_told_and_the_stream_goes_on(no_l
 
     assert feed.malformed_messages == len(sink.errors)
     assert "event batch" in str(sink.errors[0])
+
+
+async def test_batches_that_the_publisher_lost_are_made_good_by_a_snapshot(
+    make_publisher: Publishers, follow: Feeds
+) -> None:
+    """The queue was full, the numbers show it, and the reader ends with the publisher's very set."""
+    publisher, sink = make_publisher(EventsSettings(publish_queue_batches=1, heartbeat_interval_s=0.05)), FoldingSink()
+    feed = follow(publisher.start(), sink)
+    await until(lambda: sink.live)
+
+    number = 0
+    while publisher.lost_batches == 0:
+        number += 1
+        store(publisher, number)
+        publisher.flush()
+    await until(lambda: sink.live and len(sink.mirror) == number)
+
+    assert set(sink.mirror.parents) == set(range(1, number + 1))
+    assert feed.subscription.counters.snapshots > 1
+
+
+async def test_a_burst_of_thousands_of_batches_ends_exact(make_publisher: Publishers, follow: Feeds) -> None:
+    """The descriptor tells once of many messages; one that stays behind would stop the feed."""
+    publisher, sink = make_publisher(), FoldingSink()
+    feed = follow(publisher.start(), sink)
+    await until(lambda: sink.live)
+
+    for number in range(1, 3001):
+        store(publisher, number)
+        publisher.flush()
+    await until(lambda: len(sink.mirror) == 3000 and sink.live)
+
+    assert feed.subscription.cursor.expected == 3000
+    assert feed.subscription.counters.digest_mismatches == 0
+
+
+async def test_a_callback_that_raises_does_not_stop_the_feed(make_publisher: Publishers, follow: Feeds) -> None:
+    """The loop reports it; what waits behind it in the socket has no other wake-up."""
+    reported: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+
+    class Failing(FoldingSink):
+        def load(self, report: LoadReport) -> None:
+            super().load(report)
+            if len(self.loads) == 1:
+                raise ZeroDivisionError("a user's mistake")
+
+    publisher, sink = make_publisher(), Failing()
+    follow(publisher.start(), sink)
+    publisher.report(load_report(1))
+    await until(lambda: len(sink.loads) > 2 and sink.live)
+
+    assert isinstance(reported[0]["exception"], ZeroDivisionError)
+
+
+async def test_a_callback_may_close_its_feed(make_publisher: Publishers, follow: Feeds) -> None:
+    """A router drops a replica the moment it says that it drains."""
+
+    class Leaving(FoldingSink):
+        def load(self, report: LoadReport) -> None:
+            super().load(report)
+            feed.close()
+
+    publisher, sink = make_publisher(), Leaving()
+    feed = follow(publisher.start(), sink)
+    publisher.report(load_report(1))
+    await until(lambda: sink.loads)
+    await asyncio.sleep(0.15)
+
+    assert len(sink.loads) == 1
+
+
+async def test_a_foreign_engine_is_followed_through_a_hole_and_a_restart(
+    no_leaks: None, follow: Feeds, tmp_path: Path
+) -> None:
+    """vLLM behind the same router: positional arrays, every copy announced, no snapshot, no epoch, fixed addresses."""
+    events, replay = f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r"
+    context, sink = zmq.Context(), FoldingSink()
+    engine = ForeignPublisher(context, events, replay, first_ts=0.0)
+    engine.publish(["BlockStored", [1, 2], None, [0] * 8, 4, None, "GPU"])
+    endpoints = EventEndpoints(events=events, replay=replay, state="", snapshot="")
+    feed = follow(endpoints, sink, topic=b"", counted=True)
+
+    async def until_served(condition: Callable[[], object]) -> None:
+        await until(lambda: engine.serve() or condition())
+
+    await until_served(lambda: sink.live and set(sink.mirror.parents) == {1, 2})
+    engine.publish(["BlockStored", [1], None, [0] * 4, 4, None, "GPU"], heard=False)  # a second copy
+    engine.publish(["BlockRemoved", [1, 2], "GPU"])
+    await until_served(lambda: sink.live and set(sink.mirror.parents) == {1})
+    assert feed.subscription.exact
+
+    engine.close()
+    await until(lambda: FeedStatus.STALE in sink.statuses)
+    engine = ForeignPublisher(context, events, replay, first_ts=100.0)
+    engine.publish(["BlockStored", [9], None, [0] * 4, 4, None, "GPU"])
+    await until_served(lambda: sink.live and set(sink.mirror.parents) == {9})
+
+    engine.close()
+    context.term()
