@@ -34,3 +34,12 @@ def get_json(url: str) -> Any:
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise ClusterError(f"{url} cannot be asked: {reason}") from error
+
+
+def is_ready(url: str) -> bool:
+    """Whether the router at `url` would answer a request now."""
+    try:
+        get_json(f"{url}/ready")
+    except ClusterError:
+        return False
+    return True

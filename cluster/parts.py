@@ -72,6 +72,7 @@ class HomingRouter:
         self._stopped: asyncio.Event | None = None
         self._service: RouterService | None = None
         self._server: RouterServer | None = None
+        self._loading: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises AddressInUse."""
@@ -92,7 +93,10 @@ class HomingRouter:
         )
         self._service.start(asyncio.get_running_loop())
         self._server = RouterServer(settings.router, self._service, metrics=metrics)
-        return await self._server.start(host, port)
+        bound = await self._server.start(host, port)
+        if self._spec.model_dir:  # the tokenizer is there before any replica is
+            self._loading = asyncio.create_task(self._server.load_text(self._spec.model_dir))
+        return bound
 
     async def apply_membership(self, members: Sequence[ReplicaDescription], seed: int) -> None:
         """These replicas serve, and no others."""
@@ -100,7 +104,7 @@ class HomingRouter:
         assert self._server is not None, "membership before start"
         self._service.apply_membership(members, seed)
         if members:
-            await self._server.model_joined()
+            await self._server.load_text(members[0].model.path)
 
     async def run(self) -> None:
         """Returns when stopped; an HTTP server that ends by itself takes the process along through `stop`."""

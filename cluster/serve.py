@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import msgspec
 
 from . import local_ray
-from .client import get_json
+from .client import get_json, is_ready
 from .config import Settings, state_folder
 from .console import Console
 from .errors import ClusterError, PortTaken, StartFailed
@@ -192,13 +192,13 @@ def _all_ready(run: Run, status: ClusterStatus) -> bool:
 
 
 def _all_routed(run: Run, url: str) -> bool:
-    """Whether requests and events flow between the router and every replica."""
+    """Whether requests and events flow between the router and every replica, and the router can read requests."""
     view = get_json(f"{url}/cluster")
     if view["refused"]:
         raise StartFailed(f"the router refused a replica: {view['refused'][0]['message']}")
     feed = "live" if run.settings.events.publish_events else None
     joined = [r for r in view["replicas"] if r["state"] == "serving" and feed in (None, r["feed"])]
-    return len(joined) == run.settings.cluster.replicas
+    return len(joined) == run.settings.cluster.replicas and is_ready(url)
 
 
 def _stay(run: Run, running: Any) -> int:

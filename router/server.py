@@ -100,9 +100,9 @@ class RouterServer:
             timeout_graceful_shutdown=max(1, round(self._grace_s)),
         )
 
-    async def model_joined(self) -> None:
-        """A replica joined: load its tokenizer now, so that the first request need not wait. Raises RouterError."""
-        await self.front.texts.get(self.front.limits().path)
+    async def load_text(self, path: str) -> None:
+        """Load the tokenizer in this folder, so that the first request need not wait. Raises RouterError."""
+        await self.front.texts.get(path)
 
     async def stop(self) -> None:
         """Take no more connections, let answers end within the grace, close everything. May be called twice."""

@@ -169,10 +169,13 @@ async def health(_front: Front, _request: Request) -> Response:
 
 
 async def ready(front: Front, _request: Request) -> Response:
-    """GET /ready: a replica can serve; 503 otherwise."""
+    """GET /ready: a request would be answered now; 503 otherwise."""
     serving = sum(replica.state == "serving" for replica in front.backend.view().replicas)
-    if front.backend.model() is None or not serving:
+    limits = front.backend.model()
+    if limits is None or not serving:
         raise NoReplica("no replica can serve now", retry_after_s=1.0)
+    if not front.texts.loaded(limits.path):
+        raise NoReplica("the model's tokenizer is being loaded", retry_after_s=1.0)
     return json_response({"status": "ready", "replicas": serving})
 
 

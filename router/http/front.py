@@ -36,6 +36,11 @@ class TextModels:
             loading.add_done_callback(lambda done: self._settled(path, done))
         return loading.result() if loading.done() else await asyncio.shield(loading)
 
+    def loaded(self, path: str) -> bool:
+        """Whether `get` would answer at once."""
+        loading = self._loading.get(path)
+        return loading is not None and loading.done()
+
     def _settled(self, path: str, loading: "asyncio.Future[TextModel]") -> None:
         if loading.cancelled() or loading.exception() is not None:
             self._loading.pop(path, None)

@@ -61,7 +61,7 @@ async def main(count: int) -> None:
     backend = FakeBackend(limits, reply(ids))
     server = RouterServer(RouterSettings(), backend)
     port = await server.start("127.0.0.1", 0)
-    await server.model_joined()
+    await server.load_text(str(DEMO))
     await measure(port, 50, CHAT | {"max_tokens": SHORT})
     plain = await measure(port, count, CHAT | {"max_tokens": SHORT})
     short = await measure(port, count, CHAT | {"max_tokens": SHORT, "stream": True})

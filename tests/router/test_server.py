@@ -187,7 +187,7 @@ async def test_a_stop_cuts_streams_that_outlast_the_grace(settings, backend, ans
     assert b"[DONE]" not in rest
 
 
-async def test_the_tokenizer_is_loaded_when_a_replica_joins(settings, backend):
+async def test_the_tokenizer_is_loaded_once_before_the_first_request(settings, backend):
     """Once, however many ask meanwhile; a folder without one is named."""
     loads = []
 
@@ -197,8 +197,8 @@ async def test_the_tokenizer_is_loaded_when_a_replica_joins(settings, backend):
 
     server = RouterServer(settings, backend, texts=TextModels(load))
     with pytest.raises(TokenizerUnavailable, match="model"):
-        await server.model_joined()
-    results = await asyncio.gather(server.model_joined(), server.model_joined(), return_exceptions=True)
+        await server.load_text("model")
+    results = await asyncio.gather(server.load_text("model"), server.load_text("model"), return_exceptions=True)
 
     assert len(loads) == 2
     assert all(isinstance(each, TokenizerUnavailable) for each in results)

@@ -37,9 +37,13 @@ class LoadedText(TextModels):
     def __init__(self, model: TextModel) -> None:
         super().__init__()
         self.model = model
+        self.present = True
 
     async def get(self, path: str) -> TextModel:
         return self.model
+
+    def loaded(self, path: str) -> bool:
+        return self.present
 
 
 @pytest.fixture

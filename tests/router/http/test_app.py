@@ -4,6 +4,7 @@ import httpx
 from openai import AsyncOpenAI
 from openai.types import Model
 
+from homing.router.http.front import Front
 from homing.router.text.tokenizer import Chat, TextModel
 
 from .fakes import FakeBackend
@@ -39,6 +40,13 @@ async def test_health_is_the_process_and_ready_the_cluster(client: httpx.AsyncCl
     assert (await client.get("/health")).status_code == 200
     assert (await client.get("/v1/models")).json()["data"] == []
     assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 503
+
+
+async def test_ready_waits_for_the_tokenizer(client: httpx.AsyncClient, front: Front):
+    """Loading it takes seconds: whoever is sent here before would wait them out."""
+    front.texts.present = False
+
+    assert (await client.get("/ready")).status_code == 503
 
 
 async def test_tokenize_and_detokenize_are_inverse(
