@@ -42,12 +42,9 @@ class Sent(NamedTuple):
     payload: bytes
 
 
-class _Resident(NamedTuple):
-    """What a snapshot says of a block beyond its place in the mirror: its names on the wire and its tokens."""
-
-    name: bytes
-    parent: bytes | None
-    tokens: bytes
+#: What a snapshot says of a block beyond its place in the mirror: its name, its parent's name, its tokens. A plain
+#: tuple, because making one is a third of what folding a block costs.
+_Resident = tuple[bytes, bytes | None, bytes]
 
 
 class Ledger:
@@ -129,9 +126,9 @@ class Ledger:
         names = _names(hashes)
         self._mirror.store(None if parent is None else _names((parent,))[0], names)
         stride = 0 if self._hash_only or not hashes else len(tokens) // len(hashes)
-        at = 0
+        at, residents = 0, self._residents
         for name, block in zip(names, hashes, strict=True):
-            self._residents[name] = _Resident(block, parent, tokens[at : at + stride])
+            residents[name] = (block, parent, tokens[at : at + stride])
             parent = block
             at += stride
 

@@ -1,0 +1,76 @@
+"""docs/events.md says what the code does."""
+
+import contextlib
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from homing.events import EventPublisher, messages
+
+from .fakes import block, tokens
+
+PAGE = (Path(__file__).parents[2] / "docs" / "events.md").read_text()
+
+
+def documented_keys(title: str) -> set[str]:
+    """Names in the first column of the table under a heading."""
+    section = re.split(r"^#+ ", PAGE.split(f"### {title}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+
+
+@pytest.mark.parametrize(
+    ("struct", "unused"),
+    [
+        (messages.BlockStored, {"extra_keys"}),
+        (messages.BlockRemoved, set()),
+        (messages.Heartbeat, set()),
+        (messages.LoadReport, set()),
+        (messages.SnapshotChunk, set()),
+    ],
+)
+def test_every_key_on_the_wire_is_documented(struct: type[msgspec.Struct], unused: set[str]) -> None:
+    """A reader in another language has only this page."""
+    assert documented_keys(struct.__name__) == set(struct.__struct_fields__) - unused
+
+
+def test_the_plain_pyzmq_reader_of_the_page_follows_a_publisher(
+    make_publisher: Callable[..., EventPublisher],
+) -> None:
+    """It is what people copy."""
+    (code,) = [part for part in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "def follow" in part]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    publisher = make_publisher()
+    endpoints = publisher.start()
+    context = zmq.Context()
+
+    def read_until_held(wanted: set[int]) -> None:
+        # A subscription takes a moment to reach the publisher; what the reader then misses, it says.
+        with contextlib.suppress(RuntimeError):
+            any(wanted <= held for held in names["follow"](context, endpoints.events, endpoints.snapshot))
+            found.set()
+
+    found = threading.Event()
+    stepper = threading.Thread(target=step_until, args=(publisher, found))
+    stepper.start()
+    while not found.is_set():
+        read_until_held({1, 3, 5})
+    stepper.join()
+    context.destroy(linger=0)
+
+
+def step_until(publisher: EventPublisher, found: threading.Event) -> None:
+    """An engine that stores a pair of blocks in each step and removes the even one in the next."""
+    for number in range(1, 100_000, 2):
+        publisher.stored(None, [block(number), block(number + 1)], tokens(number, number + 1))
+        publisher.removed([block(number - 1)])
+        publisher.flush()
+        if found.wait(0.005):
+            return
