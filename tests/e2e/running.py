@@ -1,0 +1,164 @@
+"""The real thing as a user runs it: `homing serve` as a process, its HTTP address, and what is left when it ended."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+import psutil
+from openai import OpenAI
+
+HOMING = [sys.executable, "-P", "-m", "homing.cluster.cli"]
+#: Only catches hangs: everything here takes seconds.
+PATIENCE_S = 120.0
+
+T = TypeVar("T")
+
+
+def until(ask: Callable[[], T | None], what: str) -> T:
+    """The first answer that is not None."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        if (answer := ask()) is not None:
+            return answer
+        time.sleep(0.02)
+    raise AssertionError(f"never: {what}")
+
+
+def environment(state: Path) -> dict[str, str]:
+    """Ours without foreign settings; notes go to `state`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HOMING_")}
+    return kept | {"HOMING_STATE_DIR": str(state), "HF_HUB_OFFLINE": "1"}
+
+
+def homing(state: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    """One command, run to its end."""
+    return subprocess.run(
+        [*HOMING, *words], env=environment(state), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+
+
+@dataclass
+class Serving:
+    """A running cluster."""
+
+    state: Path
+    url: str
+    pid: int
+    process: "subprocess.Popen[str] | None" = None  #: None: detached
+    output: list[str] = field(default_factory=list)
+
+    def cluster(self) -> dict[str, Any]:
+        """What /cluster says."""
+        answer: dict[str, Any] = httpx.get(f"{self.url}/cluster", timeout=30, trust_env=False).json()
+        return answer
+
+    def replicas(self) -> dict[str, dict[str, Any]]:
+        """Its replicas by name."""
+        return {replica["replica_id"]: replica for replica in self.cluster()["replicas"]}
+
+    def serving(self, count: int) -> dict[str, dict[str, Any]]:
+        """All replicas, once so many serve with exact events."""
+
+        def ask() -> dict[str, dict[str, Any]] | None:
+            replicas = self.replicas()
+            live = [r for r in replicas.values() if r["state"] == "serving" and r["feed"] == "live"]
+            return replicas if len(live) == count else None
+
+        return until(ask, f"{count} replicas serve")
+
+    def idle(self) -> bool:
+        """Whether nothing runs or waits, and every block is free again (one of each pool is the null block)."""
+        view = self.cluster()
+        return view["in_flight"] == 0 and all(
+            r["running"] == 0 and r["waiting"] == 0 and r["free_blocks"] == r["num_blocks"] - 1
+            for r in view["replicas"]
+        )
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The JSON answer to a POST."""
+        return httpx.post(f"{self.url}{path}", json=body, timeout=60, trust_env=False).raise_for_status().json()
+
+    def tokens(self, text: str) -> int:
+        """Length of a text in tokens."""
+        count: int = self.post("/tokenize", {"prompt": text})["count"]
+        return count
+
+    @contextlib.contextmanager
+    def client(self) -> Iterator[OpenAI]:
+        """OpenAI's own client."""
+        with (
+            httpx.Client(trust_env=False, timeout=60) as http,
+            OpenAI(base_url=f"{self.url}/v1", api_key="none", http_client=http, max_retries=0) as client,
+        ):
+            yield client
+
+    def family(self) -> list[psutil.Process]:
+        """The process and all below it."""
+        process = psutil.Process(self.pid)
+        return [process, *process.children(recursive=True)]
+
+    def note(self) -> dict[str, Any]:
+        """What the cluster notes about itself."""
+        note: dict[str, Any] = json.loads((self.state / "default.json").read_text())
+        return note
+
+    def end(self) -> int:
+        """SIGTERM; returns the exit code."""
+        assert self.process is not None, "a detached cluster ends by homing stop"
+        self.process.terminate()
+        return self.process.wait(PATIENCE_S)
+
+
+@contextlib.contextmanager
+def serving(state: Path, *flags: str) -> Iterator[Serving]:
+    """`homing serve --port 0` in the foreground until the block ends."""
+    command = [*HOMING, "serve", "--port", "0", *flags]
+    with subprocess.Popen(
+        command, env=environment(state), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        running = Serving(state, "", process.pid, process)
+        assert process.stdout is not None
+        reader = threading.Thread(target=lambda: running.output.extend(process.stdout or ()), daemon=True)
+        reader.start()
+        try:
+            note = until(lambda: ready_note(state, process), "the banner")
+            running.url = note["url"]
+            yield running
+        finally:
+            process.terminate()
+            process.wait(PATIENCE_S)
+            reader.join(PATIENCE_S)
+
+
+def ready_note(state: Path, process: "subprocess.Popen[str]") -> dict[str, Any] | None:
+    """The note once it says ready; raises when the process ended instead."""
+    assert process.poll() is None, f"homing serve ended with {process.returncode}"
+    path = state / "default.json"
+    if not path.exists():
+        return None
+    with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
+        note: dict[str, Any] = msgspec.json.decode(path.read_bytes())
+        return note if note["phase"] == "ready" else None
+    return None
+
+
+def leftovers(before: set[str]) -> set[str]:
+    """Shared memory and run folders that were not there before."""
+    return traces() - before
+
+
+def traces() -> set[str]:
+    """What a cluster could leave on this machine outside its state folder."""
+    shared = Path("/dev/shm")
+    files = {str(path) for path in shared.iterdir()} if shared.is_dir() else set()
+    return files | {str(path) for path in Path("/tmp").glob("homing-*")}

@@ -1,0 +1,149 @@
+"""Starting and ending, in the foreground and in the background; and what is left behind: nothing."""
+
+import json
+import signal
+import socket
+from pathlib import Path
+
+import httpx
+import pytest
+
+from homing.cluster.state import wait_gone
+
+from .running import Serving, homing, leftovers, serving, traces
+
+pytestmark = pytest.mark.cluster
+
+STORY = {
+    "messages": [{"role": "user", "content": "Tell me a story about a fox."}],
+    "temperature": 0,
+    "max_tokens": 60,
+}
+
+
+def answer(running: Serving) -> str:
+    content: str = running.post("/v1/chat/completions", STORY)["choices"][0]["message"]["content"]
+    return content
+
+
+def test_two_ranks_answer_like_one_and_ctrl_c_leaves_nothing(cluster: Serving, tmp_path: Path) -> None:
+    """Tensor parallelism must not change a greedy answer; and whoever stops a server expects it to be gone."""
+    before = traces()
+
+    with serving(tmp_path, "--replicas", "1", "--tensor-parallel-size", "2") as running:
+        family = running.family()
+        (replica,) = running.replicas().values()
+        story = answer(running)
+        assert running.process is not None
+        running.process.send_signal(signal.SIGINT)
+        assert running.process.wait(60) == 0
+
+    assert story == answer(cluster)
+    assert len(replica["pids"]) == 2
+    assert wait_gone(family, 0) == []
+    assert leftovers(before) == set()
+    assert list(tmp_path.iterdir()) == []
+    assert "Traceback" not in "".join(running.output)
+
+
+def test_without_events_the_router_knows_of_no_prefix_and_the_background_ends_by_stop(tmp_path: Path) -> None:
+    """The proof that the stream is what the router learns from: cut it off, and it sees no overlap anywhere."""
+    before = traces()
+    started = homing(tmp_path, "serve", "--detach", "--port", "0", "--no-publish-events")
+    assert started.returncode == 0, started.stdout + started.stderr
+    note = json.loads((tmp_path / "default.json").read_text())
+    running = Serving(tmp_path, note["url"], note["pid"])
+    family = running.family()
+    try:
+        assert "curl" in started.stdout
+        scattered(running)
+        shown(tmp_path)
+    finally:
+        stopped = homing(tmp_path, "stop")
+
+    assert stopped.returncode == 0, stopped.stderr
+    assert wait_gone(family, 0) == []
+    assert leftovers(before) == set()
+    assert [path.name for path in tmp_path.iterdir()] == ["default.log"]
+    assert homing(tmp_path, "stop").returncode == 1
+    assert "no cluster 'default' is running" in homing(tmp_path, "status").stderr
+
+
+def scattered(running: Serving) -> None:
+    """A prompt is held by one replica, which is busy with it; the same prompt goes to the other one, for its load."""
+    body = {"prompt": "A long prompt that all of these requests share. " * 100, "max_tokens": 2000, "ignore_eos": True}
+    url = f"{running.url}/v1/completions"
+    with httpx.stream("POST", url, json=body | {"stream": True}, trust_env=False, timeout=60) as busy:
+        next(busy.iter_lines())
+        explained = running.post("/explain", body)
+        second = httpx.post(url, json=body | {"max_tokens": 1}, trust_env=False, timeout=60)
+
+    assert {row["held_blocks"] for row in explained["replicas"]} == {0}
+    assert second.headers["x-homing-replica"] != busy.headers["x-homing-replica"]
+    assert second.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def shown(state: Path) -> None:
+    """`homing status`, for a person and for a program."""
+    table = homing(state, "status").stdout
+    data = json.loads(homing(state, "status", "--json").stdout)
+
+    assert "r0" in table
+    assert "r1" in table
+    assert {replica["replica_id"] for replica in data["replicas"]} == {"r0", "r1"}
+
+
+def test_a_taken_port_is_named_before_anything_is_started(tmp_path: Path) -> None:
+    """The most frequent mistake must cost a second, not a minute."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        refused = homing(tmp_path, "serve", "--port", str(port))
+
+    assert refused.returncode == 2
+    assert f"127.0.0.1:{port}" in refused.stderr
+    assert "--port" in refused.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_runs_is_not_started_twice(cluster: Serving) -> None:
+    """Two clusters under one name could not be told apart by stop."""
+    refused = homing(cluster.state, "serve", "--port", "0")
+
+    assert refused.returncode == 2
+    assert "running already" in refused.stderr
+
+
+def test_a_replica_that_cannot_start_ends_the_command_with_its_own_words(tmp_path: Path) -> None:
+    """A torn model folder is the user's to mend: one line, no traceback of Ray."""
+    before = traces()
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+
+    failed = homing(tmp_path / "state", "serve", str(model), "--port", "0", "--replicas", "1")
+
+    assert failed.returncode == 1
+    assert "replica r0 could not start" in failed.stderr
+    assert "Traceback" not in failed.stderr + failed.stdout
+    assert "ray" not in failed.stderr.lower()
+    assert leftovers(before) == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("serve", "no/such-model"), "no/such-model"),
+        (("serve", "./nowhere"), "no folder ./nowhere"),
+        (("serve", "--blok-size", "3"), "did you mean --block-size"),
+        (("watch",), "no cluster"),
+    ],
+)
+def test_a_mistake_costs_one_line(tmp_path: Path, words: tuple[str, ...], expected: str) -> None:
+    """Clear errors, and nothing was started."""
+    failed = homing(tmp_path, *words)
+
+    assert failed.returncode in (1, 2)
+    assert expected in failed.stderr
+    assert len(failed.stderr.strip().splitlines()) == 1

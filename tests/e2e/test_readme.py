@@ -1,0 +1,100 @@
+"""The README's commands, as a newcomer types them: each of them is run, or at least understood, as it stands there."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from homing.cluster.cli import parse, settings_of
+
+from .running import Serving, environment, leftovers, ready_note, traces, until
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+ADDRESS = "http://127.0.0.1:8000"
+
+console = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
+commands = [
+    line.removeprefix("$ ") for block in console for line in re.findall(r"^\$ .*(?:\n(?!\$).+)*", block, re.MULTILINE)
+]
+python = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def named(word: str) -> list[list[str]]:
+    """Words of all commands of the README that run `word`."""
+    split = [shlex.split(command, comments=True) for command in commands]
+    return [words for words in split if words[0].endswith(word)]
+
+
+@pytest.mark.cluster
+def test_the_curl_line_gets_a_story(cluster: Serving) -> None:
+    """The first request that anybody sends."""
+    (words,) = named("curl")
+
+    done = subprocess.run(
+        [word.replace(ADDRESS, cluster.url) for word in [*words, "--silent", "--noproxy", "*"]],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+
+    assert "fox" in json.loads(done.stdout)["choices"][0]["message"]["content"]
+
+
+@pytest.mark.cluster
+def test_the_openai_snippet_prints_a_story(cluster: Serving) -> None:
+    """It stands there to be pasted."""
+    (snippet,) = [code for code in python if "import OpenAI" in code]
+
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", snippet.replace(ADDRESS, cluster.url)],
+        env=environment(cluster.state) | {"NO_PROXY": "*"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "fox" in done.stdout
+
+
+def test_every_homing_command_is_understood() -> None:
+    """Flags get renamed, pages do not notice."""
+    found = named("homing")
+
+    assert len(found) >= 4
+    for words in found:
+        arguments = parse(words[1:])
+        if arguments.config is None:  # the file is the reader's own
+            settings_of(arguments)
+
+
+@pytest.mark.cluster
+@pytest.mark.skipif(not (ROOT / ".venv/.runtime").exists(), reason="not set up by make")
+def test_make_serve_serves_and_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The first command of the README, ended as in a terminal: the signal goes to the whole process group."""
+    before = traces()
+    with subprocess.Popen(
+        ["make", "serve", "ARGS=--port 0"],
+        cwd=ROOT,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        until(lambda: ready_note(tmp_path, process), "the banner")
+        os.killpg(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=120)
+
+    assert "homing is ready" in output
+    assert "curl http://127.0.0.1:" in output
+    assert leftovers(before) == set()

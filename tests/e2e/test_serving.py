@@ -1,0 +1,215 @@
+"""The whole path with OpenAI's client: requests find their way home, and survive what happens to replicas."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from homing.events.messages import SnapshotBlock, SnapshotChunk, SnapshotRequest
+
+from .running import HOMING, Serving, environment, until
+
+pytestmark = pytest.mark.cluster
+log = logging.getLogger(__name__)
+
+QUESTIONS = (
+    "Who is the fox?",
+    "What is the capital?",
+    "Tell me a story.",
+    "How much is 2 plus 3?",
+    "Why?",
+    "And then?",
+)
+FOX = [{"role": "user", "content": "Tell me a story about a fox."}]
+
+
+def long_system_prompt(cluster: Serving, tokens: int) -> str:
+    """Text of at least so many tokens, which no other test sends."""
+    sentence = "You answer briefly, kindly and in plain words, and you never invent what you do not know. "
+    text = sentence * 10
+    return text * (1 + tokens // cluster.tokens(text))
+
+
+class Watch:
+    """`homing watch --json` as a process, and what it printed."""
+
+    def __init__(self, cluster: Serving, path: Path) -> None:
+        self._path = path
+        with path.open("w") as out:
+            command = [*HOMING, "watch", "--json"]
+            self._process = subprocess.Popen(command, env=environment(cluster.state), stdout=out)
+
+    def events(self) -> list[dict[str, Any]]:
+        """All whole lines so far."""
+        text = self._path.read_text()
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def trees(self) -> dict[tuple[str, int], dict[int, int | None]]:
+        """Per replica and epoch: block -> parent, rebuilt from the printed stream alone."""
+        trees: dict[tuple[str, int], dict[int, int | None]] = {}
+        for event in self.events():
+            tree = trees.setdefault((event["replica"], event["epoch"]), {})
+            apply(tree, event)
+        return trees
+
+    def close(self) -> int:
+        """Interrupt it, as a person would."""
+        self._process.send_signal(signal.SIGINT)
+        return self._process.wait(30)
+
+
+def apply(tree: dict[int, int | None], event: dict[str, Any]) -> None:
+    match event["event"]:
+        case "reset":
+            tree.clear()
+            tree.update({block["hash"]: block["parent"] for block in event["blocks"]})
+        case "stored":
+            tree.update(zip(event["hashes"], [event["parent"], *event["hashes"]], strict=False))
+        case "removed":
+            for name in event["hashes"]:
+                del tree[name]
+        case "cleared":
+            tree.clear()
+
+
+def snapshot(endpoint: str) -> dict[int, int | None]:
+    """The replica's own cached set, asked for on its snapshot socket with plain pyzmq: block -> parent."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
+        sock.linger = 0
+        sock.connect(endpoint)
+        sock.send_multipart([b"", msgspec.msgpack.encode(SnapshotRequest())])
+        blocks: list[SnapshotBlock] = []
+        while True:
+            assert sock.poll(30_000), f"no snapshot from {endpoint}"
+            chunk = msgspec.msgpack.decode(sock.recv_multipart()[-1], type=SnapshotChunk)
+            blocks += chunk.blocks
+            if chunk.last:
+                return {int(b.block_hash): None if b.parent is None else int(b.parent) for b in blocks}
+
+
+@pytest.fixture(scope="module")
+def watch(cluster: Serving, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watch]:
+    """Watches from before the first request of this module to the end."""
+    watching = Watch(cluster, tmp_path_factory.mktemp("watch") / "events")
+    until(lambda: True if sum(e.get("status") == "live" for e in watching.events()) >= 2 else None, "watch is live")
+    yield watching
+    assert watching.close() == 0
+
+
+def test_requests_with_one_system_prompt_go_to_the_replica_that_holds_it(cluster: Serving, watch: Watch) -> None:
+    """The promise of the project: the second request finds the first one's KV, wherever that is."""
+    system = long_system_prompt(cluster, 1000)
+    replicas, cached = [], []
+
+    with cluster.client() as client:
+        for question in QUESTIONS:
+            raw = client.chat.completions.with_raw_response.create(
+                model="demo",
+                messages=[{"role": "system", "content": system}, {"role": "user", "content": question}],
+                max_tokens=8,
+                temperature=0,
+            )
+            usage = raw.parse().usage
+            assert usage is not None
+            assert usage.prompt_tokens_details is not None
+            assert usage.prompt_tokens > 1000
+            replicas.append(raw.headers["x-homing-replica"])
+            cached.append(usage.prompt_tokens_details.cached_tokens or 0)
+
+    assert cached[0] < 100
+    assert min(cached[1:]) >= 960, cached
+    assert len(set(replicas)) == 1, replicas
+
+
+def test_two_streams_at_once_give_the_same_text_as_one_alone(cluster: Serving) -> None:
+    """Batching must not change an answer."""
+    alone = "".join(stream(cluster))
+    together: list[str] = ["", ""]
+
+    def run(index: int) -> None:
+        together[index] = "".join(stream(cluster))
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert together == [alone, alone]
+    assert "fox" in alone
+
+
+def stream(cluster: Serving, max_tokens: int = 100) -> Iterator[str]:
+    """Pieces of a greedy answer that ends by its length alone."""
+    with cluster.client() as client:
+        chunks = client.chat.completions.create(
+            model="demo",
+            messages=FOX,  # type: ignore[arg-type]
+            max_tokens=max_tokens,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        for chunk in chunks:
+            if chunk.choices and chunk.choices[0].delta.content:
+                yield chunk.choices[0].delta.content
+
+
+def test_a_client_that_goes_away_frees_its_blocks(cluster: Serving) -> None:
+    """An abandoned answer must not hold memory that others wait for."""
+    until(lambda: True if cluster.idle() else None, "nothing runs before")
+    pieces = stream(cluster, max_tokens=4000)
+    next(pieces)
+    assert not cluster.idle()
+
+    pieces.close()  # type: ignore[attr-defined]
+
+    until(lambda: True if cluster.idle() else None, "its blocks are free")
+    assert cluster.cluster()["counters"]["cancelled"] >= 1
+
+
+def test_a_stream_survives_the_death_of_its_replica(cluster: Serving, watch: Watch) -> None:
+    """SIGKILL mid-stream: the text is the undisturbed one, the dead leaves routing, and a new one serves."""
+    before = cluster.serving(2)
+    undisturbed = "".join(stream(cluster, 1500))
+
+    pieces = stream(cluster, 1500)
+    text = next(pieces)
+    victim = until(lambda: next((r for r in cluster.replicas().values() if r["in_flight"]), None), "it runs somewhere")
+    os.kill(victim["pids"][0], signal.SIGKILL)
+    killed = time.monotonic()
+    name, epoch = victim["replica_id"], victim["epoch"]
+    until(lambda: True if cluster.replicas().get(name, {}).get("epoch") != epoch else None, "it leaves routing")
+    log.warning("replica_left_routing after_s=%.3f", time.monotonic() - killed)
+    text += "".join(pieces)
+
+    assert text == undisturbed
+    assert cluster.cluster()["counters"]["continued"] >= 1
+    after = cluster.serving(2)
+    assert after[name]["pids"] != before[name]["pids"]
+    assert "".join(stream(cluster, 50)) == undisturbed[: len("".join(stream(cluster, 50)))]
+
+
+def test_a_tree_rebuilt_from_the_printed_events_is_the_replicas_own_cache(cluster: Serving, watch: Watch) -> None:
+    """`homing watch` is what other tools build on: after all of the above, across a death, it must be exact."""
+    replicas = cluster.serving(2)
+    own = {(name, r["epoch"]): snapshot(r["event_endpoints"]["snapshot"]) for name, r in replicas.items()}
+
+    def rebuilt() -> dict[tuple[str, int], dict[int, int | None]] | None:
+        trees = watch.trees()
+        return {key: trees.get(key, {}) for key in own} if all(trees.get(key) == own[key] for key in own) else None
+
+    trees = until(rebuilt, f"the printed stream gives {[len(tree) for tree in own.values()]} blocks")
+
+    assert trees == own
+    assert sum(len(tree) for tree in own.values()) > 0
