@@ -37,19 +37,25 @@ _ENTRIES_PER_TURN = 256
 class Waker:
     """Wakes a thread that polls: a pipe, written to at most once per wake-up."""
 
-    __slots__ = ("_poked", "_write", "read")
+    __slots__ = ("_lock", "_open", "_poked", "_write", "read")
 
     def __init__(self) -> None:
         self.read, self._write = os.pipe()
         os.set_blocking(self.read, False)
         os.set_blocking(self._write, False)
         self._poked = False
+        self._open = True
+        self._lock = threading.Lock()
 
     def poke(self) -> None:
-        """From any thread."""
-        if not self._poked:
-            self._poked = True
-            os.write(self._write, b"\0")
+        """From any thread, also after `close`."""
+        if self._poked:
+            return
+        # The lock keeps a late poke from writing to a descriptor that is somebody else's by now.
+        with self._lock:
+            if self._open:
+                self._poked = True
+                os.write(self._write, b"\0")
 
     def clear(self) -> None:
         """By the sleeper, before it looks at what it was woken for: a poke that comes later wakes it again."""
@@ -61,7 +67,9 @@ class Waker:
             self._poked = False
 
     def close(self) -> None:
-        """Give both ends back."""
+        """Give both ends back; once."""
+        with self._lock:
+            self._open = False
         os.close(self.read)
         os.close(self._write)
 
@@ -158,8 +166,9 @@ class EventPublisher:
         self._waker = None
 
     def _poke(self) -> None:
-        if self._waker is not None:
-            self._waker.poke()
+        waker = self._waker
+        if waker is not None:
+            waker.poke()
 
     def _address(self, name: str) -> str:
         if self._ipc_dir is not None:
