@@ -10,7 +10,7 @@ ARGS ?=
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast check lint types format wheel-check bench-core bench-router clean
+.PHONY: help setup serve test test-fast check lint types format wheel-check bench-core bench-router bench-routing test-slow clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ bench-core: $(VENV)/.dev ## Cost of hashing, pool and prefix cache (OUT=FILE wri
 
 bench-router: $(VENV)/.dev ## Cost of the HTTP front (OUT=FILE writes JSON)
 	@$(BIN)/python tests/bench/front.py $(if $(OUT),--out $(OUT))
+
+bench-routing: $(VENV)/.dev ## What the routing policy is worth: one workload through a real cluster, per policy
+	@$(BIN)/python tests/bench/routing.py $(if $(OUT),--out $(OUT))
 
 clean: ## Remove what builds and checks leave behind (not .venv)
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
