@@ -24,16 +24,24 @@ def cluster_url(settings: Settings, url: str | None = None) -> str:
 
 def get_json(url: str) -> Any:
     """The JSON that `url` answers. Raises ClusterError."""
+    try:
+        return json.loads(get_text(url))
+    except ValueError as error:
+        raise ClusterError(f"{url} answered no JSON: {error}") from error
+
+
+def get_text(url: str) -> str:
+    """What `url` answers. Raises ClusterError."""
     # A proxy of the environment has no business with an address of this cluster.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=TIMEOUT_S) as answer:
-            return json.load(answer)
+            text: str = answer.read().decode()
     except urllib.error.HTTPError as error:
         raise ClusterError(f"{url} answered {error.code} {error.reason}") from error
     except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise ClusterError(f"{url} cannot be asked: {reason}") from error
+        raise ClusterError(f"{url} cannot be asked: {getattr(error, 'reason', error)}") from error
+    return text
 
 
 def is_ready(url: str) -> bool:

@@ -12,7 +12,7 @@ from typing import TextIO
 
 from .config import Settings, state_folder
 from .errors import AlreadyRunning
-from .state import Note, Notebook
+from .state import Notebook
 
 POLL_S = 0.1
 
@@ -60,6 +60,3 @@ def _follow(daemon: "subprocess.Popen[bytes]", notebook: Notebook, name: str, lo
             if code is not None:
                 return code or 1
             time.sleep(POLL_S)
-
-
-__all__ = ["Note", "detach"]

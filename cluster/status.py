@@ -1,13 +1,16 @@
 """`homing status`: what the router says about its replicas, as a table. Formatting only."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from .client import cluster_url, get_json
+from prometheus_client.parser import text_string_to_metric_families
+
+from .client import cluster_url, get_json, get_text
 from .config import Settings
 
 COLUMNS = ("replica", "state", "events", "ranks", "node", "running", "waiting", "kv used", "cached", "hit rate")
+QUERIES, HITS = "homing_prefix_cache_queries_tokens_total", "homing_prefix_cache_hits_tokens_total"
 RIGHT = frozenset({"ranks", "running", "waiting", "kv used", "cached", "hit rate"})
 
 
@@ -19,14 +22,24 @@ def status(settings: Settings, out: TextIO, *, as_json: bool) -> int:
         json.dump(view, out, indent=2)
         print(file=out)
         return 0
-    print(render(settings.cluster.name, url, view), file=out)
+    print(render(settings.cluster.name, url, view, hit_rates(get_text(f"{url}/metrics"))), file=out)
     return 0
 
 
-def render(name: str, url: str, view: dict[str, Any]) -> str:
+def hit_rates(metrics: str) -> dict[str, float]:
+    """Share of the prompt tokens that each replica found in its cache, of what /metrics says."""
+    totals: dict[str, dict[str, float]] = {QUERIES: {}, HITS: {}}
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            if sample.name in totals:
+                totals[sample.name][sample.labels["replica"]] = sample.value
+    return {name: totals[HITS].get(name, 0.0) / asked for name, asked in totals[QUERIES].items() if asked}
+
+
+def render(name: str, url: str, view: dict[str, Any], rates: Mapping[str, float]) -> str:
     """The whole page."""
     lines = [f"{name} · {url} · {_models(view)} · policy {view['policy']}", ""]
-    lines += table(COLUMNS, [_row(replica) for replica in view["replicas"]])
+    lines += table(COLUMNS, [_row(replica, rates.get(replica["replica_id"])) for replica in view["replicas"]])
     lines += ["", _totals(view)]
     lines += [f"refused {refused['replica_id']}: {refused['message']}" for refused in view["refused"]]
     return "\n".join(lines)
@@ -45,7 +58,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [line(columns), *(line(row) for row in rows)]
 
 
-def _row(replica: dict[str, Any]) -> tuple[str, ...]:
+def _row(replica: dict[str, Any], rate: float | None) -> tuple[str, ...]:
     total = replica["num_blocks"]
     used = total - replica["free_blocks"] if replica["report_age_s"] is not None else 0
     return (
@@ -58,7 +71,7 @@ def _row(replica: dict[str, Any]) -> tuple[str, ...]:
         str(replica["waiting"]),
         f"{used / total:.0%}" if total else "-",
         f"{replica['indexed_blocks']} blocks",
-        _share(replica.get("hit_tokens", 0), replica.get("query_tokens", 0)),
+        "-" if rate is None else f"{rate:.0%}",
     )
 
 
@@ -73,7 +86,3 @@ def _totals(view: dict[str, Any]) -> str:
 
 def _models(view: dict[str, Any]) -> str:
     return ", ".join(sorted({replica["model"] for replica in view["replicas"]})) or "no replica"
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.0%}" if whole else "-"

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -18,6 +19,8 @@ import psutil
 from openai import OpenAI
 
 HOMING = [sys.executable, "-P", "-m", "homing.cluster.cli"]
+#: Tenants share no cached blocks, and the key says who is who.
+KEY = "none"
 #: Only catches hangs: everything here takes seconds.
 PATIENCE_S = 120.0
 
@@ -85,8 +88,10 @@ class Serving:
         )
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON answer to a POST."""
-        return httpx.post(f"{self.url}{path}", json=body, timeout=60, trust_env=False).raise_for_status().json()
+        """The JSON answer to a POST, sent as the same tenant as `client`."""
+        headers = {"authorization": f"Bearer {KEY}"}
+        answer = httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=60, trust_env=False)
+        return answer.raise_for_status().json()
 
     def tokens(self, text: str) -> int:
         """Length of a text in tokens."""
@@ -98,7 +103,7 @@ class Serving:
         """OpenAI's own client."""
         with (
             httpx.Client(trust_env=False, timeout=60) as http,
-            OpenAI(base_url=f"{self.url}/v1", api_key="none", http_client=http, max_retries=0) as client,
+            OpenAI(base_url=f"{self.url}/v1", api_key=KEY, http_client=http, max_retries=0) as client,
         ):
             yield client
 
@@ -152,13 +157,30 @@ def ready_note(state: Path, process: "subprocess.Popen[str]") -> dict[str, Any] 
     return None
 
 
-def leftovers(before: set[str]) -> set[str]:
-    """Shared memory and run folders that were not there before."""
-    return traces() - before
+def shared_memory(family: list[psutil.Process]) -> list[str]:
+    """Files in shared memory that carry the pid of one of these."""
+    shared, pids = Path("/dev/shm"), {str(process.pid) for process in family}
+    names = [path.name for path in shared.iterdir()] if shared.is_dir() else []
+    return [name for name in names if pids & set(re.findall(r"\d+", name))]
+
+
+def orphaned_folders() -> set[str]:
+    """Run folders that belong to no process (other clusters may run on this machine)."""
+    lines = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            lines.append(" ".join(process.cmdline()))
+    used = "\n".join(lines)
+    return {str(path) for path in Path("/tmp").glob("homing-*") if str(path) not in used}
 
 
 def traces() -> set[str]:
     """What a cluster could leave on this machine outside its state folder."""
     shared = Path("/dev/shm")
     files = {str(path) for path in shared.iterdir()} if shared.is_dir() else set()
-    return files | {str(path) for path in Path("/tmp").glob("homing-*")}
+    return files | orphaned_folders()
+
+
+def leftovers(before: set[str]) -> set[str]:
+    """Traces that were not there before."""
+    return traces() - before

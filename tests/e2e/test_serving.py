@@ -126,7 +126,12 @@ def test_requests_with_one_system_prompt_go_to_the_replica_that_holds_it(cluster
             replicas.append(raw.headers["x-homing-replica"])
             cached.append(usage.prompt_tokens_details.cached_tokens or 0)
 
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": QUESTIONS[0]}]
+    explained = cluster.post("/explain", {"messages": messages})
+    holders = [row["replica_id"] for row in explained["replicas"] if row["held_blocks"] >= 60]
+
     assert cached[0] < 100
+    assert holders == replicas[:1], explained
     assert min(cached[1:]) >= 960, cached
     assert len(set(replicas)) == 1, replicas
 

@@ -1,0 +1,55 @@
+"""The table of `homing status`."""
+
+from typing import Any
+
+from homing.cluster.status import hit_rates, render
+
+METRICS = """\
+# TYPE homing_prefix_cache_queries_tokens_total counter
+homing_prefix_cache_queries_tokens_total{replica="r0"} 200.0
+homing_prefix_cache_queries_tokens_total{replica="r1"} 0.0
+# TYPE homing_prefix_cache_hits_tokens_total counter
+homing_prefix_cache_hits_tokens_total{replica="r0"} 150.0
+"""
+
+
+def replica(name: str) -> dict[str, Any]:
+    return {
+        "replica_id": name,
+        "state": "serving",
+        "feed": "live",
+        "model": "demo",
+        "node": "127.0.0.1",
+        "pids": [1, 2],
+        "running": 3,
+        "waiting": 4,
+        "num_blocks": 100,
+        "free_blocks": 75,
+        "indexed_blocks": 40,
+        "report_age_s": 0.1,
+    }
+
+
+def test_a_replica_that_was_never_asked_has_no_hit_rate() -> None:
+    """0 % would look like a fault."""
+    assert hit_rates(METRICS) == {"r0": 0.75}
+
+
+def test_every_replica_is_a_line_with_its_load_and_hit_rate() -> None:
+    """One look must be enough."""
+    counters = dict.fromkeys(("requests", "finished", "failed", "continued", "delivered_cached_tokens"), 7)
+    view = {
+        "policy": "expected-ttft",
+        "in_flight": 1,
+        "waiting": 0,
+        "replicas": [replica("r0"), replica("r1")],
+        "refused": [{"replica_id": "r2", "message": "another tokenizer"}],
+        "counters": counters,
+    }
+
+    lines = render("default", "http://h:1", view, {"r0": 0.75}).splitlines()
+
+    assert lines[3].split() == ["r0", "serving", "live", "2", "127.0.0.1", "3", "4", "25%", "40", "blocks", "75%"]
+    assert lines[4].split()[-1] == "-"
+    assert "7 prompt tokens came from caches" in lines[6]
+    assert lines[7] == "refused r2: another tokenizer"
