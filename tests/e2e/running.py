@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,9 @@ HOMING = [sys.executable, "-P", "-m", "homing.cluster.cli"]
 KEY = "none"
 #: Only catches hangs: everything here takes seconds.
 PATIENCE_S = 120.0
+
+#: Of about a thousand tokens each, and different from the first token on.
+LONG_PROMPTS = tuple(f"{number}. This is a long prompt that nobody else sends. " * 80 for number in range(10))
 
 T = TypeVar("T")
 
@@ -92,6 +96,17 @@ class Serving:
         headers = {"authorization": f"Bearer {KEY}"}
         answer = httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=60, trust_env=False)
         return answer.raise_for_status().json()
+
+    def home(self, prompt: str) -> str:
+        """The replica that answers this prompt."""
+        body = {"prompt": prompt, "max_tokens": 1}
+        response = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60, trust_env=False)
+        return str(response.raise_for_status().headers["x-homing-replica"])
+
+    def homes_at_once(self, prompts: Sequence[str]) -> list[str]:
+        """The same for several that come together."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(self.home, prompts))
 
     def tokens(self, text: str) -> int:
         """Length of a text in tokens."""

@@ -10,7 +10,7 @@ import pytest
 
 from homing.cluster.state import wait_gone
 
-from .running import Serving, homing, orphaned_folders, serving, shared_memory, until
+from .running import LONG_PROMPTS, Serving, homing, orphaned_folders, serving, shared_memory, until
 
 pytestmark = pytest.mark.cluster
 
@@ -57,6 +57,7 @@ def test_without_events_the_router_knows_of_no_prefix_and_the_background_ends_by
     try:
         assert "curl" in started.stdout
         unseen(running)
+        astray(running)
         shown(tmp_path)
     finally:
         stopped = homing(tmp_path, "stop")
@@ -73,7 +74,7 @@ def test_without_events_the_router_knows_of_no_prefix_and_the_background_ends_by
 def unseen(running: Serving) -> None:
     """A replica holds the prompt, and its own cache says so; the router, without events, neither knows nor hopes.
 
-    Where the next request goes is not asserted: without overlap that is a matter of measured speeds alone.
+    Where a lone request goes is not asserted: without overlap that is a matter of measured speeds alone.
     """
     body = {"prompt": "A long prompt that all of these requests share. " * 100, "max_tokens": 1, "temperature": 0}
     cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in (ask(running, body) for _ in range(6))]
@@ -83,6 +84,16 @@ def unseen(running: Serving) -> None:
     assert {row["held_blocks"] for row in explained["replicas"]} == {0}
     assert {row["uncached_tokens"] for row in explained["replicas"]} == {explained["prompt_tokens"]}
     assert running.cluster()["counters"]["predicted_cached_tokens"] == 0
+
+
+def astray(running: Serving) -> None:
+    """Prompts that each have a home do not find it: they are spread by load, and computed again.
+
+    (tests/e2e/test_serving.py has the same with events.)
+    """
+    first = [running.home(prompt) for prompt in LONG_PROMPTS]
+
+    assert running.homes_at_once(LONG_PROMPTS) != first
 
 
 def ask(running: Serving, body: dict[str, object]) -> dict[str, Any]:

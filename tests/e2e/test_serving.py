@@ -17,7 +17,7 @@ import zmq
 
 from homing.events.messages import SnapshotBlock, SnapshotChunk, SnapshotRequest
 
-from .running import HOMING, Serving, environment, until
+from .running import HOMING, LONG_PROMPTS, Serving, environment, until
 
 pytestmark = pytest.mark.cluster
 log = logging.getLogger(__name__)
@@ -134,6 +134,13 @@ def test_requests_with_one_system_prompt_go_to_the_replica_that_holds_it(cluster
     assert holders == replicas[:1], explained
     assert min(cached[1:]) >= 960, cached
     assert len(set(replicas)) == 1, replicas
+
+
+def test_prompts_that_come_together_each_find_their_home(cluster: Serving) -> None:
+    """Load pulls them apart, what is cached pulls more. (test_lifecycle.py has the same with the stream cut off.)"""
+    first = [cluster.home(prompt) for prompt in LONG_PROMPTS]
+
+    assert cluster.homes_at_once(LONG_PROMPTS) == first
 
 
 def test_two_streams_at_once_give_the_same_text_as_one_alone(cluster: Serving) -> None:
