@@ -14,6 +14,7 @@ from typing import Protocol
 
 import ray
 
+from ..kvcache.cache import CachedBlock
 from ..replica.messages import ReplicaDescription
 from .logs import set_up_logging
 from .spec import ClusterSpec, Failed, RankSpec, Rendezvous, Started
@@ -32,6 +33,9 @@ class RankServer(Protocol):
 
     def stop(self) -> None:
         """Make `run` return soon; callable from another thread."""
+
+    def residents(self) -> list[CachedBlock]:
+        """What this rank's cache really holds, parents first; empty on ranks above 0. Callable from another thread."""
 
 
 class Router(Protocol):
@@ -95,6 +99,10 @@ class ReplicaRank:
 
     def ping(self) -> None:
         """Returns: the process runs."""
+
+    def residents(self) -> list[CachedBlock]:
+        """What the cache really holds, asked past the event stream: to look into a doubt, and for tests."""
+        return self._server.residents() if self._server is not None else []
 
     def stop(self) -> None:
         """End serving in good order."""

@@ -76,6 +76,14 @@ def join(settings: Settings) -> None:
         raise ClusterError(f"cannot join the Ray cluster at {cluster.ray_address}: {error}") from error
 
 
+def address() -> str:
+    """Where the Ray cluster is reached that this process is part of."""
+    import ray
+
+    found: str = ray.get_runtime_context().gcs_address
+    return found
+
+
 def leave(timeout_s: float) -> None:
     """Disconnect; a local Ray ends with us, and every process below this one is waited for, then killed."""
     import ray

@@ -31,6 +31,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     phase: Literal["starting", "ready", "stopping"]
     url: str | None = None
     model: str = ""
+    ray_address: str | None = None  #: of the Ray cluster, for Ray's own tools
     run_dir: str | None = None  #: removed when the cluster ends
     log: str | None = None  #: of a detached cluster
 

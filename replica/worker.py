@@ -15,6 +15,7 @@ import torch
 import zmq
 
 from ..events.binding import tcp_address
+from ..kvcache.cache import CachedBlock
 from .config import ReplicaSettings
 from .errors import RankLost, StartupError
 from .plan import StepPlan
@@ -189,6 +190,10 @@ class RankWorker:
     def stop(self) -> None:
         """From any thread: `run` returns within a moment, unless it waits for other ranks in a step."""
         self._stopping.set()
+
+    def residents(self) -> list[CachedBlock]:
+        """None: rank 0 keeps the gang's cache."""
+        return []
 
     def _obey(self, runner: ModelRunner, kind: bytes, payload: bytes) -> bool:
         """False: there is nothing more to do."""

@@ -1,7 +1,7 @@
 """What the routing policy is worth on this machine: the same requests through a real cluster, once for each policy.
 
 Run as `python tests/bench/routing.py` (`make bench-routing`). Two CPU replicas of the demo model, each with room for
-less than two thirds of the documents that the requests ask about: whoever spreads every document over both replicas evicts
+less than two thirds of the documents that the requests ask about: whoever spreads every document over both evicts
 without end. Prints, per policy, time to first token and the share of prompt tokens that came from a cache.
 """
 

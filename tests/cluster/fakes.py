@@ -10,6 +10,7 @@ import msgspec
 
 from homing.cluster.spec import ClusterSpec, RankSpec
 from homing.events.messages import EventEndpoints
+from homing.kvcache.cache import CachedBlock
 from homing.replica.messages import ModelLimits, Parity, ReplicaDescription
 
 
@@ -50,6 +51,9 @@ class FakeRank:
 
     def stop(self) -> None:
         self._stopped.set()
+
+    def residents(self) -> list[CachedBlock]:
+        return []
 
 
 class FakeRouter:

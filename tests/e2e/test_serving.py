@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -95,6 +96,32 @@ def snapshot(endpoint: str) -> dict[int, int | None]:
             blocks += chunk.blocks
             if chunk.last:
                 return {int(b.block_hash): None if b.parent is None else int(b.parent) for b in blocks}
+
+
+#: Asks a replica's rank 0, through Ray and past the event stream, for what its prefix cache holds.
+ASK_RESIDENTS = """
+import json, sys
+import ray
+from homing.kvcache.hashing import wire_hash
+ray.init(address=sys.argv[1], namespace="homing-default", log_to_driver=False, logging_level="ERROR")
+found = {}
+short = lambda name: None if name is None else wire_hash(name)
+for name in ray.util.list_named_actors():
+    blocks = ray.get(ray.get_actor(name).residents.remote())
+    found[name.split(".")[0]] = [[short(block.block_hash), short(block.parent)] for block in blocks]
+print("RESIDENTS", json.dumps(found))
+"""
+
+
+def residents(cluster: Serving) -> dict[str, dict[int, int | None]]:
+    """Each replica's own cache: block -> parent."""
+    command = [sys.executable, "-P", "-c", ASK_RESIDENTS, cluster.note()["ray_address"]]
+    done = subprocess.run(
+        command, env=environment(cluster.state), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    told = next(line for line in done.stdout.splitlines() if line.startswith("RESIDENTS"))
+    return {name: dict(map(tuple, blocks)) for name, blocks in json.loads(told.removeprefix("RESIDENTS")).items()}
 
 
 @pytest.fixture(scope="module")
@@ -224,4 +251,5 @@ def test_a_tree_rebuilt_from_the_printed_events_is_the_replicas_own_cache(cluste
     trees = until(rebuilt, f"the printed stream gives {[len(tree) for tree in own.values()]} blocks")
 
     assert trees == own
+    assert {name: tree for (name, _), tree in trees.items()} == residents(cluster)
     assert sum(len(tree) for tree in own.values()) > 0
