@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import zmq
 
+from homing.cluster.local_ray import RAY_ENVIRONMENT
 from homing.events.messages import SnapshotBlock, SnapshotChunk, SnapshotRequest
 
 from .running import HOMING, LONG_PROMPTS, Serving, environment, until
@@ -116,9 +117,9 @@ print("RESIDENTS", json.dumps(found))
 def residents(cluster: Serving) -> dict[str, dict[int, int | None]]:
     """Each replica's own cache: block -> parent."""
     command = [sys.executable, "-P", "-c", ASK_RESIDENTS, cluster.note()["ray_address"]]
-    done = subprocess.run(
-        command, env=environment(cluster.state), capture_output=True, text=True, timeout=120, check=False
-    )
+    # The cluster listens on loopback alone and asks for its token: a client that joins must be told both.
+    loopback = environment(cluster.state) | RAY_ENVIRONMENT | {"RAY_AUTH_MODE": "token"}
+    done = subprocess.run(command, env=loopback, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     told = next(line for line in done.stdout.splitlines() if line.startswith("RESIDENTS"))
     return {name: dict(map(tuple, blocks)) for name, blocks in json.loads(told.removeprefix("RESIDENTS")).items()}
