@@ -93,12 +93,15 @@ class ReplicaLink:
             reader.drain_soon()
 
     def send(self, message: Request) -> bool:
-        """Hand a message to the connection; False when it does not take it now."""
+        """Hand a message to the connection; False when it does not take it now, or nothing could."""
         if self._closed or not self._connected:
             return False
         try:
             self._socket.send(_encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again:
+            return False
+        except (OverflowError, ValueError) as error:  # raised here, it would end what others' messages are part of
+            log.error("message_unsendable endpoint=%s error=%s", self._endpoint, error)
             return False
         # Sending may have taken the descriptor's edge. Not at once: the caller may be handling a reply.
         self._readers[0].drain_soon()

@@ -39,7 +39,7 @@ def decode(data: bytes, decoder: "msgspec.json.Decoder[Decoded]") -> Decoded:
     except msgspec.ValidationError as error:
         check_json(data)  # a wrong field may stand before the place where the JSON breaks
         raise from_msgspec(error) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidJson(f"the body is not valid JSON: {error}") from error
 
 
@@ -47,7 +47,7 @@ def check_json(data: bytes) -> None:
     """Raises InvalidJson for what is no JSON at all."""
     try:
         msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidJson(f"the body is not valid JSON: {error}") from error
 
 

@@ -14,6 +14,8 @@ Positive = Annotated[int, Meta(ge=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 StopString = Annotated[str, Meta(min_length=1)]
+#: Numbers that go to replicas as they are: larger ones than 64 bits have no place in their messages.
+Number = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 
 #: A prompt as text or token ids, or several of them; `validate.prompts` tells which (one array type per union is
@@ -40,7 +42,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     min_tokens: NonNegative | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Fraction | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -51,7 +53,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: bool | None = None
     logit_bias: dict[int, Bias] | None = None
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
-    priority: int | None = None
+    priority: Number | None = None
     timeout: Annotated[float, Meta(gt=0)] | None = None
     # Ignored: they concern billing, storage or models of other kinds.
     user: Any = None

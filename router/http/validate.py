@@ -148,8 +148,8 @@ def chat(body: ChatBody | TokenizeBody) -> Chat:
 
 #: Arguments of transformers' `apply_chat_template` that a caller must not reach through the template's.
 _RESERVED = frozenset(
-    "conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize padding "
-    "truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+    "self conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize "
+    "padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
 )
 
 
@@ -196,6 +196,6 @@ def _tool_call(call: Mapping[str, Any], param: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = msgspec.json.decode(arguments.encode() or b"{}")
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise InvalidRequest(f"field {param!r}: 'arguments' is not valid JSON", param=param) from error
     return {**call, "function": {**function, "arguments": arguments}}

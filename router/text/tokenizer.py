@@ -105,7 +105,7 @@ class TextModel:
                 continue_final_message=chat.continue_final_message,
                 **chat.template_arguments,
             )
-        except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
+        except (TemplateError, ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
             raise TemplateRefusal(f"the chat template refuses these messages: {error}", param="messages") from error
         return rendered
 

@@ -127,6 +127,18 @@ async def test_what_cannot_be_read_is_dropped_and_said(context, peer) -> None:
     link.close()
 
 
+async def test_a_message_that_cannot_be_encoded_is_not_taken(context, peer) -> None:
+    """Raised, it would break off the handling of a lost replica, and leave the requests of others without a place."""
+    sink = Sink()
+    link = open_link(context, listen(peer), sink)
+    await until(lambda: sink.up)
+
+    assert not link.send(Abort(request_ids=[2**64]))
+
+    assert link.send(ABORT)
+    link.close()
+
+
 async def test_a_closed_link_says_nothing_more(context, peer) -> None:
     """Its owner has forgotten it."""
     sink = Sink()

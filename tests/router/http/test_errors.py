@@ -1,5 +1,7 @@
 """Properties of refusals: OpenAI's shape, the right status, and the name of the field."""
 
+import json
+
 import httpx
 import openai
 import pytest
@@ -11,6 +13,9 @@ from .fakes import FakeBackend
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
+
+DEEP = "[" * 5_000
+DEEP_CALL = {"function": {"name": "f", "arguments": DEEP}}
 
 BAD_CHATS = [
     ({"messages": []}, "messages"),
@@ -25,6 +30,9 @@ BAD_CHATS = [
     ({"temperature": True}, "temperature"),
     ({"top_p": 0}, "top_p"),
     ({"top_k": -2}, "top_k"),
+    ({"top_k": 10**30}, "top_k"),
+    ({"priority": 10**30}, "priority"),
+    ({"priority": -(10**30)}, "priority"),
     ({"min_p": 1.5}, "min_p"),
     ({"n": 0}, "n"),
     ({"n": 9}, "n"),
@@ -51,6 +59,9 @@ BAD_CHATS = [
     ({"temprature": 1}, "temprature"),
     ({"timeout": 0}, "timeout"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
+    ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
+    ({"tools": [json.loads('{"a":' * 900 + "1" + "}" * 900)]}, "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": [DEEP_CALL]}]}, "messages[0].tool_calls"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
 ]
 
@@ -105,7 +116,7 @@ async def test_a_bad_completion_is_refused_by_the_name_of_its_field(client: http
     assert backend.requests == []
 
 
-@pytest.mark.parametrize("body", [b"{", b"", b'{"messages": [}', b'{"prompt": "\xff"}'])
+@pytest.mark.parametrize("body", [b"{", b"", b'{"messages": [}', b'{"prompt": "\xff"}', DEEP.encode()])
 async def test_broken_json_is_told_as_such(client: httpx.AsyncClient, backend: FakeBackend, body: bytes):
     """Not as a missing field, and not as our failure."""
     for path in (CHAT, COMPLETIONS, "/tokenize", "/explain"):
