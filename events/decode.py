@@ -148,7 +148,7 @@ class BatchDecoder:
         """One batch. Raises MalformedFrame, never anything else."""
         try:
             batch = self._typed.decode(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return self._decode_freely(payload)
         return Batch(batch.ts, [self._normalise(event) for event in batch.events], batch.data_parallel_rank)
 

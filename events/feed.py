@@ -347,5 +347,5 @@ def _connected(sock: "zmq.Socket[bytes]", endpoint: str) -> "zmq.Socket[bytes]":
 def _read(payload: bytes, kind: type[Struct]) -> Struct:
     try:
         return msgspec.msgpack.decode(payload, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedFrame(kind.__name__, str(error)) from error

@@ -239,7 +239,7 @@ class EventPublisher:
     def _snapshot(self, body: bytes) -> Iterator[list[bytes]]:
         try:
             request = msgspec.msgpack.decode(body, type=SnapshotRequest)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise MalformedFrame("snapshot request", str(error)) from error
         chunks = self._ledger.snapshot(token_ids=request.token_ids)
         return ([b"", msgspec.msgpack.encode(chunk)] for chunk in chunks)

@@ -65,7 +65,7 @@ class RequestPort:
                 return
             try:
                 yield self._read(frames)
-            except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
                 self.malformed += 1
                 log.warning("request_malformed router=%r frames=%d error=%s", frames[0], len(frames), error)
 

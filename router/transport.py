@@ -121,7 +121,7 @@ class ReplicaLink:
     def _on_reply(self, frames: list[bytes]) -> None:
         try:
             reply = _decoder.decode(frames[-1])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self._sink.unreadable(str(error))
             return
         self._sink.reply(reply)

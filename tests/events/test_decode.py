@@ -138,6 +138,7 @@ def test_map_headers_of_any_width_are_read() -> None:
         (pack([1.0, [stored(block_hashes=[1.5])]]), "block hash"),
         (pack([1.0, [stored(parent_block_hash="x")]]), "block hash"),
         (pack([1.0, [stored(block_size=None)]]), "field block_size"),
+        (b"\x94" + pack(1.0) + pack([]) + pack(0) + b"\x91" * 5000, "event batch"),
     ],
 )
 def test_a_malformed_payload_is_one_error_that_names_the_part(payload: bytes, what: str) -> None:

@@ -171,10 +171,11 @@ def test_a_request_that_cannot_be_read_is_counted_and_the_next_is_answered(
     for frames in ([b""], [b"", b"short"], [b"", b"a", b"b", b"c"]):
         dealer.send_multipart(frames)
     asker.send_multipart([b"", b"\xc1"])
+    asker.send_multipart([b"", b"\x81" + msgspec.msgpack.encode("deep") + b"\x91" * 5000])
 
     assert replay(dealer, 0) == []
     assert snapshot(asker)[0].last
-    assert publisher.malformed_requests == 4
+    assert publisher.malformed_requests == 5
 
 
 def test_what_was_flushed_before_closing_is_sent(make_publisher: Publishers, connect: Connect) -> None:

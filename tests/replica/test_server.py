@@ -165,11 +165,12 @@ def test_a_frame_that_cannot_be_read_is_dropped_and_harms_nobody(replica: Served
     client.socket.send(b"\xc1 no msgpack")
     client.socket.send(msgspec.msgpack.encode({"type": "generate", "request_id": "one"}))
     client.socket.send_multipart([b"three", b"frames"])
+    client.socket.send(b"\x82" + b"".join(map(msgspec.msgpack.encode, ("type", "generate", "deep"))) + b"\x91" * 5000)
     client.ask(1, [5, 6, 7])
     client.wait(1)
 
     assert len(client.tokens(1)) == 4
-    assert replica.server.malformed_requests == 3
+    assert replica.server.malformed_requests == 4
 
 
 def test_a_request_that_cannot_run_is_refused_by_name(replica: Served) -> None:

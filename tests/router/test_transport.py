@@ -119,11 +119,12 @@ async def test_what_cannot_be_read_is_dropped_and_said(context, peer) -> None:
     link.send(ABORT)
     identity, _ = await received(peer)
 
-    for payload in (b"", b"\xff", msgspec.msgpack.encode({"type": "tokens"}), msgspec.msgpack.encode(BATCH)):
+    deep = b"\x82" + b"".join(map(msgspec.msgpack.encode, ("type", "tokens", "deep"))) + b"\x91" * 5000
+    for payload in (b"", b"\xff", deep, msgspec.msgpack.encode({"type": "tokens"}), msgspec.msgpack.encode(BATCH)):
         peer.send_multipart([identity, payload])
     await until(lambda: sink.replies)
 
-    assert len(sink.unread) == 3
+    assert len(sink.unread) == 4
     link.close()
 
 
