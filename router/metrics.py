@@ -181,7 +181,6 @@ class RouterMetrics:
             self._running.labels(replica.replica_id).set(replica.running)
             self._waiting.labels(replica.replica_id).set(replica.waiting)
             self._queued.labels(replica.replica_id).set(replica.queued_prefill_tokens)
-            self._usage.labels(replica.replica_id).set(1 - replica.free_blocks / max(replica.num_blocks, 1))
             self._indexed.labels(replica.replica_id).set(replica.indexed_blocks)
             self._state.labels(replica.replica_id, replica.state).set(1)
         self._forget_gauges({replica.replica_id for replica in view.replicas})

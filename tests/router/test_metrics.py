@@ -49,6 +49,16 @@ def test_replica_totals_go_on_after_a_rebuild():
     assert metrics.registry.get_sample_value("homing_kv_cache_usage_ratio", {"replica": "r0"}) == 0.75
 
 
+def test_an_idle_replicas_pool_is_not_in_use():
+    """The view counts the null block, which nobody can use, among the blocks: only a report knows the usable ones."""
+    metrics = RouterMetrics()
+
+    metrics.load_reported("r0", msgspec.structs.replace(report(1, 0), free_blocks=100))
+    metrics.observe_cluster(view("r0"))
+
+    assert metrics.registry.get_sample_value("homing_kv_cache_usage_ratio", {"replica": "r0"}) == 0
+
+
 def test_the_routing_sides_totals_are_taken_over():
     """They are kept as plain numbers there; reading them twice counts nothing twice."""
     metrics = RouterMetrics()

@@ -114,7 +114,7 @@ async def test_metrics_count_requests_and_tokens(client: httpx.AsyncClient, back
     assert 'homing_http_requests_total{endpoint="/v1/completions",status="200"} 1.0' in text
     assert 'homing_http_requests_total{endpoint="other",status="404"} 2.0' in text
     assert "homing_time_to_first_token_seconds_count 1.0" in text
-    assert 'homing_kv_cache_usage_ratio{replica="r0"} 0.25' in text
+    assert 'homing_requests_running{replica="r0"} 2.0' in text
 
 
 async def test_a_served_name_replaces_the_models_own(client: httpx.AsyncClient, front, backend: FakeBackend):
