@@ -1,4 +1,4 @@
-"""One uniform number per (seed, position): Philox 4x32 with ten rounds, vectorised in numpy.
+"""Uniform numbers per (seed, position): Philox 4x32 with ten rounds, vectorised in numpy.
 
 A counter-based generator: the key is the seed, the counter is the position, and nothing is remembered between calls.
 Source of algorithm and constants: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011);
@@ -30,10 +30,18 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words])
     return c0, c1, c2, c3
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
-    """A number in [0, 1) with 53 random bits for each pair of a 64-bit seed and a 64-bit position."""
-    seed, position = np.array(seeds, dtype=np.uint64), np.array(positions, dtype=np.uint64)
-    zero = np.zeros_like(position)
-    high, low, _, _ = philox((position & _LOW, position >> _HALF, zero, zero), (seed & _LOW, seed >> _HALF))
+def uniforms(seeds: Sequence[int], positions: Sequence[int], count: int) -> npt.NDArray[np.float64]:
+    """`count` numbers in [0, 1) with 53 random bits for each pair of a 64-bit seed and a 64-bit position."""
+    shape = (len(seeds), count)
+    seed, position, number = (
+        np.broadcast_to(words, shape)
+        for words in (
+            np.array(seeds, dtype=np.uint64)[:, None],
+            np.array(positions, dtype=np.uint64)[:, None],
+            np.arange(count, dtype=np.uint64),
+        )
+    )
+    zero = np.zeros_like(number)
+    high, low, _, _ = philox((position & _LOW, position >> _HALF, number, zero), (seed & _LOW, seed >> _HALF))
     bits = (high >> np.uint64(5)) * np.uint64(1 << 26) + (low >> np.uint64(6))
     return bits.astype(np.float64) / float(1 << 53)

@@ -1,8 +1,12 @@
 """From logits to tokens, for a whole batch.
 
-A row's token depends on its own logits, parameters and (seed, position) alone, whatever else is in the batch: one
-uniform number per (seed, position) from a counter-based generator, looked up in the row's cumulative distribution. So
-another replica can continue a request. Knows nothing of requests' lives, stopping or text.
+A row's token depends on its own logits, parameters and (seed, position) alone, whatever else is in the batch: uniform
+numbers per (seed, position) from a counter-based generator choose it. So another replica can continue a request. Knows
+nothing of requests' lives, stopping or text.
+
+Another batch computes the same logits with other roundings, which must not change tokens. Looked up in one cumulative
+distribution of the whole vocabulary they would: every error shifts all later borders, and in the tail borders lie
+closer than errors. So a token is chosen in steps, each among few groups, and each with a number of its own.
 
 Order: repetition, frequency and presence penalty, logit bias, banned ids; then temperature, top-k, top-p of what top-k
 left, min-p. A token that ties with the last one kept is kept too, so that no set depends on how ties are sorted.
@@ -21,6 +25,10 @@ from .philox import uniforms
 
 #: Below this temperature a row is greedy: the scaled logits would overflow.
 GREEDY_BELOW = 1e-5
+
+#: Groups to choose from in one step. Measured at a vocabulary of 152,000 with an error of 1e-4 in each logit: tokens
+#: changed in 0 of 500 draws, in 44 with one step; and 61 ms instead of 90 ms for 50 rows on one core.
+FAN_OUT = 16
 
 #: Buckets of scaled logits for top-p; the last one takes all below -32, whose weight is at most 1e-14 of the greatest.
 #: Measured on 32 flat rows of 32,000 logits, one core: 20 ms so, 85 ms with each row sorted.
@@ -150,17 +158,36 @@ def _tensor(values: npt.NDArray[np.int64] | npt.NDArray[np.float32], like: torch
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Inverse of each row's cumulative distribution, in order of token ids, at the row's uniform: [rows] int64."""
+    """One token for each row from its distribution, by the uniforms of its seed and position: [rows] int64."""
     temperatures = torch.tensor([row.params.temperature for row in rows], device=logits.device)
     scaled = logits / temperatures[:, None]
     scaled -= scaled.amax(-1, keepdim=True)
     floors = torch.tensor([_floor(scaled[index], row.params) for index, row in enumerate(rows)], device=logits.device)
     weights = torch.where(scaled >= floors[:, None], scaled.exp(), 0.0)
+    levels = [_grouped(weights)]
+    while levels[-1].shape[1] > 1:
+        levels.append(_grouped(levels[-1].sum(-1, dtype=torch.float64)))
+    numbers = uniforms([row.params.seed for row in rows], [row.position for row in rows], len(levels))
+    points = torch.from_numpy(numbers).to(logits.device)
+    each = torch.arange(len(rows), device=logits.device)
+    chosen = torch.zeros_like(each)
+    for step, groups in enumerate(reversed(levels)):
+        chosen = chosen * FAN_OUT + _choose(groups[each, chosen], points[:, step, None])
+    return chosen
+
+
+def _grouped(weights: torch.Tensor) -> torch.Tensor:
+    """[rows, n] as [rows, groups, FAN_OUT]; what is missing weighs nothing."""
+    padded = torch.nn.functional.pad(weights, (0, -weights.shape[1] % FAN_OUT))
+    return padded.view(len(weights), -1, FAN_OUT)
+
+
+def _choose(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+    """Inverse of each row's cumulative distribution at its point [rows, 1]: [rows] int64."""
     cumulative = weights.cumsum(-1, dtype=torch.float64)
-    points = torch.from_numpy(uniforms([row.params.seed for row in rows], [row.position for row in rows]))
-    targets = points.to(logits.device)[:, None] * cumulative[:, -1:]
-    # The first id whose cumulative weight exceeds the target; rounding may leave the target at the very end, where the
-    # last id of positive weight is meant.
+    targets = points * cumulative[:, -1:]
+    # The first whose cumulative weight exceeds the target; rounding may leave the target at the very end, where the
+    # last of positive weight is meant.
     last = cumulative.ge(cumulative[:, -1:]).int().argmax(-1)
     return torch.minimum(torch.searchsorted(cumulative, targets, right=True)[:, 0], last)
 

@@ -30,15 +30,19 @@ def test_known_answers(counter, key, answer):
 @given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**40)), min_size=1, max_size=8))
 def test_number_depends_on_seed_and_position_alone(pairs):
     """Drawn together or alone, the number is the same; another replica can continue."""
-    together = uniforms(*zip(*pairs, strict=True))
+    together = uniforms(*zip(*pairs, strict=True), 3)
 
-    assert together.tolist() == [float(uniforms([seed], [position])[0]) for seed, position in pairs]
-    assert all(0 <= number < 1 for number in together)
+    assert together.tolist() == [uniforms([seed], [position], 3)[0].tolist() for seed, position in pairs]
+    assert ((together >= 0) & (together < 1)).all()
 
 
-def test_numbers_are_uniform_over_positions_and_over_seeds():
-    """Neighbouring counters and neighbouring keys both must look unrelated: 100 equal bins, chi-square below 99.9 %."""
+def test_numbers_are_uniform_over_positions_over_seeds_and_within_a_position():
+    """Neighbouring counters and neighbouring keys must look unrelated: 100 equal bins, chi-square below 99.9 %."""
     count = 100_000
-    for numbers in (uniforms([7] * count, range(count)), uniforms(range(count), [0] * count)):
+    for numbers in (
+        uniforms([7] * count, range(count), 1),
+        uniforms(range(count), [0] * count, 1),
+        uniforms([7], [0], count),
+    ):
         observed, _ = np.histogram(numbers, bins=100, range=(0, 1))
         assert ((observed - count / 100) ** 2 / (count / 100)).sum() < 149
