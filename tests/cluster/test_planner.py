@@ -8,29 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from homing.cluster.planner import Action, Fleet, KillGang, Pacing, Phase, Publish, StartGang
-from homing.events.messages import EventEndpoints
-from homing.replica.messages import ModelLimits, Parity, ReplicaDescription
+from homing.replica.messages import ReplicaDescription
+
+from .fakes import describe_replica
 
 PACING = Pacing(backoff_s=1, backoff_limit_s=8, stable_after_s=60, start_timeout_s=100)
-
-
-def description(replica_id: str, epoch: int) -> ReplicaDescription:
-    return ReplicaDescription(
-        replica_id=replica_id,
-        epoch=epoch,
-        request_endpoint=f"ipc://{replica_id}-{epoch}",
-        event_endpoints=EventEndpoints(events="", replay="", state="", snapshot=""),
-        parity=Parity(
-            tokenizer_digest="", template_digest="", block_size=16, hash_algorithm="", model_root=b"", canary=b""
-        ),
-        model=ModelLimits(name="m", path="", vocab_size=1, max_model_len=1, eos_token_ids=()),
-        num_blocks=1,
-        max_running_requests=1,
-        max_batched_tokens=1,
-        tensor_parallel_size=1,
-        prefill_tokens_per_s=1,
-        decode_step_s=1,
-    )
 
 
 def bring_up(fleet: Fleet, now: float = 0.0) -> None:
@@ -38,7 +20,9 @@ def bring_up(fleet: Fleet, now: float = 0.0) -> None:
     for action in fleet.reconcile(now):
         if isinstance(action, StartGang):
             fleet.placed(action.replica_id, action.generation, now)
-            fleet.ready(action.replica_id, action.generation, description(action.replica_id, action.generation), now)
+            fleet.ready(
+                action.replica_id, action.generation, describe_replica(action.replica_id, action.generation), now
+            )
     fleet.reconcile(now)
 
 
@@ -60,9 +44,9 @@ def test_a_ready_replica_is_published(fleet: Fleet) -> None:
     """Routers hear of a replica as soon as it can serve, not when all can."""
     fleet.reconcile(0)
     fleet.placed("r1", 2, 1)
-    fleet.ready("r1", 2, description("r1", 2), 2)
+    fleet.ready("r1", 2, describe_replica("r1", 2), 2)
 
-    assert fleet.reconcile(2) == [Publish((description("r1", 2),))]
+    assert fleet.reconcile(2) == [Publish((describe_replica("r1", 2),))]
 
 
 def test_a_dead_rank_takes_its_gang_out_of_routing_before_anything_else(fleet: Fleet) -> None:
@@ -72,7 +56,7 @@ def test_a_dead_rank_takes_its_gang_out_of_routing_before_anything_else(fleet: F
 
     actions = fleet.reconcile(10)
 
-    assert actions == [Publish((description("r1", 2),)), KillGang("r0", 1, "rank 0 died"), StartGang("r0", 3)]
+    assert actions == [Publish((describe_replica("r1", 2),)), KillGang("r0", 1, "rank 0 died"), StartGang("r0", 3)]
     fleet.check()
 
 
@@ -83,7 +67,7 @@ def test_news_of_a_former_generation_change_nothing(fleet: Fleet) -> None:
     fleet.reconcile(10)
 
     assert not fleet.failed("r0", 1, "rank 1 died", 11)
-    fleet.ready("r0", 1, description("r0", 1), 11)
+    fleet.ready("r0", 1, describe_replica("r0", 1), 11)
     assert fleet.reconcile(11) == []
     fleet.check()
 
@@ -127,7 +111,7 @@ def test_fewer_wanted_replicas_end_the_surplus(fleet: Fleet) -> None:
     bring_up(fleet)
     fleet.wanted = 1
 
-    assert fleet.reconcile(1) == [Publish((description("r0", 1),)), KillGang("r1", 2, "no longer wanted")]
+    assert fleet.reconcile(1) == [Publish((describe_replica("r0", 1),)), KillGang("r1", 2, "no longer wanted")]
     fleet.check()
 
 
@@ -160,7 +144,7 @@ class FleetMachine(RuleBasedStateMachine):
     @rule(index=st.integers(min_value=0, max_value=3), back=st.integers(min_value=0, max_value=2))
     def get_ready(self, index: int, back: int) -> None:
         generation = self.generation(index) - back
-        self.fleet.ready(f"r{index}", generation, description(f"r{index}", generation), self.now)
+        self.fleet.ready(f"r{index}", generation, describe_replica(f"r{index}", generation), self.now)
         self.reconcile()
 
     @rule(index=st.integers(min_value=0, max_value=3), back=st.integers(min_value=0, max_value=2))
