@@ -2,7 +2,7 @@
 
 from .cache import CachedBlock, CacheListener, CacheStats, PrefixCache, PrefixMatch
 from .config import KvCacheSettings
-from .errors import KvCacheError, PoolTooSmall, StaleMatch
+from .errors import KvCacheError, PoolTooSmall, StaleMatch, TraceError
 from .eviction import EvictionName, EvictionPolicy, Lru, eviction_policy
 from .hashing import (
     HASH_BYTES,
@@ -23,9 +23,11 @@ from .hashing import (
 )
 from .pool import TRANSITIONS, Block, BlockId, BlockState, Transition
 from .sizing import blocks_that_fit, bytes_per_block, kv_budget_bytes, kv_heads_per_rank
+from .trace import MOONCAKE_BLOCK_TOKENS, TraceRequest, read_trace
 
 __all__ = [
     "HASH_BYTES",
+    "MOONCAKE_BLOCK_TOKENS",
     "TOKEN_BYTES",
     "TRANSITIONS",
     "Block",
@@ -47,6 +49,8 @@ __all__ = [
     "PrefixCache",
     "PrefixMatch",
     "StaleMatch",
+    "TraceError",
+    "TraceRequest",
     "Transition",
     "blocks_that_fit",
     "bytes_per_block",
@@ -56,6 +60,7 @@ __all__ = [
     "kv_budget_bytes",
     "kv_heads_per_rank",
     "model_root",
+    "read_trace",
     "split_hashes",
     "tenant_root",
     "token_array",

@@ -2,7 +2,8 @@
 
     KvCacheError
     ├── PoolTooSmall    the KV memory holds too few blocks to run anything
-    └── StaleMatch      a prefix match was used after the cache had changed under it
+    ├── StaleMatch      a prefix match was used after the cache had changed under it
+    └── TraceError      a line of a request log cannot be read
 
 Running out of blocks is no error: `acquire` and `allocate` return None and the scheduler decides.
 """
@@ -26,3 +27,9 @@ class PoolTooSmall(KvCacheError):
 
 class StaleMatch(KvCacheError):
     """Acquiring would have shared blocks that may hold another prefix by now; look the prompt up again."""
+
+
+class TraceError(KvCacheError):
+    """The caller's log is malformed; the message names the line."""
+
+    http_status = 400
