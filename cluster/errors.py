@@ -8,7 +8,8 @@
     ├── NotRunning           the user's: no cluster of this name runs on this machine
     ├── DoesNotFit           the user's: the machine or cluster lacks the CPUs or GPUs that the settings ask for
     ├── StartFailed          a replica or the router could not start; carries its own message
-    └── StopFailed           the cluster did not end in time
+    ├── StopFailed           the cluster did not end in time
+    └── PlotFailed           the user's: a plot's file cannot be written, has an unknown suffix, or matplotlib is missing
 
 `exit_code` is what the command line ends with; the message is all that it prints.
 """
@@ -73,3 +74,10 @@ class StartFailed(ClusterError):
 
 class StopFailed(ClusterError):
     """A part of the cluster did not end."""
+
+
+class PlotFailed(ClusterError):
+    """A plot cannot be drawn or written; said before the work begins where it can be known."""
+
+    http_status = 400
+    exit_code = 2
