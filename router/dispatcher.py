@@ -45,8 +45,8 @@ from .errors import (
     RequestFailed,
     RouterError,
 )
-from .index import PrefixIndex
-from .load import LoadBook, Pending
+from .load import LoadBook
+from .placement import Placement, regret_tokens
 from .policy import Candidate, Decision, Policy, Prompt
 from .reservations import Reservations
 
@@ -164,15 +164,14 @@ class Dispatcher:
         counters: RouterCounters,
         rng: Random,
     ) -> None:
-        self.index = PrefixIndex()
+        self.placement = Placement(policy, loads=loads, reservations=reservations, rng=rng)
+        self.index = self.placement.index
         self.policy = policy
         self.loads = loads
         self.reservations = reservations
         self.counters = counters
         self._naming = naming
         self._limits = limits
-        self._rng = rng
-        self._feeds: dict[str, FeedState] = {}
         self._flights: dict[FlightId, _Flight] = {}
         self._by_wire: dict[int, _Flight] = {}
         self._queue: list[tuple[int, FlightId]] = []  # heap; entries of requests that are over are skipped
@@ -185,7 +184,7 @@ class Dispatcher:
 
     def rename(self, naming: Naming) -> None:
         """Another cluster seed or model: blocks have other names from now on. No replica may be joined."""
-        assert not self._feeds, f"{len(self._feeds)} replicas are still named in the old way"
+        assert not len(self.placement), f"{len(self.placement)} replicas are still named in the old way"
         self._naming = naming
         for flight in self._flights.values():
             flight.root = tenant_root(naming.model_root, salt=flight.request.salt)
@@ -193,45 +192,38 @@ class Dispatcher:
 
     def join(self, description: ReplicaDescription, now: float) -> list[Instruction]:
         """A replica can be sent requests; its events are not followed yet."""
-        self.index.join(description.replica_id, description.num_blocks)
-        self.loads.join(description, now)
-        self._feeds[description.replica_id] = "syncing"
+        self.placement.join(description, now)
         self.counters.replicas_joined += 1
         return self.pump(now)
 
     def report(self, replica: str, report: LoadReport, now: float) -> list[Instruction]:
         """The replica's own word on its load: there may be room for who waits."""
-        self.loads.report(replica, report, now)
+        self.placement.report(replica, report, now)
         return self.pump(now)
 
     def set_feed(self, replica: str, state: FeedState) -> None:
         """How far the replica's events can be trusted."""
-        self._feeds[replica] = state
+        self.placement.set_feed(replica, state)
 
     def feed(self, replica: str) -> FeedState:
         """How far the replica's events can be trusted."""
-        return self._feeds[replica]
+        return self.placement.feed(replica)
 
     def stored(self, replica: str, blocks: Sequence[int]) -> None:
         """The replica announced these blocks."""
-        self.index.add(replica, blocks)
-        self.reservations.stored(replica, blocks)
+        self.placement.stored(replica, blocks)
 
     def removed(self, replica: str, blocks: Sequence[int]) -> None:
         """The replica gave these blocks up."""
-        self.index.remove(replica, blocks)
+        self.placement.removed(replica, blocks)
 
     def reset(self, replica: str, blocks: Sequence[int]) -> None:
         """The replica holds exactly these blocks."""
-        self.index.reset(replica, blocks)
-        self.reservations.stored(replica, blocks)
+        self.placement.reset(replica, blocks)
 
     def replica_lost(self, replica: str, now: float) -> tuple[list[int], list[Instruction]]:
         """Its requests go on elsewhere. Returns their wire ids too, in case it turns out to be alive."""
-        self.index.leave(replica)
-        self.loads.leave(replica)
-        self.reservations.leave(replica)
-        del self._feeds[replica]
+        self.placement.leave(replica)
         self.counters.replicas_lost += 1
         orphans = [flight for flight in self._by_wire.values() if flight.replica == replica]
         wire_ids = [flight.wire_id for flight in orphans if flight.wire_id is not None]
@@ -348,16 +340,14 @@ class Dispatcher:
 
     def check(self) -> None:
         """Assert every invariant."""
-        self.index.check()
-        self.reservations.check()
-        self.loads.check()
+        self.placement.check()
         held = [flight for flight in self._flights.values() if flight.wire_id is None]
         assert len(held) == self._waiting, f"{self._waiting} counted as waiting, {len(held)} wait"
         queued = {flight_id for _, flight_id in self._queue}
         assert all(flight.flight_id in queued for flight in held), "a waiting request is not in the queue"
         for wire_id, flight in self._by_wire.items():
             assert flight.wire_id == wire_id, f"wire id {wire_id} leads to a request that goes by {flight.wire_id}"
-            assert flight.replica in self._feeds, f"request on {flight.replica}, which has left"
+            assert flight.replica in self.placement, f"request on {flight.replica}, which has left"
             assert self._flights.get(flight.flight_id) is flight, "a request that is over is still on the wire"
         sent = sum(self.loads.in_flight(replica) for replica in self.loads.replicas())
         assert sent == len(self._by_wire), f"{sent} in flight by load, {len(self._by_wire)} by wire id"
@@ -393,30 +383,17 @@ class Dispatcher:
 
     def _situation(self, flight: _Flight, now: float) -> tuple[Prompt, list[Candidate]]:
         keys = wire_hashes(flight.hashes)
-        held = self.index.match(keys)
-        expected = self.reservations.extend(held, keys, self.index)
         prompt = Prompt(
             tokens=flight.prompt_tokens + flight.generated,
             blocks=len(keys),
             block_size=self._naming.hasher.block_size,
             session=flight.request.session,
         )
-        candidates = [
-            Candidate(
-                replica_id=replica,
-                feed=self._feeds[replica],
-                load=self.loads.view(replica, now),
-                held_blocks=held[replica],
-                expected_blocks=expected[replica],
-                excluded=replica in flight.excluded,
-            )
-            for replica in self.loads.replicas()
-        ]
-        return prompt, candidates
+        return prompt, self.placement.candidates(keys, flight.excluded, now)
 
     def _place(self, flight: _Flight, now: float) -> Send | None:
         prompt, candidates = self._situation(flight, now)
-        decision = self.policy.decide(prompt, candidates, self._rng)
+        decision = self.placement.decide(prompt, candidates)
         if decision.chosen is None:
             flight.excluded.clear()  # who has refused it may be asked again by then; `retries` bounds how often
             return None
@@ -430,9 +407,8 @@ class Dispatcher:
         flight.decided = True
         flight.predicted_ttft_s = decision.expected_ttft_s
         assert decision.chosen is not None
-        chosen = decision.chosen.uncached_tokens(prompt)
-        flight.predicted_cached_tokens = prompt.tokens - chosen
-        flight.regret_tokens = max(0, chosen - min(candidate.uncached_tokens(prompt) for candidate in candidates))
+        flight.predicted_cached_tokens = prompt.tokens - decision.chosen.uncached_tokens(prompt)
+        flight.regret_tokens = regret_tokens(prompt, candidates, decision)
         self.counters.regret_tokens += flight.regret_tokens
 
     def _send(self, flight: _Flight, decision: Decision, now: float) -> Send:
@@ -441,10 +417,7 @@ class Dispatcher:
         self._last_wire += 1
         flight.wire_id, flight.replica, flight.started = self._last_wire, chosen.replica_id, False
         self._by_wire[self._last_wire] = flight
-        keys = wire_hashes(flight.hashes)
-        pending = Pending(decision.uncached_tokens, len(keys) + 1 - chosen.held_blocks)
-        self.loads.dispatched(chosen.replica_id, self._last_wire, pending)
-        self.reservations.reserve(self._last_wire, chosen.replica_id, keys[chosen.held_blocks :], now)
+        self.placement.book(self._last_wire, decision, wire_hashes(flight.hashes), now)
         return Send(chosen.replica_id, self._generate(flight, self._last_wire))
 
     def _generate(self, flight: _Flight, wire_id: int) -> Generate:
@@ -478,7 +451,7 @@ class Dispatcher:
             return self._fail(flight, error, now)
         if not flight.started:
             flight.started = True
-            self.loads.started(replica, output.request_id)
+            self.placement.started(replica, output.request_id)
         return self._deliver(flight, output, now)
 
     def _deliver(self, flight: _Flight, output: TokenOutput, now: float) -> list[Instruction]:
@@ -592,8 +565,7 @@ class Dispatcher:
         """Take the request off its replica."""
         assert flight.wire_id is not None, f"request {flight.flight_id} is on no replica"
         assert flight.replica is not None, f"request {flight.flight_id} is on no replica"
-        self.reservations.release(flight.wire_id)
-        self.loads.ended(flight.replica, flight.wire_id)
+        self.placement.ended(flight.replica, flight.wire_id)
         del self._by_wire[flight.wire_id]
         flight.wire_id = None
 

@@ -65,13 +65,51 @@ class Candidate:
 
 
 @dataclass(slots=True, frozen=True)
-class Decision:
-    """Where a request goes (None: nowhere now), and the table behind it."""
+class Score:
+    """One candidate as a policy sees it."""
 
-    chosen: Candidate | None
+    candidate: Candidate
     uncached_tokens: int
-    expected_ttft_s: float | None
-    explanation: Explanation
+    ttft_s: float
+    obstacle: str | None
+
+
+@dataclass(slots=True, frozen=True)
+class Decision:
+    """Where a request goes (None: nowhere now), and what was weighed for it; the table is made when it is asked for."""
+
+    policy: str
+    prompt: Prompt
+    rows: Sequence[Score]
+    row: Score | None
+    why: str
+
+    @property
+    def chosen(self) -> Candidate | None:
+        """The replica."""
+        return self.row.candidate if self.row else None
+
+    @property
+    def uncached_tokens(self) -> int:
+        """Prompt tokens to compute there, as the policy counts them."""
+        return self.row.uncached_tokens if self.row else self.prompt.tokens
+
+    @property
+    def expected_ttft_s(self) -> float | None:
+        """Seconds until the first token, if the replica is chosen."""
+        return self.row.ttft_s if self.row else None
+
+    @property
+    def explanation(self) -> Explanation:
+        """The table of the decision."""
+        return Explanation(
+            policy=self.policy,
+            chosen=self.row.candidate.replica_id if self.row else None,
+            why=self.why,
+            prompt_tokens=self.prompt.tokens,
+            prompt_blocks=self.prompt.blocks,
+            replicas=[_explained(row, self.row, self.why) for row in self.rows],
+        )
 
 
 class Policy(Protocol):
@@ -134,22 +172,22 @@ class Scored:
         rows = [self._row(prompt, candidate) for candidate in candidates]
         usable = [row for row in rows if row.obstacle is None]
         if not usable:
-            return _decision(self._name, prompt, rows, None, _why_none(rows))
+            return Decision(self._name, prompt, rows, None, _why_none(rows))
         least = min(row.ttft_s for row in usable)
         equals = [row for row in usable if row.ttft_s <= least * (1 + TIE_RATIO) + TIE_S]
         chosen = _first(equals, prompt.preferred, rng)
-        return _decision(self._name, prompt, rows, chosen, _why(chosen, usable, equals))
+        return Decision(self._name, prompt, rows, chosen, _why(chosen, usable, equals))
 
     def explain(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Explanation:
         """The same: these policies have no state."""
         return self.decide(prompt, candidates, rng).explanation
 
-    def _row(self, prompt: Prompt, candidate: Candidate) -> "_Row":
+    def _row(self, prompt: Prompt, candidate: Candidate) -> Score:
         uncached = candidate.uncached_tokens(prompt) if self._sees_cache else prompt.tokens
         cached_blocks = (prompt.tokens - uncached) // prompt.block_size
         new_blocks = prompt.blocks + 1 - cached_blocks
         seconds = expected_ttft_s(candidate.load, uncached, new_blocks)
-        return _Row(candidate, uncached, seconds, obstacle(prompt, candidate))
+        return Score(candidate, uncached, seconds, obstacle(prompt, candidate))
 
 
 class ExpectedTtft(Scored):
@@ -189,9 +227,9 @@ class RoundRobin:
         rows = [_plain_row(prompt, candidate) for candidate in candidates]
         usable = sorted((row for row in rows if row.obstacle is None), key=lambda row: row.candidate.replica_id)
         if not usable:
-            return _decision(self.name, prompt, rows, None, _why_none(rows))
+            return Decision(self.name, prompt, rows, None, _why_none(rows))
         chosen = next((row for row in usable if row.candidate.replica_id > self._last), usable[0])
-        return _decision(self.name, prompt, rows, chosen, "its turn")
+        return Decision(self.name, prompt, rows, chosen, "its turn")
 
 
 class PowerOfTwo:
@@ -204,10 +242,10 @@ class PowerOfTwo:
         rows = [_plain_row(prompt, candidate) for candidate in candidates]
         usable = [row for row in rows if row.obstacle is None]
         if not usable:
-            return _decision(self.name, prompt, rows, None, _why_none(rows))
+            return Decision(self.name, prompt, rows, None, _why_none(rows))
         drawn = rng.sample(usable, min(2, len(usable)))
         chosen = min(drawn, key=lambda row: row.candidate.load.requests)
-        return _decision(self.name, prompt, rows, chosen, "fewer requests of two drawn")
+        return Decision(self.name, prompt, rows, chosen, "fewer requests of two drawn")
 
     def explain(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Explanation:
         """One possible draw."""
@@ -268,18 +306,10 @@ def make_policy(name: str) -> Policy:
     return SessionAffinity(policies[name]())
 
 
-@dataclass(slots=True, frozen=True)
-class _Row:
-    candidate: Candidate
-    uncached_tokens: int
-    ttft_s: float
-    obstacle: str | None
-
-
-def _plain_row(prompt: Prompt, candidate: Candidate) -> _Row:
+def _plain_row(prompt: Prompt, candidate: Candidate) -> Score:
     uncached = candidate.uncached_tokens(prompt)
     seconds = expected_ttft_s(candidate.load, uncached, _new_blocks(prompt, candidate))
-    return _Row(candidate, uncached, seconds, obstacle(prompt, candidate))
+    return Score(candidate, uncached, seconds, obstacle(prompt, candidate))
 
 
 def _new_blocks(prompt: Prompt, candidate: Candidate) -> int:
@@ -300,8 +330,8 @@ def _admission_wait_s(load: ReplicaLoad, new_blocks: int) -> float:
     return turns * turn_s
 
 
-def _first(equals: Sequence[_Row], preferred: str | None, rng: Random) -> _Row:
-    def rank(row: _Row) -> tuple[int, bool, int, int]:
+def _first(equals: Sequence[Score], preferred: str | None, rng: Random) -> Score:
+    def rank(row: Score) -> tuple[int, bool, int, int]:
         load = row.candidate.load
         return row.uncached_tokens, row.candidate.replica_id != preferred, load.requests, load.occupied_blocks
 
@@ -311,7 +341,7 @@ def _first(equals: Sequence[_Row], preferred: str | None, rng: Random) -> _Row:
     return tied[0] if len(tied) == 1 else rng.choice(tied)
 
 
-def _why(chosen: _Row, usable: Sequence[_Row], equals: Sequence[_Row]) -> str:
+def _why(chosen: Score, usable: Sequence[Score], equals: Sequence[Score]) -> str:
     if len(usable) == 1:
         return "the only replica that can take it"
     if len(equals) == 1:
@@ -321,27 +351,13 @@ def _why(chosen: _Row, usable: Sequence[_Row], equals: Sequence[_Row]) -> str:
     return "equal expected time; fewest requests, then fewest occupied blocks, then at random"
 
 
-def _why_none(rows: Sequence[_Row]) -> str:
+def _why_none(rows: Sequence[Score]) -> str:
     if not rows:
         return "no replica has joined"
     return "held: " + ", ".join(f"{row.candidate.replica_id} {row.obstacle}" for row in rows)
 
 
-def _decision(policy: str, prompt: Prompt, rows: Sequence[_Row], chosen: _Row | None, why: str) -> Decision:
-    explanation = Explanation(
-        policy=policy,
-        chosen=chosen.candidate.replica_id if chosen else None,
-        why=why,
-        prompt_tokens=prompt.tokens,
-        prompt_blocks=prompt.blocks,
-        replicas=[_score(row, chosen, why) for row in rows],
-    )
-    if chosen is None:
-        return Decision(None, prompt.tokens, None, explanation)
-    return Decision(chosen.candidate, chosen.uncached_tokens, chosen.ttft_s, explanation)
-
-
-def _score(row: _Row, chosen: _Row | None, why: str) -> ReplicaScore:
+def _explained(row: Score, chosen: Score | None, why: str) -> ReplicaScore:
     candidate, load = row.candidate, row.candidate.load
     return ReplicaScore(
         replica_id=candidate.replica_id,
@@ -359,7 +375,7 @@ def _score(row: _Row, chosen: _Row | None, why: str) -> ReplicaScore:
     )
 
 
-def _behind(row: _Row, chosen: _Row | None) -> str:
+def _behind(row: Score, chosen: Score | None) -> str:
     if chosen is None or row.ttft_s <= chosen.ttft_s:
         return "as good, not taken"
     return f"{(row.ttft_s - chosen.ttft_s) * 1000:.1f} ms later"
