@@ -2,9 +2,6 @@
 
 Decides nothing: messages go into the state machine, its instructions come out as requests and callbacks. All of it runs
 in the loop's thread. Tens of feeds share one loop and one ZeroMQ context.
-
-ZeroMQ's descriptor is edge-triggered: it says that something changed, once. So a socket is drained whenever the
-descriptor wakes the loop and after every send on it; a drain that stops early for fairness schedules its own rest.
 """
 
 import asyncio
@@ -29,6 +26,7 @@ from .messages import (
     SnapshotChunk,
     SnapshotRequest,
 )
+from .reader import Message, SocketReader
 from .residents import CountedResidents
 from .subscription import (
     Apply,
@@ -45,11 +43,8 @@ from .subscription import (
 
 log = logging.getLogger(__name__)
 
-Message = list[bytes]
 Struct = TypeVar("Struct", bound=msgspec.Struct)
 
-#: Messages taken from one socket before the loop's other work gets its turn.
-_MESSAGES_PER_WAKE = 256
 _EVENTS_HIGH_WATER_MARK = 100_000
 
 
@@ -113,9 +108,11 @@ class EventFeed:
             CountedResidents() if counted else None,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._ports: list[_Port] = []
-        self._replay: _Port | None = None
-        self._snapshot: _Port | None = None
+        #: The first one is the events socket, which is monitored; the last one is its monitor.
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._readers: list[SocketReader] = []
+        self._replay: SocketReader | None = None
+        self._snapshot: SocketReader | None = None
         self._timer: asyncio.TimerHandle | None = None
         #: messages that could not be read, and were dropped
         self.malformed_messages = 0
@@ -142,8 +139,6 @@ class EventFeed:
             raise
         self._run(self._subscription.start())
         self._timer = loop.call_later(self._tick_s, self._on_tick)
-        for port in list(self._ports):
-            port.drain()
 
     def resync(self) -> None:
         """Ask for the whole set again: for users that have lost what they were told."""
@@ -154,8 +149,12 @@ class EventFeed:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        while self._ports:
-            self._ports.pop().close()
+        while self._readers:
+            self._readers.pop().close()
+        if self._sockets:
+            self._sockets[0].disable_monitor()
+        while self._sockets:
+            self._sockets.pop().close(0)
         self._replay = self._snapshot = None
         if self._own_context and self._context is not None:
             self._context.term()
@@ -172,20 +171,14 @@ class EventFeed:
             self._open(loop, state, self._on_state)
         if ends.snapshot:
             self._snapshot = self._open(loop, _requester(context, ends.snapshot), self._on_chunk)
-        # Opened last, so that it is closed before the socket that it watches.
-        monitor = events.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._open(loop, monitor, self._on_monitor, monitored=events)
+        self._open(loop, events.get_monitor_socket(zmq.EVENT_DISCONNECTED), self._on_monitor)
 
     def _open(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        sock: "zmq.Socket[bytes]",
-        handle: Callable[[Message], None],
-        monitored: "zmq.Socket[bytes] | None" = None,
-    ) -> "_Port":
-        port = _Port(loop, sock, self._guarded(handle), monitored)
-        self._ports.append(port)
-        return port
+        self, loop: asyncio.AbstractEventLoop, sock: "zmq.Socket[bytes]", handle: Callable[[Message], None]
+    ) -> SocketReader:
+        self._sockets.append(sock)
+        self._readers.append(SocketReader(loop, sock, self._guarded(handle)))
+        return self._readers[-1]
 
     def _guarded(self, handle: Callable[[Message], None]) -> Callable[[Message], None]:
         def guarded(frames: Message) -> None:
@@ -222,8 +215,8 @@ class EventFeed:
 
     def _on_monitor(self, _: Message) -> None:
         # What the publisher had sent before must not pass for a sign of life after.
-        for port in self._ports[:-1]:
-            port.drain()
+        for reader in self._readers[:-1]:
+            reader.drain()
         self._run(self._subscription.on_disconnect())
 
     def _on_tick(self) -> None:
@@ -233,7 +226,7 @@ class EventFeed:
 
     def _run(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
-            if self._timer is None and not self._ports:
+            if self._timer is None and not self._readers:
                 return  # closed by a callback
             if self._tap is not None and isinstance(instruction, Apply | Reset):
                 self._tap(instruction)
@@ -252,69 +245,10 @@ class EventFeed:
                     request = SnapshotRequest(token_ids=self._token_ids)
                     self._ask(self._snapshot, [b"", msgspec.msgpack.encode(request)])
 
-    def _ask(self, port: "_Port | None", frames: Message) -> None:
+    def _ask(self, reader: SocketReader | None, frames: Message) -> None:
         """A request that cannot leave is as good as lost: the state machine asks again."""
-        if port is not None and not port.send(frames):
+        if reader is not None and not reader.send(frames):
             log.debug("event_request_unsent endpoint=%s", self._endpoints.events)
-
-
-class _Port:
-    """One socket in the loop."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        sock: "zmq.Socket[bytes]",
-        handle: Callable[[Message], None],
-        monitored: "zmq.Socket[bytes] | None",
-    ) -> None:
-        self._loop = loop
-        self._socket = sock
-        self._handle = handle
-        self._monitored = monitored
-        self._draining = False
-        self._fd = sock.fileno()
-        loop.add_reader(self._fd, self.drain)
-
-    def send(self, frames: Message) -> bool:
-        try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        # Sending may have taken the descriptor's edge; not at once, for a handler may be running.
-        self._loop.call_soon(self.drain)
-        return True
-
-    def drain(self) -> None:
-        """Handle what has arrived."""
-        if self._draining:
-            return
-        self._draining, empty = True, False
-        try:
-            empty = self._take_some()
-        finally:
-            # Also when a handler raised: the descriptor will not tell again of what is still in there.
-            self._draining = False
-            if not empty:
-                self._loop.call_soon(self.drain)
-
-    def _take_some(self) -> bool:
-        """Handle a fair share; True when nothing is left."""
-        for _ in range(_MESSAGES_PER_WAKE):
-            if self._socket.closed:
-                return True
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return True
-            self._handle(frames)
-        return False
-
-    def close(self) -> None:
-        self._loop.remove_reader(self._fd)
-        if self._monitored is not None:
-            self._monitored.disable_monitor()
-        self._socket.close(0)
 
 
 def _subscriber(

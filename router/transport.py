@@ -11,19 +11,17 @@ which libzmq answers in a thread of its own, so that a long step does not pass f
 
 import asyncio
 import logging
-from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from ..events.reader import SocketReader
 from ..replica.messages import Reply, Request
 
 log = logging.getLogger(__name__)
 
-#: Messages taken before the loop's other work gets its turn.
-MESSAGES_PER_WAKE = 256
 SEND_HIGH_WATER_MARK = 10_000
 #: A peer that answers no ping for so long is lost.
 PING_INTERVAL_MS = 500
@@ -80,32 +78,25 @@ class ReplicaLink:
         self._socket = _request_socket(context, router_id)
         self._monitor: RequestSocket = self._socket.get_monitor_socket(_WATCHED)
         self._readers = [
-            _Reader(loop, self._socket, self._on_reply),
-            _Reader(loop, self._monitor, self._on_monitor),
+            SocketReader(loop, self._socket, self._on_reply),
+            SocketReader(loop, self._monitor, self._on_monitor),
         ]
         try:
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
             log.error("link_unusable endpoint=%s error=%s", endpoint, error)
             loop.call_soon(self._lose)
-        # Until a socket was read once, its descriptor may stay silent about what happens to it.
-        for reader in self._readers:
-            reader.drain_soon()
 
     def send(self, message: Request) -> bool:
         """Hand a message to the connection; False when it does not take it now, or nothing could."""
         if self._closed or not self._connected:
             return False
         try:
-            self._socket.send(_encoder.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
+            payload = _encoder.encode(message)
         except (OverflowError, ValueError) as error:  # raised here, it would end what others' messages are part of
             log.error("message_unsendable endpoint=%s error=%s", self._endpoint, error)
             return False
-        # Sending may have taken the descriptor's edge. Not at once: the caller may be handling a reply.
-        self._readers[0].drain_soon()
-        return True
+        return self._readers[0].send((payload,))
 
     def close(self) -> None:
         """Give the sockets back; what was sent still leaves. No callback comes after this. Harmless when repeated."""
@@ -139,59 +130,6 @@ class ReplicaLink:
         if not self._closed:
             self.close()
             self._sink.lost()
-
-
-class _Reader:
-    """Hands a socket's messages on; ZeroMQ's descriptor is edge-triggered, so each wake-up drains it."""
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, sock: RequestSocket, handle: Callable[[list[bytes]], None]
-    ) -> None:
-        self._loop = loop
-        self._socket = sock
-        self._handle = handle
-        self._closed = False
-        self._scheduled = False
-        self._draining = False
-        self._fd = sock.fileno()
-        loop.add_reader(self._fd, self.drain)
-
-    def drain_soon(self) -> None:
-        if not self._scheduled:
-            self._scheduled = True
-            self._loop.call_soon(self._drain_scheduled)
-
-    def drain(self) -> None:
-        """Handle what has arrived, a fair share at a time."""
-        if self._draining:
-            return
-        self._draining, empty = True, False
-        try:
-            empty = self._take_some()
-        finally:
-            # Also when a handler raised: the descriptor does not tell again of what is still in there.
-            self._draining = False
-            if not empty:
-                self.drain_soon()
-
-    def close(self) -> None:
-        self._closed = True
-        self._loop.remove_reader(self._fd)
-
-    def _drain_scheduled(self) -> None:
-        self._scheduled = False
-        self.drain()
-
-    def _take_some(self) -> bool:
-        for _ in range(MESSAGES_PER_WAKE):
-            if self._closed:
-                return True
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return True
-            self._handle(frames)
-        return self._closed
 
 
 def _request_socket(context: RequestContext, router_id: str) -> RequestSocket:

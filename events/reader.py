@@ -1,0 +1,85 @@
+"""One ZeroMQ socket in an asyncio loop: hands its messages on and sends without waiting.
+
+ZeroMQ's descriptor is edge-triggered: it says that something changed, once. So a socket is drained whenever the
+descriptor wakes the loop and after every send on it; a drain that stops early for fairness schedules its own rest.
+Knows nothing of what the messages mean, and leaves the socket to whoever made it.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import zmq
+
+Message = list[bytes]
+
+#: Messages taken from one socket before the loop's other work gets its turn.
+MESSAGES_PER_WAKE = 256
+
+
+class SocketReader:
+    """Reads from its creation until `close`. All of it runs in the loop's thread."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, sock: "zmq.Socket[bytes]", handle: Callable[[Message], None]
+    ) -> None:
+        self._loop = loop
+        self._socket = sock
+        self._handle = handle
+        self._closed = False
+        self._scheduled = False
+        self._draining = False
+        self._fd = sock.fileno()
+        loop.add_reader(self._fd, self.drain)
+        # Until a socket was read once, its descriptor may stay silent about what happens to it.
+        self.drain_soon()
+
+    def send(self, frames: Sequence[bytes]) -> bool:
+        """False when the socket does not take it now."""
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        # Sending may have taken the descriptor's edge. Not at once: the caller may be handling a message.
+        self.drain_soon()
+        return True
+
+    def drain_soon(self) -> None:
+        """Handle what has arrived when the loop comes round."""
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._drain_scheduled)
+
+    def drain(self) -> None:
+        """Handle what has arrived, a fair share at a time."""
+        if self._draining:
+            return
+        self._draining, empty = True, False
+        try:
+            empty = self._take_some()
+        finally:
+            # Also when a handler raised: the descriptor does not tell again of what is still in there.
+            self._draining = False
+            if not empty:
+                self.drain_soon()
+
+    def close(self) -> None:
+        """Stop reading; no message is handed on after this. Call before the socket closes; harmless when repeated."""
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._fd)
+
+    def _drain_scheduled(self) -> None:
+        self._scheduled = False
+        self.drain()
+
+    def _take_some(self) -> bool:
+        """Handle a fair share; True when nothing is left."""
+        for _ in range(MESSAGES_PER_WAKE):
+            if self._closed:
+                return True
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            self._handle(frames)
+        return self._closed
