@@ -30,6 +30,7 @@ from .reader import Message, SocketReader
 from .residents import CountedResidents
 from .subscription import (
     Apply,
+    Disproved,
     FeedStatus,
     Instruction,
     PassLoad,
@@ -239,6 +240,13 @@ class EventFeed:
                     self._sink.status(status)
                 case PassLoad(report):
                     self._sink.load(report)
+                case Disproved(in_a_row, pause_ticks):
+                    log.warning(
+                        "event_stream_disproved endpoint=%s in_a_row=%d pause_s=%g",
+                        self._endpoints.events,
+                        in_a_row,
+                        pause_ticks * self._tick_s,
+                    )
                 case RequestReplay(since):
                     self._ask(self._replay, replay_request(since))
                 case RequestSnapshot():

@@ -6,7 +6,7 @@ It promises: `Apply` is given only for the batch right behind what was applied o
 of the publisher. A hole is closed by replay where that reaches, by a snapshot otherwise; batches that arrive meanwhile
 wait in a bounded buffer. What falls out of that buffer, or anywhere else, is again a hole: nothing special is needed.
 
-    SYNCING   a replay or snapshot is on its way, or nothing is known yet
+    SYNCING   a replay or snapshot is on its way or will be asked for, or nothing is known yet
     LIVE      every batch up to the newest known one is applied
     STALE     no sign of life for `silent_ticks`, or the connection is gone
 
@@ -77,7 +77,15 @@ class PassLoad:
     report: LoadReport
 
 
-Instruction = RequestReplay | RequestSnapshot | Apply | Reset | SetStatus | PassLoad
+@dataclass(slots=True, frozen=True)
+class Disproved:
+    """A heartbeat says that what was applied is not what the publisher holds; a snapshot is asked for after a pause."""
+
+    in_a_row: int  #: snapshots that did not help before this one, and this one
+    pause_ticks: int
+
+
+Instruction = RequestReplay | RequestSnapshot | Apply | Reset | SetStatus | PassLoad | Disproved
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -91,6 +99,8 @@ class Reach:
     silent_ticks: int = 10
     #: ticks without progress after which a request is made again
     answer_ticks: int = 10
+    #: longest pause before a snapshot is asked for again when the last ones did not make the digests agree
+    doubt_ticks: int = 600
     #: replays that may pass without closing a hole
     replay_attempts: int = 3
     #: batches that wait behind a hole; at 8 blocks each about 10 MB
@@ -106,6 +116,7 @@ class Counters:
     replays: int = 0  #: requests made
     snapshots: int = 0  #: requests made
     digest_mismatches: int = 0  #: heartbeats that proved us wrong
+    postponed_snapshots: int = 0  #: not asked for at once, because the last one had been disproved, too
     overruns: int = 0  #: times the buffer was full and was emptied
     new_epochs: int = 0
     unreachable_holes: int = 0  #: given up by starting from an empty set (publishers without snapshots)
@@ -141,6 +152,8 @@ class Subscription:
         self._parts: list[SnapshotChunk] = []
         self._beat: Heartbeat | None = None  # a heartbeat ahead of us, checked when we get there
         self._beat_ticks = 0
+        self._disproofs = 0  # in a row
+        self._pause_ticks = 0  # left until a disproved set is asked for again; 0: it is not disproved, or asked for
         self._retired: dict[int, int] = {}  # epoch -> ticks left
         self._last_ts = float("-inf")
         self._quiet_ticks = 0
@@ -237,6 +250,8 @@ class Subscription:
             self._beat_ticks += 1
             if self._beat_ticks >= _BEAT_GRACE_TICKS:
                 self._open_gap()
+        if self._pause_ticks:
+            self._pause_on()
         return self._done()
 
     def on_disconnect(self) -> list[Instruction]:
@@ -373,6 +388,7 @@ class Subscription:
         self._waiting, self._waited_ticks = _Waiting.SNAPSHOT, 0
         self._parts.clear()
         self._beat = None
+        self._pause_ticks = 0
         self._out.append(RequestSnapshot())
 
     def _collect(self, chunk: SnapshotChunk) -> None:
@@ -429,6 +445,7 @@ class Subscription:
 
     def _leave_epoch(self) -> None:
         self._forget_waiting()
+        self._disproofs = self._pause_ticks = 0
         if self._cursor.epoch is not None:
             self.counters.new_epochs += 1
             self._retired[self._cursor.epoch] = _RETIRED_TICKS
@@ -442,8 +459,34 @@ class Subscription:
         if beat_next > expected:
             return
         self._beat = None
-        if beat_next == expected and self._residents.digest != (beat.blocks, beat.digest):
-            self.counters.digest_mismatches += 1
+        if beat_next < expected:
+            return
+        if self._residents.digest == (beat.blocks, beat.digest):
+            self._disproofs = self._pause_ticks = 0
+            return
+        self.counters.digest_mismatches += 1
+        if not self._pause_ticks:
+            self._disprove()
+
+    def _disprove(self) -> None:
+        """Ask for a snapshot: at once the first time, after ever longer pauses while snapshots do not help.
+
+        A publisher whose digest never agrees would otherwise send its whole set with every heartbeat.
+        """
+        self._disproofs += 1
+        pause_ticks = 0
+        if self._disproofs > 1:
+            pause_ticks = min(self._reach.answer_ticks << min(self._disproofs - 2, 16), self._reach.doubt_ticks)
+        self._out.append(Disproved(self._disproofs, pause_ticks))
+        if not pause_ticks:
+            self._ask_snapshot()
+            return
+        self.counters.postponed_snapshots += 1
+        self._pause_ticks = pause_ticks
+
+    def _pause_on(self) -> None:
+        self._pause_ticks -= 1
+        if not self._pause_ticks:
             self._ask_snapshot()
 
     def _sign_of_life(self) -> None:
@@ -462,7 +505,7 @@ class Subscription:
     def _present_status(self) -> FeedStatus:
         if self._silent:
             return FeedStatus.STALE
-        if self._waiting is not _Waiting.NOTHING or self._cursor.expected is None:
+        if self._waiting is not _Waiting.NOTHING or self._cursor.expected is None or self._pause_ticks:
             return FeedStatus.SYNCING
         return FeedStatus.LIVE
 

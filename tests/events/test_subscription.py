@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from homing.events import Cleared, FeedStatus, Reach, SnapshotBlock, Stored, Subscription
 from homing.events.decode import Batch
 from homing.events.messages import Heartbeat, SnapshotChunk
-from homing.events.subscription import Apply, PassLoad, RequestReplay, RequestSnapshot, Reset, SetStatus
+from homing.events.subscription import Apply, Disproved, PassLoad, RequestReplay, RequestSnapshot, Reset, SetStatus
 
 from .fakes import load_report
 from .simulation import Faults, World
@@ -129,8 +129,47 @@ def test_a_batch_that_lags_behind_its_heartbeat_is_no_hole(live: Subscription) -
 
 def test_a_heartbeat_that_disproves_us_leads_to_a_snapshot(live: Subscription) -> None:
     """Drift must not last, whatever caused it."""
-    assert live.on_heartbeat(beat(4, 1, 2)) == [RequestSnapshot(), SetStatus(FeedStatus.SYNCING)]
+    assert live.on_heartbeat(beat(4, 1, 2)) == [Disproved(1, 0), RequestSnapshot(), SetStatus(FeedStatus.SYNCING)]
     assert live.counters.digest_mismatches == 1
+
+
+def test_a_publisher_that_never_agrees_is_asked_less_and_less_often() -> None:
+    """Its digest may be wrong for good; its whole set with every heartbeat of every reader would be its end."""
+    reader = Subscription(Reach(answer_ticks=4, doubt_ticks=20))
+    reader.start()
+    reader.on_chunk(snapshot(4, 1))
+    asked_at: list[int] = []
+
+    for tick in range(100):
+        out = [*reader.on_heartbeat(beat(4, 1, 2)), *reader.on_tick()]
+        if RequestSnapshot() in out:
+            asked_at.append(tick)
+            reader.on_chunk(snapshot(4, 1))
+            assert reader.status is FeedStatus.LIVE
+        reader.check()
+
+    assert asked_at == [0, 4, 12, 28, 48, 68, 88]
+    assert reader.counters.postponed_snapshots == 7
+
+
+def test_while_a_snapshot_is_postponed_batches_go_on_and_nothing_is_trusted(live: Subscription) -> None:
+    """What is known to be wrong must not steer requests; what is known to be next need not wait."""
+    live.on_heartbeat(beat(4, 1, 2))
+    live.on_chunk(snapshot(4, 1))
+    assert live.on_heartbeat(beat(4, 1, 2)) == [Disproved(2, 10), SetStatus(FeedStatus.SYNCING)]
+
+    assert [type(i) for i in live.on_batch(7, 5, stored(2))] == [Apply]
+    assert live.status is FeedStatus.SYNCING
+
+
+def test_a_heartbeat_that_agrees_ends_the_doubt(live: Subscription) -> None:
+    """The next disagreement is a new one: it is asked about at once."""
+    live.on_heartbeat(beat(4, 1, 2))
+    live.on_chunk(snapshot(4, 1))
+    live.on_heartbeat(beat(4, 1, 2))
+
+    assert live.on_heartbeat(beat(4, 1)) == [SetStatus(FeedStatus.LIVE)]
+    assert RequestSnapshot() in live.on_heartbeat(beat(4, 1, 2))
 
 
 def test_a_heartbeat_ahead_is_proved_when_its_batch_arrives(live: Subscription) -> None:
