@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 #: While a slow reader's answer waits for room, it is tried again this often.
 _RETRY_S = 0.005
+#: Parts of a snapshot that wait in one reader's socket; with token ids a part is 200 KiB.
+_SNAPSHOT_PARTS_QUEUED = 32
 #: Entries sent before requests and heartbeats get their turn.
 _ENTRIES_PER_TURN = 256
 
@@ -230,7 +232,7 @@ class EventPublisher:
                 except MalformedFrame as error:
                     self.malformed_requests += 1
                     log.warning("request_malformed epoch=%x error=%s", self._epoch, error)
-            transfers.advance()
+            transfers.advance(time.monotonic())
 
     def _replay(self, body: bytes) -> Iterator[list[bytes]]:
         sent = self._ledger.replay(decode_seq(body))
@@ -260,7 +262,7 @@ class _Desk:
         self._files = [Path(a.removeprefix("ipc://")) for a in addresses if a.startswith("ipc://")]
         self._pub = self._socket(zmq.PUB, settings.send_high_water_mark)
         self._state = self._socket(zmq.PUB, 1000)
-        replay, snapshot = self._socket(zmq.ROUTER, 1000), self._socket(zmq.ROUTER, 1000)
+        replay, snapshot = self._socket(zmq.ROUTER, 1000), self._socket(zmq.ROUTER, _SNAPSHOT_PARTS_QUEUED)
         self._sockets = (self._pub, replay, self._state, snapshot)
         try:
             bound = [_bind(sock, address) for sock, address in zip(self._sockets, addresses, strict=True)]

@@ -1,7 +1,9 @@
 """Long answers of a ROUTER to slow readers, without blocking and without dropping.
 
 A ROUTER silently drops what exceeds a reader's high-water mark; a replay of thousands of batches does. Here each
-answer is an iterator that goes on whenever its reader has room. Knows nothing of what the answers are.
+answer is an iterator that goes on whenever its reader has room, and is given up when the reader has had none for
+`STALL_S`: readers that ask and never read must not keep the publisher busy, nor others out. Knows nothing of what the
+answers are, and no clock.
 """
 
 import logging
@@ -16,6 +18,8 @@ _MAX_OPEN = 256
 #: Messages moved for one reader before the next gets its turn.
 _MESSAGES_PER_TURN = 64
 _REQUESTS_PER_TURN = 64
+#: A reader that took nothing for so long is given up; one that still lives asks again. Not measured.
+STALL_S = 5.0
 
 
 class Transfers:
@@ -26,6 +30,9 @@ class Transfers:
         self._router = router
         self._open: dict[bytes, Iterator[list[bytes]]] = {}
         self._stuck: dict[bytes, list[bytes]] = {}
+        self._stuck_since: dict[bytes, float] = {}
+        #: readers whose answer was given up because they did not read
+        self.stalled_readers = 0
 
     def __bool__(self) -> bool:
         return bool(self._open)
@@ -42,15 +49,26 @@ class Transfers:
 
     def start(self, identity: bytes, answer: Iterator[list[bytes]]) -> None:
         """Answer this reader; what it was being told before is superseded."""
+        self._forget(identity)
         self._open[identity] = answer
-        self._stuck.pop(identity, None)
 
-    def advance(self) -> None:
-        """Move every answer on as far as its reader has room."""
+    def advance(self, now_s: float) -> None:
+        """Move every answer on as far as its reader has room. `now_s`: of any clock that never goes back."""
         for identity in list(self._open):
-            if self._finished(identity):
-                del self._open[identity]
-                self._stuck.pop(identity, None)
+            if self._finished(identity) or self._stalled(identity, now_s):
+                self._forget(identity)
+
+    def _forget(self, identity: bytes) -> None:
+        self._open.pop(identity, None)
+        self._stuck.pop(identity, None)
+        self._stuck_since.pop(identity, None)
+
+    def _stalled(self, identity: bytes, now_s: float) -> bool:
+        if now_s - self._stuck_since.setdefault(identity, now_s) < STALL_S:
+            return False
+        self.stalled_readers += 1
+        log.warning("reader_stalled identity=%s after_s=%g", identity.hex(), STALL_S)
+        return True
 
     def _finished(self, identity: bytes) -> bool:
         for _ in range(_MESSAGES_PER_TURN):
@@ -59,6 +77,7 @@ class Transfers:
                 return True
             try:
                 self._router.send_multipart([identity, *message], zmq.NOBLOCK)
+                self._stuck_since.pop(identity, None)
             except zmq.Again:
                 self._stuck[identity] = message
                 return False
