@@ -136,6 +136,7 @@ class _Flight:
     prompt_tokens: int
     generated: int = 0
     hashes: bytes = b""  #: of all full blocks of `tokens` as they were at the last placement
+    keys: tuple[int, ...] = ()  #: the same blocks as the index names them
     wire_id: int | None = None  #: None: waits in the queue
     replica: str | None = None  #: where it runs or ran last
     started: bool = False  #: the replica it is on has sent a token
@@ -375,6 +376,7 @@ class Dispatcher:
 
     def _name_blocks(self, flight: _Flight) -> None:
         flight.hashes = join_hashes(self._naming.hasher.chain(flight.root, bytes(flight.tokens)))
+        flight.keys = wire_hashes(flight.hashes)
 
     def _enqueue(self, flight: _Flight, now: float) -> list[Instruction]:
         heappush(self._queue, (flight.request.priority, flight.flight_id))
@@ -382,14 +384,13 @@ class Dispatcher:
         return self.pump(now)
 
     def _situation(self, flight: _Flight, now: float) -> tuple[Prompt, list[Candidate]]:
-        keys = wire_hashes(flight.hashes)
         prompt = Prompt(
             tokens=flight.prompt_tokens + flight.generated,
-            blocks=len(keys),
+            blocks=len(flight.keys),
             block_size=self._naming.hasher.block_size,
             session=flight.request.session,
         )
-        return prompt, self.placement.candidates(keys, flight.excluded, now)
+        return prompt, self.placement.candidates(flight.keys, flight.excluded, now)
 
     def _place(self, flight: _Flight, now: float) -> Send | None:
         prompt, candidates = self._situation(flight, now)
@@ -417,7 +418,7 @@ class Dispatcher:
         self._last_wire += 1
         flight.wire_id, flight.replica, flight.started = self._last_wire, chosen.replica_id, False
         self._by_wire[self._last_wire] = flight
-        self.placement.book(self._last_wire, decision, wire_hashes(flight.hashes), now)
+        self.placement.book(self._last_wire, decision, flight.keys, now)
         return Send(chosen.replica_id, self._generate(flight, self._last_wire))
 
     def _generate(self, flight: _Flight, wire_id: int) -> Generate:

@@ -3,8 +3,10 @@
 Pure state: no sockets, no clock, no tokens. Knows neither load nor what is merely expected (reservations.py). Blocks go
 by their wire hash: as a hash names its whole prefix, one flat dict serves for the tree.
 
-A replica's prefix ends at its first missing block, wherever the hole came from, so the match is exact without any
-assumption on the order in which a replica evicts; a jump over several blocks at once would need prefix-closed sets.
+A replica's prefix ends at its first missing block. Our own replicas keep what they hold prefix-closed (kvcache/cache.py
+asserts it, and heartbeats prove that the index holds the same), so a block that is there vouches for all before it, and
+the end is found by bisection. A replica that does not promise it (`closed=False`, foreign engines) is walked block by
+block, which is exact wherever a hole came from.
 """
 
 import logging
@@ -12,33 +14,49 @@ from collections.abc import Iterable, Sequence
 
 log = logging.getLogger(__name__)
 
+#: Where a prefix ends, in blocks, and the bits of the replicas whose prefix ends there.
+_End = tuple[int, int]
+
 
 class PrefixIndex:
     """Block hash to set of replicas; a set is an int with one bit per replica."""
 
-    __slots__ = ("_bits", "_capacity", "_counts", "_holders", "dropped")
+    __slots__ = ("_bits", "_capacity", "_closed", "_counts", "_holders", "_known", "_names", "dropped")
 
     def __init__(self) -> None:
         #: no entry is 0: a block that nobody holds has none
         self._holders: dict[int, int] = {}
         self._bits: dict[str, int] = {}
+        #: replicas by the place of their bit
+        self._names: dict[int, str] = {}
+        #: bits of all replicas
+        self._known = 0
+        #: bits of the replicas whose residency is prefix-closed
+        self._closed = 0
         self._counts: dict[str, int] = {}
         self._capacity: dict[str, int] = {}
         #: blocks announced beyond a replica's own capacity, and not taken: memory stays bounded whatever it says
         self.dropped = 0
 
-    def join(self, replica: str, capacity: int) -> None:
-        """Let a replica hold up to `capacity` blocks."""
+    def join(self, replica: str, capacity: int, *, closed: bool) -> None:
+        """Let a replica hold up to `capacity` blocks. `closed`: with a block it always holds the blocks before it."""
         assert replica not in self._bits, f"{replica} has joined the index already"
-        taken = sum(self._bits.values())
-        self._bits[replica] = ~taken & (taken + 1)  # lowest free bit, so that masks stay small
+        bit = ~self._known & (self._known + 1)  # lowest free one, so that masks stay small
+        self._known |= bit
+        self._bits[replica] = bit
+        self._names[bit.bit_length()] = replica
         self._counts[replica] = 0
         self._capacity[replica] = capacity
+        if closed:
+            self._closed |= bit
 
     def leave(self, replica: str) -> None:
         """Forget a replica and all that it holds."""
         self.clear(replica)
-        del self._bits[replica], self._counts[replica], self._capacity[replica]
+        bit = self._bits.pop(replica)
+        self._known ^= bit
+        self._closed &= ~bit
+        del self._names[bit.bit_length()], self._counts[replica], self._capacity[replica]
 
     def add(self, replica: str, hashes: Iterable[int]) -> None:
         """The replica holds these blocks now; those that it held already stay as they are."""
@@ -83,20 +101,62 @@ class PrefixIndex:
 
     def match(self, hashes: Sequence[int]) -> dict[str, int]:
         """Each replica's longest held prefix of `hashes`, in blocks."""
-        alive = sum(self._bits.values())
-        found = dict.fromkeys(self._bits, len(hashes))
-        same = alive  # most neighbours have the same holders: one comparison tells that nobody drops out
+        holding = self._holders.get(hashes[0], 0) if hashes else 0
+        closed = holding & self._closed
+        ends = [(0, self._known ^ holding)]
+        if closed:
+            ends += self._bisect(hashes, closed)
+        if closed != holding:
+            ends += self._walk(hashes, holding ^ closed)
+        return self._spread(ends)
+
+    def _bisect(self, hashes: Sequence[int], holding: int) -> list[_End]:
+        """The ends for replicas that hold the first block, by halving wherever the set of holders shrinks."""
+        get = self._holders.get
+        ends = []
+        # Behind the last block nobody holds anything: a span never needs a special case for its end.
+        spans = [(0, holding, len(hashes), 0)]
+        while spans:
+            low, holders, high, left = spans.pop()
+            while high - low > 1:
+                middle = (low + high) // 2
+                mask = get(hashes[middle], 0) & holders
+                if mask == holders:
+                    low = middle
+                    continue
+                if mask != left:
+                    spans.append((middle, mask, high, left))
+                high, left = middle, mask
+            ends.append((high, holders & ~left))
+        return ends
+
+    def _walk(self, hashes: Sequence[int], holding: int) -> list[_End]:
+        """The ends for replicas that hold the first block, block by block."""
+        ends = []
+        same = holding  # most neighbours have the same holders: one comparison tells that nobody drops out
         for position, mask in enumerate(map(self._holders.get, hashes)):
             if mask == same:
                 continue
             held = mask or 0
-            lost = alive & ~held
-            if lost:
-                found.update((replica, position) for replica, bit in self._bits.items() if bit & lost)
-                alive &= held
-                if not alive:
-                    break
+            if lost := holding & ~held:
+                ends.append((position, lost))
+                holding &= held
+                if not holding:
+                    return ends
             same = held
+        ends.append((len(hashes), holding))
+        return ends
+
+    def _spread(self, ends: list[_End]) -> dict[str, int]:
+        """By replica. Most of them end at one place: only the others cost a step each."""
+        common = max(ends, key=_replicas)
+        found = dict.fromkeys(self._bits, common[0])
+        for end in ends:
+            position, replicas = end
+            while replicas and end is not common:
+                bit = replicas & -replicas
+                found[self._names[bit.bit_length()]] = position
+                replicas ^= bit
         return found
 
     def holds(self, replica: str, block: int) -> bool:
@@ -115,6 +175,9 @@ class PrefixIndex:
         """Assert every invariant."""
         known = sum(self._bits.values())
         assert known.bit_count() == len(self._bits), f"replicas share a bit: {self._bits}"
+        assert known == self._known, f"{self._known:#x} is noted of the bits {known:#x}"
+        assert self._names == {bit.bit_length(): replica for replica, bit in self._bits.items()}, "a bit has two names"
+        assert not self._closed & ~known, f"{self._closed:#x} names replicas that left"
         strays = [mask for mask in self._holders.values() if not mask or mask & ~known]
         assert not strays, f"{len(strays)} masks are empty or name replicas that left"
         for replica, bit in self._bits.items():
@@ -126,3 +189,7 @@ class PrefixIndex:
         if not self.dropped:
             log.warning("index_overflow replica=%s blocks=%d", replica, self._capacity[replica])
         self.dropped += 1
+
+
+def _replicas(end: _End) -> int:
+    return end[1].bit_count()

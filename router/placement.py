@@ -40,7 +40,7 @@ class Placement:
 
     def join(self, description: ReplicaDescription, now: float) -> None:
         """A replica can be sent requests; its events are not followed yet."""
-        self.index.join(description.replica_id, description.num_blocks)
+        self.index.join(description.replica_id, description.num_blocks, closed=True)
         self.loads.join(description, now)
         self._feeds[description.replica_id] = "syncing"
 
@@ -66,7 +66,6 @@ class Placement:
     def stored(self, replica: str, blocks: Sequence[int]) -> None:
         """The replica announced these blocks."""
         self.index.add(replica, blocks)
-        self.reservations.stored(replica, blocks)
 
     def removed(self, replica: str, blocks: Iterable[int]) -> None:
         """The replica gave these blocks up."""
@@ -75,14 +74,13 @@ class Placement:
     def reset(self, replica: str, blocks: Sequence[int]) -> None:
         """The replica holds exactly these blocks."""
         self.index.reset(replica, blocks)
-        self.reservations.stored(replica, blocks)
 
     # Requests
 
     def candidates(self, keys: Sequence[int], excluded: Collection[str], now: float) -> list[Candidate]:
         """Every joined replica as it stands for a prompt whose full blocks are `keys`."""
         held = self.index.match(keys)
-        expected = self.reservations.extend(held, keys, self.index)
+        expected = self.reservations.extend(held, keys)
         view, feeds = self.loads.view, self._feeds
         return [
             Candidate(
@@ -106,7 +104,7 @@ class Placement:
         assert chosen is not None, "a decision without a replica cannot be booked"
         pending = Pending(decision.uncached_tokens, len(keys) + 1 - chosen.held_blocks)
         self.loads.dispatched(chosen.replica_id, request_id, pending)
-        self.reservations.reserve(request_id, chosen.replica_id, keys[chosen.held_blocks :], now)
+        self.reservations.reserve(request_id, chosen.replica_id, keys, chosen.held_blocks, now)
 
     def started(self, replica: str, request_id: int) -> None:
         """Its first token came."""

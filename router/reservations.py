@@ -1,74 +1,67 @@
-"""Blocks that requests under way will leave on their replica, from dispatch until they are really announced.
+"""Blocks that requests under way leave on their replica, from dispatch until the request is over there.
 
 Pure state: the time comes in. Without it a burst of one prefix would scatter, as the first block of it is announced
-only when it has been computed. Knows nothing of load or of what is held already (index.py).
+only when it has been computed. Knows nothing of load or of what is held already (index.py): a block that is held may
+be expected, too, and while its request runs it cannot be evicted.
+
+A block is entered once, by the first request that expects it. Whoever expects it as well follows that request, and
+inherits its blocks when it ends before them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
 
 
-class Holds(Protocol):
-    """Who knows what is held (the index)."""
-
-    def holds(self, replica: str, block: int) -> bool:
-        """Whether the replica holds this block."""
-
-
-@dataclass(slots=True)
-class _Expected:
-    """One block expected on one replica."""
-
-    requests: int = 0
-
-
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True, eq=False)
 class _Reservation:
+    """What one request will leave on its replica."""
+
+    request_id: int
     replica: str
-    blocks: tuple[tuple[int, _Expected], ...]
+    chain: Sequence[int]  #: hashes of the whole prompt
+    start: int  #: place in it of the first block that was not held at dispatch
     expires: float
+    followers: list["_Reservation"] = field(default_factory=list)
+    over: bool = False
 
 
 class Reservations:
-    """Expected blocks by replica: expected until stored, or until nobody is left who would store them."""
+    """Expected blocks by replica."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._expected: dict[str, dict[int, _Expected]] = {}
+        self._expected: dict[str, dict[int, _Reservation]] = {}
         self._by_request: dict[int, _Reservation] = {}  # in the order of expiry, as the timeout is one for all
 
-    def reserve(self, request_id: int, replica: str, hashes: Iterable[int], now: float) -> None:
-        """Request `request_id` will compute these blocks on `replica`."""
+    def reserve(self, request_id: int, replica: str, hashes: Sequence[int], start: int, now: float) -> None:
+        """Request `request_id`, whose prompt has these hashes, will compute those from `start` on at `replica`."""
         assert request_id not in self._by_request, f"request {request_id} has a reservation already"
-        expected = self._expected.setdefault(replica, {})
-        blocks = []
-        for block in hashes:
-            entry = expected.get(block)
-            if entry is None:
-                entry = expected[block] = _Expected()
-            entry.requests += 1
-            blocks.append((block, entry))
-        self._by_request[request_id] = _Reservation(replica, tuple(blocks), now + self._timeout_s)
+        mine = _Reservation(request_id, replica, hashes, start, now + self._timeout_s)
+        self._by_request[request_id] = mine
+        self._enter(mine)
+
+    def _enter(self, mine: _Reservation) -> None:
+        expected = self._expected.setdefault(mine.replica, {})
+        # One C call for all blocks: a prompt may have thousands.
+        owners = set(map(expected.setdefault, mine.chain[mine.start :], repeat(mine)))
+        owners.discard(mine)
+        for owner in owners:
+            owner.followers.append(mine)
 
     def release(self, request_id: int) -> None:
         """The request is over, or has left its replica; harmless when it has no reservation."""
-        reservation = self._by_request.pop(request_id, None)
-        if reservation is None:
+        gone = self._by_request.pop(request_id, None)
+        if gone is None:
             return
-        expected = self._expected.get(reservation.replica, {})
-        for block, entry in reservation.blocks:
-            entry.requests -= 1
-            # Identity: a block that was stored, evicted and is expected anew belongs to others.
-            if not entry.requests and expected.get(block) is entry:
+        gone.over = True
+        expected = self._expected[gone.replica]
+        for block in gone.chain[gone.start :]:
+            if expected.get(block) is gone:
                 del expected[block]
-
-    def stored(self, replica: str, hashes: Iterable[int]) -> None:
-        """These blocks are announced: the index has them now."""
-        expected = self._expected.get(replica)
-        if expected:
-            for block in hashes:
-                expected.pop(block, None)
+        for follower in gone.followers:
+            if not follower.over:
+                self._enter(follower)
 
     def expire(self, now: float) -> int:
         """Forget what is overdue; says how many requests that concerned."""
@@ -86,11 +79,20 @@ class Reservations:
         self._expected.pop(replica, None)
         gone = [request_id for request_id, held in self._by_request.items() if held.replica == replica]
         for request_id in gone:
-            del self._by_request[request_id]
+            self._by_request.pop(request_id).over = True
 
-    def extend(self, held: Mapping[str, int], hashes: Sequence[int], holds: Holds) -> dict[str, int]:
+    def extend(self, held: Mapping[str, int], hashes: Sequence[int]) -> dict[str, int]:
         """Longest prefix that each replica holds or is expected to hold, given what it `held` for sure."""
-        return {replica: self._extend_one(replica, start, hashes, holds) for replica, start in held.items()}
+        return {replica: self._extend_one(replica, start, hashes) for replica, start in held.items()}
+
+    def _extend_one(self, replica: str, start: int, hashes: Sequence[int]) -> int:
+        expected = self._expected.get(replica)
+        if not expected:
+            return start
+        position, end = start, len(hashes)
+        while position < end and (owner := expected.get(hashes[position])) is not None:
+            position = _common(owner.chain, hashes, position)
+        return position
 
     def count(self, replica: str) -> int:
         """Number of blocks expected there."""
@@ -98,23 +100,24 @@ class Reservations:
 
     def check(self) -> None:
         """Assert every invariant."""
-        counted: dict[int, int] = {}
-        entries: dict[int, _Expected] = {}
-        for reservation in self._by_request.values():
-            for _, entry in reservation.blocks:
-                entries[id(entry)] = entry
-                counted[id(entry)] = counted.get(id(entry), 0) + 1
-        for key, entry in entries.items():
-            assert entry.requests == counted[key], f"{entry.requests} requests counted, {counted[key]} hold it"
+        wanted: dict[str, set[int]] = {}
+        for request_id, held in self._by_request.items():
+            assert held.request_id == request_id, f"request {held.request_id} stands under {request_id}"
+            assert not held.over, f"request {request_id} is over and has a reservation"
+            wanted.setdefault(held.replica, set()).update(held.chain[held.start :])
         for replica, expected in self._expected.items():
-            strays = [block for block, entry in expected.items() if id(entry) not in entries]
+            assert expected.keys() == wanted.get(replica, set()), f"{replica}: expected blocks differ from those wanted"
+            strays = [block for block, owner in expected.items() if owner.over or owner.replica != replica]
             assert not strays, f"{replica}: {len(strays)} blocks are expected of nobody"
 
-    def _extend_one(self, replica: str, start: int, hashes: Sequence[int], holds: Holds) -> int:
-        expected = self._expected.get(replica)
-        if not expected:
-            return start
-        position, end = start, len(hashes)
-        while position < end and (hashes[position] in expected or holds.holds(replica, hashes[position])):
-            position += 1
-        return position
+
+def _common(one: Sequence[int], other: Sequence[int], same: int) -> int:
+    """Length of the common prefix of two chains that agree at place `same`, and so at all before it."""
+    low, high = same, min(len(one), len(other))
+    while high - low > 1:
+        middle = (low + high) // 2
+        if one[middle] == other[middle]:
+            low = middle
+        else:
+            high = middle
+    return low + 1

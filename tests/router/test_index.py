@@ -6,8 +6,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from homing.router.index import PrefixIndex
 
-REPLICAS = ("r0", "r1", "r2", "r3")
-blocks = st.lists(st.integers(0, 12), max_size=8)
+#: Two replicas promise that what they hold is prefix-closed, two do not.
+CLOSED = {"r0": True, "r1": True, "r2": False, "r3": False}
+#: Prompts as block hashes: a hash names all before it, so equal hashes stand at equal places.
+prompts = st.lists(st.integers(0, 2), max_size=8).map(
+    lambda words: [hash(tuple(words[:n])) for n in range(1, 1 + len(words))]
+)
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -17,36 +21,56 @@ class IndexMachine(RuleBasedStateMachine):
         super().__init__()
         self.index = PrefixIndex()
         self.oracle: dict[str, set[int]] = {}
+        self.prompts: list[list[int]] = [[]]
 
-    @rule(replica=st.sampled_from(REPLICAS))
+    @rule(replica=st.sampled_from(sorted(CLOSED)))
     def join_or_leave(self, replica):
         if replica in self.oracle:
             self.index.leave(replica)
             del self.oracle[replica]
         else:
-            self.index.join(replica, capacity=100)
+            self.index.join(replica, capacity=1000, closed=CLOSED[replica])
             self.oracle[replica] = set()
 
     @precondition(lambda self: self.oracle)
-    @rule(data=st.data(), hashes=blocks, change=st.sampled_from(["add", "remove", "reset", "clear"]))
-    def change(self, data, hashes, change):
+    @rule(data=st.data(), prompt=prompts)
+    def add(self, data, prompt):
         replica = data.draw(st.sampled_from(sorted(self.oracle)))
-        held = self.oracle[replica]
-        if change == "clear":
-            self.index.clear(replica)
-            held.clear()
-            return
-        getattr(self.index, change)(replica, hashes)
-        if change == "reset":
-            held.clear()
-        if change == "remove":
-            held.difference_update(hashes)
-        else:
-            held.update(hashes)
+        self.index.add(replica, prompt)
+        self.oracle[replica].update(prompt)
+        self.prompts.append(prompt)
 
-    @rule(prompt=st.lists(st.integers(0, 12), max_size=10, unique=True))
+    @precondition(lambda self: self.oracle)
+    @rule(data=st.data())
+    def remove(self, data):
+        """One who promises closure gives up a prompt's blocks with all that follow them."""
+        replica = data.draw(st.sampled_from(sorted(self.oracle)))
+        prompt = data.draw(st.sampled_from(self.prompts))
+        cut = data.draw(st.integers(0, len(prompt)))
+        gone = set(prompt[cut : cut + 1])
+        if CLOSED[replica]:
+            gone = {block for known in self.prompts if gone & set(known) for block in known[cut:]}
+        self.index.remove(replica, gone)
+        self.oracle[replica] -= gone
+
+    @precondition(lambda self: self.oracle)
+    @rule(data=st.data(), prompt=prompts, clear=st.booleans())
+    def reset_or_clear(self, data, prompt, clear):
+        replica = data.draw(st.sampled_from(sorted(self.oracle)))
+        if clear:
+            self.index.clear(replica)
+        else:
+            self.index.reset(replica, prompt)
+        self.oracle[replica] = set() if clear else set(prompt)
+        self.prompts.append(prompt)
+
+    @rule(prompt=prompts)
     def match(self, prompt):
         assert self.index.match(prompt) == {replica: prefix(held, prompt) for replica, held in self.oracle.items()}
+
+    @rule(data=st.data())
+    def match_known(self, data):
+        self.match(data.draw(st.sampled_from(self.prompts)))
 
     @invariant()
     def consistent(self):
@@ -66,7 +90,7 @@ TestIndex.settings = settings(max_examples=60, stateful_step_count=30, deadline=
 def test_a_hole_ends_the_prefix_even_if_later_blocks_are_held(hashes: list[int]) -> None:
     """KV behind a missing block is of no use: counting it would send requests to the wrong replica."""
     index = PrefixIndex()
-    index.join("r0", 100)
+    index.join("r0", 100, closed=False)
     hole = len(hashes) // 2
 
     index.add("r0", hashes[:hole] + hashes[hole + 1 :])
@@ -77,7 +101,7 @@ def test_a_hole_ends_the_prefix_even_if_later_blocks_are_held(hashes: list[int])
 def test_memory_is_bounded_by_what_a_replica_says_it_has() -> None:
     """A publisher gone wrong must not fill the router's memory."""
     index = PrefixIndex()
-    index.join("r0", 10)
+    index.join("r0", 10, closed=True)
 
     index.add("r0", range(100))
 
@@ -89,11 +113,24 @@ def test_memory_is_bounded_by_what_a_replica_says_it_has() -> None:
 def test_a_replica_that_left_leaves_nothing_behind() -> None:
     """Its bit goes to the next replica, which must not inherit its blocks."""
     index = PrefixIndex()
-    index.join("old", 10)
+    index.join("old", 10, closed=True)
     index.add("old", [1, 2])
 
     index.leave("old")
-    index.join("new", 10)
+    index.join("new", 10, closed=True)
 
     assert index.match([1, 2]) == {"new": 0}
     assert len(index) == 0
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=90))
+def test_bisection_finds_what_a_walk_finds(ends: list[int]) -> None:
+    """Of many replicas, each with its own end in one long chain."""
+    chain = list(range(1000, 1040))
+    jumping, walking = PrefixIndex(), PrefixIndex()
+    for number, end in enumerate(ends):
+        for index, closed in ((jumping, True), (walking, False)):
+            index.join(f"r{number}", 100, closed=closed)
+            index.add(f"r{number}", chain[:end])
+
+    assert jumping.match(chain) == walking.match(chain) == {f"r{number}": end for number, end in enumerate(ends)}

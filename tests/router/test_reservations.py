@@ -1,70 +1,72 @@
-"""Expected blocks: from dispatch until stored, or until nobody is left who would store them."""
+"""Expected blocks: from dispatch until nobody is left who would store them."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from homing.router.index import PrefixIndex
 from homing.router.reservations import Reservations
 
 CHAIN = [10, 11, 12, 13]
 
 
-def index_of(**held: list[int]) -> PrefixIndex:
-    index = PrefixIndex()
-    for replica, hashes in held.items():
-        index.join(replica, 100)
-        index.add(replica, hashes)
-    return index
-
-
 def test_expected_blocks_prolong_what_is_held() -> None:
     """A sibling that comes before the events must see where the prefix is going to be."""
-    index, reservations = index_of(r0=[10], r1=[]), Reservations(30)
-    reservations.reserve(1, "r0", CHAIN[1:], now=0)
+    reservations = Reservations(30)
+    reservations.reserve(1, "r0", CHAIN, 1, now=0)
 
-    found = reservations.extend(index.match(CHAIN), CHAIN, index)
+    assert reservations.extend({"r0": 1, "r1": 0}, CHAIN) == {"r0": 4, "r1": 0}
 
-    assert found == {"r0": 4, "r1": 0}
+
+def test_a_prompt_shares_only_what_agrees() -> None:
+    """Two turns of one conversation have their beginning in common, not their end."""
+    reservations = Reservations(30)
+    reservations.reserve(1, "r0", CHAIN, 0, now=0)
+
+    assert reservations.extend({"r0": 0}, [10, 11, 99]) == {"r0": 2}
+    assert reservations.extend({"r0": 0}, [98, 99]) == {"r0": 0}
+
+
+def test_expectations_of_several_requests_add_up() -> None:
+    """The longer prompt waits for the shorter one's blocks and adds its own."""
+    reservations = Reservations(30)
+    reservations.reserve(1, "r0", CHAIN[:2], 0, now=0)
+    reservations.reserve(2, "r0", CHAIN, 0, now=0)
+
+    assert reservations.extend({"r0": 0}, [*CHAIN, 14]) == {"r0": 4}
+    assert reservations.count("r0") == 4
 
 
 def test_a_block_stays_expected_while_any_request_will_store_it() -> None:
     """The first sibling's abort must not take the second one's expectation away."""
-    index, reservations = index_of(r0=[]), Reservations(30)
-    reservations.reserve(1, "r0", CHAIN, now=0)
-    reservations.reserve(2, "r0", CHAIN, now=0)
+    reservations = Reservations(30)
+    reservations.reserve(1, "r0", CHAIN, 0, now=0)
+    reservations.reserve(2, "r0", CHAIN, 0, now=0)
 
     reservations.release(1)
 
-    assert reservations.extend({"r0": 0}, CHAIN, index) == {"r0": 4}
+    assert reservations.extend({"r0": 0}, CHAIN) == {"r0": 4}
     reservations.release(2)
     assert reservations.count("r0") == 0
-
-
-def test_an_old_request_does_not_release_a_newer_expectation() -> None:
-    """Stored, evicted and expected anew: the block belongs to the newer request then."""
-    reservations = Reservations(30)
-    reservations.reserve(1, "r0", [10], now=0)
-    reservations.stored("r0", [10])
-    reservations.reserve(2, "r0", [10], now=1)
-
-    reservations.release(1)
-
-    assert reservations.count("r0") == 1
 
 
 def test_expectations_end_after_their_time() -> None:
     """A replica that never stores them (caching is off there) must not look warm for ever."""
     reservations = Reservations(30)
-    reservations.reserve(1, "r0", CHAIN, now=0)
-    reservations.reserve(2, "r0", [99], now=20)
+    reservations.reserve(1, "r0", CHAIN, 0, now=0)
+    reservations.reserve(2, "r0", [99], 0, now=20)
 
     assert reservations.expire(now=30) == 1
     assert reservations.count("r0") == 1
 
 
+#: Prompts as block hashes: a hash names all before it, so equal hashes stand at equal places.
+prompts = st.lists(st.integers(0, 2), max_size=6).map(
+    lambda words: [hash(tuple(words[:n])) for n in range(1, 1 + len(words))]
+)
+
+
 class ReservationMachine(RuleBasedStateMachine):
-    """Against sets of (replica, block) per request."""
+    """Against the set of blocks that each request will leave."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,24 +75,27 @@ class ReservationMachine(RuleBasedStateMachine):
         self.next = 0
         self.now = 0
 
-    @rule(replica=st.sampled_from(["a", "b"]), hashes=st.sets(st.integers(0, 6)))
-    def reserve(self, replica, hashes):
+    def expected(self, replica: str) -> set[int]:
+        return set().union(*(blocks for owner, blocks, _ in self.open.values() if owner == replica))
+
+    @rule(replica=st.sampled_from(["a", "b"]), prompt=prompts, held=st.integers(0, 6))
+    def reserve(self, replica, prompt, held):
         self.next += 1
-        self.reservations.reserve(self.next, replica, hashes, self.now)
-        self.open[self.next] = (replica, set(hashes), self.now + 10)
+        self.reservations.reserve(self.next, replica, prompt, held, self.now)
+        self.open[self.next] = (replica, set(prompt[held:]), self.now + 10)
+
+    @rule(prompt=prompts, held=st.integers(0, 6))
+    def extend(self, prompt, held):
+        held = min(held, len(prompt))
+        for replica, end in self.reservations.extend({"a": held, "b": held}, prompt).items():
+            expected = self.expected(replica)
+            assert end == next((at for at in range(held, len(prompt)) if prompt[at] not in expected), len(prompt))
 
     @rule(data=st.data())
     def release(self, data):
         request = data.draw(st.integers(0, self.next))
         self.reservations.release(request)
         self.open.pop(request, None)
-
-    @rule(replica=st.sampled_from(["a", "b"]), hashes=st.sets(st.integers(0, 6)))
-    def stored(self, replica, hashes):
-        self.reservations.stored(replica, hashes)
-        for owner, expected, _ in self.open.values():
-            if owner == replica:
-                expected -= hashes
 
     @rule(seconds=st.integers(1, 8))
     def pass_time(self, seconds):
@@ -107,8 +112,7 @@ class ReservationMachine(RuleBasedStateMachine):
     def agrees(self):
         self.reservations.check()
         for replica in ("a", "b"):
-            expected = set().union(*(hashes for owner, hashes, _ in self.open.values() if owner == replica))
-            assert self.reservations.count(replica) == len(expected)
+            assert self.reservations.count(replica) == len(self.expected(replica))
 
 
 TestReservations = ReservationMachine.TestCase
