@@ -9,7 +9,7 @@
     ├── DoesNotFit           the user's: the machine or cluster lacks the CPUs or GPUs that the settings ask for
     ├── StartFailed          a replica or the router could not start; carries its own message
     ├── StopFailed           the cluster did not end in time
-    └── PlotFailed           the user's: a plot's file cannot be written, has an unknown suffix, or matplotlib is missing
+    └── PlotFailed           the user's: a plot cannot be written, has an unknown suffix, or matplotlib is missing
 
 `exit_code` is what the command line ends with; the message is all that it prints.
 """
