@@ -21,6 +21,7 @@ from .hashing import (
     wire_hash,
     wire_hashes,
 )
+from .pins import PinBook, PinLimits, PinStats
 from .pool import TRANSITIONS, Block, BlockId, BlockState, Transition
 from .sizing import blocks_that_fit, bytes_per_block, kv_budget_bytes, kv_heads_per_rank
 from .trace import MOONCAKE_BLOCK_TOKENS, TraceRequest, read_trace
@@ -45,6 +46,9 @@ __all__ = [
     "KvCacheError",
     "KvCacheSettings",
     "Lru",
+    "PinBook",
+    "PinLimits",
+    "PinStats",
     "PoolTooSmall",
     "PrefixCache",
     "PrefixMatch",

@@ -10,6 +10,7 @@ What always holds (`check` asserts it):
 
 * Of one hash, either all copies are live, or there is one copy and nobody uses it.
 * Residency is prefix-closed: with a cached block its parent is cached, too, up to the first of the chain.
+* A pinned block is resident; when nobody uses it, the policy does not have it, and it is no free block.
 * A cached block's parent hash names the very prefix before it. A hit therefore needs to compare one step only, its
   parent's hash and its own tokens, although hashes may collide. `commit` keeps it so: from the first block on whose
   hash another prefix has taken, a request's blocks stay private.
@@ -24,6 +25,7 @@ from typing import Protocol
 from .errors import StaleMatch
 from .eviction import EvictionPolicy, Lru
 from .hashing import TOKEN_BYTES, BlockHash
+from .pins import PinBook, PinLimits
 from .pool import Block, BlockId, BlockPool, BlockState
 
 
@@ -84,6 +86,7 @@ class PrefixCache:
         policy: EvictionPolicy | None = None,
         listener: CacheListener | None = None,
         enabled: bool = True,
+        pin_limits: PinLimits | None = None,
     ) -> None:
         self.block_size = block_size
         self.enabled = enabled
@@ -99,6 +102,10 @@ class PrefixCache:
         self._twins: dict[BlockHash, dict[BlockId, Block]] = {}
         #: Live blocks whose hash, or an ancestor's, names another prefix: never shared.
         self._private: dict[BlockId, BlockHash] = {}
+        limits = pin_limits or PinLimits()
+        self.pins = PinBook(int(limits.tenant_share * self.total_blocks), int(limits.total_share * self.total_blocks))
+        #: Pinned blocks that nobody uses: withheld from the policy.
+        self._kept: dict[BlockHash, Block] = {}
         #: Counts the moments at which blocks lost their hash: a match of an earlier one may be wrong.
         self._generation = 0
 
@@ -114,7 +121,7 @@ class PrefixCache:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that can be allocated now: free ones and cached ones that nobody uses."""
+        """Blocks that can be allocated now: free ones and cached ones that nobody uses and that are not pinned."""
         return len(self._pool) + len(self._policy)
 
     @property
@@ -123,8 +130,13 @@ class PrefixCache:
         return len(self._policy)
 
     @property
+    def pinned_idle_blocks(self) -> int:
+        """Pinned blocks that nobody uses: neither live nor free."""
+        return len(self._kept)
+
+    @property
     def usage(self) -> float:
-        """Share of the blocks that are live, 0 to 1."""
+        """Share of the blocks that are live or pinned, 0 to 1."""
         return 1.0 - self.free_blocks / self.total_blocks
 
     def match(self, root: BlockHash, hashes: Sequence[BlockHash], tokens: bytes, num_tokens: int) -> PrefixMatch:
@@ -175,8 +187,12 @@ class PrefixCache:
         if match.blocks and match.generation != self._generation:
             raise StaleMatch("the cache changed between match and acquire: match again right before acquire")
         idle = [block for block in match.blocks if not block.ref_count]
-        if new_blocks > self.free_blocks - len(idle):
+        kept = self._leading_kept(idle) if self._kept else 0
+        if new_blocks > self.free_blocks - len(idle) + kept:
             return None
+        if kept:
+            self._use_kept(idle[:kept])
+            del idle[:kept]
         # Touched before anything is taken, so that a request never evicts its own prefix.
         if idle:
             self._policy.reuse(idle)
@@ -278,7 +294,8 @@ class PrefixCache:
         if holder.ref_count:
             self._twins.setdefault(block_hash, {})[block.block_id] = block
         else:
-            self._policy.discard(holder)
+            if self._kept.pop(block_hash, None) is None:
+                self._policy.discard(holder)
             self._forget(holder)
             self._pool.give((holder,))
             self._index[block_hash] = block
@@ -344,6 +361,8 @@ class PrefixCache:
         if self._private:
             for block in spare:
                 self._private.pop(block.block_id, None)
+        if len(self.pins):
+            idle = self._without_pinned(idle)
         self._policy.add(idle)
         self._pool.give(spare)
 
@@ -367,11 +386,63 @@ class PrefixCache:
             spare.append(block)
         return kept
 
-    def reset(self) -> bool:
-        """Forget everything. False, and no effect, while any block is in use."""
-        if self.free_blocks != self.total_blocks:
+    def pin(self, tenant: bytes, blocks: Sequence[Block], expires_at: float) -> int | None:
+        """Keep a prefix that is in use now: its blocks are not given up before `expires_at`, whatever room is needed.
+
+        `blocks` are the first of a table, in order. How many of them are pinned: those before the first that is not
+        shared (not committed yet, or private). None, and no effect: it would exceed the tenant's or the whole budget.
+        """
+        chain: list[BlockHash] = []
+        for block in blocks:
+            assert block.ref_count, f"{block} is pinned while nobody uses it"
+            if block.block_hash is None:
+                break
+            chain.append(block.block_hash)
+        return len(chain) if self.pins.pin(tenant, chain, expires_at) else None
+
+    def expire_pins(self, now: float) -> None:
+        """End the pins that are due; what nobody uses can be given up from here on, as if used just now."""
+        self._unpin(self.pins.expire(now))
+
+    def break_pin(self) -> bool:
+        """End the pin that would expire first, so that a request finds room. False: there is none."""
+        freed = self.pins.break_soonest()
+        if freed is None:
             return False
-        idle = self._policy.take(len(self._policy))
+        self._unpin(freed)
+        return True
+
+    def _unpin(self, hashes: Sequence[BlockHash]) -> None:
+        freed = [self._kept.pop(block_hash, None) for block_hash in hashes]
+        self._policy.add([block for block in freed if block is not None])
+
+    def _leading_kept(self, idle: Sequence[Block]) -> int:
+        """How many of a chain's idle blocks are withheld; as pins are prefix-closed, the first ones."""
+        return next((place for place, block in enumerate(idle) if block.block_hash not in self._kept), len(idle))
+
+    def _use_kept(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            assert block.block_hash is not None, f"{block} is withheld but holds nothing"
+            del self._kept[block.block_hash]
+
+    def _without_pinned(self, idle: list[Block]) -> list[Block]:
+        """Those of `idle` that are not pinned; the others are withheld from the policy."""
+        others: list[Block] = []
+        for block in idle:
+            block_hash = block.block_hash
+            if block_hash is not None and block_hash in self.pins:
+                self._kept[block_hash] = block
+            else:
+                others.append(block)
+        return others
+
+    def reset(self) -> bool:
+        """Forget everything, pins included. False, and no effect, while any block is in use."""
+        if self.free_blocks + len(self._kept) != self.total_blocks:
+            return False
+        self.pins.clear()
+        idle = [*self._policy.take(len(self._policy)), *self._kept.values()]
+        self._kept.clear()
         for block in idle:
             self._forget(block)
         self._pool.give(idle)
@@ -392,9 +463,11 @@ class PrefixCache:
         """Assert every invariant; O(blocks), for tests and for a diagnosis."""
         self._pool.check()
         self._policy.check()
+        self.pins.check()
         self._check_places()
         self._check_copies()
         self._check_prefixes()
+        self._check_pins()
 
     def _check_places(self) -> None:
         idle = list(self._policy)
@@ -403,7 +476,7 @@ class PrefixCache:
             assert block.state is BlockState.CACHED_FREE, f"{block} can be evicted"
         live = [block for block in self._pool.blocks if block.ref_count]
         assert all(block.ref_count > 0 for block in live), "a block has a negative reference count"
-        accounted = len(live) + self.free_blocks
+        accounted = len(live) + self.free_blocks + len(self._kept)
         assert accounted == self.total_blocks, f"{accounted} blocks accounted for, of {self.total_blocks}"
         for block in self._pool.blocks:
             assert block.block_hash is not None or not block.first, f"{block} starts a chain but holds nothing"
@@ -435,3 +508,11 @@ class PrefixCache:
         for block in self._policy:
             assert block.first or block.parent not in gone, f"{block} would be evicted after its parent"
             gone.add(block.block_hash)
+
+    def _check_pins(self) -> None:
+        for block_hash, block in self._index.items():
+            pinned_and_idle = block_hash in self.pins and not block.ref_count
+            assert pinned_and_idle == (self._kept.get(block_hash) is block), f"{block}: pinned, but not withheld"
+        assert len(self._kept) <= len(self.pins), f"{len(self._kept)} blocks withheld, {len(self.pins)} pinned"
+        resident = sum(block_hash in self._index for block_hash in self.pins)
+        assert resident == len(self.pins), f"{len(self.pins)} blocks pinned, {resident} of them resident"

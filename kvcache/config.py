@@ -19,3 +19,9 @@ class KvCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         int, Meta(ge=0, description="KV memory of one rank in bytes; 0: by device (512 MiB on CPU)")
     ] = 0
     num_kv_blocks: Annotated[int, Meta(ge=0, description="number of KV blocks; 0: what fits into kv_cache_bytes")] = 0
+    pin_tenant_share: Annotated[
+        float, Meta(ge=0, le=1, description="share of the KV blocks that one tenant may pin; 0: pins are refused")
+    ] = 0.1
+    pin_total_share: Annotated[
+        float, Meta(ge=0, le=1, description="share of the KV blocks that all tenants together may pin")
+    ] = 0.5

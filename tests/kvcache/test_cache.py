@@ -645,13 +645,18 @@ class CacheMachine(RuleBasedStateMachine):
     def take(self, call: Callable[[], list[Block] | None], hit: Sequence[Block], needed: int) -> list[Block] | None:
         blocks = self.cache._pool.blocks
         before = states(blocks)
-        room = sum(block.state is not BlockState.LIVE and block not in hit for block in blocks[1:])
+        idle = [block for block in blocks[1:] if block.state is not BlockState.LIVE and block not in hit]
+        room = sum(block.block_id not in self.withheld() for block in idle)
         table = call()
         assert (table is None) == (needed > room)
         if table is None:
             assert states(blocks) == before
         assert moves(before, states(blocks)) <= allowed("take")
         return table
+
+    def withheld(self) -> set[int]:
+        """Of the oracle: idle blocks that may not be given up."""
+        return set()
 
     @rule(request=requests, ids=st.lists(st.integers(0, 1), min_size=1, max_size=3).map(tuple))
     @precondition(lambda self: self.running)
@@ -719,7 +724,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.check()
         assert {block.block_hash: block.tokens for block in self.cache.residents()} == self.mirror.resident
         live = {block.block_id for request in self.running for block in request.table}
-        assert self.cache.free_blocks == POOL - len(live)
+        assert self.cache.free_blocks == POOL - len(live) - len(self.withheld())
         for block in self.cache._pool.blocks:
             assert block.ref_count == sum(block in request.table for request in self.running)
 
