@@ -56,7 +56,24 @@ class _Replica:
     report: LoadReport | None = None
     draining: bool = False
     pending: dict[int, Pending] = field(default_factory=dict)  # ids rise, so insertion order is their order
+    pending_tokens: int = 0
+    pending_blocks: int = 0
     in_flight: set[int] = field(default_factory=set)
+    #: As it was asked for last; None since something changed. Most requests change one replica and look at all.
+    view: ReplicaLoad | None = None
+
+    def send(self, request_id: int, sent: Pending) -> None:
+        self.pending[request_id] = sent
+        self.pending_tokens += sent.uncached_tokens
+        self.pending_blocks += sent.blocks
+        self.view = None
+
+    def arrive(self, request_id: int) -> None:
+        sent = self.pending.pop(request_id, None)
+        if sent is not None:
+            self.pending_tokens -= sent.uncached_tokens
+            self.pending_blocks -= sent.blocks
+            self.view = None
 
 
 class LoadBook:
@@ -92,10 +109,11 @@ class LoadBook:
         entry = self._replicas[replica]
         entry.report = report
         entry.heard_at = now
+        entry.view = None
         accepted = report.accepted.get(self._router_id)
         if accepted is not None:
             for request_id in [known for known in entry.pending if known <= accepted]:
-                del entry.pending[request_id]
+                entry.arrive(request_id)
 
     def heard(self, replica: str, now: float) -> None:
         """Tokens are a sign of life too."""
@@ -104,23 +122,25 @@ class LoadBook:
     def dispatched(self, replica: str, request_id: int, pending: Pending) -> None:
         """A request is on its way there."""
         entry = self._replicas[replica]
-        entry.pending[request_id] = pending
+        entry.send(request_id, pending)
         entry.in_flight.add(request_id)
 
     def started(self, replica: str, request_id: int) -> None:
         """Its first token came: it is prefilled, whatever the last report says."""
-        self._replicas[replica].pending.pop(request_id, None)
+        self._replicas[replica].arrive(request_id)
 
     def ended(self, replica: str, request_id: int) -> None:
         """The request has left the replica; harmless when it, or the replica, is gone already."""
         entry = self._replicas.get(replica)
         if entry is not None:
-            entry.pending.pop(request_id, None)
+            entry.arrive(request_id)
             entry.in_flight.discard(request_id)
 
     def drain(self, replica: str) -> None:
         """Send nothing new there."""
-        self._replicas[replica].draining = True
+        entry = self._replicas[replica]
+        entry.draining = True
+        entry.view = None
 
     def in_flight(self, replica: str) -> int:
         """This router's requests there and on the way."""
@@ -137,24 +157,11 @@ class LoadBook:
     def view(self, replica: str, now: float) -> ReplicaLoad:
         """The load that a decision made now must count with."""
         entry = self._replicas[replica]
-        about, report = entry.description, entry.report or _idle(entry.description)
-        pending = entry.pending.values()
-        free_blocks = max(0, report.free_blocks - sum(sent.blocks for sent in pending))
-        return ReplicaLoad(
-            running=report.running,
-            waiting=report.waiting + len(entry.pending),
-            queued_prefill_tokens=report.queued_prefill_tokens + sum(sent.uncached_tokens for sent in pending),
-            decode_context_tokens=report.decode_context_tokens,
-            free_blocks=free_blocks,
-            cached_free_blocks=min(report.cached_free_blocks, free_blocks),
-            total_blocks=report.total_blocks,
-            prefill_tokens_per_s=report.prefill_tokens_per_s or about.prefill_tokens_per_s,
-            decode_step_s=report.decode_step_s or about.decode_step_s,
-            max_running_requests=about.max_running_requests,
-            max_batched_tokens=about.max_batched_tokens,
-            draining=entry.draining or report.draining,
-            silent=now - entry.heard_at > self._silence_s,
-        )
+        silent = now - entry.heard_at > self._silence_s
+        view = entry.view
+        if view is None or view.silent != silent:
+            view = entry.view = _view(entry, silent)
+        return view
 
     def check(self) -> None:
         """Assert every invariant."""
@@ -163,6 +170,32 @@ class LoadBook:
             assert not stray, f"{replica}: {len(stray)} requests on the way are not in flight"
             ids = list(entry.pending)
             assert ids == sorted(ids), f"{replica}: request ids do not rise: {ids}"
+            tokens = sum(sent.uncached_tokens for sent in entry.pending.values())
+            assert tokens == entry.pending_tokens, f"{replica}: {entry.pending_tokens} of {tokens} tokens are counted"
+            blocks = sum(sent.blocks for sent in entry.pending.values())
+            assert blocks == entry.pending_blocks, f"{replica}: {entry.pending_blocks} of {blocks} blocks are counted"
+            fresh = _view(entry, entry.view.silent) if entry.view else None
+            assert entry.view == fresh, f"{replica}: {entry.view} is out of date, it is {fresh}"
+
+
+def _view(entry: _Replica, silent: bool) -> ReplicaLoad:
+    about, report = entry.description, entry.report or _idle(entry.description)
+    free_blocks = max(0, report.free_blocks - entry.pending_blocks)
+    return ReplicaLoad(
+        running=report.running,
+        waiting=report.waiting + len(entry.pending),
+        queued_prefill_tokens=report.queued_prefill_tokens + entry.pending_tokens,
+        decode_context_tokens=report.decode_context_tokens,
+        free_blocks=free_blocks,
+        cached_free_blocks=min(report.cached_free_blocks, free_blocks),
+        total_blocks=report.total_blocks,
+        prefill_tokens_per_s=report.prefill_tokens_per_s or about.prefill_tokens_per_s,
+        decode_step_s=report.decode_step_s or about.decode_step_s,
+        max_running_requests=about.max_running_requests,
+        max_batched_tokens=about.max_batched_tokens,
+        draining=entry.draining or report.draining,
+        silent=silent,
+    )
 
 
 def _idle(description: ReplicaDescription) -> LoadReport:
