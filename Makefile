@@ -63,8 +63,11 @@ wheel-check: $(VENV)/.dev ## Build the wheel, install it alone and use it
 bench-core: $(VENV)/.dev ## Cost of hashing, pool and prefix cache (OUT=FILE writes JSON)
 	@$(BIN)/python tests/bench/core.py $(if $(OUT),--out $(OUT))
 
-bench-router: $(VENV)/.dev ## Cost of the HTTP front (OUT=FILE writes JSON)
-	@$(BIN)/python tests/bench/front.py $(if $(OUT),--out $(OUT))
+bench-router: $(VENV)/.dev $(if $(PEERS),.venv-peers/.done) ## Cost of the router (PEERS=1: beside smg, sglang-router, vllm-router; OUT=FILE writes JSON)
+	@$(BIN)/python tests/bench/front.py $(if $(PEERS),--peers .venv-peers) $(if $(OUT),--out $(OUT))
+
+.venv-peers/.done:
+	@python3 -m venv .venv-peers && .venv-peers/bin/pip install -q smg sglang-router vllm-router && touch $@
 
 bench-routing: $(VENV)/.dev ## What the routing policy is worth: one workload through a real cluster, per policy
 	@$(BIN)/python tests/bench/routing.py $(if $(OUT),--out $(OUT))

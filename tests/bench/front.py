@@ -1,79 +1,379 @@
-"""CPU cost of the HTTP front alone: one small plain request, and one streamed chunk, over a real socket.
+"""What the router costs: requests a second, CPU, time to first token and memory of a whole router process.
 
-    python tests/bench/front.py [REQUESTS]
+    python tests/bench/front.py [--rounds N] [--peers FOLDER] [--out FILE] [--scale X]
 
-The server runs in this process and is measured by its thread's CPU time; the client is a second process that speaks raw
-HTTP over one connection. The backend is a fake that has all tokens ready, so what is measured is parsing, template,
-tokenizing, detokenizing, encoding, SSE and the HTTP stack.
+The router process runs what `homing serve` runs (service, policy, index, transport, HTTP server) over two fast fake
+replicas in a second process; a third sends raw HTTP over kept-alive connections. `--peers FOLDER` is a virtual
+environment with `smg`, `sglang-router` or `vllm-router`: each is run over two fast fake OpenAI servers under the same
+load, in turn with ours. CPU is the router process' own (user and system). Peers do not tokenize; ours is measured with
+its tokenizer and without (prompts as token ids, or a stand-in that makes an id of four bytes of text).
 """
 
+import argparse
 import asyncio
 import json
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
+from statistics import median
+from urllib.request import urlopen
 
+import msgspec
+import psutil
 import uvloop
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import homing
-from homing.replica.messages import ModelLimits
-from homing.router.config import RouterSettings
-from homing.router.server import RouterServer
-from tests.router.http.fakes import FakeBackend, reply
+from tests.bench.front_client import Load, Result
+from tests.bench.front_workers import DEMO, PACED_TOKENS
 
-DEMO = Path(homing.__file__).parent / "replica" / "demo" / "model"
-SHORT, LONG = 1, 201
-CHAT = {"messages": [{"role": "user", "content": "Tell me a story about a fox."}]}
+HERE = Path(__file__).parent
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+ANSWER = 16
+STREAMS = 128
 
 
-def client(port: int, count: int, body: bytes) -> None:
-    """Send `count` requests one after the other; each ends with a marker of its kind."""
-    marker = b"0\r\n\r\n" if b'"stream": true' in body else b"}}}"
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        for _ in range(count):
-            connection.sendall(head + body)
-            data = b""
-            while not data.endswith(marker):
-                part = connection.recv(1 << 20)
-                if not part:
-                    raise ConnectionError("the server closed the connection")
-                data = data[-8:] + part
+def chat(text: str, tokens: int, *, stream: bool = False) -> bytes:
+    """A chat of one message."""
+    body = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": tokens, "ignore_eos": True}
+    return json.dumps(body | ({"stream": True} if stream else {})).encode()
 
 
-async def measure(port: int, count: int, body: dict[str, object]) -> float:
-    """CPU microseconds of this thread per request."""
-    command = [sys.executable, __file__, "client", str(port), str(count), json.dumps(body)]
-    started = time.thread_time()
-    process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.DEVNULL)
-    if await process.wait():
-        raise SystemExit("the client failed")
-    return (time.thread_time() - started) / count * 1e6
+def completion(prompt: str | list[int], tokens: int) -> bytes:
+    """A completion."""
+    return json.dumps({"model": "demo", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}).encode()
 
 
-async def main(count: int) -> None:
-    """Print the table."""
-    limits = ModelLimits(name="demo", path=str(DEMO), vocab_size=3072, max_model_len=4096, eos_token_ids=(4,))
-    ids = [300 + index % 500 for index in range(LONG)]
-    backend = FakeBackend(limits, reply(ids))
-    server = RouterServer(RouterSettings(), backend)
-    port = await server.start("127.0.0.1", 0)
+def long_texts() -> list[str]:
+    """16 KB each: one of eight documents of 12 KB, and a tail of its own."""
+    rng, words = Random(3), ["fox", "river", "house", "story", "morning", "quiet", "letter", "garden"]
+    documents = [" ".join(rng.choice(words) for _ in range(2400))[:12_000] for _ in range(8)]
+    return [
+        f"{rng.choice(documents)} {n} " + " ".join(rng.choice(words) for _ in range(900))[:4_100] for n in range(64)
+    ]
+
+
+def long_ids() -> list[list[int]]:
+    """As long in bytes, as ids."""
+    rng = Random(3)
+    documents = [[rng.randrange(300, 3000) for _ in range(2000)] for _ in range(8)]
+    return [rng.choice(documents) + [rng.randrange(300, 3000) for _ in range(700)] for _ in range(64)]
+
+
+def loads(scale: float, *, ids: bool) -> dict[str, Load]:
+    """The three loads; `ids` sends prompts as token ids, where the load is plain."""
+    small = [f"Tell me a story about a fox, number {n}." for n in range(64)]
+    if ids:
+        rng = Random(4)
+        plain = Load(
+            path=COMPLETIONS,
+            bodies=[completion([rng.randrange(300, 3000) for _ in range(14)], ANSWER) for _ in range(64)],
+            connections=32,
+            requests=int(10_000 * scale),
+        )
+        long = [completion(each, ANSWER) for each in long_ids()]
+        return {
+            "plain": plain,
+            "16 KB": Load(path=COMPLETIONS, bodies=long, connections=32, requests=int(3_000 * scale)),
+        }
+    return {
+        "plain": Load(
+            path=CHAT, bodies=[chat(text, ANSWER) for text in small], connections=32, requests=int(10_000 * scale)
+        ),
+        "16 KB": Load(
+            path=CHAT, bodies=[chat(text, ANSWER) for text in long_texts()], connections=32, requests=int(3_000 * scale)
+        ),
+        "paced": Load(
+            path=CHAT,
+            bodies=[chat(text, PACED_TOKENS, stream=True) for text in small],
+            connections=STREAMS,
+            requests=int(STREAMS * 3 * scale),
+            stream=True,
+            stagger_s=1.0,
+        ),
+    }
+
+
+@dataclass
+class Row:
+    """One router's figures for one load."""
+
+    rates: list[float] = field(default_factory=list)
+    cpu_us: list[float] = field(default_factory=list)  #: a request, or a chunk of a paced stream
+    p99_ms: list[float] = field(default_factory=list)  #: time to first token of paced streams, else of whole answers
+
+
+@dataclass
+class Subject:
+    """A router under test."""
+
+    name: str
+    port: int
+    process: psutil.Process
+    loads: dict[str, Load]
+    rows: dict[str, Row] = field(default_factory=dict)
+    memory_mb: float = 0.0
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """CPU seconds of a process and its children until now."""
+    return sum(each.cpu_times().user + each.cpu_times().system for each in [process, *process.children(recursive=True)])
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def started(*command: str | Path, quiet: bool = True) -> Iterator[psutil.Process]:
+    """A process that lives as long as the block."""
+    output = subprocess.DEVNULL if quiet else None
+    process = subprocess.Popen([*map(str, command)], stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    try:
+        yield psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_for(url: str, seconds: float = 60.0) -> None:
+    """Until it answers well."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            with urlopen(url, timeout=2):
+                return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+# Ours
+
+
+def router(port: int, descriptions: Path, text: str) -> None:
+    """The router process: what a router actor runs."""
+    from homing.replica.messages import ReplicaDescription
+
+    members = msgspec.msgpack.decode(descriptions.read_bytes(), type=list[ReplicaDescription])
+    uvloop.run(serve(port, members, text))
+
+
+async def serve(port: int, members: Sequence[object], text: str) -> None:
+    """Serve until killed."""
+    from homing.kvcache.config import KvCacheSettings
+    from homing.router.config import RouterSettings
+    from homing.router.http.front import TextModels
+    from homing.router.metrics import RouterMetrics
+    from homing.router.server import RouterServer
+    from homing.router.service import RouterService
+    from tests.router.fakes import BLOCK, SEED
+
+    settings, metrics = RouterSettings(), RouterMetrics()
+    service = RouterService(settings, KvCacheSettings(block_size=BLOCK), router_id="bench", observer=metrics)
+    service.start(asyncio.get_running_loop())
+    texts = TextModels() if text == "tokenizer" else TextModels(stand_in)
+    server = RouterServer(settings, service, metrics=metrics, texts=texts)
+    await server.start("127.0.0.1", port)
+    service.apply_membership(members, SEED)  # type: ignore[arg-type]
     await server.load_text(str(DEMO))
-    await measure(port, 50, CHAT | {"max_tokens": SHORT})
-    plain = await measure(port, count, CHAT | {"max_tokens": SHORT})
-    short = await measure(port, count, CHAT | {"max_tokens": SHORT, "stream": True})
-    long = await measure(port, max(count // 20, 10), CHAT | {"max_tokens": LONG, "stream": True})
-    await server.stop()
-    print(f"{'plain chat request, 1 token':36} {plain:8.1f} us CPU")
-    print(f"{'streamed chat request, 1 token':36} {short:8.1f} us CPU")
-    print(f"{'each further streamed chunk':36} {(long - short) / (LONG - SHORT):8.1f} us CPU")
+    await asyncio.Event().wait()
+
+
+def stand_in(folder: Path) -> object:
+    """A text side that does not tokenize: four bytes of text are an id."""
+    from array import array
+
+    from homing.router.text.tokenizer import Chat, TextModel
+
+    class StandIn(TextModel):
+        """Decodes as the model's own."""
+
+        def ids(self, text: str) -> list[int]:
+            data = text.encode()
+            return [300 + (each & 2047) for each in array("I", data[: len(data) & ~3])] or [300]
+
+        async def encode_chat(self, chat: Chat) -> list[int]:
+            return self.ids("".join(message["content"] for message in chat.messages))
+
+        async def encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
+            return [self.ids(text) for text in texts]
+
+    return StandIn.load(folder)
+
+
+def ours(stack: ExitStack, name: str, text: str, chosen: dict[str, Load]) -> Subject:
+    """Our router over two fast fake replicas."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    descriptions = folder / "replicas"
+    stack.enter_context(started(sys.executable, HERE / "front_workers.py", "engine", descriptions, quiet=False))
+    while not descriptions.exists() or not descriptions.stat().st_size:
+        time.sleep(0.05)
+    port = free_port()
+    process = stack.enter_context(
+        started(sys.executable, __file__, "--router", str(port), str(descriptions), text, quiet=False)
+    )
+    wait_for(f"http://127.0.0.1:{port}/ready")
+    return Subject(name, port, process, chosen)
+
+
+# Peers
+
+
+def peer_command(name: str, folder: Path, port: int, workers: Sequence[str]) -> list[str]:
+    """How a peer is started over these workers."""
+    python = str(folder / "bin" / "python")
+    module = {
+        "smg": "smg.cli",
+        "sglang-router": "sglang_router.launch_router",
+        "vllm-router": "vllm_router.launch_router",
+    }
+    command = [str(folder / "bin" / "smg"), "launch"] if name == "smg" else [python, "-m", module[name]]
+    ports = ["--port", str(port), "--prometheus-port", str(free_port())]
+    return [*command, "--host", "127.0.0.1", *ports, "--policy", "cache_aware", "--worker-urls", *workers]
+
+
+def peer(stack: ExitStack, name: str, folder: Path, chosen: dict[str, Load]) -> Subject | None:
+    """A peer over two fast fake OpenAI servers; None where it is not installed or does not start."""
+    if not (folder / "bin" / name).exists():
+        print(f"{name}: not installed in {folder}", file=sys.stderr)
+        return None
+    urls = []
+    for _ in range(2):
+        port = free_port()
+        stack.enter_context(started(sys.executable, HERE / "front_workers.py", "openai", str(port), quiet=False))
+        wait_for(f"http://127.0.0.1:{port}/health")
+        urls.append(f"http://127.0.0.1:{port}")
+    port = free_port()
+    process = stack.enter_context(started(*peer_command(name, folder, port, urls)))
+    try:
+        wait_for(f"http://127.0.0.1:{port}/health")
+    except OSError as error:
+        print(f"{name}: does not start: {error}", file=sys.stderr)
+        return None
+    return Subject(name, port, process, chosen)
+
+
+# Measuring
+
+
+def run_load(port: int, load: Load) -> Result:
+    """The load, from a process of its own."""
+    command = [sys.executable, str(HERE / "front_client.py"), str(port)]
+    done = subprocess.run(command, input=msgspec.json.encode(load), stdout=subprocess.PIPE, check=True)
+    return msgspec.json.decode(done.stdout, type=Result)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Nearest rank."""
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))] if values else float("nan")
+
+
+def measure(subject: Subject, kind: str) -> None:
+    """One round of one load."""
+    load, row = subject.loads[kind], subject.rows.setdefault(kind, Row())
+    before = cpu_s(subject.process)
+    result = run_load(subject.port, load)
+    spent = cpu_s(subject.process) - before
+    if result.failed or not result.requests:
+        raise SystemExit(f"{subject.name}: {result.failed} of {result.requests} requests failed")
+    row.rates.append(result.requests / result.seconds)
+    row.cpu_us.append(spent / (result.chunks if load.stream else result.requests) * 1e6)
+    row.p99_ms.append(percentile(result.ttft_s if load.stream else result.latency_s, 0.99) * 1e3)
+    memory = [each.memory_info().rss for each in [subject.process, *subject.process.children(recursive=True)]]
+    subject.memory_mb = max(subject.memory_mb, sum(memory) / 1e6)
+
+
+def warm_up(subject: Subject) -> None:
+    """Connections, caches and code paths."""
+    for load in subject.loads.values():
+        run_load(subject.port, msgspec.structs.replace(load, requests=load.connections, stagger_s=0.0))
+
+
+def report(subjects: Sequence[Subject]) -> list[dict[str, object]]:
+    """Rows for people and for files."""
+    rows: list[dict[str, object]] = []
+    for subject in subjects:
+        for kind, row in subject.rows.items():
+            rows.append(
+                {
+                    "router": subject.name,
+                    "load": kind,
+                    "requests_per_s": round(max(row.rates)),
+                    "cpu_us": round(median(row.cpu_us), 1),
+                    "p99_ms": round(median(row.p99_ms), 2),
+                    "memory_mb": round(subject.memory_mb),
+                }
+            )
+    return rows
+
+
+def print_table(rows: Sequence[dict[str, object]]) -> None:
+    """CPU is per request, for paced streams per chunk; p99 is TTFT for streams, else the whole answer's."""
+    print(f"{'router':28} {'load':8} {'req/s':>8} {'us CPU':>8} {'p99 ms':>8} {'MB':>6}")
+    for row in sorted(rows, key=lambda each: str(each["load"])):
+        figures = f"{row['requests_per_s']:8} {row['cpu_us']:8} {row['p99_ms']:8} {row['memory_mb']:6}"
+        print(f"{row['router']:28} {row['load']:8} {figures}")
+
+
+def start_all(
+    stack: ExitStack, options: argparse.Namespace, texts: dict[str, Load], ids: dict[str, Load]
+) -> list[Subject]:
+    """The routers that were asked for, each over its own workers."""
+    kinds = [
+        ("homing, token ids", "tokenizer", ids),
+        ("homing, no tokenizer", "none", texts),
+        ("homing", "tokenizer", texts),
+    ]
+    subjects = [ours(stack, name, text, chosen) for name, text, chosen in kinds if options.only in name]
+    for name in ("smg", "sglang-router", "vllm-router") if options.peers else ():
+        if options.only in name and (subject := peer(stack, name, options.peers, texts)) is not None:
+            subjects.append(subject)
+    return subjects
+
+
+def main() -> None:
+    """Start everything, measure in turn, print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--router", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the requests of a load")
+    parser.add_argument("--peers", type=Path, help="virtual environment with the peers")
+    parser.add_argument("--only", default="", help="part of the names of the routers to measure")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.router:
+        router(int(options.router[0]), Path(options.router[1]), options.router[2])
+        return
+    texts, ids = loads(options.scale, ids=False), loads(options.scale, ids=True)
+    with ExitStack() as stack:
+        subjects = start_all(stack, options, texts, ids)
+        for subject in subjects:
+            warm_up(subject)
+        for _ in range(options.rounds):
+            for kind in texts:
+                for subject in subjects:
+                    if kind in subject.loads:
+                        measure(subject, kind)
+    rows = report(subjects)
+    print_table(rows)
+    if options.out is not None:
+        options.out.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["client"]:
-        client(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4].encode())
-    else:
-        uvloop.run(main(int(sys.argv[1]) if len(sys.argv) > 1 else 2000))
+    main()

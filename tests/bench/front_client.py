@@ -1,0 +1,151 @@
+"""The load of the benchmark of the front: raw HTTP over kept-alive connections, in a process of its own.
+
+    python tests/bench/front_client.py PORT < LOAD.json > RESULT.json
+
+`LOAD` is a `Load`, the result a `Result`. Each connection sends its next request when an answer is whole.
+"""
+
+import asyncio
+import sys
+import time
+from random import Random
+from typing import cast
+
+import msgspec
+import uvloop
+
+
+class Load(msgspec.Struct, kw_only=True):
+    """What is sent."""
+
+    path: str
+    bodies: list[bytes]  #: taken in turn
+    connections: int
+    requests: int  #: over all connections
+    stream: bool = False
+    stagger_s: float = 0.0  #: connections begin spread over so long
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """What came."""
+
+    requests: int
+    seconds: float
+    chunks: int  #: events with text
+    ttft_s: list[float]  #: streams: from the request to its first event
+    latency_s: list[float]  #: whole answers
+    failed: int
+
+
+class Client(asyncio.Protocol):
+    """One connection."""
+
+    def __init__(self, run: "Run") -> None:
+        self._run = run
+        self._tail = b""
+        self._began = 0.0
+        self._first = True
+        self._length: int | None = None
+        self._read = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        asyncio.get_running_loop().call_later(self._run.delay(), self.next)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._run.lost()
+
+    def next(self) -> None:
+        """Send the next request, if there is one."""
+        request = self._run.take()
+        if request is None:
+            self._transport.abort()
+            return
+        self._first, self._tail, self._length, self._read = True, b"", None, 0
+        self._began = time.perf_counter()
+        self._transport.write(request)
+
+    def data_received(self, data: bytes) -> None:
+        if self._run.load.stream:
+            self._stream(data)
+        else:
+            self._whole(data)
+
+    def _stream(self, data: bytes) -> None:
+        self._run.result.chunks += data.count(b'"content":"') + data.count(b'"text":"')
+        if self._first and b"data: " in data:
+            self._first = False
+            self._run.result.ttft_s.append(time.perf_counter() - self._began)
+        self._tail = (self._tail + data)[-16:]
+        if self._tail.endswith(b"0\r\n\r\n"):
+            self._done()
+
+    def _whole(self, data: bytes) -> None:
+        if self._length is None:
+            self._tail += data
+            head, found, body = self._tail.partition(b"\r\n\r\n")
+            if not found:
+                return
+            if not head.startswith(b"HTTP/1.1 200"):
+                self._run.result.failed += 1
+                sys.stderr.write(self._tail[:600].decode(errors="replace") + "\n")
+            at = head.lower().find(b"content-length:")
+            self._length = int(head[at + 15 :].split(b"\r\n", 1)[0])
+            self._read = len(body)
+        else:
+            self._read += len(data)
+        if self._read >= self._length:
+            self._run.result.latency_s.append(time.perf_counter() - self._began)
+            self._done()
+
+    def _done(self) -> None:
+        self._run.result.requests += 1
+        self.next()
+
+
+class Run:
+    """All connections of one load."""
+
+    def __init__(self, load: Load) -> None:
+        self.load = load
+        self.result = Result(requests=0, seconds=0.0, chunks=0, ttft_s=[], latency_s=[], failed=0)
+        self.over = asyncio.Event()
+        self._left = load.requests
+        self._open = load.connections
+        self._rng = Random(1)
+        head = f"POST {load.path} HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\ncontent-length: "
+        self._requests = [b"%s%d\r\n\r\n%s" % (head.encode(), len(body), body) for body in load.bodies]
+
+    def delay(self) -> float:
+        """When a connection begins."""
+        return self._rng.random() * self.load.stagger_s
+
+    def take(self) -> bytes | None:
+        """The next request."""
+        if not self._left:
+            return None
+        self._left -= 1
+        return self._requests[self._left % len(self._requests)]
+
+    def lost(self) -> None:
+        """A connection is gone."""
+        self._open -= 1
+        if not self._open:
+            self.over.set()
+
+
+async def main(port: int) -> None:
+    """Run the load of standard input."""
+    run = Run(msgspec.json.decode(sys.stdin.buffer.read(), type=Load))
+    loop = asyncio.get_running_loop()
+    began = time.perf_counter()
+    for _ in range(run.load.connections):
+        await loop.create_connection(lambda: Client(run), "127.0.0.1", port)
+    async with asyncio.timeout(60):
+        await run.over.wait()
+    run.result.seconds = time.perf_counter() - began
+    sys.stdout.buffer.write(msgspec.json.encode(run.result))
+
+
+if __name__ == "__main__":
+    uvloop.run(main(int(sys.argv[1])))
