@@ -86,6 +86,10 @@ class CacheCounters(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0
     generated_tokens: int = 0
     prefilled_tokens: int = 0
+    pins_set: int = 0
+    pins_refused: int = 0
+    pins_expired: int = 0
+    pins_broken: int = 0
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +102,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     queued_prefill_tokens: int  #: uncached prompt tokens not yet computed, of running and waiting requests
     decode_context_tokens: int  #: tokens in KV of requests that decode
-    free_blocks: int  #: allocatable: never used or evictable
+    free_blocks: int  #: allocatable: never used or evictable, hence not pinned
     cached_free_blocks: int  #: those of `free_blocks` that still hold cached KV
     total_blocks: int
     prefill_tokens_per_s: float  #: measured
@@ -107,6 +111,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     #: router id -> highest request id taken from it: later ones are on the way and not counted above
     accepted: dict[str, int] = {}
     draining: bool = False
+    pinned_blocks: int = 0  #: distinct ones, in use or not
 
 
 class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -121,6 +121,7 @@ class Engine:
 
     def step(self) -> StepResult:
         """Run one step. A step that raises ends its own requests with an error, no others; RankLost is passed on."""
+        self.expire_pins()
         rows = self.scheduler.schedule()
         result = StepResult(step=self._steps, rows=len(rows))
         if not rows:
@@ -141,6 +142,11 @@ class Engine:
         self.rates.observe(prefilled, decodes, self._clock() - started)
         return result
 
+    def expire_pins(self) -> None:
+        """End the pins whose time is over. `step` does; an idle engine has to be told."""
+        if len(self._cache.pins):
+            self._cache.expire_pins(self._clock())
+
     def load(self) -> LoadReport:
         """How busy this replica is now."""
         backlog = self.scheduler.backlog()
@@ -160,10 +166,11 @@ class Engine:
             counters=self._counters(),
             accepted=dict(self._accepted),
             draining=self.draining,
+            pinned_blocks=len(self._cache.pins),
         )
 
     def _counters(self) -> CacheCounters:
-        stats = self._cache.counters
+        stats, pins = self._cache.counters, self._cache.pins.stats
         return CacheCounters(
             query_tokens=stats.query_tokens,
             hit_tokens=stats.hit_tokens,
@@ -172,6 +179,10 @@ class Engine:
             preemptions=self.scheduler.preemptions,
             generated_tokens=self._generated_tokens,
             prefilled_tokens=self._prefilled_tokens,
+            pins_set=pins.set,
+            pins_refused=pins.refused,
+            pins_expired=pins.expired,
+            pins_broken=pins.broken,
         )
 
     def _run(self, rows: list[ScheduledRow], result: StepResult) -> None:
@@ -204,6 +215,7 @@ class Engine:
     def _advance(self, request: RequestState, sampled: Sampled) -> TokenOutput:
         """Add the token and say so; a request that ends gives its blocks back here."""
         index, first = request.generated, not request.answered
+        pinned = self.scheduler.pin(request, self._clock()) if first and request.pins else None
         self.scheduler.append(request, sampled.token_id)
         self._generated_tokens += 1
         stop_id = self._stop_id(request, sampled.token_id)
@@ -216,6 +228,7 @@ class Engine:
             logprobs=[sampled.logprobs] if sampled.logprobs else None,
             prompt_logprobs=request.prompt_logprobs if first else None,
             stop_token_id=stop_id,
+            pinned_tokens=pinned,
         )
         request.answered = True
         if output.finish_reason:

@@ -3,8 +3,8 @@
 Types alone: no sockets, no torch. Encoding is msgpack; a frame that does not decode is counted and dropped by its
 reader.
 
-Router to replica, DEALER to ROUTER:    `Generate | Abort`       (`Request`)
-Replica to router, one frame per step:  `TokenBatch | Refused`   (`Reply`)
+Router to replica, DEALER to ROUTER:    `Generate | Abort | ResetCache`      (`Request`)
+Replica to router, one frame per step:  `TokenBatch | Refused`, and `CacheReset` when asked   (`Reply`)
 
 Evolution: fields are only added, at the end and with a default; a changed meaning takes a new tag.
 """
@@ -43,6 +43,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
 
 
+class Pin(msgspec.Struct, frozen=True, array_like=True):
+    """Keep the KV of the prompt's first tokens for a time, even while nobody uses it."""
+
+    num_tokens: int  #: of the prompt; what fills whole blocks of them is kept
+    ttl_s: float  #: from the moment when the prompt is computed
+    tenant: bytes  #: 16 bytes: on whose budget; a digest, never a key
+
+
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_defaults=True):
     """Run one sequence. Ids rise within a router's connection; a replica never sees one twice."""
 
@@ -54,6 +62,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_d
     sampling: SamplingParams
     priority: int = 0  #: lower runs first
     trace_id: str = ""  #: the client's x-request-id, for logs
+    pins: tuple[Pin, ...] = ()
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
@@ -62,7 +71,13 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
     request_ids: list[int]
 
 
-Request = Generate | Abort
+class ResetCache(msgspec.Struct, frozen=True, kw_only=True, tag="reset_cache"):
+    """Forget every cached block, pinned ones too. `CacheReset` answers."""
+
+    ask_id: int  #: the router's number for the question
+
+
+Request = Generate | Abort | ResetCache
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -90,6 +105,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[PositionLogprobs] | None = None  #: one per token of `token_ids`
     prompt_logprobs: list[PositionLogprobs | None] | None = None  #: on the first output only; the first token has none
     stop_token_id: int | None = None  #: the last token is this stop id (it is part of `token_ids`)
+    #: how far the prompt is pinned now; on the first output of a request with pins only (0: over the budget)
+    pinned_tokens: int | None = None
 
 
 class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
@@ -108,7 +125,14 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     retry: bool = False
 
 
-Reply = TokenBatch | Refused
+class CacheReset(msgspec.Struct, frozen=True, kw_only=True, tag="cache_reset"):
+    """What became of a `ResetCache`."""
+
+    ask_id: int
+    done: bool  #: False: blocks were in use, and nothing has changed
+
+
+Reply = TokenBatch | Refused | CacheReset
 
 
 class Parity(msgspec.Struct, frozen=True, kw_only=True):

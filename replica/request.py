@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..kvcache.hashing import BlockHash, BlockHasher, token_bytes
 from ..kvcache.pool import Block
-from .messages import PositionLogprobs, SamplingParams
+from .messages import Pin, PositionLogprobs, SamplingParams
 
 
 class RequestKey(NamedTuple):
@@ -45,6 +45,8 @@ class RequestState:
     #: Rises with each request that is added; kept across preemptions, so that a preempted request goes first.
     arrival: int = 0
     trace_id: str = ""
+    #: Prefixes of the prompt to keep when it is computed.
+    pins: tuple[Pin, ...] = ()
 
     phase: Phase = Phase.WAITING
     blocks: list[Block] = field(default_factory=list)

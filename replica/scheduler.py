@@ -6,7 +6,8 @@ when there are none, the least urgent running request is preempted: its blocks g
 first), it waits at the front, and recomputes what the cache no longer gives.
 
 Nothing deadlocks: the most urgent running request can take every other's blocks, and alone it fits (who never could is
-refused by `add`). Nothing starves among equals: order is by priority, then arrival, and is kept across preemptions.
+refused by `add`; pins that then stand in its way are broken). Nothing starves among equals: order is by priority, then
+arrival, and is kept across preemptions.
 """
 
 from bisect import insort
@@ -16,6 +17,7 @@ from operator import attrgetter
 
 from ..kvcache.cache import PrefixCache, PrefixMatch
 from ..kvcache.hashing import BlockHasher
+from ..kvcache.pool import Block
 from .errors import PromptTooLong
 from .request import Phase, RequestKey, RequestState
 
@@ -140,6 +142,15 @@ class Scheduler:
         """Add a token drawn for a running request."""
         request.append(token_id, self._hasher)
 
+    def pin(self, request: RequestState, now: float) -> int:
+        """Keep what a running request asked for, its prompt being computed. How many tokens of it are pinned now."""
+        size = self._hasher.block_size
+        kept = [
+            self._cache.pin(pin.tenant, request.blocks[: pin.num_tokens // size], now + pin.ttl_s)
+            for pin in request.pins
+        ]
+        return max((blocks or 0 for blocks in kept), default=0) * size
+
     def finish(self, request: RequestState) -> None:
         """End a request, wherever it is, and free its blocks."""
         if self._requests.pop(request.key, None) is None:
@@ -174,7 +185,7 @@ class Scheduler:
 
     def _check_blocks(self) -> None:
         held = {block.block_id for request in self._running for block in request.blocks}
-        free = self._cache.free_blocks
+        free = self._cache.free_blocks + self._cache.pinned_idle_blocks
         assert len(held) + free == self._capacity_blocks, f"{len(held)} held + {free} free != {self._capacity_blocks}"
 
     def _schedule_decodes(self) -> list[ScheduledRow]:
@@ -195,6 +206,8 @@ class Scheduler:
             if blocks is not None:
                 request.blocks += blocks
                 return True
+            if len(self._running) == 1 and self._cache.break_pin():
+                continue
             victim = self._running[-1]
             self._preempt(victim)
             if victim is request:
@@ -222,7 +235,7 @@ class Scheduler:
     def _start(self, request: RequestState) -> bool:
         match = self._match(request)
         needed = -(-request.num_tokens // self._hasher.block_size) - len(match.blocks)
-        blocks = self._cache.acquire(match, needed)
+        blocks = self._acquire(match, needed)
         if blocks is None:
             request.refused_at_free = self._cache.free_blocks
             return False
@@ -236,6 +249,13 @@ class Scheduler:
         request.phase = Phase.RUNNING
         insort(self._running, request, key=_by_urgency)
         return True
+
+    def _acquire(self, match: PrefixMatch, needed: int) -> list[Block] | None:
+        """Blocks for a request; when nothing runs whose end would give room, pins end before their time."""
+        blocks = self._cache.acquire(match, needed)
+        while blocks is None and not self._running and self._cache.break_pin():
+            blocks = self._cache.acquire(match, needed)
+        return blocks
 
     def _match(self, request: RequestState) -> PrefixMatch:
         if not request.may_use_cache:

@@ -24,11 +24,23 @@ from ..kvcache.cache import CachedBlock, PrefixCache
 from ..kvcache.config import KvCacheSettings
 from ..kvcache.eviction import eviction_policy
 from ..kvcache.hashing import BlockHasher
+from ..kvcache.pins import PinLimits
 from .config import ReplicaSettings
 from .engine import Engine, EngineModel, StepResult
 from .errors import EngineBroken, ReplicaError, RequestError
 from .identity import cache_identity, parity
-from .messages import Generate, ModelLimits, Parity, Refused, ReplicaDescription, Reply, Request, TokenBatch
+from .messages import (
+    CacheReset,
+    Generate,
+    ModelLimits,
+    Parity,
+    Refused,
+    ReplicaDescription,
+    Reply,
+    Request,
+    ResetCache,
+    TokenBatch,
+)
 from .port import Delivery, RequestPort
 from .ranks import RankGroup
 from .rates import Rates
@@ -167,6 +179,7 @@ class ReplicaServer:
             policy=eviction_policy(self._kvcache.eviction),
             listener=self._publisher,
             enabled=self._kvcache.prefix_caching,
+            pin_limits=PinLimits(self._kvcache.pin_tenant_share, self._kvcache.pin_total_share),
         )
         self._engine = self._make_engine(model)
         self._port = RequestPort(self._host, self._ipc_dir, self._epoch)
@@ -254,6 +267,7 @@ class ReplicaServer:
         for source, request in self._port.receive():
             self._take(source, request)
         if not self._engine.has_work:
+            self._engine.expire_pins()
             self._publisher.flush()
             self._publisher.report(self._engine.load())
             self._poller.poll(int(self._events.heartbeat_interval_s * 1000))
@@ -264,9 +278,15 @@ class ReplicaServer:
             raise EngineBroken(f"{MAX_FAILURES} steps in a row failed, last: {result.error}")
 
     def _take(self, source: str, request: Request) -> None:
-        if not isinstance(request, Generate):
-            self._engine.abort(source, request.request_ids)
-            return
+        match request:
+            case Generate():
+                self._add(source, request)
+            case ResetCache(ask_id=ask_id):
+                self._send(source, CacheReset(ask_id=ask_id, done=self._cache.reset()))
+            case _:
+                self._engine.abort(source, request.request_ids)
+
+    def _add(self, source: str, request: Generate) -> None:
         try:
             self._engine.add(source, request)
         except RequestError as error:

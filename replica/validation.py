@@ -11,11 +11,13 @@ from math import isfinite
 
 from ..kvcache.hashing import HASH_BYTES, TOKEN_BYTES, BlockHash, split_hashes, token_array
 from .errors import InvalidRequest
-from .messages import Generate, SamplingParams
+from .messages import Generate, Pin, SamplingParams
 from .request import RequestKey, RequestState
 
 #: Most alternatives beside a token's own logprob. OpenAI allows 20 (chat) and 5 (completions).
 MAX_LOGPROBS = 100
+#: Length of a tenant's digest.
+TENANT_BYTES = 16
 
 
 @dataclass(slots=True, frozen=True)
@@ -35,6 +37,8 @@ class Admissible:
             f"block_hashes: {size} bytes for {len(tokens)} tokens, which are {full} full blocks of {self.block_size}",
         )
         check_sampling(request.sampling, self.vocab_size)
+        for pin in request.pins:
+            check_pin(pin, request.prompt_tokens)
         generated = len(tokens) - request.prompt_tokens
         _check(
             generated < request.sampling.max_tokens,
@@ -49,6 +53,7 @@ class Admissible:
             sampling=request.sampling,
             priority=request.priority,
             trace_id=request.trace_id,
+            pins=request.pins,
         )
 
     def _tokens(self, request: Generate) -> "array[int]":
@@ -62,6 +67,13 @@ class Admissible:
         highest = max(tokens)
         _check(highest < self.vocab_size, f"token_ids: {highest} is not below the vocabulary's {self.vocab_size}")
         return tokens
+
+
+def check_pin(pin: Pin, prompt_tokens: int) -> None:
+    """Raise InvalidRequest for what cannot be kept."""
+    _check(0 < pin.num_tokens <= prompt_tokens, f"pins: {pin.num_tokens} of a prompt of {prompt_tokens} tokens")
+    _check(isfinite(pin.ttl_s) and pin.ttl_s > 0, f"pins: a time of {pin.ttl_s} s is not above 0")
+    _check(len(pin.tenant) == TENANT_BYTES, f"pins: tenant of {len(pin.tenant)} bytes instead of {TENANT_BYTES}")
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:

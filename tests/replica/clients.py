@@ -15,10 +15,12 @@ from homing.kvcache.hashing import BlockHash, BlockHasher
 from homing.replica.config import ReplicaSettings
 from homing.replica.messages import (
     Abort,
+    CacheReset,
     Refused,
     ReplicaDescription,
     Reply,
     Request,
+    ResetCache,
     TokenBatch,
     TokenOutput,
 )
@@ -53,11 +55,21 @@ class Client:
     def abort(self, *request_ids: int) -> None:
         self.send(Abort(request_ids=list(request_ids)))
 
+    def reset_cache(self, ask_id: int) -> bool:
+        """Ask for it and wait for the answer."""
+        self.send(ResetCache(ask_id=ask_id))
+        while not isinstance(reply := self.receive(), CacheReset):
+            continue
+        assert reply.ask_id == ask_id
+        return reply.done
+
     def receive(self) -> Reply:
         assert self.socket.poll(PATIENCE_S * 1000), "the replica does not answer"
-        reply: Reply = msgspec.msgpack.decode(self.socket.recv(), type=TokenBatch | Refused)
+        reply: Reply = msgspec.msgpack.decode(self.socket.recv(), type=TokenBatch | Refused | CacheReset)
         if isinstance(reply, Refused):
             self.refused[reply.request_id] = reply
+            return reply
+        if isinstance(reply, CacheReset):
             return reply
         for output in reply.outputs:
             self.outputs.setdefault(output.request_id, []).append(output)

@@ -1,6 +1,7 @@
 """The engine against a model whose every token can be computed by hand; real scheduler, cache and sampler."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -9,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from homing.kvcache.cache import PrefixCache
-from homing.kvcache.hashing import BlockHasher
+from homing.kvcache.hashing import BlockHash, BlockHasher, HashAlgorithm
+from homing.kvcache.pins import PinLimits
 from homing.replica.engine import Engine, EngineModel, StepResult
 from homing.replica.errors import Draining, InvalidRequest, PromptTooLong, RankLost
-from homing.replica.messages import Generate, TokenOutput
+from homing.replica.messages import Generate, Pin, TokenOutput
 from homing.replica.rates import Rates
 from homing.replica.scheduler import Limits
 
@@ -30,11 +32,15 @@ class Rig:
     block_size: int = 2
     budget: int = 64
     running: int = 8
+    hasher_of: Callable[[int], BlockHasher] = lambda block_size: BlockHasher(block_size, seed=3)
+    enabled: bool = True
     outputs: dict[tuple[str, int], list[TokenOutput]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
-        self.hasher = BlockHasher(self.block_size, seed=3)
-        self.cache = PrefixCache(self.blocks + 1, self.block_size)
+        self.hasher = self.hasher_of(self.block_size)
+        limits = PinLimits(tenant_share=0.5, total_share=1.0)
+        self.cache = PrefixCache(self.blocks + 1, self.block_size, enabled=self.enabled, pin_limits=limits)
+        self.clock = FakeClock(tick=0.02)
         self.executor = FakeExecutor(FakeModel(self.blocks + 1, self.block_size))
         self.engine = Engine(
             limits=Limits(self.running, self.budget, self.blocks * self.block_size),
@@ -44,15 +50,16 @@ class Rig:
             executor=self.executor,
             rates=Rates(1000.0, 0.01),
             epoch=11,
-            clock=FakeClock(tick=0.02),
+            clock=self.clock,
             wall_clock=FakeClock(),
         )
 
     def request(self, request_id: int, tokens: list[int], **options) -> Generate:
         return generate(request_id, tokens, self.hasher, **options)
 
-    def add(self, request_id: int, tokens: list[int], source: str = "a", **options) -> None:
-        self.engine.add(source, self.request(request_id, tokens, **options))
+    def add(self, request_id: int, tokens: list[int], source: str = "a", pins: tuple[Pin, ...] = (), **options) -> None:
+        request = self.request(request_id, tokens, **options)
+        self.engine.add(source, msgspec.structs.replace(request, pins=pins))
 
     def step(self) -> StepResult:
         result = self.engine.step()
@@ -218,6 +225,142 @@ def test_prompt_logprobs_survive_a_preemption_and_the_cache() -> None:
     assert [value.chosen.token_id for value in first.prompt_logprobs or [] if value] == [2, 3, 4, 5]
 
 
+def pin(num_tokens: int, *, ttl_s: float = 60.0, tenant: int = 0) -> Pin:
+    return Pin(num_tokens, ttl_s, bytes([tenant]) * 16)
+
+
+def scan(rig: Rig, first_id: int) -> None:
+    """One-off prompts that each need nearly every block that can be had."""
+    for number in range(3):
+        room = rig.cache.free_blocks * rig.block_size
+        rig.add(first_id + number, [first_id + number] * (room - 4), ignore_eos=True)
+        rig.run()
+
+
+def test_a_pinned_prompt_survives_a_scan_that_takes_its_unpinned_twin(rig: Rig) -> None:
+    """What a caller pays for; the first output says that it holds."""
+    pinned, twin = list(range(10, 21)), list(range(30, 41))
+    rig.add(1, twin, ignore_eos=True)
+    rig.add(2, pinned, ignore_eos=True, pins=(pin(11),))
+    rig.run()
+    scan(rig, first_id=50)
+    for request_id, prompt in ((3, twin), (4, pinned)):
+        rig.add(request_id, prompt, ignore_eos=True)
+        rig.run()
+
+    assert [output.pinned_tokens for output in rig.outputs["a", 2]] == [10, None, None, None]
+    assert [rig.outputs["a", request_id][0].cached_tokens for request_id in (3, 4)] == [0, 10]
+    assert rig.outputs["a", 1][0].pinned_tokens is None
+
+
+def test_a_pin_ends_when_its_time_is_over(rig: Rig) -> None:
+    """An idle engine looks at the clock, too: its load report must not tell of pins that are over."""
+    rig.add(1, list(range(10, 21)), ignore_eos=True, pins=(pin(11, ttl_s=60.0),))
+    rig.run()
+    before = rig.engine.load()
+    rig.clock.now += 61.0
+    rig.engine.expire_pins()
+    after = rig.engine.load()
+
+    assert (before.pinned_blocks, before.free_blocks) == (5, 27)
+    assert (after.pinned_blocks, after.free_blocks, after.counters.pins_expired) == (0, 32, 1)
+
+
+def test_a_pin_over_the_budget_is_refused_and_the_request_runs(rig: Rig) -> None:
+    """A tenant may keep half of this pool; what was asked for beyond is told and counted, not kept in part."""
+    for request_id, base in ((1, 10), (2, 40)):
+        rig.add(request_id, list(range(base, base + 20)), ignore_eos=True, pins=(pin(20),))
+        rig.run()
+
+    assert [rig.outputs["a", request_id][0].pinned_tokens for request_id in (1, 2)] == [20, 0]
+    assert rig.engine.load().counters.pins_refused == 1
+    assert rig.tokens(2) == undisturbed(list(range(40, 60)), 4)
+
+
+def test_a_prompt_may_be_pinned_in_stages(rig: Rig) -> None:
+    """A system prompt for an hour, the conversation for minutes."""
+    pins = (pin(4, ttl_s=3600.0), pin(11, ttl_s=60.0))
+    rig.add(1, list(range(10, 21)), ignore_eos=True, pins=pins)
+    rig.run()
+    rig.clock.now += 61.0
+    rig.engine.expire_pins()
+
+    assert rig.outputs["a", 1][0].pinned_tokens == 10
+    assert rig.engine.load().pinned_blocks == 2
+
+
+@pytest.mark.parametrize("answer", [2, 30], ids=["for its prompt", "while it decodes"])
+def test_pins_give_way_when_nothing_else_can(answer: int) -> None:
+    """A pool that is pinned from end to end must still serve whoever fits into it alone."""
+    rig = Rig(blocks=16)
+    for request_id in (1, 2):
+        prompt = [10 * request_id] * 16
+        rig.add(request_id, prompt, max_tokens=1, ignore_eos=True, pins=(pin(16, tenant=request_id),))
+        rig.run()
+    assert rig.cache.free_blocks == 0
+
+    rig.add(3, [3] * (32 - answer), max_tokens=answer, ignore_eos=True)
+    rig.run()
+
+    assert rig.tokens(3) == undisturbed([3] * (32 - answer), answer)
+    assert rig.engine.load().counters.pins_broken == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [(pin(5), "5 of a prompt of 3"), (pin(3, ttl_s=float("nan")), "nan s"), (Pin(3, 1.0, b"ann"), "3 bytes")],
+)
+def test_a_pin_that_makes_no_sense_is_refused(rig: Rig, wrong: Pin, field: str) -> None:
+    """A router of another version must not corrupt the budget."""
+    with pytest.raises(InvalidRequest, match=field):
+        rig.add(1, [1, 2, 3], pins=(wrong,))
+
+
+def test_a_request_without_the_field_has_no_pins(rig: Rig) -> None:
+    """Messages of routers that do not know pins decode as before."""
+    encoded = msgspec.msgpack.encode(rig.request(1, [1, 2, 3]))
+
+    assert b"pins" not in encoded
+    assert msgspec.msgpack.decode(encoded, type=Generate).pins == ()
+
+
+class CollidingHasher(BlockHasher):
+    """Chained like the real one, but onto four values."""
+
+    def chain(self, parent, tokens, extras=None) -> list[BlockHash]:
+        return [BlockHash(bytes([block_hash[0] % 4]) * 16) for block_hash in super().chain(parent, tokens, extras)]
+
+
+def test_colliding_hashes_cost_hits_and_never_a_token() -> None:
+    """Anybody may find collisions of a fast hash; what they get must be their own answer, and a count for us."""
+    made = CollidingHasher(2, seed=3)
+    rigs = [Rig(blocks=24, hasher_of=lambda _: made, enabled=enabled) for enabled in (True, False)]
+    prompts = [[7, 7, first, second, 5, 6, third] for first in (1, 2) for second in (3, 4) for third in (8, 9)]
+    for rig in rigs:
+        for request_id, prompt in enumerate(prompts):
+            rig.add(request_id, prompt, max_tokens=6, ignore_eos=True)
+            rig.step()
+        rig.run()
+    colliding, uncached = rigs
+
+    for request_id, prompt in enumerate(prompts):
+        assert colliding.tokens(request_id) == uncached.tokens(request_id) == undisturbed(prompt, 6)
+    assert colliding.engine.load().counters.collisions > 0
+    assert uncached.engine.load().counters.hit_tokens == 0
+
+
+@pytest.mark.parametrize("algorithm", ["xxh3_128", "sha256"])
+def test_prefixes_are_shared_under_either_hash(algorithm: HashAlgorithm) -> None:
+    """The slower hash is a choice, not another engine."""
+    rig = Rig(hasher_of=lambda block_size: BlockHasher(block_size, 3, algorithm))
+    for request_id in (1, 2):
+        rig.add(request_id, [1, 2, 3, 4, 5], ignore_eos=True)
+        rig.run()
+
+    assert rig.outputs["a", 2][0].cached_tokens == 4
+    assert rig.tokens(1) == rig.tokens(2) == undisturbed([1, 2, 3, 4, 5], 4)
+
+
 def test_an_abort_frees_blocks_before_the_next_step(rig: Rig) -> None:
     """And ids that are unknown, or of another router, are let be."""
     rig.add(1, [1, 2, 3], source="a")
@@ -368,11 +511,17 @@ REQUEST = st.tuples(
     st.integers(1, 4),
     st.integers(1, 20),
     st.integers(1, 5),
+    st.integers(0, 7),
 )
 def test_whatever_the_schedule_everybody_gets_the_tokens_of_an_undisturbed_run(
-    requests: list[tuple[int, list[int], int, int]], blocks: int, block_size: int, budget: int, running: int
+    requests: list[tuple[int, list[int], int, int]],
+    blocks: int,
+    block_size: int,
+    budget: int,
+    running: int,
+    pinning: int,
 ) -> None:
-    """Budget, chunks, cache hits and preemption are matters of speed alone."""
+    """Budget, chunks, cache hits, preemption and pins (of the first few requests) are matters of speed alone."""
     rig = Rig(blocks=blocks, block_size=block_size, budget=budget, running=running)
     expected = {}
     for number, (shared, own, max_tokens, steps_before) in enumerate(requests):
@@ -381,10 +530,11 @@ def test_whatever_the_schedule_everybody_gets_the_tokens_of_an_undisturbed_run(
             continue
         for _ in range(steps_before):
             rig.step()
-        rig.add(number, prompt, max_tokens=max_tokens, ignore_eos=True)
+        pins = (pin(len(prompt), tenant=number % 2),) if number < pinning else ()
+        rig.add(number, prompt, max_tokens=max_tokens, ignore_eos=True, pins=pins)
         expected[number] = undisturbed(prompt, max_tokens)
 
     rig.run()
 
     assert {number: rig.tokens(number) for number in expected} == expected
-    assert rig.cache.free_blocks == rig.cache.total_blocks
+    assert rig.cache.free_blocks + rig.cache.pinned_idle_blocks == rig.cache.total_blocks

@@ -21,12 +21,14 @@ from homing.kvcache.hashing import BlockHash, wire_hash
 from homing.kvcache.parity import canary_hash
 from homing.replica.config import ReplicaSettings
 from homing.replica.errors import EngineBroken, ReplicaError, StartupError
+from homing.replica.messages import Pin
 from homing.replica.plan import StepPlan
 from homing.replica.ranks import RankGroup
 from homing.replica.runner import ModelRunner
 from homing.replica.server import MAX_FAILURES, ReplicaServer
 
 from .clients import PATIENCE_S, SEED, Client, Served, served
+from .fakes import generate
 
 Reference = Callable[[Path, list[list[int]], int], list[list[int]]]
 
@@ -269,6 +271,40 @@ async def test_a_set_built_from_the_stream_is_what_the_replica_holds(folder: Pat
         feed.close()
 
     assert 0 < len(resident) <= 16
+
+
+async def test_a_router_can_have_an_idle_cache_forgotten_and_everybody_hears_it(folder: Path, tmp_path: Path) -> None:
+    """New weights or a benchmark's next run: refused while in use, and told at once although no step follows."""
+    with served(folder, tmp_path) as running:
+        client, view = running.client(), RouterView()
+        feed = EventFeed(running.description.event_endpoints, view)
+        feed.start(asyncio.get_running_loop())
+        client.ask(1, list(range(3, 35)), max_tokens=200)
+        await asyncio.to_thread(client.receive)
+
+        refused = await asyncio.to_thread(client.reset_cache, 1)
+        await until(lambda: bool(view.held))
+        client.abort(1)
+        done = await asyncio.to_thread(client.reset_cache, 2)
+        await until(lambda: view.live and not view.held)
+        feed.close()
+
+    assert (refused, done) == (False, True)
+
+
+def test_prefixes_are_shared_and_pinned_under_sha256(folder: Path, tmp_path: Path) -> None:
+    """The whole replica with the other hash, and a pin on the wire."""
+    kvcache = {"hash_algorithm": "sha256", "pin_tenant_share": 1.0}
+    with served(folder, tmp_path, kvcache=kvcache) as running:
+        client, prompt = running.client(), list(range(3, 35))
+        pins = (Pin(32, 60.0, b"t" * 16),)
+        for request_id in (1, 2):
+            client.send(msgspec.structs.replace(generate(request_id, prompt, running.hasher), pins=pins))
+            client.wait(request_id)
+        outputs = [client.outputs[request_id][0] for request_id in (1, 2)]
+
+    assert [(output.cached_tokens, output.pinned_tokens) for output in outputs] == [(0, 32), (24, 32)]
+    assert running.description.parity.hash_algorithm == "sha256"
 
 
 async def until(holds: Callable[[], bool]) -> None:
