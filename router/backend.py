@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from ..events.messages import EventEndpoints, LoadReport
-from ..replica.messages import FinishReason, ModelLimits, PositionLogprobs, SamplingParams
+from ..replica.messages import FinishReason, ModelLimits, Pin, PositionLogprobs, SamplingParams
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +22,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     session: str | None = None  #: requests of one session prefer one replica
     priority: int = 0  #: lower goes first
     deadline: float | None = None  #: monotonic seconds; None: `request_timeout_s` from now
+    pins: tuple[Pin, ...] = ()  #: prefixes of the prompt to keep where it runs
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +34,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     cached_tokens: int | None = None  #: prompt tokens taken from the cache; on the first delta only
     stop_token_id: int | None = None  #: the last token is this stop id (it is part of `token_ids`)
+    pinned_tokens: int | None = None  #: how far the prompt is kept now; on the first delta of a request with pins only
 
 
 class TokenStream(Protocol):
@@ -105,6 +107,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     decode_step_s: float
     report_age_s: float | None  #: None: no report yet
     pids: tuple[int, ...] = ()
+    pinned_blocks: int = 0
     event_endpoints: EventEndpoints | None = None  #: where its events are heard, as it described itself
 
 
@@ -197,3 +200,9 @@ class Backend(Protocol):
 
     def view(self) -> ClusterView:
         """The cluster as the router sees it now."""
+
+    async def reset_caches(self) -> list[str]:
+        """Have every replica forget its cached blocks; returns their ids.
+
+        Raises `NoReplica`, `CacheInUse` (409), `ReplicaLost` or `DeadlineExceeded`.
+        """

@@ -30,7 +30,6 @@ from ..replica.messages import (
     ModelLimits,
     Refused,
     ReplicaDescription,
-    Reply,
     Request,
     TokenBatch,
     TokenOutput,
@@ -261,7 +260,7 @@ class Dispatcher:
         record = _record(flight, "cancelled", None, now)
         return [*aborts, Cancelled(flight_id, record), *self.pump(now)]
 
-    def on_reply(self, replica: str, reply: Reply, now: float) -> list[Instruction]:
+    def on_reply(self, replica: str, reply: TokenBatch | Refused, now: float) -> list[Instruction]:
         """What a replica says about its requests."""
         if replica not in self.loads:
             self.counters.unknown_outputs += 1
@@ -435,6 +434,7 @@ class Dispatcher:
             sampling=sampling,
             priority=request.priority,
             trace_id=request.trace_id,
+            pins=request.pins,
         )
 
     # Replies
@@ -483,6 +483,7 @@ class Dispatcher:
             finish_reason=output.finish_reason,
             cached_tokens=flight.delivered_cached_tokens if first else None,
             stop_token_id=output.stop_token_id,
+            pinned_tokens=output.pinned_tokens if first else None,
         )
 
     def _on_refused(self, replica: str, refused: Refused, now: float) -> list[Instruction]:

@@ -7,6 +7,7 @@
     │   ├── InvalidJson      400  the body is no JSON
     │   ├── ContextTooLong   400  prompt and wanted answer exceed the model's context
     │   └── TemplateRefusal  400  the chat template does not take these messages
+    ├── CacheInUse           409  the caches cannot be reset while requests run
     ├── ModelNotFound        404  the caller's
     ├── UnknownPath          404  the caller's
     ├── WrongMethod          405  the caller's
@@ -153,6 +154,14 @@ class TemplateRefusal(InvalidRequest):
     """The chat template does not take these messages, or the model has none."""
 
     code = "invalid_messages"
+
+
+class CacheInUse(RouterError):
+    """A reset would take running requests' blocks from under them; try again when they are over."""
+
+    http_status = 409
+    error_type = "conflict_error"
+    code = "cache_in_use"
 
 
 class ModelNotFound(RouterError):

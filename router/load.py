@@ -37,6 +37,7 @@ class ReplicaLoad:
     max_batched_tokens: int
     draining: bool = False
     silent: bool = False
+    pinned_blocks: int = 0
 
     @property
     def requests(self) -> int:
@@ -195,6 +196,7 @@ def _view(entry: _Replica, silent: bool) -> ReplicaLoad:
         max_batched_tokens=about.max_batched_tokens,
         draining=entry.draining or report.draining,
         silent=silent,
+        pinned_blocks=report.pinned_blocks,
     )
 
 

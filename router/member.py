@@ -15,9 +15,10 @@ from ..events.errors import EndpointUnusable, EventError
 from ..events.feed import EventFeed
 from ..events.messages import LoadReport, SnapshotBlock
 from ..events.subscription import FeedStatus
-from ..replica.messages import Abort, ReplicaDescription, Reply, Request
+from ..replica.messages import Abort, CacheReset, ReplicaDescription, Reply, Request, ResetCache
 from .backend import FeedState, Observer, RouterCounters
 from .dispatcher import Dispatcher, Instruction
+from .errors import ReplicaLost
 from .transport import ReplicaLink, RequestContext
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ class Member:
         self._orphans: list[int] = []  #: wire ids that went on elsewhere when the connection was lost
         self._joined = False
         self._gaps = 0  #: holes in the event stream that the observer was told of
+        self._resets: dict[int, asyncio.Future[bool]] = {}  #: that the replica was asked for, by number
+        self._asks = 0
 
     @property
     def replica_id(self) -> str:
@@ -80,6 +83,14 @@ class Member:
     def send(self, message: Request) -> bool:
         """False when the connection does not take it now."""
         return self._link is not None and self._link.send(message)
+
+    def reset_cache(self) -> "asyncio.Future[bool]":
+        """Have the replica forget its cached blocks. False: some are in use. Raises ReplicaLost, not at once."""
+        self._asks += 1
+        answer = self._resets[self._asks] = self._shell.loop.create_future()
+        if not self.send(ResetCache(ask_id=self._asks)):
+            self._give_up_resets()
+        return answer
 
     def leave(self) -> list[Instruction]:
         """The membership lists it no longer; what its requests need now is returned, to be run by the caller."""
@@ -111,7 +122,12 @@ class Member:
         self._shell.run(instructions)
 
     def reply(self, reply: Reply) -> None:
-        """Tokens, or a refusal."""
+        """Tokens, a refusal, or what became of a reset."""
+        if isinstance(reply, CacheReset):
+            answer = self._resets.pop(reply.ask_id, None)
+            if answer is not None and not answer.done():
+                answer.set_result(reply.done)
+            return
         self._shell.run(self._dispatcher.on_reply(self.replica_id, reply, self._shell.clock()))
 
     def unreadable(self, reason: str) -> None:
@@ -174,7 +190,14 @@ class Member:
             return
         self._feed = feed
 
+    def _give_up_resets(self) -> None:
+        while self._resets:
+            answer = self._resets.popitem()[1]
+            if not answer.done():
+                answer.set_exception(ReplicaLost(f"replica {self.replica_id} did not say whether its cache was reset"))
+
     def _drop(self, reason: str) -> list[Instruction]:
+        self._give_up_resets()
         if self._feed is not None:
             self._feed.close()
             self._feed = None

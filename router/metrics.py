@@ -25,6 +25,10 @@ _CACHE_COUNTERS = (
     ("preemptions", "homing_preemptions", "Running requests put back for lack of blocks."),
     ("generated_tokens", "homing_generated_tokens", "Tokens that replicas sampled."),
     ("prefilled_tokens", "homing_prefilled_tokens", "Prompt tokens that replicas computed."),
+    ("pins_set", "homing_pins_set", "Prefixes pinned, renewals included."),
+    ("pins_refused", "homing_pins_refused", "Pins refused because they exceeded a budget."),
+    ("pins_expired", "homing_pins_expired", "Pins whose time was over."),
+    ("pins_broken", "homing_pins_broken", "Pins ended early, as a request found no room otherwise."),
 )
 
 #: Totals that the routing side keeps as plain numbers: field of `RouterCounters`, metric, help.
@@ -108,11 +112,15 @@ class RouterMetrics:
             "homing_queued_prefill_tokens", "Uncached prompt tokens not yet computed.", replica, registry=registry
         )
         self._usage = Gauge(
-            "homing_kv_cache_usage_ratio", "Share of KV blocks in use by requests.", replica, registry=registry
+            "homing_kv_cache_usage_ratio",
+            "Share of KV blocks in use by requests or pinned.",
+            replica,
+            registry=registry,
         )
         self._state = Gauge(
             "homing_replica_state", "1 for the state a replica is in.", ["replica", "state"], registry=registry
         )
+        self._pinned = Gauge("homing_pinned_blocks", "Blocks kept by pins.", replica, registry=registry)
         self._indexed = Gauge(
             "homing_index_blocks", "Blocks of a replica in the router's index.", replica, registry=registry
         )
@@ -166,6 +174,7 @@ class RouterMetrics:
         self._running.labels(replica_id).set(report.running)
         self._waiting.labels(replica_id).set(report.waiting)
         self._queued.labels(replica_id).set(report.queued_prefill_tokens)
+        self._pinned.labels(replica_id).set(report.pinned_blocks)
         self._usage.labels(replica_id).set(1 - report.free_blocks / max(report.total_blocks, 1))
 
     def events_gap(self, replica_id: str) -> None:
@@ -191,7 +200,7 @@ class RouterMetrics:
     def _forget_gauges(self, present: set[str]) -> None:
         """A replica that went has no load; its totals stay."""
         for replica_id in self._known - present:
-            for gauge in (self._running, self._waiting, self._queued, self._usage, self._indexed):
+            for gauge in (self._running, self._waiting, self._queued, self._usage, self._pinned, self._indexed):
                 gauge.remove(replica_id)
         self._known = present
 

@@ -42,7 +42,7 @@ from .dispatcher import (
     Naming,
     Send,
 )
-from .errors import NoReplica, ParityMismatch, RouterClosed, RouterError
+from .errors import CacheInUse, DeadlineExceeded, NoReplica, ParityMismatch, RouterClosed, RouterError
 from .load import LoadBook, ReplicaLoad
 from .member import Member, Shell
 from .membership import TextDigests, changes, compare, own_parity, text_digests
@@ -54,6 +54,8 @@ log = logging.getLogger(__name__)
 
 #: How often deadlines, expectations and silence are looked at.
 TICK_S = 0.05
+#: Replicas answer a reset between two steps.
+RESET_TIMEOUT_S = 30.0
 
 
 class RouterService:
@@ -181,6 +183,26 @@ class RouterService:
             refused=list(self._refused.values()),
             counters=self.counters,
         )
+
+    async def reset_caches(self) -> list[str]:
+        """Have every replica forget its cached blocks; returns their ids.
+
+        Nothing is asked while requests of this router run. Raises NoReplica, CacheInUse, ReplicaLost, DeadlineExceeded.
+        """
+        dispatcher = self._open_dispatcher()
+        members = [member for member in self._members.values() if member.joined]
+        if not members:
+            raise NoReplica("no replica is connected", retry_after_s=1.0)
+        if dispatcher.in_flight:
+            raise CacheInUse(f"{dispatcher.in_flight} requests are running: reset when they are over")
+        try:
+            async with asyncio.timeout(RESET_TIMEOUT_S):
+                done = await asyncio.gather(*(member.reset_cache() for member in members))
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"not all replicas answered within {RESET_TIMEOUT_S:.0f} s") from error
+        if busy := [member.replica_id for member, empty in zip(members, done, strict=True) if not empty]:
+            raise CacheInUse(f"requests are running on {', '.join(busy)}: the other caches were reset, these were not")
+        return [member.replica_id for member in members]
 
     # Membership
 
@@ -349,6 +371,7 @@ def _view(about: ReplicaDescription, dispatcher: Dispatcher, now: float) -> Repl
         cached_free_blocks=load.cached_free_blocks,
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         decode_step_s=load.decode_step_s,
+        pinned_blocks=load.pinned_blocks,
         report_age_s=loads.age_s(name, now) if loads.has_reported(name) else None,
     )
 

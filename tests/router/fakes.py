@@ -21,6 +21,7 @@ from homing.kvcache.hashing import BlockHash, BlockHasher, split_hashes, token_a
 from homing.kvcache.parity import canary_hash
 from homing.replica.messages import (
     Abort,
+    CacheReset,
     Generate,
     ModelLimits,
     Parity,
@@ -28,6 +29,7 @@ from homing.replica.messages import (
     ReplicaDescription,
     Reply,
     Request,
+    ResetCache,
     SamplingParams,
     TokenBatch,
     TokenOutput,
@@ -164,6 +166,7 @@ class FakeReplica:
     aborted: list[int] = field(default_factory=list)
     budget: int = 512
     left: int = 512  #: of the budget, in this step
+    pinned_tokens: int | None = None  #: what it says of pins
 
     def take(self, message: Request) -> Refused | None:
         """A message from the router."""
@@ -217,6 +220,7 @@ class FakeReplica:
             token_ids=[token_at(sampling.seed, index)],
             finish_reason="length" if work.generated >= sampling.max_tokens else None,
             cached_tokens=cached,
+            pinned_tokens=None if cached is None else self.pinned_tokens,
         )
 
     def _cached_tokens(self, request: Generate) -> int:
@@ -322,9 +326,19 @@ class SocketReplica:
             if reply is not None:
                 self._socket.send_multipart([router, msgspec.msgpack.encode(reply)])
                 continue
+            if isinstance(message, ResetCache):
+                self._socket.send_multipart([router, msgspec.msgpack.encode(self._reset(message))])
+                continue
             if isinstance(message, Generate):
                 self._routers[message.request_id] = router
             self.core.take(message)
+
+    def _reset(self, message: ResetCache) -> CacheReset:
+        idle = not self.core.work
+        if idle:
+            self.core.resident.clear()
+            self._publisher.cleared()
+        return CacheReset(ask_id=message.ask_id, done=idle)
 
     def _step(self) -> None:
         batch, stored = self.core.step()

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from homing.events.messages import LoadReport
-from homing.replica.messages import Generate, Refused
+from homing.replica.messages import CacheReset, Generate, Pin, Refused, ResetCache
 from homing.router.backend import FeedState, FinishedRequest, GenerationRequest, ReplicaView, TokenDelta, TokenStream
 from homing.router.config import RouterSettings
-from homing.router.errors import DeadlineExceeded, NoReplica, PromptTooLong, RouterClosed
+from homing.router.errors import CacheInUse, DeadlineExceeded, NoReplica, PromptTooLong, ReplicaLost, RouterClosed
 from homing.router.membership import text_digests
 from homing.router.service import RouterService
 
@@ -348,3 +348,71 @@ async def test_a_burst_of_siblings_neither_scatters_nor_herds(
     assert whole <= 2
     assert computed <= 4
     assert max(homes.values()) <= 75
+
+
+async def test_a_reset_empties_every_cache_and_the_index_follows(pair: Cluster) -> None:
+    """Benchmarks begin with it; a router that still believed in the blocks would steer by ghosts."""
+    replica, _ = await pair.ask(request_of(PROMPT))
+    assert replica is not None
+    await pair.indexed(replica, 12)
+
+    assert await pair.service.reset_caches() == ["r0", "r1"]
+    await until(lambda: not any(pair.view(name).indexed_blocks for name in ("r0", "r1")))
+    assert not any(fake.core.resident for fake in pair.all)
+
+
+async def test_a_reset_is_refused_while_requests_run(pair: Cluster) -> None:
+    """Nothing is asked of anybody then, so that no cache is lost for a refusal."""
+    for replica in pair.all:
+        replica.paused = True
+    stream = pair.service.generate(request_of(PROMPT))
+
+    with pytest.raises(CacheInUse, match="1 requests are running"):
+        await pair.service.reset_caches()
+    stream.cancel()
+
+
+async def test_a_replica_that_is_used_by_another_router_keeps_its_cache_and_is_named(pair: Cluster) -> None:
+    """This router cannot know of the others' requests; the replica does."""
+    pair.replicas["r1"].on_message = lambda message: (
+        CacheReset(ask_id=message.ask_id, done=False) if isinstance(message, ResetCache) else None
+    )
+
+    with pytest.raises(CacheInUse, match="on r1"):
+        await pair.service.reset_caches()
+
+
+async def test_a_replica_that_goes_while_it_is_asked_fails_the_reset(pair: Cluster) -> None:
+    """Whoever waits is told at once; nobody can say what became of that cache."""
+    pair.replicas["r1"].on_message = lambda message: (
+        Refused(request_id=0, reason="internal", message="") if isinstance(message, ResetCache) else None
+    )
+    asked = asyncio.create_task(pair.service.reset_caches())
+    await asyncio.sleep(0.05)
+    del pair.replicas["r1"]
+    pair.publish()
+
+    with pytest.raises(ReplicaLost, match="r1"):
+        await asked
+
+
+async def test_a_reset_needs_a_replica(cluster: Cluster) -> None:
+    """Nothing to reset is no success."""
+    with pytest.raises(NoReplica):
+        await cluster.service.reset_caches()
+
+
+async def test_pins_reach_the_replica_and_its_word_comes_back(cluster: Cluster) -> None:
+    """The router promises nothing itself: the replica that holds the blocks says what it keeps."""
+    replica = cluster.add("r0")
+    heard: list[Generate] = []
+    replica.on_message = lambda message: heard.append(message) if isinstance(message, Generate) else None
+    replica.core.pinned_tokens = 192
+    cluster.publish()
+    await cluster.ready("r0")
+    pins = (Pin(200, 60.0, b"t" * 16),)
+
+    _, deltas = await cluster.ask(request_of(PROMPT, pins=pins))
+
+    assert heard[0].pins == pins
+    assert [delta.pinned_tokens for delta in deltas] == [192, *[None] * (len(deltas) - 1)]
