@@ -18,6 +18,9 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = "expected-ttft"
     default_max_tokens: Annotated[int, Meta(ge=1, description="output limit of a request that names none")] = 512
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest HTTP body")] = 16 * 1024 * 1024
+    token_cache_bytes: Annotated[
+        int, Meta(ge=0, description="memory for token ids of chat messages that came before; 0: keep none")
+    ] = 32 * 1024 * 1024
     max_choices: Annotated[
         int, Meta(ge=1, le=1024, description="largest n (and prompts times n) of one HTTP request")
     ] = 128

@@ -23,10 +23,10 @@ from .schema import ChatBody
 from .sse import ChunkWriter
 
 
-async def job(front: Front, served: Served, body: ChatBody) -> Job:
+async def job(front: Front, served: Served, body: ChatBody, salt: bytes) -> Job:
     """What `body` asks for. Raises InvalidRequest and its kin, each naming the field."""
     validate.check_chat(body)
-    token_ids = await served.text.encode_chat(validate.chat(body))
+    token_ids = await served.text.encode_chat(validate.chat(body), tenant=salt)
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     limit_param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     room = validate.room_for_answer(len(token_ids), wanted, served.limits, param="messages", limit_param=limit_param)

@@ -75,7 +75,7 @@ async def chat_completions(front: Front, request: Request) -> Response:
     """POST /v1/chat/completions."""
     body = await read(front, request, CHAT)
     served = await front.served(body.model)
-    job = await chat.job(front, served, body)
+    job = await chat.job(front, served, body, caller(request, body).salt)
     shape = chat.ChatShape(served, body, f"{front.random_bits(96):024x}", int(front.wall()))
     running = generation(front, request, job, body)
     if body.stream:
@@ -113,7 +113,7 @@ async def explain(front: Front, request: Request) -> Response:
         job = await completions.job(front, await front.served(body.model), body)
     else:
         body = decode(data, CHAT)
-        job = await chat.job(front, await front.served(body.model), body)
+        job = await chat.job(front, await front.served(body.model), body, caller(request, body).salt)
     asks = caller(request, body)
     return json_response(front.backend.explain(generation_request(job, job.prompts[0], asks, 0, None)))
 
@@ -131,9 +131,10 @@ async def tokenize(front: Front, request: Request) -> Response:
 
 async def _tokens(served: Served, body: TokenizeBody) -> list[int]:
     if body.prompt is None:
-        return await served.text.encode_chat(validate.chat(body))
+        return list(await served.text.encode_chat(validate.chat(body)))
     special_tokens = body.add_special_tokens is not False
-    return (await served.text.encode([body.prompt], special_tokens=special_tokens))[0]
+    encoded = await served.text.encode([body.prompt], special_tokens=special_tokens)
+    return list(encoded[0])
 
 
 async def detokenize(front: Front, request: Request) -> Response:

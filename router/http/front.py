@@ -5,6 +5,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,7 @@ Loader = Callable[[Path], TextModel]
 class TextModels:
     """Loads the served model's text side once, off the event loop; everybody who asks meanwhile waits for it."""
 
-    def __init__(self, load: Loader = TextModel.load) -> None:
+    def __init__(self, load: Loader) -> None:
         self._load = load
         self._loading: dict[str, asyncio.Future[TextModel]] = {}
 
@@ -81,7 +82,7 @@ class Front:
         self.settings = settings
         self.backend = backend
         self.metrics = metrics
-        self.texts = texts or TextModels()
+        self.texts = texts or TextModels(partial(TextModel.load, cache_bytes=settings.token_cache_bytes))
         self.monotonic = monotonic
         self.wall = wall
         self.random_bits = random_bits

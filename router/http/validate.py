@@ -10,7 +10,7 @@ import msgspec
 
 from ...replica.messages import ModelLimits, SamplingParams
 from ..errors import ContextTooLong, InvalidRequest, PromptTooLong
-from ..text.tokenizer import Chat, Message
+from ..text.template import Chat, Message
 from .schema import Body, ChatBody, CompletionBody, MessageBody, TokenizeBody
 
 SEED_MASK = 2**64 - 1

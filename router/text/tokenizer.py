@@ -1,76 +1,71 @@
 """The text side of one model: its tokenizer and chat template, loaded from a Hugging Face folder.
 
-Ids equal those of transformers (`apply_chat_template(tokenize=True)`, `tokenizer(text)`): the template is rendered by
-transformers itself and the text is encoded by the same `tokenizers` object. Knows nothing of HTTP, requests or blocks.
+Ids equal those of transformers (`apply_chat_template(tokenize=True)`, `tokenizer(text)`): the tokenizer is the one that
+transformers builds (export.py), the template is rendered by transformers' renderer. Knows nothing of HTTP or blocks.
 
-Encoding runs off the event loop: `encode_batch_fast` releases the GIL (plain `encode` holds it for the whole
-call). Short texts are encoded in place, because a hop to a thread costs more than they do.
+A chat's prompt is cut where its ids allow it (segments.py), and segments that came before are not tokenized again.
+Encoding runs off the event loop: `encode_batch_fast` releases the GIL (plain `encode` holds it for the whole call).
+Short texts are encoded in place, because a hop to a thread costs more than they do.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
-from ..errors import TemplateRefusal, TokenizerUnavailable
+from ...kvcache.hashing import token_array, token_bytes
 from .detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from .export import TokenizerParts, load_parts
 from .pieces import is_byte_level, piece_table
+from .segments import Cutter
+from .template import Chat, ChatTemplate
+from .token_cache import TokenCache
 
 #: Encoded in place up to this many characters: about 0.2 ms, as a hop to a thread and back costs under load.
 INLINE_CHARACTERS = 1024
 ENCODER_THREADS = 2
 
-Message = dict[str, Any]
-Result = TypeVar("Result")
+TokenIds: TypeAlias = "array[int]"
 
 
 @dataclass(slots=True, frozen=True)
-class Chat:
-    """What a chat template is given."""
+class _Recall:
+    """A prompt half way: what of it is known."""
 
-    messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    def characters(self) -> int:
-        """About how long the rendered prompt is; tools count as long."""
-        if self.tools:
-            return INLINE_CHARACTERS + 1
-        return sum(len(message.get("content") or "") for message in self.messages)
+    tenant: bytes
+    segments: list[str]
+    known: dict[str, bytes]
+    missing: list[str]
 
 
 class TextModel:
     """Encodes, renders and decodes for one model. Built by `load`; methods may be called from one event loop."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        """`tokenizer` is a fast tokenizer of transformers."""
-        self._tokenizer = tokenizer
-        self._backend = tokenizer.backend_tokenizer
+    def __init__(self, parts: TokenizerParts, *, cache_bytes: int) -> None:
+        """`cache_bytes`: memory for ids of chat segments that came before; 0 keeps none."""
+        # Not at the top: the room must stay light.
+        from tokenizers import Tokenizer
+
+        self._backend: Any = Tokenizer.from_str(parts.tokenizer)
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._template = ChatTemplate(parts.chat_template, parts.special_tokens)
+        self._cutter = Cutter(parts.tokenizer)
+        self.cache = TokenCache(cache_bytes)
         self._pool = ThreadPoolExecutor(ENCODER_THREADS, thread_name_prefix="encode")
-        self._special: frozenset[int] = frozenset(tokenizer.all_special_ids)
+        self._special = frozenset(parts.special_ids)
         #: text of every id as bytes, exact for byte-level tokenizers and a good name for the others
         self._pieces = piece_table(self._backend)
         self._byte_level = is_byte_level(self._backend)
 
     @classmethod
-    def load(cls, folder: Path) -> "TextModel":
+    def load(cls, folder: Path, *, cache_bytes: int) -> "TextModel":
         """Read the tokenizer of a local folder; takes seconds and blocks. Raises TokenizerUnavailable."""
-        # Not at the top: transformers takes seconds to import, and the room must stay light.
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            raise TokenizerUnavailable(f"no tokenizer can be read from {folder}: {error}") from error
-        if not getattr(tokenizer, "is_fast", False):
-            raise TokenizerUnavailable(f"{folder} has no tokenizer.json: slow tokenizers are not supported")
-        return cls(tokenizer)
+        return cls(load_parts(folder), cache_bytes=cache_bytes)
 
     def close(self) -> None:
         """Let go of the threads."""
@@ -78,49 +73,47 @@ class TextModel:
 
     # Text to ids
 
-    def encode_now(self, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
+    def encode_now(self, texts: Sequence[str], *, special_tokens: bool) -> list[TokenIds]:
         """Ids of each text, in place; `special_tokens` adds those of the post-processor (a leading BOS, say)."""
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
-        return [encoding.ids for encoding in encodings]
+        return [array("I", encoding.ids) for encoding in encodings]
 
-    async def encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
+    async def encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[TokenIds]:
         """Ids of each text; long ones off the event loop."""
         if sum(map(len, texts)) <= INLINE_CHARACTERS:
             return self.encode_now(texts, special_tokens=special_tokens)
-        return await self._off_loop(lambda: self.encode_now(texts, special_tokens=special_tokens))
+        work = partial(self.encode_now, texts, special_tokens=special_tokens)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def render_chat(self, chat: Chat) -> str:
         """The prompt that the model's chat template makes of `chat`. Raises TemplateRefusal."""
-        # Not at the top: comes with transformers.
-        from jinja2.exceptions import TemplateError
+        return self._template.render(chat)
 
-        if not self._tokenizer.chat_template:
-            raise TemplateRefusal("this model has no chat template: use /v1/completions", param="messages")
-        try:
-            rendered: str = self._tokenizer.apply_chat_template(
-                list(chat.messages),
-                tools=list(chat.tools) if chat.tools else None,
-                tokenize=False,
-                add_generation_prompt=chat.add_generation_prompt,
-                continue_final_message=chat.continue_final_message,
-                **chat.template_arguments,
-            )
-        except (TemplateError, ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
-            raise TemplateRefusal(f"the chat template refuses these messages: {error}", param="messages") from error
-        return rendered
+    def encode_chat_now(self, chat: Chat, *, tenant: bytes = b"") -> TokenIds:
+        """As `encode_chat`, in place."""
+        recall = self._recall(chat, tenant)
+        return self._complete(recall, self.encode_now(recall.missing, special_tokens=False))
 
-    def encode_chat_now(self, chat: Chat) -> list[int]:
-        """Ids of the rendered chat, in place. The template writes special tokens itself, so none are added."""
-        return self.encode_now([self.render_chat(chat)], special_tokens=False)[0]
+    async def encode_chat(self, chat: Chat, *, tenant: bytes = b"") -> TokenIds:
+        """Ids of the rendered chat; what is long and did not come before, off the event loop.
 
-    async def encode_chat(self, chat: Chat) -> list[int]:
-        """Ids of the rendered chat; long ones off the event loop. Raises TemplateRefusal."""
-        if chat.characters() <= INLINE_CHARACTERS:
-            return self.encode_chat_now(chat)
-        return await self._off_loop(lambda: self.encode_chat_now(chat))
+        The template writes special tokens itself, so none are added. What other tenants have sent makes no
+        difference, not even in time. Raises TemplateRefusal.
+        """
+        recall = self._recall(chat, tenant)
+        return self._complete(recall, await self.encode(recall.missing, special_tokens=False))
 
-    async def _off_loop(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+    def _recall(self, chat: Chat, tenant: bytes) -> "_Recall":
+        segments = self._cutter.cut(self.render_chat(chat))
+        known = {segment: self.cache.get((tenant, segment)) for segment in segments}
+        missing = [segment for segment, ids in known.items() if ids is None]
+        return _Recall(tenant, segments, {text: ids for text, ids in known.items() if ids is not None}, missing)
+
+    def _complete(self, recall: "_Recall", encoded: Sequence[TokenIds]) -> TokenIds:
+        for segment, fresh in zip(recall.missing, encoded, strict=True):
+            ids = recall.known[segment] = token_bytes(fresh)
+            self.cache.put((recall.tenant, segment), ids)
+        return token_array(b"".join([recall.known[segment] for segment in recall.segments]))
 
     # Ids to text
 

@@ -186,7 +186,7 @@ async def serve(port: int, members: Sequence[object], text: str) -> None:
     settings, metrics = RouterSettings(), RouterMetrics()
     service = RouterService(settings, KvCacheSettings(block_size=BLOCK), router_id="bench", observer=metrics)
     service.start(asyncio.get_running_loop())
-    texts = TextModels() if text == "tokenizer" else TextModels(stand_in)
+    texts = None if text == "tokenizer" else TextModels(stand_in)
     server = RouterServer(settings, service, metrics=metrics, texts=texts)
     await server.start("127.0.0.1", port)
     service.apply_membership(members, SEED)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ ANSWER = "Once a fox met 🦊 an owl. The end."
 @pytest.fixture(scope="session")
 def text_model() -> Iterator[TextModel]:
     """The demo model's text side, loaded once."""
-    model = TextModel.load(DEMO)
+    model = TextModel.load(DEMO, cache_bytes=1_000_000)
     yield model
     model.close()
 
@@ -35,7 +35,7 @@ class LoadedText(TextModels):
     """Hands out the one text model of the session, and leaves it open."""
 
     def __init__(self, model: TextModel) -> None:
-        super().__init__()
+        super().__init__(lambda _: model)
         self.model = model
         self.present = True
 
@@ -55,7 +55,7 @@ def limits(text_model: TextModel) -> ModelLimits:
 @pytest.fixture
 def answer_ids(text_model: TextModel) -> list[int]:
     """What the fake backend generates."""
-    return text_model.encode_now([ANSWER], special_tokens=False)[0]
+    return list(text_model.encode_now([ANSWER], special_tokens=False)[0])
 
 
 @pytest.fixture

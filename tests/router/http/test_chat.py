@@ -10,7 +10,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from homing.kvcache.hashing import token_array
 from homing.router.errors import ReplicaLost
-from homing.router.text.tokenizer import Chat, TextModel
+from homing.router.text.template import Chat
+from homing.router.text.tokenizer import TextModel
 
 from .conftest import ANSWER
 from .fakes import FakeBackend, reply
@@ -56,7 +57,7 @@ async def test_the_prompt_is_the_rendered_template(
     await client.post(CHAT, json={"messages": MESSAGES})
     await client.post(CHAT, json={"messages": [{"role": "user", "content": parts}]})
 
-    wanted = text_model.encode_chat_now(Chat(MESSAGES))
+    wanted = list(text_model.encode_chat_now(Chat(MESSAGES)))
     assert [token_array(request.token_ids).tolist() for request in backend.requests] == [wanted, wanted]
 
 

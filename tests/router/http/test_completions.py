@@ -20,7 +20,7 @@ PROMPT = "Tell me a story about a fox."
 @pytest.fixture
 def prompt_ids(text_model: TextModel) -> list[int]:
     """`PROMPT`, with the leading special token."""
-    return text_model.encode_now([PROMPT], special_tokens=True)[0]
+    return list(text_model.encode_now([PROMPT], special_tokens=True)[0])
 
 
 async def test_an_answer_is_openais_to_the_letter(client: httpx.AsyncClient, backend: FakeBackend):

@@ -14,6 +14,6 @@ DEMO = Path(homing.__file__).parent / "replica" / "demo" / "model"
 @pytest.fixture(scope="session")
 def text_model() -> Iterator[TextModel]:
     """A byte-level tokenizer with a chat template."""
-    model = TextModel.load(DEMO)
+    model = TextModel.load(DEMO, cache_bytes=1_000_000)
     yield model
     model.close()

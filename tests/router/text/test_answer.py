@@ -12,7 +12,7 @@ def with_logprobs(ids: list[int]) -> list[PositionLogprobs]:
 
 def test_a_stop_token_gives_no_text_and_no_logprobs(text_model: TextModel):
     """It ends the answer and is no part of it, also when it is an ordinary token."""
-    ids = text_model.encode_now(["a fox."], special_tokens=False)[0]
+    ids = list(text_model.encode_now(["a fox."], special_tokens=False)[0])
     answer = AnswerText(text_model.detokenizer())
 
     delta = answer.push(
@@ -26,7 +26,7 @@ def test_a_stop_token_gives_no_text_and_no_logprobs(text_model: TextModel):
 
 def test_tokens_come_with_their_text_and_not_before(text_model: TextModel):
     """Clients align logprobs with text: a held or cut text must hold or cut its tokens."""
-    ids = text_model.encode_now(["one STOP two"], special_tokens=False)[0]
+    ids = list(text_model.encode_now(["one STOP two"], special_tokens=False)[0])
     answer = AnswerText(text_model.detokenizer(), ["STOP"])
     text, shown = "", []
 
@@ -44,7 +44,7 @@ def test_tokens_come_with_their_text_and_not_before(text_model: TextModel):
 
 def test_an_answer_that_ends_inside_a_character_shows_it_as_broken(text_model: TextModel):
     """The limit of tokens may fall anywhere; what was generated is still accounted for."""
-    ids = text_model.encode_now(["🦊"], special_tokens=False)[0]
+    ids = list(text_model.encode_now(["🦊"], special_tokens=False)[0])
     answer = AnswerText(text_model.detokenizer())
 
     delta = answer.push(TokenDelta(token_ids=ids[:1], finish_reason="length"))

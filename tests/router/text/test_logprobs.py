@@ -50,7 +50,7 @@ def test_parts_of_characters_keep_different_names():
 def test_offsets_of_an_echoed_prompt_are_those_of_its_text(text_model: TextModel):
     """The first token has no logprob, since nothing stands before it."""
     text = "Tell me a story about a fox."
-    ids = text_model.encode_now([text], special_tokens=True)[0]
+    ids = list(text_model.encode_now([text], special_tokens=True)[0])
 
     tokens = prompt_tokens(ids, [None] + [POSITION] * (len(ids) - 1), text_model.detokenizer())
 

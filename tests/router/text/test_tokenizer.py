@@ -1,5 +1,7 @@
 """Properties of the text side: its ids are those of transformers."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from homing.router.errors import TemplateRefusal, TokenizerUnavailable
-from homing.router.text.tokenizer import INLINE_CHARACTERS, Chat, TextModel
+from homing.router.text.template import Chat
+from homing.router.text.tokenizer import INLINE_CHARACTERS, TextModel
 
 from .conftest import DEMO
 
@@ -29,14 +32,14 @@ def test_chat_ids_equal_those_of_transformers(text_model: TextModel, reference, 
     """A replica's cache is only hit when everybody tokenizes alike; other routers keep breaking this."""
     wanted = reference.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
 
-    assert text_model.encode_chat_now(Chat(messages)) == wanted
+    assert list(text_model.encode_chat_now(Chat(messages))) == wanted
 
 
 @FIXTURE
 @given(text=contents)
 def test_completion_ids_equal_those_of_transformers(text_model: TextModel, reference, text):
     """Plain prompts get the special tokens of the post-processor, as everywhere else."""
-    assert text_model.encode_now([text], special_tokens=True) == [reference(text)["input_ids"]]
+    assert list(text_model.encode_now([text], special_tokens=True)[0]) == reference(text)["input_ids"]
 
 
 async def test_long_texts_encode_alike_off_the_loop(text_model: TextModel):
@@ -45,7 +48,31 @@ async def test_long_texts_encode_alike_off_the_loop(text_model: TextModel):
 
     assert await text_model.encode([text], special_tokens=True) == text_model.encode_now([text], special_tokens=True)
     chat = Chat([{"role": "user", "content": text}])
-    assert await text_model.encode_chat(chat) == text_model.encode_chat_now(chat)
+    assert await text_model.encode_chat(chat) == text_model.encode_chat_now(chat, tenant=b"another")
+
+
+def test_a_further_turn_tokenizes_its_own_words_only(text_model: TextModel):
+    """Tokenizing costs more than all the rest of the router, so a long conversation must not pay for it each time."""
+    turns = [{"role": "user", "content": f"question {turn} " * 200} for turn in range(5)]
+    text_model.encode_chat_now(Chat(turns[:4]), tenant=b"t")
+    before = text_model.cache.miss_tokens
+
+    ids = text_model.encode_chat_now(Chat(turns), tenant=b"t")
+
+    fresh = text_model.cache.miss_tokens - before
+    assert fresh < len(ids) / 4
+    assert ids == text_model.encode_chat_now(Chat(turns), tenant=b"nobody yet")
+
+
+def test_neither_torch_nor_its_memory_comes_with_a_tokenizer():
+    """The router is a small process: torch alone would take 270 MB, and the collector's time."""
+    code = "import sys; from pathlib import Path; from homing.router.text.tokenizer import TextModel, Chat\n"
+    code += f"model = TextModel.load(Path({str(DEMO)!r}), cache_bytes=0)\n"
+    code += "model.encode_chat_now(Chat([{'role': 'user', 'content': 'hi'}])); print('torch' in sys.modules)"
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "False"
 
 
 async def test_a_template_that_fails_is_the_callers_error(text_model: TextModel):
@@ -59,7 +86,7 @@ async def test_a_template_that_fails_is_the_callers_error(text_model: TextModel)
 def test_a_folder_without_tokenizer_is_named(tmp_path: Path):
     """Whoever starts the cluster must read which folder is wrong."""
     with pytest.raises(TokenizerUnavailable, match=tmp_path.name):
-        TextModel.load(tmp_path)
+        TextModel.load(tmp_path, cache_bytes=0)
 
 
 def test_pieces_of_unknown_ids_are_empty(text_model: TextModel):

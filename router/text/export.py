@@ -1,0 +1,72 @@
+"""Reads a model's tokenizer as transformers builds it, in a process of its own.
+
+transformers may build another tokenizer than `tokenizer.json` alone says (some classes are rebuilt from their
+vocabulary), so only transformers itself knows the right one. But it brings torch along: 270 MB, and seconds of CPU,
+that a router has no use for. So a child process loads it and prints what came of it, and the router keeps that.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from ..errors import TokenizerUnavailable
+
+#: Importing torch and reading a large vocabulary takes seconds; on a machine under load, many.
+TIMEOUT_S = 300.0
+
+
+class TokenizerParts(msgspec.Struct, frozen=True):
+    """All that the text side needs of a tokenizer of transformers."""
+
+    tokenizer: str  #: the `tokenizers` object, as JSON
+    special_ids: list[int]
+    special_tokens: dict[str, str]  #: by role (`bos_token`), as chat templates get them
+    chat_template: str | dict[str, str] | None
+
+
+def load_parts(folder: Path) -> TokenizerParts:
+    """The tokenizer of a local folder; takes seconds and blocks. Raises TokenizerUnavailable."""
+    command = [sys.executable, "-m", "homing.router.text.export", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise TokenizerUnavailable(f"no tokenizer can be read from {folder}: {error}") from error
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise TokenizerUnavailable(f"no tokenizer can be read from {folder}: {said[-1] if said else done.returncode}")
+    return msgspec.json.decode(done.stdout, type=TokenizerParts)
+
+
+def export(folder: str) -> TokenizerParts:
+    """The tokenizer in `folder`, by transformers; for the child process."""
+    # Not at the top: the router imports this module.
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError("there is no tokenizer.json: slow tokenizers are not supported")
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    return TokenizerParts(
+        tokenizer=tokenizer.backend_tokenizer.to_str(),
+        special_ids=list(tokenizer.all_special_ids),
+        special_tokens=special,
+        chat_template=tokenizer.chat_template,
+    )
+
+
+def main() -> int:
+    """Print the parts as JSON; on failure one line on stderr, and 1."""
+    try:
+        parts = export(sys.argv[1])
+    except Exception as error:  # whatever it is, the parent process reports it by this one line
+        message = " ".join(str(error).split())
+        print(message or type(error).__name__, file=sys.stderr)
+        return 1
+    sys.stdout.buffer.write(msgspec.json.encode(parts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Chat templates: what transformers renders, with or without torch at hand."""
+
+import pytest
+from transformers import AutoTokenizer
+
+from homing.router.errors import TemplateRefusal
+from homing.router.text.template import Chat, ChatTemplate
+
+from .conftest import DEMO
+
+TOOL = {"type": "function", "function": {"name": "look", "description": "<b>", "parameters": {"type": "object"}}}
+TEMPLATES = {
+    "roles": "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}",
+    "tools": "{% for tool in tools or [] %}{{ tool | tojson(indent=1) }}{% endfor %}"
+    "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m['content'] }}{% endfor %}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ mood }}",
+}
+MESSAGES = [
+    {"role": "user", "content": " héllo "},
+    {"role": "assistant", "content": None, "tool_calls": []},
+    {"role": "user", "content": "<|im_end|>", "name": None},
+]
+CHATS = [
+    Chat(MESSAGES[::2]),
+    Chat(MESSAGES[::2], tools=[TOOL]),
+    Chat(
+        [*MESSAGES[:1], {"role": "assistant", "content": "yes "}],
+        add_generation_prompt=False,
+        continue_final_message=True,
+    ),
+    Chat(MESSAGES[::2], add_generation_prompt=False, template_arguments={"mood": "calm"}),
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("chat", CHATS)
+def test_a_prompt_is_the_one_that_transformers_renders(template, chat):
+    """Other routers write their own renderer, and keep breaking this."""
+    reference = AutoTokenizer.from_pretrained(str(DEMO))
+    ours = ChatTemplate(TEMPLATES[template], reference.special_tokens_map)
+
+    wanted = reference.apply_chat_template(
+        chat.messages,
+        tools=chat.tools,
+        chat_template=TEMPLATES[template],
+        tokenize=False,
+        add_generation_prompt=chat.add_generation_prompt,
+        continue_final_message=chat.continue_final_message,
+        **chat.template_arguments,
+    )
+    assert ours.render(chat) == wanted
+
+
+def test_tools_take_the_template_made_for_them():
+    """Some models ship two."""
+    template = ChatTemplate({"default": "plain", "tool_use": "tools"}, {})
+
+    assert template.render(Chat(MESSAGES)) == "plain"
+    assert template.render(Chat(MESSAGES, tools=[TOOL])) == "tools"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (None, "no chat template"),
+        ({"rag": "x"}, "no default chat template, only: rag"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+    ],
+)
+def test_what_cannot_be_rendered_is_the_callers_error(template, said):
+    """A 400 that says why; a hostile template is stopped by the sandbox."""
+    with pytest.raises(TemplateRefusal, match=said):
+        ChatTemplate(template, {}).render(Chat(MESSAGES[:1]))
