@@ -18,11 +18,13 @@ from typing import Any, TextIO
 
 import msgspec
 
+from ..router.errors import KeysFileInvalid
+from ..router.tenants import read_tenants
 from . import local_ray
 from .client import get_json, is_ready
 from .config import Settings, state_folder
 from .console import Console
-from .errors import ClusterError, PortTaken, StartFailed
+from .errors import ClusterError, PortTaken, SettingsError, StartFailed
 from .model import find_model
 from .spec import ClusterSpec, ClusterStatus
 from .state import Note, Notebook, own_note
@@ -69,7 +71,7 @@ class Run:
 
 def serve(settings: Settings, out: TextIO, *, detached: bool = False) -> int:
     """Serve until a signal; returns the exit code. Raises ClusterError when it cannot start."""
-    settings = named(settings)
+    settings = with_keys(named(settings))
     console = Console(out)
     console.opening(settings)
     notebook = Notebook(state_folder(settings))
@@ -139,6 +141,19 @@ def _serve(run: Run, model_dir: Path | None) -> int:
     finally:
         run.notebook.write(msgspec.structs.replace(run.note, phase="stopping"))
         _take_down(run)
+
+
+def with_keys(settings: Settings) -> Settings:
+    """The keys file by its whole path, as the router may run in another folder. Raises SettingsError."""
+    path = settings.router.api_keys_file
+    if not path:
+        return settings
+    try:
+        read_tenants(path)
+    except KeysFileInvalid as error:
+        raise SettingsError(f"api_keys_file: {error.message}") from error
+    router = msgspec.structs.replace(settings.router, api_keys_file=str(Path(path).expanduser().absolute()))
+    return msgspec.structs.replace(settings, router=router)
 
 
 def named(settings: Settings) -> Settings:

@@ -16,6 +16,9 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Literal["expected-ttft", "least-loaded", "round-robin", "power-of-two"],
         Meta(description="how a replica is chosen"),
     ] = "expected-ttft"
+    api_keys_file: Annotated[
+        str, Meta(description="YAML file of the API keys that may ask; empty: whoever asks is a tenant by its key")
+    ] = ""
     default_max_tokens: Annotated[int, Meta(ge=1, description="output limit of a request that names none")] = 512
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest HTTP body")] = 16 * 1024 * 1024
     token_cache_bytes: Annotated[
@@ -37,3 +40,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         float, Meta(gt=0, description="blocks expected at dispatch are forgotten after so long")
     ] = 30.0
     retries: Annotated[int, Meta(ge=0, le=16, description="how often a request is continued on another replica")] = 3
+    pin_ttl_s: Annotated[
+        float, Meta(gt=0, description="how long cache_control keeps a prefix whose ttl is not given")
+    ] = 300.0
+    pin_max_ttl_s: Annotated[float, Meta(gt=0, description="longest ttl that cache_control may ask for")] = 3600.0

@@ -8,6 +8,9 @@
     │   ├── ContextTooLong   400  prompt and wanted answer exceed the model's context
     │   └── TemplateRefusal  400  the chat template does not take these messages
     ├── CacheInUse           409  the caches cannot be reset while requests run
+    ├── MissingKey           401  the caller's: no API key, and the server has a file of them
+    ├── UnknownKey           401  the caller's: the API key is not in the file
+    ├── NotAllowed           403  the caller's: it is not an admin
     ├── ModelNotFound        404  the caller's
     ├── UnknownPath          404  the caller's
     ├── WrongMethod          405  the caller's
@@ -19,6 +22,7 @@
     ├── NoReplica            503  no replica serves and the request may not wait
     ├── RouterClosed         503  the router is shutting down
     ├── TokenizerUnavailable 503  the model's folder has no tokenizer that can serve
+    ├── KeysFileInvalid      500  the operator's: the file of API keys cannot be used; never meets a client
     ├── AddressInUse         500  the server's address cannot be bound; never meets a client
     └── ParityMismatch       500  a replica differs from the router in what both must agree on; never meets a client
 
@@ -162,6 +166,36 @@ class CacheInUse(RouterError):
     http_status = 409
     error_type = "conflict_error"
     code = "cache_in_use"
+
+
+class MissingKey(RouterError):
+    """This server serves known API keys only, and none was sent."""
+
+    http_status = 401
+    error_type = "authentication_error"
+    code = "missing_api_key"
+
+
+class UnknownKey(RouterError):
+    """The API key that was sent is not one of those that this server knows."""
+
+    http_status = 401
+    error_type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class NotAllowed(RouterError):
+    """What was asked concerns everybody, and the tenant is not an admin."""
+
+    http_status = 403
+    error_type = "permission_error"
+    code = "not_allowed"
+
+
+class KeysFileInvalid(RouterError):
+    """The file of API keys cannot be read or an entry of it is wrong; the message names file and entry."""
+
+    code = "keys_file_invalid"
 
 
 class ModelNotFound(RouterError):

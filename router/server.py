@@ -17,6 +17,7 @@ from .errors import AddressInUse, RouterError
 from .http.app import build_app
 from .http.front import Front, TextModels
 from .metrics import RouterMetrics
+from .tenants import read_tenants
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class RouterServer:
         grace_s: float = GRACE_S,
     ) -> None:
         self.metrics = metrics or RouterMetrics()
-        self.front = Front(settings, backend, self.metrics, texts=texts)
+        self.front = Front(settings, backend, self.metrics, texts=texts, tenants=read_tenants(settings.api_keys_file))
         self._grace_s = grace_s
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None

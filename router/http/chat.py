@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from msgspec import UNSET
 
 from ..text.logprobs import ChatLogprobs, TokenAt, chat_logprobs
-from . import validate
+from . import pins, validate
 from .answers import (
     ChatChoice,
     ChatChunk,
@@ -26,14 +26,19 @@ from .sse import ChunkWriter
 async def job(front: Front, served: Served, body: ChatBody, salt: bytes) -> Job:
     """What `body` asks for. Raises InvalidRequest and its kin, each naming the field."""
     validate.check_chat(body)
-    token_ids = await served.text.encode_chat(validate.chat(body), tenant=salt)
+    places, chat = pins.marks(body.messages, front.settings), validate.chat(body)
+    token_ids = await served.text.encode_chat(chat, tenant=salt)
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     limit_param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     room = validate.room_for_answer(len(token_ids), wanted, served.limits, param="messages", limit_param=limit_param)
+    kept = (
+        *await pins.chat_pins(served.text, chat, places, token_ids, salt),
+        *pins.whole_prompt(body.cache_control, front.settings, token_ids),
+    )
     limit = wanted if wanted is not None else min(front.settings.default_max_tokens, room)
     return Job(
         served=served,
-        prompts=[Prompt(token_ids)],
+        prompts=[Prompt(token_ids, pins=kept)],
         choices_per_prompt=validate.choices_per_prompt(body, 1, front.settings.max_choices),
         sampling=validate.sampling(
             body,

@@ -60,7 +60,7 @@ class WholeAnswer(Response):
         counts = usage(generation.prompt_tokens, generation.generated_tokens, generation.cached_tokens)
         response = Response(
             ENCODER.encode(self._compose(collected, counts)),
-            headers=answer_headers(generation.replicas, generation.cached_tokens),
+            headers=answer_headers(generation.replicas, generation.cached_tokens, generation.pinned_tokens),
             media_type=self.media_type,
         )
         await response(scope, receive, send)

@@ -1,6 +1,7 @@
 """POST /v1/completions: from body to job, and from steps to OpenAI's completion shapes, `echo` included."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 from msgspec import UNSET
@@ -12,11 +13,12 @@ from .answers import Completion, CompletionChoice, Usage
 from .collect import Collected, Compose
 from .front import Front, Served
 from .generation import Job, Prompt, Step
+from .pins import whole_prompt
 from .schema import CompletionBody
 from .sse import ChunkWriter
 
 
-async def encoded_prompts(served: Served, body: CompletionBody) -> list[Prompt]:
+async def encoded_prompts(front: Front, served: Served, body: CompletionBody) -> list[Prompt]:
     """The body's prompts as ids; texts are encoded together."""
     given = validate.prompts(body.prompt)
     texts = [each for each in given if isinstance(each, str)]
@@ -29,7 +31,8 @@ async def encoded_prompts(served: Served, body: CompletionBody) -> list[Prompt]:
         if not prompt.token_ids:
             raise InvalidRequest("field 'prompt': a prompt has no tokens", param="prompt")
         validate.check_token_ids(prompt.token_ids, served.limits, "prompt")
-    return prompts
+    control, settings = body.cache_control, front.settings
+    return [replace(prompt, pins=whole_prompt(control, settings, prompt.token_ids)) for prompt in prompts]
 
 
 def output_limit(front: Front, served: Served, prompts: Sequence[Prompt], body: CompletionBody) -> int:
@@ -44,7 +47,7 @@ def output_limit(front: Front, served: Served, prompts: Sequence[Prompt], body: 
 async def job(front: Front, served: Served, body: CompletionBody) -> Job:
     """What `body` asks for. Raises InvalidRequest and its kin, each naming the field."""
     validate.check_completion(body)
-    prompts = await encoded_prompts(served, body)
+    prompts = await encoded_prompts(front, served, body)
     shared = validate.sampling(
         body,
         served.limits,

@@ -10,8 +10,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ... import __version__
-from ..errors import InvalidJson, InvalidRequest, ModelNotFound, NoReplica
+from ..errors import InvalidJson, InvalidRequest, ModelNotFound, NoReplica, NotAllowed
 from ..metrics import CONTENT_TYPE
+from ..tenants import Tenant
 from . import chat, completions, validate
 from .answers import ENCODER, Detokenized, ModelCard, ModelList, Tokenized
 from .collect import WholeAnswer
@@ -19,7 +20,7 @@ from .connection import read_body
 from .errors import from_msgspec
 from .front import Front, Served
 from .generation import Generation, Job, generation_request
-from .headers import Caller, cache_salt, session
+from .headers import Caller, session
 from .schema import CHAT, COMPLETION, DETOKENIZE, TOKENIZE, Body, ChatBody, CompletionBody, TokenizeBody
 from .sse import EventStream
 
@@ -56,28 +57,35 @@ async def read(front: Front, request: Request, decoder: "msgspec.json.Decoder[De
     return decode(await read_body(request, front.settings.max_body_bytes), decoder)
 
 
-def caller(request: Request, body: Body) -> Caller:
-    """Who asks, by headers and `cache_salt`."""
-    headers = request.headers
+def tenant(front: Front, request: Request) -> Tenant:
+    """Whose API key it is. Raises MissingKey and UnknownKey; to be asked before any work is done."""
+    return front.tenants.of(request.headers.get("authorization"))
+
+
+def caller(request: Request, who: Tenant, body: Body) -> Caller:
+    """Who asks, by key, headers and `cache_salt`."""
     return Caller(
         request_id=request.scope["homing.request_id"],
-        session=session(headers),
-        salt=cache_salt(headers.get("authorization"), body.cache_salt),
+        session=session(request.headers),
+        salt=who.cache_salt(body.cache_salt),
+        tenant=who,
     )
 
 
-def generation(front: Front, request: Request, job: Job, body: Body) -> Generation:
+def generation(front: Front, request: Request, job: Job, asks: Caller) -> Generation:
     """The job, sent to the backend. Raises QueueFull, NoReplica and PromptTooLong."""
-    return Generation(front, job, caller(request, body), request.scope["homing.started_at"])
+    return Generation(front, job, asks, request.scope["homing.started_at"])
 
 
 async def chat_completions(front: Front, request: Request) -> Response:
     """POST /v1/chat/completions."""
+    who = tenant(front, request)
     body = await read(front, request, CHAT)
     served = await front.served(body.model)
-    job = await chat.job(front, served, body, caller(request, body).salt)
+    asks = caller(request, who, body)
+    job = await chat.job(front, served, body, asks.salt)
     shape = chat.ChatShape(served, body, f"{front.random_bits(96):024x}", int(front.wall()))
-    running = generation(front, request, job, body)
+    running = generation(front, request, job, asks)
     if body.stream:
         return EventStream(front, running, chat.ChatChunks(shape, body))
     return WholeAnswer(running, chat.compose(shape))
@@ -85,11 +93,12 @@ async def chat_completions(front: Front, request: Request) -> Response:
 
 async def text_completions(front: Front, request: Request) -> Response:
     """POST /v1/completions."""
+    who = tenant(front, request)
     body = await read(front, request, COMPLETION)
     served = await front.served(body.model)
     job = await completions.job(front, served, body)
     shape = completions.CompletionShape(served, body, f"{front.random_bits(96):024x}", int(front.wall()))
-    running = generation(front, request, job, body)
+    running = generation(front, request, job, caller(request, who, body))
     if body.stream:
         return EventStream(front, running, completions.CompletionChunks(shape, body))
     return WholeAnswer(running, completions.compose(shape))
@@ -106,20 +115,23 @@ _KIND = msgspec.json.Decoder(_Kind)
 
 async def explain(front: Front, request: Request) -> Response:
     """POST /explain: the decision that a completion or chat body would meet now; nothing is generated."""
+    who = tenant(front, request)
     data = await read_body(request, front.settings.max_body_bytes)
     body: ChatBody | CompletionBody
     if decode(data, _KIND).messages is UNSET:
         body = decode(data, COMPLETION)
+        asks = caller(request, who, body)
         job = await completions.job(front, await front.served(body.model), body)
     else:
         body = decode(data, CHAT)
-        job = await chat.job(front, await front.served(body.model), body, caller(request, body).salt)
-    asks = caller(request, body)
+        asks = caller(request, who, body)
+        job = await chat.job(front, await front.served(body.model), body, asks.salt)
     return json_response(front.backend.explain(generation_request(job, job.prompts[0], asks, 0, None)))
 
 
 async def tokenize(front: Front, request: Request) -> Response:
     """POST /tokenize."""
+    tenant(front, request)
     body = await read(front, request, TOKENIZE)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("exactly one of 'prompt' and 'messages' is needed", param="prompt")
@@ -139,6 +151,7 @@ async def _tokens(served: Served, body: TokenizeBody) -> list[int]:
 
 async def detokenize(front: Front, request: Request) -> Response:
     """POST /detokenize."""
+    tenant(front, request)
     body = await read(front, request, DETOKENIZE)
     served = await front.served(body.model)
     validate.check_token_ids(body.tokens, served.limits, "tokens")
@@ -150,18 +163,27 @@ def _card(front: Front) -> ModelCard:
     return ModelCard(id=front.model_name(limits), created=front.started_at, max_model_len=limits.max_model_len)
 
 
-async def models(front: Front, _request: Request) -> Response:
+async def models(front: Front, request: Request) -> Response:
     """GET /v1/models: the served model; none before a replica joined."""
+    tenant(front, request)
     return json_response(ModelList([] if front.backend.model() is None else [_card(front)]))
 
 
 async def model(front: Front, request: Request) -> Response:
     """GET /v1/models/{id}."""
+    tenant(front, request)
     name = request.path_params["model_id"]
     card = _card(front)
     if name != card.id:
         raise ModelNotFound(f"model {name!r} does not exist here; this server has {card.id!r}", param="model")
     return json_response(card)
+
+
+async def reset_prefix_cache(front: Front, request: Request) -> Response:
+    """POST /reset_prefix_cache: every replica forgets its cached blocks; an admin's to ask, 409 while requests run."""
+    if not tenant(front, request).admin:
+        raise NotAllowed("a reset empties everybody's cache: it takes a key with 'admin: true'")
+    return json_response({"status": "ok", "replicas": await front.backend.reset_caches()})
 
 
 async def health(_front: Front, _request: Request) -> Response:
@@ -205,6 +227,7 @@ ENDPOINTS: tuple[tuple[str, str, Handler], ...] = (
     ("/tokenize", "POST", tokenize),
     ("/detokenize", "POST", detokenize),
     ("/explain", "POST", explain),
+    ("/reset_prefix_cache", "POST", reset_prefix_cache),
     ("/cluster", "GET", cluster),
     ("/health", "GET", health),
     ("/ready", "GET", ready),

@@ -7,7 +7,7 @@ import re
 
 import msgspec
 
-from ..errors import BodyTooLarge, InvalidRequest, RouterError, WrongMethod
+from ..errors import BodyTooLarge, InvalidRequest, MissingKey, RouterError, UnknownKey, WrongMethod
 
 #: `Expected ... - at `$.logit_bias[...]``; keys of maps read `at `key` in `$.logit_bias``.
 _PATH = re.compile(r"`\$\.?([^`]*)`$")
@@ -39,6 +39,8 @@ def error_headers(error: RouterError) -> dict[str, str]:
     """Headers that go with `error`."""
     if isinstance(error, WrongMethod):
         return {"allow": error.allowed}
+    if isinstance(error, MissingKey | UnknownKey):
+        return {"www-authenticate": "Bearer"}
     if isinstance(error, BodyTooLarge):
         return {"connection": "close"}  # the rest of the body is not read
     if error.retry_after_s is None:

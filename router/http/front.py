@@ -15,6 +15,7 @@ from ..backend import Backend
 from ..config import RouterSettings
 from ..errors import ModelNotFound, NoReplica
 from ..metrics import RouterMetrics
+from ..tenants import Tenants
 from ..text.tokenizer import TextModel
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class Front:
         metrics: RouterMetrics,
         *,
         texts: TextModels | None = None,
+        tenants: Tenants | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         random_bits: Callable[[int], int] = secrets.randbits,
@@ -83,6 +85,7 @@ class Front:
         self.backend = backend
         self.metrics = metrics
         self.texts = texts or TextModels(partial(TextModel.load, cache_bytes=settings.token_cache_bytes))
+        self.tenants = tenants or Tenants()
         self.monotonic = monotonic
         self.wall = wall
         self.random_bits = random_bits

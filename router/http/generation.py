@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ...kvcache.hashing import token_bytes
-from ...replica.messages import PositionLogprobs, SamplingParams
+from ...replica.messages import Pin, PositionLogprobs, SamplingParams
 from ..backend import GenerationRequest, TokenDelta, TokenStream
 from ..errors import RequestFailed, RouterError
 from ..text.answer import AnswerText, Ending
 from ..text.logprobs import TokenAt
 from .front import Front, Served
 from .headers import Caller
+from .pins import PinWish
 from .validate import choice_seed
 
 #: Deltas that wait for a slow client when several choices share a connection; a choice then stops being read.
@@ -28,6 +29,7 @@ class Prompt:
 
     token_ids: Sequence[int]
     text: str | None = None
+    pins: tuple[PinWish, ...] = ()
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,6 +56,7 @@ class Choice:
     answer: AnswerText
     generated: int = 0
     cached: int = 0
+    pinned: int | None = None
     last_token_at: float | None = None
     ending: Ending | None = None
 
@@ -73,7 +76,8 @@ class Step:
 def generation_request(
     job: Job, prompt: Prompt, caller: Caller, index: int, deadline: float | None
 ) -> GenerationRequest:
-    """Choice `index` of a prompt, as the backend takes it."""
+    """Choice `index` of a prompt, as the backend takes it. The first one's replica is where the prompt is pinned."""
+    wishes = prompt.pins if index == 0 else ()
     return GenerationRequest(
         trace_id=caller.request_id,
         token_ids=token_bytes(prompt.token_ids),
@@ -82,6 +86,7 @@ def generation_request(
         session=caller.session,
         priority=job.priority,
         deadline=deadline,
+        pins=tuple(Pin(wish.num_tokens, wish.ttl_s, caller.tenant.digest) for wish in wishes),
     )
 
 
@@ -172,6 +177,8 @@ class Generation:
         self._measure(choice)
         if delta.cached_tokens is not None:
             choice.cached = delta.cached_tokens
+        if delta.pinned_tokens is not None:
+            choice.pinned = delta.pinned_tokens
         if self._job.discard:
             choice.ending = "length"
             return Step(choice, "", [], delta.prompt_logprobs, "length", first)
@@ -204,6 +211,12 @@ class Generation:
     def cached_tokens(self) -> int:
         """Prompt tokens found in caches: of each prompt's first choice, since prompts count once."""
         return sum(choice.cached for choice in self.choices[:: self._job.choices_per_prompt])
+
+    @property
+    def pinned_tokens(self) -> int | None:
+        """Prompt tokens that are kept now, over all prompts; None where nothing was to be kept."""
+        told = [choice.pinned for choice in self.choices if choice.pinned is not None]
+        return sum(told) if told else None
 
     @property
     def replicas(self) -> list[str]:

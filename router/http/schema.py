@@ -31,6 +31,13 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None  #: ignored
 
 
+class CacheControl(msgspec.Struct, forbid_unknown_fields=True):
+    """Keep the prompt up to here; `ttl` in seconds, or in Anthropic's words."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | Annotated[float, Meta(gt=0)] | None = None
+
+
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Fields that completions and chats share."""
 
@@ -53,6 +60,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: bool | None = None
     logit_bias: dict[int, Bias] | None = None
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    cache_control: CacheControl | None = None
     priority: Number | None = None
     timeout: Annotated[float, Meta(gt=0)] | None = None
     # Ignored: they concern billing, storage or models of other kinds.
@@ -83,6 +91,7 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    cache_control: CacheControl | None = None
     # Ignored: parts of OpenAI's answers that clients send back.
     refusal: Any = None
     annotations: Any = None

@@ -103,7 +103,8 @@ class EventStream(Response):
 
     def _head(self) -> dict[str, Any]:
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-        headers |= answer_headers(self._generation.replicas, self._generation.cached_tokens)
+        running = self._generation
+        headers |= answer_headers(running.replicas, running.cached_tokens, running.pinned_tokens)
         return {"type": "http.response.start", "status": 200, "headers": raw_headers(headers)}
 
 

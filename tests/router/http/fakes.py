@@ -28,7 +28,7 @@ def scored(token_id: int, others: int) -> PositionLogprobs:
     return PositionLogprobs(TokenLogprob(token_id, -0.25), top[:others] if others else [])
 
 
-def reply(ids: list[int], *, cached: int = 0, finish: str | None = None) -> Script:
+def reply(ids: list[int], *, cached: int = 0, pinned: int | None = None, finish: str | None = None) -> Script:
     """One delta per token of `ids`; ends by the limit of tokens or else by a stop, as a replica would."""
 
     def script(request: GenerationRequest) -> Iterable[Item]:
@@ -47,6 +47,7 @@ def reply(ids: list[int], *, cached: int = 0, finish: str | None = None) -> Scri
                 else [None, *(scored(each, wanted) for each in prompt[1:])],
                 finish_reason=ending if last else None,
                 cached_tokens=cached if first else None,
+                pinned_tokens=pinned if first and request.pins else None,
             )
 
     return script
@@ -126,6 +127,11 @@ class FakeBackend:
             refused=[],
             counters=RouterCounters(requests=len(self.streams)),
         )
+
+    async def reset_caches(self) -> list[str]:
+        if self.refusal is not None:
+            raise self.refusal
+        return ["r0"]
 
     def check(self) -> None:
         """Nothing is left running: what the front opened, it closed."""
