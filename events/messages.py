@@ -90,6 +90,7 @@ class CacheCounters(msgspec.Struct, frozen=True, kw_only=True):
     pins_refused: int = 0
     pins_expired: int = 0
     pins_broken: int = 0
+    partial_hit_tokens: int = 0  #: of `hit_tokens`, those copied out of a block that then differs
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """Block hashes, block pool, prefix cache. Without torch, zmq or ray, so that the router shares the hashing."""
 
-from .cache import CachedBlock, CacheListener, CacheStats, PrefixCache, PrefixMatch
+from .cache import CachedBlock, CacheListener, CacheStats, PartialHit, PrefixCache, PrefixMatch
 from .config import KvCacheSettings
 from .errors import KvCacheError, PoolTooSmall, StaleMatch, TraceError
 from .eviction import EvictionName, EvictionPolicy, Lru, eviction_policy
@@ -46,6 +46,7 @@ __all__ = [
     "KvCacheError",
     "KvCacheSettings",
     "Lru",
+    "PartialHit",
     "PinBook",
     "PinLimits",
     "PinStats",

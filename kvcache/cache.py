@@ -22,6 +22,7 @@ from itertools import chain
 from struct import Struct
 from typing import Protocol
 
+from .children import Children
 from .errors import StaleMatch
 from .eviction import EvictionPolicy, Lru
 from .hashing import TOKEN_BYTES, BlockHash
@@ -42,6 +43,19 @@ class CacheListener(Protocol):
         """Nothing is resident any more."""
 
 
+#: How many of the blocks that follow a prefix a look-up compares with the prompt: the last ones to become resident.
+#: Where thousands of prompts leave one prefix in mid-block, all of them share what can be shared. Not tuned.
+MOST_SOURCES = 8
+
+
+@dataclass(slots=True, frozen=True)
+class PartialHit:
+    """A resident block whose first tokens go on where the matched blocks end; then it differs from the prompt."""
+
+    source: Block
+    tokens: int  #: at least 1, fewer than a block
+
+
 @dataclass(slots=True, frozen=True)
 class PrefixMatch:
     """A look-up's result, to be acquired before anything else is asked of the cache.
@@ -50,10 +64,11 @@ class PrefixMatch:
     """
 
     blocks: tuple[Block, ...]
-    tokens: int  #: that `blocks` hold
+    tokens: int  #: that `blocks` hold, and those of `partial`
     query_tokens: int = 0  #: length of the prompt that was looked up
     collisions: int = 0  #: 1: the walk ended at a hash that names another prefix
     generation: int = 0  #: of the cache when it looked
+    partial: PartialHit | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -71,6 +86,7 @@ class CacheStats:
 
     query_tokens: int = 0  #: of prompts whose match was acquired
     hit_tokens: int = 0  #: of those, taken from the cache
+    partial_hit_tokens: int = 0  #: of those, copied out of a block that then differs
     evicted_tokens: int = 0
     collisions: int = 0  #: look-ups and commits that met a hash which names another prefix
 
@@ -86,10 +102,12 @@ class PrefixCache:
         policy: EvictionPolicy | None = None,
         listener: CacheListener | None = None,
         enabled: bool = True,
+        partial_block_reuse: bool = True,
         pin_limits: PinLimits | None = None,
     ) -> None:
         self.block_size = block_size
         self.enabled = enabled
+        self.partial_block_reuse = partial_block_reuse
         self.counters = CacheStats()
         self._pool = BlockPool(num_blocks)
         self._policy: EvictionPolicy = Lru() if policy is None else policy
@@ -98,6 +116,8 @@ class PrefixCache:
         self._split = Struct(f"{self._stride}s").iter_unpack
         #: One copy of each resident hash, in the order in which they became resident: parents before children.
         self._index: dict[BlockHash, Block] = {}
+        #: Which of them follow each other.
+        self._children = Children(self._index)
         #: Further copies, by block id. All copies of a hash that stands here are live.
         self._twins: dict[BlockHash, dict[BlockId, Block]] = {}
         #: Live blocks whose hash, or an ancestor's, names another prefix: never shared.
@@ -154,14 +174,39 @@ class PrefixCache:
             if block is None:
                 break
             append(block)
-        verified = self._verified(root, hashes, tokens, found)
+        blocks = tuple(found[: self._verified(root, hashes, tokens, found)])
+        partial = self._partial(root, blocks, tokens, num_tokens) if self.partial_block_reuse else None
         return PrefixMatch(
-            tuple(found[:verified]),
-            verified * self.block_size,
+            blocks,
+            len(blocks) * self.block_size + (partial.tokens if partial else 0),
             num_tokens,
-            int(verified < len(found)),
+            int(len(blocks) < len(found)),
             self._generation,
+            partial,
         )
+
+    def _partial(self, root: BlockHash, blocks: Sequence[Block], tokens: bytes, num_tokens: int) -> PartialHit | None:
+        """Of the blocks that follow the matched ones, the newest that begins with most of the tokens which come next.
+
+        They follow the very prefix that was verified, as a resident block's parent is its true predecessor.
+        """
+        start = len(blocks) * self.block_size
+        # One token is left to compute, and the next block as a whole was not found.
+        end = min(num_tokens, start + self.block_size) - 1
+        if end <= start:
+            return None
+        wanted = tokens[start * TOKEN_BYTES : end * TOKEN_BYTES]
+        followers = (
+            self._children.newest(blocks[-1], MOST_SOURCES)
+            if blocks
+            else self._children.newest_firsts(root, MOST_SOURCES)
+        )
+        longest, source = 0, None
+        for block in followers:
+            agreed = _common_tokens(block.tokens, wanted)
+            if agreed > longest:
+                longest, source = agreed, block
+        return PartialHit(source, longest) if source else None
 
     def _verified(self, root: BlockHash, hashes: Sequence[BlockHash], tokens: bytes, found: list[Block]) -> int:
         """How many of the blocks found by hash hold this very prefix."""
@@ -182,10 +227,13 @@ class PrefixCache:
     def acquire(self, match: PrefixMatch, new_blocks: int) -> list[Block] | None:
         """The block table of a request: the matched blocks, then `new_blocks` more. None, and no effect, without room.
 
-        Raises StaleMatch when a block lost its hash since the look-up.
+        With `match.partial` the first of the new blocks is for the caller to fill with its tokens' KV, before anything
+        is written into blocks that were handed out since the look-up: the source is not held, it may even be among
+        the new blocks. Raises StaleMatch when a block lost its hash since the look-up.
         """
-        if match.blocks and match.generation != self._generation:
+        if (match.blocks or match.partial) and match.generation != self._generation:
             raise StaleMatch("the cache changed between match and acquire: match again right before acquire")
+        assert new_blocks or not match.partial, "a partial hit needs a block to be copied into"
         idle = [block for block in match.blocks if not block.ref_count]
         kept = self._leading_kept(idle) if self._kept else 0
         if new_blocks > self.free_blocks - len(idle) + kept:
@@ -200,6 +248,7 @@ class PrefixCache:
             block.ref_count += 1
         self.counters.query_tokens += match.query_tokens
         self.counters.hit_tokens += match.tokens
+        self.counters.partial_hit_tokens += match.partial.tokens if match.partial else 0
         self.counters.collisions += match.collisions
         return [*match.blocks, *self._take(new_blocks)]
 
@@ -225,6 +274,8 @@ class PrefixCache:
         for block in evicted:
             block_hash = block.block_hash
             assert block_hash is not None, f"{block} was given up but holds nothing"
+            if block.siblings is not None:
+                self._children.leave(block)
             del index[block_hash]
             append(block_hash)
             block.block_hash = None
@@ -257,8 +308,7 @@ class PrefixCache:
             blocks, hashes, tokens = blocks[:public], hashes[:public], tokens[: public * self._stride]
         assert not start or parent in self._index, f"block {start} of a chain committed before block {start - 1}"
         shared, copies = self._register(blocks, start, parent, hashes, tokens)
-        if self._listener is not None:
-            self._announce(shared, copies, start, parent, hashes, tokens)
+        self._announce(blocks[:shared], copies, start, parent, hashes, tokens)
 
     def _register(
         self, blocks: Sequence[Block], start: int, parent: BlockHash, hashes: Sequence[BlockHash], tokens: bytes
@@ -269,11 +319,13 @@ class PrefixCache:
         previous = parent
         if start == 0:
             blocks[0].first = True
-        for place, (block, block_hash, (content,)) in enumerate(zip(blocks, hashes, self._split(tokens), strict=True)):
+        rows = zip(blocks, hashes, [*hashes[1:], None], self._split(tokens), strict=True)
+        for place, (block, block_hash, follower, (content,)) in enumerate(rows):
             if setdefault(block_hash, block) is block and block.block_hash is None:
                 block.block_hash = block_hash
                 block.parent = previous
                 block.tokens = content
+                block.children = follower
             elif self._register_copy(block, block_hash, previous, content):
                 copies.append(place)
             else:
@@ -296,6 +348,7 @@ class PrefixCache:
         else:
             if self._kept.pop(block_hash, None) is None:
                 self._policy.discard(holder)
+            self._children.hand_over(holder, block)
             self._forget(holder)
             self._pool.give((holder,))
             self._index[block_hash] = block
@@ -322,25 +375,30 @@ class PrefixCache:
     def _forget(self, block: Block) -> None:
         block.block_hash = None
         block.first = False
+        block.siblings = None
         self._generation += 1
 
     def _announce(
         self,
-        shared: int,
+        blocks: Sequence[Block],
         copies: list[int],
         start: int,
         parent: BlockHash,
         hashes: Sequence[BlockHash],
         tokens: bytes,
     ) -> None:
-        """One `stored` for each run of blocks between copies, which were announced before."""
-        assert self._listener is not None, "nobody to tell"
+        """Tell of each run of blocks between copies, which were announced before."""
         begin = 0
-        for end in chain(copies, (shared,)):
+        for end in chain(copies, (len(blocks),)):
             if begin < end:
                 before = hashes[begin - 1] if begin else (parent if start else None)
-                content = tokens[begin * self._stride : end * self._stride]
-                self._listener.stored(before, hashes[begin:end], content)
+                if before is None:
+                    self._children.add_first(parent, blocks[0])
+                else:
+                    self._children.add(self._index[before], blocks[begin])
+                if self._listener is not None:
+                    content = tokens[begin * self._stride : end * self._stride]
+                    self._listener.stored(before, hashes[begin:end], content)
             begin = end + 1
 
     def release(self, blocks: Sequence[Block]) -> None:
@@ -377,7 +435,8 @@ class PrefixCache:
                 kept.append(block)
                 continue
             if self._index[block_hash] is block:
-                self._index[block_hash] = twins.popitem()[1]
+                heir = self._index[block_hash] = twins.popitem()[1]
+                self._children.hand_over(block, heir)
             else:
                 del twins[block.block_id]
             if not twins:
@@ -447,6 +506,7 @@ class PrefixCache:
             self._forget(block)
         self._pool.give(idle)
         self._index.clear()
+        self._children.clear()
         if self.enabled and self._listener is not None:
             self._listener.cleared()
         return True
@@ -468,6 +528,7 @@ class PrefixCache:
         self._check_copies()
         self._check_prefixes()
         self._check_pins()
+        self._children.check()
 
     def _check_places(self) -> None:
         idle = list(self._policy)
@@ -516,3 +577,11 @@ class PrefixCache:
         assert len(self._kept) <= len(self.pins), f"{len(self._kept)} blocks withheld, {len(self.pins)} pinned"
         resident = sum(block_hash in self._index for block_hash in self.pins)
         assert resident == len(self.pins), f"{len(self.pins)} blocks pinned, {resident} of them resident"
+
+
+def _common_tokens(held: bytes, wanted: bytes) -> int:
+    """How many leading tokens agree. `wanted` is not the longer one."""
+    # As little-endian numbers, so that the lowest bit in which they differ is in the first token that does.
+    differing = int.from_bytes(held[: len(wanted)], "little") ^ int.from_bytes(wanted, "little")
+    lowest = (differing & -differing).bit_length() - 1
+    return (lowest // 8 if differing else len(wanted)) // TOKEN_BYTES

@@ -14,6 +14,9 @@ class KvCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Literal["xxh3_128", "sha256"], Meta(description="block hash; hits are verified with either")
     ] = "xxh3_128"
     prefix_caching: Annotated[bool, Meta(description="keep finished requests' blocks for reuse")] = True
+    partial_block_reuse: Annotated[
+        bool, Meta(description="copy the leading tokens of a cached block that a prompt leaves midway")
+    ] = True
     eviction: Annotated[Literal["lru"], Meta(description="which cached block goes first when room is needed")] = "lru"
     kv_cache_bytes: Annotated[
         int, Meta(ge=0, description="KV memory of one rank in bytes; 0: by device (512 MiB on CPU)")

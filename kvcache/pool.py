@@ -14,6 +14,9 @@ from .hashing import BlockHash
 
 BlockId = NewType("BlockId", int)
 
+#: Hashes of the blocks behind one prefix, as keys, the last to become resident at the end.
+Siblings = dict[BlockHash, None]
+
 
 class BlockState(Enum):
     """Where a block stands."""
@@ -57,7 +60,18 @@ def transitions_markdown() -> str:
 class Block:
     """One block of KV memory."""
 
-    __slots__ = ("block_hash", "block_id", "first", "newer", "older", "parent", "ref_count", "tokens")
+    __slots__ = (
+        "block_hash",
+        "block_id",
+        "children",
+        "first",
+        "newer",
+        "older",
+        "parent",
+        "ref_count",
+        "siblings",
+        "tokens",
+    )
 
     def __init__(self, block_id: BlockId) -> None:
         self.block_id = block_id
@@ -70,6 +84,10 @@ class Block:
         self.tokens = b""
         #: True only while cached, and only for the first block of a chain.
         self.first = False
+        #: What follows this block, kept by `Children`: means something only while this copy is the one that is found.
+        self.children: BlockHash | Siblings | None = None
+        #: The dictionary in which this block's hash stands, if it stands in one.
+        self.siblings: Siblings | None = None
         #: Neighbours in the `BlockList` that holds this block; outside of one they mean nothing.
         self.older = self
         self.newer = self

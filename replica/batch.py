@@ -26,7 +26,8 @@ def plan_of_step(step: int, rows: Sequence[ScheduledRow], logits_at: Sequence[in
         )
         for row in rows
     ]
-    return plan_of_rows(step, plan_rows, logits_at)
+    copies = [row.copy for row in rows if row.copy is not None]
+    return plan_of_rows(step, plan_rows, logits_at, copies)
 
 
 def wanted_logits(rows: Sequence[ScheduledRow]) -> Wanted:

@@ -174,6 +174,7 @@ class Engine:
         return CacheCounters(
             query_tokens=stats.query_tokens,
             hit_tokens=stats.hit_tokens,
+            partial_hit_tokens=stats.partial_hit_tokens,
             evicted_tokens=stats.evicted_tokens,
             collisions=stats.collisions,
             preemptions=self.scheduler.preemptions,

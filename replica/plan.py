@@ -24,6 +24,14 @@ class PlanRow(NamedTuple):
     block_table: Sequence[int]  #: from position 0 on, at least as far as this step's last token
 
 
+class BlockCopy(NamedTuple):
+    """The KV of the first `tokens` tokens of block `source` is put into block `target`, at the same offsets."""
+
+    source: int
+    target: int
+    tokens: int
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """What rank 0 tells all ranks about one step; one msgpack message. `check` says what always holds."""
 
@@ -33,6 +41,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     starts: list[int]  #: position of each row's first token of this step
     block_tables: list[list[int]]
     logits_at: list[int]  #: flat token indexes whose logits are wanted, in order
+    #: Done before the forward; all are read before the first is written, as one's target may be another's source.
+    copies: list[BlockCopy] = []
 
     def check(self) -> None:
         """Assert that the fields agree with each other."""
@@ -41,9 +51,12 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         assert len(self.token_ids) == 4 * sum(self.q_lens), (len(self.token_ids), sum(self.q_lens))
         assert all(length > 0 for length in self.q_lens), self.q_lens
         assert all(0 <= index < tokens for index in self.logits_at), (self.logits_at, tokens)
+        assert all(copy.source and copy.target and copy.tokens > 0 for copy in self.copies), self.copies
 
 
-def plan_of_rows(step: int, rows: Sequence[PlanRow], logits_at: Sequence[int] | None = None) -> StepPlan:
+def plan_of_rows(
+    step: int, rows: Sequence[PlanRow], logits_at: Sequence[int] | None = None, copies: Sequence[BlockCopy] = ()
+) -> StepPlan:
     """Join rows into a plan. Without `logits_at` the logits of each row's last token are wanted."""
     q_lens = [len(row.token_ids) for row in rows]
     if logits_at is None:
@@ -56,6 +69,7 @@ def plan_of_rows(step: int, rows: Sequence[PlanRow], logits_at: Sequence[int] | 
         starts=[row.start for row in rows],
         block_tables=[list(row.block_table) for row in rows],
         logits_at=list(logits_at),
+        copies=list(copies),
     )
 
 
@@ -70,6 +84,7 @@ class RaggedBatch:
     kv_lens: list[int]  #: [N] tokens a row's last token sees, itself included
     block_tables: Int32s  #: [N, longest], cut to the blocks in use, padded with the null block 0
     logits_at: Int64s  #: [L]
+    copied_slots: Int64s  #: [2, C] from where to where KV is copied before anything is written
 
 
 def lay_out(plan: StepPlan, block_size: int) -> RaggedBatch:
@@ -91,7 +106,16 @@ def lay_out(plan: StepPlan, block_size: int) -> RaggedBatch:
         kv_lens=kv_lens.tolist(),
         block_tables=tables,
         logits_at=np.asarray(plan.logits_at, dtype=np.int64),
+        copied_slots=_copied_slots(plan.copies, block_size),
     )
+
+
+def _copied_slots(copies: Sequence[BlockCopy], block_size: int) -> Int64s:
+    assert all(copy.tokens < block_size for copy in copies), (copies, block_size)
+    blocks = np.asarray([(copy.source, copy.target) for copy in copies], dtype=np.int64).reshape(-1, 2).T
+    counts = [copy.tokens for copy in copies]
+    offsets = np.fromiter((offset for count in counts for offset in range(count)), dtype=np.int64, count=sum(counts))
+    return np.repeat(blocks * block_size, counts, axis=1) + offsets
 
 
 def _padded_tables(tables: Sequence[Sequence[int]], used: Sequence[int]) -> Int32s:

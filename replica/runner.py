@@ -52,13 +52,14 @@ class ModelRunner:
         self.device = resolve_device(settings)
         self._group = group if group is not None and group.size > 1 else None
         self._model: Model = resolve(settings, model_dir, self._group, device=self.device)
+        self._pool: KvPool | None = None
         self._attention: AttentionBackend | None = None
         self.spec = self._model.spec
 
     def allocate_kv(self, num_blocks: int) -> None:
         """Make room for the KV of `num_blocks` blocks (zeroed; block 0 is the null block); call before `forward`."""
-        pool = KvPool(self.spec, num_blocks, self.block_size, DTYPES[self.spec.dtype], self.device)
-        self._attention = choose_attention(pool, self.device)
+        self._pool = KvPool(self.spec, num_blocks, self.block_size, DTYPES[self.spec.dtype], self.device)
+        self._attention = choose_attention(self._pool, self.device)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> torch.Tensor | None:
@@ -66,8 +67,11 @@ class ModelRunner:
 
         The tensor is the caller's to change. All ranks must be called with the same plan.
         """
+        assert self._pool is not None, "forward before allocate_kv"
         assert self._attention is not None, "forward before allocate_kv"
         batch = Batch.on_device(lay_out(plan, self.block_size), self.device)
+        if plan.copies:
+            self._pool.copy(*batch.copied_slots)
         self._attention.begin(batch)
         logits = self._model.forward(batch.token_ids, batch.positions, self._attention.attend, batch.logits_at)
         return None if logits is None else logits.float()

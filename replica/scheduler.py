@@ -19,6 +19,7 @@ from ..kvcache.cache import PrefixCache, PrefixMatch
 from ..kvcache.hashing import BlockHasher
 from ..kvcache.pool import Block
 from .errors import PromptTooLong
+from .plan import BlockCopy
 from .request import Phase, RequestKey, RequestState
 
 #: Logits of every position are wanted for prompt logprobs: [chunk, vocab] float32, 156 MB at a vocabulary of 152k.
@@ -50,6 +51,8 @@ class ScheduledRow:
     request: RequestState
     start: int
     count: int
+    #: To be done before this step writes any KV: until then the source holds what was matched, whosever it is by now.
+    copy: BlockCopy | None = None
 
     @property
     def end(self) -> int:
@@ -221,9 +224,10 @@ class Scheduler:
         """Start waiting requests in order; the first that does not fit holds up those behind it, or it would starve."""
         while budget and self._waiting and len(self._running) < self.limits.running:
             request = self._waiting[0]
-            if self._hopeless(request) or not self._start(request):
+            match = None if self._hopeless(request) else self._start(request)
+            if match is None:
                 return
-            row = self._row(request, budget)
+            row = self._row(request, budget, _copy_for(request, match))
             budget -= row.count
             yield row
 
@@ -232,13 +236,14 @@ class Scheduler:
         tried = request.refused_at_free
         return tried is not None and self._cache.free_blocks <= tried and bool(self._running)
 
-    def _start(self, request: RequestState) -> bool:
+    def _start(self, request: RequestState) -> PrefixMatch | None:
+        """What the cache gave it; None: there is no room."""
         match = self._match(request)
         needed = -(-request.num_tokens // self._hasher.block_size) - len(match.blocks)
         blocks = self._acquire(match, needed)
         if blocks is None:
             request.refused_at_free = self._cache.free_blocks
-            return False
+            return None
         request.refused_at_free = None
         request.blocks = blocks
         request.computed = match.tokens
@@ -248,7 +253,7 @@ class Scheduler:
         self._waiting.remove(request)
         request.phase = Phase.RUNNING
         insort(self._running, request, key=_by_urgency)
-        return True
+        return match
 
     def _acquire(self, match: PrefixMatch, needed: int) -> list[Block] | None:
         """Blocks for a request; when nothing runs whose end would give room, pins end before their time."""
@@ -263,11 +268,11 @@ class Scheduler:
         tokens = request.token_bytes(0, request.num_tokens)
         return self._cache.match(request.root, request.hashes, tokens, request.num_tokens)
 
-    def _row(self, request: RequestState, budget: int) -> ScheduledRow:
+    def _row(self, request: RequestState, budget: int, copy: BlockCopy | None = None) -> ScheduledRow:
         count = min(request.uncomputed, budget)
         if not request.may_use_cache:
             count = min(count, PROMPT_LOGPROBS_CHUNK)
-        return ScheduledRow(request, request.computed, count)
+        return ScheduledRow(request, request.computed, count, copy)
 
     def _preempt(self, request: RequestState) -> None:
         self.preemptions += 1
@@ -293,3 +298,11 @@ class Scheduler:
         tokens = request.token_bytes(start * size, full * size)
         self._cache.commit(request.blocks[start:full], start, parent, request.hashes[start:full], tokens)
         request.committed_blocks = full
+
+
+def _copy_for(request: RequestState, match: PrefixMatch) -> BlockCopy | None:
+    """What a request that just started needs copied. A source that became its own target has it already."""
+    if match.partial is None:
+        return None
+    source, target = match.partial.source, request.blocks[len(match.blocks)]
+    return BlockCopy(source.block_id, target.block_id, match.partial.tokens) if source is not target else None

@@ -179,6 +179,7 @@ class ReplicaServer:
             policy=eviction_policy(self._kvcache.eviction),
             listener=self._publisher,
             enabled=self._kvcache.prefix_caching,
+            partial_block_reuse=self._kvcache.partial_block_reuse,
             pin_limits=PinLimits(self._kvcache.pin_tenant_share, self._kvcache.pin_total_share),
         )
         self._engine = self._make_engine(model)

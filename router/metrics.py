@@ -20,6 +20,11 @@ DURATION_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 _CACHE_COUNTERS = (
     ("query_tokens", "homing_prefix_cache_queries_tokens", "Prompt tokens looked up in prefix caches."),
     ("hit_tokens", "homing_prefix_cache_hits_tokens", "Prompt tokens found there."),
+    (
+        "partial_hit_tokens",
+        "homing_prefix_cache_partial_hits_tokens",
+        "Of those found, tokens copied out of a block that then differs.",
+    ),
     ("evicted_tokens", "homing_prefix_cache_evicted_tokens", "Cached tokens given up for room."),
     ("collisions", "homing_prefix_cache_collisions", "Hits refused because the tokens differed."),
     ("preemptions", "homing_preemptions", "Running requests put back for lack of blocks."),

@@ -1,5 +1,6 @@
 """What attention works on: a step's batch as tensors, the KV pool, and the protocol of a backend."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, Self
 
@@ -21,6 +22,7 @@ class Batch:
     kv_lens: list[int]
     block_tables: torch.Tensor  #: [N, longest] int32
     logits_at: torch.Tensor  #: [L] int64
+    copied_slots: torch.Tensor  #: [2, C] int64
 
     @classmethod
     def on_device(cls, ragged: RaggedBatch, device: torch.device) -> Self:
@@ -33,16 +35,18 @@ class Batch:
             kv_lens=ragged.kv_lens,
             block_tables=torch.from_numpy(ragged.block_tables).to(device),
             logits_at=torch.from_numpy(ragged.logits_at).to(device),
+            copied_slots=torch.from_numpy(ragged.copied_slots).to(device),
         )
 
 
 class KvPool:
     """Keys and values of all blocks, per layer: [blocks, block_size, kv_heads, dim], zeroed.
 
-    Zeroed, because reads are padded: whatever stands in a masked slot must be finite.
+    Zeroed, because reads are padded: whatever stands in a masked slot must be finite. All tensors of one shape are
+    slices of one, so that a copy over all layers is a gather and a scatter (two kernels, not four for each layer).
     """
 
-    __slots__ = ("_flat_keys", "_flat_values", "block_size", "keys", "num_blocks", "values")
+    __slots__ = ("_flat_keys", "_flat_values", "_stacks", "block_size", "keys", "num_blocks", "values")
 
     def __init__(
         self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -50,11 +54,18 @@ class KvPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
 
-        def zeros(heads: int, dim: int) -> torch.Tensor:
-            return torch.zeros(num_blocks, block_size, heads, dim, dtype=dtype, device=device)
-
-        self.keys = [zeros(shape.kv_heads, shape.key_dim) for shape in spec.kv_shapes]
-        self.values = [zeros(shape.kv_heads, shape.value_dim) for shape in spec.kv_shapes]
+        keys = [(shape.kv_heads, shape.key_dim) for shape in spec.kv_shapes]
+        values = [(shape.kv_heads, shape.value_dim) for shape in spec.kv_shapes]
+        counts = Counter(keys + values)
+        stacks = {
+            shape: torch.zeros(count, num_blocks, block_size, *shape, dtype=dtype, device=device)
+            for shape, count in counts.items()
+        }
+        parts = {shape: iter(stack) for shape, stack in stacks.items()}
+        self.keys = [next(parts[shape]) for shape in keys]
+        self.values = [next(parts[shape]) for shape in values]
+        #: [tensors, slots, heads * dim]
+        self._stacks = [stack.flatten(1, 2).flatten(2) for stack in stacks.values()]
         self._flat_keys = [tensor.flatten(0, 1) for tensor in self.keys]
         self._flat_values = [tensor.flatten(0, 1) for tensor in self.values]
 
@@ -62,6 +73,11 @@ class KvPool:
         """Put this step's keys and values [T, kv_heads, dim] into their slots."""
         self._flat_keys[layer].index_copy_(0, slots, k)
         self._flat_values[layer].index_copy_(0, slots, v)
+
+    def copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Put the KV of these slots into those, over all layers; every source is read before any target is written."""
+        for stack in self._stacks:
+            stack.index_copy_(1, targets, stack.index_select(1, sources))
 
 
 class AttentionBackend(Protocol):

@@ -572,7 +572,7 @@ def test_each_change_of_state_in_the_table_happens_and_no_other(cache: PrefixCac
 Content = tuple[BlockHash, tuple[int, ...]]
 Chain = Callable[[BlockHash, tuple[int, ...]], list[BlockHash]]
 
-SMALL = 2
+SMALL = 3
 POOL = 8
 HONEST = BlockHasher(SMALL, seed=11)
 
@@ -602,6 +602,7 @@ class Request:
     ids: tuple[int, ...]
     table: list[Block]
     committed: int
+    computed: int
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -616,12 +617,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = PrefixCache(POOL + 1, SMALL, listener=self.mirror)
         #: What was computed into each block: the truth that hits are held against.
         self.kv: dict[int, Content] = {}
+        #: The KV in each slot, by block and offset: the last token and all before it.
+        self.slots: dict[tuple[int, int], Content] = {}
         self.running: list[Request] = []
 
     @rule(
         target=requests,
         root=st.sampled_from([ROOT, OTHER_ROOT]),
-        ids=st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple),
+        ids=st.lists(st.integers(0, 1), min_size=1, max_size=13).map(tuple),
         use_cache=st.sampled_from([True, True, True, False]),
     )
     def start(self, root: BlockHash, ids: tuple[int, ...], use_cache: bool):
@@ -633,14 +636,27 @@ class CacheMachine(RuleBasedStateMachine):
         if table is None:
             return multiple()
         assert table[: len(match.blocks)] == list(match.blocks)
-        request = Request(root, ids, table, len(match.blocks))
+        request = Request(root, ids, table, len(match.blocks), match.tokens)
+        if match.partial:
+            self.copy(match.partial.source, table[len(match.blocks)], match.partial.tokens)
         self.running.append(request)
         return request
 
     def verify(self, match: PrefixMatch, root: BlockHash, ids: tuple[int, ...], use_cache: bool) -> None:
-        assert match.tokens == len(match.blocks) * SMALL < len(ids)
+        partial = match.partial.tokens if match.partial else 0
+        assert match.tokens == len(match.blocks) * SMALL + partial < len(ids)
+        assert partial < SMALL
+        if match.partial:
+            held_root, held = self.kv[match.partial.source.block_id]
+            assert (held_root, held[: match.tokens]) == (root, ids[: match.tokens]), "a partial hit on wrong KV"
         for place, block in enumerate(match.blocks):
             assert self.kv[block.block_id] == (root, ids[: (place + 1) * SMALL]), "a hit on wrong KV"
+
+    def copy(self, source: Block, target: Block, tokens: int) -> None:
+        """What a step does before it writes anything, although the source may be somebody else's by then."""
+        copied = [self.slots[source.block_id, offset] for offset in range(tokens)]
+        for offset, content in enumerate(copied):
+            self.slots[target.block_id, offset] = content
 
     def take(self, call: Callable[[], list[Block] | None], hit: Sequence[Block], needed: int) -> list[Block] | None:
         blocks = self.cache._pool.blocks
@@ -675,8 +691,16 @@ class CacheMachine(RuleBasedStateMachine):
             return
         start = request.committed
         end = min(start + count, len(request.ids) // SMALL)
+        for position in range(request.computed, end * SMALL):
+            slot = request.table[position // SMALL].block_id, position % SMALL
+            self.slots[slot] = (request.root, request.ids[: position + 1])
+        request.computed = max(request.computed, end * SMALL)
         for place in range(start, end):
-            self.kv[request.table[place].block_id] = (request.root, request.ids[: (place + 1) * SMALL])
+            block_id = request.table[place].block_id
+            self.kv[block_id] = (request.root, request.ids[: (place + 1) * SMALL])
+            for offset in range(SMALL):
+                expected = (request.root, request.ids[: place * SMALL + offset + 1])
+                assert self.slots[block_id, offset] == expected, "a block with wrong KV is shared"
         hashes = self.chain(request.root, request.ids)
         parent = hashes[start - 1] if start else request.root
         blocks = self.cache._pool.blocks
@@ -750,8 +774,18 @@ class OracleMachine(CacheMachine):
             if (root, ids[:end]) not in self.shared:
                 break
             longest = end
-        assert match.tokens == longest
+        assert len(match.blocks) * SMALL == longest
+        assert match.tokens == (self.longest_partial(root, ids, longest) if use_cache else 0)
         assert match.collisions == 0
+
+    def longest_partial(self, root: BlockHash, ids: tuple[int, ...], whole: int) -> int:
+        """How far any shared block that follows `whole` tokens of the prompt goes on with it, the last token left out.
+
+        With two values for a token a block has so few siblings that the cache looks at all of them.
+        """
+        following = [held for held_root, held in self.shared if held_root == root and len(held) == whole + SMALL]
+        ends = range(whole, min(whole + SMALL, len(ids)))
+        return max(end for end in ends if end == whole or any(held[:end] == ids[:end] for held in following))
 
     def take(self, call: Callable[[], list[Block] | None], hit: Sequence[Block], needed: int) -> list[Block] | None:
         empty = self.cache.free_blocks - len(self.idle)

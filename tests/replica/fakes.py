@@ -55,6 +55,10 @@ class FakeModel:
         """The token that follows each position of `plan.logits_at`."""
         self.plans.append(plan)
         batch = lay_out(plan, self.block_size)
+        sources, targets = batch.copied_slots.tolist()
+        for slot, entry in zip(targets, [self.memory[source] for source in sources], strict=True):
+            assert entry is not None, "copied KV that was never written"
+            self.memory[slot] = entry
         followers: list[int] = []
         first = 0
         for row, count in enumerate(batch.q_lens):

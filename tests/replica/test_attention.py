@@ -44,6 +44,23 @@ def filled_pool(shape: Shape, blocks: int, seed: int) -> KvPool:
     return pool
 
 
+def test_copied_slots_hold_what_the_sources_held_in_every_layer():
+    """Layers of several shapes are stacked by shape; a copy must reach all of them, and read before it writes."""
+    shapes = (KvShape(2, 8, 8), KvShape(2, 8, 6), KvShape(1, 8, 8))
+    pool = KvPool(ModelSpec(shapes, 10, 64, (), "float32", 4), 4, BLOCK, torch.float32, CPU)
+    tensors = [tensor.normal_().flatten(0, 1) for tensor in (*pool.keys, *pool.values)]
+    before = [tensor.clone() for tensor in tensors]
+    sources, targets = torch.tensor([4, 5, 8]), torch.tensor([8, 9, 12])
+
+    pool.copy(sources, targets)
+
+    kept = torch.tensor([slot for slot in range(4 * BLOCK) if slot not in targets.tolist()])
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(tensor[targets], old[sources])
+        assert torch.equal(tensor[kept], old[kept])
+    assert [tuple(keys.shape[2:]) for keys in pool.keys] == [(2, 8), (2, 8), (1, 8)]
+
+
 def batch_of(lengths: list[tuple[int, int]]) -> Batch:
     """Rows of (start, new tokens), each with blocks of its own."""
     rows, block = [], 1

@@ -1,12 +1,14 @@
 """The engine against a model whose every token can be computed by hand; real scheduler, cache and sampler."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from homing.kvcache.cache import PrefixCache
@@ -14,14 +16,17 @@ from homing.kvcache.hashing import BlockHash, BlockHasher, HashAlgorithm
 from homing.kvcache.pins import PinLimits
 from homing.replica.engine import Engine, EngineModel, StepResult
 from homing.replica.errors import Draining, InvalidRequest, PromptTooLong, RankLost
-from homing.replica.messages import Generate, Pin, TokenOutput
+from homing.replica.messages import Generate, Pin, TokenLogprob, TokenOutput
 from homing.replica.rates import Rates
+from homing.replica.runner import ModelRunner
 from homing.replica.scheduler import Limits
+from homing.replica.worker import LocalExecutor
 
 from .fakes import VOCAB, FakeClock, FakeExecutor, FakeModel, generate, undisturbed
 
 HANG = 5_000
 EOS = 96
+Answer = list[TokenLogprob]
 
 
 @dataclass
@@ -497,6 +502,108 @@ def test_a_lost_rank_is_passed_on(rig: Rig) -> None:
 
     with pytest.raises(RankLost):
         rig.engine.step()
+
+
+@cache
+def real_runner(folder: Path) -> ModelRunner:
+    """One for all examples: what stands in its blocks from an example before must not matter."""
+    from .toys import make_runner
+
+    return make_runner(folder)
+
+
+@dataclass
+class Real:
+    """An engine on a small random model in float32, and what its requests got."""
+
+    runner: ModelRunner
+    partial_block_reuse: bool
+    budget: int
+    blocks: int
+
+    def __post_init__(self) -> None:
+        size = self.runner.block_size
+        self.hasher = BlockHasher(size, seed=3)
+        self.cache = PrefixCache(self.blocks + 1, size, partial_block_reuse=self.partial_block_reuse)
+        self.engine = Engine(
+            limits=Limits(4, self.budget, self.blocks * size),
+            model=EngineModel(self.runner.spec.vocab_size, ()),
+            cache=self.cache,
+            hasher=self.hasher,
+            executor=LocalExecutor(self.runner),
+            rates=Rates(1000.0, 0.01),
+            epoch=11,
+        )
+
+    def answers(self, prompts: Sequence[Sequence[int]], steps_between: Sequence[int], **sampling) -> dict[int, Answer]:
+        """Logprobs by token of each answer; a request comes some steps after the one before it."""
+        collected: dict[int, Answer] = defaultdict(list)
+        for number, (prompt, steps) in enumerate(zip(prompts, steps_between, strict=True)):
+            self.engine.add("a", generate(number, prompt, self.hasher, logprobs=0, max_tokens=5, **sampling))
+            self._step(steps, collected)
+        while self.engine.has_work:
+            self._step(1, collected)
+        return collected
+
+    def _step(self, count: int, collected: dict[int, Answer]) -> None:
+        for _ in range(count):
+            for output in self.engine.step().outputs["a"]:
+                collected[output.request_id] += [values.chosen for values in output.logprobs or []]
+            self.engine.scheduler.check()
+
+
+BRANCHING = st.lists(
+    st.tuples(st.integers(0, 30), st.lists(st.integers(3, 6), min_size=1, max_size=9), st.integers(0, 9)),
+    min_size=2,
+    max_size=6,
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    BRANCHING,
+    st.integers(3, 40),
+    st.integers(6, 20),
+    st.sampled_from([{}, {"temperature": 0.8, "seed": 5, "top_p": 0.9}]),
+)
+def test_copying_inside_blocks_changes_no_token(
+    checkpoint: Callable[..., Path],
+    requests: list[tuple[int, list[int], int]],
+    budget: int,
+    blocks: int,
+    sampling: dict[str, float],
+) -> None:
+    """Prompts that branch off at odd places, greedy and seeded, in chunks, evicted and preempted, in float32."""
+    prompts = [[*range(40, 40 + shared), *own] for shared, own, _ in requests]
+    steps = [count for _, _, count in requests]
+
+    with_copies, without = (
+        Real(real_runner(checkpoint("llama")), partial, budget, blocks).answers(prompts, steps, **sampling)
+        for partial in (True, False)
+    )
+
+    for number in range(len(prompts)):
+        copied, computed = with_copies[number], without[number]
+        assert [token.token_id for token in copied] == [token.token_id for token in computed]
+        assert [token.logprob for token in copied] == pytest.approx([token.logprob for token in computed], abs=1e-3)
+
+
+def test_what_is_copied_is_not_computed(checkpoint: Callable[..., Path]) -> None:
+    """The gain is exact: computed prompt tokens fall by the copied ones, and by nothing else."""
+    prompts = [[*range(40, 40 + shared), 7, 8] for shared in (30, 13, 27, 6)]
+
+    counters = []
+    for partial in (True, False):
+        real = Real(real_runner(checkpoint("llama")), partial, budget=64, blocks=60)
+        real.answers(prompts, [20] * len(prompts))
+        counters.append(real.engine.load().counters)
+    copying, computing = counters
+
+    assert copying.partial_hit_tokens == (13 - 8) + (27 - 24) + 6
+    assert computing.partial_hit_tokens == 0
+    assert computing.prefilled_tokens - copying.prefilled_tokens == copying.partial_hit_tokens
+    for counted in counters:
+        assert counted.prefilled_tokens == counted.query_tokens - counted.hit_tokens
 
 
 REQUEST = st.tuples(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from homing.replica.plan import PlanRow, StepPlan, lay_out, plan_of_rows
+from homing.replica.plan import BlockCopy, PlanRow, StepPlan, lay_out, plan_of_rows
 
 BLOCK = 4
 
@@ -52,17 +52,34 @@ def test_tables_hold_the_used_blocks_then_the_null_block(rows):
         assert not any(table[used:])
 
 
-@given(rows(), st.integers(0, 2**40))
-def test_plan_survives_the_wire(rows, step):
+COPIES = st.lists(st.builds(BlockCopy, st.integers(1, 60), st.integers(1, 60), st.integers(1, BLOCK - 1)), max_size=4)
+
+
+@given(COPIES)
+def test_copies_go_from_slot_to_slot_at_equal_offsets(copies):
+    """Keys carry their position, so a token may only move to the same offset of another block."""
+    plan = plan_of_rows(0, [PlanRow([1], 0, [7])], copies=copies)
+    expected = [
+        (copy.source * BLOCK + offset, copy.target * BLOCK + offset) for copy in copies for offset in range(copy.tokens)
+    ]
+
+    sources, targets = lay_out(plan, BLOCK).copied_slots.tolist()
+
+    assert list(zip(sources, targets, strict=True)) == expected
+
+
+@given(rows(), st.integers(0, 2**40), COPIES)
+def test_plan_survives_the_wire(rows, step, copies):
     """Every rank must lay out what rank 0 planned."""
-    plan = plan_of_rows(step, rows, logits_at=[0])
+    plan = plan_of_rows(step, rows, logits_at=[0], copies=copies)
 
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan) == plan
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"token_ids": b"\0" * 8}, {"starts": []}, {"q_lens": [0]}, {"logits_at": [3]}, {"block_tables": [[5]]}],
+    [{"token_ids": b"\0" * 8}, {"starts": []}, {"q_lens": [0]}, {"logits_at": [3]}, {"block_tables": [[5]]}]
+    + [{"copies": [BlockCopy(*copy)]} for copy in ((0, 7, 1), (7, 0, 1), (7, 8, 0), (7, 8, BLOCK))],
 )
 def test_plan_that_contradicts_itself_is_caught(changes):
     """A wrong plan would write over another request's blocks; it must stop the step instead."""

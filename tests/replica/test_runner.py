@@ -5,7 +5,7 @@ import torch
 
 from homing.replica.config import ReplicaSettings
 from homing.replica.errors import StartupError
-from homing.replica.plan import PlanRow, plan_of_rows
+from homing.replica.plan import BlockCopy, PlanRow, plan_of_rows
 from homing.replica.runner import ModelRunner, cpu_threads, resolve_device
 
 from .toys import BLOCK_SIZE, ToyScheduler, make_runner
@@ -35,6 +35,36 @@ def test_step_without_logits_still_writes_kv(provider, checkpoint):
 
     assert nothing.shape == (0, 211)
     torch.testing.assert_close(rest, whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("provider", ["native", "transformers"])
+def test_copied_kv_is_as_good_as_computed_kv(provider, checkpoint):
+    """A prompt that diverges inside a block goes on from the copy."""
+    runner = make_runner(checkpoint("llama"), provider)
+    shared, own = list(range(3, 16)), [20, 21, 22]
+    whole = runner.forward(plan_of_rows(0, [PlanRow(shared + own, 0, [1, 2])]))
+    runner.forward(plan_of_rows(1, [PlanRow([*shared, 99, 98], 0, [3, 4])]))
+    rest = PlanRow(own, 13, [3, 5])
+
+    copied = runner.forward(plan_of_rows(2, [rest], copies=[BlockCopy(4, 5, 5)]))
+    not_copied = runner.forward(plan_of_rows(3, [PlanRow(own, 13, [3, 6])]))
+
+    torch.testing.assert_close(copied, whole, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(not_copied, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_copies_of_a_step_are_read_before_any_is_written(checkpoint):
+    """One request's source may have become the next one's target within the same step."""
+    runner = make_runner(checkpoint("llama"))
+    prompts = [list(range(3, 11)), list(range(30, 38))]
+    computed = [PlanRow(prompt, 0, [block]) for prompt, block in zip(prompts, (1, 2), strict=True)]
+    runner.forward(plan_of_rows(0, computed))
+    swapped = [PlanRow(prompt[6:], 6, [block]) for prompt, block in zip(prompts, (2, 1), strict=True)]
+
+    logits = runner.forward(plan_of_rows(1, swapped, copies=[BlockCopy(1, 2, 6), BlockCopy(2, 1, 6)]))
+
+    fresh = runner.forward(plan_of_rows(2, [PlanRow(prompt, 0, [9 + i]) for i, prompt in enumerate(prompts)]))
+    torch.testing.assert_close(logits, fresh, rtol=1e-4, atol=1e-4)
 
 
 def test_blocks_of_one_request_do_not_leak_into_another(checkpoint, prompts):

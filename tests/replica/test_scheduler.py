@@ -11,6 +11,7 @@ from homing.kvcache.cache import PrefixCache
 from homing.kvcache.hashing import BlockHasher
 from homing.replica.batch import plan_of_step, wanted_logits
 from homing.replica.errors import PromptTooLong
+from homing.replica.plan import BlockCopy
 from homing.replica.request import Phase, RequestState
 from homing.replica.scheduler import Limits, ScheduledRow, Scheduler
 
@@ -28,12 +29,15 @@ class Bench:
     budget: int = 64
     running: int = 8
     enabled: bool = True
+    partial_block_reuse: bool = True
     ended: dict[int, RequestState] = field(default_factory=dict)
     rows: list[ScheduledRow] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.hasher = BlockHasher(self.block_size, seed=7)
-        self.cache = PrefixCache(self.blocks + 1, self.block_size, enabled=self.enabled)
+        self.cache = PrefixCache(
+            self.blocks + 1, self.block_size, enabled=self.enabled, partial_block_reuse=self.partial_block_reuse
+        )
         self.model = FakeModel(self.blocks + 1, self.block_size)
         limits = Limits(self.running, self.budget, self.blocks * self.block_size)
         self.scheduler = Scheduler(limits, self.cache, self.hasher)
@@ -124,16 +128,77 @@ def test_a_prompt_longer_than_the_budget_runs_in_chunks() -> None:
 
 
 def test_the_second_of_two_equal_prompts_takes_the_cached_blocks(bench: Bench) -> None:
-    """All full blocks but the one with the last token, which has to be computed."""
+    """All but the last token, which has to be computed: of its block the tokens before it are copied."""
     bench.add([1, 2, 3, 4, 5, 6])
     bench.run()
 
     again = bench.add([1, 2, 3, 4, 5, 6])
     bench.step()
 
-    assert again.cached_tokens == 4
+    assert again.cached_tokens == 5
+    assert bench.model.plans[-1].copies == [BlockCopy(source=3, target=again.blocks[2].block_id, tokens=1)]
     bench.run()
     bench.check_end()
+
+
+def test_a_prompt_that_diverges_inside_a_block_computes_from_there_on() -> None:
+    """Every token that a block shares with the prompt is one token less to compute."""
+    bench = Bench(block_size=8)
+    bench.add([*range(13)], max_tokens=4)
+    bench.run()
+
+    other = bench.add([*range(11), 50, 51], max_tokens=1)
+    bench.step()
+
+    assert [(row.start, row.count) for row in bench.rows] == [(11, 2)]
+    assert other.cached_tokens == 11
+    bench.check_end()
+
+
+def test_one_admission_s_source_may_be_the_next_one_s_block() -> None:
+    """Copies of a step are read before anything is written, so a source need not be held for its reader."""
+    bench = Bench(blocks=4, block_size=4, running=2)
+    bench.add([1, 2, 3, 4], max_tokens=1)
+    bench.run()
+    bench.add([5, 6, 7, 8], max_tokens=1)
+    bench.run()
+
+    bench.add([1, 2, 9, 9, 9], max_tokens=1)
+    bench.add([5, 6, 7, 9, 9], max_tokens=1)
+    bench.step()
+
+    first, second = bench.model.plans[-1].copies
+    assert (first.tokens, second.tokens) == (2, 3)
+    assert first.source in {block for table in bench.model.plans[-1].block_tables for block in table}
+    bench.run()
+    bench.check_end()
+
+
+def test_a_source_that_becomes_its_own_target_is_not_copied() -> None:
+    """The only block that is left may be the one to copy from: the tokens are where they belong."""
+    bench = Bench(blocks=2, block_size=4)
+    bench.add([1, 2, 3, 4], max_tokens=1)
+    bench.run()
+    bench.add([7, 7, 7], max_tokens=4)
+    bench.step()
+
+    sharer = bench.add([1, 2, 9], max_tokens=1)
+    bench.step()
+
+    assert (sharer.cached_tokens, bench.model.plans[-1].copies) == (2, [])
+    bench.run()
+    bench.check_end()
+
+
+def test_with_copying_switched_off_whole_blocks_alone_are_taken() -> None:
+    """The setting for when a wrong answer is looked into."""
+    bench = Bench(partial_block_reuse=False)
+    for _ in range(2):
+        last = bench.add([1, 2, 3, 4, 5, 6])
+        bench.run()
+
+    assert last.cached_tokens == 4
+    assert not any(plan.copies for plan in bench.model.plans)
 
 
 def test_generated_blocks_are_cached(bench: Bench) -> None:
@@ -286,9 +351,10 @@ class Schedules(RuleBasedStateMachine):
         budget=st.integers(1, 12),
         running=st.integers(1, 5),
         enabled=st.booleans(),
+        partial=st.booleans(),
     )
-    def start(self, blocks: int, block_size: int, budget: int, running: int, enabled: bool) -> None:
-        self.bench = Bench(blocks, block_size, budget, running, enabled)
+    def start(self, blocks: int, block_size: int, budget: int, running: int, enabled: bool, partial: bool) -> None:
+        self.bench = Bench(blocks, block_size, budget, running, enabled, partial)
         self.refused = self.aborted = 0
 
     @rule(

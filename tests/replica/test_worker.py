@@ -64,6 +64,22 @@ def test_two_ranks_answer_like_one_and_end_together(
     assert (described.tensor_parallel_size, described.pids[1]) == (2, worker.pid)
 
 
+def test_both_ranks_copy_the_tokens_that_prompts_share_inside_a_block(
+    folder: Path, tmp_path: Path, prompts: list[list[int]], reference: Callable[..., list[list[int]]]
+) -> None:
+    """Each rank holds its own heads' KV, so copies travel in the plan: a rank without them would change tokens."""
+    port = free_port()
+    branching = [prompts[0], prompts[2], [*prompts[2][:43], 9], prompts[0]]
+    with rank_process(folder, 1, port), served(folder, tmp_path, **rank_0(port)) as running:
+        client = running.client()
+        for number, prompt in enumerate(branching):
+            client.ask(number, prompt, max_tokens=8, ignore_eos=False)
+            client.wait(number)
+
+    assert [client.outputs[number][0].cached_tokens for number in range(4)] == [0, 21, 43, 24]
+    assert [client.tokens(number) for number in range(4)] == reference(folder, branching, 8)
+
+
 def test_rank_0_ends_with_a_clear_error_when_a_worker_dies(folder: Path, tmp_path: Path) -> None:
     """The requests are handed back at once; the supervisor rebuilds both ranks."""
     port = free_port()

@@ -60,7 +60,8 @@ class Replay:
     ROOT = BlockHash(bytes(16))
 
     def __init__(self, size: int) -> None:
-        self._cache = PrefixCache(size + 1, BLOCK)  # the null block is no room
+        # The null block is no room; the curve counts whole blocks.
+        self._cache = PrefixCache(size + 1, BLOCK, partial_block_reuse=False)
         self._hasher = BlockHasher(BLOCK, seed=1)
 
     def run(self, prompt: list[int]) -> None:
