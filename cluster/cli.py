@@ -39,6 +39,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     makers: dict[str, Callable[[Parser], None]] = {
         "serve": _serve_arguments,
         "status": _status_arguments,
+        "explain": _explain_arguments,
         "watch": _watch_arguments,
         "stop": _stop_arguments,
         "version": lambda _: None,
@@ -46,6 +47,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     summaries = {
         "serve": "start replicas and router, and keep them running",
         "status": "show replicas, load and cache hits of a running cluster",
+        "explain": "show where a prompt would go now, and why",
         "watch": "print the cache events of a running cluster",
         "stop": "end a running cluster",
         "version": "print the version",
@@ -105,6 +107,11 @@ def run(words: Sequence[str], out: TextIO) -> int:
             from .status import status
 
             return status(settings_of(arguments), out, as_json=arguments.json)
+        case "explain":
+            from .explain import explain, request_body
+
+            body = request_body(arguments.prompt, arguments.body, raw=arguments.raw)
+            return explain(settings_of(arguments), out, body, url=arguments.url, as_json=arguments.json)
         case _:
             from .watch import watch
 
@@ -172,6 +179,15 @@ def _watch_arguments(parser: Parser) -> None:
     _lookup_arguments(parser)
     parser.add_argument("--replica", metavar="ID", action="append", help="only this replica; may be given again")
     parser.add_argument("--json", action="store_true", help="one JSON object per event, for programs")
+
+
+def _explain_arguments(parser: Parser) -> None:
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="sent as one user message; --raw: as it is")
+    parser.add_argument("--raw", action="store_true", help="no chat template: the prompt of a completion")
+    parser.add_argument("--body", metavar="FILE", help="JSON body of a chat or completion request, instead of a prompt")
+    parser.add_argument("--url", metavar="URL", help="of a cluster; without it, the one that runs here")
+    _lookup_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print what /explain answers, for programs")
 
 
 def _stop_arguments(parser: Parser) -> None:

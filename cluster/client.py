@@ -1,4 +1,4 @@
-"""Asks a running cluster's router over HTTP. One GET, no proxy, plain errors."""
+"""Asks a running cluster's router over HTTP. No proxy, plain errors."""
 
 import json
 import urllib.error
@@ -30,18 +30,38 @@ def get_json(url: str) -> Any:
         raise ClusterError(f"{url} answered no JSON: {error}") from error
 
 
+def post_json(url: str, body: Any) -> Any:
+    """The JSON that `url` answers to `body`. Raises ClusterError, with the router's own words where it refuses."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    return json.loads(_ask(request))
+
+
 def get_text(url: str) -> str:
     """What `url` answers. Raises ClusterError."""
+    return _ask(urllib.request.Request(url))
+
+
+def _ask(request: urllib.request.Request) -> str:
+    url = request.full_url
     # A proxy of the environment has no business with an address of this cluster.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(url, timeout=TIMEOUT_S) as answer:
+        with opener.open(request, timeout=TIMEOUT_S) as answer:
             text: str = answer.read().decode()
     except urllib.error.HTTPError as error:
-        raise ClusterError(f"{url} answered {error.code} {error.reason}") from error
+        raise ClusterError(f"{url} answered {error.code} {_message(error) or error.reason}") from error
     except (OSError, ValueError) as error:
         raise ClusterError(f"{url} cannot be asked: {getattr(error, 'reason', error)}") from error
     return text
+
+
+def _message(error: urllib.error.HTTPError) -> str | None:
+    """The message of an error in OpenAI's shape; None where it has another."""
+    try:
+        message: str = json.loads(error.read())["error"]["message"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return message
 
 
 def is_ready(url: str) -> bool:

@@ -6,8 +6,10 @@ Writes to the stream it was given, so that the rest of the process (Ray prints t
 import json
 import logging
 import shutil
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TextIO
 
 from .. import __version__
@@ -21,8 +23,9 @@ LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERR
 class Console:
     """Lines for a person; one line per thing that changed."""
 
-    def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic, *, program: str = "homing") -> None:
         self._out = out
+        self._program = program
         self._clock = clock
         self._began = clock()
         self._shown: dict[str, str] = {}
@@ -63,19 +66,30 @@ class Console:
         """How to use what now runs."""
         name = "" if settings.cluster.name == "default" else f" --name {settings.cluster.name}"
         body = json.dumps({"model": model, **REQUEST})
+        program = self._program
         rule = "─" * min(100, shutil.get_terminal_size().columns)
         rows = [
             ("api", f"{url}/v1   (OpenAI-compatible)"),
             ("metrics", f"{url}/metrics"),
-            ("status", f"homing status{name}"),
-            ("watch", f"homing watch{name}"),
-            ("stop", f"homing stop{name}" if detached else f"Ctrl-C, or: homing stop{name}"),
+            ("status", f"{program} status{name}"),
+            ("explain", f'{program} explain{name} "Tell me a story about a fox."'),
+            ("watch", f"{program} watch{name}"),
+            ("stop", f"{program} stop{name}" if detached else f"Ctrl-C, or: {program} stop{name}"),
         ]
         self.line(f"{rule}\nhoming is ready: {model} on {settings.cluster.replicas} replicas\n")
         self.line("\n".join(f"  {word:<8} {text}" for word, text in rows))
         self.line(
             f"\n  try it:\n\ncurl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n{rule}"
         )
+
+
+def program() -> str:
+    """How a person at this prompt calls this command: by its bare name only where the shell would find it."""
+    if shutil.which("homing"):
+        return "homing"
+    script = Path(sys.executable).with_name("homing")
+    here = Path.cwd()
+    return str(script.relative_to(here) if script.is_relative_to(here) else script)
 
 
 def _gang_words(gang: GangStatus) -> str:

@@ -23,7 +23,7 @@ from ..router.tenants import read_tenants
 from . import local_ray
 from .client import get_json, is_ready
 from .config import Settings, state_folder
-from .console import Console
+from .console import Console, program
 from .errors import ClusterError, PortTaken, SettingsError, StartFailed
 from .model import find_model
 from .spec import ClusterSpec, ClusterStatus
@@ -72,7 +72,7 @@ class Run:
 def serve(settings: Settings, out: TextIO, *, detached: bool = False) -> int:
     """Serve until a signal; returns the exit code. Raises ClusterError when it cannot start."""
     settings = with_keys(named(settings))
-    console = Console(out)
+    console = Console(out, program=program())
     console.opening(settings)
     notebook = Notebook(state_folder(settings))
     name = settings.cluster.name

@@ -1,7 +1,7 @@
 """`homing status`: what the router says about its replicas, as a table. Formatting only."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TextIO
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -39,19 +39,21 @@ def hit_rates(metrics: str) -> dict[str, float]:
 def render(name: str, url: str, view: dict[str, Any], rates: Mapping[str, float]) -> str:
     """The whole page."""
     lines = [f"{name} · {url} · {_models(view)} · policy {view['policy']}", ""]
-    lines += table(COLUMNS, [_row(replica, rates.get(replica["replica_id"])) for replica in view["replicas"]])
+    lines += table(
+        COLUMNS, [_row(replica, rates.get(replica["replica_id"])) for replica in view["replicas"]], right=RIGHT
+    )
     lines += ["", _totals(view)]
     lines += [f"refused {refused['replica_id']}: {refused['message']}" for refused in view["refused"]]
     return "\n".join(lines)
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of equal width; numbers to the right."""
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str]) -> list[str]:
+    """Lines of equal width; the columns in `right` are set to the right."""
     widths = [max(len(row[index]) for row in (columns, *rows)) for index in range(len(columns))]
 
     def line(cells: Sequence[str]) -> str:
         return "  ".join(
-            cell.rjust(width) if column in RIGHT else cell.ljust(width)
+            cell.rjust(width) if column in right else cell.ljust(width)
             for cell, width, column in zip(cells, widths, columns, strict=True)
         ).rstrip()
 

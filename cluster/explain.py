@@ -1,0 +1,66 @@
+"""`homing explain PROMPT`: where a request would go now, and why, as a table. Asks the router; generates nothing."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from .client import cluster_url, post_json
+from .config import Settings
+from .errors import SettingsError
+from .status import table
+
+NUMBERS = ("held", "expected", "to compute", "queued", "running", "waiting", "first token")
+COLUMNS = ("", "replica", "events", *NUMBERS, "why")
+
+
+def explain(settings: Settings, out: TextIO, body: Mapping[str, Any], *, url: str | None, as_json: bool) -> int:
+    """Print the decision that `body`, a chat or a completion, would meet now. Raises NotRunning and ClusterError."""
+    found = post_json(f"{cluster_url(settings, url)}/explain", body)
+    print(json.dumps(found, indent=2) if as_json else render(found), file=out)
+    return 0
+
+
+def request_body(prompt: str | None, file: str | None, *, raw: bool) -> dict[str, Any]:
+    """What is asked about: a prompt, sent as one user message or `raw`, or the request body in a file."""
+    if (prompt is None) == (file is None):
+        raise SettingsError("homing explain: give a prompt, or --body FILE with the JSON of a request")
+    if file is not None:
+        return _read(Path(file))
+    return {"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        body = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"--body {file}: {error}") from error
+    if not isinstance(body, dict):
+        raise SettingsError(f"--body {file}: a request is a JSON object")
+    return body
+
+
+def render(found: Mapping[str, Any]) -> str:
+    """The whole page."""
+    chosen = found["chosen"]
+    where = f"{chosen}: {found['why']}" if chosen else f"nowhere yet, {found['why']}"
+    lines = [f"{found['prompt_tokens']} tokens in {found['prompt_blocks']} full blocks · policy {found['policy']}"]
+    lines += ["", *table(COLUMNS, [_row(score) for score in found["replicas"]], right=NUMBERS)]
+    return "\n".join([*lines, "", f"→ {where}"])
+
+
+def _row(score: Mapping[str, Any]) -> tuple[str, ...]:
+    seconds = score["expected_ttft_s"]
+    return (
+        "→" if score["chosen"] else "",
+        score["replica_id"],
+        score["feed"],
+        str(score["held_blocks"]),
+        str(score["expected_blocks"]),
+        str(score["uncached_tokens"]),
+        str(score["queued_prefill_tokens"]),
+        str(score["running"]),
+        str(score["waiting"]),
+        "-" if seconds is None else f"{seconds * 1000:.1f} ms",
+        score["why"],
+    )

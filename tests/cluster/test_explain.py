@@ -1,0 +1,63 @@
+"""The table of `homing explain`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from homing.cluster.errors import SettingsError
+from homing.cluster.explain import render, request_body
+
+SCORE = {
+    "replica_id": "r0",
+    "feed": "live",
+    "held_blocks": 61,
+    "expected_blocks": 62,
+    "uncached_tokens": 17,
+    "queued_prefill_tokens": 300,
+    "running": 2,
+    "waiting": 1,
+    "expected_ttft_s": 0.0123,
+    "chosen": True,
+    "why": "least expected time to first token",
+}
+OTHER = {**SCORE, "replica_id": "r1", "chosen": False, "expected_ttft_s": None, "why": "draining"}
+FOUND = {
+    "policy": "expected-ttft",
+    "chosen": "r0",
+    "why": SCORE["why"],
+    "prompt_tokens": 1009,
+    "prompt_blocks": 63,
+    "replicas": [SCORE, OTHER],
+}
+
+
+def test_every_replica_is_a_line_and_the_choice_is_marked() -> None:
+    """An on-call engineer reads what was compared, and why one won."""
+    lines = render(FOUND).splitlines()
+
+    assert lines[0].startswith("1009 tokens in 63 full blocks")
+    assert lines[3].split()[:9] == ["→", "r0", "live", "61", "62", "17", "300", "2", "1"]
+    assert "12.3 ms" in lines[3]
+    assert lines[4].split() == ["r1", "live", "61", "62", "17", "300", "2", "1", "-", "draining"]
+    assert lines[-1] == "→ r0: least expected time to first token"
+
+
+def test_a_held_request_goes_nowhere() -> None:
+    """Late binding is a decision, too."""
+    held = {**FOUND, "chosen": None, "why": "held: r0 saturated"}
+
+    assert render(held).splitlines()[-1] == "→ nowhere yet, held: r0 saturated"
+
+
+def test_a_question_is_a_prompt_or_a_body(tmp_path: Path) -> None:
+    """Exactly one of them; a mistake names the file."""
+    body = tmp_path / "body.json"
+    body.write_text(json.dumps({"prompt": "x"}))
+
+    assert request_body("hi", None, raw=False) == {"messages": [{"role": "user", "content": "hi"}]}
+    assert request_body("hi", None, raw=True) == {"prompt": "hi"}
+    assert request_body(None, str(body), raw=False) == {"prompt": "x"}
+    for prompt, file in ((None, None), ("hi", str(body)), (None, str(tmp_path)), (None, str(tmp_path / "none"))):
+        with pytest.raises(SettingsError):
+            request_body(prompt, file, raw=False)
