@@ -1,8 +1,9 @@
 """Block hashes, block pool, prefix cache. Without torch, zmq or ray, so that the router shares the hashing."""
 
+from .adapter import adapter_digest
 from .cache import CachedBlock, CacheListener, CacheStats, PartialHit, PrefixCache, PrefixMatch
 from .config import KvCacheSettings
-from .errors import KvCacheError, PoolTooSmall, StaleMatch, TraceError
+from .errors import AdapterUnreadable, KvCacheError, PoolTooSmall, StaleMatch, TraceError
 from .eviction import EvictionName, EvictionPolicy, Lru, eviction_policy
 from .hashing import (
     HASH_BYTES,
@@ -21,6 +22,7 @@ from .hashing import (
     wire_hash,
     wire_hashes,
 )
+from .media import MediaItem, block_extras
 from .pins import PinBook, PinLimits, PinStats
 from .pool import TRANSITIONS, Block, BlockId, BlockState, Transition
 from .sizing import blocks_that_fit, bytes_per_block, kv_budget_bytes, kv_heads_per_rank
@@ -31,6 +33,7 @@ __all__ = [
     "MOONCAKE_BLOCK_TOKENS",
     "TOKEN_BYTES",
     "TRANSITIONS",
+    "AdapterUnreadable",
     "Block",
     "BlockHash",
     "BlockHasher",
@@ -46,6 +49,7 @@ __all__ = [
     "KvCacheError",
     "KvCacheSettings",
     "Lru",
+    "MediaItem",
     "PartialHit",
     "PinBook",
     "PinLimits",
@@ -57,6 +61,8 @@ __all__ = [
     "TraceError",
     "TraceRequest",
     "Transition",
+    "adapter_digest",
+    "block_extras",
     "blocks_that_fit",
     "bytes_per_block",
     "canonical",

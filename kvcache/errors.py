@@ -1,9 +1,10 @@
 """What can go wrong in the block pool.
 
     KvCacheError
-    ├── PoolTooSmall    the KV memory holds too few blocks to run anything
-    ├── StaleMatch      a prefix match was used after the cache had changed under it
-    └── TraceError      a line of a request log cannot be read
+    ├── AdapterUnreadable   a folder is no LoRA adapter whose content can be told
+    ├── PoolTooSmall        the KV memory holds too few blocks to run anything
+    ├── StaleMatch          a prefix match was used after the cache had changed under it
+    └── TraceError          a line of a request log cannot be read
 
 Running out of blocks is no error: `acquire` and `allocate` return None and the scheduler decides.
 """
@@ -17,6 +18,12 @@ class KvCacheError(Exception):
     """Any error of this room."""
 
     http_status: ClassVar[int] = 500
+
+
+class AdapterUnreadable(KvCacheError):
+    """The operator's folder is no adapter in PEFT's and safetensors' format; the message names the file."""
+
+    http_status = 400
 
 
 class PoolTooSmall(KvCacheError):

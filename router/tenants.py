@@ -31,7 +31,7 @@ class Tenant:
     """Whoever budgets and limits are counted for."""
 
     digest: bytes  #: 16 bytes; stands for the tenant wherever its name or key must not go
-    sharing: bytes  #: tenants with equal ones share cached blocks; empty: callers without a key
+    sharing: bytes  #: a digest; tenants with equal ones share cached blocks; empty: callers without a key
     admin: bool  #: may do what concerns everybody, such as resetting the caches
     name: str = ""  #: as in the file; empty without one
 
@@ -123,14 +123,14 @@ def _check_entries(entries: Sequence[KeyEntry]) -> None:
 
 
 def _tenant(entry: KeyEntry) -> Tenant:
-    named = canonical(b"tenant", entry.tenant.encode())
-    sharing = named if entry.group is None else canonical(b"group", entry.group.encode())
-    return Tenant(_digest(b"homing-tenant-id", named), sharing, entry.admin, entry.tenant)
+    own = _digest(b"tenant", entry.tenant.encode())
+    sharing = own if entry.group is None else _digest(b"group", entry.group.encode())
+    return Tenant(own, sharing, entry.admin, entry.tenant)
 
 
 def _anybody(key: str) -> Tenant:
-    sharing = canonical(b"key", key.encode()) if key else b""
-    return Tenant(_digest(b"homing-tenant-id", sharing), sharing, admin=True)
+    own = _digest(b"key", key.encode())
+    return Tenant(own, own if key else b"", admin=True)
 
 
 def _digest(*fields: bytes) -> bytes:
