@@ -2,7 +2,8 @@
 
 Pure arithmetic over positions. An item's tokens are placeholders, alike for all images, so its content has to enter the
 hash: two prompts that differ in an image alone must not share KV. Serving such models is not part of the engine yet;
-router and replica will both take their extras from here.
+router and replica will both take their extras from here. What compares tokens alone, the reuse of a part of a block,
+must then pass such prompts over: the tokens of two different images are the same.
 """
 
 from collections.abc import Iterable
