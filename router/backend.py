@@ -3,13 +3,13 @@
 Types alone: no sockets, no HTTP, no tokenizer. `RouterService` (service.py) is the real `Backend`.
 """
 
-from collections.abc import AsyncIterator
 from typing import Literal, Protocol
 
 import msgspec
 
 from ..events.messages import EventEndpoints, LoadReport
 from ..replica.messages import FinishReason, ModelLimits, Pin, PositionLogprobs, SamplingParams
+from .errors import RouterError
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,18 +37,25 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     pinned_tokens: int | None = None  #: how far the prompt is kept now; on the first delta of a request with pins only
 
 
+class TokenSink(Protocol):
+    """Who takes a request's deltas. Called on the service's loop, in the middle of others' work: it must not raise."""
+
+    def delta(self, delta: TokenDelta) -> None:
+        """The next delta, in order; the last one has a `finish_reason`."""
+
+    def failed(self, error: RouterError) -> None:
+        """The request broke (`RequestFailed` or a subclass); nothing follows."""
+
+
 class TokenStream(Protocol):
-    """Deltas of one request in order; ends after the delta with a `finish_reason`, or raises `RouterError`."""
+    """Deltas of one request, which its one sink gets as they come."""
 
     @property
     def replica_id(self) -> str | None:
         """Where the request runs or ran last; None while the router holds it."""
 
-    def __aiter__(self) -> AsyncIterator[TokenDelta]:
-        """The stream itself; it can be read once."""
-
-    async def __anext__(self) -> TokenDelta:
-        """The next delta. Raises `RequestFailed` (or a subclass) when the request broke."""
+    def listen(self, sink: TokenSink) -> None:
+        """Hand over what came already, and from now on all that comes; once. After `cancel` nothing does."""
 
     def cancel(self) -> None:
         """Stop the request and free its blocks; idempotent, and harmless after the end."""

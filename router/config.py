@@ -44,3 +44,20 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         float, Meta(gt=0, description="how long cache_control keeps a prefix whose ttl is not given")
     ] = 300.0
     pin_max_ttl_s: Annotated[float, Meta(gt=0, description="longest ttl that cache_control may ask for")] = 3600.0
+    access_log: Annotated[str, Meta(description="file for one line per request; -: standard error; empty: none")] = "-"
+    cors_origins: Annotated[
+        str, Meta(description="origins, separated by commas, whose pages may call the server; *: all; empty: none")
+    ] = ""
+    tls_cert_file: Annotated[
+        str, Meta(description="PEM file with the server's certificate and its chain; empty: plain HTTP")
+    ] = ""
+    tls_key_file: Annotated[
+        str, Meta(description="PEM file with the certificate's key; empty: it is in tls_cert_file")
+    ] = ""
+    read_timeout_s: Annotated[float, Meta(gt=0, description="a request must arrive whole within so long")] = 60.0
+    stall_timeout_s: Annotated[
+        float, Meta(gt=0, description="a client that takes nothing of its answer for so long is cut off")
+    ] = 30.0
+    max_unsent_bytes: Annotated[
+        int, Meta(ge=64 * 1024, description="a client that leaves more of its answer unread is cut off")
+    ] = 1024 * 1024

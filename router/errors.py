@@ -14,7 +14,10 @@
     ├── ModelNotFound        404  the caller's
     ├── UnknownPath          404  the caller's
     ├── WrongMethod          405  the caller's
+    ├── MalformedRequest     400  the caller's: what came is not HTTP/1.1
+    ├── RequestTooSlow       408  the caller's: the request did not arrive whole in time
     ├── BodyTooLarge         413  the caller's
+    ├── HeadTooLarge         431  the caller's
     ├── QueueFull            429  more requests wait than the router holds; has `retry_after_s`
     ├── RequestFailed        500  a replica failed the request, or the token stream is inconsistent
     │   ├── ReplicaLost      502  the replica died and the request could not continue elsewhere
@@ -24,6 +27,7 @@
     ├── TokenizerUnavailable 503  the model's folder has no tokenizer that can serve
     ├── KeysFileInvalid      500  the operator's: the file of API keys cannot be used; never meets a client
     ├── AddressInUse         500  the server's address cannot be bound; never meets a client
+    ├── TlsUnusable          500  certificate or key cannot be read; never meets a client
     └── ParityMismatch       500  a replica differs from the router in what both must agree on; never meets a client
 
 `http_status`, `error_type`, `code` and `param` are what one place in the HTTP front turns into OpenAI's error shape.
@@ -234,6 +238,30 @@ class BodyTooLarge(RouterError):
     code = "body_too_large"
 
 
+class MalformedRequest(RouterError):
+    """What came is not HTTP/1.1."""
+
+    http_status = 400
+    error_type = "invalid_request_error"
+    code = "malformed_http"
+
+
+class RequestTooSlow(RouterError):
+    """The request did not arrive whole within `read_timeout_s`."""
+
+    http_status = 408
+    error_type = "invalid_request_error"
+    code = "request_too_slow"
+
+
+class HeadTooLarge(RouterError):
+    """The head of the HTTP request is larger than any honest one."""
+
+    http_status = 431
+    error_type = "invalid_request_error"
+    code = "head_too_large"
+
+
 class TokenizerUnavailable(RouterError):
     """The model's folder has no tokenizer that can serve."""
 
@@ -251,3 +279,9 @@ class AddressInUse(RouterError):
         super().__init__(f"cannot listen on {host}:{port}: {reason}; choose another with --port")
         self.host = host
         self.port = port
+
+
+class TlsUnusable(RouterError):
+    """The settings name a certificate or key that cannot be used; never meets a client."""
+
+    code = "tls_unusable"

@@ -4,7 +4,13 @@ Wraps what happens; no core imports it. Names are those of docs/metrics.md (a te
 come with their load reports; a rebuilt replica starts at zero under a new epoch, and the counters here go on.
 """
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from ..events.messages import CacheCounters, LoadReport
 from .backend import ClusterView, FinishedRequest, RouterCounters
@@ -56,6 +62,76 @@ _ROUTER_COUNTERS = (
 )
 
 
+class Histogram:
+    """Counts of values by bucket: a plain list, as the client library's own locks for 2 us at each value."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def sample(self) -> tuple[list[tuple[str, float]], float]:
+        """Buckets as Prometheus wants them (each with all below it), and the sum."""
+        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        return list(zip(names, accumulate(self._counts), strict=True)), self._sum
+
+
+class HttpNumbers(Collector):
+    """What the front counts for each request and each token, as plain numbers; shown when somebody asks."""
+
+    def __init__(self) -> None:
+        self.requests: dict[tuple[str, int], int] = {}
+        self.durations: dict[str, Histogram] = {}
+        self.ttft = Histogram(TTFT_BUCKETS)
+        self.itl = Histogram(ITL_BUCKETS)
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+
+    def describe(self) -> Sequence[Metric]:
+        """See prometheus_client: the names are those of `collect`."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """See prometheus_client."""
+        requests = CounterMetricFamily("homing_http_requests", "HTTP requests answered.", labels=["endpoint", "status"])
+        for (endpoint, status), count in self.requests.items():
+            requests.add_metric([endpoint, str(status)], count)
+        yield requests
+        durations = HistogramMetricFamily(
+            "homing_http_request_duration_seconds",
+            "From the request's head to the end of the answer.",
+            labels=["endpoint"],
+        )
+        for endpoint, histogram in self.durations.items():
+            durations.add_metric([endpoint], *histogram.sample())
+        yield durations
+        yield _histogram(
+            "homing_time_to_first_token_seconds",
+            "From the arrival of a request to its first token, per choice.",
+            self.ttft,
+        )
+        yield _histogram(
+            "homing_inter_token_latency_seconds", "Between one token delta of a choice and the next.", self.itl
+        )
+        yield CounterMetricFamily("homing_prompt_tokens", "Prompt tokens of HTTP requests.", value=self.prompt_tokens)
+        yield CounterMetricFamily(
+            "homing_completion_tokens", "Tokens generated for them.", value=self.completion_tokens
+        )
+
+
+def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(name, text)
+    family.add_metric([], *histogram.sample())
+    return family
+
+
 class RouterMetrics:
     """All metrics of one router process. Methods may be called from one thread; rendering from any."""
 
@@ -68,40 +144,25 @@ class RouterMetrics:
         registry = self.registry
         self._router_totals = {field: Counter(name, text, registry=registry) for field, name, text in _ROUTER_COUNTERS}
         self._router_seen = RouterCounters()
-        self._outcomes = Counter(
-            "homing_routing_outcomes", "Sequences over, by outcome.", ["outcome"], registry=registry
-        )
+        outcomes = Counter("homing_routing_outcomes", "Sequences over, by outcome.", ["outcome"], registry=registry)
+        self._outcomes = {outcome: outcomes.labels(outcome) for outcome in ("finished", "failed", "cancelled")}
         self._reports: dict[str, LoadReport] = {}
         self._known: set[str] = set()
 
     def _http_metrics(self) -> None:
         registry = self.registry
-        self._http = Counter(
-            "homing_http_requests", "HTTP requests answered.", ["endpoint", "status"], registry=registry
-        )
-        self._duration = Histogram(
-            "homing_http_request_duration_seconds",
-            "From the request's head to the end of the answer.",
-            ["endpoint"],
-            buckets=DURATION_BUCKETS,
-            registry=registry,
-        )
-        self._ttft = Histogram(
-            "homing_time_to_first_token_seconds",
-            "From the arrival of a request to its first token, per choice.",
-            buckets=TTFT_BUCKETS,
-            registry=registry,
-        )
-        self._itl = Histogram(
-            "homing_inter_token_latency_seconds",
-            "Between one token delta of a choice and the next.",
-            buckets=ITL_BUCKETS,
-            registry=registry,
-        )
-        self._prompt_tokens = Counter("homing_prompt_tokens", "Prompt tokens of HTTP requests.", registry=registry)
-        self._completion_tokens = Counter("homing_completion_tokens", "Tokens generated for them.", registry=registry)
+        self._numbers = HttpNumbers()
+        registry.register(self._numbers)
+        #: a token delta came so many seconds after the one before
+        self.inter_token = self._numbers.itl.observe
         self._gone = Counter(
             "homing_client_disconnects", "Clients that left before their answer ended.", registry=registry
+        )
+        self._cut = Counter(
+            "homing_clients_cut",
+            "Clients cut off because they did not read their answer.",
+            ["reason"],
+            registry=registry,
         )
         self._broken = Counter("homing_streams_broken", "Streams that ended in an error event.", registry=registry)
 
@@ -138,21 +199,25 @@ class RouterMetrics:
 
     def http_request(self, endpoint: str, status: int, duration_s: float) -> None:
         """An HTTP request was answered (or its client left: status 499)."""
-        self._http.labels(endpoint, str(status)).inc()
-        self._duration.labels(endpoint).observe(duration_s)
+        numbers, key = self._numbers, (endpoint, status)
+        numbers.requests[key] = numbers.requests.get(key, 0) + 1
+        histogram = numbers.durations.get(endpoint)
+        if histogram is None:
+            histogram = numbers.durations[endpoint] = Histogram(DURATION_BUCKETS)
+        histogram.observe(duration_s)
 
     def first_token(self, seconds: float) -> None:
         """A choice's first token came so long after the request."""
-        self._ttft.observe(seconds)
-
-    def inter_token(self, seconds: float) -> None:
-        """A choice's next token came so long after the one before."""
-        self._itl.observe(seconds)
+        self._numbers.ttft.observe(seconds)
 
     def tokens(self, prompt: int, completion: int) -> None:
         """An HTTP request is over; it had so many tokens."""
-        self._prompt_tokens.inc(prompt)
-        self._completion_tokens.inc(completion)
+        self._numbers.prompt_tokens += prompt
+        self._numbers.completion_tokens += completion
+
+    def client_cut(self, reason: str) -> None:
+        """The server cut a client off that did not read."""
+        self._cut.labels(reason).inc()
 
     def client_gone(self) -> None:
         """A client left before its answer ended."""
@@ -166,7 +231,7 @@ class RouterMetrics:
 
     def request_finished(self, record: FinishedRequest) -> None:
         """A sequence is over (`Observer`)."""
-        self._outcomes.labels(record.outcome).inc()
+        self._outcomes[record.outcome].inc()
 
     def load_reported(self, replica_id: str, report: LoadReport) -> None:
         """A replica told its load and totals; reports of an epoch must come in order."""

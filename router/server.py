@@ -1,21 +1,24 @@
-"""The HTTP server: binds the socket and runs uvicorn on the caller's event loop, around the front and a `Backend`.
+"""The router's HTTP front as one thing: settings in, a server around a `Backend` out.
 
-Owns the socket, uvicorn and the text models. Knows no routing; who runs the process handles signals.
+Owns the listening server, the text models and the access log. Knows no routing; who runs the process handles signals.
 """
 
-import asyncio
-import contextlib
+import gc
 import logging
-import socket
-from collections.abc import Iterator
-
-import uvicorn
+import ssl
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TextIO
 
 from .backend import Backend
 from .config import RouterSettings
-from .errors import AddressInUse, RouterError
-from .http.app import build_app
+from .errors import TlsUnusable
+from .http.access import AccessLog
+from .http.app import App
+from .http.connection import ConnectionLimits
 from .http.front import Front, TextModels
+from .http.server import HttpServer
 from .metrics import RouterMetrics
 from .tenants import read_tenants
 
@@ -23,35 +26,40 @@ log = logging.getLogger(__name__)
 
 #: Seconds that answers under way get when the server stops; streams that last longer are cut.
 GRACE_S = 10.0
-BACKLOG = 2048
-KEEP_ALIVE_S = 75
+#: Young objects before a collection. The hot path makes no cycles, so collections find nothing and only cost.
+GC_YOUNG = 50_000
 
 
-def listening_socket(host: str, port: int) -> socket.socket:
-    """A bound TCP socket, whose accepted sockets send at once (TCP_NODELAY). Raises AddressInUse."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
+def tls_context(settings: RouterSettings) -> ssl.SSLContext | None:
+    """TLS as the settings want it; None: plain HTTP. Raises TlsUnusable."""
+    if not settings.tls_cert_file:
+        if settings.tls_key_file:
+            raise TlsUnusable("tls_key_file is set without tls_cert_file")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Accepted sockets inherit it: without it a client with delayed ACKs waits 40 ms for the first event.
-        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        bound.setblocking(False)
-        bound.bind((host, port))
-        # Listening here, not in uvicorn: two servers may bind one free port under SO_REUSEADDR, but only one listens.
-        bound.listen(BACKLOG)
-    except OSError as error:
-        bound.close()
-        raise AddressInUse(host, port, error.strerror or str(error)) from error
-    return bound
+        context.load_cert_chain(settings.tls_cert_file, settings.tls_key_file or None)
+    except (OSError, ssl.SSLError) as error:
+        raise TlsUnusable(f"tls_cert_file {settings.tls_cert_file!r} cannot be used: {error}") from error
+    context.set_alpn_protocols(["http/1.1"])
+    return context
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: the process decides what a signal means."""
+def connection_limits(settings: RouterSettings) -> ConnectionLimits:
+    """What clients may ask of a connection."""
+    return ConnectionLimits(
+        max_body_bytes=settings.max_body_bytes,
+        max_unsent_bytes=settings.max_unsent_bytes,
+        read_timeout_s=settings.read_timeout_s,
+        stall_timeout_s=settings.stall_timeout_s,
+    )
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
-        yield
+
+def settle() -> None:
+    """Once all is loaded: keep the garbage collector from walking over it, and from running often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_YOUNG, 20, 20)
 
 
 class RouterServer:
@@ -68,38 +76,30 @@ class RouterServer:
     ) -> None:
         self.metrics = metrics or RouterMetrics()
         self.front = Front(settings, backend, self.metrics, texts=texts, tenants=read_tenants(settings.api_keys_file))
+        self._settings = settings
         self._grace_s = grace_s
-        self._server: _Server | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._open = ExitStack()
+        self._http: HttpServer | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Serve from now on; the port that is bound (of a free one, when `port` is 0). Raises AddressInUse."""
-        assert self._server is None, "the server was started before"
-        bound = listening_socket(host, port)
-        self._server = _Server(self._config())
-        self._serving = asyncio.create_task(self._server.serve([bound]))
-        while not self._server.started:
-            await asyncio.sleep(0.001)
-            if self._serving.done():
-                self._serving.result()
-                raise RouterError("the HTTP server stopped while it started")
-        chosen: int = bound.getsockname()[1]
-        log.info("http_listening host=%s port=%d", host, chosen)
-        return chosen
+        assert self._http is None, "the server was started before"
+        settings = self._settings
+        tls = tls_context(settings)
+        app = App(self.front, self._access_log())
+        self._http = HttpServer(app, connection_limits(settings), clock=self.front.monotonic, tls=tls)
+        return await self._http.start(host, port)
 
-    def _config(self) -> uvicorn.Config:
-        return uvicorn.Config(
-            build_app(self.front),
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            backlog=BACKLOG,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=max(1, round(self._grace_s)),
-        )
+    def _access_log(self) -> AccessLog | None:
+        where = self._settings.access_log
+        if not where:
+            return None
+        stream: TextIO = sys.stderr
+        if where != "-":
+            stream = self._open.enter_context(Path(where).open("a", encoding="utf-8"))  # noqa: SIM115 - closed by `_open`
+        access = AccessLog(stream)
+        self._open.callback(access.close)
+        return access
 
     async def load_text(self, path: str) -> None:
         """Load the tokenizer in this folder, so that the first request need not wait. Raises RouterError."""
@@ -107,8 +107,7 @@ class RouterServer:
 
     async def stop(self) -> None:
         """Take no more connections, let answers end within the grace, close everything. May be called twice."""
-        if self._server is not None and self._serving is not None:
-            self._server.should_exit = True
-            await self._serving
-            self._server = self._serving = None
+        if self._http is not None:
+            await self._http.stop(self._grace_s)
+        self._open.close()
         await self.front.texts.close()

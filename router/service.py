@@ -94,6 +94,8 @@ class RouterService:
         self._shell: Shell | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
+        self._todo: deque[Instruction] = deque()
+        self._running = False  #: instructions are being carried out
         self.counters = RouterCounters()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -280,25 +282,39 @@ class RouterService:
             self._run(self._dispatcher.cancel(flight, self._clock()))
 
     def _run(self, instructions: list[Instruction]) -> None:
-        """Carry instructions out, and what follows from those that could not be."""
-        todo = deque(instructions)
-        while todo:
-            match todo.popleft():
-                case Send(replica, message):
-                    member = self._members.get(replica)
-                    if (member is None or not member.send(message)) and self._dispatcher is not None:
-                        todo.extend(self._dispatcher.unsendable(replica, message, self._clock()))
-                case Deliver(flight, delta):
-                    self._streams[flight].put(delta)
-                case Failed(flight, error, record):
-                    self._end(flight, record.replica_id, error)
-                    self._observe(record)
-                case Finished(flight, record) | Cancelled(flight, record):
-                    self._end(flight, record.replica_id, None)
-                    self._observe(record)
+        """Carry instructions out, and what follows from them, strictly in order.
 
-    def _end(self, flight: FlightId, replica_id: str | None, error: RouterError | None) -> None:
-        self._streams.pop(flight).end(replica_id, error)
+        A sink may cancel in the middle of it: what that brings waits its turn, as requests must leave in the order of
+        their ids.
+        """
+        self._todo.extend(instructions)
+        if self._running:
+            return
+        self._running = True
+        try:
+            while self._todo:
+                self._carry_out(self._todo.popleft())
+        finally:
+            self._running = False
+
+    def _carry_out(self, instruction: Instruction) -> None:
+        match instruction:
+            case Deliver(flight, delta):
+                if (stream := self._streams.get(flight)) is not None:
+                    stream.put(delta)
+            case Send(replica, message):
+                member = self._members.get(replica)
+                if (member is None or not member.send(message)) and self._dispatcher is not None:
+                    self._todo.extend(self._dispatcher.unsendable(replica, message, self._clock()))
+            case Failed(flight, error, record):
+                self._end(flight, record, error)
+            case Finished(flight, record) | Cancelled(flight, record):
+                self._end(flight, record, None)
+
+    def _end(self, flight: FlightId, record: FinishedRequest, error: RouterError | None) -> None:
+        self._streams.pop(flight).end(record.replica_id, error)
+        if self._observer is not None:
+            self._observer.request_finished(record)
 
     def _on_tick(self) -> None:
         assert self._shell is not None
@@ -317,10 +333,6 @@ class RouterService:
             elif not silent and name in self._silent:
                 log.info("replica_heard_again replica=%s", name)
                 self._silent.discard(name)
-
-    def _observe(self, record: FinishedRequest) -> None:
-        if self._observer is not None:
-            self._observer.request_finished(record)
 
     def _replica_view(self, member: Member) -> ReplicaView:
         if self._dispatcher is None or not member.joined:

@@ -1,26 +1,25 @@
-"""One request's deltas between the service that puts them in and the reader that awaits them.
+"""One request's deltas between the service that puts them in and the sink that takes them.
 
-Knows the event loop and nothing else: neither replicas nor HTTP. Bounded by the request's own token limit.
+Hands over at once, in the caller's stack; before there is a sink, deltas are kept. Knows neither replicas nor HTTP.
 """
 
-import asyncio
-from collections import deque
 from collections.abc import Callable
-from typing import Self
 
-from .backend import TokenDelta
+from .backend import TokenDelta, TokenSink
 from .errors import RouterError
 
 
 class RequestStream:
-    """A `TokenStream` (backend.py) of one reader."""
+    """A `TokenStream` (backend.py)."""
+
+    __slots__ = ("_cancel", "_cancelled", "_error", "_kept", "_last_replica", "_over", "_replica", "_sink")
 
     def __init__(self, replica: Callable[[], str | None], cancel: Callable[[], None]) -> None:
         self._replica = replica
         self._cancel = cancel
-        self._deltas: deque[TokenDelta] = deque()
-        self._reader: asyncio.Future[None] | None = None
-        self._over = False
+        self._kept: list[TokenDelta] = []
+        self._sink: TokenSink | None = None
+        self._over = self._cancelled = False
         self._error: RouterError | None = None
         self._last_replica: str | None = None
 
@@ -29,38 +28,35 @@ class RequestStream:
         """Where the request runs or ran last; None while the router holds it."""
         return self._last_replica if self._over else self._replica()
 
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> TokenDelta:
-        while not self._deltas:
-            if self._error is not None:
-                raise self._error
-            if self._over:
-                raise StopAsyncIteration
-            assert self._reader is None, "a stream has one reader"
-            self._reader = asyncio.get_running_loop().create_future()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
-        return self._deltas.popleft()
+    def listen(self, sink: TokenSink) -> None:
+        """See `TokenStream.listen`."""
+        assert self._sink is None, "a stream has one sink"
+        self._sink = sink
+        kept, self._kept = self._kept, []
+        for delta in kept:
+            self.put(delta)
+        if self._error is not None and not self._cancelled:
+            sink.failed(self._error)
 
     def cancel(self) -> None:
         """Stop the request and free its blocks; idempotent, and harmless after the end."""
+        if self._cancelled:
+            return
+        self._cancelled = True
         if not self._over:
             self._cancel()
 
     def put(self, delta: TokenDelta) -> None:
-        """Hand a delta to the reader."""
-        self._deltas.append(delta)
-        self._wake()
+        """Hand a delta to the sink."""
+        if self._cancelled:
+            return
+        if self._sink is None:
+            self._kept.append(delta)
+        else:
+            self._sink.delta(delta)
 
     def end(self, replica_id: str | None, error: RouterError | None = None) -> None:
-        """Nothing more comes. What was put in before is still read, also before an error."""
+        """Nothing more comes; what was put in before is still handed over, also before an error."""
         self._over, self._error, self._last_replica = True, error, replica_id
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        if error is not None and self._sink is not None and not self._cancelled:
+            self._sink.failed(error)

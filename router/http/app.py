@@ -1,123 +1,102 @@
-"""The ASGI application: routes inside, and around them the guard that every request passes.
+"""From requests to endpoints: gives each request an id, runs its handler, and turns every error into a response.
 
-The guard gives each request an id, turns every error into a response at one place, and measures. It never lets an
-exception through: what is not a `RouterError` is logged with its traceback and answered 500.
+Also measures, writes the access log, and answers what browsers ask before they send (CORS). Never lets an exception
+through: what is not a `RouterError` is logged with its traceback and answered 500.
 """
 
+import asyncio
 import logging
 
-from starlette.exceptions import HTTPException
-from starlette.responses import Response
-from starlette.routing import Router
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
 from ..errors import RouterError, UnknownPath, WrongMethod
-from .connection import ClientGoneError
-from .endpoints import ENDPOINTS, routes
-from .errors import error_body, error_headers
+from .access import AccessLog
+from .connection import HttpConnection
+from .cors import CorsPolicy
+from .eager import start
+from .endpoints import ENDPOINTS, MODELS, Handler, model
+from .errors import fail
+from .exchange import Exchange, Headers, Request
 from .front import Front
+from .generation import ClientGoneError
 from .headers import REQUEST_ID, request_id
 
 log = logging.getLogger(__name__)
 
-#: Status in metrics of a request whose client left (nginx' number); nobody receives it.
-CLIENT_GONE = 499
-_PATHS = frozenset(path for path, _, _ in ENDPOINTS if "{" not in path)
-_MODELS = "/v1/models"
+_OTHER = "other"
+
+
+class App:
+    """Serves every request of one front."""
+
+    def __init__(self, front: Front, access: AccessLog | None = None) -> None:
+        self._front = front
+        self._access = access
+        self._cors = CorsPolicy.of(front.settings.cors_origins)
+        self._running: set[asyncio.Task[None]] = set()
+        self.cut = front.metrics.client_cut
+
+    def serve(self, request: Request, wire: HttpConnection) -> Exchange:
+        """Make the exchange of a request; its answer may be there already."""
+        exchange = self._exchange(request, wire)
+        if self._cors is not None and self._cors.is_preflight(request):
+            exchange.respond(b"", status=204, headers=self._cors.preflight(request))
+            return exchange
+        task = start(self._run(exchange))
+        if task is not None:
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+        return exchange
+
+    def refuse(self, request: Request, wire: HttpConnection, error: RouterError) -> None:
+        """Answer what is no whole request, as far as it is known, with `error`."""
+        fail(self._exchange(request, wire), error)
+
+    def _exchange(self, request: Request, wire: HttpConnection) -> Exchange:
+        exchange_id = request_id(request.headers.get(REQUEST_ID), self._front.random_bits)
+        return Exchange(request, wire, exchange_id, self._front.monotonic(), self._over)
+
+    def headers_for(self, request: Request) -> Headers:
+        """Headers that every answer to this request carries."""
+        return () if self._cors is None else self._cors.headers(request)
+
+    async def _run(self, exchange: Exchange) -> None:
+        try:
+            await find(exchange.request)(self._front, exchange)
+        except ClientGoneError:
+            return
+        except RouterError as error:
+            fail(exchange, error)
+        except Exception as error:
+            log.exception("request_crashed path=%s request_id=%s", exchange.request.path, exchange.id)
+            fail(exchange, RouterError(f"internal error: {type(error).__name__}"))
+
+    def _over(self, exchange: Exchange) -> None:
+        duration_s = self._front.monotonic() - exchange.started_at
+        assert exchange.status is not None, "an exchange ended without a status"
+        metrics = self._front.metrics
+        metrics.http_request(endpoint_label(exchange.request.path), exchange.status, duration_s)
+        if exchange.gone:
+            metrics.client_gone()
+        if self._access is not None:
+            self._access.write(exchange, duration_s)
+
+
+def find(request: Request) -> Handler:
+    """The endpoint that a request asks for. Raises UnknownPath and WrongMethod."""
+    path, method = request.path, "GET" if request.method == "HEAD" else request.method
+    by_method = ENDPOINTS.get(path)
+    if by_method is None:
+        if not path.startswith(f"{MODELS}/"):
+            raise UnknownPath(f"nothing is served under {path}")
+        by_method = {"GET": model}
+    if method not in by_method:
+        raise WrongMethod(
+            request.method, path, ", ".join(["GET, HEAD" if each == "GET" else each for each in by_method])
+        )
+    return by_method[method]
 
 
 def endpoint_label(path: str) -> str:
     """The path as a metric's label: one of ours, or `other`, so that strangers cannot grow the metrics."""
-    if path in _PATHS:
+    if path in ENDPOINTS:
         return path
-    return _MODELS if path.startswith(f"{_MODELS}/") else "other"
-
-
-def http_error(error: HTTPException, scope: Scope) -> RouterError:
-    """What Starlette's router found, as one of ours."""
-    if error.status_code == WrongMethod.http_status:
-        allowed = (error.headers or {}).get("Allow", "")
-        return WrongMethod(scope["method"], scope["path"], allowed)
-    return UnknownPath(f"nothing is served under {scope['path']}")
-
-
-def error_response(error: RouterError) -> Response:
-    """OpenAI's error shape under the error's status."""
-    return Response(error_body(error), error.http_status, error_headers(error), media_type="application/json")
-
-
-class Exchange:
-    """One request and what has become of its response."""
-
-    __slots__ = ("_send", "id", "status")
-
-    def __init__(self, send: Send, exchange_id: str) -> None:
-        self._send = send
-        self.id = exchange_id
-        self.status: int | None = None  #: None until the response started
-
-    async def send(self, message: Message) -> None:
-        """Pass on; the response's head gets the request's id."""
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), (REQUEST_ID.encode(), self.id.encode("ascii"))]
-        await self._send(message)
-
-
-class Guard:
-    """The outermost application."""
-
-    def __init__(self, front: Front, inner: ASGIApp) -> None:
-        self._front = front
-        self._inner = inner
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; websockets and lifespan are not spoken here."""
-        if scope["type"] != "http":
-            raise RuntimeError(f"only http is served, not {scope['type']}")
-        started_at = self._front.monotonic()
-        exchange = Exchange(
-            send, request_id(_header(scope, REQUEST_ID.encode()), f"{self._front.random_bits(64):016x}")
-        )
-        scope["homing.request_id"], scope["homing.started_at"] = exchange.id, started_at
-        scope["app"] = self  # Starlette's router then raises for unknown paths and methods instead of answering
-        status = CLIENT_GONE
-        try:
-            status = await self._serve(scope, receive, exchange)
-        finally:
-            duration = self._front.monotonic() - started_at
-            self._front.metrics.http_request(endpoint_label(scope["path"]), status, duration)
-
-    async def _serve(self, scope: Scope, receive: Receive, exchange: Exchange) -> int:
-        try:
-            await self._inner(scope, receive, exchange.send)
-            return exchange.status or CLIENT_GONE
-        except ClientGoneError:
-            self._front.metrics.client_gone()
-            return CLIENT_GONE
-        except RouterError as error:
-            failure = error
-        except HTTPException as error:
-            failure = http_error(error, scope)
-        except Exception as error:
-            log.exception("request_crashed path=%s request_id=%s", scope["path"], exchange.id)
-            failure = RouterError(f"internal error: {type(error).__name__}")
-        return await self._answer_failure(failure, scope, receive, exchange)
-
-    async def _answer_failure(self, failure: RouterError, scope: Scope, receive: Receive, exchange: Exchange) -> int:
-        if exchange.status is not None:
-            # The head is out: only closing the connection can tell the client, which the server does on an exception.
-            raise failure
-        if failure.http_status >= 500:
-            log.warning("request_failed request_id=%s status=%d error=%s", exchange.id, failure.http_status, failure)
-        await error_response(failure)(scope, receive, exchange.send)
-        return failure.http_status
-
-
-def _header(scope: Scope, name: bytes) -> str | None:
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
-
-
-def build_app(front: Front) -> ASGIApp:
-    """The application over `front`."""
-    return Guard(front, Router(routes(front), redirect_slashes=False))
+    return MODELS if path.startswith(f"{MODELS}/") else _OTHER

@@ -1,18 +1,14 @@
 """Whole answers: every step of a generation joined by choice, then one body."""
 
 from collections.abc import Callable
-from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
-
 from ...replica.messages import PositionLogprobs
+from ..errors import RouterError
 from ..text.logprobs import TokenAt
-from .answers import ENCODER, Usage, usage
-from .connection import while_connected
-from .generation import Choice, Generation, Step
-from .headers import answer_headers
+from .answers import ENCODER, Usage
+from .exchange import Exchange
+from .generation import Answer, Choice, Generation, Step
 
 
 @dataclass(slots=True)
@@ -41,31 +37,27 @@ class Collected:
 Compose = Callable[[list[Collected], Usage], object]
 
 
-class WholeAnswer(Response):
-    """The response of a generation that is not streamed."""
+class WholeAnswer(Answer):
+    """The answer of a generation that is not streamed."""
 
-    media_type = "application/json"
-
-    def __init__(self, generation: Generation, compose: Compose) -> None:
-        super().__init__()
-        self._generation = generation
+    def __init__(self, exchange: Exchange, compose: Compose) -> None:
+        self._exchange = exchange
         self._compose = compose
+        self._collected: dict[int, Collected] = {}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Generate, then send. Raises RouterError, and ClientGoneError when the client leaves meanwhile."""
-        generation = self._generation
-        collected = [Collected(choice) for choice in generation.choices]
-        with generation.closing():
-            await while_connected(receive, self._collect(collected))
-        counts = usage(generation.prompt_tokens, generation.generated_tokens, generation.cached_tokens)
-        response = Response(
-            ENCODER.encode(self._compose(collected, counts)),
-            headers=answer_headers(generation.replicas, generation.cached_tokens, generation.pinned_tokens),
-            media_type=self.media_type,
-        )
-        await response(scope, receive, send)
+    def step(self, step: Step) -> None:
+        """See `Answer.step`."""
+        collected = self._collected.get(step.choice.index)
+        if collected is None:
+            collected = self._collected[step.choice.index] = Collected(step.choice)
+        collected.add(step)
 
-    async def _collect(self, collected: list[Collected]) -> None:
-        async with aclosing(self._generation.steps()) as steps:
-            async for step in steps:
-                collected[step.choice.index].add(step)
+    def end(self, generation: Generation) -> None:
+        """See `Answer.end`."""
+        collected = [self._collected[choice.index] for choice in generation.choices]
+        body = ENCODER.encode(self._compose(collected, generation.usage()))
+        self._exchange.respond(body, headers=generation.headers())
+
+    def fail(self, generation: Generation, error: RouterError) -> bool:  # noqa: ARG002
+        """See `Answer.fail`."""
+        return False

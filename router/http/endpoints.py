@@ -1,13 +1,10 @@
 """The endpoints: each reads a body, asks front or backend, and answers. No decision of routing or text is here."""
 
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from ... import __version__
 from ..errors import InvalidJson, InvalidRequest, ModelNotFound, NoReplica, NotAllowed
@@ -16,21 +13,23 @@ from ..tenants import Tenant
 from . import chat, completions, validate
 from .answers import ENCODER, Detokenized, ModelCard, ModelList, Tokenized
 from .collect import WholeAnswer
-from .connection import read_body
 from .errors import from_msgspec
+from .exchange import Exchange
 from .front import Front, Served
-from .generation import Generation, Job, generation_request
+from .generation import Answer, Generation, Job, generation_request
 from .headers import Caller, session
 from .schema import CHAT, COMPLETION, DETOKENIZE, TOKENIZE, Body, ChatBody, CompletionBody, TokenizeBody
 from .sse import EventStream
 
 Decoded = TypeVar("Decoded")
-Handler = Callable[[Front, Request], Awaitable[Response]]
+MODELS = "/v1/models"
+#: Answers an exchange, at once or later. What it raises is answered by its caller.
+Handler = Callable[[Front, Exchange], Coroutine[Any, Any, None]]
 
 
-def json_response(value: object, status: int = 200) -> Response:
-    """`value` as a JSON response."""
-    return Response(ENCODER.encode(value), status, media_type="application/json")
+def respond(exchange: Exchange, value: object) -> None:
+    """Answer with `value` as JSON."""
+    exchange.respond(ENCODER.encode(value))
 
 
 def decode(data: bytes, decoder: "msgspec.json.Decoder[Decoded]") -> Decoded:
@@ -52,56 +51,52 @@ def check_json(data: bytes) -> None:
         raise InvalidJson(f"the body is not valid JSON: {error}") from error
 
 
-async def read(front: Front, request: Request, decoder: "msgspec.json.Decoder[Decoded]") -> Decoded:
-    """The request's body as a typed struct. Raises BodyTooLarge and InvalidRequest."""
-    return decode(await read_body(request, front.settings.max_body_bytes), decoder)
-
-
-def tenant(front: Front, request: Request) -> Tenant:
+def tenant(front: Front, exchange: Exchange) -> Tenant:
     """Whose API key it is. Raises MissingKey and UnknownKey; to be asked before any work is done."""
-    return front.tenants.of(request.headers.get("authorization"))
+    return front.tenants.of(exchange.request.headers.get("authorization"))
 
 
-def caller(request: Request, who: Tenant, body: Body) -> Caller:
+def caller(exchange: Exchange, who: Tenant, body: Body) -> Caller:
     """Who asks, by key, headers and `cache_salt`."""
     return Caller(
-        request_id=request.scope["homing.request_id"],
-        session=session(request.headers),
+        request_id=exchange.id,
+        session=session(exchange.request.headers),
         salt=who.cache_salt(body.cache_salt),
         tenant=who,
     )
 
 
-def generation(front: Front, request: Request, job: Job, asks: Caller) -> Generation:
-    """The job, sent to the backend. Raises QueueFull, NoReplica and PromptTooLong."""
-    return Generation(front, job, asks, request.scope["homing.started_at"])
+def generate(front: Front, exchange: Exchange, job: Job, asks: Caller, answer: Answer) -> None:
+    """Send the job to the backend; `answer` takes what comes. Raises QueueFull, NoReplica and PromptTooLong."""
+    Generation(front, job, exchange, answer).begin(asks)
 
 
-async def chat_completions(front: Front, request: Request) -> Response:
+async def chat_completions(front: Front, exchange: Exchange) -> None:
     """POST /v1/chat/completions."""
-    who = tenant(front, request)
-    body = await read(front, request, CHAT)
+    who = tenant(front, exchange)
+    body = decode(exchange.request.body, CHAT)
     served = await front.served(body.model)
-    asks = caller(request, who, body)
+    asks = caller(exchange, who, body)
     job = await chat.job(front, served, body, asks.salt)
     shape = chat.ChatShape(served, body, f"{front.random_bits(96):024x}", int(front.wall()))
-    running = generation(front, request, job, asks)
     if body.stream:
-        return EventStream(front, running, chat.ChatChunks(shape, body))
-    return WholeAnswer(running, chat.compose(shape))
+        generate(front, exchange, job, asks, EventStream(exchange, chat.ChatChunks(shape, body)))
+    else:
+        generate(front, exchange, job, asks, WholeAnswer(exchange, chat.compose(shape)))
 
 
-async def text_completions(front: Front, request: Request) -> Response:
+async def text_completions(front: Front, exchange: Exchange) -> None:
     """POST /v1/completions."""
-    who = tenant(front, request)
-    body = await read(front, request, COMPLETION)
+    who = tenant(front, exchange)
+    body = decode(exchange.request.body, COMPLETION)
     served = await front.served(body.model)
+    asks = caller(exchange, who, body)
     job = await completions.job(front, served, body)
     shape = completions.CompletionShape(served, body, f"{front.random_bits(96):024x}", int(front.wall()))
-    running = generation(front, request, job, caller(request, who, body))
     if body.stream:
-        return EventStream(front, running, completions.CompletionChunks(shape, body))
-    return WholeAnswer(running, completions.compose(shape))
+        generate(front, exchange, job, asks, EventStream(exchange, completions.CompletionChunks(shape, body)))
+    else:
+        generate(front, exchange, job, asks, WholeAnswer(exchange, completions.compose(shape)))
 
 
 class _Kind(msgspec.Struct):
@@ -113,32 +108,32 @@ class _Kind(msgspec.Struct):
 _KIND = msgspec.json.Decoder(_Kind)
 
 
-async def explain(front: Front, request: Request) -> Response:
+async def explain(front: Front, exchange: Exchange) -> None:
     """POST /explain: the decision that a completion or chat body would meet now; nothing is generated."""
-    who = tenant(front, request)
-    data = await read_body(request, front.settings.max_body_bytes)
+    who = tenant(front, exchange)
+    data = exchange.request.body
     body: ChatBody | CompletionBody
     if decode(data, _KIND).messages is UNSET:
         body = decode(data, COMPLETION)
-        asks = caller(request, who, body)
+        asks = caller(exchange, who, body)
         job = await completions.job(front, await front.served(body.model), body)
     else:
         body = decode(data, CHAT)
-        asks = caller(request, who, body)
+        asks = caller(exchange, who, body)
         job = await chat.job(front, await front.served(body.model), body, asks.salt)
-    return json_response(front.backend.explain(generation_request(job, job.prompts[0], asks, 0, None)))
+    respond(exchange, front.backend.explain(generation_request(job, job.prompts[0], asks, 0, None)))
 
 
-async def tokenize(front: Front, request: Request) -> Response:
+async def tokenize(front: Front, exchange: Exchange) -> None:
     """POST /tokenize."""
-    tenant(front, request)
-    body = await read(front, request, TOKENIZE)
+    tenant(front, exchange)
+    body = decode(exchange.request.body, TOKENIZE)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("exactly one of 'prompt' and 'messages' is needed", param="prompt")
     served = await front.served(body.model)
     tokens = await _tokens(served, body)
     names = served.text.piece_names(tokens) if body.return_token_strs else None
-    return json_response(Tokenized(len(tokens), served.limits.max_model_len, tokens, names))
+    respond(exchange, Tokenized(len(tokens), served.limits.max_model_len, tokens, names))
 
 
 async def _tokens(served: Served, body: TokenizeBody) -> list[int]:
@@ -149,13 +144,13 @@ async def _tokens(served: Served, body: TokenizeBody) -> list[int]:
     return list(encoded[0])
 
 
-async def detokenize(front: Front, request: Request) -> Response:
+async def detokenize(front: Front, exchange: Exchange) -> None:
     """POST /detokenize."""
-    tenant(front, request)
-    body = await read(front, request, DETOKENIZE)
+    tenant(front, exchange)
+    body = decode(exchange.request.body, DETOKENIZE)
     served = await front.served(body.model)
     validate.check_token_ids(body.tokens, served.limits, "tokens")
-    return json_response(Detokenized(served.text.decode(body.tokens)))
+    respond(exchange, Detokenized(served.text.decode(body.tokens)))
 
 
 def _card(front: Front) -> ModelCard:
@@ -163,35 +158,35 @@ def _card(front: Front) -> ModelCard:
     return ModelCard(id=front.model_name(limits), created=front.started_at, max_model_len=limits.max_model_len)
 
 
-async def models(front: Front, request: Request) -> Response:
+async def models(front: Front, exchange: Exchange) -> None:
     """GET /v1/models: the served model; none before a replica joined."""
-    tenant(front, request)
-    return json_response(ModelList([] if front.backend.model() is None else [_card(front)]))
+    tenant(front, exchange)
+    respond(exchange, ModelList([] if front.backend.model() is None else [_card(front)]))
 
 
-async def model(front: Front, request: Request) -> Response:
+async def model(front: Front, exchange: Exchange) -> None:
     """GET /v1/models/{id}."""
-    tenant(front, request)
-    name = request.path_params["model_id"]
+    tenant(front, exchange)
+    name = exchange.request.path.removeprefix(f"{MODELS}/")
     card = _card(front)
     if name != card.id:
         raise ModelNotFound(f"model {name!r} does not exist here; this server has {card.id!r}", param="model")
-    return json_response(card)
+    respond(exchange, card)
 
 
-async def reset_prefix_cache(front: Front, request: Request) -> Response:
+async def reset_prefix_cache(front: Front, exchange: Exchange) -> None:
     """POST /reset_prefix_cache: every replica forgets its cached blocks; an admin's to ask, 409 while requests run."""
-    if not tenant(front, request).admin:
+    if not tenant(front, exchange).admin:
         raise NotAllowed("a reset empties everybody's cache: it takes a key with 'admin: true'")
-    return json_response({"status": "ok", "replicas": await front.backend.reset_caches()})
+    respond(exchange, {"status": "ok", "replicas": await front.backend.reset_caches()})
 
 
-async def health(_front: Front, _request: Request) -> Response:
+async def health(_front: Front, exchange: Exchange) -> None:
     """GET /health: the process answers."""
-    return json_response({"status": "ok"})
+    respond(exchange, {"status": "ok"})
 
 
-async def ready(front: Front, _request: Request) -> Response:
+async def ready(front: Front, exchange: Exchange) -> None:
     """GET /ready: a request would be answered now; 503 otherwise."""
     serving = sum(replica.state == "serving" for replica in front.backend.view().replicas)
     limits = front.backend.model()
@@ -199,50 +194,37 @@ async def ready(front: Front, _request: Request) -> Response:
         raise NoReplica("no replica can serve now", retry_after_s=1.0)
     if not front.texts.loaded(limits.path):
         raise NoReplica("the model's tokenizer is being loaded", retry_after_s=1.0)
-    return json_response({"status": "ready", "replicas": serving})
+    respond(exchange, {"status": "ready", "replicas": serving})
 
 
-async def metrics(front: Front, _request: Request) -> Response:
+async def metrics(front: Front, exchange: Exchange) -> None:
     """GET and HEAD /metrics."""
     front.metrics.observe_cluster(front.backend.view())
-    return Response(front.metrics.render(), headers={"content-type": CONTENT_TYPE})
+    exchange.respond(front.metrics.render(), content_type=CONTENT_TYPE)
 
 
-async def version(_front: Front, _request: Request) -> Response:
+async def version(_front: Front, exchange: Exchange) -> None:
     """GET /version."""
-    return json_response({"version": __version__})
+    respond(exchange, {"version": __version__})
 
 
-async def cluster(front: Front, _request: Request) -> Response:
+async def cluster(front: Front, exchange: Exchange) -> None:
     """GET /cluster: the cluster as the router sees it."""
-    return json_response(front.backend.view())
+    respond(exchange, front.backend.view())
 
 
-#: Path, method, handler. GET paths answer HEAD too.
-ENDPOINTS: tuple[tuple[str, str, Handler], ...] = (
-    ("/v1/models", "GET", models),
-    ("/v1/models/{model_id:path}", "GET", model),
-    ("/v1/completions", "POST", text_completions),
-    ("/v1/chat/completions", "POST", chat_completions),
-    ("/tokenize", "POST", tokenize),
-    ("/detokenize", "POST", detokenize),
-    ("/explain", "POST", explain),
-    ("/reset_prefix_cache", "POST", reset_prefix_cache),
-    ("/cluster", "GET", cluster),
-    ("/health", "GET", health),
-    ("/ready", "GET", ready),
-    ("/metrics", "GET", metrics),
-    ("/version", "GET", version),
-)
-
-
-def routes(front: Front) -> list[Route]:
-    """Starlette's routes over `front`."""
-
-    def bound(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-        async def endpoint(request: Request) -> Response:
-            return await handler(front, request)
-
-        return endpoint
-
-    return [Route(path, bound(handler), methods=[method]) for path, method, handler in ENDPOINTS]
+#: Handlers by path and method. GET paths answer HEAD too. Below `MODELS` names follow (app.py).
+ENDPOINTS: Mapping[str, Mapping[str, Handler]] = {
+    MODELS: {"GET": models},
+    "/v1/completions": {"POST": text_completions},
+    "/v1/chat/completions": {"POST": chat_completions},
+    "/tokenize": {"POST": tokenize},
+    "/detokenize": {"POST": detokenize},
+    "/explain": {"POST": explain},
+    "/reset_prefix_cache": {"POST": reset_prefix_cache},
+    "/cluster": {"GET": cluster},
+    "/health": {"GET": health},
+    "/ready": {"GET": ready},
+    "/metrics": {"GET": metrics},
+    "/version": {"GET": version},
+}

@@ -3,11 +3,15 @@
 Takes `RouterError`s as they are and translates those of msgspec, whose messages name the field by a path.
 """
 
+import logging
 import re
 
 import msgspec
 
-from ..errors import BodyTooLarge, InvalidRequest, MissingKey, RouterError, UnknownKey, WrongMethod
+from ..errors import InvalidRequest, MissingKey, RouterError, UnknownKey, WrongMethod
+from .exchange import Exchange
+
+log = logging.getLogger(__name__)
 
 #: `Expected ... - at `$.logit_bias[...]``; keys of maps read `at `key` in `$.logit_bias``.
 _PATH = re.compile(r"`\$\.?([^`]*)`$")
@@ -41,11 +45,17 @@ def error_headers(error: RouterError) -> dict[str, str]:
         return {"allow": error.allowed}
     if isinstance(error, MissingKey | UnknownKey):
         return {"www-authenticate": "Bearer"}
-    if isinstance(error, BodyTooLarge):
-        return {"connection": "close"}  # the rest of the body is not read
     if error.retry_after_s is None:
         return {}
     return {"retry-after": str(max(1, round(error.retry_after_s)))}
+
+
+def fail(exchange: Exchange, error: RouterError) -> None:
+    """Answer with `error`, while nothing else was answered."""
+    if error.http_status >= 500:
+        log.warning("request_failed request_id=%s status=%d error=%s", exchange.id, error.http_status, error)
+    if exchange.status is None:
+        exchange.respond(error_body(error), status=error.http_status, headers=error_headers(error).items())
 
 
 def from_msgspec(error: msgspec.ValidationError) -> InvalidRequest:

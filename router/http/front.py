@@ -2,11 +2,11 @@
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from random import Random
 
 import msgspec
 
@@ -58,7 +58,7 @@ class TextModels:
         self._loading.clear()
 
 
-class Served(msgspec.Struct, frozen=True):
+class Served(msgspec.Struct, frozen=True, gc=False):
     """The model that a request is for."""
 
     name: str  #: as clients call it
@@ -79,8 +79,9 @@ class Front:
         tenants: Tenants | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
-        random_bits: Callable[[int], int] = secrets.randbits,
+        random_bits: Callable[[int], int] | None = None,
     ) -> None:
+        """`random_bits` makes ids and seeds, which are no secrets: asking the system for each costs a system call."""
         self.settings = settings
         self.backend = backend
         self.metrics = metrics
@@ -88,7 +89,7 @@ class Front:
         self.tenants = tenants or Tenants()
         self.monotonic = monotonic
         self.wall = wall
-        self.random_bits = random_bits
+        self.random_bits = random_bits or Random().getrandbits
         self.started_at = int(wall())
 
     def limits(self) -> ModelLimits:

@@ -1,11 +1,12 @@
 """The choices of one HTTP request: opens their token streams, joins them, and closes all of them in any case.
 
-Between `Backend` and the endpoints; knows tokens and text, but no shapes of answers.
+Between `Backend` and the shapes of answers; knows tokens and text. Runs in callbacks: a token costs no turn of the
+event loop and no task.
 """
 
-import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...kvcache.hashing import token_bytes
@@ -14,13 +15,19 @@ from ..backend import GenerationRequest, TokenDelta, TokenStream
 from ..errors import RequestFailed, RouterError
 from ..text.answer import AnswerText, Ending
 from ..text.logprobs import TokenAt
+from . import answers
+from .errors import fail
+from .exchange import Account, Exchange, Headers
 from .front import Front, Served
-from .headers import Caller
+from .headers import Caller, answer_headers
 from .pins import PinWish
 from .validate import choice_seed
 
-#: Deltas that wait for a slow client when several choices share a connection; a choice then stops being read.
-MERGE_QUEUE = 64
+log = logging.getLogger(__name__)
+
+
+class ClientGoneError(Exception):
+    """The client left before its request was sent on: there is nobody to tell."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -46,19 +53,43 @@ class Job:
     discard: bool = False  #: `max_tokens: 0`: one token is generated for the prompt's sake and not shown
 
 
-@dataclass(slots=True)
 class Choice:
-    """One sequence under way."""
+    """One sequence under way; its token stream's sink."""
 
-    index: int
-    prompt: Prompt
-    stream: TokenStream
-    answer: AnswerText
-    generated: int = 0
-    cached: int = 0
-    pinned: int | None = None
-    last_token_at: float | None = None
-    ending: Ending | None = None
+    __slots__ = (
+        "answer",
+        "cached",
+        "ending",
+        "generated",
+        "generation",
+        "index",
+        "last_token_at",
+        "pinned",
+        "prompt",
+        "stream",
+    )
+
+    def __init__(
+        self, generation: "Generation", index: int, prompt: Prompt, stream: TokenStream, answer: AnswerText
+    ) -> None:
+        self.generation = generation
+        self.index = index
+        self.prompt = prompt
+        self.stream = stream
+        self.answer = answer
+        self.generated = 0
+        self.cached = 0
+        self.pinned: int | None = None
+        self.last_token_at: float | None = None
+        self.ending: Ending | None = None
+
+    def delta(self, delta: TokenDelta) -> None:
+        """See `TokenSink.delta`."""
+        self.generation.take(self, delta)
+
+    def failed(self, error: RouterError) -> None:
+        """See `TokenSink.failed`."""
+        self.generation.fail(error)
 
 
 @dataclass(slots=True)
@@ -71,6 +102,22 @@ class Step:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     ending: Ending | None = None
     first: bool = False
+
+
+class Answer(ABC):
+    """What becomes of the steps of a generation."""
+
+    @abstractmethod
+    def step(self, step: Step) -> None:
+        """The next step of any choice."""
+
+    @abstractmethod
+    def end(self, generation: "Generation") -> None:
+        """Every choice has ended well."""
+
+    @abstractmethod
+    def fail(self, generation: "Generation", error: RouterError) -> bool:
+        """It broke; False when nothing was sent, so that an ordinary error response still can be."""
 
 
 def generation_request(
@@ -91,86 +138,93 @@ def generation_request(
 
 
 class Generation:
-    """The running choices of a job."""
+    """The running choices of a job, from `begin` until every choice ended, one failed, or the client left."""
 
-    def __init__(self, front: Front, job: Job, caller: Caller, started_at: float) -> None:
-        self._front = front
-        self._job = job
-        self._started_at = started_at
+    def __init__(self, front: Front, job: Job, exchange: Exchange, answer: Answer) -> None:
+        self.front = front
         self.choices: list[Choice] = []
-        self._open(caller)
+        self.over = False
+        self._job = job
+        self._exchange = exchange
+        self._answer = answer
+        self._left = 0  #: choices that have not ended
+        self._tenant = ""
+        self._ttft_s: float | None = None
 
-    def _open(self, caller: Caller) -> None:
-        timeout_s = min(self._job.timeout_s or float("inf"), self._front.settings.request_timeout_s)
+    def begin(self, caller: Caller) -> None:
+        """Send everything to the backend. Raises QueueFull, NoReplica and PromptTooLong, and ClientGoneError."""
+        if self._exchange.gone:
+            raise ClientGoneError
+        self._tenant = caller.tenant.name or caller.tenant.digest.hex()[:8]
+        timeout_s = min(self._job.timeout_s or float("inf"), self.front.settings.request_timeout_s)
         try:
             for prompt in self._job.prompts:
-                self._open_prompt(prompt, caller, self._started_at + timeout_s)
+                self._open_prompt(prompt, caller, self._exchange.started_at + timeout_s)
         except BaseException:
-            self.cancel()
+            self._cancel()
             raise
+        self._left = len(self.choices)
+        self._exchange.on_gone = self._close
+        for choice in self.choices:
+            choice.stream.listen(choice)
 
     def _open_prompt(self, prompt: Prompt, caller: Caller, deadline: float) -> None:
         for index in range(self._job.choices_per_prompt):
-            stream = self._front.backend.generate(generation_request(self._job, prompt, caller, index, deadline))
+            stream = self.front.backend.generate(generation_request(self._job, prompt, caller, index, deadline))
             answer = AnswerText(self._job.served.text.detokenizer(), self._job.stops)
-            self.choices.append(Choice(len(self.choices), prompt, stream, answer))
+            self.choices.append(Choice(self, len(self.choices), prompt, stream, answer))
 
-    def cancel(self) -> None:
-        """Stop every choice; harmless for those that are over."""
+    # From the token streams
+
+    def take(self, choice: Choice, delta: TokenDelta) -> None:
+        """The next tokens of a choice."""
+        if self.over or choice.ending:
+            return
+        try:
+            step = self._step(choice, delta)
+            self._answer.step(step)
+            if step.ending:
+                self._ended(choice)
+        except RouterError as error:
+            self.fail(error)
+        except Exception as error:  # raised further, it would end what others' tokens are part of
+            log.exception("answer_crashed request_id=%s", self._exchange.id)
+            self.fail(RouterError(f"internal error: {type(error).__name__}"))
+
+    def fail(self, error: RouterError) -> None:
+        """A choice broke, and with it the answer."""
+        if self.over:
+            return
+        self._close()
+        if not self._answer.fail(self, error):
+            fail(self._exchange, error)
+
+    def _ended(self, choice: Choice) -> None:
+        choice.stream.cancel()  # after a stop string the replica would go on
+        self._left -= 1
+        if not self._left:
+            self._close()
+            self._answer.end(self)
+
+    def _close(self) -> None:
+        """No stream stays open, whatever ended the answer, and its tokens are counted."""
+        self.over = True
+        self._cancel()
+        self.front.metrics.tokens(self.prompt_tokens, self.generated_tokens)
+        self._exchange.account = Account(
+            self._tenant,
+            ",".join(self.replicas),
+            self.prompt_tokens,
+            self.cached_tokens,
+            self.generated_tokens,
+            self._ttft_s,
+        )
+
+    def _cancel(self) -> None:
         for choice in self.choices:
             choice.stream.cancel()
 
-    @contextmanager
-    def closing(self) -> Iterator["Generation"]:
-        """Inside, steps are read; whatever way it is left, no stream stays open and the tokens are counted."""
-        try:
-            yield self
-        finally:
-            self.cancel()
-            self._front.metrics.tokens(self.prompt_tokens, self.generated_tokens)
-
-    # Reading
-
-    def steps(self) -> AsyncGenerator[Step, None]:
-        """Every step of every choice, as they come; to be closed. Raises RouterError when a stream breaks."""
-        return self._steps_of(self.choices[0]) if len(self.choices) == 1 else self._merged()
-
-    async def _steps_of(self, choice: Choice) -> AsyncGenerator[Step, None]:
-        async for delta in choice.stream:
-            yield self._take(choice, delta)
-            if choice.ending:
-                choice.stream.cancel()
-                return
-        raise RequestFailed("the token stream ended without a finish reason")
-
-    async def _merged(self) -> AsyncGenerator[Step, None]:
-        queue: asyncio.Queue[Step | RouterError | None] = asyncio.Queue(MERGE_QUEUE)
-        readers = [asyncio.create_task(self._feed(choice, queue)) for choice in self.choices]
-        try:
-            remaining = len(readers)
-            while remaining:
-                item = await queue.get()
-                if isinstance(item, RouterError):
-                    raise item
-                if item is None:
-                    remaining -= 1
-                else:
-                    yield item
-        finally:
-            for reader in readers:
-                reader.cancel()
-
-    async def _feed(self, choice: Choice, queue: "asyncio.Queue[Step | RouterError | None]") -> None:
-        try:
-            async for step in self._steps_of(choice):
-                await queue.put(step)
-            await queue.put(None)
-        except RouterError as error:
-            await queue.put(error)
-        except Exception as error:  # a reader that died silently would hang the answer
-            await queue.put(RequestFailed(f"internal error: {error!r}"))
-
-    def _take(self, choice: Choice, delta: TokenDelta) -> Step:
+    def _step(self, choice: Choice, delta: TokenDelta) -> Step:
         if delta.finish_reason in ("abort", "error"):
             raise RequestFailed(f"the replica ended the request: {delta.finish_reason}")
         first = choice.last_token_at is None
@@ -188,14 +242,20 @@ class Generation:
         return Step(choice, shown.text, shown.tokens, delta.prompt_logprobs, shown.ending, first)
 
     def _measure(self, choice: Choice) -> None:
-        now = self._front.monotonic()
-        if choice.last_token_at is None:
-            self._front.metrics.first_token(now - self._started_at)
+        now = self.front.monotonic()
+        if choice.last_token_at is not None:
+            self.front.metrics.inter_token(now - choice.last_token_at)
         else:
-            self._front.metrics.inter_token(now - choice.last_token_at)
+            ttft_s = now - self._exchange.started_at
+            self.front.metrics.first_token(ttft_s)
+            self._ttft_s = ttft_s if self._ttft_s is None else self._ttft_s
         choice.last_token_at = now
 
     # Totals
+
+    def usage(self) -> answers.Usage:
+        """What the whole request used until now."""
+        return answers.usage(self.prompt_tokens, self.generated_tokens, self.cached_tokens)
 
     @property
     def prompt_tokens(self) -> int:
@@ -217,6 +277,10 @@ class Generation:
         """Prompt tokens that are kept now, over all prompts; None where nothing was to be kept."""
         told = [choice.pinned for choice in self.choices if choice.pinned is not None]
         return sum(told) if told else None
+
+    def headers(self) -> Headers:
+        """What the answer's head tells of all this."""
+        return answer_headers(self.replicas, self.cached_tokens, self.pinned_tokens)
 
     @property
     def replicas(self) -> list[str]:

@@ -1,7 +1,7 @@
 """What headers say about the caller, and what ours say about the answer. Pure."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from ..tenants import Tenant
@@ -21,9 +21,9 @@ class Caller:
     tenant: Tenant
 
 
-def request_id(given: str | None, make: str) -> str:
-    """The client's id, or `make` where it gave none that can stand in a header and a log line."""
-    return given if given and _PRINTABLE.fullmatch(given) else make
+def request_id(given: str | None, random_bits: Callable[[int], int]) -> str:
+    """The client's id, or a new one where it gave none that can stand in a header and a log line."""
+    return given if given and _PRINTABLE.fullmatch(given) else f"{random_bits(64):016x}"
 
 
 def session(headers: Mapping[str, str]) -> str | None:
@@ -31,11 +31,11 @@ def session(headers: Mapping[str, str]) -> str | None:
     return next((value for name in SESSION_HEADERS if (value := headers.get(name))), None)
 
 
-def answer_headers(replicas: list[str], cached_tokens: int, pinned_tokens: int | None) -> dict[str, str]:
+def answer_headers(replicas: list[str], cached_tokens: int, pinned_tokens: int | None) -> Iterable[tuple[str, str]]:
     """Where the answer comes from, what was cached there and, if it was asked for, what is kept there."""
-    headers = {"x-homing-cached-tokens": str(cached_tokens)}
+    headers = [("x-homing-cached-tokens", str(cached_tokens))]
     if pinned_tokens is not None:
-        headers["x-homing-pinned-tokens"] = str(pinned_tokens)
+        headers.append(("x-homing-pinned-tokens", str(pinned_tokens)))
     if replicas:
-        headers["x-homing-replica"] = ",".join(replicas)
+        headers.append(("x-homing-replica", ",".join(replicas)))
     return headers

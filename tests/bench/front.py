@@ -12,6 +12,7 @@ its tokenizer and without (prompts as token ids, or a stand-in that makes an id 
 import argparse
 import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -37,6 +38,7 @@ HERE = Path(__file__).parent
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ANSWER = 16
 STREAMS = 128
+PEERS = ("smg", "sglang-router", "vllm-router")
 
 
 def chat(text: str, tokens: int, *, stream: bool = False) -> bytes:
@@ -179,11 +181,11 @@ async def serve(port: int, members: Sequence[object], text: str) -> None:
     from homing.router.config import RouterSettings
     from homing.router.http.front import TextModels
     from homing.router.metrics import RouterMetrics
-    from homing.router.server import RouterServer
+    from homing.router.server import RouterServer, settle
     from homing.router.service import RouterService
     from tests.router.fakes import BLOCK, SEED
 
-    settings, metrics = RouterSettings(), RouterMetrics()
+    settings, metrics = RouterSettings(access_log=os.devnull), RouterMetrics()
     service = RouterService(settings, KvCacheSettings(block_size=BLOCK), router_id="bench", observer=metrics)
     service.start(asyncio.get_running_loop())
     texts = None if text == "tokenizer" else TextModels(stand_in)
@@ -191,6 +193,7 @@ async def serve(port: int, members: Sequence[object], text: str) -> None:
     await server.start("127.0.0.1", port)
     service.apply_membership(members, SEED)  # type: ignore[arg-type]
     await server.load_text(str(DEMO))
+    settle()
     await asyncio.Event().wait()
 
 
@@ -198,22 +201,23 @@ def stand_in(folder: Path) -> object:
     """A text side that does not tokenize: four bytes of text are an id."""
     from array import array
 
-    from homing.router.text.tokenizer import Chat, TextModel
+    from homing.router.text.template import Chat
+    from homing.router.text.tokenizer import TextModel
 
     class StandIn(TextModel):
         """Decodes as the model's own."""
 
-        def ids(self, text: str) -> list[int]:
+        def ids(self, text: str) -> array:
             data = text.encode()
-            return [300 + (each & 2047) for each in array("I", data[: len(data) & ~3])] or [300]
+            return array("I", data[: len(data) & ~3] or b"fox ")
 
-        async def encode_chat(self, chat: Chat) -> list[int]:
+        async def encode_chat(self, chat: Chat, *, tenant: bytes) -> array:
             return self.ids("".join(message["content"] for message in chat.messages))
 
-        async def encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
+        async def encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[array]:
             return [self.ids(text) for text in texts]
 
-    return StandIn.load(folder)
+    return StandIn.load(folder, cache_bytes=0)
 
 
 def ours(stack: ExitStack, name: str, text: str, chosen: dict[str, Load]) -> Subject:
@@ -340,10 +344,8 @@ def start_all(
         ("homing", "tokenizer", texts),
     ]
     subjects = [ours(stack, name, text, chosen) for name, text, chosen in kinds if options.only in name]
-    for name in ("smg", "sglang-router", "vllm-router") if options.peers else ():
-        if options.only in name and (subject := peer(stack, name, options.peers, texts)) is not None:
-            subjects.append(subject)
-    return subjects
+    names = [name for name in PEERS if options.peers and options.only in name]
+    return subjects + [each for name in names if (each := peer(stack, name, options.peers, texts)) is not None]
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Self
 
 import msgspec
 import zmq
@@ -34,7 +35,8 @@ from homing.replica.messages import (
     TokenBatch,
     TokenOutput,
 )
-from homing.router.backend import GenerationRequest
+from homing.router.backend import GenerationRequest, TokenDelta, TokenStream
+from homing.router.errors import RouterError
 from homing.router.load import ReplicaLoad
 from homing.router.membership import TextDigests
 
@@ -143,6 +145,34 @@ async def until(holds: Callable[[], object], seconds: float = 30.0) -> None:
     async with asyncio.timeout(seconds):
         while not holds():  # noqa: ASYNC110 - what is waited for is a plain value of the thing under test
             await asyncio.sleep(0.005)
+
+
+class Reading:
+    """A token stream as something to iterate over; it is its sink."""
+
+    def __init__(self, stream: TokenStream) -> None:
+        self.stream = stream
+        self._items: asyncio.Queue[TokenDelta | RouterError] = asyncio.Queue()
+        self._over = False
+        stream.listen(self)
+
+    def delta(self, delta: TokenDelta) -> None:
+        self._items.put_nowait(delta)
+
+    def failed(self, error: RouterError) -> None:
+        self._items.put_nowait(error)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        if self._over:
+            raise StopAsyncIteration
+        item = await self._items.get()
+        if isinstance(item, RouterError):
+            raise item
+        self._over = item.finish_reason is not None
+        return item
 
 
 @dataclass(slots=True)

@@ -12,7 +12,8 @@ from openai import AsyncOpenAI
 from homing.router.config import RouterSettings
 from homing.router.errors import AddressInUse, TokenizerUnavailable
 from homing.router.http.front import TextModels
-from homing.router.server import RouterServer, listening_socket
+from homing.router.http.server import listening_socket
+from homing.router.server import RouterServer
 
 from .http.conftest import (
     Live,
@@ -38,7 +39,7 @@ def post(path: str, body: bytes, **headers: str) -> bytes:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for what another connection or the server's own loop brings about."""
-    while not condition():  # noqa: ASYNC110 (uvicorn and metrics have no event to wait for)
+    while not condition():  # noqa: ASYNC110 (connections and metrics have no event to wait for)
         await asyncio.sleep(0.001)
 
 
@@ -143,11 +144,11 @@ async def test_a_kept_alive_connection_serves_again_after_errors(live: Live):
 async def test_accepted_sockets_send_at_once(live: Live):
     """Without TCP_NODELAY a client with delayed ACKs gets its first event 40 ms late."""
     _, writer = await asyncio.open_connection("127.0.0.1", live.port)
-    state = live.server._server.server_state
+    connections = live.server._http.connections
     async with asyncio.timeout(HANG_S):
-        await until(lambda: bool(state.connections))
+        await until(lambda: bool(connections))
 
-    accepted = next(iter(state.connections)).transport.get_extra_info("socket")
+    accepted = next(iter(connections))._transport.get_extra_info("socket")
     assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     writer.close()
 

@@ -11,13 +11,13 @@ import pytest
 
 from homing.events.messages import LoadReport
 from homing.replica.messages import CacheReset, Generate, Pin, Refused, ResetCache
-from homing.router.backend import FeedState, FinishedRequest, GenerationRequest, ReplicaView, TokenDelta, TokenStream
+from homing.router.backend import FeedState, FinishedRequest, GenerationRequest, ReplicaView, TokenDelta
 from homing.router.config import RouterSettings
 from homing.router.errors import CacheInUse, DeadlineExceeded, NoReplica, PromptTooLong, ReplicaLost, RouterClosed
 from homing.router.membership import text_digests
 from homing.router.service import RouterService
 
-from .fakes import CACHE, LIMITS, SEED, SocketReplica, answer, parity_of, request_of, until
+from .fakes import CACHE, LIMITS, SEED, Reading, SocketReplica, answer, parity_of, request_of, until
 
 PROMPT = list(range(200))
 
@@ -77,7 +77,7 @@ class Cluster:
 
     async def ask(self, request: GenerationRequest) -> tuple[str | None, list[TokenDelta]]:
         stream = self.service.generate(request)
-        deltas = [delta async for delta in stream]
+        deltas = [delta async for delta in Reading(stream)]
         return stream.replica_id, deltas
 
     async def indexed(self, name: str, blocks: int) -> None:
@@ -164,12 +164,13 @@ async def test_a_replica_killed_in_mid_stream_is_survived(pair: Cluster) -> None
     """The client's stream goes on; no token is lost and none doubled."""
     request = request_of(PROMPT, max_tokens=120)
     stream = pair.service.generate(request)
-    got = [await anext(stream) for _ in range(10)]
+    reading = Reading(stream)
+    got = [await anext(reading) for _ in range(10)]
     home = stream.replica_id
     assert home is not None
 
     await pair.replicas[home].stop()
-    got += [delta async for delta in stream]
+    got += [delta async for delta in reading]
 
     assert tokens(got) == answer(request)
     assert stream.replica_id not in (None, home)
@@ -181,13 +182,14 @@ async def test_the_controllers_word_moves_requests_too(pair: Cluster) -> None:
     """A gang that lost a rank still has its sockets open."""
     request = request_of(PROMPT, max_tokens=60)
     stream = pair.service.generate(request)
-    got = [await anext(stream)]
+    reading = Reading(stream)
+    got = [await anext(reading)]
     home = stream.replica_id
     assert home is not None
 
     del pair.replicas[home]
     pair.publish()
-    got += [delta async for delta in stream]
+    got += [delta async for delta in reading]
 
     assert tokens(got) == answer(request)
     assert [replica.replica_id for replica in pair.service.view().replicas] == list(pair.replicas)
@@ -211,7 +213,8 @@ async def test_a_rebuilt_replica_is_a_new_one(pair: Cluster) -> None:
 async def test_a_lost_connection_is_made_again_and_the_left_over_requests_are_stopped(pair: Cluster) -> None:
     """The replica is alive and computes for nobody: it is told."""
     stream = pair.service.generate(request_of(PROMPT, max_tokens=2000))
-    await anext(stream)
+    reading = Reading(stream)
+    await anext(reading)
     home = stream.replica_id
     assert home is not None
 
@@ -225,8 +228,9 @@ async def test_a_lost_connection_is_made_again_and_the_left_over_requests_are_st
 
 async def test_a_cancelled_stream_frees_its_replica(pair: Cluster) -> None:
     """The client left; iteration ends, and the replica stops within a step."""
-    stream: TokenStream = pair.service.generate(request_of(PROMPT, max_tokens=2000))
-    await anext(stream)
+    stream = pair.service.generate(request_of(PROMPT, max_tokens=2000))
+    reading = Reading(stream)
+    await anext(reading)
     home = stream.replica_id
     assert home is not None
 
@@ -255,9 +259,10 @@ async def test_a_refused_request_goes_to_another_replica(pair: Cluster) -> None:
 async def test_a_deadline_ends_the_stream_with_an_error(pair: Cluster) -> None:
     """And frees the replica."""
     stream = pair.service.generate(request_of(PROMPT, max_tokens=3000, deadline=time.monotonic() + 0.3))
+    reading = Reading(stream)
 
     with pytest.raises(DeadlineExceeded):
-        _ = [delta async for delta in stream]
+        _ = [delta async for delta in reading]
 
     await until(lambda: not any(replica.core.work for replica in pair.all))
 
@@ -320,12 +325,13 @@ async def test_garbage_from_a_replica_is_counted_and_survived(pair: Cluster) -> 
 async def test_closing_ends_every_stream_by_name(pair: Cluster) -> None:
     """No reader waits for ever, and nothing is taken afterwards."""
     stream = pair.service.generate(request_of(PROMPT, max_tokens=3000))
-    await anext(stream)
+    reading = Reading(stream)
+    await anext(reading)
 
     pair.service.close()
 
     with pytest.raises(RouterClosed):
-        _ = [delta async for delta in stream]
+        _ = [delta async for delta in reading]
     with pytest.raises(RouterClosed):
         pair.service.generate(request_of(PROMPT))
 

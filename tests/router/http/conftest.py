@@ -1,6 +1,7 @@
-"""The front over a fake backend: in process, and behind a real socket."""
+"""The front over a fake backend, behind a real socket."""
 
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +12,11 @@ from openai import AsyncOpenAI
 import homing
 from homing.replica.messages import ModelLimits
 from homing.router.config import RouterSettings
-from homing.router.http.app import build_app
+from homing.router.http.app import App
 from homing.router.http.front import Front, TextModels
+from homing.router.http.server import HttpServer
 from homing.router.metrics import RouterMetrics
-from homing.router.server import RouterServer
+from homing.router.server import RouterServer, connection_limits
 from homing.router.text.tokenizer import TextModel
 
 from .fakes import FakeBackend, reply
@@ -76,11 +78,20 @@ def front(settings: RouterSettings, backend: FakeBackend, text_model: TextModel)
     return Front(settings, backend, RouterMetrics(), texts=LoadedText(text_model))
 
 
+@asynccontextmanager
+async def serving(front: Front) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of `front` over the loopback."""
+    server = HttpServer(App(front), connection_limits(front.settings), clock=front.monotonic)
+    port = await server.start("127.0.0.1", 0)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+        yield http
+    await server.stop(1.0)
+
+
 @pytest.fixture
 async def client(front: Front) -> AsyncIterator[httpx.AsyncClient]:
-    """Speaks to the application in process."""
-    transport = httpx.ASGITransport(build_app(front))
-    async with httpx.AsyncClient(transport=transport, base_url="http://router") as http:
+    """Speaks to the front over the loopback."""
+    async with serving(front) as http:
         yield http
 
 

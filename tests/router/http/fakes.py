@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 
 from homing.kvcache.hashing import token_array
 from homing.replica.messages import ModelLimits, PositionLogprobs, TokenLogprob
@@ -13,6 +13,7 @@ from homing.router.backend import (
     ReplicaView,
     RouterCounters,
     TokenDelta,
+    TokenSink,
 )
 from homing.router.errors import RouterError
 
@@ -54,32 +55,29 @@ def reply(ids: list[int], *, cached: int = 0, pinned: int | None = None, finish:
 
 
 class FakeStream:
-    """A token stream that plays a script."""
+    """A token stream that plays a script, one item in each turn of the loop."""
 
     def __init__(self, request: GenerationRequest, items: Iterable[Item], replica_id: str) -> None:
         self.request = request
         self.replica_id: str | None = replica_id
         self.cancelled = asyncio.Event()
-        self.ended = False
         self._items = deque(items)
 
-    def __aiter__(self) -> AsyncIterator[TokenDelta]:
-        return self
-
-    async def __anext__(self) -> TokenDelta:
-        if not self._items or self.ended:
-            raise StopAsyncIteration
-        item = self._items.popleft()
-        if isinstance(item, RouterError):
-            raise item
-        if isinstance(item, str):
-            await self.cancelled.wait()
-            raise StopAsyncIteration
-        self.ended = item.finish_reason is not None
-        return item
+    def listen(self, sink: TokenSink) -> None:
+        asyncio.get_running_loop().call_soon(self._play, sink)
 
     def cancel(self) -> None:
         self.cancelled.set()
+
+    def _play(self, sink: TokenSink) -> None:
+        if self.cancelled.is_set() or not self._items:
+            return
+        item = self._items.popleft()
+        if isinstance(item, RouterError):
+            sink.failed(item)
+        elif isinstance(item, TokenDelta):
+            asyncio.get_running_loop().call_soon(self._play, sink)
+            sink.delta(item)
 
 
 class FakeBackend:

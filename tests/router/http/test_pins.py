@@ -10,7 +10,6 @@ from homing.kvcache.hashing import token_array
 from homing.replica.messages import ModelLimits
 from homing.router.backend import GenerationRequest
 from homing.router.errors import CacheInUse, InvalidRequest, TemplateRefusal
-from homing.router.http.app import build_app
 from homing.router.http.front import Front
 from homing.router.http.pins import Mark, chat_pins
 from homing.router.metrics import RouterMetrics
@@ -19,7 +18,7 @@ from homing.router.text.template import Chat
 from homing.router.text.tokenizer import TextModel
 
 from ..test_tenants import entry
-from .conftest import LoadedText
+from .conftest import LoadedText, serving
 from .fakes import FakeBackend, reply
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -191,7 +190,7 @@ async def guarded(settings, backend: FakeBackend, text_model: TextModel):
     """A server that knows two keys."""
     tenants = tenants_of({"keys": [entry("ann", "ann"), entry("root", "root", admin=True)]})
     front = Front(settings, backend, RouterMetrics(), texts=LoadedText(text_model), tenants=tenants)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(build_app(front)), base_url="http://router") as http:
+    async with serving(front) as http:
         yield http
 
 

@@ -1,0 +1,70 @@
+"""The access log: one line per request, in fields, written a handful at a time.
+
+Lines are kept for up to `FLUSH_S` and written together, since a system call per request costs as much as parsing it.
+Knows neither routing nor HTTP's framing.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from .exchange import Exchange
+
+#: Lines wait at most so long, and no more of them than `FLUSH_LINES`.
+FLUSH_S = 0.25
+FLUSH_LINES = 256
+
+
+class AccessLog:
+    """Writes to `stream`, from the loop's thread. `close` writes what is left; the stream stays the caller's."""
+
+    def __init__(self, stream: TextIO, wall: Callable[[], float] = time.time) -> None:
+        self._stream = stream
+        self._wall = wall
+        self._lines: list[str] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self.lost = 0  #: lines that the stream did not take
+
+    def write(self, exchange: Exchange, duration_s: float) -> None:
+        """A request is over."""
+        self._lines.append(line(exchange, duration_s, self._wall()))
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self.flush)
+        elif len(self._lines) >= FLUSH_LINES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        lines, self._lines = self._lines, []
+        try:
+            self._stream.write("".join(lines))
+            self._stream.flush()
+        except (OSError, ValueError):  # a full disk, or a stream that was closed, must not stop answers
+            self.lost += len(lines)
+
+    close = flush
+
+
+def line(exchange: Exchange, duration_s: float, now: float) -> str:
+    """The line of one request: fields in a fixed order, absent ones left out."""
+    request, account = exchange.request, exchange.account
+    text = (
+        f"ts={now:.3f} request={exchange.id} method={request.method or '-'} path={_safe(request.path) or '-'} "
+        f"status={exchange.status} duration_ms={duration_s * 1e3:.1f}"
+    )
+    if account is None:
+        return text + "\n"
+    ttft = "" if account.ttft_s is None else f" ttft_ms={account.ttft_s * 1e3:.1f}"
+    return (
+        f"{text}{ttft} tenant={account.tenant or '-'} replica={account.replicas or '-'} prompt={account.prompt_tokens} "
+        f"cached={account.cached_tokens} output={account.output_tokens}\n"
+    )
+
+
+def _safe(path: str) -> str:
+    """A stranger's path must not begin another line or field."""
+    return path if path.isascii() and path.isprintable() and " " not in path else ascii(path).replace(" ", "%20")

@@ -1,0 +1,53 @@
+"""Which browsers' pages may call the server (CORS): headers of answers, and the answer to a preflight. Pure."""
+
+from dataclasses import dataclass
+
+from .exchange import Headers, Request
+
+#: Seconds that a browser may keep a preflight's answer.
+MAX_AGE_S = 600
+_METHODS = "GET, POST, OPTIONS"
+_EXPOSED = "x-request-id, x-homing-replica, x-homing-cached-tokens, retry-after"
+
+
+@dataclass(slots=True, frozen=True)
+class CorsPolicy:
+    """The origins that may read answers."""
+
+    origins: frozenset[str]
+
+    @classmethod
+    def of(cls, setting: str) -> "CorsPolicy | None":
+        """From origins separated by commas; `*` lets every page in, nothing switches CORS off."""
+        origins = frozenset(each for part in setting.split(",") if (each := part.strip().rstrip("/")))
+        return cls(origins) if origins else None
+
+    def allows(self, origin: str) -> bool:
+        """Whether a page of `origin` may read answers."""
+        return "*" in self.origins or origin in self.origins
+
+    def is_preflight(self, request: Request) -> bool:
+        """Whether a browser asks before it sends."""
+        headers = request.headers
+        return request.method == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
+
+    def headers(self, request: Request) -> Headers:
+        """Headers of any answer. Credentials are never allowed: keys go by `Authorization`, not by cookies."""
+        origin = request.headers.get("origin")
+        if origin is None or not self.allows(origin):
+            return (("vary", "origin"),)
+        shown = "*" if "*" in self.origins else origin
+        return (
+            ("access-control-allow-origin", shown),
+            ("access-control-expose-headers", _EXPOSED),
+            ("vary", "origin"),
+        )
+
+    def preflight(self, request: Request) -> Headers:
+        """Further headers of a preflight's answer; those of every answer say whether the origin may."""
+        wanted = request.headers.get("access-control-request-headers", "content-type, authorization")
+        return (
+            ("access-control-allow-methods", _METHODS),
+            ("access-control-allow-headers", wanted),
+            ("access-control-max-age", str(MAX_AGE_S)),
+        )
