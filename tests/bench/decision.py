@@ -1,0 +1,161 @@
+"""Cost of a routing decision: from token ids to the message for the chosen replica, by the router's own dispatcher.
+
+    python tests/bench/decision.py [--out FILE] [--repeats N]
+
+Thread CPU time, median of N. "All" is everything that happens for a prompt: hash, match, expect, score, choose,
+reserve. The index also holds 200,000 other blocks; replicas are idle. Memory is what the interpreter asked for
+(tracemalloc), with no block held by two replicas, which is the worst case.
+"""
+
+import tracemalloc
+from collections.abc import Callable
+from random import Random
+from statistics import median
+from time import thread_time_ns
+
+from report import Row, arguments, publish
+
+from homing.events.messages import EventEndpoints
+from homing.kvcache import BlockHash, BlockHasher, join_hashes, tenant_root, token_bytes, wire_hashes
+from homing.kvcache.parity import canary_hash
+from homing.replica.messages import ModelLimits, Parity, ReplicaDescription, SamplingParams
+from homing.router.backend import GenerationRequest
+from homing.router.dispatcher import Dispatcher, DispatcherLimits, Naming
+from homing.router.index import PrefixIndex
+from homing.router.load import LoadBook
+from homing.router.metrics import RouterCounters
+from homing.router.policy import make_policy
+from homing.router.reservations import Reservations
+
+BLOCK_SIZE = 16
+TOKENS = 32_768
+BLOCKS = TOKENS // BLOCK_SIZE
+CAPACITY = 1_000_000
+ROOT = BlockHash(bytes(16))
+HASHER = BlockHasher(BLOCK_SIZE, seed=7)
+LIMITS = ModelLimits(name="bench", path="", vocab_size=TOKENS, max_model_len=2 * TOKENS, eos_token_ids=(0,))
+NOWHERE = EventEndpoints(events="", replay="", state="", snapshot="")
+#: How many blocks of the prompt each of n replicas holds.
+Held = Callable[[Random, int], int]
+SPREADS: dict[str, Held] = {
+    "none holds any": lambda _rng, _replica: 0,
+    "all hold all": lambda _rng, _replica: BLOCKS,
+    "all share 10 blocks, one holds all": lambda _rng, replica: 10 if replica else BLOCKS,
+    "each holds another part": lambda rng, _replica: rng.randrange(BLOCKS + 1),
+}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = arguments("Cost of a routing decision")
+    parser.add_argument("--repeats", type=int, default=200)
+    options = parser.parse_args()
+    few = max(10, options.repeats // 10)
+    rows = [match_row(8, 50.0, name, options.repeats) for name in SPREADS]
+    rows += [match_row(512, 100.0, name, options.repeats) for name in SPREADS]
+    rows += [decision_row(8, 128, None, options.repeats), decision_row(8, 2_000, None, options.repeats)]
+    rows += [decision_row(8, TOKENS, 600.0, options.repeats), decision_row(512, TOKENS, None, few)]
+    rows.append(memory_row())
+    publish(rows, options.out, ["msgspec", "xxhash"])
+
+
+def match_row(replicas: int, goal: float, name: str, repeats: int) -> Row:
+    """The index alone."""
+    rng = Random(1)
+    held = SPREADS[name]
+    index = PrefixIndex()
+    chain = [rng.getrandbits(64) for _ in range(BLOCKS)]
+    for replica in range(replicas):
+        index.join(f"r{replica}", CAPACITY, closed=True)
+        index.add(f"r{replica}", chain[: held(rng, replica)])
+    index.add("r0", [rng.getrandbits(64) for _ in range(200_000)])
+    cost = median_us(lambda: index.match(chain), repeats)
+    return Row(f"match {BLOCKS:,} blocks, {replicas} replicas: {name}", "us", cost, goal)
+
+
+def decision_row(replicas: int, tokens: int, goal: float | None, repeats: int) -> Row:
+    """All that the dispatcher does; half of the replicas hold the whole prompt."""
+    dispatcher = idle_cluster(replicas)
+    prompt = token_bytes(range(tokens))
+    keys = wire_hashes(join_hashes(HASHER.chain(tenant_root(ROOT), prompt)))
+    for replica in range(0, replicas, 2):
+        dispatcher.stored(f"r{replica}", keys)
+    request = GenerationRequest(trace_id="bench", token_ids=prompt, sampling=SamplingParams(max_tokens=1, seed=1))
+    costs = []
+    for _ in range(repeats):
+        begin = thread_time_ns()
+        flight, _ = dispatcher.submit(request, 0.0)
+        costs.append(thread_time_ns() - begin)
+        dispatcher.cancel(flight, 0.0)
+    return Row(f"all for {tokens:,} tokens, {replicas} replicas", "us", median(costs) / 1000, goal)
+
+
+def idle_cluster(replicas: int) -> Dispatcher:
+    """A dispatcher with this many replicas, all live and idle."""
+    dispatcher = Dispatcher(
+        make_policy("expected-ttft"),
+        Naming(HASHER, ROOT, LIMITS),
+        loads=LoadBook("bench", silence_s=1e9),
+        reservations=Reservations(30.0),
+        limits=DispatcherLimits(100, 3, request_timeout_s=600.0),
+        counters=RouterCounters(),
+        rng=Random(1),
+    )
+    for replica in range(replicas):
+        dispatcher.join(description(f"r{replica}"), 0.0)
+        dispatcher.set_feed(f"r{replica}", "live")
+    return dispatcher
+
+
+def description(name: str) -> ReplicaDescription:
+    """A replica that introduces itself."""
+    parity = Parity(
+        tokenizer_digest="",
+        template_digest="",
+        block_size=BLOCK_SIZE,
+        hash_algorithm="xxh3_128",
+        model_root=ROOT,
+        canary=canary_hash(HASHER, ROOT),
+    )
+    return ReplicaDescription(
+        replica_id=name,
+        epoch=1,
+        request_endpoint="",
+        event_endpoints=NOWHERE,
+        parity=parity,
+        model=LIMITS,
+        num_blocks=CAPACITY,
+        max_running_requests=256,
+        max_batched_tokens=8192,
+        tensor_parallel_size=1,
+        prefill_tokens_per_s=10_000.0,
+        decode_step_s=0.01,
+    )
+
+
+def memory_row() -> Row:
+    """Eight replicas, each with its own 100,000 blocks, stored 8 at a time."""
+    rng, per_replica = Random(1), 100_000
+    tracemalloc.start()
+    index = PrefixIndex()
+    for replica in range(8):
+        index.join(f"r{replica}", CAPACITY, closed=True)
+        for _ in range(per_replica // 8):
+            index.add(f"r{replica}", [rng.getrandbits(64) for _ in range(8)])
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return Row("index memory per replica-block, none shared", "bytes", used / (8 * per_replica), 60.0)
+
+
+def median_us(work: Callable[[], object], repeats: int) -> float:
+    """Thread CPU time of one call."""
+    costs = []
+    for _ in range(repeats):
+        begin = thread_time_ns()
+        work()
+        costs.append(thread_time_ns() - begin)
+    return median(costs) / 1000
+
+
+if __name__ == "__main__":
+    main()
