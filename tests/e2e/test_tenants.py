@@ -1,0 +1,139 @@
+"""Tenants over HTTP, down to a real replica's cache: what is kept, shared, and emptied by a reset. Without Ray."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+import homing
+from homing.kvcache.config import KvCacheSettings
+from homing.router.config import RouterSettings
+from homing.router.metrics import RouterMetrics
+from homing.router.server import RouterServer
+from homing.router.service import RouterService
+from homing.router.text.tokenizer import TextModel
+
+from ..replica.clients import PATIENCE_S, SEED, served
+from ..router.http.conftest import LoadedText
+
+DEMO = Path(homing.__file__).parent / "replica" / "demo" / "model"
+#: Small enough to be overrun by a few prompts; one tenant may pin half of it.
+CACHE = {"block_size": 16, "num_kv_blocks": 21, "pin_tenant_share": 0.5, "hash_algorithm": "sha256"}
+KEYS = [("ann", "lab"), ("bob", "lab"), ("eve", None), ("root", None)]
+
+
+@pytest.fixture(scope="module")
+def text_model() -> Iterator[TextModel]:
+    """The demo model's text side, loaded once."""
+    model = TextModel.load(DEMO, cache_bytes=100_000)
+    yield model
+    model.close()
+
+
+@pytest.fixture
+async def http(tmp_path: Path, text_model: TextModel) -> AsyncIterator[httpx.AsyncClient]:
+    """A router with four tenants before one replica of the demo model; blocks are named by sha256."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(yaml.safe_dump({"keys": [key_entry(name, group) for name, group in KEYS]}))
+    settings = RouterSettings(api_keys_file=str(keys))
+    sockets = tmp_path / "s"
+    sockets.mkdir()
+    with served(DEMO, sockets, kvcache=CACHE, settings={"max_model_len": 256}) as replica:
+        metrics, kvcache = RouterMetrics(), KvCacheSettings(**CACHE)
+        service = RouterService(settings, kvcache, router_id="router", model_dir=DEMO, observer=metrics)
+        service.start(asyncio.get_running_loop())
+        server = RouterServer(settings, service, metrics=metrics, texts=LoadedText(text_model))
+        port = await server.start("127.0.0.1", 0)
+        service.apply_membership([replica.description], SEED)
+        await until(service, feed="live", state="serving")
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=PATIENCE_S
+        ) as client:
+            yield client
+        await server.stop()
+        service.close()
+
+
+def key_entry(name: str, group: str | None) -> dict[str, Any]:
+    digest = sha256(name.encode()).hexdigest()
+    return {"key_sha256": digest, "tenant": name, "admin": name == "root"} | ({"group": group} if group else {})
+
+
+async def until(service: RouterService, **fields: object) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not all(getattr(service.view().replicas[0], name) == value for name, value in fields.items()):  # noqa: ASYNC110 - polled over HTTP, too
+            await asyncio.sleep(0.02)
+
+
+async def ask(http: httpx.AsyncClient, key: str, prompt: str, **fields: Any) -> httpx.Response:
+    body = {"prompt": prompt, "max_tokens": 2, "temperature": 0} | fields
+    answer = await http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+    return answer.raise_for_status()
+
+
+def cached(answer: httpx.Response) -> int:
+    return int(answer.headers["x-homing-cached-tokens"])
+
+
+def long(name: str) -> str:
+    """About 110 tokens: 6 of 20 blocks."""
+    return f"{name} " + "went into the forest and met a friend. " * 11
+
+
+async def test_a_pinned_prompt_survives_a_scan_that_takes_its_unpinned_twin(http: httpx.AsyncClient):
+    """The whole way of `cache_control`, against a replica whose pool the one-off prompts overrun."""
+    keep = {"type": "ephemeral", "ttl": "5m"}
+    pinned = await ask(http, "ann", long("A fox"), cache_control=keep)
+    twin = await ask(http, "ann", long("An owl"))
+    for number in range(3):
+        await ask(http, "eve", long(f"Bear {number}"))
+    again = [await ask(http, "ann", long(name)) for name in ("A fox", "An owl")]
+
+    assert int(pinned.headers["x-homing-pinned-tokens"]) > 60
+    assert "x-homing-pinned-tokens" not in twin.headers
+    assert [cached(answer) > 60 for answer in again] == [True, False]
+    assert [text(answer) for answer in again] == [text(pinned), text(twin)]
+
+
+def text(answer: httpx.Response) -> str:
+    return str(answer.json()["choices"][0]["text"])
+
+
+async def test_more_than_the_budget_is_refused_told_and_counted(http: httpx.AsyncClient):
+    """The request runs; who asked learns that it is not kept: ann for her own budget, eve for that of all."""
+    keep = {"type": "ephemeral"}
+    told = [
+        (await ask(http, key, long(name), cache_control=keep)).headers["x-homing-pinned-tokens"]
+        for key, name in (("ann", "A fox"), ("ann", "An owl"), ("eve", "An owl"))
+    ]
+    async with asyncio.timeout(PATIENCE_S):  # totals come with the next load report
+        while 'homing_pins_refused_total{replica="r0"} 2.0' not in (await http.get("/metrics")).text:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    blocks = (await http.get("/cluster")).json()["replicas"][0]["pinned_blocks"]
+
+    assert [int(tokens) > 0 for tokens in told] == [True, False, False]
+    assert blocks == int(told[0]) // 16
+
+
+async def test_a_group_shares_its_cached_blocks_and_nobody_else_does(http: httpx.AsyncClient):
+    """By a file of keys, with the whole stack between the file and the cache."""
+    await ask(http, "ann", long("A fox"))
+    hits = {key: cached(await ask(http, key, long("A fox"))) for key in ("bob", "eve")}
+
+    assert hits["bob"] > 60
+    assert hits["eve"] == 0
+
+
+async def test_a_reset_empties_the_cache_pins_included(http: httpx.AsyncClient):
+    """As a benchmark asks for it before its run, by the admin's key."""
+    await ask(http, "ann", long("A fox"), cache_control={"type": "ephemeral"})
+    done = await http.post("/reset_prefix_cache", headers={"authorization": "Bearer root"})
+    again = await ask(http, "ann", long("A fox"))
+
+    assert (done.status_code, done.json()["replicas"]) == (200, ["r0"])
+    assert cached(again) == 0
