@@ -42,6 +42,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         "explain": _explain_arguments,
         "watch": _watch_arguments,
         "stop": _stop_arguments,
+        "keys": _keys_arguments,
         "version": lambda _: None,
     }
     summaries = {
@@ -50,6 +51,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         "explain": "show where a prompt would go now, and why",
         "watch": "print the cache events of a running cluster",
         "stop": "end a running cluster",
+        "keys": "make keys that encrypt what replicas, routers and subscribers exchange",
         "version": "print the version",
     }
     built: dict[str, Parser] = {}
@@ -103,6 +105,10 @@ def run(words: Sequence[str], out: TextIO) -> int:
             from .stop import stop
 
             return stop(settings_of(arguments), out, force=arguments.force)
+        case "keys":
+            from .keys import keys
+
+            return keys(Path(arguments.folder), arguments.client, out)
         case "status":
             from .status import status
 
@@ -177,6 +183,7 @@ def _status_arguments(parser: Parser) -> None:
 def _watch_arguments(parser: Parser) -> None:
     parser.add_argument("url", metavar="URL", nargs="?", help="of a cluster; without it, the one that runs here")
     _lookup_arguments(parser)
+    _add_setting(parser, SETTINGS["events_curve_keys"])
     parser.add_argument("--replica", metavar="ID", action="append", help="only this replica; may be given again")
     parser.add_argument("--json", action="store_true", help="one JSON object per event, for programs")
 
@@ -193,6 +200,11 @@ def _explain_arguments(parser: Parser) -> None:
 def _stop_arguments(parser: Parser) -> None:
     _lookup_arguments(parser)
     parser.add_argument("--force", action="store_true", help="kill what does not end in time")
+
+
+def _keys_arguments(parser: Parser) -> None:
+    parser.add_argument("folder", metavar="DIR", help="where the keys are to be; the folder is made")
+    parser.add_argument("--client", metavar="NAME", help="add keys for one more subscriber to a folder made before")
 
 
 def _add_setting(parser: Any, setting: Setting) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ..events.keys import reader_keys, server_keys
 from ..replica.config import ReplicaSettings
 from ..replica.messages import ReplicaDescription
 from .actors import RankServer, Router, node_address
@@ -48,6 +49,7 @@ def make_rank(spec: RankSpec) -> RankServer:
         ipc_dir=folder,
         gang=gang if spec.world > 1 else None,
         node=node_address(),
+        keys=server_keys(cluster.settings.events),
     )
 
 
@@ -90,6 +92,7 @@ class HomingRouter:
             observer=metrics,
             model_dir=Path(self._spec.model_dir) if self._spec.model_dir else None,
             heartbeat_interval_s=settings.events.heartbeat_interval_s,
+            keys=reader_keys(settings.events),
         )
         self._service.start(asyncio.get_running_loop())
         self._server = RouterServer(settings.router, self._service, metrics=metrics)

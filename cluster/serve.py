@@ -25,6 +25,7 @@ from .client import get_json, is_ready
 from .config import Settings, state_folder
 from .console import Console, program
 from .errors import ClusterError, PortTaken, SettingsError, StartFailed
+from .keys import check_keys
 from .model import find_model
 from .spec import ClusterSpec, ClusterStatus
 from .state import Note, Notebook, own_note
@@ -80,6 +81,8 @@ def serve(settings: Settings, out: TextIO, *, detached: bool = False) -> int:
     note = own_note(name, settings.replica.model, log)
     with notebook.claim(note):
         check_port(settings.router.host, settings.router.port)
+        if not settings.cluster.ray_address:
+            check_keys(settings.events)
         model_dir = find_model(settings.replica) if not settings.cluster.ray_address else None
         with _silenced(), _ray(settings, console, notebook, note, detached) as run:
             return _serve(run, model_dir)

@@ -15,21 +15,25 @@ from typing import Any, TextIO
 import msgspec
 
 from ..events import (
+    BadKeys,
     CacheEvent,
     Cleared,
     EventEndpoints,
     EventError,
     EventFeed,
     FeedStatus,
+    KeyPair,
+    KeysRefused,
     LoadReport,
     Removed,
     SnapshotBlock,
     Stored,
     wire_name,
 )
+from ..events.keys import reader_keys
 from .client import cluster_url, get_json
 from .config import Settings
-from .errors import ClusterError
+from .errors import ClusterError, SettingsError
 
 REFRESH_S = 0.5
 #: A cluster that cannot be asked so often in a row is gone.
@@ -54,7 +58,11 @@ def watch(settings: Settings, out: TextIO, *, url: str | None, replicas: Sequenc
     def write(line: str) -> None:
         print(line, file=out, flush=True)
 
-    asyncio.run(_follow(found, write, printer, frozenset(replicas or ())))
+    try:
+        own = reader_keys(settings.events)
+    except BadKeys as error:
+        raise SettingsError(f"setting events_curve_keys: {error}") from error
+    asyncio.run(_follow(found, write, printer, frozenset(replicas or ()), own))
     return 0
 
 
@@ -98,12 +106,16 @@ class PrintingSink:
         """A message that could not be read."""
         self._print("malformed", str(error))
 
+    def refused(self, error: KeysRefused) -> None:
+        """The replica does not accept our keys."""
+        self._print("refused", str(error))
+
     def _print(self, kind: str, what: Any) -> None:
         for line in self._lines(self._source, kind, what):
             self._write(line)
 
 
-async def _follow(url: str, write: Write, lines: Lines, only: frozenset[str]) -> None:
+async def _follow(url: str, write: Write, lines: Lines, only: frozenset[str], keys: KeyPair | None) -> None:
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -115,7 +127,7 @@ async def _follow(url: str, write: Write, lines: Lines, only: frozenset[str]) ->
             try:
                 view = await asyncio.to_thread(get_json, f"{url}/cluster")
                 misses = 0
-                _adjust(feeds, _sources(view, only), write, lines)
+                _adjust(feeds, _sources(view, only), write, lines, keys)
             except ClusterError:
                 misses += 1
                 if misses >= PATIENCE or not feeds:
@@ -141,7 +153,13 @@ def _sources(view: dict[str, Any], only: frozenset[str]) -> dict[Source, EventEn
     }
 
 
-def _adjust(feeds: dict[Source, EventFeed], wanted: dict[Source, EventEndpoints], write: Write, lines: Lines) -> None:
+def _adjust(
+    feeds: dict[Source, EventFeed],
+    wanted: dict[Source, EventEndpoints],
+    write: Write,
+    lines: Lines,
+    keys: KeyPair | None,
+) -> None:
     for source in feeds.keys() - wanted.keys():
         feeds.pop(source).close()
         for line in lines(source, "gone", None):
@@ -149,7 +167,7 @@ def _adjust(feeds: dict[Source, EventFeed], wanted: dict[Source, EventEndpoints]
     for source in wanted.keys() - feeds.keys():
         for line in lines(source, "joined", None):
             write(line)
-        feed = feeds[source] = EventFeed(wanted[source], PrintingSink(source, write, lines), token_ids=True)
+        feed = feeds[source] = EventFeed(wanted[source], PrintingSink(source, write, lines), token_ids=True, keys=keys)
         feed.start(asyncio.get_running_loop())
 
 

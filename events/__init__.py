@@ -2,10 +2,11 @@
 
 from .config import EventsSettings
 from .decode import BatchDecoder, CacheEvent, Cleared, Removed, Stored, wire_name
-from .errors import BadRecord, EndpointUnusable, EventError, MalformedFrame
+from .errors import BadKeys, BadRecord, EndpointUnusable, EventError, KeysRefused, MalformedFrame
 from .feed import EventFeed, FeedSink
 from .fold import CacheMirror, Digest
 from .format import describe
+from .keys import KeyPair, load_pair
 from .messages import EventEndpoints, LoadReport, SnapshotBlock
 from .publisher import EventPublisher
 from .record import Recorded, from_line, read_lines, rebuild, to_line
@@ -14,6 +15,7 @@ from .subscribe import subscribe, subscribe_sync
 from .subscription import FeedStatus, Reach, Subscription
 
 __all__ = [
+    "BadKeys",
     "BadRecord",
     "BatchDecoder",
     "CacheEvent",
@@ -28,6 +30,8 @@ __all__ = [
     "EventsSettings",
     "FeedSink",
     "FeedStatus",
+    "KeyPair",
+    "KeysRefused",
     "LoadReport",
     "MalformedFrame",
     "Reach",
@@ -39,6 +43,7 @@ __all__ = [
     "Subscription",
     "describe",
     "from_line",
+    "load_pair",
     "read_lines",
     "rebuild",
     "subscribe",

@@ -21,6 +21,12 @@ class EventsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         int, Meta(ge=1, description="batches waiting to be sent before a gap is declared; the engine never waits")
     ] = 10_000
     send_high_water_mark: Annotated[int, Meta(ge=1, description="ZeroMQ messages queued per subscriber")] = 100_000
+    events_curve_keys: Annotated[
+        str, Meta(description="folder of CURVE keys (`homing keys DIR` makes one); empty: nothing is encrypted")
+    ] = ""
+    events_curve_clients: Annotated[
+        Literal["listed", "any"], Meta(description="who may connect: keys in the folder's `clients/`, or any key")
+    ] = "listed"
     heartbeat_interval_s: Annotated[
         float, Meta(gt=0, le=10, description="seconds between residency digests and load reports when idle")
     ] = 0.2

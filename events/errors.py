@@ -3,9 +3,13 @@
 EventError
 ├── MalformedFrame        a publisher sent what cannot be read: counted and dropped, the stream resyncs
 ├── EndpointUnusable      an address that cannot be bound or connected, or must not be bound
+├── BadKeys               a file of CURVE keys that is missing, unreadable or in the way
+├── KeysRefused           publisher and reader do not accept each other's CURVE keys
 └── BadRecord             a line of a recorded stream that cannot be read back
 """
 # ruff: noqa: N818 - these names say what was found; the room's base class is the one that ends in Error.
+
+from pathlib import Path
 
 
 class EventError(Exception):
@@ -29,6 +33,26 @@ class EndpointUnusable(EventError):
     """An address on which the stream cannot or must not be offered."""
 
     http_status = 500
+
+
+class BadKeys(EventError):
+    """A file of CURVE keys. Names the file, never what is in it."""
+
+    http_status = 500
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"CURVE keys {path}: {why}")
+        self.path = path
+
+
+class KeysRefused(EventError):
+    """No connection comes about: the keys of the two sides do not match."""
+
+    http_status = 502
+
+    def __init__(self, endpoint: str, why: str) -> None:
+        super().__init__(f"no connection to {endpoint}: {why}")
+        self.endpoint = endpoint
 
 
 class BadRecord(EventError):

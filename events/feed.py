@@ -13,8 +13,10 @@ import msgspec
 import zmq
 
 from .decode import BatchDecoder, CacheEvent, Dialect
-from .errors import EndpointUnusable, EventError, MalformedFrame
+from .errors import EndpointUnusable, EventError, KeysRefused, MalformedFrame
 from .frames import read_event, read_replay, replay_request
+from .handshake import WATCHED, Connection, Handshakes
+from .keys import KeyPair, new_pair, protect_client
 from .messages import (
     EVENTS_TOPIC,
     HEARTBEAT_TOPIC,
@@ -67,6 +69,9 @@ class FeedSink(Protocol):
     def malformed(self, error: EventError) -> None:
         """A message was dropped."""
 
+    def refused(self, error: KeysRefused) -> None:
+        """The publisher does not talk to us, nor will it until somebody mends the keys."""
+
 
 class EventFeed:
     """Follows one publisher. Endpoints that are empty strings are not there: foreign publishers lack some."""
@@ -84,15 +89,19 @@ class EventFeed:
         dialect: Dialect = "vllm",
         reach: Reach | None = None,
         tap: Callable[[Apply | Reset], None] | None = None,
+        keys: KeyPair | None = None,
     ) -> None:
         """`counted`: the publisher announces every copy (vLLM). `token_ids`: hand them on, in snapshots too.
 
         `tap` sees what the sink's `apply` and `reset` get, before them, with numbers and times. `topic` is a prefix;
-        empty takes everything. A context that is handed in stays the caller's.
+        empty takes everything. A context that is handed in stays the caller's. `keys`: what is shown to a publisher
+        that encrypts; a fresh pair by default, which is refused where only listed clients are let in.
         """
         self._endpoints = endpoints
         self._sink = sink
         self._tap = tap
+        self._keys = keys or (new_pair() if endpoints.curve_key else None)
+        self._handshakes = Handshakes()
         self._own_context = context is None
         self._context = context
         self._tick_s = heartbeat_interval_s / 2
@@ -109,7 +118,7 @@ class EventFeed:
             CountedResidents() if counted else None,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
-        #: The first one is the events socket, which is monitored; the last one is its monitor.
+        #: The first one is the events socket, which is monitored.
         self._sockets: list[zmq.Socket[bytes]] = []
         self._readers: list[SocketReader] = []
         self._replay: SocketReader | None = None
@@ -117,6 +126,8 @@ class EventFeed:
         self._timer: asyncio.TimerHandle | None = None
         #: messages that could not be read, and were dropped
         self.malformed_messages = 0
+        #: connections that did not come about because of the keys
+        self.refused_connections = 0
 
     @property
     def subscription(self) -> Subscription:
@@ -131,6 +142,8 @@ class EventFeed:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Connect and ask. Call in the loop's thread, once. Raises EndpointUnusable."""
         assert self._loop is None, "a feed starts once"
+        if self._keys is not None and not self._endpoints.curve_key:
+            raise EndpointUnusable(f"keys are given for {self._endpoints.events}, which names no CURVE key of its own")
         self._loop = loop
         self._context = self._context or zmq.Context()
         try:
@@ -163,21 +176,50 @@ class EventFeed:
 
     def _connect(self, context: zmq.Context["zmq.Socket[bytes]"], loop: asyncio.AbstractEventLoop) -> None:
         ends = self._endpoints
-        events = _subscriber(context, ends.events, [self._topic], _EVENTS_HIGH_WATER_MARK)
-        self._open(loop, events, self._on_event)
-        if ends.replay:
-            self._replay = self._open(loop, _requester(context, ends.replay), self._on_replay)
-        if ends.state:
-            state = _subscriber(context, ends.state, [HEARTBEAT_TOPIC, LOAD_TOPIC], 1000)
-            self._open(loop, state, self._on_state)
-        if ends.snapshot:
-            self._snapshot = self._open(loop, _requester(context, ends.snapshot), self._on_chunk)
-        self._open(loop, events.get_monitor_socket(zmq.EVENT_DISCONNECTED), self._on_monitor)
+        events = self._subscriber(context, [self._topic])
+        state = self._subscriber(context, [HEARTBEAT_TOPIC, LOAD_TOPIC])
+        replay, snapshot = self._socket(context, zmq.DEALER), self._socket(context, zmq.DEALER)
+        events.set_hwm(_EVENTS_HIGH_WATER_MARK)
+        # Before it connects: a refusal is told once.
+        monitor = events.get_monitor_socket(WATCHED)
+        self._open(loop, events, ends.events, self._on_event)
+        self._replay = self._open(loop, replay, ends.replay, self._on_replay)
+        self._open(loop, state, ends.state, self._on_state)
+        self._snapshot = self._open(loop, snapshot, ends.snapshot, self._on_chunk)
+        self._sockets.append(monitor)
+        self._readers.append(SocketReader(loop, monitor, self._on_monitor))
+
+    def _subscriber(self, context: zmq.Context["zmq.Socket[bytes]"], topics: Sequence[bytes]) -> "zmq.Socket[bytes]":
+        sock = self._socket(context, zmq.SUB)
+        for topic in topics:
+            sock.subscribe(topic)
+        return sock
+
+    def _socket(self, context: zmq.Context["zmq.Socket[bytes]"], kind: int) -> "zmq.Socket[bytes]":
+        sock: zmq.Socket[bytes] = context.socket(kind)
+        self._sockets.append(sock)
+        sock.linger = 0
+        sock.reconnect_ivl = 50
+        sock.reconnect_ivl_max = 1000
+        if self._keys is not None:
+            protect_client(sock, self._keys, self._endpoints.curve_key.encode())
+        return sock
 
     def _open(
-        self, loop: asyncio.AbstractEventLoop, sock: "zmq.Socket[bytes]", handle: Callable[[Message], None]
-    ) -> SocketReader:
-        self._sockets.append(sock)
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: "zmq.Socket[bytes]",
+        endpoint: str,
+        handle: Callable[[Message], None],
+    ) -> SocketReader | None:
+        """Connect and read; None where the publisher offers no such socket."""
+        if not endpoint:
+            return None
+        sock.ipv6 = endpoint.startswith("tcp://[")
+        try:
+            sock.connect(endpoint)
+        except zmq.ZMQError as error:
+            raise EndpointUnusable(f"cannot connect to {endpoint!r}: {error}") from error
         self._readers.append(SocketReader(loop, sock, self._guarded(handle)))
         return self._readers[-1]
 
@@ -214,11 +256,20 @@ class EventFeed:
     def _on_chunk(self, frames: Message) -> None:
         self._run(self._subscription.on_chunk(_read(frames[-1], SnapshotChunk)))
 
-    def _on_monitor(self, _: Message) -> None:
+    def _on_monitor(self, frames: Message) -> None:
+        if self._handshakes.observe(frames) is not Connection.LOST:
+            return
         # What the publisher had sent before must not pass for a sign of life after.
         for reader in self._readers[:-1]:
             reader.drain()
         self._run(self._subscription.on_disconnect())
+        if self._handshakes.refusal is not None and self._readers:
+            self._refuse(KeysRefused(self._endpoints.events, self._handshakes.refusal))
+
+    def _refuse(self, error: KeysRefused) -> None:
+        self.refused_connections += 1
+        log.warning("event_stream_refused error=%s", error)
+        self._sink.refused(error)
 
     def _on_tick(self) -> None:
         assert self._loop is not None, "ticks come after the start"
@@ -257,33 +308,6 @@ class EventFeed:
         """A request that cannot leave is as good as lost: the state machine asks again."""
         if reader is not None and not reader.send(frames):
             log.debug("event_request_unsent endpoint=%s", self._endpoints.events)
-
-
-def _subscriber(
-    context: zmq.Context["zmq.Socket[bytes]"], endpoint: str, topics: Sequence[bytes], high_water_mark: int
-) -> "zmq.Socket[bytes]":
-    sock: zmq.Socket[bytes] = context.socket(zmq.SUB)
-    sock.set_hwm(high_water_mark)
-    for topic in topics:
-        sock.subscribe(topic)
-    return _connected(sock, endpoint)
-
-
-def _requester(context: zmq.Context["zmq.Socket[bytes]"], endpoint: str) -> "zmq.Socket[bytes]":
-    return _connected(context.socket(zmq.DEALER), endpoint)
-
-
-def _connected(sock: "zmq.Socket[bytes]", endpoint: str) -> "zmq.Socket[bytes]":
-    sock.linger = 0
-    sock.ipv6 = endpoint.startswith("tcp://[")
-    sock.reconnect_ivl = 50
-    sock.reconnect_ivl_max = 1000
-    try:
-        sock.connect(endpoint)
-    except zmq.ZMQError as error:
-        sock.close(0)
-        raise EndpointUnusable(f"cannot connect to {endpoint!r}: {error}") from error
-    return sock
 
 
 def _read(payload: bytes, kind: type[Struct]) -> Struct:

@@ -26,6 +26,7 @@ class EventEndpoints(msgspec.Struct, frozen=True, kw_only=True):
     replay: str  #: ROUTER, vLLM-compatible
     state: str  #: PUB: heartbeats and load reports
     snapshot: str  #: ROUTER: the full cached set
+    curve_key: str = ""  #: public CURVE key of all the replica's sockets, 40 characters of Z85; empty: not encrypted
 
 
 class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="BlockStored", omit_defaults=True):

@@ -22,6 +22,8 @@ from .changes import AllCleared, Lost, Mailbox, RemovedBlocks, Step, StoredBlock
 from .config import EventsSettings
 from .errors import EndpointUnusable, MalformedFrame
 from .frames import END_SEQ, decode_seq, encode_seq, events_topic, read_request
+from .gate import Gate
+from .keys import ServerKeys, protect_server
 from .ledger import Ledger, Sent
 from .messages import HEARTBEAT_TOPIC, LOAD_TOPIC, EventEndpoints, LoadReport, SnapshotRequest
 from .transfers import Transfers
@@ -91,12 +93,14 @@ class EventPublisher:
         epoch: int,
         medium: str,
         ipc_dir: Path | None = None,
+        keys: ServerKeys | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._settings = settings
         self._host = host
         self._epoch = epoch
         self._ipc_dir = ipc_dir
+        self._keys = keys
         self._clock = clock
         self._step: Step = []
         self._mailbox = Mailbox(settings.publish_queue_batches)
@@ -106,6 +110,7 @@ class EventPublisher:
         self._waker: Waker | None = None
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
+        self._desk: _Desk | None = None
         #: requests that could not be read, and were dropped
         self.malformed_requests = 0
 
@@ -114,11 +119,17 @@ class EventPublisher:
         """Batches that were numbered but never sent, because the queue was full."""
         return self._mailbox.lost_batches
 
+    @property
+    def refused_clients(self) -> int:
+        """Connections that were turned away because their CURVE key is not known."""
+        gate = self._desk.gate if self._desk is not None else None
+        return gate.refused_clients if gate is not None else 0
+
     def start(self) -> EventEndpoints:
         """Bind, start the thread, say where. Raises EndpointUnusable. May be called once."""
         assert self._thread is None, "a publisher starts once"
         addresses = [self._address(name) for name in SOCKET_NAMES]
-        desk = _Desk(self._settings, addresses)
+        desk = self._desk = _Desk(self._settings, addresses, self._keys)
         self._waker = Waker()
         self._thread = threading.Thread(target=self._run, args=(desk,), name="homing-events", daemon=True)
         self._thread.start()
@@ -190,6 +201,7 @@ class EventPublisher:
                 busy = self._send_batches(desk)
                 self._send_new_load(desk)
                 self._answer(desk)
+                desk.let_in()
                 if time.monotonic() >= next_beat:
                     self._beat(desk)
                     next_beat = time.monotonic() + interval
@@ -256,8 +268,11 @@ def _replay_frames(topic: bytes, batches: Iterator[Sent]) -> Iterator[list[bytes
 class _Desk:
     """The publisher's sockets, on a context of their own: when it ends, every socket, thread and file of it is gone."""
 
-    def __init__(self, settings: EventsSettings, addresses: Sequence[str]) -> None:
+    def __init__(self, settings: EventsSettings, addresses: Sequence[str], keys: ServerKeys | None) -> None:
         self._context = zmq.Context()
+        self._keys = keys
+        #: there is none when nothing is encrypted, or every client is let in
+        self.gate = Gate(self._context, keys.allowed) if keys is not None and keys.allowed is not None else None
         # libzmq leaves the files of a context that ends; a readers' address must not outlive its publisher.
         self._files = [Path(a.removeprefix("ipc://")) for a in addresses if a.startswith("ipc://")]
         self._pub = self._socket(zmq.PUB, settings.send_high_water_mark)
@@ -269,18 +284,28 @@ class _Desk:
         except EndpointUnusable:
             self.close()
             raise
-        self.endpoints = EventEndpoints(**dict(zip(SOCKET_NAMES, bound, strict=True)))
+        curve_key = "" if keys is None else keys.pair.public.decode()
+        self.endpoints = EventEndpoints(**dict(zip(SOCKET_NAMES, bound, strict=True)), curve_key=curve_key)
         self.replays, self.snapshots = Transfers(replay), Transfers(snapshot)
         self._poller = zmq.Poller()
         self._poller.register(replay, zmq.POLLIN)
         self._poller.register(snapshot, zmq.POLLIN)
+        if self.gate is not None:
+            self._poller.register(self.gate.socket, zmq.POLLIN)
         self._encode = msgspec.msgpack.Encoder().encode
 
     def _socket(self, kind: int, high_water_mark: int) -> "zmq.Socket[bytes]":
         sock: zmq.Socket[bytes] = self._context.socket(kind)
         sock.set_hwm(high_water_mark)
         sock.linger = 0
+        if self._keys is not None:
+            protect_server(sock, self._keys)
         return sock
+
+    def let_in(self) -> None:
+        """Decide over clients that wait at the gate."""
+        if self.gate is not None:
+            self.gate.answer()
 
     def watch(self, fd: int) -> None:
         """Let this descriptor wake `wait`."""
@@ -302,6 +327,8 @@ class _Desk:
     def close(self) -> None:
         for sock in self._sockets:
             sock.close()
+        if self.gate is not None:
+            self.gate.close()
         self._context.term()
         for path in self._files:
             path.unlink(missing_ok=True)

@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
 from .decode import CacheEvent
-from .errors import EventError
+from .errors import EventError, KeysRefused
 from .feed import EventFeed
+from .keys import KeyPair
 from .messages import EVENTS_TOPIC, EventEndpoints, LoadReport, SnapshotBlock
 from .stream import StreamEvent, told
 from .subscription import Apply, FeedStatus, Reset
@@ -31,6 +32,7 @@ class Backlog:
         self._waiting: deque[Apply | Reset] = deque()
         self._broken = False
         self._arrived = asyncio.Event()
+        self._failure: EventError | None = None
         #: times that the consumer was too slow
         self.overruns = 0
 
@@ -53,16 +55,26 @@ class Backlog:
             log.warning("event_consumer_slow overruns=%d limit=%d", self.overruns, self._limit)
             self._resync()
 
+    def fail(self, error: EventError) -> None:
+        """Nothing more will come: the consumer gets this behind what waits."""
+        self._failure = error
+        self._arrived.set()
+
     async def get(self) -> Apply | Reset:
-        """The next one."""
+        """The next one. Raises what `fail` was told."""
         while not self._waiting:
+            if self._failure is not None:
+                raise self._failure
             self._arrived.clear()
             await self._arrived.wait()
         return self._waiting.popleft()
 
 
-class _NoSink:
-    """The tap tells a stream what it needs; the sink is told the same and takes no notice."""
+class _Sink:
+    """The tap tells a stream what it needs; of what the sink is told, only a refusal matters."""
+
+    def __init__(self, refused: Callable[[KeysRefused], None]) -> None:
+        self.refused = refused
 
     def apply(self, events: Sequence[CacheEvent]) -> None: ...
     def reset(self, blocks: Sequence[SnapshotBlock]) -> None: ...
@@ -79,10 +91,12 @@ async def subscribe(
     topic: bytes = EVENTS_TOPIC,
     heartbeat_interval_s: float = 0.2,
     backlog_batches: int = BACKLOG_BATCHES,
+    keys: KeyPair | None = None,
 ) -> AsyncGenerator[StreamEvent, None]:
     """Every event of one publisher, from its present state on, without holes; ends only when it is left.
 
-    `counted`, `topic`: for foreign publishers, as in `EventFeed`. Raises EndpointUnusable.
+    `counted`, `topic`: for foreign publishers; `keys`: for encrypted ones; as in `EventFeed`. Raises EndpointUnusable,
+    and KeysRefused when the publisher does not accept the keys.
     """
     loop = asyncio.get_running_loop()
 
@@ -92,12 +106,13 @@ async def subscribe(
     backlog = Backlog(backlog_batches, resync)
     feed = EventFeed(
         endpoints,
-        _NoSink(),
+        _Sink(backlog.fail),
         heartbeat_interval_s=heartbeat_interval_s,
         token_ids=token_ids,
         counted=counted,
         topic=topic,
         tap=backlog.put,
+        keys=keys,
     )
     feed.start(loop)
     try:
@@ -115,11 +130,17 @@ def subscribe_sync(
     counted: bool = False,
     topic: bytes = EVENTS_TOPIC,
     heartbeat_interval_s: float = 0.2,
+    keys: KeyPair | None = None,
 ) -> Iterator[StreamEvent]:
     """The same for programs without an event loop. Messages wait in the sockets while the caller is busy."""
     with asyncio.Runner() as runner:
         stream = subscribe(
-            endpoints, token_ids=token_ids, counted=counted, topic=topic, heartbeat_interval_s=heartbeat_interval_s
+            endpoints,
+            token_ids=token_ids,
+            counted=counted,
+            topic=topic,
+            heartbeat_interval_s=heartbeat_interval_s,
+            keys=keys,
         )
         try:
             while True:

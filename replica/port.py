@@ -13,6 +13,8 @@ import msgspec
 import zmq
 
 from ..events.binding import ipc_address, tcp_address
+from ..events.gate import Gate
+from ..events.keys import ServerKeys, protect_server
 from .errors import StartupError
 from .messages import Reply, Request
 
@@ -35,14 +37,17 @@ class Delivery(Enum):
 class RequestPort:
     """Owned by the engine's thread once it runs."""
 
-    def __init__(self, host: str, ipc_dir: Path | None, epoch: int) -> None:
+    def __init__(self, host: str, ipc_dir: Path | None, epoch: int, keys: ServerKeys | None = None) -> None:
         """Bind. Raises StartupError."""
         self.malformed = 0
         self.unsent = 0
         self._decode = msgspec.msgpack.Decoder(Request).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._context = zmq.Context()
+        self._gate = Gate(self._context, keys.allowed) if keys is not None and keys.allowed is not None else None
         self.socket = self._context.socket(zmq.ROUTER)
+        if keys is not None:
+            protect_server(self.socket, keys)
         self.socket.set_hwm(HIGH_WATER_MARK)
         self.socket.router_mandatory = True
         self.socket.router_handover = True  # a router that reconnects takes its identity along
@@ -56,8 +61,15 @@ class RequestPort:
             raise StartupError(f"cannot bind {address}: {error}") from error
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
+    @property
+    def sockets(self) -> list["zmq.Socket[bytes]"]:
+        """Those that `receive` looks after, to be polled."""
+        return [self.socket] if self._gate is None else [self.socket, self._gate.socket]
+
     def receive(self) -> Iterator[tuple[str, Request]]:
-        """What has come in by now, without waiting."""
+        """What has come in by now, without waiting. Lets routers in, too."""
+        if self._gate is not None:
+            self._gate.answer()
         for _ in range(REQUESTS_PER_TURN):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -86,6 +98,8 @@ class RequestPort:
     def close(self) -> None:
         """Let what was sent go out, for a moment; then give socket and file back."""
         self.socket.close(linger=500)
+        if self._gate is not None:
+            self._gate.close()
         self._context.term()
         if self._file:
             self._file.unlink(missing_ok=True)

@@ -19,6 +19,7 @@ from typing import TypeVar
 import zmq
 
 from ..events.config import EventsSettings
+from ..events.keys import ServerKeys
 from ..events.publisher import EventPublisher, Waker
 from ..kvcache.cache import CachedBlock, PrefixCache
 from ..kvcache.config import KvCacheSettings
@@ -86,18 +87,20 @@ class ReplicaServer:
         ipc_dir: Path | None = None,
         gang: GangSpec | None = None,
         node: str = "",
+        keys: ServerKeys | None = None,
         load_runner: RunnerLoader = ModelRunner,
     ) -> None:
         """Nothing happens before `start`.
 
         `ipc_dir`: a private folder for sockets, when all who talk to the replica are on its node; None: TCP on `host`.
-        `gang`: rank 0's place among several ranks; None: one rank.
+        `gang`: rank 0's place among several ranks; None: one rank. `keys`: encrypt what routers and subscribers get.
         """
         self._settings, self._kvcache, self._events = settings, kvcache, events
         self._model_dir = model_dir
         self._replica_id = replica_id
         self._host, self._ipc_dir, self._node = host, ipc_dir, node
         self._gang = gang
+        self._keys = keys
         self._load_runner = load_runner
         self._hasher = BlockHasher(kvcache.block_size, cluster_seed, kvcache.hash_algorithm)
         self._epoch = randbits(63)
@@ -170,6 +173,7 @@ class ReplicaServer:
             epoch=self._epoch,
             medium="GPU" if model.runner.device.type == "cuda" else "CPU",
             ipc_dir=self._ipc_dir,
+            keys=self._keys,
         )
         self._closers.append(self._publisher.close)
         event_endpoints = self._publisher.start()
@@ -183,10 +187,11 @@ class ReplicaServer:
             pin_limits=PinLimits(self._kvcache.pin_tenant_share, self._kvcache.pin_total_share),
         )
         self._engine = self._make_engine(model)
-        self._port = RequestPort(self._host, self._ipc_dir, self._epoch)
+        self._port = RequestPort(self._host, self._ipc_dir, self._epoch, self._keys)
         self._closers.append(self._port.close)
         self._poller = zmq.Poller()
-        self._poller.register(self._port.socket, zmq.POLLIN)
+        for sock in self._port.sockets:
+            self._poller.register(sock, zmq.POLLIN)
         self._poller.register(self._waker.read, zmq.POLLIN)
         self._publisher.report(self._engine.load())
         log.info("replica_ready replica=%s blocks=%d", self._replica_id, model.num_blocks)

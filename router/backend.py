@@ -123,7 +123,7 @@ class RefusedReplica(msgspec.Struct, frozen=True, kw_only=True):
 
     replica_id: str
     epoch: int
-    field: str  #: of `Parity`
+    field: str  #: of `Parity`, or `curve_keys`
     message: str
 
 
@@ -145,6 +145,7 @@ class RouterCounters(msgspec.Struct, kw_only=True):
     replicas_joined: int = 0
     replicas_lost: int = 0
     replicas_refused: int = 0
+    refused_connections: int = 0  #: connections to replicas that failed because CURVE keys do not match
     predicted_cached_tokens: int = 0  #: of finished requests
     delivered_cached_tokens: int = 0
     regret_tokens: int = 0  #: best hit forgone, summed over decisions

@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..events.decode import CacheEvent, Removed, Stored, wire_name
-from ..events.errors import EndpointUnusable, EventError
+from ..events.errors import EndpointUnusable, EventError, KeysRefused
 from ..events.feed import EventFeed
+from ..events.handshake import Handshakes
+from ..events.keys import KeyPair
 from ..events.messages import LoadReport, SnapshotBlock
 from ..events.subscription import FeedStatus
 from ..replica.messages import Abort, CacheReset, ReplicaDescription, Reply, Request, ResetCache
@@ -43,6 +45,7 @@ class Shell:
     heartbeat_interval_s: float
     clock: Callable[[], float]
     counters: RouterCounters
+    keys: KeyPair | None  #: what is shown to replicas that encrypt
     observer: Observer | None
     run: Callable[[list[Instruction]], None]  #: carries the dispatcher's instructions out
 
@@ -59,6 +62,7 @@ class Member:
         self._reopening: asyncio.TimerHandle | None = None
         self._orphans: list[int] = []  #: wire ids that went on elsewhere when the connection was lost
         self._joined = False
+        self._handshakes = Handshakes()
         self._gaps = 0  #: holes in the event stream that the observer was told of
         self._resets: dict[int, asyncio.Future[bool]] = {}  #: that the replica was asked for, by number
         self._asks = 0
@@ -73,12 +77,25 @@ class Member:
         """Whether the connection stands."""
         return self._joined
 
+    @property
+    def refusal(self) -> str | None:
+        """Why the replica does not talk to us, as far as that is its will or ours and not its end."""
+        return self._handshakes.refusal
+
     def open(self) -> None:
         """Connect; `connected` or `lost` follows."""
         self._reopening = None
         shell = self._shell
-        endpoint = self.description.request_endpoint
-        self._link = ReplicaLink(endpoint, shell.router_id, self, context=shell.context, loop=shell.loop)
+        self._link = ReplicaLink(
+            self.description.request_endpoint,
+            shell.router_id,
+            self,
+            context=shell.context,
+            loop=shell.loop,
+            handshakes=self._handshakes,
+            keys=shell.keys,
+            curve_key=self.description.event_endpoints.curve_key,
+        )
 
     def send(self, message: Request) -> bool:
         """False when the connection does not take it now."""
@@ -117,6 +134,9 @@ class Member:
     def lost(self) -> None:
         """The connection is gone: its requests go on elsewhere, and it is tried again."""
         self._link = None
+        if self.refusal is not None:
+            self._shell.counters.refused_connections += 1
+            log.warning("link_refused replica=%s reason=%s", self.replica_id, self.refusal)
         instructions = self._drop("connection")
         self._reopening = self._shell.loop.call_later(REOPEN_S, self.open)
         self._shell.run(instructions)
@@ -168,6 +188,11 @@ class Member:
         self._shell.counters.malformed_events += 1
         log.warning("event_malformed replica=%s reason=%s", self.replica_id, error)
 
+    def refused(self, error: KeysRefused) -> None:
+        """The event stream does not accept our keys; without it load alone decides."""
+        self._shell.counters.refused_connections += 1
+        log.warning("feed_refused replica=%s reason=%s", self.replica_id, error)
+
     def _observe(self, observer: Observer, report: LoadReport) -> None:
         observer.load_reported(self.replica_id, report)
         gaps = self._feed.subscription.counters.gaps if self._feed is not None else 0
@@ -181,6 +206,7 @@ class Member:
             self,
             context=self._shell.context,
             heartbeat_interval_s=self._shell.heartbeat_interval_s,
+            keys=self._shell.keys if self.description.event_endpoints.curve_key else None,
         )
         try:
             feed.start(self._shell.loop)

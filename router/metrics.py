@@ -56,6 +56,7 @@ _ROUTER_COUNTERS = (
     ("replicas_joined", "homing_replicas_joined", "Replicas let in."),
     ("replicas_lost", "homing_replicas_lost", "Replicas that went."),
     ("replicas_refused", "homing_replicas_refused", "Replicas refused for a difference in parity."),
+    ("refused_connections", "homing_refused_connections", "Connections to replicas that failed for their CURVE keys."),
     ("predicted_cached_tokens", "homing_routing_predicted_cached_tokens", "Cached tokens predicted at dispatch."),
     ("delivered_cached_tokens", "homing_routing_delivered_cached_tokens", "Cached tokens that replicas reported."),
     ("regret_tokens", "homing_routing_regret_tokens", "Cached tokens of the best holder forgone, over decisions."),

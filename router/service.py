@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 import zmq
 
+from ..events.keys import KeyPair
 from ..kvcache.config import KvCacheSettings
 from ..kvcache.hashing import BlockHash, BlockHasher
 from ..replica.messages import ModelLimits, ReplicaDescription
@@ -70,16 +71,21 @@ class RouterService:
         model_dir: Path | None = None,
         observer: Observer | None = None,
         heartbeat_interval_s: float = 0.2,
+        keys: KeyPair | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: Random | None = None,
     ) -> None:
-        """`model_dir` is the folder of the router's own tokenizer; None: where the first replica says the model is."""
+        """`model_dir` is the folder of the router's own tokenizer; None: where the first replica says the model is.
+
+        `keys`: CURVE keys that replicas which encrypt know.
+        """
         self._settings = settings
         self._cache = cache
         self._router_id = router_id
         self._model_dir = model_dir
         self._observer = observer
         self._heartbeat_interval_s = heartbeat_interval_s
+        self._keys = keys
         self._clock = clock
         self._rng = rng or Random()
         self._policy = make_policy(settings.policy)
@@ -108,6 +114,7 @@ class RouterService:
             heartbeat_interval_s=self._heartbeat_interval_s,
             clock=self._clock,
             counters=self.counters,
+            keys=self._keys,
             observer=self._observer,
             run=self._run,
         )
@@ -182,7 +189,7 @@ class RouterService:
             waiting=self._dispatcher.waiting if self._dispatcher else 0,
             in_flight=self._dispatcher.in_flight if self._dispatcher else 0,
             replicas=[self._replica_view(member) for member in self._members.values()],
-            refused=list(self._refused.values()),
+            refused=[*self._refused.values(), *self._locked_out()],
             counters=self.counters,
         )
 
@@ -205,6 +212,19 @@ class RouterService:
         if busy := [member.replica_id for member, empty in zip(members, done, strict=True) if not empty]:
             raise CacheInUse(f"requests are running on {', '.join(busy)}: the other caches were reset, these were not")
         return [member.replica_id for member in members]
+
+    def _locked_out(self) -> list[RefusedReplica]:
+        """Replicas that do not accept our keys, or we theirs: nothing will change until somebody mends them."""
+        return [
+            RefusedReplica(
+                replica_id=name,
+                epoch=member.description.epoch,
+                field="curve_keys",
+                message=f"no connection to replica {name}: {member.refusal}",
+            )
+            for name, member in self._members.items()
+            if member.refusal is not None
+        ]
 
     # Membership
 

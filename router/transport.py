@@ -15,8 +15,9 @@ from typing import Protocol
 
 import msgspec
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
+from ..events.handshake import WATCHED, Connection, Handshakes
+from ..events.keys import KeyPair, new_pair, protect_client
 from ..events.reader import SocketReader
 from ..replica.messages import Reply, Request
 
@@ -26,14 +27,6 @@ SEND_HIGH_WATER_MARK = 10_000
 #: A peer that answers no ping for so long is lost.
 PING_INTERVAL_MS = 500
 PING_TIMEOUT_MS = 2000
-
-_WATCHED = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
@@ -69,14 +62,24 @@ class ReplicaLink:
         *,
         context: RequestContext,
         loop: asyncio.AbstractEventLoop,
+        handshakes: Handshakes | None = None,
+        keys: KeyPair | None = None,
+        curve_key: str = "",
     ) -> None:
+        """`handshakes` judges the connections to this replica over the lives of several links.
+
+        `keys` are ours, `curve_key` is the replica's public one; empty: nothing is encrypted.
+        """
         self._endpoint = endpoint
         self._sink = sink
         self._loop = loop
         self._closed = False
         self._connected = False
+        self._handshakes = handshakes or Handshakes()
         self._socket = _request_socket(context, router_id)
-        self._monitor: RequestSocket = self._socket.get_monitor_socket(_WATCHED)
+        if curve_key:
+            protect_client(self._socket, keys or new_pair(), curve_key.encode())
+        self._monitor: RequestSocket = self._socket.get_monitor_socket(WATCHED | zmq.EVENT_CLOSED)
         self._readers = [
             SocketReader(loop, self._socket, self._on_reply),
             SocketReader(loop, self._monitor, self._on_monitor),
@@ -118,13 +121,13 @@ class ReplicaLink:
         self._sink.reply(reply)
 
     def _on_monitor(self, frames: list[bytes]) -> None:
-        event = parse_monitor_message(frames)["event"]
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._connected = True
-            self._sink.connected()
-            return
-        self._readers[0].drain()  # what the replica said before it went away counts
-        self._lose()
+        match self._handshakes.observe(frames):
+            case Connection.READY:
+                self._connected = True
+                self._sink.connected()
+            case Connection.LOST:
+                self._readers[0].drain()  # what the replica said before it went away counts
+                self._lose()
 
     def _lose(self) -> None:
         if not self._closed:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from homing.events import EventPublisher, EventsSettings
+from homing.events.keys import ServerKeys
 
 from .fakes import new_publisher
 
@@ -44,11 +45,17 @@ def make_publisher(
     """Publishers over both transports, closed at the end."""
     made: list[EventPublisher] = []
 
-    def make(settings: EventsSettings | None = None, *, epoch: int = 7) -> EventPublisher:
-        made.append(new_publisher(settings, epoch=epoch, ipc_dir=tmp_path if request.param == "ipc" else None))
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+
+    def make(
+        settings: EventsSettings | None = None, *, epoch: int = 7, keys: ServerKeys | None = None
+    ) -> EventPublisher:
+        ipc_dir = folder if request.param == "ipc" else None
+        made.append(new_publisher(settings, epoch=epoch, ipc_dir=ipc_dir, keys=keys))
         return made[-1]
 
     yield make
     for publisher in made:
         publisher.close()
-    assert not list(tmp_path.iterdir())
+    assert not list(folder.iterdir())

@@ -16,11 +16,13 @@ from homing.events import (
     EventPublisher,
     EventsSettings,
     FeedStatus,
+    KeysRefused,
     LoadReport,
     SnapshotBlock,
 )
 from homing.events.decode import snapshot_pairs
 from homing.events.frames import END_SEQ, encode_seq
+from homing.events.keys import ServerKeys
 from homing.events.messages import CacheCounters
 
 BLOCK_SIZE = 4
@@ -42,7 +44,11 @@ def store(publisher: EventPublisher, *blocks: int, parent: int | None = None) ->
 
 
 def new_publisher(
-    settings: EventsSettings | None = None, *, epoch: int = 7, ipc_dir: Path | None = None
+    settings: EventsSettings | None = None,
+    *,
+    epoch: int = 7,
+    ipc_dir: Path | None = None,
+    keys: ServerKeys | None = None,
 ) -> EventPublisher:
     """A publisher on the loopback address with a fast heartbeat."""
     return EventPublisher(
@@ -52,6 +58,7 @@ def new_publisher(
         epoch=epoch,
         medium="CPU",
         ipc_dir=ipc_dir,
+        keys=keys,
     )
 
 
@@ -83,6 +90,7 @@ class FoldingSink:
         self.statuses: list[FeedStatus] = []
         self.loads: list[LoadReport] = []
         self.errors: list[EventError] = []
+        self.refusals: list[KeysRefused] = []
         self.resets = 0
 
     @property
@@ -106,6 +114,9 @@ class FoldingSink:
 
     def malformed(self, error: EventError) -> None:
         self.errors.append(error)
+
+    def refused(self, error: KeysRefused) -> None:
+        self.refusals.append(error)
 
 
 async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:

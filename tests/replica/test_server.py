@@ -254,6 +254,9 @@ class RouterView:
     def malformed(self, error: Exception) -> None:
         raise error
 
+    def refused(self, error: Exception) -> None:
+        raise error
+
 
 async def test_a_set_built_from_the_stream_is_what_the_replica_holds(folder: Path, tmp_path: Path) -> None:
     """Through eviction and a reset, with a reader that came late: the router knows by events alone."""

@@ -6,6 +6,8 @@ import msgspec
 import pytest
 import zmq
 
+from homing.events.handshake import PATIENCE, Handshakes
+from homing.events.keys import ServerKeys, new_pair, protect_server
 from homing.replica.messages import Abort, Reply, TokenBatch
 from homing.router.transport import ReplicaLink
 
@@ -160,3 +162,33 @@ async def test_an_address_that_is_none_is_a_loss(context) -> None:
     open_link(context, "nowhere", sink)
 
     await until(lambda: sink.down)
+
+
+async def test_a_link_with_the_replicas_key_is_encrypted_and_works(context, peer) -> None:
+    """Prompts and answers travel here."""
+    keys, sink = new_pair(), Sink()
+    protect_server(peer, ServerKeys(keys, None))
+    link = ReplicaLink(
+        listen(peer), "me", sink, context=context, loop=asyncio.get_running_loop(), curve_key=keys.public.decode()
+    )
+    await until(lambda: sink.up)
+
+    assert link.send(ABORT)
+    _, payload = await received(peer)
+
+    assert msgspec.msgpack.decode(payload, type=Abort) == ABORT
+    link.close()
+
+
+async def test_a_link_that_is_refused_is_lost_and_says_why(context, peer) -> None:
+    """Without the replica's key, as with a wrong one, no connection ever comes about; somebody has to be told."""
+    protect_server(peer, ServerKeys(new_pair(), None))
+    endpoint, handshakes = listen(peer), Handshakes()
+
+    for _ in range(PATIENCE):
+        sink = Sink()
+        ReplicaLink(endpoint, "me", sink, context=context, loop=asyncio.get_running_loop(), handshakes=handshakes)
+        await until(lambda sink=sink: sink.down)
+        assert not sink.up
+
+    assert handshakes.refusal is not None

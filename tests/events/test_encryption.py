@@ -1,0 +1,184 @@
+"""Publisher and readers with CURVE keys, over real sockets: who has the keys follows, who has not is told so."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+import zmq
+
+from homing.events import (
+    EndpointUnusable,
+    EventEndpoints,
+    EventFeed,
+    EventPublisher,
+    EventsSettings,
+    KeyPair,
+    KeysRefused,
+    load_pair,
+    subscribe,
+)
+from homing.events.handshake import WATCHED, Connection, Handshakes
+from homing.events.keys import ServerKeys, add_client, make_folder, new_pair, reader_keys, server_keys
+
+from .fakes import FoldingSink, store, until
+
+Publishers = Callable[..., EventPublisher]
+Follow = Callable[[EventEndpoints, FoldingSink, KeyPair | None], EventFeed]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A cluster's keys."""
+    make_folder(tmp_path / "keys")
+    return tmp_path / "keys"
+
+
+@pytest.fixture
+def server(folder: Path) -> ServerKeys:
+    return server_keys(EventsSettings(events_curve_keys=str(folder)))
+
+
+@pytest.fixture
+def reader(folder: Path) -> KeyPair:
+    return reader_keys(EventsSettings(events_curve_keys=str(folder)))
+
+
+@pytest.fixture
+async def follow() -> AsyncIterator[Follow]:
+    """Feeds in this test's loop, closed at the end."""
+    made: list[EventFeed] = []
+
+    def make(endpoints: EventEndpoints, sink: FoldingSink, keys: KeyPair | None) -> EventFeed:
+        made.append(EventFeed(endpoints, sink, heartbeat_interval_s=0.05, keys=keys))
+        made[-1].start(asyncio.get_running_loop())
+        return made[-1]
+
+    yield make
+    for feed in made:
+        feed.close()
+
+
+def with_server_key(endpoints: EventEndpoints, key: bytes) -> EventEndpoints:
+    return EventEndpoints(
+        events=endpoints.events,
+        replay=endpoints.replay,
+        state=endpoints.state,
+        snapshot=endpoints.snapshot,
+        curve_key=key.decode(),
+    )
+
+
+async def test_who_has_the_keys_follows_as_ever(
+    make_publisher: Publishers, follow: Follow, server: ServerKeys, reader: KeyPair
+) -> None:
+    """All four sockets: events, replay of a hole, heartbeats, snapshot."""
+    publisher, sink = make_publisher(keys=server), FoldingSink()
+    endpoints = publisher.start()
+    store(publisher, 1, 2)
+    publisher.flush()
+
+    follow(endpoints, sink, reader)
+    await until(lambda: sink.live and len(sink.mirror) == 2)
+    store(publisher, 3, parent=2)
+    publisher.flush()
+    await until(lambda: 3 in sink.mirror and sink.live)
+
+    assert endpoints.curve_key == server.pair.public.decode()
+    assert sink.refusals == []
+
+
+async def test_an_unknown_client_is_told_and_counted_on_both_sides(
+    make_publisher: Publishers, follow: Follow, server: ServerKeys
+) -> None:
+    """libzmq gives up silently: without a word, a reader would wait for ever."""
+    publisher, sink = make_publisher(keys=server), FoldingSink()
+    endpoints = publisher.start()
+
+    feed = follow(endpoints, sink, new_pair())
+    await until(lambda: sink.refusals and publisher.refused_clients)
+
+    assert "does not know our key" in str(sink.refusals[0])
+    assert feed.refused_connections >= 1
+    assert not sink.live
+
+
+@pytest.mark.parametrize("reader_encrypts", [True, False])
+async def test_keys_of_another_server_are_told(
+    make_publisher: Publishers, follow: Follow, server: ServerKeys, reader: KeyPair, reader_encrypts: bool
+) -> None:
+    """Another server's key, or none at all: the connection ends without a reason, again and again."""
+    publisher, sink = make_publisher(keys=server), FoldingSink()
+    wrong = with_server_key(publisher.start(), new_pair().public if reader_encrypts else b"")
+
+    follow(wrong, sink, reader if reader_encrypts else None)
+    await until(lambda: sink.refusals)
+
+    assert wrong.events in str(sink.refusals[0])
+
+
+async def test_a_reader_that_encrypts_does_not_talk_to_a_publisher_that_does_not(
+    make_publisher: Publishers, follow: Follow, reader: KeyPair
+) -> None:
+    """It may be somebody else's."""
+    sink = FoldingSink()
+    plain = make_publisher().start()
+
+    follow(with_server_key(plain, new_pair().public), sink, reader)
+    await until(lambda: sink.refusals)
+    with pytest.raises(EndpointUnusable, match="names no CURVE key"):
+        follow(plain, sink, reader)
+
+
+async def test_a_client_that_is_added_later_gets_in(
+    make_publisher: Publishers, follow: Follow, server: ServerKeys, folder: Path
+) -> None:
+    """Without a restart of the replica."""
+    publisher, sink = make_publisher(keys=server), FoldingSink()
+    endpoints = publisher.start()
+
+    follow(endpoints, sink, load_pair(add_client(folder, "lmcache")))
+    await until(lambda: sink.live)
+
+    assert publisher.refused_clients == 0
+
+
+async def test_any_client_gets_in_where_that_is_the_setting(
+    make_publisher: Publishers, follow: Follow, server: ServerKeys
+) -> None:
+    """Encrypted all the same; the reader makes a pair of its own."""
+    publisher, sink = make_publisher(keys=ServerKeys(server.pair, None)), FoldingSink()
+
+    follow(publisher.start(), sink, None)
+    await until(lambda: sink.live)
+
+
+async def test_a_subscriber_with_wrong_keys_gets_an_error_and_not_silence(
+    make_publisher: Publishers, server: ServerKeys
+) -> None:
+    """A loop that never turns tells its author nothing."""
+    endpoints = make_publisher(keys=server).start()
+
+    async with asyncio.timeout(20), aclosing(subscribe(endpoints, keys=new_pair())) as stream:
+        with pytest.raises(KeysRefused, match="does not know our key"):
+            await anext(stream)
+
+
+@pytest.mark.parametrize("name", ["events", "replay", "state", "snapshot"])
+def test_no_socket_talks_to_who_has_no_keys(make_publisher: Publishers, server: ServerKeys, name: str) -> None:
+    """One forgotten socket would make the others' locks worthless."""
+    endpoint = getattr(make_publisher(keys=server).start(), name)
+    context = zmq.Context()
+    sock = context.socket(zmq.SUB if name in ("events", "state") else zmq.DEALER)
+    monitor = sock.get_monitor_socket(WATCHED)
+    sock.connect(endpoint)
+
+    handshakes = Handshakes()
+    while handshakes.refusal is None:
+        assert monitor.poll(20_000)
+        assert handshakes.observe(monitor.recv_multipart()) is not Connection.READY
+    sock.disable_monitor()
+    monitor.close(0)
+    sock.close(0)
+    context.term()
