@@ -495,6 +495,23 @@ def test_a_step_that_raises_ends_its_own_requests_and_commits_nothing(rig: Rig) 
     assert rig.engine.failures_in_a_row == 0
 
 
+def test_a_step_that_raises_before_its_copies_harms_no_later_one() -> None:
+    """The copy never ran: its target holds nothing and is not shared, its source is as good as before."""
+    rig = Rig(block_size=8)
+    rig.add(1, [*range(12)], max_tokens=6, ignore_eos=True)
+    rig.run()
+    rig.add(2, [*range(11), 40], ignore_eos=True)
+    rig.executor.fail_next = 1
+
+    refused = rig.step().refused["a"]
+    rig.add(3, [*range(11), 41], ignore_eos=True)
+    rig.run()
+
+    assert [one.request_id for one in refused] == [2]
+    assert rig.outputs["a", 3][0].cached_tokens == 11
+    assert rig.tokens(3) == undisturbed([*range(11), 41], 4)
+
+
 def test_a_lost_rank_is_passed_on(rig: Rig) -> None:
     """The ranks are out of step: this replica must be rebuilt, not go on."""
     rig.executor.fail_next, rig.executor.error = 1, RankLost

@@ -197,6 +197,7 @@ class FakeReplica:
     budget: int = 512
     left: int = 512  #: of the budget, in this step
     pinned_tokens: int | None = None  #: what it says of pins
+    copied_tokens: int = 0  #: taken of each prompt beyond its cached blocks
 
     def take(self, message: Request) -> Refused | None:
         """A message from the router."""
@@ -260,7 +261,7 @@ class FakeReplica:
                 break
             blocks += 1
         self.full_prefills += not blocks
-        return min(blocks * BLOCK, len(request.token_ids) // 4 - 1)
+        return min(blocks * BLOCK + self.copied_tokens, len(request.token_ids) // 4 - 1)
 
     def _store(self, request: Generate) -> list[tuple[bytes | None, list[BlockHash], bytes]]:
         hashes = split_hashes(request.block_hashes)

@@ -178,6 +178,20 @@ def test_the_prediction_is_recorded_beside_what_was_delivered(world: World) -> N
     assert (record.predicted_cached_tokens, record.delivered_cached_tokens, record.regret_tokens) == (96, 96, 0)
 
 
+def test_tokens_copied_inside_a_block_are_more_than_predicted_and_no_regret(world: World) -> None:
+    """The stream names whole blocks alone; what a replica finds beyond them is a gain, not a wrong decision."""
+    world.submit(request_of(PROMPT))
+    world.settle()
+    for replica in world.replicas.values():
+        replica.copied_tokens = 5
+
+    again = world.submit(request_of([*PROMPT, *[7] * 20], seed=2))
+    world.settle()
+
+    record = world.records[again]
+    assert (record.predicted_cached_tokens, record.delivered_cached_tokens, record.regret_tokens) == (96, 101, 0)
+
+
 def test_a_busy_holder_is_regretted(world: World) -> None:
     """The best hit forgone is known, so that its cost can be watched."""
     first = world.submit(request_of(PROMPT))
