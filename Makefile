@@ -3,6 +3,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# vLLM's parts, on top of $(VENV) and outside of it: its requirements would replace torch.
+COMPAT ?= .venv-compat
 # More for pip, such as an index that has CPU builds of torch (see the README).
 PIP_FLAGS ?=
 # Flags handed to `homing serve`.
@@ -10,7 +12,7 @@ ARGS ?=
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast check lint types format wheel-check bench-core bench-partial bench-decision bench-router bench-routing test-slow clean
+.PHONY: help setup serve test test-fast check lint types format wheel-check compat bench-core bench-partial bench-decision bench-router bench-routing test-slow clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +61,17 @@ check: lint types test ## Lint, types and tests
 
 wheel-check: $(VENV)/.dev ## Build the wheel, install it alone and use it
 	@$(BIN)/python tests/wheel_check.py
+
+$(COMPAT)/.ready: $(VENV)/.dev tests/events/compat/requirements.txt
+	@echo "making $(COMPAT) with vLLM on top of $(VENV) (a gigabyte)"
+	@test -x $(COMPAT)/bin/python || $(BIN)/python -m venv $(COMPAT)
+	@echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" > $$($(COMPAT)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
+	@$(COMPAT)/bin/pip install --disable-pip-version-check --quiet --no-deps $(PIP_FLAGS) --requirement tests/events/compat/requirements.txt
+	@touch $@
+
+compat: $(COMPAT)/.ready ## Test the event stream against vLLM itself (installed into .venv-compat)
+	@$(COMPAT)/bin/python -c 'import vllm.distributed.kv_events' 2>/dev/null || { echo "vLLM's event code cannot be imported from $(COMPAT); remove it and try again"; exit 1; }
+	@$(COMPAT)/bin/python -m pytest -m compat tests/events/compat $(ARGS)
 
 bench-core: $(VENV)/.dev ## Cost of hashing, pool and prefix cache (OUT=FILE writes JSON)
 	@$(BIN)/python tests/bench/core.py $(if $(OUT),--out $(OUT))

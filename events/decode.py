@@ -8,7 +8,7 @@ A well-formed message of ours takes a typed path; anything else is decoded freel
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -17,8 +17,6 @@ from .errors import MalformedFrame
 from .messages import SnapshotBlock, WireHash
 
 _MASK = (1 << 64) - 1
-
-Dialect = Literal["vllm", "sglang"]
 
 
 class Stored(msgspec.Struct, frozen=True, tag="stored"):
@@ -97,20 +95,13 @@ class _TokensBatch(msgspec.Struct, array_like=True, gc=False):
     data_parallel_rank: int | None = None
 
 
-#: Order of the fields behind the tag in the positional forms. Trailing ones may be missing.
-_POSITIONS: dict[Dialect, dict[str, tuple[str, ...]]] = {
-    "vllm": {
-        "BlockStored": tuple(
-            "block_hashes parent_block_hash token_ids block_size lora_id medium lora_name extra_keys group_idx".split()
-        ),
-        "BlockRemoved": ("block_hashes", "medium", "group_idx"),
-    },
-    "sglang": {
-        "BlockStored": tuple(
-            "block_hashes parent_block_hash token_ids block_size lora_id medium cache_salt session_id lora_name".split()
-        ),
-        "BlockRemoved": ("block_hashes", "medium"),
-    },
+#: Order of the fields behind the tag in the positional form, as vLLM had it up to 0.23; trailing ones may be missing.
+#: SGLang's (up to 0.5.19) is the same up to `medium`; behind that it may put a map with a salt, which names no adapter.
+_POSITIONS: dict[str, tuple[str, ...]] = {
+    "BlockStored": tuple(
+        "block_hashes parent_block_hash token_ids block_size lora_id medium lora_name extra_keys group_idx".split()
+    ),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
 }
 
 
@@ -130,11 +121,10 @@ def snapshot_pairs(blocks: Iterable[SnapshotBlock]) -> Iterable[tuple[int, int |
 class BatchDecoder:
     """Decodes the payloads of one publisher and counts what it could not use."""
 
-    __slots__ = ("_dialect", "_tokens", "_typed", "sparse_tokens", "unknown_events")
+    __slots__ = ("_tokens", "_typed", "sparse_tokens", "unknown_events")
 
-    def __init__(self, *, token_ids: bool = False, dialect: Dialect = "vllm") -> None:
+    def __init__(self, *, token_ids: bool = False) -> None:
         """`token_ids`: hand them on (routers of our own replicas do without: a third of the cost)."""
-        self._dialect: Dialect = dialect
         self._tokens = token_ids
         self._typed: msgspec.msgpack.Decoder[_BareBatch | _TokensBatch] = msgspec.msgpack.Decoder(
             _TokensBatch if token_ids else _BareBatch
@@ -202,7 +192,7 @@ class BatchDecoder:
         if isinstance(raw, dict):
             tag, fields = raw.get("type"), raw
         elif isinstance(raw, list) and raw:
-            names = _POSITIONS[self._dialect].get(raw[0], ()) if isinstance(raw[0], str) else ()
+            names = _POSITIONS.get(raw[0], ()) if isinstance(raw[0], str) else ()
             tag, fields = raw[0], dict(zip(names, raw[1:], strict=False))
         else:
             raise MalformedFrame("event", f"{type(raw).__name__} is neither a map nor a tagged array")

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import msgspec
 import zmq
 
-from .decode import BatchDecoder, CacheEvent, Dialect
+from .decode import BatchDecoder, CacheEvent
 from .errors import EndpointUnusable, EventError, KeysRefused, MalformedFrame
 from .frames import read_event, read_replay, replay_request
 from .handshake import WATCHED, Connection, Handshakes
@@ -86,7 +86,6 @@ class EventFeed:
         token_ids: bool = False,
         counted: bool = False,
         topic: bytes = EVENTS_TOPIC,
-        dialect: Dialect = "vllm",
         reach: Reach | None = None,
         tap: Callable[[Apply | Reset], None] | None = None,
         keys: KeyPair | None = None,
@@ -107,7 +106,7 @@ class EventFeed:
         self._tick_s = heartbeat_interval_s / 2
         self._token_ids = token_ids
         self._topic = topic
-        self._decoder = BatchDecoder(token_ids=token_ids, dialect=dialect)
+        self._decoder = BatchDecoder(token_ids=token_ids)
         self._subscription = Subscription(
             reach
             or Reach(

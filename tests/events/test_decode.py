@@ -69,13 +69,13 @@ def test_every_dialect_means_the_same(event: object) -> None:
     assert batch.events == [Stored(10, [11, 12], [1, 2, 3, 4], 2, "GPU")]
 
 
-def test_sglangs_positional_form_has_its_own_order() -> None:
-    """Its seventh field is a salt, not an adapter's name; signed hashes are the same 64 bits."""
-    event = ["BlockStored", [-1], None, [7], 1, None, "GPU", "salt", "session", "adapter"]
+def test_sglangs_positional_form_ends_in_a_map_that_is_no_adapter() -> None:
+    """Where vLLM has an adapter's name it has a salt; signed hashes are the same 64 bits."""
+    event = ["BlockStored", [-1], None, [7], 1, None, "GPU", {"cache_salt": "tenant-a"}]
 
-    batch = BatchDecoder(token_ids=True, dialect="sglang").decode(pack([1.0, [event]]))
+    batch = BatchDecoder(token_ids=True).decode(pack([1.0, [event]]))
 
-    assert batch.events == [Stored(None, [MAX], [7], 1, "GPU", None, "adapter")]
+    assert batch.events == [Stored(None, [MAX], [7], 1, "GPU")]
 
 
 def test_a_batch_may_be_a_map() -> None:

@@ -1,0 +1,76 @@
+"""The recorded streams of other engines, and what they mean in our reader's terms."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from homing.events import CacheEvent, Cleared, Removed, Stored
+
+FOLDER = Path(__file__).parent / "fixtures"
+
+
+@dataclass(slots=True, frozen=True)
+class Live:
+    """A message of the events socket, what its engine was told to say, and what was cached then (if known)."""
+
+    name: str
+    frames: Sequence[bytes]
+    said: Mapping[str, Any]
+    cached: frozenset[int] | None
+
+
+@dataclass(slots=True, frozen=True)
+class Recording:
+    """One fixture."""
+
+    package: str
+    version: str
+    live: Sequence[Live]
+    replayed: Sequence[Sequence[bytes]]  #: answers to a request from number 2 on, with the end marker
+
+
+def load(path: Path) -> Recording:
+    """Read a fixture."""
+    head, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    live = [
+        Live(line["name"], _frames(line), line["said"], frozenset(line["cached"]) if "cached" in line else None)
+        for line in lines
+        if line["socket"] == "events"
+    ]
+    replayed = [_frames(line) for line in lines if line["socket"] == "replay"]
+    return Recording(head["package"], head["version"], live, replayed)
+
+
+def _frames(line: Mapping[str, Any]) -> list[bytes]:
+    return [bytes.fromhex(frame) for frame in line["frames"]]
+
+
+#: By the name of the file.
+RECORDINGS = {path.stem: load(path) for path in sorted(FOLDER.glob("*-*.jsonl"))}
+
+
+def meaning(event: Mapping[str, Any]) -> CacheEvent:
+    """What a recorded event says, without the help of our decoder."""
+    if event["type"] == "AllBlocksCleared":
+        return Cleared()
+    hashes = [_name(value) for value in event["block_hashes"]]
+    if event["type"] == "BlockRemoved":
+        return Removed(hashes, event.get("medium"), event.get("group_idx"))
+    parent, tokens, block_size = event["parent_block_hash"], event["token_ids"], event["block_size"]
+    return Stored(
+        None if parent is None else _name(parent),
+        hashes,
+        tokens if len(tokens) == len(hashes) * block_size else (),
+        block_size,
+        event.get("medium"),
+        event.get("group_idx"),
+        event.get("lora_name"),
+        event.get("extra_keys"),
+    )
+
+
+def _name(value: int | str) -> int:
+    """A hash, cut to its last 8 bytes where it was recorded as bytes."""
+    return value if isinstance(value, int) else int(value[-16:], 16)

@@ -1,0 +1,115 @@
+"""Nothing that arrives crashes the reader, and nothing is lost without being counted.
+
+Damaged recordings get deeper into the decoders than random bytes do: bits flipped, parts cut out, doubled, or put
+into each other's place.
+"""
+
+import random
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from homing.events import BatchDecoder, MalformedFrame, Removed, Stored
+from homing.events.frames import read_event, read_replay
+
+from . import own_recording
+from .recordings import RECORDINGS
+
+MAX = 2**64 - 1
+PAYLOADS = [live.frames[2] for recording in RECORDINGS.values() for live in recording.live]
+PAYLOADS += [own.sent.payload for own in own_recording.batches()]
+MESSAGES = [list(live.frames) for recording in RECORDINGS.values() for live in recording.live]
+ANSWERS = [list(frames) for recording in RECORDINGS.values() for frames in recording.replayed]
+
+
+def damaged(payload: bytes, rng: random.Random) -> bytes:
+    """One to three wounds."""
+    data = bytearray(payload)
+    for _ in range(rng.randint(1, 3)):
+        at, end = sorted(rng.randrange(len(data) + 1) for _ in range(2))
+        match rng.randrange(5):
+            case 0 if data:
+                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            case 1 if data:
+                data[rng.randrange(len(data))] = rng.choice([0x00, 0x7F, 0x80, 0x90, 0xC0, 0xC1, 0xDC, 0xDE, 0xFF])
+            case 2:
+                del data[at:end]
+            case 3:
+                data[at:at] = data[at:end]
+            case _:
+                other = rng.choice(PAYLOADS)
+                data[at:end] = other[at : rng.randrange(at, len(other) + 1)] if at < len(other) else b""
+    return bytes(data)
+
+
+def announced(payload: bytes) -> int:
+    """How many events a readable batch has, whatever is in them."""
+    parts = msgspec.msgpack.decode(payload, type=list[msgspec.Raw] | dict[str, msgspec.Raw])
+    events = parts["events"] if isinstance(parts, dict) else parts[1]
+    return len(msgspec.msgpack.decode(events, type=list[msgspec.Raw]))
+
+
+def decode_and_account(payload: bytes, *, token_ids: bool) -> bool:
+    """Decode; every event of a readable batch is handed on or counted. False: refused by the named error."""
+    decoder = BatchDecoder(token_ids=token_ids)
+    try:
+        batch = decoder.decode(payload)
+    except MalformedFrame:
+        return False
+    assert len(batch.events) + decoder.unknown_events == announced(payload)
+    for event in batch.events:
+        if isinstance(event, Stored | Removed):
+            assert all(0 <= block <= MAX for block in event.hashes)
+        if isinstance(event, Stored) and event.token_ids:
+            assert len(event.token_ids) == len(event.hashes) * event.block_size
+    return True
+
+
+@pytest.mark.parametrize("token_ids", [True, False])
+def test_damaged_payloads_are_read_or_refused_by_name(token_ids: bool) -> None:
+    """10,000 of them, the same in every run; both outcomes must occur often, or the damage is of the wrong kind."""
+    rng = random.Random(f"damage {token_ids}")
+
+    read = sum(decode_and_account(damaged(rng.choice(PAYLOADS), rng), token_ids=token_ids) for _ in range(10_000))
+
+    assert 500 < read < 9_500
+
+
+@given(st.sampled_from(PAYLOADS), st.data(), st.booleans())
+@settings(max_examples=300)
+def test_any_single_edit_of_a_recorded_payload_is_read_or_refused(
+    payload: bytes, data: st.DataObject, token_ids: bool
+) -> None:
+    """The same with hypothesis, which shrinks what it finds."""
+    at = data.draw(st.integers(0, len(payload)))
+    end = data.draw(st.integers(at, len(payload)))
+    patch = data.draw(st.binary(max_size=12))
+
+    decode_and_account(payload[:at] + patch + payload[end:], token_ids=token_ids)
+
+
+@pytest.mark.parametrize("read", [read_event, read_replay])
+def test_damaged_frames_are_read_or_refused_by_name(read) -> None:
+    """Frames missing, doubled, emptied, swapped or damaged."""
+    rng = random.Random(7)
+    for _ in range(5_000):
+        frames = list(rng.choice(MESSAGES if read is read_event else ANSWERS))
+        at, other = rng.randrange(len(frames)), rng.randrange(len(frames))
+        match rng.randrange(5):
+            case 0:
+                del frames[at]
+            case 1:
+                frames.insert(at, frames[other])
+            case 2:
+                frames[at] = b""
+            case 3:
+                frames[at], frames[other] = frames[other], frames[at]
+            case _:
+                frames[at] = damaged(frames[at], rng)
+        try:
+            frame = read(frames)
+        except MalformedFrame:
+            continue
+        assert frame is None or 0 <= frame.seq <= MAX
