@@ -212,5 +212,5 @@ class Backend(Protocol):
     async def reset_caches(self) -> list[str]:
         """Have every replica forget its cached blocks; returns their ids.
 
-        Raises `NoReplica`, `CacheInUse` (409), `ReplicaLost` or `DeadlineExceeded`.
+        Raises `NoReplica`, `CacheInUse` (409) or `ReplicaLost`.
         """

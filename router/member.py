@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from ..events.decode import CacheEvent, Removed, Stored, wire_name
 from ..events.errors import EndpointUnusable, EventError, KeysRefused
@@ -20,13 +21,17 @@ from ..events.subscription import FeedStatus
 from ..replica.messages import Abort, CacheReset, ReplicaDescription, Reply, Request, ResetCache
 from .backend import FeedState, Observer, RouterCounters
 from .dispatcher import Dispatcher, Instruction
-from .errors import ReplicaLost
 from .transport import ReplicaLink, RequestContext
 
 log = logging.getLogger(__name__)
 
 #: Between a lost connection and the next try.
 REOPEN_S = 0.5
+#: Replicas answer a reset between two steps.
+RESET_TIMEOUT_S = 30.0
+
+#: What became of a cache that was to be reset; "silent": nobody knows.
+ResetOutcome = Literal["empty", "in use", "lost", "silent"]
 
 _FEED_STATES: dict[FeedStatus, FeedState] = {
     FeedStatus.SYNCING: "syncing",
@@ -64,7 +69,7 @@ class Member:
         self._joined = False
         self._handshakes = Handshakes()
         self._gaps = 0  #: holes in the event stream that the observer was told of
-        self._resets: dict[int, asyncio.Future[bool]] = {}  #: that the replica was asked for, by number
+        self._resets: dict[int, asyncio.Future[ResetOutcome]] = {}  #: that the replica was asked for, by number
         self._asks = 0
 
     @property
@@ -101,12 +106,15 @@ class Member:
         """False when the connection does not take it now."""
         return self._link is not None and self._link.send(message)
 
-    def reset_cache(self) -> "asyncio.Future[bool]":
-        """Have the replica forget its cached blocks. False: some are in use. Raises ReplicaLost, not at once."""
+    def reset_cache(self) -> "asyncio.Future[ResetOutcome]":
+        """Have the replica forget its cached blocks. The future has a result in any case, within RESET_TIMEOUT_S."""
         self._asks += 1
-        answer = self._resets[self._asks] = self._shell.loop.create_future()
-        if not self.send(ResetCache(ask_id=self._asks)):
-            self._give_up_resets()
+        ask_id, loop = self._asks, self._shell.loop
+        answer = self._resets[ask_id] = loop.create_future()
+        if self.send(ResetCache(ask_id=ask_id)):
+            loop.call_later(RESET_TIMEOUT_S, self._settle_reset, ask_id, "silent")
+        else:
+            self._settle_reset(ask_id, "lost")
         return answer
 
     def leave(self) -> list[Instruction]:
@@ -144,9 +152,7 @@ class Member:
     def reply(self, reply: Reply) -> None:
         """Tokens, a refusal, or what became of a reset."""
         if isinstance(reply, CacheReset):
-            answer = self._resets.pop(reply.ask_id, None)
-            if answer is not None and not answer.done():
-                answer.set_result(reply.done)
+            self._settle_reset(reply.ask_id, "empty" if reply.done else "in use")
             return
         self._shell.run(self._dispatcher.on_reply(self.replica_id, reply, self._shell.clock()))
 
@@ -216,14 +222,14 @@ class Member:
             return
         self._feed = feed
 
-    def _give_up_resets(self) -> None:
-        while self._resets:
-            answer = self._resets.popitem()[1]
-            if not answer.done():
-                answer.set_exception(ReplicaLost(f"replica {self.replica_id} did not say whether its cache was reset"))
+    def _settle_reset(self, ask_id: int, outcome: ResetOutcome) -> None:
+        answer = self._resets.pop(ask_id, None)
+        if answer is not None and not answer.done():
+            answer.set_result(outcome)
 
     def _drop(self, reason: str) -> list[Instruction]:
-        self._give_up_resets()
+        for ask_id in tuple(self._resets):
+            self._settle_reset(ask_id, "lost")
         if self._feed is not None:
             self._feed.close()
             self._feed = None

@@ -43,7 +43,7 @@ from .dispatcher import (
     Naming,
     Send,
 )
-from .errors import CacheInUse, DeadlineExceeded, NoReplica, ParityMismatch, RouterClosed, RouterError
+from .errors import CacheInUse, NoReplica, ParityMismatch, ReplicaLost, RouterClosed, RouterError
 from .load import LoadBook, ReplicaLoad
 from .member import Member, Shell
 from .membership import TextDigests, changes, compare, own_parity, text_digests
@@ -55,8 +55,6 @@ log = logging.getLogger(__name__)
 
 #: How often deadlines, expectations and silence are looked at.
 TICK_S = 0.05
-#: Replicas answer a reset between two steps.
-RESET_TIMEOUT_S = 30.0
 
 
 class RouterService:
@@ -196,7 +194,7 @@ class RouterService:
     async def reset_caches(self) -> list[str]:
         """Have every replica forget its cached blocks; returns their ids.
 
-        Nothing is asked while requests of this router run. Raises NoReplica, CacheInUse, ReplicaLost, DeadlineExceeded.
+        Nothing is asked while requests of this router run. Raises NoReplica, CacheInUse or ReplicaLost.
         """
         dispatcher = self._open_dispatcher()
         members = [member for member in self._members.values() if member.joined]
@@ -204,14 +202,13 @@ class RouterService:
             raise NoReplica("no replica is connected", retry_after_s=1.0)
         if dispatcher.in_flight:
             raise CacheInUse(f"{dispatcher.in_flight} requests are running: reset when they are over")
-        try:
-            async with asyncio.timeout(RESET_TIMEOUT_S):
-                done = await asyncio.gather(*(member.reset_cache() for member in members))
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"not all replicas answered within {RESET_TIMEOUT_S:.0f} s") from error
-        if busy := [member.replica_id for member, empty in zip(members, done, strict=True) if not empty]:
+        answers = [member.reset_cache() for member in members]
+        outcomes = {member.replica_id: await answer for member, answer in zip(members, answers, strict=True)}
+        if busy := [name for name, outcome in outcomes.items() if outcome == "in use"]:
             raise CacheInUse(f"requests are running on {', '.join(busy)}: the other caches were reset, these were not")
-        return [member.replica_id for member in members]
+        if unknown := [name for name, outcome in outcomes.items() if outcome != "empty"]:
+            raise ReplicaLost(f"{', '.join(unknown)} did not say whether the cache was reset")
+        return list(outcomes)
 
     def _locked_out(self) -> list[RefusedReplica]:
         """Replicas that do not accept our keys, or we theirs: nothing will change until somebody mends them."""
