@@ -43,6 +43,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         "watch": _watch_arguments,
         "stop": _stop_arguments,
         "keys": _keys_arguments,
+        "analyze": _analyze_arguments,
         "version": lambda _: None,
     }
     summaries = {
@@ -52,6 +53,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         "watch": "print the cache events of a running cluster",
         "stop": "end a running cluster",
         "keys": "make keys that encrypt what replicas, routers and subscribers exchange",
+        "analyze": "tell from a log of requests what prefix caching is worth, and how large the cache should be",
         "version": "print the version",
     }
     built: dict[str, Parser] = {}
@@ -109,6 +111,8 @@ def run(words: Sequence[str], out: TextIO) -> int:
             from .keys import keys
 
             return keys(Path(arguments.folder), arguments.client, out)
+        case "analyze":
+            return _analyze(arguments, out)
         case "status":
             from .status import status
 
@@ -150,6 +154,13 @@ def _serve(arguments: argparse.Namespace, words: Sequence[str], out: TextIO) -> 
     from .serve import serve
 
     return serve(settings, out, detached=arguments.background)
+
+
+def _analyze(arguments: argparse.Namespace, out: TextIO) -> int:
+    from .analyze.command import analyze
+    from .analyze.options import options_of
+
+    return analyze(options_of(arguments), settings_of(arguments), out)
 
 
 def _serve_arguments(parser: Parser) -> None:
@@ -205,6 +216,29 @@ def _stop_arguments(parser: Parser) -> None:
 def _keys_arguments(parser: Parser) -> None:
     parser.add_argument("folder", metavar="DIR", help="where the keys are to be; the folder is made")
     parser.add_argument("--client", metavar="NAME", help="add keys for one more subscriber to a folder made before")
+
+
+def _analyze_arguments(parser: Parser) -> None:
+    parser.add_argument("log", metavar="LOG", help="OpenAI requests or a trace, as JSON lines; - is standard input")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings")
+    for name in ("model", "block_size"):
+        _add_setting(parser, SETTINGS[name])
+    for flag, metavar, text in (
+        ("--tokenizer", "FOLDER", "tokenizer and chat template for requests (default: the model's)"),
+        ("--format", "openai|mooncake", "format of the log (default: by its first line)"),
+        ("--sizes", "N,N,...", "cache sizes in blocks to look at, such as 1k,4k,16k (default: powers of two)"),
+        ("--bytes-per-block", "SIZE", "KV bytes of a block over all ranks (default: of the model that --model names)"),
+        ("--kv-memory", "SIZE", "KV memory of a GPU, such as 45GB: tells how many GPUs are needed"),
+        ("--prefill-rate", "TOKENS", "prompt tokens that a replica computes in a second: tells seconds saved"),
+    ):
+        parser.add_argument(flag, metavar=metavar, help=text)
+    parser.add_argument("--replicas", dest="replica_counts", metavar="N,N,...", help="numbers of replicas (1,2,4,8)")
+    parser.add_argument("--skip-malformed", action="store_true", help="count lines that cannot be read and go on")
+    parser.add_argument("--no-snippets", action="store_true", help="show no text of the log in the advice")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    parser.add_argument(
+        "--plot", metavar="FILE", action="append", default=[], help="draw .png, .svg or .html; may be given again"
+    )
 
 
 def _add_setting(parser: Any, setting: Setting) -> None:

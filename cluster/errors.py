@@ -9,6 +9,7 @@
     ├── DoesNotFit           the user's: the machine or cluster lacks the CPUs or GPUs that the settings ask for
     ├── StartFailed          a replica or the router could not start; carries its own message
     ├── StopFailed           the cluster did not end in time
+    ├── LogUnreadable        the user's: a line of a request log is malformed; says which line and which field
     └── PlotFailed           the user's: a plot cannot be written, has an unknown suffix, or matplotlib is missing
 
 `exit_code` is what the command line ends with; the message is all that it prints.
@@ -74,6 +75,13 @@ class StartFailed(ClusterError):
 
 class StopFailed(ClusterError):
     """A part of the cluster did not end."""
+
+
+class LogUnreadable(ClusterError):
+    """A log of requests that cannot be opened, or a line that cannot be read."""
+
+    http_status = 400
+    exit_code = 2
 
 
 class PlotFailed(ClusterError):

@@ -22,6 +22,7 @@ SUFFIXES = (".png", ".svg", ".html")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++")
+MARKERS_PER_LINE = 8
 CHART_INCHES = (9.0, 5.0)
 DOTS_PER_INCH = 120
 #: Text stays text in SVG (small, searchable), and two runs over one log give the same bytes.
@@ -50,12 +51,14 @@ pre { white-space: pre-wrap; background: #f6f6f6; padding: .75rem; }"""
 
 @dataclass(slots=True, frozen=True)
 class Line:
-    """One line of a chart; `x` and `y` are equally long. Dashed: a bound or an estimate rather than a figure."""
+    """One line of a chart; `x` and `y` are equally long."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     dashed: bool = False
+    #: lines of one family have one colour and marker and differ by their dashes; None: each is its own family
+    family: int | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,7 +71,7 @@ class Mark:
 
 @dataclass(slots=True, frozen=True)
 class LineChart:
-    """Lines over one axis. `percent`: the values of y are shares of one and are shown as per cent from 0 to 100."""
+    """Lines over one axis. `percent`: the values of y are shares of one and are shown as per cent."""
 
     title: str
     x_label: str
@@ -154,7 +157,7 @@ def _drawn(charts: Sequence[Chart], title: str, form: str) -> bytes:
     width, height = CHART_INCHES
     with rc_context(STYLE):
         figure = Figure(figsize=(width, height * len(charts)), dpi=DOTS_PER_INCH, layout="constrained")
-        if title:
+        if title and len(charts) > 1:
             figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
         for place, chart in enumerate(charts, 1):
             _draw(figure.add_subplot(len(charts), 1, place), chart)
@@ -177,7 +180,7 @@ def _draw(axes: "Axes", chart: Chart) -> None:
     if chart.log_y:
         axes.set_yscale("log")
     if chart.percent:
-        _percent(axes)
+        _percent(axes, [value for each in _values(chart) for value in each])
     handles, _ = axes.get_legend_handles_labels()
     if len(handles) > 1:
         # Outside: curves that rise and curves that fall leave no corner free that always is.
@@ -191,12 +194,14 @@ def _draw_lines(axes: "Axes", chart: LineChart) -> None:
         axes.xaxis.set_major_formatter(_short_number)
         axes.xaxis.set_minor_formatter("")
     for place, line in enumerate(chart.lines):
+        family = place if line.family is None else line.family
         axes.plot(
             line.x,
             line.y,
             label=line.name,
-            color=COLOURS[place % len(COLOURS)],
-            marker=MARKERS[place % len(MARKERS)],
+            color=COLOURS[family % len(COLOURS)],
+            marker=MARKERS[family % len(MARKERS)],
+            markevery=max(1, len(line.x) // MARKERS_PER_LINE),
             linestyle="--" if line.dashed else "-",
         )
     for place, mark in enumerate(chart.marks):
@@ -231,10 +236,15 @@ def _draw_bars(axes: "Axes", chart: BarChart) -> None:
     axes.grid(axis="x", visible=False)
 
 
-def _percent(axes: "Axes") -> None:
+def _values(chart: Chart) -> list[Sequence[float]]:
+    return [line.y for line in chart.lines] if isinstance(chart, LineChart) else [bars.values for bars in chart.bars]
+
+
+def _percent(axes: "Axes", values: Sequence[float]) -> None:
+    """From nothing to a third above the highest, for the words of marks; never above all."""
     from matplotlib.ticker import PercentFormatter
 
-    axes.set_ylim(0, 1)
+    axes.set_ylim(0, min(1.0, 1.3 * max(values, default=0.0) or 1.0))
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
 
 

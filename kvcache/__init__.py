@@ -26,7 +26,7 @@ from .media import MediaItem, block_extras
 from .pins import PinBook, PinLimits, PinStats
 from .pool import TRANSITIONS, Block, BlockId, BlockState, Transition
 from .sizing import blocks_that_fit, bytes_per_block, kv_budget_bytes, kv_heads_per_rank
-from .trace import MOONCAKE_BLOCK_TOKENS, TraceRequest, read_trace
+from .trace import MOONCAKE_BLOCK_TOKENS, TraceRequest, read_trace, trace_request
 
 __all__ = [
     "HASH_BYTES",
@@ -76,6 +76,7 @@ __all__ = [
     "tenant_root",
     "token_array",
     "token_bytes",
+    "trace_request",
     "wire_hash",
     "wire_hashes",
 ]

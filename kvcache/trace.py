@@ -37,22 +37,33 @@ class _Line(msgspec.Struct):
     hash_ids: tuple[int, ...]
 
 
+_decode = msgspec.json.Decoder(_Line).decode
+
+
+def trace_request(text: str | bytes) -> TraceRequest:
+    """The request of one line. Raises TraceError, which names the field."""
+    try:
+        line = _decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TraceError(str(error)) from error
+    return TraceRequest(line.timestamp / 1000.0, line.input_length, line.output_length, line.hash_ids)
+
+
 def read_trace(lines: Iterable[str | bytes]) -> Iterator[TraceRequest]:
     """The requests of a Mooncake trace, one at a time, so that a trace may be larger than memory.
 
     Blank lines and unknown keys are passed over. Raises TraceError, which names the line and the field, also when time
     runs backwards.
     """
-    decode = msgspec.json.Decoder(_Line).decode
     before = 0.0
     for number, text in enumerate(lines, 1):
         if not text.strip():
             continue
         try:
-            line = decode(text)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            request = trace_request(text)
+        except TraceError as error:
             raise TraceError(f"line {number}: {error}") from error
-        if line.timestamp < before:
-            raise TraceError(f"line {number}: timestamp {line.timestamp:g} comes after {before:g}")
-        before = line.timestamp
-        yield TraceRequest(line.timestamp / 1000.0, line.input_length, line.output_length, line.hash_ids)
+        if request.arrival_s < before:
+            raise TraceError(f"line {number}: timestamp {request.arrival_s:g} s comes after {before:g} s")
+        before = request.arrival_s
+        yield request

@@ -7,11 +7,11 @@ knows time, queues or what was evicted: `homing simulate` plays those out.
 from collections.abc import Hashable, Sequence
 from typing import Protocol
 
-from .stack import HitCurve, ReuseStack, summed
+from .stack import HitCurve, PlaceCounts, ReuseStack
 
-#: How far ahead of the least loaded replica one may be, in mean prompts, before requests go elsewhere. 1 scatters half
-#: of what could be shared, 8 and more bring nothing further on two Mooncake traces (docs/analyze.md); 2 stays on the
-#: careful side. Not compared with a running cluster.
+#: How far ahead of the least loaded replica one may be, in mean prompts, before requests go elsewhere. On the Mooncake
+#: conversation trace and 8 replicas 1 keeps 76 % of what could be shared, 2 keeps 86 %, 8 keeps all; 2 is the careful
+#: side, as a real router also weighs queues. Not compared with a running cluster.
 LEAD_PROMPTS = 2.0
 
 
@@ -65,7 +65,8 @@ class ReplicaCaches:
     """The caches of some replicas under one rule."""
 
     def __init__(self, replicas: int, rule: SpreadRule) -> None:
-        self._caches = [ReuseStack() for _ in range(replicas)]
+        self._counts = PlaceCounts()
+        self._caches = [ReuseStack(self._counts) for _ in range(replicas)]
         self._rule = rule
 
     def observe(self, blocks: Sequence[Hashable], usable: int) -> None:
@@ -75,4 +76,4 @@ class ReplicaCaches:
 
     def curve(self) -> HitCurve:
         """Blocks found by all of them, by the size of one."""
-        return summed([cache.curve() for cache in self._caches])
+        return self._counts.curve()

@@ -5,7 +5,7 @@ Pure state. Knows blocks by name only, and a name stands for a whole prefix: equ
 Mattson, Gecsei, Slutz and Traiger (1970): under LRU a smaller cache holds a subset of what a larger one holds, so one
 list of blocks, the latest used first, tells for each access the smallest cache that would have had it: the block's
 place in the list. Here the list has more structure. A request uses a chain and frees its tail first
-(`PrefixCache.release`), so the blocks whose last user is one request lie side by side, in the chain's order, and whoever
+(`PrefixCache.release`), so the blocks whose last user is one request lie side by side, in the chain's order, and who
 comes later takes away their head: they stay a run. It is enough to keep the length of each request's run (a Fenwick
 tree) and each block's last user; a request costs O(runs that it meets · log requests) beside two dictionary operations
 for each of its blocks.
@@ -53,10 +53,25 @@ class HitCurve:
         return bisect_left(self._hits, share * self.endless) + 1
 
 
-def summed(curves: Sequence[HitCurve]) -> HitCurve:
-    """What several caches of one size each find together, by the size of one."""
-    longest = max((len(curve._hits) for curve in curves), default=0)
-    return HitCurve(array("q", (sum(curve.hits(size) for curve in curves) for size in range(1, longest + 1))))
+class PlaceCounts:
+    """How many accesses each place of the list has seen. Several lists may count into one: their hits add up."""
+
+    __slots__ = ("_changes",)
+
+    def __init__(self) -> None:
+        self._changes = array("q")  #: differences between neighbouring places
+
+    def add(self, place: int, count: int) -> None:
+        """One access each to `count` places from `place` on."""
+        changes = self._changes
+        if (missing := place + count + 1 - len(changes)) > 0:
+            changes.frombytes(bytes(missing * changes.itemsize))
+        changes[place] += 1
+        changes[place + count] -= 1
+
+    def curve(self) -> HitCurve:
+        """Blocks found, by cache size."""
+        return HitCurve(array("q", accumulate(accumulate(self._changes))))
 
 
 class RunLengths:
@@ -109,11 +124,11 @@ class Reuse:
 class ReuseStack:
     """The list of all blocks by last use, as runs; and how many accesses each place of the list has seen."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts: PlaceCounts | None = None) -> None:
         self._last_user: dict[Hashable, int] = {}
         self._runs = RunLengths()
         self._known_before = array("q")  #: for each request, how many of its leading blocks were known before it
-        self._changes = array("q")  #: differences between the access counts of neighbouring places
+        self._counts = PlaceCounts() if counts is None else counts
         self.shared = 0  #: distinct blocks that two or more requests had
 
     @property
@@ -157,18 +172,10 @@ class ReuseStack:
         place = self._runs.after(user) + start
         count = min(end, usable) - start
         if count > 0:
-            self._count(place, count)
+            self._counts.add(place, count)
         self._runs.add(user, start - end)
         self.shared += max(0, end - max(start, self._known_before[user]))
 
-    def _count(self, place: int, count: int) -> None:
-        """One access each to the places from `place` on."""
-        changes = self._changes
-        if (missing := place + count + 1 - len(changes)) > 0:
-            changes.frombytes(bytes(missing * changes.itemsize))
-        changes[place] += 1
-        changes[place + count] -= 1
-
     def curve(self) -> HitCurve:
         """Blocks found, by cache size."""
-        return HitCurve(array("q", accumulate(accumulate(self._changes))))
+        return self._counts.curve()

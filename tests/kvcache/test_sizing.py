@@ -26,6 +26,19 @@ def test_45_gigabytes_hold_8583_of_them():
     assert blocks_that_fit(45_000_000_000, llama_70b()) == 8_583
 
 
+@pytest.mark.parametrize(
+    ("layers", "kv_heads", "ranks", "block_bytes", "blocks"),
+    [(32, 8, 1, 2_097_152, 21_457), (40, 40, 1, 13_107_200, 3_433), (80, 8, 8, 655_360, 68_664)],
+)
+def test_the_table_in_the_docs_is_right(layers: int, kv_heads: int, ranks: int, block_bytes: int, blocks: int):
+    """docs/kvcache.md: head size 128, two bytes, 45 GB."""
+    found = bytes_per_block(
+        block_size=16, kv_heads=kv_heads, head_dim=128, dtype_bytes=2, layers=layers, tensor_parallel_size=ranks
+    )
+
+    assert (found, blocks_that_fit(45_000_000_000, found)) == (block_bytes, blocks)
+
+
 @pytest.mark.parametrize(("ranks", "share"), [(1, 8), (2, 4), (8, 1), (16, 1)])
 def test_ranks_split_the_heads_down_to_one(ranks: int, share: int):
     """With more ranks than heads each head is held more than once."""

@@ -25,7 +25,7 @@ def test_only_blocks_that_the_prompt_fills_can_be_cached() -> None:
         ("{", "line 2: "),
         (LINE.replace("1030", '"x"'), r"line 2: .*input_length"),
         (LINE.replace("1500", "-1"), r"line 2: .*timestamp"),
-        (LINE.replace("1500", "3"), "line 2: timestamp 3 comes after 1500"),
+        (LINE.replace("1500", "3"), "line 2: timestamp 0.003 s comes after 1.5 s"),
         (b"\xff", "line 2: "),
     ],
 )

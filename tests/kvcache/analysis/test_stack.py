@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from homing.kvcache import BlockHash, BlockHasher, PrefixCache, token_bytes
 from homing.kvcache.analysis import PrefixNames, ReuseStack
-from homing.kvcache.analysis.stack import HitCurve, RunLengths, summed
+from homing.kvcache.analysis.stack import HitCurve, PlaceCounts, RunLengths
 
 BLOCK = 2
 #: Prompts over two token ids share prefixes of every length, and are often equal.
@@ -140,11 +140,19 @@ def test_a_log_without_reuse_has_a_flat_curve():
     assert HitCurve(array("q")).hits(5) == 0
 
 
-def test_curves_of_several_caches_add_up_by_the_size_of_one():
-    """A shorter curve has reached its end; it goes on flat."""
-    both = summed([HitCurve(array("q", [1, 4])), HitCurve(array("q", [2, 2, 3]))])
+@given(prompts, prompts)
+def test_lists_that_count_into_one_add_up_by_the_size_of_one(first: list[list[int]], second: list[list[int]]):
+    """Several replicas of one size each."""
+    counts = PlaceCounts()
+    for log in (first, second):
+        stack = ReuseStack(counts)
+        for prompt in log:
+            stack.observe(named(prompt), usable(prompt))
 
-    assert [both.hits(size) for size in (1, 2, 3)] == [3, 6, 7]
+    curves = [stack_of(log).curve() for log in (first, second)]
+    assert [counts.curve().hits(size) for size in range(20)] == [
+        sum(curve.hits(size) for curve in curves) for size in range(20)
+    ]
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9))))

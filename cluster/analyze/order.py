@@ -1,0 +1,307 @@
+"""Advice on the order of prompts: what varies early and thereby breaks the sharing of what comes behind it.
+
+Pure functions over a sample of prompts as text. A prefix cache stops at the first difference. If a long text that many
+prompts have in common stands behind a time stamp, it is computed anew each time; had the time stamp stood last, it
+would be shared. So: cut texts into sentences and lines, which are compared wherever they stand; take the one that is
+worth most and the prompts that hold it; see where these prompts part, and how much that all of them have comes after.
+
+How much sharing there is already comes from the whole log, not from the sample, so that a sample does not make it look
+worse than it is.
+"""
+
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from os.path import commonprefix
+from typing import Literal
+from zlib import crc32
+
+#: Characters of each prompt that are looked at: what varies early stands early.
+TEXT_LIMIT = 32_768
+#: A finding is worth reading when it would save this share of the sample's prompt tokens.
+MIN_SAVED_SHARE = 0.01
+#: Characters that must be common behind the difference; less is not worth moving anything.
+MIN_COMMON = 128
+#: Shorter pieces stand in many prompts by chance.
+MIN_PIECE = 12
+#: Longer pieces are cut further, between words.
+LONG_PIECE = 160
+#: Of a group, so many must hold a piece for it to be common; and go the same way for it to be the group's way.
+MOST = 0.8
+#: Looks for further groups; each costs a pass over the pieces of the sample.
+MAX_GROUPS = 32
+SNIPPET = 28
+
+Kind = Literal["time", "id", "order", "text"]
+
+
+@dataclass(slots=True, frozen=True)
+class Part:
+    """A stretch of a prompt that a caller writes: a message, a tool, or the whole prompt of a completion."""
+
+    label: str
+    text: str
+
+
+@dataclass(slots=True, frozen=True)
+class SampledPrompt:
+    """One prompt of the sample."""
+
+    parts: tuple[Part, ...]
+    tokens: int
+    shared_tokens: int  #: leading tokens that some earlier request of the whole log had
+
+
+@dataclass(slots=True, frozen=True)
+class OrderFinding:
+    """One thing that varies early, and what it costs."""
+
+    kind: Kind
+    part: str  #: label of the part in which the first difference lies
+    character: int  #: of that part, from 0: the beginning of the word that differs
+    snippets: tuple[str, ...]  #: what stands there in some prompts; cut and with addresses and ids masked
+    requests: int  #: of the sample
+    common_tokens: int  #: that come behind the difference and are common to most of them
+    now_tokens: float  #: shared by such a request, in the mean
+    then_tokens: float  #: that would be, with the varying part behind the common one
+    saved_tokens: int  #: over the sample
+
+    @property
+    def advice(self) -> str:
+        """What to do about it."""
+        if self.part.startswith("tools") and self.kind in ("order", "text"):
+            return "Send the tools always in one order (by name, say) and written alike."
+        return _ADVICE[self.kind]
+
+
+_ADVICE: dict[Kind, str] = {
+    "time": "Move it behind the common part (into the last message, say), or round it to the day.",
+    "id": "Leave it out, send it beside the prompt (header, metadata), or move it behind the common part.",
+    "order": "The same texts come in different orders: sort them.",
+    "text": "Move it behind the common part (into the last message, say).",
+}
+
+
+@dataclass(slots=True, frozen=True)
+class _Piece:
+    start: int
+    text: str
+
+
+@dataclass(slots=True, eq=False)
+class _Text:
+    """A prompt as one text with its pieces."""
+
+    prompt: SampledPrompt
+    text: str
+    starts: list[int]  #: where each part begins
+    pieces: list[_Piece]
+    words: frozenset[str] = field(init=False)  #: the texts of its pieces
+
+    def __post_init__(self) -> None:
+        self.words = frozenset(piece.text for piece in self.pieces)
+
+    @property
+    def characters(self) -> int:
+        """Of the whole prompt, also behind what is looked at."""
+        return max(1, sum(len(part.text) + 1 for part in self.prompt.parts))
+
+    def tokens(self, characters: float) -> float:
+        """About how many tokens so many characters are."""
+        return characters * self.prompt.tokens / self.characters
+
+    def piece_at(self, place: int) -> str:
+        """The piece that covers a character; empty where a short one does."""
+        index = bisect_right(self.pieces, place, key=lambda piece: piece.start) - 1
+        found = self.pieces[index] if index >= 0 else _Piece(0, "")
+        return found.text if place < found.start + len(found.text) else ""
+
+
+def advise(sample: Sequence[SampledPrompt]) -> list[OrderFinding]:
+    """What to change in the prompts, the most worthwhile first."""
+    texts = [_text_of(prompt) for prompt in sample if prompt.parts]
+    least = MIN_SAVED_SHARE * sum(prompt.tokens for prompt in sample)
+    findings = [finding for finding in _findings(texts) if finding.saved_tokens >= max(1.0, least)]
+    return sorted(findings, key=lambda finding: -finding.saved_tokens)
+
+
+def _text_of(prompt: SampledPrompt) -> _Text:
+    starts = [0, *accumulate(len(part.text) + 1 for part in prompt.parts)]
+    text = "\n".join(part.text for part in prompt.parts)[:TEXT_LIMIT]
+    return _Text(prompt, text, starts[:-1], [piece for piece in _pieces(text) if len(piece.text) >= MIN_PIECE])
+
+
+_PIECE = re.compile(r"[^\n]*?(?:[.!?;](?=\s)|\n|$)", re.DOTALL)
+_WORD = re.compile(r"\s*[^\s,]+,?|,")
+
+
+def _pieces(text: str) -> Iterator[_Piece]:
+    """Lines and sentences, each without the spaces around it."""
+    for match in _PIECE.finditer(text):
+        whole = match[0]
+        begin = match.start() + len(whole) - len(whole.lstrip())
+        yield from _cut(begin, whole.strip())
+
+
+def _cut(begin: int, piece: str) -> Iterator[_Piece]:
+    """A long piece in parts that end at words with a certain checksum: the same words are cut alike everywhere."""
+    if len(piece) <= LONG_PIECE:
+        yield _Piece(begin, piece)
+        return
+    start = 0
+    for word in _WORD.finditer(piece):
+        long_enough = word.end() - start >= MIN_PIECE
+        if long_enough and crc32(word[0].strip().encode()) % 8 == 0:
+            yield _Piece(begin + start, piece[start : word.end()])
+            start = word.end()
+    yield _Piece(begin + start, piece[start:])
+
+
+def _findings(texts: list[_Text]) -> Iterator[OrderFinding]:
+    """One group after the other, each around the text that is worth most among what is left."""
+    waiting = [texts]
+    for _ in range(MAX_GROUPS):
+        if not waiting:
+            return
+        group = waiting.pop()
+        parting = _parting(group)
+        if parting is None:
+            continue
+        members = _members_of_dearest(group, parting.place)
+        if len(members) < 2:
+            continue
+        chosen = set(map(id, members))
+        if rest := [text for text in group if id(text) not in chosen]:
+            waiting.append(rest)
+        own = _parting(members)
+        if own is None:
+            continue
+        finding = _finding(members, own)
+        if finding is not None:
+            yield finding
+        elif own.place > parting.place or len(members) < len(group):
+            waiting.append(own.together)
+
+
+@dataclass(slots=True, frozen=True)
+class _Parting:
+    """Where the texts of a group part."""
+
+    place: int
+    together: list[_Text]  #: those that go together up to there
+
+
+def _parting(group: list[_Text]) -> _Parting | None:
+    """The first place at which no great majority goes on together. None: no two texts part.
+
+    A text that ends where others go on is an earlier turn of theirs: shared entirely, so that it does not count.
+    """
+    together = group
+    while len(together) > 1:
+        place = _common_length([text.text for text in together])
+        longer = [text for text in together if len(text.text) > place]
+        ways = Counter(text.text[place] for text in longer)
+        if not ways:
+            return None
+        way, followers = ways.most_common(1)[0]
+        if len(ways) > 1 and followers < MOST * len(longer):
+            return _Parting(place, longer)
+        together = [text for text in longer if text.text[place] == way]
+    return None
+
+
+def _common_length(texts: Sequence[str]) -> int:
+    return len(commonprefix(texts))  # noqa: RUF071 - character by character is what is meant
+
+
+def _members_of_dearest(group: list[_Text], place: int) -> list[_Text]:
+    """The prompts that hold the piece which is worth most: its length times the prompts that would not repeat it.
+
+    What all have in common before they part is shared already.
+    """
+    holders = Counter(word for text in group for word in {piece.text for piece in text.pieces if piece.start >= place})
+    dearest = max(holders, key=lambda word: (len(word) * (holders[word] - 1), word), default=None)
+    if dearest is None or holders[dearest] < 2:
+        return []
+    return [text for text in group if dearest in text.words]
+
+
+def _finding(members: list[_Text], parting: _Parting) -> OrderFinding | None:
+    common = _common_pieces(parting.together, parting.place)
+    if sum(map(len, common)) < MIN_COMMON:
+        return None
+    head = parting.together[0].text[: parting.place]
+    now, then = [], []
+    for text in members:
+        before = _common_length([text.text, head])
+        moved = sum(len(word) for word in common if word in text.words)
+        now.append(text.prompt.shared_tokens)
+        then.append(max(text.prompt.shared_tokens, min(text.prompt.tokens - 1.0, text.tokens(before + moved))))
+    gains = [after - before for before, after in zip(now, then, strict=True)]
+    first = parting.together[0]
+    part = bisect_right(first.starts, parting.place) - 1
+    snippets = [_snippet(text, parting.place, common) for text in parting.together]
+    return OrderFinding(
+        kind=_kind(parting, common, snippets),
+        part=first.prompt.parts[part].label,
+        character=max(0, _word_start(first.text, parting.place) - first.starts[part]),
+        snippets=tuple(_masked(snippet) for snippet in list(dict.fromkeys(snippets))[:3]),
+        requests=len(members),
+        common_tokens=round(first.tokens(sum(map(len, common)))),
+        now_tokens=sum(now) / len(members),
+        then_tokens=sum(then) / len(members),
+        saved_tokens=int(sum(gains) - max(gains)),  # the first one computes it in any order
+    )
+
+
+def _common_pieces(texts: list[_Text], place: int) -> dict[str, None]:
+    """Pieces that begin behind `place` and that most of the texts hold there."""
+    holders = Counter(word for text in texts for word in {piece.text for piece in text.pieces if piece.start > place})
+    return {word: None for word, count in holders.items() if count >= MOST * len(texts)}
+
+
+def _word_start(text: str, place: int) -> int:
+    return max(text.rfind(space, 0, place) for space in (" ", "\n")) + 1
+
+
+def _snippet(text: _Text, place: int, common: Iterable[str]) -> str:
+    """What stands at `place`, from the beginning of the word to the next common piece or the end of the line."""
+    begin = _word_start(text.text, place)
+    line_end = text.text.find("\n", place)
+    end = len(text.text) if line_end < 0 else line_end
+    known = set(common)
+    nexts = (piece.start for piece in text.pieces if piece.start > place and piece.text in known)
+    return text.text[begin : min(end, next(nexts, end))].strip()
+
+
+_TIME = re.compile(
+    r"\d{4}-\d\d|\b\d{1,2}:\d\d|\b\d{10}(\d{3})?\b|\b\d{1,2}[./]\d{1,2}[./]\d{2,4}\b"
+    r"|\b(mon|tues|wednes|thurs|fri|satur|sun)day\b|\b(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.? \d",
+    re.IGNORECASE,
+)
+_ID = re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-|\b(?=[a-z_-]*\d)(?=\d*[a-z_-])[\w-]{10,}|\b\d{6,}\b", re.IGNORECASE)
+_MAIL = re.compile(r"[\w.+-]+@[\w.-]+")
+
+
+def _kind(parting: _Parting, common: dict[str, None], snippets: list[str]) -> Kind:
+    here = {text.piece_at(parting.place) for text in parting.together}
+    everywhere = set.intersection(*(set(text.words) for text in parting.together[:50]))
+    if len(here) > 1 and sum(word in everywhere or word in common for word in here) > len(here) / 2:
+        return "order"
+    heads = [snippet[:SNIPPET] for snippet in snippets]
+    tests: tuple[tuple[Kind, Callable[[str], object]], ...] = (("time", _TIME.search), ("id", _ID.search))
+    for kind, test in tests:
+        if sum(test(head) is not None for head in heads) >= MOST * len(heads):
+            return kind
+    return "text"
+
+
+def _masked(snippet: str) -> str:
+    """Short, and without addresses and whole ids: a report is shown around."""
+    masked = _MAIL.sub("<email>", snippet)
+    if not _TIME.search(snippet):
+        masked = _ID.sub(lambda match: match[0][:4] + "…", masked)
+    return masked if len(masked) <= SNIPPET else masked[: SNIPPET - 1] + "…"
