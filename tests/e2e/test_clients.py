@@ -1,0 +1,100 @@
+"""Clients that people use, as they are: what they send is taken, and what they read is there."""
+
+import logging
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+from .running import Serving
+
+pytestmark = pytest.mark.cluster
+MODEL = "demo"
+QUESTION = "Tell me a story about a fox."
+MESSAGES = [{"role": "user", "content": QUESTION}]
+
+
+@pytest.fixture
+def litellm(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """litellm without its price list from the internet; it warns of things that are its own."""
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import litellm as module
+
+        module.telemetry = False
+        logging.getLogger("LiteLLM").setLevel(logging.ERROR)
+        yield module
+
+
+def story(cluster: Serving) -> str:
+    """What OpenAI's own client reads."""
+    with cluster.client() as client:
+        answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0, max_tokens=20)
+    text = answer.choices[0].message.content
+    assert text
+    return text
+
+
+def test_litellm_reads_the_same_answer(cluster: Serving, litellm) -> None:
+    """Its `openai/` provider serves as a proxy before many gateways."""
+    asked = {
+        "model": f"openai/{MODEL}",
+        "api_base": f"{cluster.url}/v1",
+        "api_key": "none",
+        "messages": MESSAGES,
+        "temperature": 0,
+        "max_tokens": 20,
+    }
+
+    whole = litellm.completion(**asked)
+    chunks = list(litellm.completion(**asked, stream=True, stream_options={"include_usage": True}))
+
+    assert whole.choices[0].message.content == story(cluster)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == story(cluster)
+    assert whole.usage.prompt_tokens == chunks[-1].usage.prompt_tokens > 0
+
+
+def test_litellm_raises_its_own_error_for_a_refusal(cluster: Serving, litellm) -> None:
+    """The status and the message reach the caller."""
+    with pytest.raises(litellm.BadRequestError, match="temperature"):
+        litellm.completion(
+            model=f"openai/{MODEL}",
+            api_base=f"{cluster.url}/v1",
+            api_key="none",
+            messages=MESSAGES,
+            temperature=9,
+        )
+
+
+def test_langchain_reads_the_same_answer(cluster: Serving) -> None:
+    """Its chat model sends nulls and fields of its own."""
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(
+        base_url=f"{cluster.url}/v1",
+        api_key="none",
+        model=MODEL,
+        temperature=0,
+        max_tokens=20,
+        stream_usage=True,
+    )
+
+    whole = model.invoke(QUESTION)
+    streamed = list(model.stream(QUESTION))
+
+    assert whole.content == story(cluster)
+    assert "".join(chunk.text for chunk in streamed) == story(cluster)
+    assert whole.usage_metadata["input_tokens"] > 0
+
+
+def test_langchains_completion_model_sends_several_prompts(cluster: Serving) -> None:
+    """One request with a list of prompts, answered in order."""
+    from langchain_openai import OpenAI
+
+    model = OpenAI(base_url=f"{cluster.url}/v1", api_key="none", model=MODEL, temperature=0, max_tokens=5)
+
+    answers = model.generate(["The fox", "The sea"])
+
+    assert [len(batch) for batch in answers.generations] == [1, 1]
+    assert answers.generations[0][0].text == model.invoke("The fox")
