@@ -12,7 +12,7 @@ ARGS ?=
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast check lint types format wheel-check compat bench-core bench-partial bench-decision bench-router bench-routing test-slow clean
+.PHONY: help setup serve test test-fast check lint types format wheel-check compat bench-core bench-events bench-partial bench-decision bench-router bench-routing test-slow clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +75,9 @@ compat: $(COMPAT)/.ready ## Test the event stream against vLLM itself (installed
 
 bench-core: $(VENV)/.dev ## Cost of hashing, pool and prefix cache (OUT=FILE writes JSON)
 	@$(BIN)/python tests/bench/core.py $(if $(OUT),--out $(OUT))
+
+bench-events: $(VENV)/.dev ## Cost of the event stream: a router's ingest over ZeroMQ, and the publisher (OUT=FILE writes JSON)
+	@$(BIN)/python tests/bench/events.py $(if $(OUT),--out $(OUT))
 
 bench-partial: $(VENV)/.dev ## What copying inside blocks saves, and what a copy costs
 	@$(BIN)/python tests/bench/partial_blocks.py

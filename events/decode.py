@@ -19,7 +19,7 @@ from .messages import SnapshotBlock, WireHash
 _MASK = (1 << 64) - 1
 
 
-class Stored(msgspec.Struct, frozen=True, tag="stored"):
+class Stored(msgspec.Struct, frozen=True, tag="stored", gc=False):
     """Consecutive blocks of one chain are there now."""
 
     parent: int | None  #: None: the first block starts a prompt
@@ -32,7 +32,7 @@ class Stored(msgspec.Struct, frozen=True, tag="stored"):
     extra_keys: Sequence[object] | None = None
 
 
-class Removed(msgspec.Struct, frozen=True, tag="removed"):
+class Removed(msgspec.Struct, frozen=True, tag="removed", gc=False):
     """These blocks are gone."""
 
     hashes: Sequence[int]
@@ -40,14 +40,14 @@ class Removed(msgspec.Struct, frozen=True, tag="removed"):
     group: int | None = None
 
 
-class Cleared(msgspec.Struct, frozen=True, tag="cleared"):
+class Cleared(msgspec.Struct, frozen=True, tag="cleared", gc=False):
     """Nothing is held any more."""
 
 
 CacheEvent = Stored | Removed | Cleared
 
 
-class Batch(msgspec.Struct, frozen=True):
+class Batch(msgspec.Struct, frozen=True, gc=False):
     """One message of a stream, normalised."""
 
     ts: float

@@ -282,8 +282,8 @@ class EventFeed:
             if self._tap is not None and isinstance(instruction, Apply | Reset):
                 self._tap(instruction)
             match instruction:
-                case Apply(_, _, events):
-                    self._sink.apply(events)
+                case Apply():
+                    self._sink.apply(instruction.events)
                 case Reset(_, _, blocks):
                     self._sink.reset(blocks)
                 case SetStatus(status):

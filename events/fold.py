@@ -68,12 +68,14 @@ class CacheMirror:
 
     def remove(self, hashes: Iterable[int]) -> None:
         """Take blocks out."""
+        parents, xor = self._parents, self._xor
         for block in hashes:
-            if block not in self._parents:
+            if block not in parents:
                 self.unknown_removals += 1
                 continue
-            del self._parents[block]
-            self._xor ^= block
+            del parents[block]
+            xor ^= block
+        self._xor = xor
 
     def clear(self) -> None:
         """Hold nothing."""

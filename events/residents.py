@@ -5,6 +5,7 @@ and removes each: references, by medium and group. Both turn announcements into 
 gets those can be a plain set.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from .decode import CacheEvent, Cleared, Removed, Stored
@@ -12,13 +13,13 @@ from .fold import CacheMirror, Digest
 
 
 class Residents(Protocol):
-    """Counts announcements; `apply` hands on what is left of an event once it means sets (None: nothing)."""
+    """Counts announcements; `apply` hands on what is left of events once they mean sets."""
 
     @property
     def digest(self) -> Digest: ...
     @property
     def unknown_removals(self) -> int: ...
-    def apply(self, event: CacheEvent) -> CacheEvent | None: ...
+    def apply(self, events: Sequence[CacheEvent]) -> Sequence[CacheEvent]: ...
     def replace(self, blocks: list[tuple[int, int | None]]) -> None: ...
 
 
@@ -38,10 +39,11 @@ class SetResidents:
     def unknown_removals(self) -> int:
         return self.mirror.unknown_removals
 
-    def apply(self, event: CacheEvent) -> CacheEvent | None:
+    def apply(self, events: Sequence[CacheEvent]) -> Sequence[CacheEvent]:
         """Fold; hands everything on, since set announcements already mean sets."""
-        self.mirror.apply(event)
-        return event
+        for event in events:
+            self.mirror.apply(event)
+        return events
 
     def replace(self, blocks: list[tuple[int, int | None]]) -> None:
         """Hold exactly these."""
@@ -71,8 +73,11 @@ class CountedResidents:
     def __contains__(self, block: object) -> bool:
         return block in self._held
 
-    def apply(self, event: CacheEvent) -> CacheEvent | None:
+    def apply(self, events: Sequence[CacheEvent]) -> Sequence[CacheEvent]:
         """Fold; a removal is handed on for the blocks of which no copy is left."""
+        return [left for event in events if (left := self._apply(event)) is not None]
+
+    def _apply(self, event: CacheEvent) -> CacheEvent | None:
         match event:
             case Stored():
                 for block in event.hashes:

@@ -10,30 +10,30 @@ from homing.events.residents import CountedResidents
 def test_a_block_is_held_until_its_last_copy_goes() -> None:
     """vLLM announces every physical copy: the first removal must not end a block of which another copy is left."""
     residents = CountedResidents()
-    residents.apply(Stored(None, [1, 2], medium="GPU"))
-    residents.apply(Stored(None, [1], medium="GPU"))
+    residents.apply([Stored(None, [1, 2], medium="GPU")])
+    residents.apply([Stored(None, [1], medium="GPU")])
 
-    assert residents.apply(Removed([1, 2], "GPU")) == Removed([2], "GPU")
-    assert residents.apply(Removed([1], "GPU")) == Removed([1], "GPU")
+    assert residents.apply([Removed([1, 2], "GPU")]) == [Removed([2], "GPU")]
+    assert residents.apply([Removed([1], "GPU")]) == [Removed([1], "GPU")]
     residents.check()
 
 
 def test_a_copy_in_another_medium_or_group_is_a_copy() -> None:
     """A block that left the GPU for host memory is still a hit."""
     residents = CountedResidents()
-    residents.apply(Stored(None, [1], medium="GPU", group=0))
-    residents.apply(Stored(None, [1], medium="CPU", group=0))
+    residents.apply([Stored(None, [1], medium="GPU", group=0)])
+    residents.apply([Stored(None, [1], medium="CPU", group=0)])
 
-    assert residents.apply(Removed([1], "GPU", 0)) is None
+    assert residents.apply([Removed([1], "GPU", 0)]) == []
     assert 1 in residents
-    assert residents.apply(Removed([1], "CPU", 0)) == Removed([1], "CPU", 0)
+    assert residents.apply([Removed([1], "CPU", 0)]) == [Removed([1], "CPU", 0)]
 
 
 def test_removals_of_unknown_blocks_are_counted_and_go_no_further() -> None:
     """They come from publishers that we joined late."""
     residents = CountedResidents()
 
-    assert residents.apply(Removed([1])) is None
+    assert residents.apply([Removed([1])]) == []
     assert residents.unknown_removals == 1
 
 
@@ -47,17 +47,17 @@ def test_counts_agree_with_a_bag_of_copies(actions: list[tuple[bool, tuple[str, 
     for action in actions:
         if action is None:
             bag.clear()
-            residents.apply(Cleared())
+            residents.apply([Cleared()])
             continue
         adds, copy = action
         medium, group, number = copy
         if adds:
             bag.append(copy)
-            residents.apply(Stored(None, [number], medium=medium, group=group))
+            residents.apply([Stored(None, [number], medium=medium, group=group)])
         else:
             if copy in bag:
                 bag.remove(copy)
-            residents.apply(Removed([number], medium, group))
+            residents.apply([Removed([number], medium, group)])
 
     residents.check()
     held = {number for _, _, number in bag}

@@ -1,0 +1,187 @@
+"""Cost of the event stream: a reader's ingest over ZeroMQ into the router's index, and the publisher's side.
+
+    python tests/bench/events.py [--batches N] [--rounds N] [--out FILE]
+
+A child process sends N batches of 8 blocks of 16 tokens (half of them stores, then their removals) as our publisher
+encodes them, over ipc; `EventFeed` applies them to a `PrefixIndex`. The rate is batches per second of the reading
+thread's CPU time, which on a machine of its own is its wall time: this one is shared. The pure rows have no socket.
+Dynamo's figure, 57,000 batches a second, was measured before on this kind of machine; it is not run here.
+"""
+
+import asyncio
+import gc
+import multiprocessing
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from statistics import median
+
+import zmq
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from homing.events import (
+    BatchDecoder,
+    CacheEvent,
+    EventEndpoints,
+    EventFeed,
+    EventsSettings,
+    FeedStatus,
+    KeysRefused,
+    Reach,
+    Removed,
+    Stored,
+    Subscription,
+)
+from homing.events.changes import RemovedBlocks, Step, StoredBlocks
+from homing.events.frames import encode_seq, events_topic, read_event
+from homing.events.ledger import Ledger
+from homing.events.messages import LoadReport, SnapshotBlock, SnapshotChunk
+from homing.router.index import PrefixIndex
+from tests.bench.report import Row, arguments, publish
+
+BLOCKS, BLOCK_SIZE, EPOCH = 8, 16, 7
+GOAL_PER_S = 60_000.0
+Frames = list[bytes]
+
+
+def steps(count: int) -> list[Step]:
+    """As many stores as removals, of blocks with random names."""
+    rng = Random(3)
+    tokens = b"".join(struct.pack("<I", rng.randrange(128_000)) for _ in range(BLOCKS * BLOCK_SIZE))
+    chains = [tuple(rng.randbytes(16) for _ in range(BLOCKS)) for _ in range(count // 2)]
+    stores: list[Step] = [[StoredBlocks(None, chain, tokens)] for chain in chains]
+    return stores + [[RemovedBlocks(chain)] for chain in chains]
+
+
+def ledger(*, hash_only: bool = False) -> Ledger:
+    return Ledger(EventsSettings(hash_only=hash_only), epoch=EPOCH, block_size=BLOCK_SIZE, medium="GPU")
+
+
+def messages(count: int, *, hash_only: bool = False) -> list[Frames]:
+    """What a publisher sends."""
+    book = ledger(hash_only=hash_only)
+    sent = [book.commit(step, 1.0) for step in steps(count)]
+    return [[events_topic(EPOCH), encode_seq(batch.seq), batch.payload] for batch in sent]
+
+
+class IndexSink:
+    """Applies as the router's members do."""
+
+    def __init__(self) -> None:
+        self.index = PrefixIndex()
+        self.index.join("r0", 10**9, closed=True)
+        self.batches = 0
+
+    def apply(self, events: Sequence[CacheEvent]) -> None:
+        self.batches += 1
+        for event in events:
+            if isinstance(event, Stored):
+                self.index.add("r0", event.hashes)
+            elif isinstance(event, Removed):
+                self.index.remove("r0", event.hashes)
+
+    def reset(self, blocks: Sequence[SnapshotBlock]) -> None: ...
+    def status(self, status: FeedStatus) -> None: ...
+    def load(self, report: LoadReport) -> None: ...
+    def refused(self, error: KeysRefused) -> None: ...
+    def malformed(self, error: Exception) -> None:
+        raise error
+
+
+def send(endpoint: str, count: int) -> None:
+    """The child process: everything at once to the first subscriber."""
+    frames = messages(count)
+    context = zmq.Context()
+    sock = context.socket(zmq.XPUB)
+    sock.set_hwm(0)
+    sock.bind(endpoint)
+    sock.recv()  # the subscription is there
+    for message in frames:
+        sock.send_multipart(message)
+    sock.recv()  # and gone
+    sock.close(0)
+    context.term()
+
+
+def over_zeromq(count: int) -> float:
+    """CPU seconds of the reading thread for all batches."""
+    endpoint = f"ipc:///tmp/homing-bench-{time.monotonic_ns()}"
+    child = multiprocessing.get_context("spawn").Process(target=send, args=(endpoint, count))
+    child.start()
+    seconds = asyncio.run(ingest(endpoint, count))
+    child.join()
+    Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+    return seconds
+
+
+async def ingest(endpoint: str, count: int) -> float:
+    """CPU seconds from the first batch to the last; waiting for them costs none."""
+    sink = IndexSink()
+    reach = Reach(replay=False, snapshot=False, heartbeats=False)
+    ends = EventEndpoints(events=endpoint, replay="", state="", snapshot="")
+    feed = EventFeed(ends, sink, reach=reach)
+    feed.start(asyncio.get_running_loop())
+    while not sink.batches:  # noqa: ASYNC110 - the sink is what is measured
+        await asyncio.sleep(0.001)
+    begin, before = time.thread_time(), sink.batches
+    while sink.batches < count:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    spent, done = time.thread_time() - begin, count - before
+    feed.close()
+    assert len(sink.index) == 0, "what was stored was not removed"
+    return spent * count / done
+
+
+def cost(rounds: int, count: int, work: Callable[[], object]) -> float:
+    """Median CPU microseconds per batch."""
+    runs = []
+    for _ in range(rounds):
+        gc.collect()
+        begin = time.thread_time()
+        work()
+        runs.append((time.thread_time() - begin) / count * 1e6)
+    return median(runs)
+
+
+def follow(frames: list[Frames]) -> None:
+    """Frames, decoding, the state machine and the index, without a socket."""
+    decoder, reader, sink = BatchDecoder(), Subscription(), IndexSink()
+    reader.start()
+    reader.on_chunk(SnapshotChunk(epoch=EPOCH, seq=None, index=0, last=True, blocks=[]))
+    for message in frames:
+        frame = read_event(message)
+        for instruction in reader.on_batch(frame.epoch, frame.seq, decoder.decode(frame.payload)):
+            sink.apply(instruction.events)  # type: ignore[union-attr]
+
+
+def commit(todo: list[Step]) -> None:
+    book = ledger()
+    for step in todo:
+        book.commit(step, 1.0)
+
+
+def measure(count: int, rounds: int) -> list[Row]:
+    rates = [count / over_zeromq(count) for _ in range(rounds)]
+    frames, bare, todo = messages(count), messages(count, hash_only=True), steps(count)
+    return [
+        Row("ingest over ZeroMQ", "batches/s", median(rates), goal=GOAL_PER_S, higher_is_better=True),
+        Row("ingest without the socket", "µs/batch", cost(rounds, count, lambda: follow(frames))),
+        Row("the same, hash_only", "µs/batch", cost(rounds, count, lambda: follow(bare))),
+        Row("publisher: number, fold, encode", "µs/batch", cost(rounds, count, lambda: commit(todo))),
+    ]
+
+
+def main() -> int:
+    parser = arguments("Cost of the event stream.")
+    parser.add_argument("--batches", type=int, default=60_000, help="batches of 8 blocks in one run")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of which the median counts")
+    options = parser.parse_args()
+    publish(measure(options.batches, options.rounds), options.out, ["pyzmq", "msgspec"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
