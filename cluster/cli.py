@@ -121,7 +121,14 @@ def run(words: Sequence[str], out: TextIO) -> int:
             from .explain import explain, request_body
 
             body = request_body(arguments.prompt, arguments.body, raw=arguments.raw)
-            return explain(settings_of(arguments), out, body, url=arguments.url, as_json=arguments.json)
+            return explain(
+                settings_of(arguments),
+                out,
+                body,
+                url=arguments.url,
+                api_key=arguments.api_key,
+                as_json=arguments.json,
+            )
         case _:
             from .watch import watch
 
@@ -203,6 +210,7 @@ def _explain_arguments(parser: Parser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="sent as one user message; --raw: as it is")
     parser.add_argument("--raw", action="store_true", help="no chat template: the prompt of a completion")
     parser.add_argument("--body", metavar="FILE", help="JSON body of a chat or completion request, instead of a prompt")
+    parser.add_argument("--api-key", metavar="KEY", help="whose request it is: tenants share no cached blocks")
     parser.add_argument("--url", metavar="URL", help="of a cluster; without it, the one that runs here")
     _lookup_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print what /explain answers, for programs")

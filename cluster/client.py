@@ -30,9 +30,10 @@ def get_json(url: str) -> Any:
         raise ClusterError(f"{url} answered no JSON: {error}") from error
 
 
-def post_json(url: str, body: Any) -> Any:
+def post_json(url: str, body: Any, *, api_key: str | None = None) -> Any:
     """The JSON that `url` answers to `body`. Raises ClusterError, with the router's own words where it refuses."""
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     return json.loads(_ask(request))
 
 

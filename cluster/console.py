@@ -67,6 +67,9 @@ class Console:
         name = "" if settings.cluster.name == "default" else f" --name {settings.cluster.name}"
         body = json.dumps({"model": model, **REQUEST})
         program = self._program
+        headers = "-H 'content-type: application/json'"
+        if settings.router.api_keys_file:
+            headers += " -H 'authorization: Bearer KEY'"
         rule = "─" * min(100, shutil.get_terminal_size().columns)
         rows = [
             ("api", f"{url}/v1   (OpenAI-compatible)"),
@@ -78,9 +81,7 @@ class Console:
         ]
         self.line(f"{rule}\nhoming is ready: {model} on {settings.cluster.replicas} replicas\n")
         self.line("\n".join(f"  {word:<8} {text}" for word, text in rows))
-        self.line(
-            f"\n  try it:\n\ncurl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n{rule}"
-        )
+        self.line(f"\n  try it:\n\ncurl {url}/v1/chat/completions {headers} -d '{body}'\n{rule}")
 
 
 def program() -> str:

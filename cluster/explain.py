@@ -14,9 +14,14 @@ NUMBERS = ("held", "expected", "to compute", "queued", "running", "waiting", "fi
 COLUMNS = ("", "replica", "events", *NUMBERS, "why")
 
 
-def explain(settings: Settings, out: TextIO, body: Mapping[str, Any], *, url: str | None, as_json: bool) -> int:
-    """Print the decision that `body`, a chat or a completion, would meet now. Raises NotRunning and ClusterError."""
-    found = post_json(f"{cluster_url(settings, url)}/explain", body)
+def explain(
+    settings: Settings, out: TextIO, body: Mapping[str, Any], *, url: str | None, api_key: str | None, as_json: bool
+) -> int:
+    """Print the decision that `body`, a chat or a completion, would meet now. Raises NotRunning and ClusterError.
+
+    `api_key` says whose cached blocks count: tenants do not see each other's.
+    """
+    found = post_json(f"{cluster_url(settings, url)}/explain", body, api_key=api_key)
     print(json.dumps(found, indent=2) if as_json else render(found), file=out)
     return 0
 

@@ -72,7 +72,7 @@ class Run:
 
 def serve(settings: Settings, out: TextIO, *, detached: bool = False) -> int:
     """Serve until a signal; returns the exit code. Raises ClusterError when it cannot start."""
-    settings = with_keys(named(settings))
+    settings = with_api_keys(named(settings))
     console = Console(out, program=program())
     console.opening(settings)
     notebook = Notebook(state_folder(settings))
@@ -146,7 +146,7 @@ def _serve(run: Run, model_dir: Path | None) -> int:
         _take_down(run)
 
 
-def with_keys(settings: Settings) -> Settings:
+def with_api_keys(settings: Settings) -> Settings:
     """The keys file by its whole path, as the router may run in another folder. Raises SettingsError."""
     path = settings.router.api_keys_file
     if not path:

@@ -8,7 +8,7 @@ import pytest
 
 from homing.cluster.config import Settings
 from homing.cluster.errors import SettingsError
-from homing.cluster.serve import with_keys
+from homing.cluster.serve import with_api_keys
 from homing.router.config import RouterSettings
 
 
@@ -18,7 +18,7 @@ def settings_with(path: str) -> Settings:
 
 def test_without_a_keys_file_nothing_changes() -> None:
     """The default needs no file."""
-    assert with_keys(Settings()) == Settings()
+    assert with_api_keys(Settings()) == Settings()
 
 
 def test_the_keys_file_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +27,7 @@ def test_the_keys_file_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: p
     (tmp_path / "keys.yaml").write_text(f"keys:\n- key_sha256: '{digest}'\n  tenant: acme\n")
     monkeypatch.chdir(tmp_path)
 
-    assert with_keys(settings_with("keys.yaml")).router.api_keys_file == str(tmp_path / "keys.yaml")
+    assert with_api_keys(settings_with("keys.yaml")).router.api_keys_file == str(tmp_path / "keys.yaml")
 
 
 def test_a_wrong_keys_file_is_a_setting_s_mistake(tmp_path: Path) -> None:
@@ -36,4 +36,4 @@ def test_a_wrong_keys_file_is_a_setting_s_mistake(tmp_path: Path) -> None:
     path.write_text("keys:\n- tenant: acme\n")
 
     with pytest.raises(SettingsError, match=r"api_keys_file: .*keys\[0\].*key_sha256"):
-        with_keys(settings_with(str(path)))
+        with_api_keys(settings_with(str(path)))
