@@ -65,7 +65,7 @@ def test_counted_copies_add_up_to_what_vllms_pool_has_cached() -> None:
     told: list[bool] = []
     for live in RECORDINGS["vllm-0.33-engine"].live:
         for event in decoder.decode(live.frames[2]).events:
-            residents.apply(event)
+            residents.apply([event])
         assert live.cached is not None
         told.append(all(block in residents for block in live.cached) and residents.digest.blocks == len(live.cached))
         residents.check()
@@ -103,7 +103,7 @@ def _all_at_once(recording: Recording) -> CountedResidents:
     residents = CountedResidents()
     for live in recording.live:
         for event in live.said["events"]:
-            residents.apply(meaning(event))
+            residents.apply([meaning(event)])
     return residents
 
 
