@@ -285,9 +285,10 @@ class OpenAi(asyncio.Protocol):
 async def openai(port: int) -> None:
     """A fake OpenAI server, until it is killed."""
     async with await asyncio.get_running_loop().create_server(OpenAi, "127.0.0.1", port):
+        due = time.monotonic()
         while True:
-            now = time.monotonic()
-            await asyncio.sleep((now // GRID_S + 1) * GRID_S - now)
+            due += GRID_S
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
             for stream in list(STREAMS):
                 stream.tick()
 
