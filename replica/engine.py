@@ -200,7 +200,9 @@ class Engine:
         for row in rows:
             self.scheduler.complete(row)
         for row, sampled in zip(wanted.samplers, drawn, strict=True):
-            result.outputs[row.request.key.source].append(self._advance(row.request, sampled))
+            output = self._advance(row.request, sampled)
+            if output is not None:
+                result.outputs[row.request.key.source].append(output)
 
     def _sampling_row(self, request: RequestState) -> SamplingRow:
         params, generated = request.sampling, request.generated
@@ -213,20 +215,28 @@ class Engine:
             banned_ids=banned_before(params, generated, self._model.eos_token_ids),
         )
 
-    def _advance(self, request: RequestState, sampled: Sampled) -> TokenOutput:
-        """Add the token and say so; a request that ends gives its blocks back here."""
-        index, first = request.generated, not request.answered
+    def _advance(self, request: RequestState, sampled: Sampled) -> TokenOutput | None:
+        """Add the token, and say so when it is time; a request that ends gives its blocks back here."""
+        first = not request.answered
         pinned = self.scheduler.pin(request, self._clock()) if first and request.pins else None
         self.scheduler.append(request, sampled.token_id)
         self._generated_tokens += 1
+        request.untold.append(sampled.token_id)
+        if sampled.logprobs:
+            request.untold_logprobs.append(sampled.logprobs)
         stop_id = self._stop_id(request, sampled.token_id)
+        finish_reason = self._finish_reason(request, stop_id)
+        if not first and finish_reason is None and len(request.untold) < request.tokens_per_output:
+            return None
+        told, request.untold = request.untold, []
+        logprobs, request.untold_logprobs = request.untold_logprobs, []
         output = TokenOutput(
             request_id=request.key.request_id,
-            index=index,
-            token_ids=[sampled.token_id],
-            finish_reason=self._finish_reason(request, stop_id),
+            index=request.generated - len(told),
+            token_ids=told,
+            finish_reason=finish_reason,
             cached_tokens=request.cached_tokens if first else None,
-            logprobs=[sampled.logprobs] if sampled.logprobs else None,
+            logprobs=logprobs or None,
             prompt_logprobs=request.prompt_logprobs if first else None,
             stop_token_id=stop_id,
             pinned_tokens=pinned,

@@ -63,6 +63,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_d
     priority: int = 0  #: lower runs first
     trace_id: str = ""  #: the client's x-request-id, for logs
     pins: tuple[Pin, ...] = ()
+    #: after the first token, outputs may wait until they hold so many: for answers that nobody reads as they come
+    tokens_per_output: int = 1
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):

@@ -47,6 +47,7 @@ class RequestState:
     trace_id: str = ""
     #: Prefixes of the prompt to keep when it is computed.
     pins: tuple[Pin, ...] = ()
+    tokens_per_output: int = 1
 
     phase: Phase = Phase.WAITING
     blocks: list[Block] = field(default_factory=list)
@@ -62,6 +63,9 @@ class RequestState:
     refused_at_free: int | None = None
     #: Whether an output went out already; the first one carries more.
     answered: bool = False
+    #: Tokens, and their logprobs if wanted, that no output has told yet.
+    untold: list[int] = field(default_factory=list)
+    untold_logprobs: list[PositionLogprobs] = field(default_factory=list)
     preemptions: int = 0
     #: Collected while the prompt is computed in chunks; None unless asked for.
     prompt_logprobs: list[PositionLogprobs | None] | None = None

@@ -54,6 +54,7 @@ class Admissible:
             priority=request.priority,
             trace_id=request.trace_id,
             pins=request.pins,
+            tokens_per_output=request.tokens_per_output,
         )
 
     def _tokens(self, request: Generate) -> "array[int]":

@@ -22,6 +22,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     session: str | None = None  #: requests of one session prefer one replica
     priority: int = 0  #: lower goes first
     deadline: float | None = None  #: monotonic seconds; None: `request_timeout_s` from now
+    tokens_per_delta: int = 1  #: after the first token, deltas may wait until they hold so many
     pins: tuple[Pin, ...] = ()  #: prefixes of the prompt to keep where it runs
 
 

@@ -55,39 +55,34 @@ log = logging.getLogger(__name__)
 FlightId = NewType("FlightId", int)
 
 
-@dataclass(slots=True, frozen=True)
-class Send:
+class Send(msgspec.Struct, frozen=True, gc=False):
     """Put this on the wire to that replica; when it cannot be sent, say so by `unsendable`."""
 
     replica: str
     message: Request
 
 
-@dataclass(slots=True, frozen=True)
-class Hold:
+class Hold(msgspec.Struct, frozen=True, gc=False):
     """The request waits in the router."""
 
     flight: FlightId
 
 
-@dataclass(slots=True, frozen=True)
-class Deliver:
+class Deliver(msgspec.Struct, frozen=True, gc=False):
     """Hand this to the request's reader."""
 
     flight: FlightId
     delta: TokenDelta
 
 
-@dataclass(slots=True, frozen=True)
-class Finished:
+class Finished(msgspec.Struct, frozen=True, gc=False):
     """The request is over; its last delta has been delivered."""
 
     flight: FlightId
     record: FinishedRequest
 
 
-@dataclass(slots=True, frozen=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True, gc=False):
     """The request is over with an error."""
 
     flight: FlightId
@@ -95,13 +90,15 @@ class Failed:
     record: FinishedRequest
 
 
-@dataclass(slots=True, frozen=True)
-class Cancelled:
+class Cancelled(msgspec.Struct, frozen=True, gc=False):
     """The request is over because its reader went away."""
 
     flight: FlightId
     record: FinishedRequest
 
+
+#: Roots of tenants that are remembered; more are forgotten together.
+ROOTS_KEPT = 4096
 
 Instruction = Send | Hold | Deliver | Finished | Failed | Cancelled
 
@@ -131,8 +128,9 @@ class _Flight:
     deadline: float
     arrived: float
     root: BlockHash
-    tokens: bytearray  #: prompt and what was generated, uint32 LE
+    tokens: bytes  #: prompt, and what was generated until the last placement, uint32 LE
     prompt_tokens: int
+    fresh: list[int] = field(default_factory=list)  #: generated since then
     generated: int = 0
     hashes: bytes = b""  #: of all full blocks of `tokens` as they were at the last placement
     keys: tuple[int, ...] = ()  #: the same blocks as the index names them
@@ -171,6 +169,7 @@ class Dispatcher:
         self.reservations = reservations
         self.counters = counters
         self._naming = naming
+        self._roots: dict[bytes, BlockHash] = {}  #: by salt
         self._limits = limits
         self._flights: dict[FlightId, _Flight] = {}
         self._by_wire: dict[int, _Flight] = {}
@@ -186,8 +185,9 @@ class Dispatcher:
         """Another cluster seed or model: blocks have other names from now on. No replica may be joined."""
         assert not len(self.placement), f"{len(self.placement)} replicas are still named in the old way"
         self._naming = naming
+        self._roots.clear()
         for flight in self._flights.values():
-            flight.root = tenant_root(naming.model_root, salt=flight.request.salt)
+            flight.root = self._root(flight.request.salt)
             self._name_blocks(flight)
 
     def join(self, description: ReplicaDescription, now: float) -> list[Instruction]:
@@ -269,7 +269,7 @@ class Dispatcher:
         sent = len(self._by_wire)
         match reply:
             case TokenBatch(outputs=outputs):
-                instructions = [done for output in outputs for done in self._on_output(replica, output, now)]
+                instructions = self._on_outputs(replica, outputs, now)
             case Refused():
                 instructions = self._on_refused(replica, reply, now)
         if len(self._by_wire) < sent:  # only then is there room for another
@@ -366,15 +366,28 @@ class Dispatcher:
             request,
             deadline=now + self._limits.request_timeout_s if request.deadline is None else request.deadline,
             arrived=now,
-            root=tenant_root(self._naming.model_root, salt=request.salt),
-            tokens=bytearray(request.token_ids),
+            root=self._root(request.salt),
+            tokens=request.token_ids,
             prompt_tokens=prompt_tokens,
         )
         self._name_blocks(flight)
         return flight
 
+    def _root(self, salt: bytes) -> BlockHash:
+        """Root of a tenant's chains; the digest behind it costs as much as hashing ten blocks."""
+        root = self._roots.get(salt)
+        if root is None:
+            if len(self._roots) >= ROOTS_KEPT:
+                self._roots.clear()
+            root = self._roots[salt] = tenant_root(self._naming.model_root, salt=salt)
+        return root
+
     def _name_blocks(self, flight: _Flight) -> None:
-        flight.hashes = join_hashes(self._naming.hasher.chain(flight.root, bytes(flight.tokens)))
+        """Before each placement: everything until now goes along."""
+        if flight.fresh:
+            flight.tokens += token_bytes(flight.fresh)
+            flight.fresh = []
+        flight.hashes = join_hashes(self._naming.hasher.chain(flight.root, flight.tokens))
         flight.keys = wire_hashes(flight.hashes)
 
     def _enqueue(self, flight: _Flight, now: float) -> list[Instruction]:
@@ -427,7 +440,7 @@ class Dispatcher:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return Generate(
             request_id=wire_id,
-            token_ids=bytes(flight.tokens),
+            token_ids=flight.tokens,
             prompt_tokens=flight.prompt_tokens,
             root=flight.root,
             block_hashes=flight.hashes,
@@ -435,9 +448,30 @@ class Dispatcher:
             priority=request.priority,
             trace_id=request.trace_id,
             pins=request.pins,
+            tokens_per_output=request.tokens_per_delta,
         )
 
     # Replies
+
+    def _on_outputs(self, replica: str, outputs: Sequence[TokenOutput], now: float) -> list[Instruction]:
+        """A step's outputs. Nearly all of them are the next tokens of a running request: those go by the short way."""
+        instructions: list[Instruction] = []
+        for output in outputs:
+            flight = self._by_wire.get(output.request_id)
+            if (
+                flight is None
+                or not flight.started
+                or output.finish_reason is not None
+                or output.index != flight.generated
+                or flight.replica != replica
+            ):
+                instructions += self._on_output(replica, output, now)
+                continue
+            flight.generated += len(output.token_ids)
+            flight.fresh += output.token_ids
+            delta = TokenDelta(token_ids=output.token_ids, logprobs=output.logprobs)
+            instructions.append(Deliver(flight.flight_id, delta))
+        return instructions
 
     def _on_output(self, replica: str, output: TokenOutput, now: float) -> list[Instruction]:
         flight = self._sent_to(replica, output.request_id)
@@ -475,7 +509,7 @@ class Dispatcher:
             flight.delivered_cached_tokens = output.cached_tokens or 0
         prompt_logprobs = output.prompt_logprobs if not flight.generated else None
         flight.generated += len(fresh)
-        flight.tokens += token_bytes(fresh)
+        flight.fresh += fresh
         return TokenDelta(
             token_ids=fresh,
             logprobs=output.logprobs[known:] if output.logprobs is not None else None,

@@ -147,7 +147,8 @@ class RouterMetrics:
         self._router_seen = RouterCounters()
         outcomes = Counter("homing_routing_outcomes", "Sequences over, by outcome.", ["outcome"], registry=registry)
         self._outcomes = {outcome: outcomes.labels(outcome) for outcome in ("finished", "failed", "cancelled")}
-        self._reports: dict[str, LoadReport] = {}
+        self._told: dict[str, LoadReport] = {}  #: the last report of each replica that is in the metrics
+        self._untold: dict[str, LoadReport] = {}  #: a later one: reports come with every step, readers seldom
         self._known: set[str] = set()
 
     def _http_metrics(self) -> None:
@@ -236,10 +237,17 @@ class RouterMetrics:
 
     def load_reported(self, replica_id: str, report: LoadReport) -> None:
         """A replica told its load and totals; reports of an epoch must come in order."""
-        before = self._reports.get(replica_id)
+        before = self._untold.get(replica_id)
+        if before is not None and before.epoch != report.epoch:
+            self._tell(replica_id)
+        self._untold[replica_id] = report
+
+    def _tell(self, replica_id: str) -> None:
+        report = self._untold.pop(replica_id)
+        before = self._told.get(replica_id)
         same_start = before is not None and before.epoch == report.epoch
         old = before.counters if before and same_start else CacheCounters()
-        self._reports[replica_id] = report
+        self._told[replica_id] = report
         for field, counter in self._cache_totals.items():
             counter.labels(replica_id).inc(max(0, getattr(report.counters, field) - getattr(old, field)))
         self._running.labels(replica_id).set(report.running)
@@ -248,12 +256,17 @@ class RouterMetrics:
         self._pinned.labels(replica_id).set(report.pinned_blocks)
         self._usage.labels(replica_id).set(1 - report.free_blocks / max(report.total_blocks, 1))
 
+    def _tell_all(self) -> None:
+        for replica_id in list(self._untold):
+            self._tell(replica_id)
+
     def events_gap(self, replica_id: str) -> None:
         """A hole in a replica's event stream was noticed; it is being repaired."""
         self._gaps.labels(replica_id).inc()
 
     def observe_cluster(self, view: ClusterView) -> None:
         """Bring gauges and the routing side's totals up to date; called before each rendering."""
+        self._tell_all()
         self._held.set(view.waiting)
         self._in_flight.set(view.in_flight)
         self._state.clear()
@@ -277,4 +290,5 @@ class RouterMetrics:
 
     def render(self) -> bytes:
         """Everything in Prometheus' text format."""
+        self._tell_all()
         return generate_latest(self.registry)

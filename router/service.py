@@ -315,10 +315,11 @@ class RouterService:
             self._running = False
 
     def _carry_out(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Deliver):  # nearly all are
+            if (stream := self._streams.get(instruction.flight)) is not None:
+                stream.put(instruction.delta)
+            return
         match instruction:
-            case Deliver(flight, delta):
-                if (stream := self._streams.get(flight)) is not None:
-                    stream.put(delta)
             case Send(replica, message):
                 member = self._members.get(replica)
                 if (member is None or not member.send(message)) and self._dispatcher is not None:

@@ -58,5 +58,6 @@ class RequestStream:
     def end(self, replica_id: str | None, error: RouterError | None = None) -> None:
         """Nothing more comes; what was put in before is still handed over, also before an error."""
         self._over, self._error, self._last_replica = True, error, replica_id
-        if error is not None and self._sink is not None and not self._cancelled:
-            self._sink.failed(error)
+        sink, self._sink = self._sink, None
+        if error is not None and sink is not None and not self._cancelled:
+            sink.failed(error)

@@ -8,6 +8,7 @@ only ones. Keys stand in it as sha256 digests: who reads the file cannot ask in 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
@@ -128,6 +129,7 @@ def _tenant(entry: KeyEntry) -> Tenant:
     return Tenant(own, sharing, entry.admin, entry.tenant)
 
 
+@lru_cache(4096)
 def _anybody(key: str) -> Tenant:
     own = _digest(b"key", key.encode())
     return Tenant(own, own if key else b"", admin=True)

@@ -50,6 +50,7 @@ async def job(front: Front, served: Served, body: ChatBody, salt: bytes) -> Job:
         stops=validate.stop_strings(body),
         priority=body.priority or 0,
         timeout_s=body.timeout,
+        tokens_per_delta=validate.tokens_per_delta(body),
     )
 
 

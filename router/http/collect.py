@@ -28,7 +28,7 @@ class Collected:
     def add(self, step: Step) -> None:
         """Append what a step brought."""
         self.parts.append(step.text)
-        self.tokens += step.tokens
+        self.tokens.extend(step.tokens)
         if step.prompt_logprobs is not None:
             self.prompt_logprobs = step.prompt_logprobs
 

@@ -65,6 +65,7 @@ async def job(front: Front, served: Served, body: CompletionBody) -> Job:
         stops=validate.stop_strings(body),
         priority=body.priority or 0,
         timeout_s=body.timeout,
+        tokens_per_delta=validate.tokens_per_delta(body),
         discard=body.max_tokens == 0,
     )
 

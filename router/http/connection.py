@@ -103,6 +103,7 @@ class HttpConnection(asyncio.Protocol):
     def _reset(self) -> None:
         self._url = b""
         self._headers: dict[str, str] = {}
+        self._fields_bytes = 0
         self._body: list[bytes] = []
         self._body_bytes = 0
         self._in_head = True
@@ -161,13 +162,14 @@ class HttpConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header."""
         key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+        self._fields_bytes += len(name) + len(value)
         known = self._headers.get(key)
         self._headers[key] = text if known is None else f"{known},{text}"
 
     def on_headers_complete(self) -> None:
         """The head is whole. What is raised here ends the parsing."""
         self._in_head, self._head_bytes = False, 0
-        if sum(map(len, self._headers)) + sum(map(len, self._headers.values())) + len(self._url) > MAX_HEAD_BYTES:
+        if self._fields_bytes + len(self._url) > MAX_HEAD_BYTES:
             raise _head_too_large()
         announced, most = self._headers.get("content-length", ""), self._host.limits.max_body_bytes
         if announced.isdigit() and int(announced) > most:

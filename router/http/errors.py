@@ -52,7 +52,7 @@ def error_headers(error: RouterError) -> dict[str, str]:
 
 def fail(exchange: Exchange, error: RouterError) -> None:
     """Answer with `error`, while nothing else was answered."""
-    if error.http_status >= 500:
+    if error.http_status >= 500 and error.http_status != 503:  # nobody is there yet, or any more: probes ask all day
         log.warning("request_failed request_id=%s status=%d error=%s", exchange.id, error.http_status, error)
     if exchange.status is None:
         exchange.respond(error_body(error), status=error.http_status, headers=error_headers(error).items())

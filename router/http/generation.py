@@ -7,7 +7,7 @@ event loop and no task.
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ...kvcache.hashing import token_bytes
 from ...replica.messages import Pin, PositionLogprobs, SamplingParams
@@ -50,6 +50,7 @@ class Job:
     stops: tuple[str, ...] = ()
     priority: int = 0
     timeout_s: float | None = None
+    tokens_per_delta: int = 1  #: more where nobody reads the answer as it comes
     discard: bool = False  #: `max_tokens: 0`: one token is generated for the prompt's sake and not shown
 
 
@@ -98,7 +99,7 @@ class Step:
 
     choice: Choice
     text: str
-    tokens: list[TokenAt] = field(default_factory=list)
+    tokens: Sequence[TokenAt] = ()
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     ending: Ending | None = None
     first: bool = False
@@ -133,6 +134,7 @@ def generation_request(
         session=caller.session,
         priority=job.priority,
         deadline=deadline,
+        tokens_per_delta=job.tokens_per_delta,
         pins=tuple(Pin(wish.num_tokens, wish.ttl_s, caller.tenant.digest) for wish in wishes),
     )
 
@@ -164,7 +166,7 @@ class Generation:
             self._cancel()
             raise
         self._left = len(self.choices)
-        self._exchange.on_gone = self._close
+        self._exchange.on_gone = self._lose
         for choice in self.choices:
             choice.stream.listen(choice)
 
@@ -198,6 +200,16 @@ class Generation:
         self._close()
         if not self._answer.fail(self, error):
             fail(self._exchange, error)
+        self._let_go()
+
+    def _lose(self) -> None:
+        """The client left."""
+        self._close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Choices and generation know each other: apart, they need no garbage collector."""
+        self.choices = []
 
     def _ended(self, choice: Choice) -> None:
         choice.stream.cancel()  # after a stop string the replica would go on
@@ -205,6 +217,7 @@ class Generation:
         if not self._left:
             self._close()
             self._answer.end(self)
+            self._let_go()
 
     def _close(self) -> None:
         """No stream stays open, whatever ended the answer, and its tokens are counted."""
@@ -235,7 +248,7 @@ class Generation:
             choice.pinned = delta.pinned_tokens
         if self._job.discard:
             choice.ending = "length"
-            return Step(choice, "", [], delta.prompt_logprobs, "length", first)
+            return Step(choice, "", (), delta.prompt_logprobs, "length", first)
         choice.generated += len(delta.token_ids)
         shown = choice.answer.push(delta)
         choice.ending = shown.ending

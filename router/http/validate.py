@@ -13,6 +13,9 @@ from ..errors import ContextTooLong, InvalidRequest, PromptTooLong
 from ..text.template import Chat, Message
 from .schema import Body, ChatBody, CompletionBody, MessageBody, TokenizeBody
 
+#: Tokens that come together for an answer that is sent whole; a replica that dies takes so many along, at most, which
+#: the next one makes again.
+WHOLE_ANSWER_TOKENS = 32
 SEED_MASK = 2**64 - 1
 
 
@@ -96,6 +99,11 @@ def sampling(body: Body, limits: ModelLimits, *, max_tokens: int, seed: int, log
 
 def _given(value: float | None, default: float) -> float:
     return default if value is None else value
+
+
+def tokens_per_delta(body: Body) -> int:
+    """Tokens that may come together: not those of a stream, nor those in which a stop string is looked for."""
+    return 1 if body.stream or body.stop else WHOLE_ANSWER_TOKENS
 
 
 def choice_seed(shared: SamplingParams, index: int) -> SamplingParams:

@@ -4,7 +4,7 @@ Pure state that joins detokenizer, stop strings and logprobs. Knows no streams a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from ..backend import TokenDelta
@@ -22,7 +22,7 @@ class TextDelta:
     text: str
     ending: Ending | None = None
     #: the tokens whose text begins in what has been shown by now; empty where no logprobs were asked for
-    tokens: list[TokenAt] = field(default_factory=list)
+    tokens: Sequence[TokenAt] = ()
 
 
 class AnswerText:
@@ -32,17 +32,20 @@ class AnswerText:
     start of a stop string on.
     """
 
-    __slots__ = ("_decoded", "_detokenizer", "_pending", "_shown", "_stops")
+    __slots__ = ("_decoded", "_detokenizer", "_pending", "_plain", "_shown", "_stops")
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:
         self._detokenizer = detokenizer
         self._stops = StopFinder(stops)
+        self._plain = not stops  #: without logprobs, tokens are then nothing but text
         self._decoded = 0  #: characters that came out of the detokenizer
         self._shown = 0  #: characters given out
         self._pending: list[TokenAt] = []  #: tokens whose text is held back
 
     def push(self, delta: TokenDelta) -> TextDelta:
         """The text that `delta` completes. After an ending nothing more may be pushed."""
+        if self._plain and delta.logprobs is None and delta.finish_reason is None:
+            return TextDelta(self._detokenizer.push(delta.token_ids))
         ids = delta.token_ids[:-1] if delta.stop_token_id is not None else delta.token_ids
         text = self._stops.push(self._detokenize(ids, delta))
         ending: Ending | None = None

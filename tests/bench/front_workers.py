@@ -4,7 +4,8 @@
     python tests/bench/front_workers.py openai PORT    one fake OpenAI server, for routers that proxy HTTP
 
 A request for `PACED_TOKENS` gets its first token at once and the others on a grid of 10 ms, as a batching engine would
-send them; any other gets all its tokens at once, one per step. Both kinds write as little as they can.
+send them; any other gets all its tokens at once. Of an answer that is not streamed a replica tells the first token and
+then several together, as real ones do. Both kinds write as little as they can.
 """
 
 import asyncio
@@ -45,6 +46,7 @@ class Work(msgspec.Struct, gc=False):
     left: int
     due: float
     paced: bool
+    per_output: int
     generated: int = 0
 
 
@@ -85,11 +87,14 @@ class FastReplica:
             self._take(router, self._decoder.decode(payload), now)
 
     def step(self, now: float) -> None:
-        """One token for everybody who is due."""
+        """Everything that is due, in one message per router."""
         due = [work for work in self._work.values() if work.due <= now]
         outputs: dict[bytes, list[TokenOutput]] = {}
         for work in due:
-            outputs.setdefault(work.router, []).append(self._output(work, now))
+            told = outputs.setdefault(work.router, [])
+            told.append(self._output(work, 1 if work.generated == 0 else work.per_output, now))
+            while work.left and not work.paced:
+                told.append(self._output(work, work.per_output, now))
         for router, each in outputs.items():
             self.socket.send_multipart([router, self._encoder.encode(TokenBatch(step=0, outputs=each))])
         if now - self._reported_at > REPORT_S:
@@ -116,14 +121,16 @@ class FastReplica:
                 self._work.pop(request_id, None)
             return
         wanted = message.sampling.max_tokens
-        self._work[message.request_id] = Work(message.request_id, router, wanted, now, wanted == PACED_TOKENS)
+        self._work[message.request_id] = Work(
+            message.request_id, router, wanted, now, wanted == PACED_TOKENS, message.tokens_per_output
+        )
         self._highest[router.decode()] = message.request_id
         self._store(message)
 
-    def _output(self, work: Work, now: float) -> TokenOutput:
-        index = work.generated
-        work.generated += 1
-        work.left -= 1
+    def _output(self, work: Work, most: int, now: float) -> TokenOutput:
+        index, count = work.generated, min(most, work.left)
+        work.generated += count
+        work.left -= count
         if work.paced:
             work.due = (now // GRID_S + 1) * GRID_S
         if not work.left:
@@ -131,7 +138,7 @@ class FastReplica:
         return TokenOutput(
             request_id=work.request_id,
             index=index,
-            token_ids=[FIRST_ID + index % IDS],
+            token_ids=[FIRST_ID + (index + each) % IDS for each in range(count)],
             finish_reason=None if work.left else "length",
             cached_tokens=0 if index == 0 else None,
         )

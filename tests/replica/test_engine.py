@@ -126,6 +126,20 @@ def test_the_first_output_alone_tells_cached_tokens(rig: Rig) -> None:
     assert [output.cached_tokens for output in rig.outputs["a", 2]] == [4, None, None, None]
 
 
+def test_tokens_may_be_told_together_but_never_late_or_twice(rig: Rig) -> None:
+    """An answer that is sent whole needs no message per token; its first token and its end are told at once."""
+    rig.add(1, [1, 2, 3], max_tokens=8, ignore_eos=True)
+    together = rig.request(2, [1, 2, 3], max_tokens=8, ignore_eos=True)
+    rig.engine.add("a", msgspec.structs.replace(together, tokens_per_output=3))
+
+    rig.run()
+
+    assert [output.index for output in rig.outputs["a", 2]] == [0, 1, 4, 7]
+    assert [len(output.token_ids) for output in rig.outputs["a", 2]] == [1, 3, 3, 1]
+    assert [output.finish_reason for output in rig.outputs["a", 2]] == [None, None, None, "length"]
+    assert rig.tokens(2) == rig.tokens(1)
+
+
 def test_a_request_ends_at_its_limit(rig: Rig) -> None:
     """finish_reason comes with the last token, so that no further message is needed."""
     rig.add(1, [1, 2, 3], max_tokens=3, ignore_eos=True)

@@ -44,6 +44,7 @@ def test_replica_totals_go_on_after_a_rebuild():
 
     for epoch, hits in ((1, 10), (1, 15), (2, 3), (2, 3)):
         metrics.load_reported("r0", report(epoch, hits))
+    metrics.render()
 
     assert metrics.registry.get_sample_value("homing_prefix_cache_hits_tokens_total", {"replica": "r0"}) == 18
     assert metrics.registry.get_sample_value("homing_kv_cache_usage_ratio", {"replica": "r0"}) == 0.75
