@@ -229,8 +229,10 @@ def _keys_arguments(parser: Parser) -> None:
 def _analyze_arguments(parser: Parser) -> None:
     parser.add_argument("log", metavar="LOG", help="OpenAI requests or a trace, as JSON lines; - is standard input")
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings")
-    for name in ("model", "block_size"):
-        _add_setting(parser, SETTINGS[name])
+    _add_setting(parser, SETTINGS["model"])
+    # Not the setting of that name: traces have larger blocks than a cluster may have.
+    size = "tokens per block (default: 512 for traces, else the setting)"
+    parser.add_argument("--block-size", dest="block_tokens", metavar="N", help=size)
     for flag, metavar, text in (
         ("--tokenizer", "FOLDER", "tokenizer and chat template for requests (default: the model's)"),
         ("--format", "openai|mooncake", "format of the log (default: by its first line)"),

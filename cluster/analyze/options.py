@@ -42,7 +42,7 @@ def options_of(arguments: Namespace) -> Options:
     return Options(
         log=arguments.log,
         log_format=_given(arguments.format, _format),
-        block_size=_given(arguments.block_size, lambda text: _size(text, "--block-size")),
+        block_size=_given(arguments.block_tokens, lambda text: _size(text, "--block-size")),
         sizes=_given(arguments.sizes, lambda text: _sizes(text, "--sizes")) or (),
         replicas=_given(arguments.replica_counts, _replicas) or DEFAULT_REPLICAS,
         tokenizer=_given(arguments.tokenizer, lambda text: Path(text).expanduser()),

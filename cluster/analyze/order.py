@@ -13,7 +13,7 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from os.path import commonprefix
 from typing import Literal
@@ -32,7 +32,7 @@ LONG_PIECE = 160
 #: Of a group, so many must hold a piece for it to be common; and go the same way for it to be the group's way.
 MOST = 0.8
 #: Looks for further groups; each costs a pass over the pieces of the sample.
-MAX_GROUPS = 32
+MAX_GROUPS = 64
 SNIPPET = 28
 
 Kind = Literal["time", "id", "order", "text"]
@@ -68,6 +68,7 @@ class OrderFinding:
     now_tokens: float  #: shared by such a request, in the mean
     then_tokens: float  #: that would be, with the varying part behind the common one
     saved_tokens: int  #: over the sample
+    groups: int = 1  #: different common texts that this stands before
 
     @property
     def advice(self) -> str:
@@ -124,8 +125,35 @@ def advise(sample: Sequence[SampledPrompt]) -> list[OrderFinding]:
     """What to change in the prompts, the most worthwhile first."""
     texts = [_text_of(prompt) for prompt in sample if prompt.parts]
     least = MIN_SAVED_SHARE * sum(prompt.tokens for prompt in sample)
-    findings = [finding for finding in _findings(texts) if finding.saved_tokens >= max(1.0, least)]
+    findings = [finding for finding in _merged(_findings(texts)) if finding.saved_tokens >= max(1.0, least)]
     return sorted(findings, key=lambda finding: -finding.saved_tokens)
+
+
+def _merged(findings: Iterable[OrderFinding]) -> list[OrderFinding]:
+    """One finding where the same habit stands before many different texts, such as a time before each system prompt."""
+    merged: dict[tuple[str, int, bool], OrderFinding] = {}
+    for finding in findings:
+        # What kind of text varies is a guess from some of it, so that groups may differ in it; order is none.
+        place = (finding.part, finding.character, finding.kind == "order")
+        merged[place] = _joined(merged[place], finding) if place in merged else finding
+    return list(merged.values())
+
+
+def _joined(one: OrderFinding, other: OrderFinding) -> OrderFinding:
+    requests = one.requests + other.requests
+
+    def mean(first: float, second: float) -> float:
+        return (first * one.requests + second * other.requests) / requests
+
+    return replace(
+        max(one, other, key=lambda finding: finding.requests),
+        requests=requests,
+        common_tokens=round(mean(one.common_tokens, other.common_tokens)),
+        now_tokens=mean(one.now_tokens, other.now_tokens),
+        then_tokens=mean(one.then_tokens, other.then_tokens),
+        saved_tokens=one.saved_tokens + other.saved_tokens,
+        groups=one.groups + other.groups,
+    )
 
 
 def _text_of(prompt: SampledPrompt) -> _Text:

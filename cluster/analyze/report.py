@@ -168,9 +168,10 @@ _WORDS = {
 def _finding_lines(found: Findings, number: int, finding: OrderFinding) -> Iterator[str]:
     shown = ", ".join(f"“{snippet}”" for snippet in finding.snippets) if found.show_snippets else "not shown"
     yield f"{number}. {finding.part}, character {finding.character:,}: {_WORDS[finding.kind]} ({shown})"
+    texts = f", {finding.groups} different texts" if finding.groups > 1 else ""
     yield (
         f"   Behind it stand about {finding.common_tokens:,} tokens that most of {finding.requests:,} requests have in "
-        f"common."
+        f"common{texts}."
     )
     yield (
         f"   Such a request shares {finding.now_tokens:,.0f} tokens; it would share {finding.then_tokens:,.0f}: "
@@ -242,6 +243,7 @@ def _finding_json(found: Findings, finding: OrderFinding) -> dict[str, Any]:
         "character": finding.character,
         "snippets": list(finding.snippets) if found.show_snippets else None,
         "requests": finding.requests,
+        "groups": finding.groups,
         "common_tokens": finding.common_tokens,
         "now_tokens": finding.now_tokens,
         "then_tokens": finding.then_tokens,

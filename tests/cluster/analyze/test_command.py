@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from homing.cluster.analyze.command import Sample, analyze
+from homing.cluster.analyze.command import Progress, Sample, analyze
 from homing.cluster.analyze.options import Options
 from homing.cluster.analyze.order import Part
 from homing.cluster.analyze.prompts import Prompt
@@ -166,6 +166,33 @@ def test_a_plot_is_drawn(trace: Path, suffix: str):
     assert path.stat().st_size > 1000
     if suffix != ".png":
         assert "recommended: " in path.read_text()
+
+
+def test_blocks_may_be_larger_than_those_of_a_cluster(trace: Path):
+    """Traces name 512 tokens by one id; the setting of a cluster ends at 256."""
+    trace.write_text(json.dumps({"timestamp": 0, "input_length": 2048, "output_length": 1, "hash_ids": [7, 8]}))
+
+    assert ran_json(trace, "--block-size", "1024")["full_blocks"] == 2
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_shown_on_a_terminal_only(terminal: bool):
+    """A file of a hundred thousand carriage returns helps nobody."""
+
+    class Stream(io.StringIO):
+        def isatty(self) -> bool:
+            return terminal
+
+    stream, seconds = Stream(), iter(range(100))
+    progress = Progress(stream, lambda: float(next(seconds)))
+
+    for _ in range(3):
+        progress.step()
+    progress.done()
+
+    told = stream.getvalue()
+    assert told.count("requests …") == (3 if terminal else 0)
+    assert "3 requests in " in told
 
 
 def test_malformed_lines_are_refused_or_counted(trace: Path):

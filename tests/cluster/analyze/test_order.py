@@ -98,16 +98,28 @@ def test_tools_in_changing_order_are_found():
     assert "one order" in finding.advice
 
 
-def test_a_question_before_the_document_is_found_per_document():
-    """The document is the part to share; the question belongs behind it."""
+def test_a_question_before_the_document_is_found():
+    """The document is the part to share; the question belongs behind it. It is one habit, whatever the document."""
     documents = [" ".join(f"Fact {n} of paper {d} says {n * d}." for n in range(60)) for d in range(1, 4)]
     sample = prompts(lambda n: [Part("prompt", f"Who is number {n * 7919}?\n\n{documents[n % 3]}")], count=60)
 
-    found = advise(sample)
+    finding = only(advise(sample))
 
-    assert len(found) == 3
-    assert {finding.requests for finding in found} == {20}
-    assert all(finding.part == "prompt" for finding in found)
+    assert (finding.part, finding.character) == ("prompt", len("Who is number "))
+    assert (finding.requests, finding.groups) == (60, 3)
+    assert finding.saved_tokens == pytest.approx(57 * len(documents[0]) / 4, rel=0.1)
+
+
+def test_a_habit_before_many_texts_is_worth_telling_although_each_is_small():
+    """Forty system prompts, each with a time stamp: for some of them alone it would not pay."""
+    systems = [f"You are clerk {who}. " + " ".join(f"Duty {n * who} of {who}." for n in range(20)) for who in range(40)]
+    sample = prompts(lambda n: chat(f"It is 12:{n % 50 + 10}:{n % 47 + 10}. {systems[n % 40]}", "Hello?"), count=160)
+
+    finding = only(advise(sample))
+
+    assert finding.kind == "time"
+    assert finding.groups > 35
+    assert finding.requests > 140
 
 
 def test_one_odd_prompt_does_not_hide_the_place():
