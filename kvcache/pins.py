@@ -10,7 +10,7 @@ an account: a block that two tenants pin is charged to both, and is free when ne
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from .hashing import BlockHash
@@ -35,12 +35,14 @@ class PinStats:
 
 
 @dataclass(slots=True)
-class _Node:
-    """A pinned block in one tenant's account."""
+class _Account:
+    """One tenant's pinned blocks. Dictionaries by hash, which are filled in C; no object for each block."""
 
-    parent: BlockHash | None  #: None: first of its chain
-    children: int = 0  #: pinned blocks that follow it
-    expires_at: float | None = None  #: of the lease that ends here; None: it is kept for what follows it
+    parents: dict[BlockHash, BlockHash | None] = field(default_factory=dict)  #: None: first of its chain
+    #: How many pinned blocks follow a block; those that none follows have no entry.
+    followers: dict[BlockHash, int] = field(default_factory=dict)
+    #: When the lease that ends at a block expires; the others are kept for what follows them.
+    leases: dict[BlockHash, float] = field(default_factory=dict)
 
 
 class PinBook:
@@ -52,7 +54,7 @@ class PinBook:
         self.tenant_blocks = tenant_blocks
         self.total_blocks = total_blocks
         self.stats = PinStats()
-        self._accounts: dict[bytes, dict[BlockHash, _Node]] = {}
+        self._accounts: dict[bytes, _Account] = {}
         #: In how many accounts a block stands; exactly the pinned blocks have an entry.
         self._holders: dict[BlockHash, int] = {}
         #: Heap with one entry per lease. A renewal leaves it as it is; the entry is put right when it comes up.
@@ -71,23 +73,27 @@ class PinBook:
 
     def charged(self, tenant: bytes) -> int:
         """Blocks on this tenant's account."""
-        return len(self._accounts.get(tenant, ()))
+        account = self._accounts.get(tenant)
+        return len(account.parents) if account else 0
 
     def pin(self, tenant: bytes, chain: Sequence[BlockHash], expires_at: float) -> bool:
         """Keep this prefix, all of it, or renew its pin. False, and nothing has changed: it is over a budget."""
         if not chain:
             return True
-        account = self._accounts.get(tenant, {})
+        account = self._accounts.get(tenant) or _Account()
         known = len(chain)
-        while known and chain[known - 1] not in account:
+        while known and chain[known - 1] not in account.parents:
             known -= 1
         fresh = chain[known:]
         unheld = sum(block_hash not in self._holders for block_hash in fresh)
-        if len(account) + len(fresh) > self.tenant_blocks or len(self) + unheld > self.total_blocks:
+        if len(account.parents) + len(fresh) > self.tenant_blocks or len(self) + unheld > self.total_blocks:
             self.stats.refused += 1
             return False
-        self._enter(self._accounts.setdefault(tenant, account), chain, known)
-        self._lease(tenant, account[chain[-1]], chain[-1], expires_at)
+        self._accounts[tenant] = account
+        if fresh:
+            _enter(account, fresh, chain[known - 1] if known else None)
+            self._hold(fresh)
+        self._lease(tenant, account.leases, chain[-1], expires_at)
         self.stats.set += 1
         return True
 
@@ -115,26 +121,25 @@ class PinBook:
         self._holders.clear()
         self._leases.clear()
 
-    def _enter(self, account: dict[BlockHash, _Node], chain: Sequence[BlockHash], known: int) -> None:
-        for place in range(known, len(chain)):
-            block_hash, parent = chain[place], chain[place - 1] if place else None
-            account[block_hash] = _Node(parent)
-            if parent is not None:
-                account[parent].children += 1
+    def _hold(self, fresh: Sequence[BlockHash]) -> None:
+        """One account more holds these."""
+        if self._holders.keys().isdisjoint(fresh):
+            self._holders.update(dict.fromkeys(fresh, 1))
+            return
+        for block_hash in fresh:
             self._holders[block_hash] = self._holders.get(block_hash, 0) + 1
 
-    def _lease(self, tenant: bytes, node: _Node, tip: BlockHash, expires_at: float) -> None:
-        if node.expires_at is None:
-            heappush(self._leases, (expires_at, tenant, tip))
-            node.expires_at = expires_at
+    def _lease(self, tenant: bytes, leases: dict[BlockHash, float], tip: BlockHash, expires_at: float) -> None:
+        if tip in leases:
+            leases[tip] = max(leases[tip], expires_at)
         else:
-            node.expires_at = max(node.expires_at, expires_at)
+            leases[tip] = expires_at
+            heappush(self._leases, (expires_at, tenant, tip))
 
     def _soonest_is_exact(self) -> bool:
         """Whether the first entry names its lease's time; one that was renewed goes back with the right one."""
         noted, tenant, tip = self._leases[0]
-        expires_at = self._accounts[tenant][tip].expires_at
-        assert expires_at is not None, f"{tip.hex()} stands among the leases and has none"
+        expires_at = self._accounts[tenant].leases[tip]
         if expires_at == noted:
             return True
         heappop(self._leases)
@@ -144,20 +149,9 @@ class PinBook:
     def _end_soonest(self) -> list[BlockHash]:
         _, tenant, tip = heappop(self._leases)
         account = self._accounts[tenant]
-        account[tip].expires_at = None
-        freed: list[BlockHash] = []
-        place: BlockHash | None = tip
-        while place is not None:
-            node = account[place]
-            if node.children or node.expires_at is not None:
-                break
-            del account[place]
-            if self._unhold(place):
-                freed.append(place)
-            place = node.parent
-            if place is not None:
-                account[place].children -= 1
-        if not account:
+        del account.leases[tip]
+        freed = [block_hash for block_hash in _leave(account, tip) if self._unhold(block_hash)]
+        if not account.parents:
             del self._accounts[tenant]
         return freed
 
@@ -175,18 +169,44 @@ class PinBook:
         holders: Counter[BlockHash] = Counter()
         leases = 0
         for tenant, account in self._accounts.items():
-            assert account, f"tenant {tenant.hex()} has an empty account"
-            assert len(account) <= self.tenant_blocks, (
-                f"{len(account)} blocks of one tenant, {self.tenant_blocks} allowed"
-            )
-            children_of = Counter(node.parent for node in account.values())
-            for block_hash, node in account.items():
-                children = children_of[block_hash]
-                assert node.children == children, f"{block_hash.hex()}: {node.children} children counted of {children}"
-                assert node.parent is None or node.parent in account, f"{block_hash.hex()} is pinned, its parent is not"
-                assert children or node.expires_at is not None, f"{block_hash.hex()} is pinned for nothing"
-                holders[block_hash] += 1
-                leases += node.expires_at is not None
+            _check_account(account)
+            size = len(account.parents)
+            assert 0 < size <= self.tenant_blocks, f"{size} blocks of tenant {tenant.hex()}, of {self.tenant_blocks}"
+            holders.update(account.parents.keys())
+            leases += len(account.leases)
         assert holders == self._holders, "accounts and holders differ"
         assert len(self) <= self.total_blocks, f"{len(self)} blocks pinned, {self.total_blocks} allowed"
         assert leases == len(self._leases), f"{leases} leases, {len(self._leases)} entries"
+
+
+def _enter(account: _Account, fresh: Sequence[BlockHash], parent: BlockHash | None) -> None:
+    """Add consecutive blocks that follow `parent`. All in C, as a prompt may have thousands."""
+    account.parents.update(zip(fresh, [parent, *fresh[:-1]], strict=True))
+    account.followers.update(dict.fromkeys(fresh[:-1], 1))
+    if parent is not None:
+        account.followers[parent] = account.followers.get(parent, 0) + 1
+
+
+def _leave(account: _Account, tip: BlockHash) -> list[BlockHash]:
+    """Take out a block and those before it, up to the first that is kept for something else. The tip comes first."""
+    left: list[BlockHash] = []
+    parents, followers, leases = account.parents, account.followers, account.leases
+    place: BlockHash | None = tip
+    while place is not None and place not in followers and place not in leases:
+        left.append(place)
+        place = parents.pop(place)
+        if place is not None:
+            followers[place] -= 1
+            if not followers[place]:
+                del followers[place]
+    return left
+
+
+def _check_account(account: _Account) -> None:
+    followers = Counter(parent for parent in account.parents.values() if parent is not None)
+    assert followers == account.followers, f"{len(account.followers)} blocks are followed, {len(followers)} in truth"
+    astray = followers.keys() - account.parents.keys()
+    assert not astray, f"{len(astray)} blocks are not pinned and their followers are"
+    idle = account.parents.keys() - followers.keys() - account.leases.keys()
+    assert not idle, f"{len(idle)} blocks are pinned for nothing"
+    assert account.leases.keys() <= account.parents.keys(), "a lease ends at a block that is not pinned"

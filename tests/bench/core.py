@@ -21,7 +21,7 @@ from statistics import median
 from time import perf_counter_ns
 from typing import TypedDict
 
-from homing.kvcache import BlockHash, BlockHasher, HashAlgorithm, PrefixCache, PrefixMatch, token_bytes
+from homing.kvcache import BlockHash, BlockHasher, HashAlgorithm, PinLimits, PrefixCache, PrefixMatch, token_bytes
 
 BLOCK_SIZE = 16
 BLOCKS = 2_048
@@ -128,6 +128,21 @@ def evicting_cost(repeats: int, queue: Queue | None) -> float:
     return cost
 
 
+def pinned_cost(repeats: int) -> float:
+    """A life as `live`, whose prompt is pinned, withheld when it ends, and handed over when its time is over."""
+    cache = PrefixCache(BLOCKS + 1, BLOCK_SIZE, pin_limits=PinLimits(1.0, 1.0))
+
+    def pinned() -> None:
+        table = cache.acquire(NOTHING, BLOCKS)
+        assert table is not None
+        cache.commit(table, 0, ROOTS[0], CHAINS[0], TOKENS)
+        assert cache.pin(b"tenant", table, 1.0) == BLOCKS
+        cache.release(table)
+        cache.expire_pins(1.0)
+
+    return median_of(repeats, pinned, cache.reset)
+
+
 def whole_cost(repeats: int) -> float:
     cache = PrefixCache(BLOCKS + 1, BLOCK_SIZE, listener=Queue())
 
@@ -160,6 +175,7 @@ def measure(repeats: int) -> list[Row]:
         row("acquire, commit, release, cold, with events", cold_cost(repeats, Queue()), 1_850),
         row("the same, every block evicting", evicting_cost(repeats, None), 1_071),
         row("the same, every block evicting, with events", evicting_cost(repeats, Queue()), 3_197),
+        row("acquire, commit, pin, release, expire, cold", pinned_cost(repeats)),
         row("hash and all of the above, cold, with events", whole_cost(repeats)),
     ]
 

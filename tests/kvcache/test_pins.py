@@ -14,11 +14,14 @@ from .test_cache import (
     BLOCK_SIZE,
     POOL,
     SMALL,
+    CacheMachine,
+    Chain,
     Content,
     Mirror,
     OracleMachine,
     Request,
     admit,
+    colliding,
     look_up,
     must,
     prompt,
@@ -418,3 +421,37 @@ class PinnedMachine(OracleMachine):
 
 TestCacheWithPins = PinnedMachine.TestCase
 TestCacheWithPins.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class CollidingPinnedMachine(CacheMachine):
+    """With four hashes in the world, pins keep what they were set on: a name alone pins nobody else's blocks."""
+
+    chain: Chain = staticmethod(colliding)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = PrefixCache(POOL + 1, SMALL, listener=self.mirror, pin_limits=ALL)
+        self.now = 0.0
+
+    def withheld(self) -> set[int]:
+        return {block.block_id for block in self.cache._kept.values()}
+
+    @rule(request=CacheMachine.requests, tenant=st.sampled_from([ANN, BOB]), ttl_s=st.integers(1, 20))
+    def pin(self, request: Request, tenant: bytes, ttl_s: int):
+        if request in self.running:
+            shared = [block.block_hash for block in request.table[: request.committed]]
+            leading = shared.index(None) if None in shared else len(shared)
+            assert self.cache.pin(tenant, request.table, self.now + ttl_s) == leading
+
+    @rule(seconds=st.integers(1, 10))
+    def wait(self, seconds: int):
+        self.now += seconds
+        self.cache.expire_pins(self.now)
+
+    @rule()
+    def break_one(self):
+        self.cache.break_pin()
+
+
+TestPinsUnderCollisions = CollidingPinnedMachine.TestCase
+TestPinsUnderCollisions.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
