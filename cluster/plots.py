@@ -204,21 +204,24 @@ def _draw_lines(axes: "Axes", chart: LineChart) -> None:
             markevery=max(1, len(line.x) // MARKERS_PER_LINE),
             linestyle="--" if line.dashed else "-",
         )
+    for mark in chart.marks:
+        axes.axvline(mark.x, color="#555555", linestyle=":", linewidth=1.5)
     for place, mark in enumerate(chart.marks):
-        _draw_mark(axes, mark, place)
+        _label_mark(axes, mark, place)
 
 
-def _draw_mark(axes: "Axes", mark: Mark, place: int) -> None:
-    axes.axvline(mark.x, color="#555555", linestyle=":", linewidth=1.5)
-    # Each a line lower than the one before, so that near marks do not write over each other.
+def _label_mark(axes: "Axes", mark: Mark, place: int) -> None:
+    """The name stands on the side that has more room, each a line lower than the one before."""
+    across = axes.transAxes.inverted().transform(axes.transData.transform((mark.x, 0.5)))[0]
+    left = across > 0.5
     axes.annotate(
         mark.label,
         xy=(mark.x, 0.98 - 0.07 * place),
         xycoords=("data", "axes fraction"),
-        xytext=(-5, 0),
+        xytext=(-5 if left else 5, 0),
         textcoords="offset points",
         va="top",
-        ha="right",
+        ha="right" if left else "left",
         color="#333333",
         fontsize=10,
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.0},
