@@ -73,8 +73,8 @@ compat: $(COMPAT)/.ready ## Test the event stream against vLLM itself (installed
 	@$(COMPAT)/bin/python -c 'import vllm.distributed.kv_events' 2>/dev/null || { echo "vLLM's event code cannot be imported from $(COMPAT); remove it and try again"; exit 1; }
 	@$(COMPAT)/bin/python -m pytest -m compat tests/events/compat $(ARGS)
 
-bench-core: $(VENV)/.dev ## Cost of hashing, pool and prefix cache (OUT=FILE writes JSON)
-	@$(BIN)/python tests/bench/core.py $(if $(OUT),--out $(OUT))
+bench-core: $(if $(PEER),$(COMPAT)/.ready,$(VENV)/.dev) ## Cost of hashing, pool, prefix cache and events (PEER=1: beside vLLM's, OUT=FILE: JSON)
+	@$(if $(PEER),$(COMPAT),$(VENV))/bin/python tests/bench/core.py $(if $(PEER),--peer) $(if $(OUT),--out $(OUT))
 
 bench-events: $(VENV)/.dev ## Cost of the event stream: a router's ingest over ZeroMQ, and the publisher (OUT=FILE writes JSON)
 	@$(BIN)/python tests/bench/events.py $(if $(OUT),--out $(OUT))

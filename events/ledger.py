@@ -10,7 +10,8 @@ import struct
 import sys
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import msgspec
@@ -122,15 +123,19 @@ class Ledger:
                 self._residents.clear()
 
     def _fold_stored(self, change: StoredBlocks) -> None:
-        parent, hashes, tokens = change
+        parent, hashes, _ = change
         names = _names(hashes)
         self._mirror.store(None if parent is None else _names((parent,))[0], names)
-        stride = 0 if self._hash_only or not hashes else len(tokens) // len(hashes)
-        at, residents = 0, self._residents
-        for name, block in zip(names, hashes, strict=True):
-            residents[name] = (block, parent, tokens[at : at + stride])
-            parent = block
-            at += stride
+        parents = (parent, *hashes[:-1])
+        self._residents.update(zip(names, zip(hashes, parents, self._contents(change), strict=True), strict=True))
+
+    def _contents(self, change: StoredBlocks) -> Iterable[bytes]:
+        """Each block's token bytes, where they are kept."""
+        _, hashes, tokens = change
+        if self._hash_only or not tokens:
+            return repeat(b"", len(hashes))
+        stride = len(tokens) // len(hashes)
+        return [content for (content,) in struct.iter_unpack(f"{stride}s", tokens)]
 
     def _event(self, change: Change) -> Event:
         match change:

@@ -1,219 +1,299 @@
-"""Cost of hashing, pool and prefix cache for a prompt of 32,768 tokens, in nanoseconds per block of 16.
+"""Cost of hashing, pool, prefix cache and events for a prompt of 32,768 tokens in blocks of 16, on one core.
 
-    python tests/bench/core.py [--out FILE] [--repeats N]
+    python tests/bench/core.py [--out FILE] [--repeats N] [--peer]
 
-Each row is the median of N runs. The goal of a row is what vLLM 0.33 was measured to take for the same work on a
-machine of this kind (our rows include the look-up that misses, too); rows without a goal show what a whole request
-costs. `peer` stays empty, as vLLM is not installed here. The listener of the rows "with events" keeps what it is told,
-as an event queue does.
+Thread CPU time, median of N runs. With `--peer`, vLLM does the same work in alternating runs (core_peer.py; in the
+environment of `make compat`). Our rows include the look-up that misses. "With events" is what the engine's thread pays
+for publishing; folding and encoding happen on the publisher's thread and have rows of their own. For vLLM, "with
+events" is its pool's part and `take_events`, and encoding has its row, too.
 """
 
-import argparse
-import json
-import os
-import platform
-import shlex
-import sys
+import gc
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
-from pathlib import Path
 from statistics import median
-from time import perf_counter_ns
-from typing import TypedDict
+from time import thread_time_ns
+from typing import Protocol
 
-from homing.kvcache import BlockHash, BlockHasher, HashAlgorithm, PinLimits, PrefixCache, PrefixMatch, token_bytes
+from report import Row, arguments, publish
+
+from homing.events import EventPublisher, EventsSettings
+from homing.events.changes import RemovedBlocks, StoredBlocks
+from homing.events.ledger import Ledger
+from homing.kvcache import BlockHash, BlockHasher, HashAlgorithm, PinLimits, PrefixCache, token_bytes
 
 BLOCK_SIZE = 16
 BLOCKS = 2_048
 NUM_TOKENS = BLOCKS * BLOCK_SIZE
-NOTHING = PrefixMatch((), 0)
+DECODED = 4_096
 ROOTS = (BlockHash(b"root-of-prompt-0"), BlockHash(b"root-of-prompt-1"))
 HASHER = BlockHasher(BLOCK_SIZE, seed=7)
 TOKENS = token_bytes(range(NUM_TOKENS))
 CHAINS = tuple(HASHER.chain(root, TOKENS) for root in ROOTS)
 
+#: Does a piece of work once; the nanoseconds of the part that counts, over all blocks.
+Run = Callable[[], int]
 
-class Row(TypedDict):
-    """One line of the table."""
+
+class Peer(Protocol):
+    """Another project's pool, doing the work of each row."""
 
     name: str
-    unit: str
-    ours: float
-    peer: float | None
-    peer_name: str
-    goal: float | None
-    met: bool | None
+
+    def hashing(self, algorithm: HashAlgorithm) -> Run: ...
+    def hit(self) -> Run: ...
+    def miss(self) -> Run: ...
+    def cold(self, *, events: bool) -> Run: ...
+    def evicting(self, *, events: bool) -> Run: ...
+    def encoding(self) -> Run: ...
+    def decoding(self) -> Run: ...
+    def bytes_per_block(self) -> tuple[float, float]: ...
 
 
-class Queue:
-    """A listener that keeps what it is told until somebody collects it."""
+def timed(work: Callable[[], object], before: Callable[[], object] = lambda: None) -> Run:
+    """`before` is run each time and not measured."""
 
-    def __init__(self) -> None:
-        self.events: list[tuple[object, ...]] = []
-
-    def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes) -> None:
-        self.events.append((parent, hashes, tokens))
-
-    def removed(self, hashes: Sequence[BlockHash]) -> None:
-        self.events.append((hashes,))
-
-    def cleared(self) -> None:
-        self.events.clear()
-
-
-def median_of(repeats: int, work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
-    """Nanoseconds per block; `before` is run each time and not measured."""
-    runs: list[int] = []
-    for _ in range(repeats):
+    def run() -> int:
         before()
-        begin = perf_counter_ns()
+        begin = thread_time_ns()
         work()
-        runs.append(perf_counter_ns() - begin)
-    return median(runs) / BLOCKS
+        return thread_time_ns() - begin
+
+    return run
 
 
-def live(cache: PrefixCache, which: int) -> None:
+def live(cache: PrefixCache, which: int = 0) -> None:
     """One request with a prompt that nobody holds: look up, allocate, commit, free."""
     root, hashes = ROOTS[which], CHAINS[which]
     match = cache.match(root, hashes, TOKENS, NUM_TOKENS)
     table = cache.acquire(match, BLOCKS - len(match.blocks))
     assert table is not None
-    cache.commit(table, 0, root, hashes, TOKENS)
+    if cache.enabled:
+        cache.commit(table, 0, root, hashes, TOKENS)
     cache.release(table)
 
 
-def hash_cost(repeats: int, algorithm: HashAlgorithm) -> float:
+def listener() -> EventPublisher:
+    """A publisher whose thread does not run: what is left is the engine's part."""
+    return EventPublisher(
+        EventsSettings(publish_queue_batches=1_000_000),
+        host="127.0.0.1",
+        block_size=BLOCK_SIZE,
+        epoch=1,
+        medium="GPU",
+    )
+
+
+def hashing(algorithm: HashAlgorithm) -> Run:
     hasher = BlockHasher(BLOCK_SIZE, 7, algorithm)
-    return median_of(repeats, lambda: hasher.chain(ROOTS[0], TOKENS))
+    return timed(lambda: hasher.chain(ROOTS[0], TOKENS))
 
 
-def hit_cost(repeats: int) -> float:
+def hit() -> Run:
     cache = PrefixCache(BLOCKS + 1, BLOCK_SIZE)
-    live(cache, 0)
+    live(cache)
     # Equal hashes and tokens, but other objects, as they come from the wire.
     hashes = [BlockHash(bytes(bytearray(block_hash))) for block_hash in CHAINS[0]]
     tokens = bytes(bytearray(TOKENS))
-    return median_of(repeats, lambda: cache.match(ROOTS[0], hashes, tokens, NUM_TOKENS + 1))
+    return timed(lambda: cache.match(ROOTS[0], hashes, tokens, NUM_TOKENS + 1))
 
 
-def hit_life_cost(repeats: int) -> float:
-    cache = PrefixCache(BLOCKS + 2, BLOCK_SIZE)
-    live(cache, 0)
-
-    def hit() -> None:
-        table = cache.acquire(cache.match(ROOTS[0], CHAINS[0], TOKENS, NUM_TOKENS + 1), 1)
-        assert table is not None
-        cache.release(table)
-
-    return median_of(repeats, hit)
+def miss() -> Run:
+    cache = PrefixCache(BLOCKS + 1, BLOCK_SIZE)
+    live(cache)
+    return timed(lambda: cache.match(ROOTS[1], CHAINS[1], TOKENS, NUM_TOKENS))
 
 
-def cold_cost(repeats: int, queue: Queue | None) -> float:
-    cache = PrefixCache(BLOCKS + 1, BLOCK_SIZE, listener=queue)
-    return median_of(repeats, lambda: live(cache, 0), cache.reset)
+def cold(*, events: bool, enabled: bool = True) -> Run:
+    heard = listener() if events else None
+    cache = PrefixCache(BLOCKS + 1, BLOCK_SIZE, listener=heard, enabled=enabled)
+
+    def work() -> None:
+        live(cache)
+        if heard is not None:
+            heard.flush()
+
+    return timed(work, cache.reset)
 
 
-def evicting_cost(repeats: int, queue: Queue | None) -> float:
-    cache = PrefixCache(BLOCKS + 1, BLOCK_SIZE, listener=queue)
+def evicting(*, events: bool) -> Run:
+    heard = listener() if events else None
+    cache = PrefixCache(BLOCKS + 1, BLOCK_SIZE, listener=heard)
+    live(cache)
     turn = 0
-    live(cache, 0)
 
     def displace() -> None:
         nonlocal turn
         turn ^= 1
         live(cache, turn)
+        if heard is not None:
+            heard.flush()
 
-    cost = median_of(repeats, displace, queue.events.clear if queue else lambda: None)
-    assert cache.counters.evicted_tokens == repeats * NUM_TOKENS, "not every block was evicted"
-    return cost
+    return timed(displace)
 
 
-def pinned_cost(repeats: int) -> float:
+def pinned() -> Run:
     """A life as `live`, whose prompt is pinned, withheld when it ends, and handed over when its time is over."""
     cache = PrefixCache(BLOCKS + 1, BLOCK_SIZE, pin_limits=PinLimits(1.0, 1.0))
 
-    def pinned() -> None:
-        table = cache.acquire(NOTHING, BLOCKS)
+    def work() -> None:
+        table = cache.allocate(BLOCKS)
         assert table is not None
         cache.commit(table, 0, ROOTS[0], CHAINS[0], TOKENS)
         assert cache.pin(b"tenant", table, 1.0) == BLOCKS
         cache.release(table)
         cache.expire_pins(1.0)
 
-    return median_of(repeats, pinned, cache.reset)
+    return timed(work, cache.reset)
 
 
-def whole_cost(repeats: int) -> float:
-    cache = PrefixCache(BLOCKS + 1, BLOCK_SIZE, listener=Queue())
-
-    def whole() -> None:
-        HASHER.chain(ROOTS[0], TOKENS)
-        live(cache, 0)
-
-    return median_of(repeats, whole, cache.reset)
+def publishing() -> Run:
+    """What the publisher's thread does with the step that stores a whole prompt: number, fold, encode."""
+    step = [StoredBlocks(None, tuple(CHAINS[0]), TOKENS)]
+    book = [new_ledger()]
+    return timed(lambda: book[0].commit(step, 1.0), lambda: book.__setitem__(0, new_ledger()))
 
 
-def row(name: str, ours: float, goal: float | None = None) -> Row:
-    return Row(
-        name=name,
-        unit="ns/block",
-        ours=round(ours, 1),
-        peer=None,
-        peer_name="vLLM 0.33",
-        goal=goal,
-        met=None if goal is None else ours < goal,
-    )
+def new_ledger() -> Ledger:
+    return Ledger(EventsSettings(), epoch=1, block_size=BLOCK_SIZE, medium="GPU")
 
 
-def measure(repeats: int) -> list[Row]:
-    return [
-        row("hash a prompt, xxh3_128", hash_cost(repeats, "xxh3_128"), 1_063),
-        row("hash a prompt, sha256", hash_cost(repeats, "sha256"), 1_399),
-        row("match: walk a full hit", hit_cost(repeats), 464),
-        row("match, acquire, release of a full hit", hit_life_cost(repeats)),
-        row("acquire, commit, release, cold", cold_cost(repeats, None), 846),
-        row("acquire, commit, release, cold, with events", cold_cost(repeats, Queue()), 1_850),
-        row("the same, every block evicting", evicting_cost(repeats, None), 1_071),
-        row("the same, every block evicting, with events", evicting_cost(repeats, Queue()), 3_197),
-        row("acquire, commit, pin, release, expire, cold", pinned_cost(repeats)),
-        row("hash and all of the above, cold, with events", whole_cost(repeats)),
-    ]
+def decoding() -> Run:
+    """One request generates: room for each token, then the hash and the commit of each block that is full."""
+    cache = PrefixCache(BLOCKS + DECODED, BLOCK_SIZE)
+
+    def generate() -> None:
+        table = cache.allocate(BLOCKS)
+        assert table is not None
+        cache.commit(table, 0, ROOTS[0], CHAINS[0], TOKENS)
+        ids, hashes = list(range(NUM_TOKENS)), list(CHAINS[0])
+        begin = thread_time_ns()
+        for token in range(DECODED):
+            step(cache, table, ids, hashes, token)
+        run.append(thread_time_ns() - begin)
+        cache.release(table)
+
+    run: list[int] = []
+
+    def once() -> int:
+        generate()
+        cache.reset()
+        return run.pop()
+
+    return once
 
 
-def machine() -> str:
-    """Processor and number of cores, as far as the system tells."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+def step(cache: PrefixCache, table: list, ids: list[int], hashes: list[BlockHash], token: int) -> None:
+    """One token of one request."""
+    if len(ids) == len(table) * BLOCK_SIZE:
+        more = cache.allocate(1)
+        assert more is not None
+        table += more
+    ids.append(token)
+    if len(ids) % BLOCK_SIZE:
+        return
+    place = len(hashes)
+    content = token_bytes(ids[-BLOCK_SIZE:])
+    hashes += HASHER.chain(hashes[-1], content)
+    cache.commit(table[place:], place, hashes[place - 1], hashes[place:], content)
 
 
-def print_table(rows: list[Row]) -> None:
-    width = max(len(line["name"]) for line in rows)
-    print(f"{'':{width}}  {'ours':>8}  {'goal':>8}   {rows[0]['unit']}")
-    for line in rows:
-        goal = "" if line["goal"] is None else f"{line['goal']:.0f}"
-        verdict = {None: "", True: "met", False: "MISSED"}[line["met"]]
-        print(f"{line['name']:{width}}  {line['ours']:8.0f}  {goal:>8}   {verdict}")
+def bytes_per_block() -> tuple[float, float]:
+    """Of a stored and of a removed block in batches of a whole prompt."""
+    ledger, hashes = new_ledger(), tuple(CHAINS[0])
+    stored = ledger.commit([StoredBlocks(None, hashes, TOKENS)], 1.0).payload
+    removed = ledger.commit([RemovedBlocks(hashes)], 1.0).payload
+    return len(stored) / BLOCKS, len(removed) / BLOCKS
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Cost of hashing, pool and prefix cache, ns per block.")
-    parser.add_argument("--out", type=Path, help="write the rows as JSON to this file")
-    parser.add_argument("--repeats", type=int, default=50, help="runs per row, of which the median counts")
+class Table:
+    """Rows as they are measured: ours and the peer's in turns."""
+
+    def __init__(self, repeats: int, peer: Peer | None) -> None:
+        self.rows: list[Row] = []
+        self._repeats = repeats
+        self._peer = peer
+
+    def add(
+        self, name: str, ours: Run, theirs: Callable[[Peer], Run] | None = None, goal: float | None = None
+    ) -> float:
+        """A row in ns per block."""
+        return self._measure(name, "ns/block", BLOCKS, ours, theirs, goal)
+
+    def add_steps(self, name: str, ours: Run, theirs: Callable[[Peer], Run], goal: float) -> float:
+        """A row in µs per generated token."""
+        return self._measure(name, "µs/step", DECODED * 1_000, ours, theirs, goal)
+
+    def add_value(self, name: str, unit: str, ours: float, theirs: float | None, goal: float | None) -> None:
+        """A row of figures that need no clock."""
+        self.rows.append(Row(name, unit, round(ours, 2), goal, theirs, self._peer.name if self._peer else ""))
+
+    def _measure(
+        self,
+        name: str,
+        unit: str,
+        divisor: int,
+        ours: Run,
+        theirs: Callable[[Peer], Run] | None,
+        goal: float | None,
+    ) -> float:
+        peer = theirs(self._peer) if theirs and self._peer else None
+        mine, others = alternate(ours, peer, self._repeats)
+        self.add_value(name, unit, mine / divisor, round(others / divisor, 2) if others else None, goal)
+        return mine / divisor
+
+
+def alternate(ours: Run, peer: Run | None, repeats: int) -> tuple[float, float | None]:
+    """Medians of runs that take turns."""
+    mine: list[int] = []
+    others: list[int] = []
+    ours()  # once to warm up
+    gc.freeze()  # whatever was there before is not to be searched in anybody's run
+    for _ in range(repeats):
+        for run, spent in ((ours, mine), (peer, others)):
+            if run is not None:
+                gc.collect()
+                spent.append(run())
+    gc.unfreeze()
+    return median(mine), median(others) if others else None
+
+
+def measure(table: Table, peer: Peer | None) -> Sequence[Row]:
+    """Every row of docs/benchmarks.md."""
+    table.add("hash, XXH3-128 (vLLM: xxhash)", hashing("xxh3_128"), lambda p: p.hashing("xxh3_128"), 180)
+    table.add("hash, sha256", hashing("sha256"), lambda p: p.hashing("sha256"), 420)
+    table.add("match: walk a full hit (ours verifies it)", hit(), lambda p: p.hit(), 200)
+    table.add("match: a prompt that hits nothing", miss(), lambda p: p.miss(), 100)
+    plain = table.add("cold: acquire, commit, release", cold(events=False), lambda p: p.cold(events=False), 400)
+    off = table.add("the same with the cache switched off", cold(events=False, enabled=False))
+    table.add_value("what caching costs a prompt that hits nothing", "ns/block", plain - off, None, None)
+    told = table.add("cold, with events", cold(events=True), lambda p: p.cold(events=True), 700)
+    table.add("every block evicting", evicting(events=False), lambda p: p.evicting(events=False), 550)
+    table.add("every block evicting, with events", evicting(events=True), lambda p: p.evicting(events=True), 1_000)
+    table.add("cold, pinned and expired", pinned())
+    sent = table.add("publish what a prompt stored (ours folds it, too)", publishing(), lambda p: p.encoding())
+    table.add_value("cold, with events and publishing them, both threads", "ns/block", told + sent, None, None)
+    table.add_steps("decode step: slot, hash, commit", decoding(), lambda p: p.decoding(), 2)
+    stored, removed = bytes_per_block()
+    theirs = peer.bytes_per_block() if peer else (None, None)
+    table.add_value("wire, a stored block", "bytes", stored, theirs[0], None)
+    table.add_value("wire, a removed block", "bytes", removed, theirs[1], 12)
+    return table.rows
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = arguments("Cost of hashing, pool, prefix cache and events")
+    parser.add_argument("--repeats", type=int, default=30, help="runs per row, of which the median counts")
+    parser.add_argument("--peer", action="store_true", help="let vLLM do the same in turns")
     options = parser.parse_args()
-    rows = measure(options.repeats)
-    print_table(rows)
-    if options.out is not None:
-        report = {
-            "machine": machine(),
-            "versions": {"python": platform.python_version(), "xxhash": version("xxhash")},
-            "command": shlex.join(["python", *sys.argv]),
-            "rows": rows,
-        }
-        options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return 0
+    peer = None
+    if options.peer:
+        from core_peer import VllmPeer
+
+        peer = VllmPeer(BLOCKS, BLOCK_SIZE, DECODED)
+    rows = measure(Table(options.repeats, peer), peer)
+    publish(rows, options.out, ["xxhash", "msgspec", "vllm"])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 from vllm.distributed.kv_events import KVEventBatch
+from vllm.envs import enable_envs_cache
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
+
+__all__ = ["KVEventBatch", "admit", "batches", "cached", "enable_envs_cache", "hasher", "life", "manager", "request"]
 
 Hasher = Callable[[Any], list[bytes]]
 
