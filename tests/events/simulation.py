@@ -5,9 +5,10 @@ The oracle remembers the set that the publisher held after every number of every
 """
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import methodcaller
 
 from homing.events import BatchDecoder, CacheMirror, EventsSettings, FeedStatus, Reach, Subscription
 from homing.events.changes import AllCleared, Lost, RemovedBlocks, Step, StoredBlocks
@@ -23,14 +24,23 @@ Position = tuple[int, int | None]
 
 @dataclass
 class Faults:
-    """Odds of what may happen to a message or a publisher."""
+    """Odds of what may happen to a message, a publisher or its reader."""
 
-    drop: float = 0.1
-    duplicate: float = 0.05
-    reorder: float = 0.05
-    restart: float = 0.01
-    lose: float = 0.02
-    disconnect: float = 0.01
+    drop: float = 0.0
+    duplicate: float = 0.0
+    reorder: float = 0.0
+    restart: float = 0.0  #: another incarnation
+    lose: float = 0.0  #: the publisher's queue was full
+    disconnect: float = 0.0
+    reset: float = 0.0  #: the cache is cleared, and no step follows by itself
+    sluggish: float = 0.0  #: the reader does not come round to reading
+    high_water_mark: int | None = None  #: messages that wait for it in the socket; more are dropped
+    late: int = 0  #: batches before the reader comes
+    buffer: int = 64  #: batches that it keeps behind a hole
+
+
+#: What goes wrong in the test that mixes everything.
+MIXED = Faults(drop=0.1, duplicate=0.05, reorder=0.05, restart=0.01, lose=0.02, disconnect=0.01, reset=0.01, buffer=8)
 
 
 @dataclass
@@ -43,10 +53,19 @@ class Channel:
 class World:
     """Everything between an engine and a router's index."""
 
-    def __init__(self, seed: int, *, foreign: bool = False, faults: Faults | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        foreign: bool = False,
+        faults: Faults = MIXED,
+        reader: type[Subscription] = Subscription,
+    ) -> None:
         self.rng = random.Random(seed)
         self.foreign = foreign
-        self.faults = faults or Faults()
+        self.faults = faults
+        #: times that each kind of fault has happened
+        self.happened: Counter[str] = Counter()
         self.now = 0.0
         self.channels = {name: Channel() for name in ("events", "replay", "state", "snapshot", "requests")}
         self.history: dict[Position, frozenset[int]] = {}
@@ -56,10 +75,15 @@ class World:
         self.epoch = 0
         self.ledger = self._new_ledger()
         own = not foreign
-        reach = Reach(replay=True, snapshot=own, heartbeats=own, buffer_batches=8, answer_ticks=3, silent_ticks=6)
-        self.subscription = Subscription(reach)
+        reach = Reach(
+            replay=True, snapshot=own, heartbeats=own, buffer_batches=faults.buffer, answer_ticks=3, silent_ticks=6
+        )
+        self.subscription = reader(reach)
         self.decoder = BatchDecoder()
         self.resident: dict[int, int | None] = {}
+        for _ in range(faults.late):
+            self.commit()
+        self.channels["events"].messages.clear()
         self.obey(self.subscription.start())
 
     def _new_ledger(self) -> Ledger:
@@ -99,7 +123,15 @@ class World:
         self.now += 1.0
         sent = self.ledger.commit(self.random_step(), self.now)
         self.remember()
-        self.send("events", self._batch(Subscription.on_batch, sent.seq, sent.payload))
+        self.send("events", self._batch("on_batch", sent.seq, sent.payload))
+
+    def reset(self) -> None:
+        """The cache is cleared between two steps."""
+        self.now += 1.0
+        self.resident.clear()
+        sent = self.ledger.commit([AllCleared()], self.now)
+        self.remember()
+        self.send("events", self._batch("on_batch", sent.seq, sent.payload))
 
     def lose(self) -> None:
         lost = Lost()
@@ -128,14 +160,14 @@ class World:
         self.send("state", lambda reader: reader.on_heartbeat(beat))
         self.send("state", lambda reader: reader.on_load(report))
 
-    def _batch(self, call: Callable[..., list[Instruction]], seq: int, payload: bytes) -> Deliver:
+    def _batch(self, method: str, seq: int, payload: bytes) -> Deliver:
         epoch = None if self.foreign else self.ledger.epoch
-        return lambda reader: call(reader, epoch, seq, self.decoder.decode(payload))
+        return methodcaller(method, epoch, seq, self.decoder.decode(payload))
 
     def _answer_replay(self, since: int) -> list[Instruction]:
         for sent in self.ledger.replay(since):
-            self.send("replay", self._batch(Subscription.on_replayed, sent.seq, sent.payload))
-        self.send("replay", Subscription.on_replay_end)
+            self.send("replay", self._batch("on_replayed", sent.seq, sent.payload))
+        self.send("replay", methodcaller("on_replay_end"))
         return []
 
     def _answer_snapshot(self) -> list[Instruction]:
@@ -148,13 +180,23 @@ class World:
     def send(self, name: str, message: Deliver) -> None:
         """Put a message on its way, unless a fault befalls it."""
         messages, faults = self.channels[name].messages, self.faults
-        if self.rng.random() < faults.drop:
+        if self._befalls("drop"):
+            return
+        if faults.high_water_mark is not None and len(messages) >= faults.high_water_mark and name != "requests":
+            self.happened["high_water_mark"] += 1
             return
         messages.append(message)
-        if self.rng.random() < faults.duplicate:
+        if self._befalls("duplicate"):
             messages.append(message)
-        if len(messages) > 1 and self.rng.random() < faults.reorder:
+        if len(messages) > 1 and self._befalls("reorder"):
             messages[-1], messages[-2] = messages[-2], messages[-1]
+
+    def _befalls(self, fault: str) -> bool:
+        odds: float = getattr(self.faults, fault)
+        if not odds or self.rng.random() >= odds:
+            return False
+        self.happened[fault] += 1
+        return True
 
     def deliver(self) -> None:
         """The oldest message of a channel that has one."""
@@ -199,23 +241,28 @@ class World:
         if self.foreign and not self.subscription.exact:
             assert reset or held <= self.history[self.position], "a block is credited that is not there"
         elif not (self.foreign and reset):
-            assert held == self.history[self.position], f"another set than the publisher's at {self.position}"
+            assert held == self.history.get(self.position), f"another set than the publisher's at {self.position}"
 
     # The story.
 
     def run(self, actions: int) -> None:
         """So many random things happen."""
-        faults = self.faults
+        events: dict[str, Callable[[], None]] = {
+            "restart": self.restart,
+            "lose": self.lose,
+            "disconnect": lambda: self.obey(self.subscription.on_disconnect()),
+            "reset": self.reset,
+        }
         for _ in range(actions):
-            luck = self.rng.random()
-            if luck < faults.restart:
-                self.restart()
-            elif luck < faults.restart + faults.lose:
-                self.lose()
-            elif luck < faults.restart + faults.lose + faults.disconnect:
-                self.obey(self.subscription.on_disconnect())
-            else:
-                self.rng.choice([self.commit, self.deliver, self.deliver, self.deliver, self.tick, self.maybe_beat])()
+            befallen = next((event for fault, event in events.items() if self._befalls(fault)), None)
+            if befallen is not None:
+                befallen()
+                continue
+            action = self.rng.choice(
+                [self.commit, self.deliver, self.deliver, self.deliver, self.tick, self.maybe_beat]
+            )
+            if action != self.deliver or not self._befalls("sluggish"):
+                action()
 
     def tick(self) -> None:
         self.obey(self.subscription.on_tick())
@@ -226,7 +273,7 @@ class World:
 
     def settle(self) -> None:
         """No more faults: the network empties, heartbeats and ticks go on."""
-        self.faults = Faults(0, 0, 0, 0, 0, 0)
+        self.faults = Faults()
         if self.foreign:
             self.commit()
         for _ in range(40):
@@ -234,3 +281,11 @@ class World:
             while any(channel.messages for channel in self.channels.values()):
                 self.deliver()
             self.tick()
+            if not self.foreign and self.exact():
+                return
+
+    def exact(self) -> bool:
+        """Whether the reader believes that it has, and has, the publisher's set by the publisher's own digest."""
+        beat = self.ledger.heartbeat(self.now)
+        live = self.subscription.status is self.status is FeedStatus.LIVE
+        return live and self.sink.digest == (beat.blocks, beat.digest) == self.subscription.residents.digest

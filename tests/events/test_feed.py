@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from random import Random
 
 import msgspec
 import pytest
@@ -11,7 +12,7 @@ import zmq
 from homing.events import EventEndpoints, EventFeed, EventPublisher, EventsSettings, FeedStatus, LoadReport
 from homing.events.frames import encode_seq
 
-from .fakes import FoldingSink, ForeignPublisher, load_report, store, until
+from .fakes import FoldingSink, ForeignPublisher, block, load_report, store, tokens, until
 
 Publishers = Callable[..., EventPublisher]
 Feeds = Callable[..., EventFeed]
@@ -128,6 +129,69 @@ async def test_batches_that_the_publisher_lost_are_made_good_by_a_snapshot(
 
     assert set(sink.mirror.parents) == set(range(1, number + 1))
     assert feed.subscription.counters.snapshots > 1
+
+
+async def test_a_reset_reaches_readers_while_the_engine_is_idle(make_publisher: Publishers, follow: Feeds) -> None:
+    """No step follows that would flush it; requests would be steered to a cache that is gone."""
+    publisher, sink = make_publisher(), FoldingSink()
+    feed = follow(publisher.start(), sink)
+    store(publisher, 1, 2)
+    publisher.flush()
+    await until(lambda: sink.live and len(sink.mirror) == 2)
+
+    publisher.cleared()
+    await until(lambda: sink.live and feed.subscription.cursor.expected == 2)
+
+    assert sink.mirror.digest == feed.subscription.residents.digest == (0, 0)
+    assert feed.subscription.counters.digest_mismatches == 0
+
+
+async def test_a_reader_past_the_high_water_mark_ends_exact(make_publisher: Publishers, follow: Feeds) -> None:
+    """It does not read while the publisher sends more than its socket holds; the publisher never waits for it."""
+    settings = EventsSettings(send_high_water_mark=10, replay_batches=100, heartbeat_interval_s=0.05)
+    publisher, sink = make_publisher(settings), FoldingSink()
+    feed = follow(publisher.start(), sink)
+    await until(lambda: sink.live)
+
+    for number in range(1, 20_001):  # without a pause: the loop does not turn
+        publisher.stored(None, [block(number)], tokens(number) * 100)
+        publisher.flush()
+    await until(lambda: sink.live and len(sink.mirror) == 20_000)
+
+    assert feed.subscription.counters.gaps > 0
+    assert sink.mirror.digest == feed.subscription.residents.digest
+
+
+async def test_dropped_doubled_and_swapped_messages_are_told_apart(make_publisher: Publishers, follow: Feeds) -> None:
+    """A relay between publisher and reader that does all of it to every message, over sockets."""
+    publisher, sink, context = make_publisher(), FoldingSink(), zmq.Context()
+    ends = publisher.start()
+    upstream, relay = context.socket(zmq.SUB), context.socket(zmq.PUB)
+    upstream.subscribe(b"")
+    upstream.connect(ends.events)
+    relay.bind("tcp://127.0.0.1:*")
+    feed = follow(msgspec.structs.replace(ends, events=relay.getsockopt_string(zmq.LAST_ENDPOINT)), sink)
+    rng, held = Random(5), []
+
+    def pass_on() -> None:
+        while upstream.poll(0):
+            held.append(upstream.recv_multipart())
+        rng.shuffle(held)
+        for message in held:
+            for _ in range(rng.choice([0, 1, 2])):
+                relay.send_multipart(message)
+        held.clear()
+
+    for number in range(1, 301):
+        store(publisher, number)
+        publisher.flush()
+        await asyncio.sleep(0.002)
+        pass_on()
+    await until(lambda: sink.live and len(sink.mirror) == 300)
+
+    assert set(sink.mirror.parents) == set(range(1, 301))
+    assert feed.subscription.counters.digest_mismatches == 0
+    context.destroy(linger=0)
 
 
 async def test_a_burst_of_thousands_of_batches_ends_exact(make_publisher: Publishers, follow: Feeds) -> None:
