@@ -7,7 +7,7 @@ from .exchange import Headers, Request
 #: Seconds that a browser may keep a preflight's answer.
 MAX_AGE_S = 600
 _METHODS = "GET, POST, OPTIONS"
-_EXPOSED = "x-request-id, x-homing-replica, x-homing-cached-tokens, retry-after"
+_EXPOSED = "x-request-id, x-homing-replica, x-homing-cached-tokens, x-homing-pinned-tokens, retry-after"
 
 
 @dataclass(slots=True, frozen=True)
