@@ -9,15 +9,16 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
 
 import ray
+from ray.exceptions import RayActorError
 
 from ..kvcache.cache import CachedBlock
 from ..replica.messages import ReplicaDescription
 from .logs import set_up_logging
-from .spec import ClusterSpec, Failed, RankSpec, Rendezvous, Started
+from .spec import ClusterSpec, Doors, Failed, Listening, RankSpec, Rendezvous, Started
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +42,8 @@ class RankServer(Protocol):
 class Router(Protocol):
     """What a router process runs, on its own event loop."""
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port."""
+    async def start(self, doors: Doors, members: Sequence[ReplicaDescription], seed: int) -> Listening:
+        """Learn what these replicas hold, then listen."""
 
     async def apply_membership(self, members: Sequence[ReplicaDescription], seed: int) -> None:
         """These replicas serve, and no others."""
@@ -135,11 +136,13 @@ class RouterProcess:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="router", daemon=True).start()
 
-    def start(self, port: int) -> int | Failed:
-        """Listen on `port` (0: any); returns the port."""
+    def start(self, port: int, direct_port: int, members: Sequence[ReplicaDescription]) -> Listening | Failed:
+        """Listen on `port` (0: any), with these replicas behind."""
+        settings = self._spec.settings
+        doors = Doors(settings.router.host, port, direct_port, shared=settings.cluster.routers > 1)
         try:
             self._router = self._make(self._spec)
-            starting = self._router.start(self._spec.settings.router.host, port)
+            starting = self._router.start(doors, members, self._spec.seed)
             return asyncio.run_coroutine_threadsafe(starting, self._loop).result()
         except Exception as error:
             log.exception("router_failed_to_start")
@@ -179,3 +182,16 @@ def describe(error: BaseException) -> str:
     words = " ".join(str(error).split())
     named = type(error).__module__.startswith("homing.")
     return words if named and words else f"{type(error).__name__}: {words}".rstrip(": ")
+
+
+def death(error: BaseException) -> str:
+    """Ray tells of a death in a paragraph; one line is enough."""
+    return "the process died" if isinstance(error, RayActorError) else describe(error)
+
+
+async def within(seconds: float, call: Awaitable[Any]) -> None:
+    """Wait for a call that may never answer; who does not is killed afterwards anyway."""
+    try:
+        await asyncio.wait_for(call, seconds)
+    except (TimeoutError, RayActorError):
+        log.info("stop_not_answered after_s=%g", seconds)

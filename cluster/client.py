@@ -22,6 +22,12 @@ def cluster_url(settings: Settings, url: str | None = None) -> str:
     return note.url
 
 
+def router_urls(settings: Settings) -> tuple[str, ...]:
+    """The cluster's address, then that of each router where there are several. Raises NotRunning."""
+    note = Notebook(state_folder(settings)).running(settings.cluster.name)
+    return (cluster_url(settings), *note.router_urls)
+
+
 def get_json(url: str) -> Any:
     """The JSON that `url` answers. Raises ClusterError."""
     try:

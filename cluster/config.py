@@ -32,6 +32,9 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$", description="name of the cluster on this machine")
     ] = "default"
     replicas: Annotated[int, Meta(ge=1, le=4096, description="number of replicas")] = 2
+    routers: Annotated[
+        int, Meta(ge=1, le=64, description="router processes on one port, each of which hears all replicas")
+    ] = 1
     ray_address: Annotated[
         str, Meta(description="Ray cluster to join, such as auto or host:6379; empty: a local one of our own")
     ] = ""

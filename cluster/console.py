@@ -62,18 +62,18 @@ class Console:
                 self.last_notice = notice.seq
                 self.line(f"{time.strftime('%H:%M:%S')} {notice.level:<7} {notice.text}")
 
-    def banner(self, url: str, model: str, settings: Settings, *, detached: bool) -> None:
+    def banner(self, status: ClusterStatus, model: str, settings: Settings, *, detached: bool) -> None:
         """How to use what now runs."""
         name = "" if settings.cluster.name == "default" else f" --name {settings.cluster.name}"
         body = json.dumps({"model": model, **REQUEST})
-        program = self._program
+        program, url = self._program, status.url
         headers = "-H 'content-type: application/json'"
         if settings.router.api_keys_file:
             headers += " -H 'authorization: Bearer KEY'"
         rule = "─" * min(100, shutil.get_terminal_size().columns)
         rows = [
             ("api", f"{url}/v1   (OpenAI-compatible)"),
-            ("metrics", f"{url}/metrics"),
+            *[("metrics", f"{each}/metrics") for each in status.router_urls or (url,)],
             ("status", f"{program} status{name}"),
             ("explain", f'{program} explain{name} "Tell me a story about a fox."'),
             ("watch", f"{program} watch{name}"),

@@ -9,7 +9,7 @@ import logging
 import shutil
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,14 @@ import msgspec
 import ray
 from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..replica.messages import ReplicaDescription
-from .actors import RankServer, ReplicaRank, Router, RouterProcess, describe
+from .actors import RankServer, ReplicaRank, Router, death, within
 from .errors import StartFailed
 from .logs import set_up_logging
 from .planner import Fleet, Gang, KillGang, Pacing, Publish, StartGang
+from .routers import Routers
 from .spec import ClusterSpec, ClusterStatus, Failed, GangStatus, Notice, RankSpec, Started
 
 log = logging.getLogger(__name__)
@@ -61,15 +62,12 @@ class Controller:
         """`router_node` is the Ray id of the node whose address users were told."""
         set_up_logging(spec.settings.cluster.log_level)
         self._spec = spec
-        self._make_rank, self._make_router = make_rank, make_router
-        self._router_node = router_node
+        self._make_rank = make_rank
         self._fleet = Fleet(_pacing(spec), spec.settings.cluster.replicas)
         self._gangs: dict[int, RunningGang] = {}
         self._errors: dict[str, str] = {}
         self._notices: deque[Notice] = deque(maxlen=NOTICES_KEPT)
-        self._router: Any = None
-        self._port: int | None = None
-        self._router_error: str | None = None
+        self._routers = Routers(spec, make_router, router_node, pacing=self._fleet.pacing, notify=self._notice)
         self._wake: asyncio.Event | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -77,29 +75,27 @@ class Controller:
     async def run(self) -> None:
         """Build the cluster and keep it so."""
         self._wake = asyncio.Event()
-        self._spawn(self._keep_router())
+        self._spawn(self._routers.keep())
         while True:
             self._act()
             await self._sleep()
 
     async def status(self, since: int = 0) -> ClusterStatus:
         """Where everything stands, with the notices after number `since`."""
-        host = self._spec.settings.router.host
         return ClusterStatus(
             gangs=tuple(self._gang_status(gang) for gang in self._fleet.gangs.values()),
-            url=f"http://{_reachable(host)}:{self._port}" if self._router is not None and self._port else None,
-            router_error=self._router_error,
+            url=self._routers.url,
+            router_urls=self._routers.direct_urls,
+            router_error=self._routers.error,
             notices=tuple(notice for notice in self._notices if notice.seq > since),
         )
 
     async def stop(self) -> None:
-        """Take everything down: the router first, so that no client meets half a cluster."""
+        """Take everything down: the routers first, so that no client meets half a cluster."""
         self._stopping = True
-        if self._router is not None:
-            await _within(5, self._router.stop.remote())
-            ray.kill(self._router)
+        await self._routers.stop()
         ranks = [rank for gang in self._gangs.values() for rank in gang.ranks]
-        await asyncio.gather(*(_within(5, rank.stop.remote()) for rank in ranks))
+        await asyncio.gather(*(within(5, rank.stop.remote()) for rank in ranks))
         for gang in list(self._gangs.values()):
             self._end(gang)
 
@@ -111,7 +107,7 @@ class Controller:
         for action in self._fleet.reconcile(time.monotonic()):
             match action:
                 case Publish(members):
-                    self._spawn(self._publish(members))
+                    self._spawn(self._routers.publish(members))
                 case KillGang(_, generation):
                     if gang := self._gangs.get(generation):
                         self._end(gang)
@@ -149,7 +145,7 @@ class Controller:
             return
         except Exception as error:
             log.exception("gang_failed_to_start replica=%s", gang.replica_id)
-            self._fail(gang, _death(error))
+            self._fail(gang, death(error))
             return
         self._fleet.ready(gang.replica_id, gang.generation, description, time.monotonic())
         self._notice(
@@ -212,7 +208,7 @@ class Controller:
             failed: Failed = await rank.watch.remote()
             reason = failed.message
         except Exception as error:
-            reason = _death(error)
+            reason = death(error)
         self._fail(gang, f"rank {index} {reason}" if len(gang.ranks) > 1 else reason)
 
     async def _ping(self, gang: RunningGang, rank: Any) -> None:
@@ -244,49 +240,6 @@ class Controller:
         ranks = settings.cluster.replicas * settings.replica.tensor_parallel_size
         nodes = sum(1 for node in ray.nodes() if node["Alive"])
         return max(1, -(-ranks // max(1, nodes)))
-
-    # -- router -------------------------------------------------------------------------------------------------------
-
-    async def _keep_router(self) -> None:
-        """Start the router, and again when it dies: on the same port, with the same members."""
-        failures = 0
-        while True:
-            began = time.monotonic()
-            reason = await self._run_router()
-            if self._stopping:
-                return
-            self._router, self._router_error = None, reason
-            self._notice("warning", f"router_lost reason={reason!r}")
-            pacing = self._fleet.pacing
-            failures = 1 if time.monotonic() - began >= pacing.stable_after_s else failures + 1
-            await asyncio.sleep(pacing.pause_s(failures))
-
-    async def _run_router(self) -> str:
-        strategy = NodeAffinitySchedulingStrategy(self._router_node, soft=False)
-        actor = ray.remote(RouterProcess).options(num_cpus=0, max_concurrency=8, scheduling_strategy=strategy)
-        try:
-            router = actor.remote(self._make_router, self._spec)
-            port: int | Failed = await router.start.remote(self._port or self._spec.settings.router.port)
-            if isinstance(port, Failed):
-                return port.message
-            await router.apply_membership.remote(self._fleet.published)
-            self._router, self._port, self._router_error = router, port, None
-            self._notice("info", f"router_ready port={port}")
-            await self._publish(self._fleet.published)  # it may have changed while the router was being told
-            failed: Failed = await router.watch.remote()
-        except Exception as error:
-            return _death(error)
-        return failed.message
-
-    async def _publish(self, members: tuple[ReplicaDescription, ...]) -> None:
-        if self._router is None or members != self._fleet.published:
-            return  # a router that comes later is told then; a newer membership is on its way
-        try:
-            await self._router.apply_membership.remote(members)
-        except RayActorError:
-            return  # `watch` tells it
-        except Exception as error:
-            self._notice("error", f"membership_refused reason={_death(error)!r}")
 
     # -- small things -------------------------------------------------------------------------------------------------
 
@@ -333,16 +286,6 @@ def _pacing(spec: ClusterSpec) -> Pacing:
     )
 
 
-def _reachable(host: str) -> str:
-    """Where a client on this machine reaches a server that is bound to `host`."""
-    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-
-
-def _death(error: BaseException) -> str:
-    """Ray tells of a death in a paragraph; one line is enough."""
-    return "the process died" if isinstance(error, RayActorError) else describe(error)
-
-
 def _amounts(bundle: dict[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
 
@@ -350,11 +293,3 @@ def _amounts(bundle: dict[str, float]) -> str:
 async def _free(bundle: dict[str, float]) -> str:
     free = await asyncio.to_thread(ray.available_resources)
     return _amounts({name: free.get(name, 0.0) for name in bundle})
-
-
-async def _within(seconds: float, call: Awaitable[Any]) -> None:
-    """Wait for a call that may never answer; who does not is killed afterwards anyway."""
-    try:
-        await asyncio.wait_for(call, seconds)
-    except (TimeoutError, RayActorError):
-        log.info("stop_not_answered after_s=%g", seconds)

@@ -18,7 +18,7 @@ from ..replica.messages import ReplicaDescription
 from .actors import RankServer, Router, node_address
 from .controller import socket_folder
 from .model import find_model
-from .spec import ClusterSpec, RankSpec
+from .spec import ClusterSpec, Doors, Listening, RankSpec
 
 if TYPE_CHECKING:
     from ..router.server import RouterServer
@@ -76,8 +76,8 @@ class HomingRouter:
         self._server: RouterServer | None = None
         self._loading: asyncio.Task[None] | None = None
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port. Raises AddressInUse."""
+    async def start(self, doors: Doors, members: Sequence[ReplicaDescription], seed: int) -> Listening:
+        """Learn what these replicas hold, then listen: until then nothing can be steered. Raises AddressInUse."""
         from ..router.metrics import RouterMetrics
         from ..router.server import RouterServer
         from ..router.service import RouterService
@@ -93,13 +93,18 @@ class HomingRouter:
             model_dir=Path(self._spec.model_dir) if self._spec.model_dir else None,
             heartbeat_interval_s=settings.events.heartbeat_interval_s,
             keys=reader_keys(settings.events),
+            follows_events=settings.events.publish_events,
         )
         self._service.start(asyncio.get_running_loop())
         self._server = RouterServer(settings.router, self._service, metrics=metrics)
-        bound = await self._server.start(host, port)
-        if self._spec.model_dir:  # the tokenizer is there before any replica is
+        if members:
+            await self.apply_membership(members, seed)
+            await self._service.until_exact()
+        elif self._spec.model_dir:  # the tokenizer is there before any replica is
             self._loading = asyncio.create_task(self._server.load_text(self._spec.model_dir))
-        return bound
+        port = await self._server.start(doors.host, doors.port, shared=doors.shared)
+        direct = await self._server.start(doors.host, doors.direct_port) if doors.shared else 0
+        return Listening(port, direct)
 
     async def apply_membership(self, members: Sequence[ReplicaDescription], seed: int) -> None:
         """These replicas serve, and no others."""

@@ -136,10 +136,10 @@ def _serve(run: Run, model_dir: Path | None) -> int:
         if status is None:
             return 0
         url, model = status.url or "", run.settings.router.served_model_name
-        run.note = msgspec.structs.replace(run.note, phase="ready", url=url)
+        run.note = msgspec.structs.replace(run.note, phase="ready", url=url, router_urls=status.router_urls)
         run.notebook.write(run.note)
         run.console.last_notice = max((notice.seq for notice in status.notices), default=0)
-        run.console.banner(url, model, run.settings, detached=run.detached)
+        run.console.banner(status, model, run.settings, detached=run.detached)
         return _stay(run, running)
     finally:
         run.notebook.write(msgspec.structs.replace(run.note, phase="stopping"))

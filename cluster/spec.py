@@ -48,6 +48,24 @@ class Started:
 
 
 @dataclass(slots=True, frozen=True)
+class Doors:
+    """Where a router is to take connections; port 0: any free one."""
+
+    host: str
+    port: int
+    direct_port: int
+    shared: bool  #: `port` belongs to several processes, and this one gets `direct_port` besides
+
+
+@dataclass(slots=True, frozen=True)
+class Listening:
+    """Where a router takes connections."""
+
+    port: int
+    direct_port: int  #: its own, where it shares `port` with others; else 0
+
+
+@dataclass(slots=True, frozen=True)
 class Failed:
     """A part could not start or stopped working, in its own words."""
 
@@ -82,6 +100,7 @@ class ClusterStatus:
     """What the controller knows."""
 
     gangs: tuple[GangStatus, ...]
-    url: str | None  #: of the router, once it listens
+    url: str | None  #: where the routers listen, once all do
+    router_urls: tuple[str, ...]  #: of each router alone, when there are several
     router_error: str | None
     notices: tuple[Notice, ...]

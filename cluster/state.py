@@ -30,6 +30,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     started: float  #: when that process began, in seconds of the epoch
     phase: Literal["starting", "ready", "stopping"]
     url: str | None = None
+    router_urls: tuple[str, ...] = ()  #: of each router alone, when there are several
     model: str = ""
     ray_address: str | None = None  #: of the Ray cluster, for Ray's own tools
     run_dir: str | None = None  #: removed when the cluster ends

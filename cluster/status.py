@@ -6,7 +6,7 @@ from typing import Any, TextIO
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from .client import cluster_url, get_json, get_text
+from .client import get_json, get_text, router_urls
 from .config import Settings
 
 COLUMNS = ("replica", "state", "events", "ranks", "node", "running", "waiting", "kv used", "cached", "hit rate")
@@ -16,13 +16,14 @@ RIGHT = frozenset({"ranks", "running", "waiting", "kv used", "cached", "hit rate
 
 def status(settings: Settings, out: TextIO, *, as_json: bool) -> int:
     """Print the state of the running cluster. Raises NotRunning."""
-    url = cluster_url(settings)
-    view = get_json(f"{url}/cluster")
+    url, *routers = router_urls(settings)
+    views = [get_json(f"{each}/cluster") for each in routers or [url]]
     if as_json:
-        json.dump(view, out, indent=2)
+        json.dump(views[0] if len(views) == 1 else views, out, indent=2)
         print(file=out)
         return 0
-    print(render(settings.cluster.name, url, view, hit_rates(get_text(f"{url}/metrics"))), file=out)
+    rates = hit_rates(get_text(f"{url}/metrics"))
+    print(render(settings.cluster.name, url, views, rates, routers), file=out)
     return 0
 
 
@@ -36,13 +37,20 @@ def hit_rates(metrics: str) -> dict[str, float]:
     return {name: totals[HITS].get(name, 0.0) / asked for name, asked in totals[QUERIES].items() if asked}
 
 
-def render(name: str, url: str, view: dict[str, Any], rates: Mapping[str, float]) -> str:
-    """The whole page."""
+def render(
+    name: str, url: str, views: Sequence[dict[str, Any]], rates: Mapping[str, float], routers: Sequence[str] = ()
+) -> str:
+    """The whole page: the replicas as the first router sees them, and what each of `routers` has done."""
+    view = views[0]
     lines = [f"{name} · {url} · {_models(view)} · policy {view['policy']}", ""]
     lines += table(
         COLUMNS, [_row(replica, rates.get(replica["replica_id"])) for replica in view["replicas"]], right=RIGHT
     )
-    lines += ["", _totals(view)]
+    lines.append("")
+    if routers:
+        lines += [f"{each}: {_totals(seen)}" for each, seen in zip(routers, views, strict=True)]
+    else:
+        lines.append(_totals(view))
     lines += [f"refused {refused['replica_id']}: {refused['message']}" for refused in view["refused"]]
     return "\n".join(lines)
 

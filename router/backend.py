@@ -201,6 +201,9 @@ class Backend(Protocol):
     def model(self) -> ModelLimits | None:
         """Limits of the served model; None until a replica joined."""
 
+    def exact(self) -> bool:
+        """Whether the index has been exact for every replica at once, since the start."""
+
     def generate(self, request: GenerationRequest) -> TokenStream:
         """Accept a request. Raises `NoReplica` (503), `QueueFull` (429) or `PromptTooLong` (400)."""
 

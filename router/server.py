@@ -3,6 +3,7 @@
 Owns the listening server, the text models and the access log. Knows no routing; who runs the process handles signals.
 """
 
+import asyncio
 import gc
 import logging
 import ssl
@@ -79,16 +80,22 @@ class RouterServer:
         self._settings = settings
         self._grace_s = grace_s
         self._open = ExitStack()
-        self._http: HttpServer | None = None
+        self._app: App | None = None
+        self._http: list[HttpServer] = []
 
-    async def start(self, host: str, port: int) -> int:
-        """Serve from now on; the port that is bound (of a free one, when `port` is 0). Raises AddressInUse."""
-        assert self._http is None, "the server was started before"
+    async def start(self, host: str, port: int, *, shared: bool = False) -> int:
+        """Serve there, too, from now on; the port that is bound (of a free one, when `port` is 0).
+
+        `shared`: other processes may listen on that port as well. Raises AddressInUse.
+        """
         settings = self._settings
+        if self._app is None:
+            self._app = App(self.front, self._access_log())
         tls = tls_context(settings)
-        app = App(self.front, self._access_log())
-        self._http = HttpServer(app, connection_limits(settings), clock=self.front.monotonic, tls=tls)
-        return await self._http.start(host, port)
+        http = HttpServer(self._app, connection_limits(settings), clock=self.front.monotonic, tls=tls)
+        bound = await http.start(host, port, shared=shared)
+        self._http.append(http)
+        return bound
 
     def _access_log(self) -> AccessLog | None:
         where = self._settings.access_log
@@ -107,7 +114,6 @@ class RouterServer:
 
     async def stop(self) -> None:
         """Take no more connections, let answers end within the grace, close everything. May be called twice."""
-        if self._http is not None:
-            await self._http.stop(self._grace_s)
+        await asyncio.gather(*(http.stop(self._grace_s) for http in self._http))
         self._open.close()
         await self.front.texts.close()

@@ -23,6 +23,7 @@ from ..replica.messages import ModelLimits, ReplicaDescription
 from .backend import (
     ClusterView,
     Explanation,
+    FeedState,
     FinishedRequest,
     GenerationRequest,
     Observer,
@@ -55,6 +56,9 @@ log = logging.getLogger(__name__)
 
 #: How often deadlines, expectations and silence are looked at.
 TICK_S = 0.05
+#: A snapshot takes milliseconds; a publisher that has not said anything by then will not soon.
+EXACT_PATIENCE_S = 10.0
+EXACT_POLL_S = 0.005
 
 
 class RouterService:
@@ -69,12 +73,14 @@ class RouterService:
         model_dir: Path | None = None,
         observer: Observer | None = None,
         heartbeat_interval_s: float = 0.2,
+        follows_events: bool = True,
         keys: KeyPair | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: Random | None = None,
     ) -> None:
         """`model_dir` is the folder of the router's own tokenizer; None: where the first replica says the model is.
 
+        `follows_events` False: replicas publish none, so there is nothing to wait for.
         `keys`: CURVE keys that replicas which encrypt know.
         """
         self._settings = settings
@@ -98,6 +104,8 @@ class RouterService:
         self._shell: Shell | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
+        self._exact = not follows_events
+        self._first_member_at: float | None = None
         self._todo: deque[Instruction] = deque()
         self._running = False  #: instructions are being carried out
         self.counters = RouterCounters()
@@ -146,6 +154,8 @@ class RouterService:
             self._cluster_seed = cluster_seed
         difference = changes(known, replicas)
         instructions = [done for name in difference.lost for done in self._leave(name)]
+        if replicas and self._first_member_at is None:
+            self._first_member_at = self._clock()
         for description in difference.joined:
             self._let_in(description, cluster_seed)
         self._run(instructions)
@@ -161,6 +171,29 @@ class RouterService:
     def model(self) -> ModelLimits | None:
         """Limits of the served model; None until a replica was let in."""
         return self._naming.limits if self._naming else None
+
+    def exact(self) -> bool:
+        """Whether the index has been exact for every replica at once, since the start; later gaps do not count.
+
+        A replica whose events do not come is waited for so long only, and then scored by its load.
+        """
+        if not self._exact and self._members:
+            late = self._first_member_at is not None and self._clock() - self._first_member_at > EXACT_PATIENCE_S
+            live = all(self._feed_of(member) == "live" for member in self._members.values())
+            if late and not live:
+                log.warning("index_not_exact after_s=%g", EXACT_PATIENCE_S)
+            self._exact = live or late
+        return self._exact
+
+    async def until_exact(self) -> None:
+        """Returns when `exact` does."""
+        while not self.exact():  # noqa: ASYNC110 - exactness is a matter of time, too: nothing would set an event
+            await asyncio.sleep(EXACT_POLL_S)
+
+    def _feed_of(self, member: Member) -> FeedState:
+        if self._dispatcher is None or not member.joined:
+            return "syncing"
+        return self._dispatcher.feed(member.replica_id)
 
     def generate(self, request: GenerationRequest) -> RequestStream:
         """Accept a request. Raises NoReplica, QueueFull, PromptTooLong or RouterClosed."""

@@ -192,6 +192,8 @@ async def ready(front: Front, exchange: Exchange) -> None:
     limits = front.backend.model()
     if limits is None or not serving:
         raise NoReplica("no replica can serve now", retry_after_s=1.0)
+    if not front.backend.exact():
+        raise NoReplica("the prefix index is not exact yet", retry_after_s=1.0)
     if not front.texts.loaded(limits.path):
         raise NoReplica("the model's tokenizer is being loaded", retry_after_s=1.0)
     respond(exchange, {"status": "ready", "replicas": serving})

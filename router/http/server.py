@@ -39,12 +39,17 @@ class Handler(Protocol):
         """A client was cut off."""
 
 
-def listening_socket(host: str, port: int) -> socket.socket:
-    """A bound TCP socket, whose accepted sockets send at once (TCP_NODELAY). Raises AddressInUse."""
+def listening_socket(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A bound TCP socket, whose accepted sockets send at once (TCP_NODELAY). Raises AddressInUse.
+
+    `shared`: other processes of this user may listen there as well, and each gets a share of the connections.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         # Accepted sockets inherit it: without it a client with delayed ACKs waits 40 ms for the first event.
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         bound.setblocking(False)
@@ -83,11 +88,11 @@ class HttpServer:
         self._no_connection = asyncio.Event()
         self._no_connection.set()
 
-    async def start(self, host: str, port: int) -> int:
+    async def start(self, host: str, port: int, *, shared: bool = False) -> int:
         """Serve from now on; the port that is bound (of a free one, when `port` is 0). Raises AddressInUse."""
         assert self._server is None, "the server was started before"
         loop = asyncio.get_running_loop()
-        bound = listening_socket(host, port)
+        bound = listening_socket(host, port, shared=shared)
         chosen: int = bound.getsockname()[1]
         self._server = await loop.create_server(
             lambda: HttpConnection(self, self._clock), sock=bound, backlog=BACKLOG, ssl=self._tls

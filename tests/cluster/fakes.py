@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from homing.cluster.spec import ClusterSpec, RankSpec
+from homing.cluster.spec import ClusterSpec, Doors, Listening, RankSpec
 from homing.events.messages import EventEndpoints
 from homing.kvcache.cache import CachedBlock
 from homing.replica.messages import ModelLimits, Parity, ReplicaDescription
@@ -63,8 +63,9 @@ class FakeRouter:
         self._told = Path(spec.settings.cluster.state_dir) / "told"
         self._stopped = asyncio.Event()
 
-    async def start(self, host: str, port: int) -> int:
-        return port or 12345
+    async def start(self, doors: Doors, members: Sequence[ReplicaDescription], seed: int) -> Listening:
+        await self.apply_membership(members, seed)
+        return Listening(doors.port or 12345, doors.direct_port or (54321 if doors.shared else 0))
 
     async def apply_membership(self, members: Sequence[ReplicaDescription], seed: int) -> None:
         with self._told.open("a") as file:

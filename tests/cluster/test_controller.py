@@ -131,6 +131,23 @@ def test_a_killed_router_comes_back_on_its_port_and_knows_the_members(start: Cal
     assert until(lambda: cluster.status().url, "the router listens again") == url
 
 
+def test_several_routers_share_a_port_and_each_is_told(start: Callable[..., Cluster]) -> None:
+    """Each has an address of its own besides; one that dies comes back there with the members of that time."""
+    cluster = start(replicas="1", routers="3")
+    members = cluster.told("r0")
+    status = until(lambda: found if (found := cluster.status()).url else None, "all listen")
+    assert len(status.router_urls) == 3
+    routers = [process for process in local_ray.children() if "RouterProcess" in process.name()]
+    lines = len(fakes.memberships(cluster.folder))
+
+    routers[0].kill()
+    until(lambda: True if len(fakes.memberships(cluster.folder)) > lines else None, "the new router is told")
+
+    assert fakes.memberships(cluster.folder)[-1] == members
+    again = until(lambda: found if (found := cluster.status()).url else None, "all listen again")
+    assert (again.url, again.router_urls) == (status.url, status.router_urls)
+
+
 def test_a_replica_that_cannot_start_says_so_in_its_own_words(start: Callable[..., Cluster]) -> None:
     """A traceback through three processes hides the one line that helps."""
     cluster = start(replicas="1", model="broken")

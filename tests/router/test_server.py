@@ -144,7 +144,7 @@ async def test_a_kept_alive_connection_serves_again_after_errors(live: Live):
 async def test_accepted_sockets_send_at_once(live: Live):
     """Without TCP_NODELAY a client with delayed ACKs gets its first event 40 ms late."""
     _, writer = await asyncio.open_connection("127.0.0.1", live.port)
-    connections = live.server._http.connections
+    connections = live.server._http[0].connections
     async with asyncio.timeout(HANG_S):
         await until(lambda: bool(connections))
 
@@ -157,6 +157,22 @@ async def test_a_taken_port_is_named(live: Live):
     """Whoever starts a second server reads which address is taken."""
     with pytest.raises(AddressInUse, match=rf"127\.0\.0\.1:{live.port}"):
         listening_socket("127.0.0.1", live.port)
+
+
+async def test_a_shared_port_belongs_to_several_servers(settings: RouterSettings, backend: FakeBackend, text_model):
+    """Several router processes listen there; each has a port of its own besides."""
+    servers = [RouterServer(settings, backend, grace_s=1.0) for _ in range(2)]
+    port = await servers[0].start("127.0.0.1", 0, shared=True)
+    own = await servers[0].start("127.0.0.1", 0)
+
+    assert await servers[1].start("127.0.0.1", port, shared=True) == port
+    assert own != port
+    with pytest.raises(AddressInUse):
+        await servers[1].start("127.0.0.1", own)
+    for number in (port, own):
+        assert b" 200 " in await exchange(number, b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    for server in servers:
+        await server.stop()
 
 
 async def test_a_stopped_server_frees_its_port(settings: RouterSettings, backend: FakeBackend, text_model):

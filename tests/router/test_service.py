@@ -160,6 +160,21 @@ async def test_without_events_routing_goes_by_load_alone(cluster: Cluster) -> No
     assert {row.expected_ttft_s for row in cluster.service.explain(request_of(PROMPT)).replicas} == {0.02}
 
 
+async def test_a_router_is_exact_once_it_knows_what_every_replica_holds(pair: Cluster) -> None:
+    """It must not take requests before: a router that comes back would scatter every conversation."""
+    _, deltas = await pair.ask(request_of(PROMPT))
+    late = Cluster(pair.folder, Watcher())
+    assert tokens(deltas)
+    assert not late.service.exact()
+
+    late.service.apply_membership([replica.description for replica in pair.replicas.values()], SEED)
+    await late.service.until_exact()
+
+    assert late.view("r0").indexed_blocks == pair.view("r0").indexed_blocks
+    assert late.view("r1").indexed_blocks == pair.view("r1").indexed_blocks
+    late.service.close()
+
+
 async def test_a_replica_killed_in_mid_stream_is_survived(pair: Cluster) -> None:
     """The client's stream goes on; no token is lost and none doubled."""
     request = request_of(PROMPT, max_tokens=120)

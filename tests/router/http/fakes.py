@@ -88,6 +88,7 @@ class FakeBackend:
         self.script = script
         self.refusal: RouterError | None = None
         self.state = "serving"
+        self.is_exact = True
         self.streams: list[FakeStream] = []
 
     @property
@@ -97,6 +98,9 @@ class FakeBackend:
 
     def model(self) -> ModelLimits | None:
         return self.limits
+
+    def exact(self) -> bool:
+        return self.is_exact
 
     def generate(self, request: GenerationRequest) -> FakeStream:
         if self.refusal is not None:

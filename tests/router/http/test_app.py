@@ -50,6 +50,13 @@ async def test_ready_waits_for_the_tokenizer(client: httpx.AsyncClient, front: F
     assert (await client.get("/ready")).status_code == 503
 
 
+async def test_ready_waits_for_an_exact_index(client: httpx.AsyncClient, backend: FakeBackend):
+    """A router that was just restarted would send every conversation to the wrong replica."""
+    backend.is_exact = False
+
+    assert (await client.get("/ready")).status_code == 503
+
+
 async def test_tokenize_and_detokenize_are_inverse(
     client: httpx.AsyncClient, backend: FakeBackend, text_model: TextModel
 ):

@@ -1,0 +1,150 @@
+"""The router processes of a cluster: each is started, told who serves, and started again when it dies.
+
+All of them listen on one port, where the kernel deals new connections out among them; each has a port of its own, too,
+as metrics are per process. Knows Ray and the router actor, nothing of replicas beyond their descriptions. Runs on the
+controller's event loop.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ..replica.messages import ReplicaDescription
+from .actors import Router, RouterProcess, death, within
+from .planner import Pacing
+from .spec import ClusterSpec, Failed, Listening
+
+#: Calls that a router must be able to answer at the same time: watch, membership, ping, stop.
+ROUTER_CALLS = 8
+
+Notify = Callable[[str, str], None]
+
+
+@dataclass(slots=True)
+class Seat:
+    """One of the routers, whatever process is in it."""
+
+    number: int
+    actor: Any = None  #: set exactly while it listens
+    direct_port: int = 0  #: kept when the process is another one
+    error: str | None = None
+
+
+class Routers:
+    """As many routers as the settings want."""
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        make_router: Callable[[ClusterSpec], Router],
+        node: str,
+        *,
+        pacing: Pacing,
+        notify: Notify,
+    ) -> None:
+        """`node` is the Ray id of the node whose address users were told; `notify` gets level and text."""
+        self._spec = spec
+        self._make_router = make_router
+        self._node = node
+        self._pacing = pacing
+        self._notify = notify
+        self._seats = [Seat(number) for number in range(spec.settings.cluster.routers)]
+        self._port = spec.settings.router.port
+        #: Where a free port was asked for, the first router chooses it and the others wait.
+        self._port_known = asyncio.Event()
+        self._members: tuple[ReplicaDescription, ...] = ()
+        self._stopping = False
+
+    @property
+    def url(self) -> str | None:
+        """Where all of them listen; None until they do."""
+        return self._address(self._port) if all(seat.actor is not None for seat in self._seats) else None
+
+    @property
+    def direct_urls(self) -> tuple[str, ...]:
+        """Each router's own address; a router that is alone has none."""
+        return tuple(self._address(seat.direct_port) for seat in self._seats if seat.direct_port)
+
+    @property
+    def error(self) -> str | None:
+        """Why one of them does not listen."""
+        return next((seat.error for seat in self._seats if seat.error is not None), None)
+
+    async def keep(self) -> None:
+        """Keep all of them running until `stop`."""
+        await asyncio.gather(*(self._keep(seat) for seat in self._seats))
+
+    async def publish(self, members: tuple[ReplicaDescription, ...]) -> None:
+        """These replicas serve; a router that comes later is told as it starts."""
+        self._members = members
+        await asyncio.gather(*(self._tell(seat, members) for seat in self._seats))
+
+    async def stop(self) -> None:
+        """End them in good order."""
+        self._stopping = True
+        actors = [seat.actor for seat in self._seats if seat.actor is not None]
+        await asyncio.gather(*(within(5, actor.stop.remote()) for actor in actors))
+        for actor in actors:
+            ray.kill(actor)
+
+    async def _keep(self, seat: Seat) -> None:
+        """Start a router, and again when it dies: on the same ports, with the members of that time."""
+        failures = 0
+        while True:
+            if seat.number and not self._port:
+                await self._port_known.wait()
+            began = time.monotonic()
+            reason = await self._run(seat)
+            if self._stopping:
+                return
+            seat.actor, seat.error = None, reason
+            self._notify("warning", f"router_lost router={seat.number} reason={reason!r}")
+            failures = 1 if time.monotonic() - began >= self._pacing.stable_after_s else failures + 1
+            await asyncio.sleep(self._pacing.pause_s(failures))
+
+    async def _run(self, seat: Seat) -> str:
+        """Start one and wait until it ends; returns why it did."""
+        strategy = NodeAffinitySchedulingStrategy(self._node, soft=False)
+        actor = ray.remote(RouterProcess).options(
+            num_cpus=0, max_concurrency=ROUTER_CALLS, scheduling_strategy=strategy
+        )
+        try:
+            router = actor.remote(self._make_router, self._spec)
+            members = self._members
+            found: Listening | Failed = await router.start.remote(self._port, seat.direct_port, members)
+            if isinstance(found, Failed):
+                return found.message
+            self._seated(seat, router, found)
+            if members != self._members:  # it changed while the router was starting
+                await self._tell(seat, self._members)
+            failed: Failed = await router.watch.remote()
+        except Exception as error:
+            return death(error)
+        return failed.message
+
+    def _seated(self, seat: Seat, router: Any, found: Listening) -> None:
+        self._port = found.port
+        self._port_known.set()
+        seat.actor, seat.direct_port, seat.error = router, found.direct_port, None
+        self._notify("info", f"router_ready router={seat.number} port={found.port}")
+
+    async def _tell(self, seat: Seat, members: tuple[ReplicaDescription, ...]) -> None:
+        if seat.actor is None or members != self._members:
+            return  # a newer membership is on its way
+        try:
+            await seat.actor.apply_membership.remote(members)
+        except RayActorError:
+            return  # `watch` tells it
+        except Exception as error:
+            self._notify("error", f"membership_refused router={seat.number} reason={death(error)!r}")
+
+    def _address(self, port: int) -> str:
+        host = self._spec.settings.router.host
+        here = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+        return f"http://{here}:{port}"
