@@ -130,11 +130,7 @@ def run(words: Sequence[str], out: TextIO) -> int:
                 as_json=arguments.json,
             )
         case _:
-            from .watch import watch
-
-            return watch(
-                settings_of(arguments), out, url=arguments.url, replicas=arguments.replica, as_json=arguments.json
-            )
+            return _watch(arguments, out)
 
 
 def main() -> int:
@@ -187,6 +183,23 @@ def _serve_arguments(parser: Parser) -> None:
                 _add_setting(group, setting)
 
 
+def _watch(arguments: argparse.Namespace, out: TextIO) -> int:
+    from .watch import KINDS, Viewing, Wanted, replay, watch
+
+    kinds = frozenset(arguments.event or ())
+    for kind in sorted(kinds - set(KINDS)):
+        raise SettingsError(f"--event {kind}: no such event{nearest(kind, KINDS)} (there are: {', '.join(KINDS)})")
+    if arguments.rates is not None and arguments.rates <= 0:
+        raise SettingsError(f"--rates {arguments.rates:g}: give seconds above 0")
+    prefix = (arguments.hash or "").lower()
+    wanted = Wanted(replicas=frozenset(arguments.replica or ()), kinds=kinds, hash_prefix=prefix)
+    record = Path(arguments.record) if arguments.record else None
+    viewing = Viewing(wanted=wanted, as_json=arguments.json, rates_s=arguments.rates, record=record)
+    if arguments.replay:
+        return replay(Path(arguments.replay), out, viewing)
+    return watch(settings_of(arguments), out, viewing, url=arguments.url)
+
+
 def _lookup_arguments(parser: Parser) -> None:
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings that the cluster was started with")
     for name in LOOKUP:
@@ -203,6 +216,11 @@ def _watch_arguments(parser: Parser) -> None:
     _lookup_arguments(parser)
     _add_setting(parser, SETTINGS["events_curve_keys"])
     parser.add_argument("--replica", metavar="ID", action="append", help="only this replica; may be given again")
+    parser.add_argument("--event", metavar="KIND", action="append", help="only events of this kind; may be given again")
+    parser.add_argument("--hash", metavar="PREFIX", help="only blocks whose hash begins with these hex digits")
+    parser.add_argument("--rates", metavar="S", type=float, help="print rates every S seconds instead of events")
+    parser.add_argument("--record", metavar="FILE", help="append every event to this file, too, as JSON lines")
+    parser.add_argument("--replay", metavar="FILE", help="print a recorded file instead of following a cluster")
     parser.add_argument("--json", action="store_true", help="one JSON object per event, for programs")
 
 

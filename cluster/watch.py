@@ -5,17 +5,22 @@ gap comes a `reset` with all that is held. Printing only; a tree is somebody els
 """
 
 import asyncio
+import contextlib
+import functools
+import itertools
 import json
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
 
 import msgspec
 
 from ..events import (
     BadKeys,
+    BadRecord,
     CacheEvent,
     Cleared,
     EventEndpoints,
@@ -25,19 +30,28 @@ from ..events import (
     KeyPair,
     KeysRefused,
     LoadReport,
+    Recorded,
     Removed,
     SnapshotBlock,
     Stored,
+    describe,
+    read_lines,
+    to_line,
     wire_name,
 )
 from ..events.keys import reader_keys
+from ..events.stream import told
+from ..events.subscription import Apply, Reset
 from .client import cluster_url, get_json
 from .config import Settings
 from .errors import ClusterError, SettingsError
+from .tally import Tally
 
 REFRESH_S = 0.5
 #: A cluster that cannot be asked so often in a row is gone.
 PATIENCE = 6
+#: What `--event` may name.
+KINDS = ("stored", "removed", "cleared", "reset", "status", "malformed", "refused")
 
 Write = Callable[[str], None]
 
@@ -50,20 +64,80 @@ class Source:
     epoch: int
 
 
-def watch(settings: Settings, out: TextIO, *, url: str | None, replicas: Sequence[str] | None, as_json: bool) -> int:
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Wanted:
+    """What is to be shown; empty: everything."""
+
+    replicas: frozenset[str] = frozenset()
+    kinds: frozenset[str] = frozenset()  #: of `KINDS`
+    hash_prefix: str = ""  #: first hex digits of a block's name
+
+    def select(self, event: CacheEvent) -> CacheEvent | None:
+        """The event, with the blocks that are wanted; None when nothing of it is."""
+        if self.kinds and type(event).__name__.lower() not in self.kinds:
+            return None
+        if not self.hash_prefix or isinstance(event, Cleared):
+            return event
+        kept = [block for block in event.hashes if f"{block:016x}".startswith(self.hash_prefix)]
+        if isinstance(event, Stored) and len(kept) < len(event.hashes):
+            # A part of a chain is no chain: it has neither that parent nor those tokens.
+            return msgspec.structs.replace(event, hashes=kept, parent=None, token_ids=()) if kept else None
+        return msgspec.structs.replace(event, hashes=kept) if kept else None
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Viewing:
+    """How `homing watch` was asked."""
+
+    wanted: Wanted = Wanted()
+    as_json: bool = False
+    rates_s: float | None = None  #: a summary so often instead of events
+    record: Path | None = None  #: every event goes into this file, too, whatever is shown
+
+
+def watch(settings: Settings, out: TextIO, viewing: Viewing, *, url: str | None) -> int:
     """Print until interrupted; returns the exit code. Raises ClusterError when the cluster is gone."""
     found = cluster_url(settings, url)
-    printer = json_lines if as_json else readable_lines
-
-    def write(line: str) -> None:
-        print(line, file=out, flush=True)
-
     try:
         own = reader_keys(settings.events)
     except BadKeys as error:
         raise SettingsError(f"setting events_curve_keys: {error}") from error
-    asyncio.run(_follow(found, write, printer, frozenset(replicas or ()), own))
+    with _recording(viewing.record) as recording:
+        asyncio.run(_Watching(found, viewing, _writer(out), own, recording).run())
     return 0
+
+
+def replay(path: Path, out: TextIO, viewing: Viewing) -> int:
+    """Print a recorded file; returns the exit code. Raises SettingsError for a file that is none."""
+    write, wanted = _writer(out), viewing.wanted
+    try:
+        with path.open("rb") as lines:
+            for replica, item in read_lines(lines):
+                event = wanted.select(item.event)
+                if event is None or (wanted.replicas and replica not in wanted.replicas):
+                    continue
+                shown = msgspec.structs.replace(item, event=event)
+                write(to_line(Recorded(replica, shown)).decode() if viewing.as_json else describe(replica, shown))
+    except (OSError, BadRecord) as error:
+        raise SettingsError(f"cannot replay {path}: {error}") from error
+    return 0
+
+
+def _writer(out: TextIO) -> Write:
+    return lambda line: print(line, file=out, flush=True)
+
+
+@contextlib.contextmanager
+def _recording(path: Path | None) -> Iterator[BinaryIO | None]:
+    if path is None:
+        yield None
+        return
+    try:
+        file = path.open("ab")
+    except OSError as error:
+        raise SettingsError(f"cannot record to {path}: {error.strerror}") from error
+    with file:
+        yield file
 
 
 Lines = Callable[[Source, str, Any], list[str]]
@@ -80,16 +154,27 @@ def readable_lines(source: Source, kind: str, what: Any) -> list[str]:
     return [f"{time.strftime('%H:%M:%S')}  {source.replica_id:<5} {kind:<8} {_words(what)}".rstrip()]
 
 
+def folded(events: Sequence[CacheEvent]) -> list[CacheEvent | tuple[CacheEvent, ...]]:
+    """Runs of one kind as a tuple: for eyes, a batch of many chains is one thing."""
+    runs = [tuple(run) for _, run in itertools.groupby(events, type)]
+    return [run if len(run) > 1 else run[0] for run in runs]
+
+
 class PrintingSink:
     """Turns what an `EventFeed` hands out into lines."""
 
-    def __init__(self, source: Source, write: Write, lines: Lines) -> None:
-        self._source, self._write, self._lines = source, write, lines
+    def __init__(self, source: Source, write: Write, *, as_json: bool, wanted: Wanted | None = None) -> None:
+        self._source, self._write = source, write
+        self._fold = not as_json
+        self._lines: Lines = json_lines if as_json else readable_lines
+        self._wanted = wanted or Wanted()
 
     def apply(self, events: Sequence[CacheEvent]) -> None:
         """What was stored, removed or cleared."""
-        for event in events:
-            self._print(type(event).__name__.lower(), event)
+        kept = [left for event in events if (left := self._wanted.select(event)) is not None]
+        for shown in folded(kept) if self._fold else kept:
+            first = shown[0] if isinstance(shown, tuple) else shown
+            self._print(type(first).__name__.lower(), shown)
 
     def reset(self, blocks: Sequence[SnapshotBlock]) -> None:
         """All that is held: at the beginning, and after a gap."""
@@ -111,31 +196,87 @@ class PrintingSink:
         self._print("refused", str(error))
 
     def _print(self, kind: str, what: Any) -> None:
+        if self._wanted.kinds and kind not in self._wanted.kinds:
+            return
         for line in self._lines(self._source, kind, what):
             self._write(line)
 
 
-async def _follow(url: str, write: Write, lines: Lines, only: frozenset[str], keys: KeyPair | None) -> None:
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ended.set)
-    feeds: dict[Source, EventFeed] = {}
-    misses = 0
-    try:
-        while not ended.is_set():
-            try:
-                view = await asyncio.to_thread(get_json, f"{url}/cluster")
-                misses = 0
-                _adjust(feeds, _sources(view, only), write, lines, keys)
-            except ClusterError:
-                misses += 1
-                if misses >= PATIENCE or not feeds:
-                    raise
-            await _pause(ended)
-    finally:
-        for feed in feeds.values():
-            feed.close()
+class _Watching:
+    """The feeds of one `homing watch`."""
+
+    def __init__(
+        self, url: str, viewing: Viewing, write: Write, keys: KeyPair | None, recording: BinaryIO | None
+    ) -> None:
+        self._url, self._viewing, self._write, self._keys = url, viewing, write, keys
+        self._recording = recording
+        self._feeds: dict[Source, EventFeed] = {}
+        self._tallies: dict[Source, Tally] = {}
+
+    async def run(self) -> None:
+        """Follow until a signal; every replica that comes, too."""
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, ended.set)
+        misses, reported = 0, loop.time()
+        try:
+            while not ended.is_set():
+                try:
+                    view = await asyncio.to_thread(get_json, f"{self._url}/cluster")
+                    misses = 0
+                    self._adjust(_sources(view, self._viewing.wanted.replicas))
+                except ClusterError:
+                    misses += 1
+                    if misses >= PATIENCE or not self._feeds:
+                        raise
+                if self._viewing.rates_s is not None and loop.time() - reported >= self._viewing.rates_s:
+                    self._report(loop.time() - reported)
+                    reported = loop.time()
+                await _pause(ended)
+        finally:
+            for feed in self._feeds.values():
+                feed.close()
+
+    def _adjust(self, wanted: dict[Source, EventEndpoints]) -> None:
+        for source in self._feeds.keys() - wanted.keys():
+            self._feeds.pop(source).close()
+            self._tallies.pop(source)
+            self._say(source, "gone")
+        for source in wanted.keys() - self._feeds.keys():
+            self._say(source, "joined")
+            self._tallies[source] = Tally()
+            sink = PrintingSink(source, self._quiet(), as_json=self._viewing.as_json, wanted=self._viewing.wanted)
+            feed = self._feeds[source] = EventFeed(
+                wanted[source],
+                sink,
+                token_ids=True,
+                keys=self._keys if wanted[source].curve_key else None,
+                tap=functools.partial(self._tap, source),
+            )
+            feed.start(asyncio.get_running_loop())
+
+    def _quiet(self) -> Write:
+        """Where events go: nowhere while only rates are wanted."""
+        return self._write if self._viewing.rates_s is None else lambda _: None
+
+    def _say(self, source: Source, kind: str) -> None:
+        lines = json_lines if self._viewing.as_json else readable_lines
+        for line in lines(source, kind, None):
+            self._write(line)
+
+    def _tap(self, source: Source, instruction: Apply | Reset) -> None:
+        self._tallies[source].add(instruction, time.time())
+        if self._recording is not None:
+            for item in told(instruction):
+                self._recording.write(to_line(Recorded(source.replica_id, item)) + b"\n")
+            self._recording.flush()
+
+    def _report(self, seconds: float) -> None:
+        for source, feed in self._feeds.items():
+            reader = feed.subscription
+            line = self._tallies[source].report(seconds, reader.residents.digest.blocks, reader.counters)
+            self._write(f"{time.strftime('%H:%M:%S')}  {source.replica_id:<5} {line}")
 
 
 async def _pause(ended: asyncio.Event) -> None:
@@ -151,24 +292,6 @@ def _sources(view: dict[str, Any], only: frozenset[str]) -> dict[Source, EventEn
         for replica in view["replicas"]
         if replica.get("event_endpoints") and (not only or replica["replica_id"] in only)
     }
-
-
-def _adjust(
-    feeds: dict[Source, EventFeed],
-    wanted: dict[Source, EventEndpoints],
-    write: Write,
-    lines: Lines,
-    keys: KeyPair | None,
-) -> None:
-    for source in feeds.keys() - wanted.keys():
-        feeds.pop(source).close()
-        for line in lines(source, "gone", None):
-            write(line)
-    for source in wanted.keys() - feeds.keys():
-        for line in lines(source, "joined", None):
-            write(line)
-        feed = feeds[source] = EventFeed(wanted[source], PrintingSink(source, write, lines), token_ids=True, keys=keys)
-        feed.start(asyncio.get_running_loop())
 
 
 def _fields(what: Any) -> dict[str, Any]:
@@ -209,6 +332,10 @@ def _words(what: Any) -> str:
             )
         case list():
             return f"holds {_blocks(len(what))}"
+        case tuple():
+            blocks = sum(len(event.hashes) for event in what if not isinstance(event, Cleared))
+            parts = "chains" if isinstance(what[0], Stored) else "parts"
+            return f"{_blocks(blocks)} in {len(what)} {parts}" if blocks else f"{len(what)} times"
         case FeedStatus():
             return what.name.lower()
         case Cleared() | None:

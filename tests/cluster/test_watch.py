@@ -1,16 +1,22 @@
 """What `homing watch` prints for each kind of event."""
 
+import io
 import json
+from pathlib import Path
 
-from homing.cluster.watch import PrintingSink, Source, json_lines, readable_lines
-from homing.events import Cleared, FeedStatus, Removed, SnapshotBlock, Stored
+import pytest
+
+from homing.cluster.cli import run
+from homing.cluster.errors import SettingsError
+from homing.cluster.watch import PrintingSink, Source, Wanted
+from homing.events import Cleared, FeedStatus, Recorded, Removed, SnapshotBlock, Stored, StreamEvent, to_line
 
 SOURCE = Source("r0", 7)
 
 
 def printed(lines: object) -> list[str]:
     out: list[str] = []
-    sink = PrintingSink(SOURCE, out.append, json_lines if lines == "json" else readable_lines)
+    sink = PrintingSink(SOURCE, out.append, as_json=lines == "json")
     sink.reset([SnapshotBlock(1, None, [5]), SnapshotBlock(2, 1, [6])])
     sink.status(FeedStatus.LIVE)
     sink.apply([Stored(2, [3, 4], [7, 8], 1, "CPU"), Removed([3]), Cleared()])
@@ -43,3 +49,71 @@ def test_readable_lines_are_one_per_event() -> None:
         "removed  1 block: 0000000000000003",
         "cleared",
     ]
+
+
+def shown(wanted: Wanted, *events: object) -> list[str]:
+    """The readable lines of one batch, without time and replica."""
+    out: list[str] = []
+    PrintingSink(SOURCE, out.append, as_json=False, wanted=wanted).apply(events)
+    return [" ".join(line.split()[2:]) for line in out]
+
+
+def test_a_run_of_one_kind_is_one_line() -> None:
+    """A step of a busy engine stores a dozen chains; nobody reads a dozen lines for it."""
+    chains = [Stored(None, [1, 2]), Stored(None, [3])]
+
+    assert shown(Wanted(), Removed([9]), *chains) == [
+        "removed 1 block: 0000000000000009",
+        "stored 3 blocks in 2 chains",
+    ]
+
+
+def test_filters_keep_the_kinds_and_blocks_that_were_asked_for() -> None:
+    """One block is followed through its life among thousands."""
+    batch = [Stored(None, [0x1F << 56, 0x2F << 56]), Removed([0x1F << 56]), Cleared()]
+
+    assert [line.split()[0] for line in shown(Wanted(kinds=frozenset(["removed"])), *batch)] == ["removed"]
+    assert shown(Wanted(hash_prefix="1f"), *batch)[0].startswith("stored 1 block after the root, the last is 1f00")
+    assert shown(Wanted(hash_prefix="ee"), *batch) == ["cleared"]
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    """A file as `--record` writes it."""
+    items = [StreamEvent(4, None, Stored(None, [1, 2], [7, 8], 1), resync=True), StreamEvent(5, 60.0, Removed([1]))]
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"".join(to_line(Recorded(replica, item)) + b"\n" for replica in ("r0", "r1") for item in items))
+    return path
+
+
+def test_a_recorded_file_is_printed_through_the_same_filters(recording: Path) -> None:
+    """What happened last night is looked at as what happens now."""
+    out = io.StringIO()
+
+    assert run(["watch", "--replay", str(recording), "--replica", "r1", "--event", "stored"], out) == 0
+
+    assert out.getvalue().endswith("r1 #4 stored 2 blocks at the start of a prompt (2 tokens) (resync)\n")
+    assert out.getvalue().count("\n") == 1
+
+
+def test_a_replay_as_json_is_the_recording(recording: Path) -> None:
+    """It can be filtered into another recording."""
+    out = io.StringIO()
+
+    run(["watch", "--replay", str(recording), "--json"], out)
+
+    assert out.getvalue() == recording.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--event", "store"], "did you mean stored"),
+        (["--rates", "0"], "above 0"),
+        (["--replay", "/nowhere"], "cannot replay /nowhere"),
+    ],
+)
+def test_mistakes_are_told_by_name(words: list[str], told: str) -> None:
+    """With the remedy."""
+    with pytest.raises(SettingsError, match=told):
+        run(["watch", *words], io.StringIO())
