@@ -75,6 +75,7 @@ class HomingRouter:
         self._service: RouterService | None = None
         self._server: RouterServer | None = None
         self._loading: asyncio.Task[None] | None = None
+        self._settled = False
 
     async def start(self, doors: Doors, members: Sequence[ReplicaDescription], seed: int) -> Listening:
         """Learn what these replicas hold, then listen: until then nothing can be steered. Raises AddressInUse."""
@@ -113,6 +114,15 @@ class HomingRouter:
         self._service.apply_membership(members, seed)
         if members:
             await self._server.load_text(members[0].model.path)
+            self._settle()
+
+    def _settle(self) -> None:
+        """Once: what is loaded by then stays for the life of the process."""
+        from ..router.server import settle
+
+        if not self._settled:
+            self._settled = True
+            settle()
 
     async def run(self) -> None:
         """Returns when stopped; an HTTP server that ends by itself takes the process along through `stop`."""

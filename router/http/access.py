@@ -5,11 +5,14 @@ Knows neither routing nor HTTP's framing.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import TextIO
 
 from .exchange import Exchange
+
+log = logging.getLogger(__name__)
 
 #: Lines wait at most so long, and no more of them than `FLUSH_LINES`.
 FLUSH_S = 0.25
@@ -44,6 +47,8 @@ class AccessLog:
             self._stream.write("".join(lines))
             self._stream.flush()
         except (OSError, ValueError):  # a full disk, or a stream that was closed, must not stop answers
+            if not self.lost:
+                log.warning("access_log_lost stream=%s lines=%d", self._stream, len(lines))
             self.lost += len(lines)
 
     close = flush

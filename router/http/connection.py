@@ -36,6 +36,7 @@ HIGH_WATER_BYTES = 64 * 1024
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus}
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_PROPOSAL = frozenset({"upgrade", "connection", "http2-settings"})
 _LAST_CHUNK = b"0\r\n\r\n"
 
 
@@ -141,8 +142,9 @@ class HttpConnection(asyncio.Protocol):
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self.close()  # answered in HTTP/1.1, which a server may; what follows would not be HTTP
+        except httptools.HttpParserUpgrade as upgrade:
+            self._stay(data[upgrade.args[0] :])
+            return
         except httptools.HttpParserError as error:
             self._refuse(_cause(error))
             return
@@ -189,6 +191,8 @@ class HttpConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         """A request is whole."""
         parser, body = self._parser, self._body
+        if parser.should_upgrade() and parser.get_method() != b"CONNECT":
+            return
         request = Request(
             parser.get_method().decode("ascii"),
             _path(self._url),
@@ -204,6 +208,21 @@ class HttpConnection(asyncio.Protocol):
         if len(self._waiting) >= MAX_PIPELINED and not self._paused_reading:
             self._paused_reading = True
             self._transport.pause_reading()
+
+    def _stay(self, rest: bytes) -> None:
+        """Another protocol was proposed: go on in this one, as if it had not been. `rest` is what follows the head.
+
+        Java's client proposes HTTP/2 to every server. The parser takes the body for the other protocol's, so it gets
+        the head once more without the proposal.
+        """
+        method = self._parser.get_method()
+        if method == b"CONNECT":
+            self.close()
+            return
+        fields = [f"{name}: {value}" for name, value in self._headers.items() if name not in _PROPOSAL]
+        head = b"%b %b HTTP/1.1\r\n%b\r\n\r\n" % (method, self._url, "\r\n".join(fields).encode("latin-1"))
+        self._renew()
+        self.data_received(head + rest)
 
     # Answering
 
@@ -283,10 +302,12 @@ class HttpConnection(asyncio.Protocol):
     def _write(self, data: bytes) -> None:
         if self._transport.is_closing():
             return
-        self._transport.write(data)
-        self._sent += len(data)
+        # Before this piece is added: an answer that comes in one piece may be as large as it is.
         if self._behind and self._transport.get_write_buffer_size() > self._host.limits.max_unsent_bytes:
             self._cut("unsent")
+            return
+        self._transport.write(data)
+        self._sent += len(data)
 
     # Ends
 

@@ -172,7 +172,8 @@ def router(port: int, descriptions: Path, text: str) -> None:
     from homing.replica.messages import ReplicaDescription
 
     members = msgspec.msgpack.decode(descriptions.read_bytes(), type=list[ReplicaDescription])
-    uvloop.run(serve(port, members, text))
+    run = asyncio.run if os.environ.get("BENCH_LOOP") == "asyncio" else uvloop.run
+    run(serve(port, members, text))
 
 
 async def serve(port: int, members: Sequence[object], text: str) -> None:

@@ -4,19 +4,25 @@
 import asyncio
 import json
 import socket
+import ssl
 from collections.abc import Callable
+from pathlib import Path
 
+import httpx
+import msgspec
 import pytest
 from openai import AsyncOpenAI
 
 from homing.router.config import RouterSettings
-from homing.router.errors import AddressInUse, TokenizerUnavailable
+from homing.router.errors import AddressInUse, TlsUnusable, TokenizerUnavailable
 from homing.router.http.front import TextModels
 from homing.router.http.server import listening_socket
 from homing.router.server import RouterServer
+from homing.router.text.tokenizer import TextModel
 
 from .http.conftest import (
     Live,
+    LoadedText,
     answer_ids,
     backend,
     limits,
@@ -29,6 +35,8 @@ from .http.fakes import PAUSE, FakeBackend, reply
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 HANG_S = 20
+#: A certificate for the loopback, and its key: for tests alone.
+TLS = Path(__file__).parent / "tls" / "server.pem"
 
 
 def post(path: str, body: bytes, **headers: str) -> bytes:
@@ -220,3 +228,47 @@ async def test_the_tokenizer_is_loaded_once_before_the_first_request(settings, b
     assert len(loads) == 2
     assert all(isinstance(each, TokenizerUnavailable) for each in results)
     await server.stop()
+
+
+async def test_a_certificate_makes_it_https(settings: RouterSettings, backend: FakeBackend, text_model: TextModel):
+    """Streams too; a file with certificate and key in one is enough."""
+    encrypted = msgspec.structs.replace(settings, tls_cert_file=str(TLS))
+    server = RouterServer(encrypted, backend, texts=LoadedText(text_model), grace_s=1.0)
+    port = await server.start("127.0.0.1", 0)
+    trust = ssl.create_default_context(cafile=TLS)
+
+    async with httpx.AsyncClient(base_url=f"https://127.0.0.1:{port}", verify=trust) as client:
+        response = await client.post("/v1/chat/completions", json=CHAT | {"stream": True})
+    await server.stop()
+
+    assert response.status_code == 200
+    assert response.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tls_key_file": "x"}, {"tls_cert_file": "nowhere.pem"}, {"tls_cert_file": __file__}]
+)
+async def test_a_certificate_that_cannot_be_used_is_named(settings: RouterSettings, backend: FakeBackend, fields):
+    """At the start, not at the first client."""
+    server = RouterServer(msgspec.structs.replace(settings, **fields), backend)
+
+    with pytest.raises(TlsUnusable, match="tls_cert_file"):
+        await server.start("127.0.0.1", 0)
+
+
+async def test_each_request_leaves_a_line_in_the_access_log(settings, backend, text_model, tmp_path: Path):
+    """With what a person asks first: who, what, where, how long."""
+    file = tmp_path / "access.log"
+    server = RouterServer(
+        msgspec.structs.replace(settings, access_log=str(file)), backend, texts=LoadedText(text_model), grace_s=1.0
+    )
+    port = await server.start("127.0.0.1", 0)
+    await exchange(port, post("/v1/chat/completions", json.dumps(CHAT).encode()))
+    await exchange(port, post("/v1/chat/completions", b"{"))
+    await server.stop()
+
+    good, bad = file.read_text().splitlines()
+    assert "status=200" in good
+    assert "replica=r0" in good
+    assert "status=400" in bad
+    assert "replica" not in bad
