@@ -12,7 +12,7 @@ ARGS ?=
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast check lint types format wheel-check compat bench-core bench-events bench-partial bench-decision bench-router bench-routing test-slow clean
+.PHONY: help setup serve test test-fast check lint types format wheel-check compat bench-core bench-events bench-eviction bench-partial bench-decision bench-router bench-routing test-slow clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,6 +78,9 @@ bench-core: $(if $(PEER),$(COMPAT)/.ready,$(VENV)/.dev) ## Cost of hashing, pool
 
 bench-events: $(VENV)/.dev ## Cost of the event stream: a router's ingest over ZeroMQ, and the publisher (OUT=FILE writes JSON)
 	@$(BIN)/python tests/bench/events.py $(if $(OUT),--out $(OUT))
+
+bench-eviction: $(VENV)/.dev ## Hit rates of the eviction policies beside the optimum (TRACES=DIR: on those traces; OUT=FILE writes JSON)
+	@$(BIN)/python tests/bench/eviction.py $(if $(TRACES),--traces $(TRACES)) $(if $(OUT),--out $(OUT))
 
 bench-partial: $(VENV)/.dev ## What copying inside blocks saves, and what a copy costs
 	@$(BIN)/python tests/bench/partial_blocks.py

@@ -112,6 +112,7 @@ class PrefixCache:
         self.counters = CacheStats()
         self._pool = BlockPool(num_blocks)
         self._policy: EvictionPolicy = Lru() if policy is None else policy
+        self._policy.begin(self.total_blocks)
         self._listener = listener
         self._stride = block_size * TOKEN_BYTES
         self._split = Struct(f"{self._stride}s").iter_unpack
@@ -250,6 +251,7 @@ class PrefixCache:
             self._policy.reuse(idle)
         for block in match.blocks:
             block.ref_count += 1
+            block.hits += 1
         self.counters.query_tokens += match.query_tokens
         self.counters.hit_tokens += match.tokens
         self.counters.partial_hit_tokens += match.partial.tokens if match.partial else 0
@@ -269,6 +271,7 @@ class PrefixCache:
             taken += self._evict(count - from_pool)
         for block in taken:
             block.ref_count = 1
+            block.hits = 0
         return taken
 
     def _evict(self, count: int) -> list[Block]:
@@ -312,6 +315,7 @@ class PrefixCache:
             blocks, hashes, tokens = blocks[:public], hashes[:public], tokens[: public * self._stride]
         assert not start or parent in self._index, f"block {start} of a chain committed before block {start - 1}"
         shared, copies = self._register(blocks, start, parent, hashes, tokens)
+        self._policy.store(blocks[:shared], self._index[parent] if start else None)
         self._announce(blocks[:shared], copies, start, parent, hashes, tokens)
 
     def _register(
@@ -349,10 +353,13 @@ class PrefixCache:
             return False
         if holder.ref_count:
             self._twins.setdefault(block_hash, {})[block.block_id] = block
+            # Computed again is asked for again; the parent was counted before, as a hit or in the same way.
+            holder.hits += 1
         else:
             if self._kept.pop(block_hash, None) is None:
                 self._policy.discard(holder)
             self._children.hand_over(holder, block)
+            block.hits = holder.hits + 1
             self._forget(holder)
             self._pool.give((holder,))
             self._index[block_hash] = block
@@ -441,6 +448,7 @@ class PrefixCache:
             if self._index[block_hash] is block:
                 heir = self._index[block_hash] = twins.popitem()[1]
                 self._children.hand_over(block, heir)
+                heir.hits = block.hits
             else:
                 del twins[block.block_id]
             if not twins:
@@ -505,6 +513,7 @@ class PrefixCache:
             return False
         self.pins.clear()
         idle = [*self._policy.take(len(self._policy)), *self._kept.values()]
+        self._policy.begin(self.total_blocks)
         self._kept.clear()
         for block in idle:
             self._forget(block)
@@ -568,6 +577,8 @@ class PrefixCache:
         seen: set[BlockHash | None] = set()
         for block_hash, block in self._index.items():
             assert block.first or block.parent in seen, f"{block} is resident before or without its parent"
+            if not block.first and block.parent is not None:
+                assert block.hits <= self._index[block.parent].hits, f"{block} was hit without its parent"
             seen.add(block_hash)
         gone: set[BlockHash | None] = set()
         for block in self._policy:

@@ -17,7 +17,10 @@ class KvCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     partial_block_reuse: Annotated[
         bool, Meta(description="copy the leading tokens of a cached block that a prompt leaves midway")
     ] = True
-    eviction: Annotated[Literal["lru"], Meta(description="which cached block goes first when room is needed")] = "lru"
+    eviction: Annotated[
+        Literal["lru", "hit-density"],
+        Meta(description="which cached block goes first when room is needed: the longest idle, or the least promising"),
+    ] = "hit-density"
     kv_cache_bytes: Annotated[
         int, Meta(ge=0, description="KV memory of one rank in bytes; 0: by device (512 MiB on CPU)")
     ] = 0

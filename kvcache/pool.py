@@ -65,6 +65,8 @@ class Block:
         "block_id",
         "children",
         "first",
+        "hits",
+        "idle_since",
         "newer",
         "older",
         "parent",
@@ -88,6 +90,11 @@ class Block:
         self.children: BlockHash | Siblings | None = None
         #: The dictionary in which this block's hash stands, if it stands in one.
         self.siblings: Siblings | None = None
+        #: How many requests went through this prefix after the one that computed it, as far as is known. Kept on the
+        #: copy that is found; a parent has at least as many as its child.
+        self.hits = 0
+        #: When it fell idle, on the clock of the eviction policy.
+        self.idle_since = 0
         #: Neighbours in the `BlockList` that holds this block; outside of one they mean nothing.
         self.older = self
         self.newer = self
@@ -157,6 +164,27 @@ class BlockList:
         rest.older = self._sentinel
         self._sentinel.newer = rest
         self._size -= count
+        return taken
+
+    @property
+    def oldest(self) -> Block | None:
+        """What `take_oldest` would take first."""
+        return self._sentinel.newer if self._size else None
+
+    def take_cohort(self, most: int) -> list[Block]:
+        """Take out the oldest and those after it that fell idle at the same time, no more than `most`, oldest first."""
+        block = self._sentinel.newer
+        since = block.idle_since
+        taken: list[Block] = []
+        append = taken.append
+        for _ in range(min(most, self._size)):
+            if block.idle_since != since:
+                break
+            append(block)
+            block = block.newer
+        block.older = self._sentinel
+        self._sentinel.newer = block
+        self._size -= len(taken)
         return taken
 
     def check(self) -> None:

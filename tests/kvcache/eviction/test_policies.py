@@ -25,6 +25,7 @@ def tail_first(blocks: list[Block]) -> list[Block]:
 @pytest.fixture(params=get_args(EvictionName))
 def policy(request: pytest.FixtureRequest):
     made: EvictionPolicy = eviction_policy(request.param)
+    made.begin(40)
     yield made
     made.check()
     assert len(list(made)) == len(made)

@@ -1,0 +1,167 @@
+"""Gives up what is least likely to be hit soon, as learned from the traffic itself.
+
+Idle blocks stand in a few *lanes* by how often they were hit before, in each lane by age. The policy compares the
+oldest block of each lane by the density of hits that `ReuseTable` learned, and falls back to the oldest of all where
+the difference is small. So prompts that come once give way to prefixes that came back, for as long as that pays in this
+traffic; where it does not, the order is that of LRU.
+
+Closed under prefixes, because a parent never stands before its child by any of the things compared: its hits, hence its
+lane, are at least the child's; it fell idle no earlier; and density falls neither from lane to lane nor rises with age.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
+from operator import attrgetter, itemgetter
+
+from ..hashing import BlockHash
+from ..pool import Block, BlockList
+from .reuse import AGES, EPOCHS_PER_TURNOVER, ReuseTable
+
+#: Blocks hit never, once, twice, three times, more often. Three or eight lanes did as well on the traces.
+LANES = 5
+_MOST = LANES - 1
+#: The oldest block goes unless another's density is below this share of its own. Without it, agents whose working set
+#: just fits lost 0.3 points of hit rate against LRU; with it, nothing, and other traffic gained as much as before.
+DECISIVE = 0.8
+#: So that a tiny cache has no epochs of single blocks.
+FEWEST_EPOCH_BLOCKS = 16
+
+_hits_of = attrgetter("hits")
+_cohort_of = attrgetter("hits", "idle_since")
+_since_of = itemgetter(1)
+
+
+class HitDensity:
+    """Least hits to expect per block and time goes first."""
+
+    def __init__(self) -> None:
+        self._lanes = tuple(BlockList() for _ in range(LANES))
+        self._size = 0
+        #: Lane and epoch of what was given up in the last epochs, oldest first: what comes back is known by it.
+        self._ghosts: dict[BlockHash | None, tuple[int, int]] = {}
+        self.begin(0)
+
+    def begin(self, capacity: int) -> None:
+        self._epoch_blocks = max(FEWEST_EPOCH_BLOCKS, capacity // EPOCHS_PER_TURNOVER)
+        self._ghost_limit = self._epoch_blocks * AGES
+        self._table = ReuseTable(LANES, self._epoch_blocks)
+        self._ghosts.clear()
+        self._stored = 0
+
+    def store(self, blocks: Sequence[Block], parent: Block | None) -> None:
+        if self._ghosts:
+            self._recognize(blocks, parent)
+        self._stored += len(blocks)
+        while self._stored >= self._epoch_blocks:
+            self._stored -= self._epoch_blocks
+            self._table.advance()
+
+    def _recognize(self, blocks: Sequence[Block], parent: Block | None) -> None:
+        """What was resident before goes on from where it was."""
+        forget = self._ghosts.pop
+        found = [forget(block.block_hash, None) for block in blocks]
+        if not any(found):
+            return
+        start = 0
+        for ghost, group in groupby(found):
+            end = start + len(list(group))
+            if ghost is not None:
+                lane, since = ghost
+                before = blocks[start - 1] if start else parent
+                # A ghost may be of another prefix, as hashes may collide.
+                hits = lane + 1 if before is None else min(lane + 1, before.hits)
+                for block in blocks[start:end]:
+                    block.hits = hits
+                self._table.hit(lane, since, end - start)
+            start = end
+
+    def add(self, blocks: Sequence[Block]) -> None:
+        if not blocks:
+            return
+        epoch = self._table.epoch
+        for block in blocks:
+            block.idle_since = epoch
+        self._size += len(blocks)
+        hits = blocks[0].hits
+        if len({block.hits for block in blocks}) == 1:
+            self._enter(min(hits, _MOST), blocks)
+            return
+        for hits, group in groupby(blocks, _hits_of):
+            self._enter(min(hits, _MOST), list(group))
+
+    def _enter(self, lane: int, run: Sequence[Block]) -> None:
+        self._lanes[lane].extend(run)
+        self._table.idle(lane, len(run))
+
+    def reuse(self, blocks: Sequence[Block]) -> None:
+        self._size -= len(blocks)
+        hits, since = blocks[0].hits, blocks[0].idle_since
+        if len({block.hits for block in blocks}) == 1 == len({block.idle_since for block in blocks}):
+            self._leave(min(hits, _MOST), since, blocks)
+            return
+        for (hits, since), group in groupby(blocks, _cohort_of):
+            self._leave(min(hits, _MOST), since, list(group))
+
+    def _leave(self, lane: int, since: int, run: Sequence[Block]) -> None:
+        self._lanes[lane].remove(run)
+        self._table.hit(lane, since, len(run))
+
+    def discard(self, block: Block) -> None:
+        self._size -= 1
+        # Somebody computed it again: it would have been hit.
+        self._leave(min(block.hits, _MOST), block.idle_since, (block,))
+
+    def take(self, count: int) -> list[Block]:
+        assert count <= self._size, f"{count} blocks asked of {self._size} idle ones"
+        self._size -= count
+        taken: list[Block] = []
+        while len(taken) < count:
+            lane = self._next_lane([blocks.oldest for blocks in self._lanes])
+            run = self._lanes[lane].take_cohort(count - len(taken))
+            self._remember(run, lane)
+            taken += run
+        return taken
+
+    def _next_lane(self, heads: Sequence[Block | None]) -> int:
+        """Whose oldest block goes. Of equals the one with fewer hits, as it may be a child of the other."""
+        density = self._table.density
+        ranked = [
+            (density(lane, head.idle_since), head.idle_since, lane)
+            for lane, head in enumerate(heads)
+            if head is not None
+        ]
+        best, oldest = min(ranked), min(ranked, key=_since_of)
+        return best[2] if best[0] < DECISIVE * oldest[0] else oldest[2]
+
+    def _remember(self, run: Sequence[Block], lane: int) -> None:
+        ghosts, ghost = self._ghosts, (lane, run[0].idle_since)
+        for block in run:
+            ghosts[block.block_hash] = ghost
+        excess = len(ghosts) - self._ghost_limit
+        if excess > 0:
+            for block_hash in list(islice(ghosts, excess)):
+                del ghosts[block_hash]
+
+    def check(self) -> None:
+        self._table.check()
+        for blocks in self._lanes:
+            blocks.check()
+            since = [block.idle_since for block in blocks]
+            assert since == sorted(since), "a lane is not ordered by age"
+        assert self._size == sum(map(len, self._lanes)), f"{self._size} idle blocks, not so many in the lanes"
+        assert len(self._ghosts) <= self._ghost_limit, f"{len(self._ghosts)} ghosts, at most {self._ghost_limit} kept"
+        idle = {block.block_hash for block in self}
+        assert idle.isdisjoint(self._ghosts), "an idle block is remembered as gone"
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Block]:
+        waiting = [iter(blocks) for blocks in self._lanes]
+        heads = [next(blocks, None) for blocks in waiting]
+        while any(heads):
+            lane = self._next_lane(heads)
+            head = heads[lane]
+            assert head is not None, f"lane {lane} is empty"
+            yield head
+            heads[lane] = next(waiting[lane], None)
