@@ -1,5 +1,6 @@
 """docs/events.md says what the code does."""
 
+import asyncio
 import contextlib
 import re
 import threading
@@ -12,6 +13,7 @@ import pytest
 import zmq
 
 from homing.events import EventPublisher, messages
+from homing.events.keys import ServerKeys, new_pair
 
 from .fakes import block, tokens
 
@@ -38,6 +40,29 @@ def documented_keys(title: str) -> set[str]:
 def test_every_key_on_the_wire_is_documented(struct: type[msgspec.Struct], unused: set[str]) -> None:
     """A reader in another language has only this page."""
     assert documented_keys(struct.__name__) == set(struct.__struct_fields__) - unused
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_the_subscriber_of_the_page_follows_a_publisher(
+    make_publisher: Callable[..., EventPublisher], encrypted: bool
+) -> None:
+    """It is the first thing that anybody tries."""
+    (code,) = [part for part in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "def held_blocks" in part]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    server, client = new_pair(), new_pair()
+    publisher = make_publisher(keys=ServerKeys(server, lambda: frozenset([client.public])) if encrypted else None)
+    endpoints = publisher.start()
+    publisher.stored(None, [block(1), block(2)], tokens(1, 2))
+    publisher.flush()
+
+    following = names["held_blocks"](endpoints, client if encrypted else None)
+    async with asyncio.timeout(20), contextlib.aclosing(following) as sets:
+        async for held in sets:
+            if held == {1, 2}:
+                break
+
+    assert held == {1, 2}
 
 
 def test_the_plain_pyzmq_reader_of_the_page_follows_a_publisher(
