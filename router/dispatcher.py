@@ -73,6 +73,7 @@ class Deliver(msgspec.Struct, frozen=True, gc=False):
 
     flight: FlightId
     delta: TokenDelta
+    replica: str | None  #: where it comes from; the request may be over by the time it is handed on
 
 
 class Finished(msgspec.Struct, frozen=True, gc=False):
@@ -470,7 +471,7 @@ class Dispatcher:
             flight.generated += len(output.token_ids)
             flight.fresh += output.token_ids
             delta = TokenDelta(token_ids=output.token_ids, logprobs=output.logprobs)
-            instructions.append(Deliver(flight.flight_id, delta))
+            instructions.append(Deliver(flight.flight_id, delta, flight.replica))
         return instructions
 
     def _on_output(self, replica: str, output: TokenOutput, now: float) -> list[Instruction]:
@@ -496,7 +497,7 @@ class Dispatcher:
         if flight.ttft_s is None:
             flight.ttft_s = now - flight.arrived
         if delta.finish_reason is None:
-            return [Deliver(flight.flight_id, delta)]
+            return [Deliver(flight.flight_id, delta, flight.replica)]
         return self._finish(flight, delta, delta.finish_reason, now)
 
     def _take(self, flight: _Flight, output: TokenOutput) -> TokenDelta:
@@ -577,7 +578,7 @@ class Dispatcher:
         self.counters.predicted_cached_tokens += flight.predicted_cached_tokens
         self.counters.delivered_cached_tokens += flight.delivered_cached_tokens or 0
         record = _record(flight, "finished", reason, now)
-        return [Deliver(flight.flight_id, delta), Finished(flight.flight_id, record)]
+        return [Deliver(flight.flight_id, delta, flight.replica), Finished(flight.flight_id, record)]
 
     def _fail(self, flight: _Flight, error: RouterError, now: float) -> list[Instruction]:
         self._forget(flight)

@@ -350,7 +350,7 @@ class RouterService:
     def _carry_out(self, instruction: Instruction) -> None:
         if isinstance(instruction, Deliver):  # nearly all are
             if (stream := self._streams.get(instruction.flight)) is not None:
-                stream.put(instruction.delta)
+                stream.put(instruction.delta, instruction.replica)
             return
         match instruction:
             case Send(replica, message):

@@ -26,7 +26,7 @@ class RequestStream:
     @property
     def replica_id(self) -> str | None:
         """Where the request runs or ran last; None while the router holds it."""
-        return self._last_replica if self._over else self._replica()
+        return self._last_replica or self._replica()
 
     def listen(self, sink: TokenSink) -> None:
         """See `TokenStream.listen`."""
@@ -34,7 +34,7 @@ class RequestStream:
         self._sink = sink
         kept, self._kept = self._kept, []
         for delta in kept:
-            self.put(delta)
+            self._hand(delta)
         if self._error is not None and not self._cancelled:
             sink.failed(self._error)
 
@@ -46,8 +46,12 @@ class RequestStream:
         if not self._over:
             self._cancel()
 
-    def put(self, delta: TokenDelta) -> None:
-        """Hand a delta to the sink."""
+    def put(self, delta: TokenDelta, replica_id: str | None) -> None:
+        """Hand a delta of that replica to the sink."""
+        self._last_replica = replica_id
+        self._hand(delta)
+
+    def _hand(self, delta: TokenDelta) -> None:
         if self._cancelled:
             return
         if self._sink is None:

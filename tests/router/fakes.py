@@ -154,9 +154,12 @@ class Reading:
         self.stream = stream
         self._items: asyncio.Queue[TokenDelta | RouterError] = asyncio.Queue()
         self._over = False
+        #: What the stream said of its replica as each delta came.
+        self.replicas: list[str | None] = []
         stream.listen(self)
 
     def delta(self, delta: TokenDelta) -> None:
+        self.replicas.append(self.stream.replica_id)
         self._items.put_nowait(delta)
 
     def failed(self, error: RouterError) -> None:

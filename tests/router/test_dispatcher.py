@@ -109,7 +109,7 @@ class World:
                     self.on_wire[replica].append(message)
                 case Hold(flight):
                     self.held.append(flight)
-                case Deliver(flight, delta):
+                case Deliver(flight, delta, _):
                     assert flight not in self.records, "a delta after the end"
                     self.deltas[flight].append(delta)
                 case Finished(flight, record) | Cancelled(flight, record):

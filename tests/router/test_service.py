@@ -118,6 +118,16 @@ async def test_a_request_ends_with_its_tokens_and_is_observed(pair: Cluster) -> 
     assert pair.watcher.reports > 0
 
 
+async def test_the_replica_is_known_with_every_delta_and_after_the_last(pair: Cluster) -> None:
+    """The answer's head names it, and a short answer's head is written with its only delta."""
+    reading = Reading(pair.service.generate(request_of(PROMPT, max_tokens=1)))
+    deltas = [delta async for delta in reading]
+
+    assert len(deltas) == 1
+    assert reading.replicas == [reading.stream.replica_id]
+    assert reading.stream.replica_id in pair.replicas
+
+
 async def test_the_holder_is_chosen_once_its_events_arrived(pair: Cluster) -> None:
     """What replicas hold is learned from the stream alone."""
     home, first = await pair.ask(request_of(PROMPT))
