@@ -103,7 +103,7 @@ def watch(settings: Settings, out: TextIO, viewing: Viewing, *, url: str | None)
     except BadKeys as error:
         raise SettingsError(f"setting events_curve_keys: {error}") from error
     with _recording(viewing.record) as recording:
-        asyncio.run(_Watching(found, viewing, _writer(out), own, recording).run())
+        asyncio.run(Watching(found, viewing, _writer(out), own, recording).run())
     return 0
 
 
@@ -202,7 +202,7 @@ class PrintingSink:
             self._write(line)
 
 
-class _Watching:
+class Watching:
     """The feeds of one `homing watch`."""
 
     def __init__(
@@ -225,7 +225,7 @@ class _Watching:
                 try:
                     view = await asyncio.to_thread(get_json, f"{self._url}/cluster")
                     misses = 0
-                    self._adjust(_sources(view, self._viewing.wanted.replicas))
+                    self.adjust(_sources(view, self._viewing.wanted.replicas))
                 except ClusterError:
                     misses += 1
                     if misses >= PATIENCE or not self._feeds:
@@ -238,7 +238,8 @@ class _Watching:
             for feed in self._feeds.values():
                 feed.close()
 
-    def _adjust(self, wanted: dict[Source, EventEndpoints]) -> None:
+    def adjust(self, wanted: dict[Source, EventEndpoints]) -> None:
+        """Follow exactly these."""
         for source in self._feeds.keys() - wanted.keys():
             self._feeds.pop(source).close()
             self._tallies.pop(source)

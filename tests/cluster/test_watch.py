@@ -1,5 +1,6 @@
 """What `homing watch` prints for each kind of event."""
 
+import asyncio
 import io
 import json
 from pathlib import Path
@@ -8,8 +9,21 @@ import pytest
 
 from homing.cluster.cli import run
 from homing.cluster.errors import SettingsError
-from homing.cluster.watch import PrintingSink, Source, Wanted
-from homing.events import Cleared, FeedStatus, Recorded, Removed, SnapshotBlock, Stored, StreamEvent, to_line
+from homing.cluster.watch import PrintingSink, Source, Viewing, Wanted, Watching
+from homing.events import (
+    Cleared,
+    EventPublisher,
+    EventsSettings,
+    FeedStatus,
+    Recorded,
+    Removed,
+    SnapshotBlock,
+    Stored,
+    StreamEvent,
+    read_lines,
+    rebuild,
+    to_line,
+)
 
 SOURCE = Source("r0", 7)
 
@@ -117,3 +131,25 @@ def test_mistakes_are_told_by_name(words: list[str], told: str) -> None:
     """With the remedy."""
     with pytest.raises(SettingsError, match=told):
         run(["watch", *words], io.StringIO())
+
+
+async def test_what_is_followed_is_recorded_whole_whatever_is_shown(tmp_path: Path) -> None:
+    """A filter for the eye must not put holes into the record: the tree rebuilt from it is the replica's."""
+    publisher = EventPublisher(EventsSettings(), host="127.0.0.1", block_size=1, epoch=7, medium="CPU")
+    endpoints = publisher.start()
+    publisher.stored(None, [bytes(15) + b"\1", bytes(15) + b"\2"], bytes(8))
+    publisher.flush()
+    viewing, lines = Viewing(wanted=Wanted(kinds=frozenset(["status"]))), []
+
+    with (tmp_path / "record").open("wb") as record:
+        watching = Watching("http://unused", viewing, lines.append, None, record)
+        watching.adjust({SOURCE: endpoints})
+        async with asyncio.timeout(20):
+            while not any("live" in line for line in lines):  # noqa: ASYNC110 - lines are plain text
+                await asyncio.sleep(0.01)
+        watching.adjust({})
+    publisher.close()
+
+    mirrors = rebuild(read_lines((tmp_path / "record").read_bytes().splitlines()))
+    assert mirrors["r0"].parents == {1: None, 2: 1}
+    assert [line.split()[2] for line in lines] == ["joined", "status", "gone"]
