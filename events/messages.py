@@ -94,6 +94,18 @@ class CacheCounters(msgspec.Struct, frozen=True, kw_only=True):
     partial_hit_tokens: int = 0  #: of `hit_tokens`, those copied out of a block that then differs
 
 
+class PrefillCost(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds of a prefill by parts, as fitted to measured steps."""
+
+    prompt_s: float  #: for each prompt, however short its uncached rest
+    token_s: float  #: for each token computed
+    pair_s: float  #: for each token computed and each token before it
+
+    def seconds(self, cached: int, tokens: int) -> float:
+        """For `tokens` behind `cached` ones."""
+        return self.prompt_s + tokens * (self.token_s + self.pair_s * (cached + tokens / 2))
+
+
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     """A replica's load after a step, or at rest every heartbeat."""
 
@@ -114,6 +126,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     accepted: dict[str, int] = {}
     draining: bool = False
     pinned_blocks: int = 0  #: distinct ones, in use or not
+    prefill_cost: PrefillCost | None = None  #: None: only the rate is known
 
 
 class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):

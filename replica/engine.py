@@ -7,7 +7,7 @@ that first tells the other ranks), so that the engine is the same with one rank 
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -136,11 +136,15 @@ class Engine:
             self._fail(rows, error, result)
             return result
         self.failures_in_a_row = 0
-        decodes = sum(row.decodes for row in rows)
-        prefilled = sum(row.count for row in rows) - decodes
-        self._prefilled_tokens += prefilled
-        self.rates.observe(prefilled, decodes, self._clock() - started)
+        self._measure(rows, self._clock() - started)
         return result
+
+    def _measure(self, rows: Sequence[ScheduledRow], seconds: float) -> None:
+        prefills = [row for row in rows if not row.decodes]
+        tokens = sum([row.count for row in prefills])
+        pairs = sum([row.count * (row.start + row.count / 2) for row in prefills])
+        self._prefilled_tokens += tokens
+        self.rates.observe(tokens, len(rows) - len(prefills), seconds, prompts=len(prefills), pairs=pairs)
 
     def expire_pins(self) -> None:
         """End the pins whose time is over. `step` does; an idle engine has to be told."""
@@ -167,6 +171,7 @@ class Engine:
             accepted=dict(self._accepted),
             draining=self.draining,
             pinned_blocks=len(self._cache.pins),
+            prefill_cost=self.rates.prefill_cost,
         )
 
     def _counters(self) -> CacheCounters:

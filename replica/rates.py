@@ -4,7 +4,10 @@ The router divides by these to foresee a time to first token, so both must descr
 jump on one odd step.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from ..events.messages import PrefillCost
+from .cost import PrefillCostFit
 
 #: A step with fewer prompt tokens measures the fixed cost of a step, not the prefill rate: after a prefix hit of
 #: nearly all of a prompt the "rate" would seem a tenth of the true one. Not tuned.
@@ -21,18 +24,36 @@ class Rates:
 
     prefill_tokens_per_s: float
     decode_step_s: float
+    _fit: PrefillCostFit = field(default_factory=PrefillCostFit)
 
     def __post_init__(self) -> None:
         self.check()
 
-    def observe(self, prefill_tokens: int, decode_rows: int, seconds: float) -> None:
-        """Learn from one step that computed so many prompt tokens and decoded so many requests."""
+    @property
+    def prefill_cost(self) -> PrefillCost:
+        """What a prefill costs, by parts."""
+        return self._fit.cost(self.prefill_tokens_per_s)
+
+    def observe(
+        self, prefill_tokens: int, decode_rows: int, seconds: float, *, prompts: int = 1, pairs: float = 0.0
+    ) -> None:
+        """Learn from one step that computed so many tokens of so many prompts and decoded so many requests.
+
+        `pairs`: for each prompt token computed, the number of those before it.
+        """
         if seconds <= 0:
             return
         if prefill_tokens == 0 and decode_rows:
             self.decode_step_s += DECODE_WEIGHT * (seconds - self.decode_step_s)
-        elif prefill_tokens >= MIN_PREFILL_TOKENS:
-            self._observe_prefill(prefill_tokens, seconds - self._share_of_decode(decode_rows, seconds))
+        elif prefill_tokens:
+            prefill_s = seconds - self._share_of_decode(decode_rows, seconds)
+            self.learn(prompts, prefill_tokens, pairs, prefill_s)
+            if prefill_tokens >= MIN_PREFILL_TOKENS:
+                self._observe_prefill(prefill_tokens, prefill_s)
+
+    def learn(self, prompts: int, tokens: int, pairs: float, seconds: float) -> None:
+        """What a prefill alone took, for its cost by parts."""
+        self._fit.observe(prompts, tokens, pairs, seconds)
 
     def check(self) -> None:
         """Both rates are divided by: they stay above zero."""

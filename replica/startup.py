@@ -64,9 +64,18 @@ def measure_rates(
         executor.execute(plan_of_rows(0, [row]))
         return max(clock() - started, 1e-9)
 
-    prefills = [seconds(PlanRow([0] * tokens, 0, table)) for _ in range(1 + WARM_UP_REPEATS)]
+    def prefills(count: int) -> list[float]:
+        return [seconds(PlanRow([0] * count, 0, table)) for _ in range(1 + WARM_UP_REPEATS)][1:]
+
+    few = max(1, tokens // 8)
+    short, long = prefills(few), prefills(tokens)
     decodes = [seconds(PlanRow([0], tokens, table)) for _ in range(1 + WARM_UP_REPEATS)]
-    return Rates(prefill_tokens_per_s=tokens / median(prefills[1:]), decode_step_s=median(decodes[1:]))
+    rates = Rates(prefill_tokens_per_s=tokens / median(long), decode_step_s=median(decodes[1:]))
+    # Two lengths tell a prompt's fixed cost from that of its tokens.
+    for count, durations in ((few, short), (tokens, long)):
+        for duration in durations:
+            rates.learn(1, count, count * count / 2, duration)
+    return rates
 
 
 def _default_kv_bytes(device: torch.device) -> int:

@@ -78,6 +78,7 @@ class ReplicaScore(msgspec.Struct, frozen=True, kw_only=True):
     running: int
     waiting: int
     expected_ttft_s: float | None  #: None: the policy does not estimate it
+    others_s: float = 0.0  #: seconds that others lose if this prompt is computed here anew
     chosen: bool
     why: str  #: in words
 

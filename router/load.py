@@ -8,7 +8,7 @@ nothing falls between dispatch and report. What other routers send shows in the 
 
 from dataclasses import dataclass, field
 
-from ..events.messages import CacheCounters, LoadReport
+from ..events.messages import CacheCounters, LoadReport, PrefillCost
 from ..replica.messages import ReplicaDescription
 
 
@@ -33,6 +33,7 @@ class ReplicaLoad:
     total_blocks: int
     prefill_tokens_per_s: float
     decode_step_s: float
+    prefill_cost: PrefillCost
     max_running_requests: int
     max_batched_tokens: int
     draining: bool = False
@@ -192,6 +193,7 @@ def _view(entry: _Replica, silent: bool) -> ReplicaLoad:
         total_blocks=report.total_blocks,
         prefill_tokens_per_s=report.prefill_tokens_per_s or about.prefill_tokens_per_s,
         decode_step_s=report.decode_step_s or about.decode_step_s,
+        prefill_cost=report.prefill_cost or _plain_cost(report.prefill_tokens_per_s or about.prefill_tokens_per_s),
         max_running_requests=about.max_running_requests,
         max_batched_tokens=about.max_batched_tokens,
         draining=entry.draining or report.draining,
@@ -217,3 +219,8 @@ def _idle(description: ReplicaDescription) -> LoadReport:
         decode_step_s=description.decode_step_s,
         counters=CacheCounters(),
     )
+
+
+def _plain_cost(tokens_per_s: float) -> PrefillCost:
+    """Every token costs the same."""
+    return PrefillCost(prompt_s=0.0, token_s=1 / tokens_per_s, pair_s=0.0)

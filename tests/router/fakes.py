@@ -9,13 +9,13 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import zmq
 
 from homing.events.config import EventsSettings
-from homing.events.messages import CacheCounters, EventEndpoints, LoadReport
+from homing.events.messages import CacheCounters, EventEndpoints, LoadReport, PrefillCost
 from homing.events.publisher import EventPublisher
 from homing.kvcache.config import KvCacheSettings
 from homing.kvcache.hashing import BlockHash, BlockHasher, split_hashes, token_array, token_bytes
@@ -104,7 +104,7 @@ def description_of(replica_id: str, *, epoch: int = 1, **fields: object) -> Repl
 
 def load_of(**fields: object) -> ReplicaLoad:
     """An idle replica's load, but for what is given."""
-    values: dict[str, object] = {
+    values: dict[str, Any] = {
         "running": 0,
         "waiting": 0,
         "queued_prefill_tokens": 0,
@@ -117,7 +117,9 @@ def load_of(**fields: object) -> ReplicaLoad:
         "max_running_requests": 8,
         "max_batched_tokens": 512,
     }
-    return ReplicaLoad(**(values | fields))
+    merged = values | fields
+    merged.setdefault("prefill_cost", PrefillCost(0.0, 1 / merged["prefill_tokens_per_s"], 0.0))
+    return ReplicaLoad(**merged)
 
 
 def report_of(**fields: object) -> LoadReport:

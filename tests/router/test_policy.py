@@ -43,6 +43,14 @@ def chosen(policy: Policy, candidates: list[Candidate], prompt: Prompt = PROMPT,
     return policy.decide(prompt, candidates, Random(seed)).explanation.chosen
 
 
+def busy_policy(decisions: int) -> ExpectedTtft:
+    """A policy that has seen prefills queued everywhere."""
+    policy, queued = ExpectedTtft(), candidate("r0", queued_prefill_tokens=1)
+    for _ in range(decisions):
+        policy.decide(PROMPT, [queued], Random(0))
+    return policy
+
+
 loads = st.builds(
     load_of,
     running=st.integers(0, 9),
@@ -72,6 +80,25 @@ def test_without_any_overlap_the_decision_is_least_loaded_bit_for_bit(
 
     assert cache_aware.chosen == least_loaded.chosen
     assert cache_aware.expected_ttft_s == least_loaded.expected_ttft_s
+
+
+@given(st.lists(loads, min_size=1, max_size=6), st.integers(1, 5000), st.integers(0, 60))
+def test_without_overlap_it_stays_least_loaded_however_busy_it_was(
+    drawn: list[ReplicaLoad], tokens: int, busy: int
+) -> None:
+    """What others lose is counted against the best holder, and there is none."""
+    prompt = Prompt(tokens=tokens, blocks=tokens // BLOCK, block_size=BLOCK)
+    candidates = [
+        Candidate(replica_id=f"r{index}", feed="live", load=load, held_blocks=0, expected_blocks=0)
+        for index, load in enumerate(drawn)
+    ]
+    cache_aware = busy_policy(busy)
+
+    decision = cache_aware.decide(prompt, candidates, Random(1))
+
+    least_loaded = LeastLoaded().decide(prompt, candidates, Random(1))
+    assert decision.chosen == least_loaded.chosen
+    assert decision.expected_ttft_s == least_loaded.expected_ttft_s
 
 
 @given(st.lists(loads, min_size=2, max_size=6), st.randoms(use_true_random=False), st.integers(0, 99))
@@ -111,6 +138,32 @@ def test_a_hot_prefix_spreads_when_waiting_costs_more_than_recomputing() -> None
     candidates = [candidate("r0"), candidate("r1", 62, queued_prefill_tokens=2000)]
 
     assert chosen(ExpectedTtft(), candidates) == "r0"
+
+
+def test_a_busy_cluster_does_not_compute_anew_what_a_replica_holds() -> None:
+    """The same situation: 100 ms of needless work would be paid by all who come after, not by this request alone."""
+    candidates = [candidate("r0"), candidate("r1", 62, queued_prefill_tokens=2000)]
+    policy = busy_policy(300)
+
+    decision = policy.decide(PROMPT, candidates, Random(0))
+
+    table = {row.replica_id: row for row in decision.explanation.replicas}
+    assert decision.explanation.chosen == "r1"
+    assert decision.explanation.why == "least time lost in all"
+    assert table["r1"].others_s == 0
+    assert table["r0"].others_s > table["r1"].expected_ttft_s - table["r0"].expected_ttft_s
+    assert table["r0"].why.startswith("sooner, but others lose ")
+
+
+def test_asking_for_an_explanation_teaches_nothing() -> None:
+    """A dry run must not change what the next request gets."""
+    candidates = [candidate("r0"), candidate("r1", 62, queued_prefill_tokens=2000)]
+    policy = ExpectedTtft()
+
+    for _ in range(500):
+        policy.explain(PROMPT, candidates, Random(0))
+
+    assert chosen(policy, candidates) == "r0"
 
 
 @pytest.mark.parametrize("feed", ["syncing", "stale"])
