@@ -40,6 +40,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         "serve": _serve_arguments,
         "status": _status_arguments,
         "explain": _explain_arguments,
+        "simulate": _simulate_arguments,
         "watch": _watch_arguments,
         "stop": _stop_arguments,
         "keys": _keys_arguments,
@@ -50,6 +51,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         "serve": "start replicas and router, and keep them running",
         "status": "show replicas, load and cache hits of a running cluster",
         "explain": "show where a prompt would go now, and why",
+        "simulate": "compare routing policies over modelled replicas, ours and others'",
         "watch": "print the cache events of a running cluster",
         "stop": "end a running cluster",
         "keys": "make keys that encrypt what replicas, routers and subscribers exchange",
@@ -117,6 +119,10 @@ def run(words: Sequence[str], out: TextIO) -> int:
             from .status import status
 
             return status(settings_of(arguments), out, as_json=arguments.json)
+        case "simulate":
+            from .simulate import order_of, simulate
+
+            return simulate(order_of(vars(arguments)), out, sys.stderr)
         case "explain":
             from .explain import explain, request_body
 
@@ -209,6 +215,33 @@ def _lookup_arguments(parser: Parser) -> None:
 def _status_arguments(parser: Parser) -> None:
     _lookup_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print what /cluster answers, for programs")
+
+
+def _simulate_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "trace", metavar="TRACE", nargs="?", help="in the Mooncake format; without it, conversations are drawn"
+    )
+    parser.add_argument("--scenario", metavar="NAME", help="a prepared situation instead: docs/simulate.md lists them")
+    parser.add_argument("--policies", metavar="NAMES", help="separated by commas (default: ours beside the peers')")
+    _number(parser, "--replicas", int, "modelled replicas (default: 8)")
+    _number(parser, "--routers", int, "routers that share no state (default: 1)")
+    _number(parser, "--cache-blocks", int, "KV blocks of one replica (default: 4096)")
+    _number(parser, "--block-tokens", int, "tokens that one id of the trace stands for (default: 512)")
+    _number(parser, "--load", float, "share of what the replicas can do at best; sets the speed")
+    _number(parser, "--speed", float, "how many times as fast as recorded (default: 1)")
+    _number(parser, "--requests", int, "only so many, from the start")
+    _number(parser, "--rounds", int, "the trace so many times, each time over new blocks (default: 1)")
+    _number(parser, "--event-delay-ms", float, "from a replica's step to what routers know of it (default: 5)")
+    _number(parser, "--prefill-rate", float, "tokens a second of one replica (default: the mocker's curve)")
+    _number(parser, "--decode-step-ms", float, "one decode step of one replica (default: the mocker's curve)")
+    _number(parser, "--ttft-target", float, "also find how many replicas hold this mean, in seconds")
+    _number(parser, "--seed", int, "of all that is drawn (default: 0)")
+    parser.add_argument("--json", metavar="FILE", help="write the results for programs")
+    parser.add_argument("--plot", metavar="FILE", help="draw them: .png, .svg, or .html with nothing else needed")
+
+
+def _number(parser: Parser, flag: str, kind: type, text: str) -> None:
+    parser.add_argument(flag, type=kind, metavar=kind.__name__.upper(), help=text.replace("%", "%%"))
 
 
 def _watch_arguments(parser: Parser) -> None:

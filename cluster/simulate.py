@@ -1,0 +1,285 @@
+"""`homing simulate`: routing policies side by side over modelled replicas, on a trace or a drawn workload.
+
+Reads the trace, times the CPU, shows progress, prints and draws; all that is simulated is `router/simulate`. A trace is
+read anew for every run, line by line, so it may be larger than memory.
+"""
+
+import gc
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO
+
+from ..kvcache.errors import TraceError
+from ..kvcache.trace import MOONCAKE_BLOCK_TOKENS, read_trace
+from ..replica.rates import Rates
+from ..router.simulate import (
+    Arrival,
+    MockerModel,
+    RateModel,
+    ReplicaLimits,
+    Result,
+    Setup,
+    SimulationError,
+    capacity_per_s,
+    compress,
+    facts,
+    from_trace,
+    result_of,
+    simulation_of,
+)
+from ..router.simulate.faults import Fault
+from ..router.simulate.scenarios import Staged, find, recovery_s, stage
+from ..router.simulate.workload import Chats, conversations, repeated
+from .errors import SettingsError
+from .plots import BarChart, Bars, Line, LineChart, Mark, Page, Table, check_plot_path, write_plot
+
+#: Ours, what it must not lose to, the peers that do best somewhere, and the bound.
+DEFAULT_POLICIES = "expected-ttft,least-loaded,sglang,dynamo,dynamo-scale8,dynamo-credit4,llm-d,hash,rr,oracle"
+_HEADER = ("policy", "mean", "p50", "p90", "p99", "hits", "regret", "imbalance", "exact", "held", "moved", "sim/s")
+_BAR_WIDTH = 30
+_BAR_EVERY_S = 0.25
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Order:
+    """What the command line asks for."""
+
+    trace: Path | None = None
+    scenario: str | None = None
+    policies: tuple[str, ...] = tuple(DEFAULT_POLICIES.split(","))
+    replicas: int = 8
+    routers: int = 1
+    cache_blocks: int = 4096
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS
+    load: float | None = None
+    speed: float = 1.0
+    event_delay_ms: float = 5.0
+    requests: int | None = None
+    rounds: int = 1
+    ttft_target: float | None = None
+    prefill_rate: float | None = None
+    decode_step_ms: float | None = None
+    seed: int = 0
+    json: Path | None = None
+    plot: Path | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class Outcome:
+    """What was simulated, in words, and what came of it."""
+
+    heading: str
+    results: list[Result]
+    fault_s: float | None = None
+
+
+def simulate(order: Order, out: TextIO, progress: TextIO) -> int:
+    """Carry the command out. Raises SettingsError for what cannot be run."""
+    if order.plot is not None:
+        check_plot_path(order.plot)
+    try:
+        outcome = _run(order, Bar(progress))
+    except (SimulationError, TraceError) as error:
+        raise SettingsError(str(error)) from error
+    except OSError as error:
+        raise SettingsError(f"{order.trace} cannot be read: {error.strerror}") from error
+    print(f"{outcome.heading}\n\n{table(outcome)}", file=out)
+    if order.json is not None:
+        found = {"workload": outcome.heading, "results": [asdict(result) for result in outcome.results]}
+        order.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if order.plot is not None:
+        write_plot(order.plot, page(outcome))
+    return 0
+
+
+def table(outcome: Outcome) -> str:
+    """The results as aligned text; times in seconds."""
+    rows = [list(_HEADER), *(_cells(result) for result in outcome.results)]
+    if outcome.fault_s is not None:
+        rows[0].append("recovery")
+        for row, result in zip(rows[1:], outcome.results, strict=True):
+            seconds = recovery_s(result.hits_over_time, outcome.fault_s)
+            row.append("never" if seconds is None else f"{seconds:.0f} s")
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    )
+
+
+def page(outcome: Outcome) -> Page:
+    """The same as charts: the distribution of TTFT, its course, and the hits' course."""
+    results = outcome.results
+    marks = [] if outcome.fault_s is None else [Mark(outcome.fault_s, "fault")]
+
+    def lines(series: Sequence[Sequence[tuple[float, float]]]) -> list[Line]:
+        return [
+            Line(result.policy, [x for x, _ in points], [y for _, y in points], dashed=result.policy == "oracle")
+            for result, points in zip(results, series, strict=True)
+        ]
+
+    return Page(
+        title="homing simulate",
+        charts=[
+            BarChart(
+                "Time to first token",
+                "seconds",
+                [result.policy for result in results],
+                [
+                    Bars("mean", [result.ttft_mean_s for result in results]),
+                    Bars("p99", [result.ttft_p99_s for result in results]),
+                ],
+                log_y=True,
+            ),
+            LineChart(
+                "Requests answered within",
+                "seconds to the first token",
+                "share",
+                lines([result.ttft_curve for result in results]),
+                log_x=True,
+                percent=True,
+            ),
+            LineChart(
+                "Prompt tokens from a cache",
+                "seconds",
+                "share",
+                lines([result.hits_over_time for result in results]),
+                marks,
+                percent=True,
+            ),
+        ],
+        tables=[Table(outcome.heading, _HEADER, [_cells(result) for result in results])],
+        notes=["Times are virtual; the method and its limits: docs/simulate.md."],
+    )
+
+
+class Bar:
+    """Progress on a terminal, in place; silent elsewhere."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out if out.isatty() else None
+        self._shown_s = 0.0
+
+    def show(self, what: str, done: int, total: int) -> None:
+        """So much of it is done."""
+        if self._out is None or (done < total and time.monotonic() - self._shown_s < _BAR_EVERY_S):
+            return
+        self._shown_s = time.monotonic()
+        filled = _BAR_WIDTH * done // max(1, total)
+        end = "\r\x1b[K" if done >= total else ""
+        self._out.write(f"\r{what:<16} {'█' * filled}{'·' * (_BAR_WIDTH - filled)} {done}/{total}{end}")
+        self._out.flush()
+
+
+def _run(order: Order, bar: Bar) -> Outcome:
+    if order.scenario is not None:
+        scenario = find(order.scenario)
+        staged = stage(scenario, Rates, policy=order.policies[0], seed=order.seed)
+        results = _compare(order.policies, staged, bar)
+        return Outcome(f"{scenario.name}: {scenario.about}", results, staged.fault_s)
+    setup = _setup(order)
+    about = facts(_arrivals(order))
+    capacity = capacity_per_s(setup, _arrivals(order)) if order.load is not None else None
+    speed = order.speed if capacity is None or order.load is None else order.load * capacity / about.rate_per_s
+    shares = "" if capacity is None else f", {order.load:.0%} of {capacity:.2f} requests/s"
+    heading = (
+        f"{order.trace.name if order.trace else 'drawn conversations'}: {about.requests} requests, "
+        f"{about.rate_per_s * speed:.2f} a second{shares}; {order.replicas} replicas of {order.cache_blocks} blocks"
+    )
+    staged = Staged(setup, lambda: compress(_arrivals(order), speed), (), None)
+    results = _compare(order.policies, staged, bar)
+    if order.ttft_target is not None:
+        heading += f"\nreplicas for a mean TTFT of {order.ttft_target} s: " + _needed(order, staged, bar)
+    return Outcome(heading, results)
+
+
+def _setup(order: Order) -> Setup:
+    given = (order.prefill_rate, order.decode_step_ms)
+    if (given[0] is None) != (given[1] is None):
+        raise SettingsError("--prefill-rate and --decode-step-ms go together: one replica's measured rates")
+    rates = None if given[0] is None or given[1] is None else RateModel(given[0], given[1] / 1000)
+    return Setup(
+        limits=ReplicaLimits(blocks=order.cache_blocks, block_tokens=order.block_tokens),
+        meter=Rates,
+        replicas=order.replicas,
+        routers=order.routers,
+        event_delay_s=order.event_delay_ms / 1000,
+        seed=order.seed,
+        model=rates or MockerModel(),
+    )
+
+
+def _arrivals(order: Order) -> Iterator[Arrival]:
+    return islice(repeated(lambda: _round(order), order.rounds), order.requests)
+
+
+def _round(order: Order) -> Iterator[Arrival]:
+    if order.trace is None:
+        yield from conversations(Chats(seed=order.seed, block_tokens=order.block_tokens))
+        return
+    with order.trace.open("rb") as lines:
+        yield from from_trace(read_trace(lines), order.block_tokens)
+
+
+def _compare(policies: Sequence[str], staged: Staged, bar: Bar) -> list[Result]:
+    total = facts(staged.arrivals()).requests
+    return [_one(replace(staged.setup, policy=policy), staged, bar, total) for policy in policies]
+
+
+def _one(setup: Setup, staged: Staged, bar: Bar, total: int) -> Result:
+    gc.collect()
+    simulation = simulation_of(setup)
+    started = time.process_time()
+    for done in simulation.run(staged.arrivals(), list[Fault](staged.faults)):
+        bar.show(setup.policy, done, total)
+    return result_of(setup, simulation, time.process_time() - started)
+
+
+def _needed(order: Order, staged: Staged, bar: Bar) -> str:
+    """By bisection, for each policy; the oracle's are a bound."""
+    total = facts(staged.arrivals()).requests
+    return ", ".join(f"{policy} {_fewest(order, policy, staged, bar, total)}" for policy in order.policies)
+
+
+def _fewest(order: Order, policy: str, staged: Staged, bar: Bar, total: int) -> str:
+    assert order.ttft_target is not None, "no target"
+    low, high = 0, max(8, 4 * order.replicas)
+    while high - low > 1:
+        middle = (low + high) // 2
+        setup = replace(staged.setup, policy=policy, replicas=middle)
+        if _one(setup, staged, bar, total).ttft_mean_s <= order.ttft_target:
+            high = middle
+        else:
+            low = middle
+    return str(high) if high < max(8, 4 * order.replicas) else f"{high} or more"
+
+
+def _cells(result: Result) -> list[str]:
+    times = (result.ttft_mean_s, result.ttft_p50_s, result.ttft_p90_s, result.ttft_p99_s)
+    return [
+        result.policy,
+        *(f"{seconds:.3f}" for seconds in times),
+        f"{result.hit_rate:.1%}",
+        f"{result.regret_rate:.1%}",
+        f"{result.imbalance:.2f}",
+        "–" if result.exact_rate is None else f"{result.exact_rate:.1%}",
+        str(result.held),
+        str(result.moved),
+        f"{result.simulated_per_s:.0f}",
+    ]
+
+
+def order_of(arguments: dict[str, Any]) -> Order:
+    """From parsed flags; those that were not given keep their defaults."""
+    fields = {name: value for name, value in arguments.items() if name in Order.__dataclass_fields__}
+    given = {name: value for name, value in fields.items() if value is not None}
+    if "policies" in given:
+        given["policies"] = tuple(word.strip() for word in str(given["policies"]).split(","))
+    for name in ("trace", "json", "plot"):
+        if name in given:
+            given[name] = Path(given[name])
+    return Order(**given)

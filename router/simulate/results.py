@@ -1,0 +1,148 @@
+"""What a simulation found out, in numbers that do not grow with the trace. Pure: fed request by request."""
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from math import exp, log
+
+#: Each bucket of a histogram is so much wider than the one before: quantiles are exact to half of it.
+_GROWTH = 0.01
+_LOG_GROWTH = log(1 + _GROWTH)
+_LEAST_S = 1e-4
+
+
+@dataclass(slots=True)
+class Durations:
+    """Seconds, counted in buckets of 1 %; mean and maximum are exact."""
+
+    count: int = 0
+    total: float = 0.0
+    longest: float = 0.0
+    _buckets: dict[int, int] = field(default_factory=dict)
+
+    def add(self, seconds: float) -> None:
+        """One more."""
+        self.count += 1
+        self.total += seconds
+        self.longest = max(self.longest, seconds)
+        bucket = int(log(seconds / _LEAST_S) / _LOG_GROWTH) if seconds > _LEAST_S else 0
+        self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
+
+    @property
+    def mean(self) -> float:
+        """Arithmetic mean; 0 of none."""
+        return self.total / self.count if self.count else 0.0
+
+    def quantile(self, share: float) -> float:
+        """The value that `share` of all do not exceed, to 0.5 %; 0 of none."""
+        wanted, seen = share * self.count, 0
+        for bucket in sorted(self._buckets):
+            seen += self._buckets[bucket]
+            if seen >= wanted:
+                return min(self.longest, _LEAST_S * exp((bucket + 0.5) * _LOG_GROWTH))
+        return 0.0
+
+    def within(self, seconds: float) -> float:
+        """Share of those up to so many seconds."""
+        if not self.count:
+            return 1.0
+        limit = log(max(seconds, _LEAST_S) / _LEAST_S) / _LOG_GROWTH
+        return sum(n for bucket, n in self._buckets.items() if bucket < limit) / self.count
+
+    def curve(self) -> list[tuple[float, float]]:
+        """(seconds, share of all up to there), rising; for a plot."""
+        points, seen = [], 0
+        for bucket in sorted(self._buckets):
+            seen += self._buckets[bucket]
+            points.append((_LEAST_S * exp((bucket + 1) * _LOG_GROWTH), seen / self.count))
+        return points
+
+
+@dataclass(slots=True)
+class Windows:
+    """Means over equal stretches of virtual time; halved in number when they become too many."""
+
+    width_s: float = 1.0
+    limit: int = 512
+    _sums: dict[int, list[float]] = field(default_factory=dict)
+
+    def add(self, at_s: float, value: float, weight: float = 1.0) -> None:
+        """A value at a time, counted `weight` times."""
+        window = self._sums.setdefault(int(at_s / self.width_s), [0.0, 0.0])
+        window[0] += value
+        window[1] += weight
+        if len(self._sums) > self.limit:
+            self._widen()
+
+    def series(self) -> list[tuple[float, float]]:
+        """(start of the window, mean), in order."""
+        return [(index * self.width_s, s / w if w else 0.0) for index, (s, w) in sorted(self._sums.items())]
+
+    def _widen(self) -> None:
+        self.width_s *= 2
+        merged: dict[int, list[float]] = {}
+        for index, (total, weight) in self._sums.items():
+            window = merged.setdefault(index // 2, [0.0, 0.0])
+            window[0] += total
+            window[1] += weight
+        self._sums = merged
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """Everything counted in one run."""
+
+    ttft: Durations = field(default_factory=Durations)
+    latency: Durations = field(default_factory=Durations)  #: to the last token
+    ttft_over_time: Windows = field(default_factory=Windows)
+    hits_over_time: Windows = field(default_factory=Windows)
+    requests: int = 0
+    finished: int = 0
+    rejected: int = 0  #: too long for any replica
+    held: int = 0
+    moved: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    regret_tokens: int = 0
+    predicted_exactly: int = 0
+    predictions: int = 0
+    output_tokens: int = 0
+    full_prefills: int = 0  #: requests that found nothing in the cache
+    sent: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Result:
+    """One run, as it is reported."""
+
+    policy: str
+    replicas: int
+    routers: int
+    requests: int
+    finished: int
+    rejected: int
+    span_s: float  #: virtual
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
+    latency_mean_s: float
+    hit_rate: float  #: prompt tokens from a cache
+    regret_rate: float  #: prompt tokens computed although another replica held them
+    imbalance: float  #: prefilled tokens of the busiest replica over the mean
+    utilisation: float  #: busy share of replica time, up to the last arrival
+    exact_rate: float | None  #: predicted = delivered cached tokens
+    held: int
+    moved: int
+    preemptions: int
+    requests_per_s: float  #: finished, virtual
+    wall_s: float
+    simulated_per_s: float  #: requests simulated per second of CPU time
+    ttft_curve: list[tuple[float, float]] = field(default_factory=list)
+    ttft_over_time: list[tuple[float, float]] = field(default_factory=list)
+    hits_over_time: list[tuple[float, float]] = field(default_factory=list)
+
+
+def share_below(curve: list[tuple[float, float]], seconds: float) -> float:
+    """Share of a curve's values up to so many seconds."""
+    at = bisect_left(curve, (seconds, 0.0))
+    return curve[at - 1][1] if at else 0.0

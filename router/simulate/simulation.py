@@ -1,0 +1,290 @@
+"""The event loop of a simulation: virtual time, arrivals, replicas, and what routers learn of them and when.
+
+Pure: no clock, no sockets; equal inputs give equal results. Memory grows with what is in flight, not with the trace.
+
+A request arrives at one of the routers (in turn), is placed or held there, and is queued on its replica at once. What a
+step of a replica yields goes different ways: tokens reach their router at once, the cache events and the load report of
+that step reach every router `event_delay_s` later, in order.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from typing import Protocol
+
+from ...events.changes import AllCleared, Change, RemovedBlocks, StoredBlocks, arrange
+from ...events.messages import LoadReport
+from ...kvcache.hashing import wire_hashes
+from ..index import PrefixIndex
+from .faults import Fault
+from .replica import Progress, SimulatedReplica, Work
+from .results import Tally
+from .steering import Steering, describe
+from .workload import Arrival
+
+
+@dataclass(slots=True, frozen=True)
+class News:
+    """What one step of a replica tells the routers."""
+
+    number: int
+    replica: str
+    epoch: int
+    changes: Sequence[Change]
+    report: LoadReport
+
+
+@dataclass(slots=True)
+class _Router:
+    name: str
+    steering: Steering
+    waiting: deque[Work] = field(default_factory=deque)
+    #: number of the news that a replica's snapshot includes already
+    known: dict[str, int] = field(default_factory=dict)
+
+
+#: Makes a replica by name and incarnation.
+ReplicaMaker = Callable[[str, int], SimulatedReplica]
+
+
+class Simulation:
+    """One run over replicas that `make_replica` makes and routers that `make_router` makes."""
+
+    def __init__(
+        self,
+        make_replica: ReplicaMaker,
+        make_router: Callable[[str], Steering],
+        *,
+        replicas: int,
+        routers: int = 1,
+        event_delay_s: float = 0.0,
+    ) -> None:
+        self.tally = Tally()
+        self.now = 0.0
+        self.events = 0
+        self.replicas: dict[str, SimulatedReplica] = {}
+        self.retired: list[SimulatedReplica] = []
+        self._make_replica = make_replica
+        self._make_router = make_router
+        self._delay_s = event_delay_s
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+        self._due: dict[str, float] = {}
+        self.last_arrival_s = 0.0
+        self._epochs: dict[str, int] = {}
+        self._last_id = 0
+        self._turn = 0
+        self._told = 0
+        #: what replicas really hold, for the regret
+        self._truth = _Truth()
+        self._routers = [_Router(f"router{n}", make_router(f"router{n}")) for n in range(routers)]
+        self._by_name = {router.name: router for router in self._routers}
+        for number in range(replicas):
+            self.join(f"r{number}")
+
+    def run(self, arrivals: Iterable[Arrival], faults: Sequence[Fault] = ()) -> Iterator[int]:
+        """Run to the end; yields the number of requests that have arrived, for a progress bar."""
+        for fault in faults:
+            self._at(fault.at_s, lambda fault=fault: fault.strike(self))  # type: ignore[misc]
+        for arrival in arrivals:
+            self._until(arrival.at_s)
+            self._arrive(arrival)
+            yield self.tally.requests
+        self.last_arrival_s = self.now
+        self._until(float("inf"))
+
+    # What faults do
+
+    def join(self, name: str) -> None:
+        """A replica starts, empty; routers follow it from its first event on."""
+        epoch = self._epochs[name] = self._epochs.get(name, 0) + 1
+        replica = self._make_replica(name, epoch)
+        self.replicas[name] = replica
+        self._truth.join(name, replica.limits.blocks, closed=True)
+        for router in self._routers:
+            self._introduce(router, replica)
+            self._pump(router)
+
+    def kill(self, name: str) -> None:
+        """A replica dies; its requests go on elsewhere."""
+        replica = self.replicas.pop(name)
+        self.retired.append(replica)
+        self._truth.leave(name)
+        lost = replica.lose_all()
+        for router in self._routers:
+            router.steering.leave(name)
+            mine = [self._again(work) for work in lost if work.router == router.name]
+            router.waiting.extendleft(reversed(mine))
+            self.tally.moved += len(mine)
+        for router in self._routers:
+            self._pump(router)
+
+    def restart_router(self, number: int) -> None:
+        """A router loses all it knew. Ours gets every replica's snapshot; a peer starts with nothing."""
+        router = self._routers[number]
+        router.steering = self._make_router(router.name)
+        for replica in self.replicas.values():
+            self._introduce(router, replica)
+        self._pump(router)
+
+    # The loop
+
+    def _at(self, when: float, call: Callable[[], None]) -> None:
+        heappush(self._heap, (when, next(self._order), call))
+
+    def _until(self, when: float) -> None:
+        """Let everything happen that is due before `when`."""
+        heap = self._heap
+        while heap and heap[0][0] <= when:
+            self.now, _, call = heappop(heap)
+            self.events += 1
+            call()
+        if when != float("inf"):
+            self.now = max(self.now, when)
+
+    def _arrive(self, arrival: Arrival) -> None:
+        self._turn = (self._turn + 1) % len(self._routers)
+        router = self._routers[self._turn]
+        self.tally.requests += 1
+        if not any(replica.fits(arrival) for replica in self.replicas.values()):
+            self.tally.rejected += 1
+            return
+        self._last_id += 1
+        work = Work(self._last_id, router.name, arrival, self.now)
+        if router.waiting or not self._place(router, work):
+            router.waiting.append(work)
+            self.tally.held += 1
+
+    def _place(self, router: _Router, work: Work) -> bool:
+        placed = router.steering.place(work.request_id, work.arrival, work.generated, self.now)
+        if placed is None:
+            return False
+        replica = self.replicas[placed.replica]
+        work.predicted = placed.predicted_cached_tokens
+        held = self._truth.match(work.arrival.blocks)
+        work.regret_tokens = (max(held.values()) - held[placed.replica]) * replica.limits.block_tokens
+        self.tally.sent[placed.replica] = self.tally.sent.get(placed.replica, 0) + 1
+        replica.add(work, self.now)
+        self._schedule(replica)
+        return True
+
+    def _pump(self, router: _Router) -> None:
+        while router.waiting and self._place(router, router.waiting[0]):
+            router.waiting.popleft()
+
+    def _again(self, work: Work) -> Work:
+        """A request that was lost with its replica, under a new id."""
+        self._last_id += 1
+        return Work(self._last_id, work.router, work.arrival, work.arrived_s, generated=work.generated)
+
+    # Replicas
+
+    def _schedule(self, replica: SimulatedReplica) -> None:
+        due = replica.next_at
+        if due is None or self._due.get(replica.replica_id) == due:
+            return
+        self._due[replica.replica_id] = due
+        self._at(due, lambda: self._step(replica, due))
+
+    def _step(self, replica: SimulatedReplica, due: float) -> None:
+        if replica.next_at != due or self.replicas.get(replica.replica_id) is not replica:
+            return  # something came between
+        progress = replica.advance(self.now)
+        self._schedule(replica)
+        self._tell(replica, progress)
+        self._tokens(replica, progress)
+
+    def _tell(self, replica: SimulatedReplica, progress: Progress) -> None:
+        """What the step that has just ended changed is on its way to the routers."""
+        changes = progress.changes
+        if changes:
+            changes = arrange(list(changes))
+            _apply(self._truth, replica.replica_id, changes)
+        self._told += 1
+        news = News(self._told, replica.replica_id, replica.epoch, changes, progress.report)
+        if self._delay_s:
+            self._at(self.now + self._delay_s, lambda: self._hear(news))
+        else:
+            self._hear(news)
+
+    def _hear(self, news: News) -> None:
+        replica = self.replicas.get(news.replica)
+        if replica is None or replica.epoch != news.epoch:
+            return
+        for router in self._routers:
+            if news.number <= router.known[news.replica]:
+                continue  # its snapshot was later
+            _apply(router.steering, news.replica, news.changes)
+            router.steering.report(news.replica, news.report, self.now)
+            if router.waiting:
+                self._pump(router)
+
+    def _introduce(self, router: _Router, replica: SimulatedReplica) -> None:
+        steering, name = router.steering, replica.replica_id
+        steering.join(describe(name, replica.epoch, replica.limits, replica.rates), self.now)
+        held = b"".join([block.block_hash for block in replica.cache.residents()])
+        steering.reset(name, wire_hashes(held))
+        steering.live(name, True)
+        steering.report(name, replica.report(self.now), self.now)
+        router.known[name] = self._told
+
+    def _tokens(self, replica: SimulatedReplica, progress: Progress) -> None:
+        for work in progress.first:
+            self._count_first(work)
+            self._by_name[work.router].steering.started(replica.replica_id, work.request_id)
+        for work in progress.finished:
+            router = self._by_name[work.router]
+            router.steering.ended(replica.replica_id, work.request_id)
+            self.tally.finished += 1
+            self.tally.latency.add(self.now - work.arrived_s)
+            self.tally.output_tokens += work.generated
+            if router.waiting:
+                self._pump(router)
+
+    def _count_first(self, work: Work) -> None:
+        tally, arrival, cached = self.tally, work.arrival, work.cached_tokens or 0
+        ttft = self.now - work.arrived_s
+        tally.ttft.add(ttft)
+        tally.ttft_over_time.add(work.arrived_s, ttft)
+        tally.hits_over_time.add(work.arrived_s, cached, arrival.tokens)
+        tally.prompt_tokens += arrival.tokens
+        tally.hit_tokens += cached
+        tally.full_prefills += not cached
+        tally.regret_tokens += work.regret_tokens
+        if work.predicted is not None:
+            tally.predictions += 1
+            tally.predicted_exactly += work.predicted == cached
+
+
+class _Learner(Protocol):
+    """Whoever follows what a replica holds."""
+
+    def stored(self, replica: str, blocks: Sequence[int]) -> None: ...
+    def removed(self, replica: str, blocks: Sequence[int]) -> None: ...
+    def reset(self, replica: str, blocks: Sequence[int]) -> None: ...
+
+
+def _apply(learner: _Learner, replica: str, changes: Sequence[Change]) -> None:
+    for change in changes:
+        match change:
+            case StoredBlocks(_, hashes, _):
+                learner.stored(replica, wire_hashes(b"".join(hashes)))
+            case RemovedBlocks(hashes):
+                learner.removed(replica, wire_hashes(b"".join(hashes)))
+            case AllCleared():
+                learner.reset(replica, ())
+
+
+class _Truth:
+    """What replicas really hold, without delay: for the regret of every policy alike."""
+
+    def __init__(self) -> None:
+        self._index = PrefixIndex()
+        self.join = self._index.join
+        self.leave = self._index.leave
+        self.match = self._index.match
+        self.stored = self._index.add
+        self.removed = self._index.remove
+        self.reset = self._index.reset
