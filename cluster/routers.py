@@ -145,6 +145,7 @@ class Routers:
             self._notify("error", f"membership_refused router={seat.number} reason={death(error)!r}")
 
     def _address(self, port: int) -> str:
-        host = self._spec.settings.router.host
+        router = self._spec.settings.router
+        scheme, host = "https" if router.tls_cert_file else "http", router.host
         here = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-        return f"http://{here}:{port}"
+        return f"{scheme}://{here}:{port}"

@@ -1,12 +1,17 @@
 """What commands send to a router."""
 
+import ssl
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 
-from homing.cluster.client import post_json
+from homing.cluster.client import _trust, post_json
+
+#: A certificate for the loopback, and its key: for tests alone.
+TLS = Path(__file__).parents[1] / "router" / "tls" / "server.pem"
 
 
 @pytest.fixture
@@ -37,3 +42,13 @@ def test_a_question_is_asked_in_the_name_of_a_key(router: HTTPServer) -> None:
 
     assert post_json(url, {}, api_key="ann") == "Bearer ann"
     assert post_json(url, {}) == "none"
+
+
+def test_a_router_on_this_machine_is_believed_whatever_its_certificate_names(router: HTTPServer) -> None:
+    """It names the address that clients use, which the commands of this machine do not."""
+    trust = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trust.load_cert_chain(TLS)
+    router.socket = trust.wrap_socket(router.socket, server_side=True)
+
+    assert post_json(f"https://localhost:{router.server_port}/explain", {}) == "none"
+    assert _trust("https://router.example/").verify_mode is ssl.CERT_REQUIRED
