@@ -175,3 +175,4 @@ class ReplicaDescription(msgspec.Struct, frozen=True, kw_only=True):
     decode_step_s: float  #: measured at warm-up, batch of one
     node: str = ""
     pids: tuple[int, ...] = ()  #: of all ranks
+    foreign: bool = False  #: another engine: `request_endpoint` is the URL of its OpenAI-compatible server

@@ -26,14 +26,27 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     pins: tuple[Pin, ...] = ()  #: prefixes of the prompt to keep where it runs
 
 
+class TextOutput(msgspec.Struct, frozen=True, array_like=True):
+    """What an engine that tells no token ids gave one request; such a request cannot go on at another replica."""
+
+    request_id: int
+    text: str
+    num_tokens: int  #: that the text stands for, as far as the engine says
+    finish_reason: FinishReason | None = None
+    cached_tokens: int | None = None
+
+
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine step added to a request; `finish_reason` stands on the last delta only."""
 
     token_ids: list[int]
+    text: str | None = None  #: instead of ids, from an engine that tells none
+    text_tokens: int = 0  #: that the text stands for
     logprobs: list[PositionLogprobs] | None = None  #: one per token, if asked for
     prompt_logprobs: list[PositionLogprobs | None] | None = None  #: on the first delta only, if asked for
     finish_reason: FinishReason | None = None
-    cached_tokens: int | None = None  #: prompt tokens taken from the cache; on the first delta only
+    #: prompt tokens taken from the cache; on the first delta, of foreign engines on the last
+    cached_tokens: int | None = None
     stop_token_id: int | None = None  #: the last token is this stop id (it is part of `token_ids`)
     pinned_tokens: int | None = None  #: how far the prompt is kept now; on the first delta of a request with pins only
 
@@ -118,6 +131,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     pids: tuple[int, ...] = ()
     pinned_blocks: int = 0
     event_endpoints: EventEndpoints | None = None  #: where its events are heard, as it described itself
+    url: str | None = None  #: of the server of a foreign replica; None: a replica of ours
 
 
 class RefusedReplica(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +139,7 @@ class RefusedReplica(msgspec.Struct, frozen=True, kw_only=True):
 
     replica_id: str
     epoch: int
-    field: str  #: of `Parity`, or `curve_keys`
+    field: str  #: of `Parity`, or `curve_keys`; of foreign engines also `model`, `tokenizer`, `max_model_len`
     message: str
 
 

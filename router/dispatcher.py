@@ -34,7 +34,15 @@ from ..replica.messages import (
     TokenBatch,
     TokenOutput,
 )
-from .backend import Explanation, FeedState, FinishedRequest, GenerationRequest, RouterCounters, TokenDelta
+from .backend import (
+    Explanation,
+    FeedState,
+    FinishedRequest,
+    GenerationRequest,
+    RouterCounters,
+    TextOutput,
+    TokenDelta,
+)
 from .errors import (
     DeadlineExceeded,
     InvalidGeneration,
@@ -138,6 +146,7 @@ class _Flight:
     wire_id: int | None = None  #: None: waits in the queue
     replica: str | None = None  #: where it runs or ran last
     started: bool = False  #: the replica it is on has sent a token
+    wordy: bool = False  #: a part of the answer came as text alone: nobody can go on from there
     continuations: int = 0
     excluded: set[str] = field(default_factory=set)
     decided: bool = False
@@ -261,7 +270,7 @@ class Dispatcher:
         record = _record(flight, "cancelled", None, now)
         return [*aborts, Cancelled(flight_id, record), *self.pump(now)]
 
-    def on_reply(self, replica: str, reply: TokenBatch | Refused, now: float) -> list[Instruction]:
+    def on_reply(self, replica: str, reply: TokenBatch | TextOutput | Refused, now: float) -> list[Instruction]:
         """What a replica says about its requests."""
         if replica not in self.loads:
             self.counters.unknown_outputs += 1
@@ -271,6 +280,8 @@ class Dispatcher:
         match reply:
             case TokenBatch(outputs=outputs):
                 instructions = self._on_outputs(replica, outputs, now)
+            case TextOutput():
+                instructions = self._on_text(replica, reply, now)
             case Refused():
                 instructions = self._on_refused(replica, reply, now)
         if len(self._by_wire) < sent:  # only then is there room for another
@@ -483,17 +494,42 @@ class Dispatcher:
             log.error("tokens_missing replica=%s trace=%s reason=%s", replica, flight.request.trace_id, error.message)
             return [*self._abort(flight), *self._fail(flight, error, now)]
         if output.finish_reason in ("error", "abort"):
-            error = RequestFailed(f"replica {replica} ended the request: {output.finish_reason}")
-            return self._fail(flight, error, now)
-        if not flight.started:
-            flight.started = True
-            self.placement.started(replica, output.request_id)
-        return self._deliver(flight, output, now)
-
-    def _deliver(self, flight: _Flight, output: TokenOutput, now: float) -> list[Instruction]:
+            return self._ended_by(replica, flight, output.finish_reason, now)
+        self._start(replica, flight)
         delta = self._take(flight, output)
         if not delta.token_ids and delta.finish_reason is None:
             return []
+        return self._deliver(flight, delta, now)
+
+    def _on_text(self, replica: str, output: TextOutput, now: float) -> list[Instruction]:
+        """From an engine that tells no ids: the text is handed on as it is, and the request is bound to the engine."""
+        flight = self._sent_to(replica, output.request_id)
+        if flight is None:
+            return []
+        if output.finish_reason in ("error", "abort"):
+            return self._ended_by(replica, flight, output.finish_reason, now)
+        self._start(replica, flight)
+        flight.wordy = True
+        flight.generated += output.num_tokens
+        delta = TokenDelta(
+            token_ids=[],
+            text=output.text,
+            text_tokens=output.num_tokens,
+            finish_reason=output.finish_reason,
+            cached_tokens=self._newly_told(flight, output.cached_tokens),
+        )
+        return self._deliver(flight, delta, now)
+
+    def _ended_by(self, replica: str, flight: _Flight, reason: FinishReason, now: float) -> list[Instruction]:
+        return self._fail(flight, RequestFailed(f"replica {replica} ended the request: {reason}"), now)
+
+    def _start(self, replica: str, flight: _Flight) -> None:
+        if not flight.started:
+            assert flight.wire_id is not None, "a request that is on no replica has started"
+            flight.started = True
+            self.placement.started(replica, flight.wire_id)
+
+    def _deliver(self, flight: _Flight, delta: TokenDelta, now: float) -> list[Instruction]:
         if flight.ttft_s is None:
             flight.ttft_s = now - flight.arrived
         if delta.finish_reason is None:
@@ -505,21 +541,25 @@ class Dispatcher:
         known = min(flight.generated - output.index, len(output.token_ids))
         self.counters.duplicate_tokens += known
         fresh = output.token_ids[known:]
-        first = flight.delivered_cached_tokens is None
-        if first:
-            flight.delivered_cached_tokens = output.cached_tokens or 0
-        prompt_logprobs = output.prompt_logprobs if not flight.generated else None
+        first = not flight.generated
         flight.generated += len(fresh)
         flight.fresh += fresh
         return TokenDelta(
             token_ids=fresh,
             logprobs=output.logprobs[known:] if output.logprobs is not None else None,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=output.prompt_logprobs if first else None,
             finish_reason=output.finish_reason,
-            cached_tokens=flight.delivered_cached_tokens if first else None,
+            cached_tokens=self._newly_told(flight, output.cached_tokens),
             stop_token_id=output.stop_token_id,
             pinned_tokens=output.pinned_tokens if first else None,
         )
+
+    def _newly_told(self, flight: _Flight, cached_tokens: int | None) -> int | None:
+        """The first word on cached tokens counts: what a continuation finds in a cache is its own doing."""
+        if cached_tokens is None or flight.delivered_cached_tokens is not None:
+            return None
+        flight.delivered_cached_tokens = cached_tokens
+        return cached_tokens
 
     def _on_refused(self, replica: str, refused: Refused, now: float) -> list[Instruction]:
         flight = self._sent_to(replica, refused.request_id)
@@ -555,7 +595,7 @@ class Dispatcher:
         self._waiting += 1
         if self._nothing_left(flight):
             return self._finish(flight, TokenDelta(token_ids=[], finish_reason="length"), "length", now)
-        if flight.continuations >= self._limits.retries:
+        if flight.wordy or flight.continuations >= self._limits.retries:
             return self._fail(flight, error, now)
         flight.continuations += 1
         self.counters.continued += 1

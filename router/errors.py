@@ -26,6 +26,7 @@
     ├── RouterClosed         503  the router is shutting down
     ├── TokenizerUnavailable 503  the model's folder has no tokenizer that can serve
     ├── KeysFileInvalid      500  the operator's: the file of API keys cannot be used; never meets a client
+    ├── BackendsInvalid      500  the operator's: addresses of foreign replicas that do not fit; never meets a client
     ├── AddressInUse         500  the server's address cannot be bound; never meets a client
     ├── TlsUnusable          500  certificate or key cannot be read; never meets a client
     └── ParityMismatch       500  a replica differs from the router in what both must agree on; never meets a client
@@ -132,8 +133,9 @@ class ParityMismatch(RouterError):
 
     code = "parity_mismatch"
 
-    def __init__(self, replica_id: str, field: str, ours: object, theirs: object) -> None:
-        super().__init__(f"replica {replica_id} refused: its {field} is {theirs!r}, the router's is {ours!r}")
+    def __init__(self, replica_id: str, field: str, ours: object, theirs: object, *, remedy: str = "") -> None:
+        difference = f"its {field} is {theirs!r}, the router's is {ours!r}"
+        super().__init__(f"replica {replica_id} refused: {difference}{f'; {remedy}' if remedy else ''}")
         self.replica_id = replica_id
         self.field = field
 
@@ -200,6 +202,12 @@ class KeysFileInvalid(RouterError):
     """The file of API keys cannot be read or an entry of it is wrong; the message names file and entry."""
 
     code = "keys_file_invalid"
+
+
+class BackendsInvalid(RouterError):
+    """The addresses of foreign replicas cannot be used as they stand; the message names the one."""
+
+    code = "backends_invalid"
 
 
 class ModelNotFound(RouterError):

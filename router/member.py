@@ -19,7 +19,7 @@ from ..events.keys import KeyPair
 from ..events.messages import LoadReport, SnapshotBlock
 from ..events.subscription import FeedStatus
 from ..replica.messages import Abort, CacheReset, ReplicaDescription, Reply, Request, ResetCache
-from .backend import FeedState, Observer, RouterCounters
+from .backend import FeedState, Observer, RefusedReplica, RouterCounters
 from .dispatcher import Dispatcher, Instruction
 from .transport import ReplicaLink, RequestContext
 
@@ -33,7 +33,7 @@ RESET_TIMEOUT_S = 30.0
 #: What became of a cache that was to be reset; "silent": nobody knows.
 ResetOutcome = Literal["empty", "in use", "lost", "silent"]
 
-_FEED_STATES: dict[FeedStatus, FeedState] = {
+FEED_STATES: dict[FeedStatus, FeedState] = {
     FeedStatus.SYNCING: "syncing",
     FeedStatus.LIVE: "live",
     FeedStatus.STALE: "stale",
@@ -86,6 +86,18 @@ class Member:
     def refusal(self) -> str | None:
         """Why the replica does not talk to us, as far as that is its will or ours and not its end."""
         return self._handshakes.refusal
+
+    @property
+    def refused_replica(self) -> RefusedReplica | None:
+        """The same for those who look: nothing will change until somebody mends the keys."""
+        if self.refusal is None:
+            return None
+        return RefusedReplica(
+            replica_id=self.replica_id,
+            epoch=self.description.epoch,
+            field="curve_keys",
+            message=f"no connection to replica {self.replica_id}: {self.refusal}",
+        )
 
     def open(self) -> None:
         """Connect; `connected` or `lost` follows."""
@@ -179,7 +191,7 @@ class Member:
 
     def status(self, status: FeedStatus) -> None:
         """How far the events can be trusted."""
-        state = _FEED_STATES[status]
+        state = FEED_STATES[status]
         log.info("feed_%s replica=%s", state, self.replica_id)
         self._dispatcher.set_feed(self.replica_id, state)
 

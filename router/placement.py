@@ -40,7 +40,8 @@ class Placement:
 
     def join(self, description: ReplicaDescription, now: float) -> None:
         """A replica can be sent requests; its events are not followed yet."""
-        self.index.join(description.replica_id, description.num_blocks, closed=True)
+        # Of engines that are not ours nobody knows whether they keep a block's parents.
+        self.index.join(description.replica_id, description.num_blocks, closed=not description.foreign)
         self.loads.join(description, now)
         self._feeds[description.replica_id] = "syncing"
 

@@ -45,6 +45,8 @@ from .dispatcher import (
     Send,
 )
 from .errors import CacheInUse, NoReplica, ParityMismatch, ReplicaLost, RouterClosed, RouterError
+from .foreign.member import ForeignMember
+from .foreign.probe import ForeignTerms
 from .load import LoadBook, ReplicaLoad
 from .member import Member, Shell
 from .membership import TextDigests, changes, compare, own_parity, text_digests
@@ -75,13 +77,15 @@ class RouterService:
         heartbeat_interval_s: float = 0.2,
         follows_events: bool = True,
         keys: KeyPair | None = None,
+        foreign: ForeignTerms | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: Random | None = None,
     ) -> None:
         """`model_dir` is the folder of the router's own tokenizer; None: where the first replica says the model is.
 
         `follows_events` False: replicas publish none, so there is nothing to wait for.
-        `keys`: CURVE keys that replicas which encrypt know.
+        `keys`: CURVE keys that replicas which encrypt know. `foreign`: what is expected of engines that are not ours;
+        without it the membership may list none.
         """
         self._settings = settings
         self._cache = cache
@@ -90,6 +94,7 @@ class RouterService:
         self._observer = observer
         self._heartbeat_interval_s = heartbeat_interval_s
         self._keys = keys
+        self._foreign = foreign
         self._clock = clock
         self._rng = rng or Random()
         self._policy = make_policy(settings.policy)
@@ -97,7 +102,7 @@ class RouterService:
         self._cluster_seed: int | None = None
         self._naming: Naming | None = None
         self._dispatcher: Dispatcher | None = None
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, Member | ForeignMember] = {}
         self._refused: dict[str, RefusedReplica] = {}
         self._silent: set[str] = set()
         self._streams: dict[FlightId, RequestStream] = {}
@@ -220,7 +225,7 @@ class RouterService:
             waiting=self._dispatcher.waiting if self._dispatcher else 0,
             in_flight=self._dispatcher.in_flight if self._dispatcher else 0,
             replicas=[self._replica_view(member) for member in self._members.values()],
-            refused=[*self._refused.values(), *self._locked_out()],
+            refused=[*self._refused.values(), *filter(None, (each.refused_replica for each in self._members.values()))],
             counters=self.counters,
         )
 
@@ -243,19 +248,6 @@ class RouterService:
             raise ReplicaLost(f"{', '.join(unknown)} did not say whether the cache was reset")
         return list(outcomes)
 
-    def _locked_out(self) -> list[RefusedReplica]:
-        """Replicas that do not accept our keys, or we theirs: nothing will change until somebody mends them."""
-        return [
-            RefusedReplica(
-                replica_id=name,
-                epoch=member.description.epoch,
-                field="curve_keys",
-                message=f"no connection to replica {name}: {member.refusal}",
-            )
-            for name, member in self._members.items()
-            if member.refusal is not None
-        ]
-
     # Membership
 
     def _leave(self, name: str) -> list[Instruction]:
@@ -270,12 +262,20 @@ class RouterService:
         except ParityMismatch as error:
             self._refuse(description, error)
             return
-        if naming != self._naming or self._dispatcher is None:
-            self._adopt(naming)
-        assert self._shell is not None
-        assert self._dispatcher is not None
-        member = self._members[description.replica_id] = Member(description, self._dispatcher, self._shell)
+        dispatcher = self._dispatcher
+        if naming != self._naming or dispatcher is None:
+            dispatcher = self._adopt(naming)
+        member = self._members[description.replica_id] = self._member(description, dispatcher, naming)
         member.open()
+
+    def _member(
+        self, description: ReplicaDescription, dispatcher: Dispatcher, naming: Naming
+    ) -> Member | ForeignMember:
+        assert self._shell is not None, "a member before the start"
+        if not description.foreign:
+            return Member(description, dispatcher, self._shell)
+        assert self._foreign is not None, f"{description.replica_id} is foreign, and nothing is expected of it"
+        return ForeignMember(description, dispatcher, self._shell, naming, self._foreign)
 
     def _examine(self, description: ReplicaDescription, cluster_seed: int) -> Naming:
         """How this replica names blocks, which is as the others do. Raises ParityMismatch."""
@@ -302,11 +302,11 @@ class RouterService:
             replica_id=description.replica_id, epoch=description.epoch, field=error.field, message=error.message
         )
 
-    def _adopt(self, naming: Naming) -> None:
+    def _adopt(self, naming: Naming) -> Dispatcher:
         self._naming = naming
         if self._dispatcher is not None:
             self._dispatcher.rename(naming)
-            return
+            return self._dispatcher
         settings = self._settings
         self._dispatcher = Dispatcher(
             self._policy,
@@ -317,6 +317,7 @@ class RouterService:
             counters=self.counters,
             rng=self._rng,
         )
+        return self._dispatcher
 
     # Requests
 
@@ -385,14 +386,14 @@ class RouterService:
                 log.info("replica_heard_again replica=%s", name)
                 self._silent.discard(name)
 
-    def _replica_view(self, member: Member) -> ReplicaView:
+    def _replica_view(self, member: Member | ForeignMember) -> ReplicaView:
         if self._dispatcher is None or not member.joined:
             return _joining(member.description)
         return _view(member.description, self._dispatcher, self._clock())
 
 
 def _joining(about: ReplicaDescription) -> ReplicaView:
-    """A replica whose connection does not stand."""
+    """A replica that cannot be sent requests yet."""
     return ReplicaView(
         replica_id=about.replica_id,
         epoch=about.epoch,
@@ -414,6 +415,7 @@ def _joining(about: ReplicaDescription) -> ReplicaView:
         report_age_s=None,
         pids=about.pids,
         event_endpoints=about.event_endpoints,
+        url=about.request_endpoint if about.foreign else None,
     )
 
 

@@ -16,18 +16,18 @@ from hashlib import sha256
 import msgspec
 
 from ...events.decode import Stored
-from ...kvcache.hashing import BlockHash, BlockHasher, tenant_root, token_bytes, wire_hash
+from ...kvcache.hashing import HASH_BYTES, BlockHash, BlockHasher, tenant_root, token_bytes, wire_hash
 from ..errors import ParityMismatch
 
-#: Marks a `cache_salt` as one of ours, so that it is known again among the extra keys of a chain's first block.
+#: Marks a `cache_salt` as one of ours: a tenant's root, known again among the extra keys of a chain's first block.
 SALT_PREFIX = "homing-"
 #: Groups whose blocks have the block size of prompts; others (`group_idx` from 1 on) may have sizes of their own.
 _MAIN_GROUPS = (None, 0)
 
 
-def cache_salt(salt: bytes) -> str | None:
-    """A tenant's salt as the engine is told it; None: whoever has no salt shares with everybody."""
-    return SALT_PREFIX + salt.hex() if salt else None
+def cache_salt(root: bytes) -> str:
+    """What keeps the chains under a tenant's root apart from others' in the engine's cache, too."""
+    return SALT_PREFIX + root.hex()
 
 
 @dataclass(slots=True)
@@ -63,7 +63,9 @@ class ForeignChains:
         Raises ParityMismatch when the engine's blocks are of another size: no prompt of ours could ever match.
         """
         if event.block_size != self._hasher.block_size and event.group in _MAIN_GROUPS:
-            raise ParityMismatch(self._replica, "block_size", self._hasher.block_size, event.block_size)
+            remedy = f"start homing with --block-size {event.block_size}"
+            ours = self._hasher.block_size
+            raise ParityMismatch(self._replica, "block_size", ours, event.block_size, remedy=remedy)
         names = self._names(event)
         return [wire_hash(name) for handle, name in zip(event.hashes, names, strict=False) if self._hold(handle, name)]
 
@@ -89,16 +91,16 @@ class ForeignChains:
         if not tokens or event.block_size != self._hasher.block_size:
             self.unplaced.no_tokens += len(event.hashes)
             return []
-        extras, salt = _extras(event)
-        parent = self._root(event, salt) if event.parent is None else self._handles.get(event.parent)
+        extras, root = _extras(event)
+        parent = root or self._root(event) if event.parent is None else self._handles.get(event.parent)
         if parent is None:
             self.unplaced.no_parent += len(event.hashes)
             return []
         return self._hasher.chain(parent, tokens, extras)
 
-    def _root(self, event: Stored, salt: bytes) -> BlockHash:
+    def _root(self, event: Stored) -> BlockHash:
         adapter = b"" if event.lora_name is None else sha256(event.lora_name.encode()).digest()
-        return tenant_root(self._model_root, salt=salt, lora_digest=adapter)
+        return tenant_root(self._model_root, lora_digest=adapter)
 
     def _hold(self, handle: int, name: BlockHash) -> bool:
         """Whether the block is held now and was not before."""
@@ -135,24 +137,25 @@ def _tokens(event: Stored) -> bytes:
         return b""
 
 
-def _extras(event: Stored) -> tuple[Mapping[int, bytes], bytes]:
-    """What distinguishes blocks of equal tokens, by the place of the block, and the salt if it is one of ours."""
+def _extras(event: Stored) -> tuple[Mapping[int, bytes], BlockHash | None]:
+    """What distinguishes blocks of equal tokens, by the place of the block, and the root if its salt is ours."""
     extras: dict[int, bytes] = {}
-    salt = b""
+    root: BlockHash | None = None
     for index, keys in enumerate(event.extra_keys or ()):
         kept = keys
         if index == 0 and event.parent is None and isinstance(keys, list):
-            salt = next(filter(None, map(_own_salt, keys)), b"")
-            kept = [key for key in keys if not _own_salt(key)]
+            root = next(filter(None, map(_own_root, keys)), None)
+            kept = [key for key in keys if _own_root(key) is None]
         if kept:
             extras[index] = msgspec.msgpack.encode(kept)
-    return extras, salt
+    return extras, root
 
 
-def _own_salt(key: object) -> bytes:
+def _own_root(key: object) -> BlockHash | None:
     if not isinstance(key, str) or not key.startswith(SALT_PREFIX):
-        return b""
+        return None
     try:
-        return bytes.fromhex(key.removeprefix(SALT_PREFIX))
+        root = bytes.fromhex(key.removeprefix(SALT_PREFIX))
     except ValueError:
-        return b""
+        return None
+    return BlockHash(root) if len(root) == HASH_BYTES else None

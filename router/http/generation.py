@@ -249,7 +249,7 @@ class Generation:
         if self._job.discard:
             choice.ending = "length"
             return Step(choice, "", (), delta.prompt_logprobs, "length", first)
-        choice.generated += len(delta.token_ids)
+        choice.generated += len(delta.token_ids) + delta.text_tokens
         shown = choice.answer.push(delta)
         choice.ending = shown.ending
         return Step(choice, shown.text, shown.tokens, delta.prompt_logprobs, shown.ending, first)

@@ -45,7 +45,7 @@ class AnswerText:
     def push(self, delta: TokenDelta) -> TextDelta:
         """The text that `delta` completes. After an ending nothing more may be pushed."""
         if self._plain and delta.logprobs is None and delta.finish_reason is None:
-            return TextDelta(self._detokenizer.push(delta.token_ids))
+            return TextDelta(self._detokenizer.push(delta.token_ids) if delta.text is None else delta.text)
         ids = delta.token_ids[:-1] if delta.stop_token_id is not None else delta.token_ids
         text = self._stops.push(self._detokenize(ids, delta))
         ending: Ending | None = None
@@ -60,6 +60,8 @@ class AnswerText:
         return TextDelta(text, ending, self._release(everything=ending is not None and not self._stops.stopped_by))
 
     def _detokenize(self, ids: Sequence[int], delta: TokenDelta) -> str:
+        if delta.text is not None:
+            return delta.text
         if delta.logprobs is None:
             return self._detokenizer.push(ids)
         parts: list[str] = []

@@ -1,0 +1,49 @@
+"""How fast an engine is that does not say so: learned from when its tokens come. Pure: durations come in.
+
+Replicas of ours measure their steps themselves (replica/rates.py). Here only arrival times are seen, so that network
+and the engine's own queue count as part of its pace, as they do for whoever waits.
+"""
+
+from dataclasses import dataclass
+
+#: Before the first observation; small enough that nobody is preferred for being unknown. Not measured.
+UNKNOWN_PREFILL_TOKENS_PER_S = 2000.0
+UNKNOWN_DECODE_STEP_S = 0.03
+#: A first token behind fewer prompt tokens measures the fixed cost of a step and the way there. Not tuned.
+MIN_PREFILL_TOKENS = 64
+#: Prompt tokens after which an observation has lost 63 % of its weight. Not tuned.
+PREFILL_MEMORY_TOKENS = 16_384.0
+#: Weight of one more gap between tokens. Not tuned.
+DECODE_WEIGHT = 0.05
+
+
+@dataclass(slots=True)
+class Pace:
+    """Smoothed rates of one engine; the first observation replaces the guess."""
+
+    prefill_tokens_per_s: float = UNKNOWN_PREFILL_TOKENS_PER_S
+    decode_step_s: float = UNKNOWN_DECODE_STEP_S
+    _prefill_seen: bool = False
+    _decode_seen: bool = False
+
+    def first_token(self, tokens: int, seconds: float) -> None:
+        """A first token came so long after its request was sent, behind so many uncached tokens, its own included."""
+        if tokens < MIN_PREFILL_TOKENS or seconds <= 0:
+            return
+        weight = min(tokens / PREFILL_MEMORY_TOKENS, 0.5) if self._prefill_seen else 1.0
+        self._prefill_seen = True
+        per_token = 1 / self.prefill_tokens_per_s
+        self.prefill_tokens_per_s = 1 / (per_token + weight * (seconds / tokens - per_token))
+
+    def next_tokens(self, tokens: int, seconds: float) -> None:
+        """So many tokens of one request came so long after those before."""
+        if tokens < 1 or seconds <= 0:
+            return
+        weight = DECODE_WEIGHT if self._decode_seen else 1.0
+        self._decode_seen = True
+        self.decode_step_s += weight * (seconds / tokens - self.decode_step_s)
+
+    def check(self) -> None:
+        """Both rates are divided by: they stay above zero."""
+        assert self.prefill_tokens_per_s > 0, f"prefill rate {self.prefill_tokens_per_s}"
+        assert self.decode_step_s > 0, f"decode step {self.decode_step_s}"
