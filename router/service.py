@@ -195,7 +195,7 @@ class RouterService:
         while not self.exact():  # noqa: ASYNC110 - exactness is a matter of time, too: nothing would set an event
             await asyncio.sleep(EXACT_POLL_S)
 
-    def _feed_of(self, member: Member) -> FeedState:
+    def _feed_of(self, member: Member | ForeignMember) -> FeedState:
         if self._dispatcher is None or not member.joined:
             return "syncing"
         return self._dispatcher.feed(member.replica_id)

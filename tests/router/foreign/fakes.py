@@ -101,6 +101,7 @@ class FakeEngine:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(self._replays, *self._tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # aborted connections are given back in the loop's next turn
         for sock in (self._pub, self._router):
             sock.close(0)
         self._context.term()
@@ -191,11 +192,11 @@ class FakeEngine:
         except (ConnectionError, asyncio.IncompleteReadError):
             self.hung_up += 1
         finally:
-            self._tasks.discard(task)
-            self._writers.discard(writer)
             writer.close()
             with suppress(ConnectionError, asyncio.CancelledError):
                 await writer.wait_closed()
+            self._tasks.discard(task)
+            self._writers.discard(writer)
 
     async def _answer(self, method: str, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
         match path:
