@@ -3,6 +3,7 @@
 Rendered by transformers' own renderer, whose sandbox is kept against hostile templates; that module needs no torch.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +53,11 @@ class ChatTemplate:
             raise TemplateRefusal(f"the chat template refuses these messages: {error}", param="messages") from error
         text: str = rendered[0]
         return text
+
+    def prepare(self) -> None:
+        """Import the renderer and compile the template: the first chat would stop the event loop for it, for a second."""
+        with contextlib.suppress(TemplateRefusal):
+            self.render(Chat([{"role": "user", "content": "hi"}]))
 
     def _choose(self, chat: Chat) -> str:
         if not self._templates:

@@ -65,7 +65,9 @@ class TextModel:
     @classmethod
     def load(cls, folder: Path, *, cache_bytes: int) -> "TextModel":
         """Read the tokenizer of a local folder; takes seconds and blocks. Raises TokenizerUnavailable."""
-        return cls(load_parts(folder), cache_bytes=cache_bytes)
+        model = cls(load_parts(folder), cache_bytes=cache_bytes)
+        model._template.prepare()
+        return model
 
     def close(self) -> None:
         """Let go of the threads."""

@@ -93,3 +93,17 @@ def test_pieces_of_unknown_ids_are_empty(text_model: TextModel):
     """A model's vocabulary may be padded beyond the tokenizer's."""
     assert text_model.piece(10**6) == b""
     assert text_model.piece_names([10**6]) == [""]
+
+
+def test_a_loaded_model_is_ready_for_its_first_chat():
+    """Importing the renderer takes a second, which every stream of the router would stand still for."""
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from homing.router.text.template import Chat; from homing.router.text.tokenizer import TextModel\n"
+        f"model = TextModel.load(Path({str(DEMO)!r}), cache_bytes=0); before = set(sys.modules)\n"
+        "model.encode_chat_now(Chat([{'role': 'user', 'content': 'x'}])); model.close()\n"
+        "print(sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "[]"
