@@ -55,7 +55,7 @@ class ChatTemplate:
         return text
 
     def prepare(self) -> None:
-        """Import the renderer and compile the template: the first chat would stop the event loop for it, for a second."""
+        """Import the renderer and compile the template, for which the first chat would stop the event loop."""
         with contextlib.suppress(TemplateRefusal):
             self.render(Chat([{"role": "user", "content": "hi"}]))
 

@@ -173,8 +173,14 @@ def engine(file: Path) -> None:
 class Asked(msgspec.Struct):
     """What matters of a body."""
 
-    max_tokens: int = 16
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None  #: what some routers make of the other
     stream: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens to answer with."""
+        return self.max_tokens or self.max_completion_tokens or 16
 
 
 WORD = " token"
@@ -273,10 +279,10 @@ class OpenAi(asyncio.Protocol):
             return
         asked = ASKED.decode(body)
         if not asked.stream:
-            self.transport.write(whole(asked.max_tokens))
+            self.transport.write(whole(asked.tokens))
             return
         self.transport.write(STREAM_HEAD + FRAMED)
-        STREAMS[self] = asked.max_tokens - 1
+        STREAMS[self] = asked.tokens - 1
 
     def tick(self) -> None:
         """One more chunk."""
