@@ -47,6 +47,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     #: prompt tokens taken from the cache; on the first delta, of foreign engines on the last
     cached_tokens: int | None = None
+    predicted_cached_tokens: int | None = None  #: of them, what the decision expected; beside `cached_tokens` only
     stop_token_id: int | None = None  #: the last token is this stop id (it is part of `token_ids`)
     pinned_tokens: int | None = None  #: how far the prompt is kept now; on the first delta of a request with pins only
 
@@ -165,6 +166,9 @@ class RouterCounters(msgspec.Struct, kw_only=True):
     predicted_cached_tokens: int = 0  #: of finished requests
     delivered_cached_tokens: int = 0
     regret_tokens: int = 0  #: best hit forgone, summed over decisions
+    predictions_exact: int = 0  #: the first token came with the cached tokens predicted, or a partial block more
+    predictions_low: int = 0  #: a whole block or more beyond what was predicted
+    predictions_high: int = 0  #: fewer than predicted
 
 
 class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,7 +180,7 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None
     prompt_tokens: int
     generated_tokens: int
-    predicted_cached_tokens: int  #: by the first decision
+    predicted_cached_tokens: int  #: by the decision for the replica that computed the prompt; whole blocks
     delivered_cached_tokens: int | None  #: None: no token came
     regret_tokens: int  #: cached tokens of the best holder beyond those of the chosen replica
     predicted_ttft_s: float | None

@@ -149,7 +149,6 @@ class _Flight:
     wordy: bool = False  #: a part of the answer came as text alone: nobody can go on from there
     continuations: int = 0
     excluded: set[str] = field(default_factory=set)
-    decided: bool = False
     held: bool = False
     predicted_cached_tokens: int = 0
     delivered_cached_tokens: int | None = None
@@ -414,7 +413,9 @@ class Dispatcher:
             block_size=self._naming.hasher.block_size,
             session=flight.request.session,
         )
-        return prompt, self.placement.candidates(flight.keys, flight.excluded, now)
+        # An engine that scores the prompt's own tokens computes all of them, whatever it holds.
+        scores_prompt = flight.request.sampling.prompt_logprobs is not None and not flight.generated
+        return prompt, self.placement.candidates(() if scores_prompt else flight.keys, flight.excluded, now)
 
     def _place(self, flight: _Flight, now: float) -> Send | None:
         prompt, candidates = self._situation(flight, now)
@@ -422,17 +423,17 @@ class Dispatcher:
         if decision.chosen is None:
             flight.excluded.clear()  # who has refused it may be asked again by then; `retries` bounds how often
             return None
-        if not flight.decided:
+        if not flight.generated:
             self._note_prediction(flight, prompt, candidates, decision)
         return self._send(flight, decision, now)
 
     def _note_prediction(
         self, flight: _Flight, prompt: Prompt, candidates: Iterable[Candidate], decision: Decision
     ) -> None:
-        flight.decided = True
         flight.predicted_ttft_s = decision.expected_ttft_s
         assert decision.chosen is not None
-        flight.predicted_cached_tokens = prompt.tokens - decision.chosen.uncached_tokens(prompt)
+        cached = prompt.tokens - decision.chosen.uncached_tokens(prompt)
+        flight.predicted_cached_tokens = cached - cached % prompt.block_size
         flight.regret_tokens = regret_tokens(prompt, candidates, decision)
         self.counters.regret_tokens += flight.regret_tokens
 
@@ -511,12 +512,14 @@ class Dispatcher:
         self._start(replica, flight)
         flight.wordy = True
         flight.generated += output.num_tokens
+        cached_tokens = self._newly_told(flight, output.cached_tokens)
         delta = TokenDelta(
             token_ids=[],
             text=output.text,
             text_tokens=output.num_tokens,
             finish_reason=output.finish_reason,
-            cached_tokens=self._newly_told(flight, output.cached_tokens),
+            cached_tokens=cached_tokens,
+            predicted_cached_tokens=None if cached_tokens is None else flight.predicted_cached_tokens,
         )
         return self._deliver(flight, delta, now)
 
@@ -544,12 +547,14 @@ class Dispatcher:
         first = not flight.generated
         flight.generated += len(fresh)
         flight.fresh += fresh
+        cached_tokens = self._newly_told(flight, output.cached_tokens)
         return TokenDelta(
             token_ids=fresh,
             logprobs=output.logprobs[known:] if output.logprobs is not None else None,
             prompt_logprobs=output.prompt_logprobs if first else None,
             finish_reason=output.finish_reason,
-            cached_tokens=self._newly_told(flight, output.cached_tokens),
+            cached_tokens=cached_tokens,
+            predicted_cached_tokens=None if cached_tokens is None else flight.predicted_cached_tokens,
             stop_token_id=output.stop_token_id,
             pinned_tokens=output.pinned_tokens if first else None,
         )
@@ -559,7 +564,16 @@ class Dispatcher:
         if cached_tokens is None or flight.delivered_cached_tokens is not None:
             return None
         flight.delivered_cached_tokens = cached_tokens
+        self._judge_prediction(flight.predicted_cached_tokens, cached_tokens)
         return cached_tokens
+
+    def _judge_prediction(self, predicted: int, delivered: int) -> None:
+        if delivered < predicted:
+            self.counters.predictions_high += 1
+        elif delivered < predicted + self._naming.hasher.block_size:
+            self.counters.predictions_exact += 1
+        else:
+            self.counters.predictions_low += 1
 
     def _on_refused(self, replica: str, refused: Refused, now: float) -> list[Instruction]:
         flight = self._sent_to(replica, refused.request_id)

@@ -144,6 +144,11 @@ class RouterMetrics:
         self._replica_metrics()
         registry = self.registry
         self._router_totals = {field: Counter(name, text, registry=registry) for field, name, text in _ROUTER_COUNTERS}
+        predictions = Counter(
+            "homing_predictions", "Predictions of cached tokens, by how they came out.", ["result"], registry=registry
+        )
+        for result in ("exact", "low", "high"):
+            self._router_totals[f"predictions_{result}"] = predictions.labels(result)
         self._router_seen = RouterCounters()
         outcomes = Counter("homing_routing_outcomes", "Sequences over, by outcome.", ["outcome"], registry=registry)
         self._outcomes = {outcome: outcomes.labels(outcome) for outcome in ("finished", "failed", "cancelled")}

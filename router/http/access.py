@@ -66,7 +66,7 @@ def line(exchange: Exchange, duration_s: float, now: float) -> str:
     ttft = "" if account.ttft_s is None else f" ttft_ms={account.ttft_s * 1e3:.1f}"
     return (
         f"{text}{ttft} tenant={account.tenant or '-'} replica={account.replicas or '-'} prompt={account.prompt_tokens} "
-        f"cached={account.cached_tokens} output={account.output_tokens}\n"
+        f"predicted={account.predicted_tokens} cached={account.cached_tokens} output={account.output_tokens}\n"
     )
 
 

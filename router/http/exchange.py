@@ -34,6 +34,7 @@ class Account(msgspec.Struct):
     tenant: str
     replicas: str
     prompt_tokens: int
+    predicted_tokens: int  #: cached ones that the decision expected
     cached_tokens: int
     output_tokens: int
     ttft_s: float | None

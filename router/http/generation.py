@@ -66,6 +66,7 @@ class Choice:
         "index",
         "last_token_at",
         "pinned",
+        "predicted",
         "prompt",
         "stream",
     )
@@ -80,6 +81,7 @@ class Choice:
         self.answer = answer
         self.generated = 0
         self.cached = 0
+        self.predicted = 0
         self.pinned: int | None = None
         self.last_token_at: float | None = None
         self.ending: Ending | None = None
@@ -228,6 +230,7 @@ class Generation:
             self._tenant,
             ",".join(self.replicas),
             self.prompt_tokens,
+            sum(choice.predicted for choice in self._first_choices),
             self.cached_tokens,
             self.generated_tokens,
             self._ttft_s,
@@ -243,7 +246,7 @@ class Generation:
         first = choice.last_token_at is None
         self._measure(choice)
         if delta.cached_tokens is not None:
-            choice.cached = delta.cached_tokens
+            choice.cached, choice.predicted = delta.cached_tokens, delta.predicted_cached_tokens or 0
         if delta.pinned_tokens is not None:
             choice.pinned = delta.pinned_tokens
         if self._job.discard:
@@ -283,7 +286,11 @@ class Generation:
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens found in caches: of each prompt's first choice, since prompts count once."""
-        return sum(choice.cached for choice in self.choices[:: self._job.choices_per_prompt])
+        return sum(choice.cached for choice in self._first_choices)
+
+    @property
+    def _first_choices(self) -> list[Choice]:
+        return self.choices[:: self._job.choices_per_prompt]
 
     @property
     def pinned_tokens(self) -> int | None:

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -190,6 +191,62 @@ def test_tokens_copied_inside_a_block_are_more_than_predicted_and_no_regret(worl
 
     record = world.records[again]
     assert (record.predicted_cached_tokens, record.delivered_cached_tokens, record.regret_tokens) == (96, 101, 0)
+
+
+def predictions(world: World) -> tuple[int, int, int]:
+    counters = world.dispatcher.counters
+    return counters.predictions_exact, counters.predictions_low, counters.predictions_high
+
+
+def test_predictions_are_judged_in_whole_blocks(world: World) -> None:
+    """What is right, too low and too high is counted when the first token tells; a part of a block is no error."""
+    world.submit(request_of(PROMPT))
+    world.settle()
+    seen = [predictions(world)]
+    for seed, copied in ((2, 15), (3, 16), (4, -1)):
+        for replica in world.replicas.values():
+            replica.copied_tokens = copied
+        world.submit(request_of([*PROMPT, *[seed] * 20], seed=seed))
+        world.settle()
+        seen.append(predictions(world))
+
+    assert seen == [(1, 0, 0), (2, 0, 0), (2, 1, 0), (2, 1, 1)]
+
+
+def test_a_prompt_that_ends_with_a_block_is_predicted_without_it(world: World) -> None:
+    """Its last token is computed in any case, and the stream names whole blocks alone."""
+    world.submit(request_of(PROMPT[:96]))
+    world.settle()
+    again = world.submit(request_of(PROMPT[:96], seed=2))
+    world.settle()
+
+    assert world.records[again].predicted_cached_tokens == 80
+
+
+def test_a_prompt_to_be_scored_is_expected_nowhere(world: World) -> None:
+    """An engine computes all of it, so that where it is cached must not draw it."""
+    world.submit(request_of(PROMPT))
+    world.settle()
+    request = request_of(PROMPT, seed=2)
+    scored = msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=1))
+    again = world.submit(scored)
+    world.settle()
+
+    record = world.records[again]
+    assert (record.predicted_cached_tokens, record.regret_tokens) == (0, 0)
+
+
+def test_a_request_that_moves_before_its_first_token_is_predicted_anew(world: World) -> None:
+    """The prediction is held against the replica that computed the prompt."""
+    world.submit(request_of(PROMPT))
+    world.settle()
+    again = world.submit(request_of(PROMPT, seed=2))
+
+    world.lose(world.home(again))
+    world.settle()
+
+    assert world.records[again].predicted_cached_tokens == 0
+    assert predictions(world) == (2, 0, 0)
 
 
 def test_a_busy_holder_is_regretted(world: World) -> None:

@@ -71,6 +71,18 @@ def test_the_routing_sides_totals_are_taken_over():
     assert metrics.registry.get_sample_value("homing_router_requests_held") == 4
 
 
+def test_predictions_are_counted_by_how_they_came_out():
+    """The share of exact ones says whether decisions rest on facts."""
+    metrics = RouterMetrics()
+    seen = msgspec.structs.replace(view("r0"), counters=RouterCounters(predictions_exact=99, predictions_high=1))
+
+    metrics.observe_cluster(seen)
+
+    value = metrics.registry.get_sample_value
+    counted = [value("homing_predictions_total", {"result": result}) for result in ("exact", "low", "high")]
+    assert counted == [99, 0, 1]
+
+
 def test_a_replica_that_went_has_no_load():
     """Its last gauges would stand for ever on dashboards; its totals are history and stay."""
     metrics = RouterMetrics()

@@ -28,11 +28,11 @@ def answered(path: str = "/v1/completions") -> Exchange:
 def test_a_line_tells_what_became_of_a_generation():
     """In a fixed order, so that simple tools can cut it."""
     exchange = answered()
-    exchange.account = Account("team-a", "r0", 12, 8, 3, 0.0204)
+    exchange.account = Account("team-a", "r0", 12, 7, 8, 3, 0.0204)
 
     assert line(exchange, 0.5, 1.0) == (
         "ts=1.000 request=r-1 method=POST path=/v1/completions status=200 duration_ms=500.0 ttft_ms=20.4 "
-        "tenant=team-a replica=r0 prompt=12 cached=8 output=3\n"
+        "tenant=team-a replica=r0 prompt=12 predicted=7 cached=8 output=3\n"
     )
 
 
