@@ -178,7 +178,7 @@ class RouterProcess:
 
 
 def _fast_loop() -> asyncio.AbstractEventLoop:
-    """uvloop where there is one (docs/benchmarks.md says what it saves)."""
+    """uvloop where there is one."""
     try:
         import uvloop
     except ImportError:

@@ -1,7 +1,7 @@
 """HTTP/1.1 on one connection: an asyncio protocol over httptools' parser, with the limits that keep a server alive.
 
 Parses, frames, orders pipelined requests and cuts who stalls; what a request means is the handler's. Written for this
-server because an ASGI server costs more than everything else that the router does for a request (docs/benchmarks.md).
+server because on an ASGI server a request cost more than twice as much (docs/benchmarks.md).
 
     idle ──first byte──▶ reading ──whole request──▶ answering ──end──▶ idle
                             │ malformed, too large, too slow               │ `connection: close`
