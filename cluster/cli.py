@@ -7,9 +7,10 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO, get_args
 
 from .. import __version__
+from ..kvcache.eviction import EvictionName
 from .config import ROOMS, SETTINGS, Setting, Settings, load_settings, nearest
 from .errors import ClusterError, SettingsError
 
@@ -227,6 +228,7 @@ def _simulate_arguments(parser: Parser) -> None:
     _number(parser, "--routers", int, "routers that share no state (default: 1)")
     _number(parser, "--cache-blocks", int, "KV blocks of one replica (default: 4096)")
     _number(parser, "--block-tokens", int, "tokens that one id of the trace stands for (default: 512)")
+    parser.add_argument("--eviction", choices=get_args(EvictionName), help="what a full cache gives up (default: lru)")
     _number(parser, "--load", float, "share of what the replicas can do at best; sets the speed")
     _number(parser, "--speed", float, "how many times as fast as recorded (default: 1)")
     _number(parser, "--requests", int, "only so many, from the start")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..kvcache.errors import TraceError
+from ..kvcache.eviction import EvictionName
 from ..kvcache.trace import MOONCAKE_BLOCK_TOKENS, read_trace
 from ..replica.rates import Rates
 from ..router.simulate import (
@@ -55,6 +56,7 @@ class Order:
     routers: int = 1
     cache_blocks: int = 4096
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
+    eviction: EvictionName = "lru"
     load: float | None = None
     speed: float = 1.0
     event_delay_ms: float = 5.0
@@ -203,7 +205,7 @@ def _setup(order: Order) -> Setup:
         raise SettingsError("--prefill-rate and --decode-step-ms go together: one replica's measured rates")
     rates = None if given[0] is None or given[1] is None else RateModel(given[0], given[1] / 1000)
     return Setup(
-        limits=ReplicaLimits(blocks=order.cache_blocks, block_tokens=order.block_tokens),
+        limits=ReplicaLimits(blocks=order.cache_blocks, block_tokens=order.block_tokens, eviction=order.eviction),
         meter=Rates,
         replicas=order.replicas,
         routers=order.routers,

@@ -20,6 +20,7 @@ from typing import Protocol
 from ...events.changes import AllCleared, Change, RemovedBlocks, StoredBlocks
 from ...events.messages import CacheCounters, LoadReport, PrefillCost
 from ...kvcache.cache import PrefixCache, PrefixMatch
+from ...kvcache.eviction import EvictionName, eviction_policy
 from ...kvcache.hashing import BlockHash
 from ...kvcache.pool import Block
 from .models import ReplicaModel
@@ -57,6 +58,7 @@ class ReplicaLimits:
     block_tokens: int
     max_running_requests: int = 256
     max_batched_tokens: int = 8192
+    eviction: EvictionName = "lru"
 
 
 @dataclass(slots=True)
@@ -135,7 +137,7 @@ class SimulatedReplica:
         self._model = model
         self._meter = meter
         self._changes: list[Change] = []
-        self.cache = PrefixCache(limits.blocks + 1, 1, listener=self) if cache is None else cache
+        self.cache = cache if cache is not None else self._own_cache()
         self._waiting: deque[Work] = deque()
         self._prefilling: list[Work] = []
         self._decoding: dict[int, Work] = {}
@@ -148,6 +150,10 @@ class SimulatedReplica:
         self._rows: list[tuple[Work, int]] = []
         self._waiting_tokens = 0
         self._context_base = 0  # context tokens of the decoding requests, less the clock for each
+
+    def _own_cache(self) -> PrefixCache:
+        policy = eviction_policy(self.limits.eviction)
+        return PrefixCache(self.limits.blocks + 1, 1, policy=policy, listener=self)
 
     # From the prefix cache
 

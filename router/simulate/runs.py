@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from ...kvcache.cache import PrefixCache
+from ...kvcache.eviction import eviction_policy
 from ..policy import make_policy
 from .errors import SimulationError
 from .faults import Fault
@@ -55,7 +56,7 @@ def simulation_of(setup: Setup) -> Simulation:
     rates = limits.max_batched_tokens / model.prefill_s(0, limits.max_batched_tokens), model.decode_step_s(0.0)
     shared = None
     if setup.policy == ORACLE:
-        shared = PrefixCache(setup.replicas * limits.blocks + 1, 1)
+        shared = PrefixCache(setup.replicas * limits.blocks + 1, 1, policy=eviction_policy(limits.eviction))
     return Simulation(
         lambda name, epoch: SimulatedReplica(name, model, limits, warm(setup, rates), epoch=epoch, cache=shared),
         lambda name: router_of(setup, name),
