@@ -126,7 +126,7 @@ class Ledger:
         parent, hashes, _ = change
         names = _names(hashes)
         self._mirror.store(None if parent is None else _names((parent,))[0], names)
-        parents = (parent, *hashes[:-1])
+        parents = (parent, *hashes)[: len(hashes)]
         self._residents.update(zip(names, zip(hashes, parents, self._contents(change), strict=True), strict=True))
 
     def _contents(self, change: StoredBlocks) -> Iterable[bytes]:
