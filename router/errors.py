@@ -6,7 +6,8 @@
     ├── InvalidRequest       400  the caller's: a field is unknown, of the wrong type or out of range; names the field
     │   ├── InvalidJson      400  the body is no JSON
     │   ├── ContextTooLong   400  prompt and wanted answer exceed the model's context
-    │   └── TemplateRefusal  400  the chat template does not take these messages
+    │   ├── TemplateRefusal  400  the chat template does not take these messages
+    │   └── PromptOverLimit  400  the prompt is longer than its tenant may send
     ├── CacheInUse           409  the caches cannot be reset while requests run
     ├── MissingKey           401  the caller's: no API key, and the server has a file of them
     ├── UnknownKey           401  the caller's: the API key is not in the file
@@ -19,6 +20,7 @@
     ├── BodyTooLarge         413  the caller's
     ├── HeadTooLarge         431  the caller's
     ├── QueueFull            429  more requests wait than the router holds; has `retry_after_s`
+    ├── RateLimited          429  the tenant has used up a limit, which it names; has `retry_after_s`
     ├── RequestFailed        500  a replica failed the request, or the token stream is inconsistent
     │   ├── ReplicaLost      502  the replica died and the request could not continue elsewhere
     │   └── DeadlineExceeded 504  the request's time is over
@@ -89,6 +91,21 @@ class QueueFull(RouterError):
             f"{waiting} requests are waiting already; try again in {retry_after_s:.0f} s", retry_after_s=retry_after_s
         )
         self.waiting = waiting
+
+
+class RateLimited(RouterError):
+    """The tenant has used up one of its limits; `retry_after_s` says when it has room again."""
+
+    http_status = 429
+    error_type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, tenant: str, limit: str, value: int, retry_after_s: float) -> None:
+        super().__init__(
+            f"tenant {tenant!r} has reached its limit {limit} of {value}; try again in {retry_after_s:.1f} s",
+            retry_after_s=retry_after_s,
+        )
+        self.limit = limit
 
 
 class RequestFailed(RouterError):
@@ -164,6 +181,17 @@ class TemplateRefusal(InvalidRequest):
     """The chat template does not take these messages, or the model has none."""
 
     code = "invalid_messages"
+
+
+class PromptOverLimit(InvalidRequest):
+    """The prompt has more tokens than its tenant may send at once."""
+
+    code = "prompt_over_limit"
+
+    def __init__(self, prompt_tokens: int, most: int) -> None:
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens; this API key's tenant may send {most} (max_prompt_tokens)"
+        )
 
 
 class CacheInUse(RouterError):

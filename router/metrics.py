@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ..events.messages import CacheCounters, LoadReport
 from .backend import ClusterView, FinishedRequest, RouterCounters
+from .meter import Meter
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -60,6 +61,14 @@ _ROUTER_COUNTERS = (
     ("predicted_cached_tokens", "homing_routing_predicted_cached_tokens", "Cached tokens predicted at dispatch."),
     ("delivered_cached_tokens", "homing_routing_delivered_cached_tokens", "Cached tokens that replicas reported."),
     ("regret_tokens", "homing_routing_regret_tokens", "Cached tokens of the best holder forgone, over decisions."),
+)
+
+
+#: Totals of each tenant in the keys file: field of `Meter`, metric, help.
+_TENANT_COUNTERS = (
+    ("requests", "homing_tenant_requests", "Requests of a tenant that were let in."),
+    ("prompt_tokens", "homing_tenant_prompt_tokens", "Tokens of their prompts."),
+    ("generated_tokens", "homing_tenant_completion_tokens", "Tokens generated for them."),
 )
 
 
@@ -127,6 +136,35 @@ class HttpNumbers(Collector):
         )
 
 
+class TenantNumbers(Collector):
+    """What the meters of the tenants in the keys file have counted; strangers cannot add labels."""
+
+    def __init__(self) -> None:
+        self.meters: Sequence[Meter] = ()
+
+    def describe(self) -> Sequence[Metric]:
+        """See prometheus_client: the names are those of `collect`."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """See prometheus_client."""
+        for field, name, text in _TENANT_COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=["tenant"])
+            for meter in self.meters:
+                counter.add_metric([meter.tenant], getattr(meter, field))
+            yield counter
+        refusals = CounterMetricFamily(
+            "homing_tenant_refusals", "Requests refused, by the limit that they met.", labels=["tenant", "limit"]
+        )
+        running = GaugeMetricFamily("homing_tenant_running", "Requests that are not over.", labels=["tenant"])
+        for meter in self.meters:
+            running.add_metric([meter.tenant], meter.running)
+            for limit, count in meter.refusals.items():
+                refusals.add_metric([meter.tenant, limit], count)
+        yield refusals
+        yield running
+
+
 def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:
     family = HistogramMetricFamily(name, text)
     family.add_metric([], *histogram.sample())
@@ -160,6 +198,8 @@ class RouterMetrics:
         registry = self.registry
         self._numbers = HttpNumbers()
         registry.register(self._numbers)
+        self._tenants = TenantNumbers()
+        registry.register(self._tenants)
         #: a token delta came so many seconds after the one before
         self.inter_token = self._numbers.itl.observe
         self._gone = Counter(
@@ -203,6 +243,10 @@ class RouterMetrics:
         self._gaps = Counter("homing_events_gaps", "Holes noticed in event streams.", replica, registry=registry)
 
     # HTTP front
+
+    def watch_tenants(self, meters: Sequence[Meter]) -> None:
+        """Show what these count."""
+        self._tenants.meters = meters
 
     def http_request(self, endpoint: str, status: int, duration_s: float) -> None:
         """An HTTP request was answered (or its client left: status 499)."""

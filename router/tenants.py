@@ -1,18 +1,17 @@
 """Who a request is from: API keys, the tenants that hold them, and which tenants share cached blocks.
 
-Pure but for `read_tenants`, which reads the file. Knows no HTTP; limits per tenant have their place in `Tenant`.
+Pure but for `read_tenants`, which reads the file. Knows no HTTP, and of limits what the file says; meter.py counts.
 
 Without a file every key is a tenant of its own, and callers without a key are one more. With a file its keys are the
 only ones. Keys stand in it as sha256 digests: who reads the file cannot ask in a tenant's name.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import yaml
@@ -20,9 +19,13 @@ from msgspec import Meta
 
 from ..kvcache.hashing import canonical
 from .errors import KeysFileInvalid, MissingKey, UnknownKey
+from .meter import TenantLimits
 
+Entry = TypeVar("Entry", bound=msgspec.Struct)
+_TOP_LEVEL = {"keys", "tenants"}
 #: Bytes of a tenant's digest and of a cache salt.
 DIGEST_BYTES = 16
+UNLIMITED = TenantLimits()
 #: Digests are found by their first bytes and then compared whole, in constant time.
 _BUCKET_BYTES = 4
 
@@ -35,6 +38,7 @@ class Tenant:
     sharing: bytes  #: a digest; tenants with equal ones share cached blocks; empty: callers without a key
     admin: bool  #: may do what concerns everybody, such as resetting the caches
     name: str = ""  #: as in the file; empty without one
+    limits: TenantLimits = UNLIMITED
 
     def cache_salt(self, narrowed_by: str | None) -> bytes:
         """Requests share cached blocks only under equal salts. A caller can narrow its own further."""
@@ -52,17 +56,24 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     admin: bool = False
 
 
+class KeysFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What stands in the file."""
+
+    keys: list[KeyEntry]
+    tenants: dict[str, TenantLimits] = {}
+
+
 class Tenants:
     """All tenants that may ask."""
 
-    def __init__(self, entries: Sequence[KeyEntry] | None = None) -> None:
+    def __init__(self, keys: KeysFile | None = None) -> None:
         """None: whoever asks is a tenant by its key, and everybody is an admin. Raises KeysFileInvalid."""
-        self._buckets: dict[bytes, list[tuple[bytes, Tenant]]] | None = None if entries is None else {}
-        _check_entries(entries or ())
-        for entry in entries or ():
-            digest = bytes.fromhex(entry.key_sha256)
-            assert self._buckets is not None
-            self._buckets.setdefault(digest[:_BUCKET_BYTES], []).append((digest, _tenant(entry)))
+        self._buckets = None if keys is None else _buckets(keys)
+
+    def named(self) -> list[Tenant]:
+        """The tenants of the file, each once; none without a file."""
+        known = [tenant for bucket in (self._buckets or {}).values() for _, tenant in bucket]
+        return list({tenant.digest: tenant for tenant in known}.values())
 
     def of(self, authorization: str | None) -> Tenant:
         """Who asks under this Authorization header. Raises MissingKey or UnknownKey."""
@@ -96,23 +107,42 @@ def read_tenants(path: str) -> Tenants:
 
 
 def tenants_of(content: Any) -> Tenants:
-    """The tenants of a file's content: `{"keys": [entry, ...]}`. Raises KeysFileInvalid, which names the entry."""
-    if not isinstance(content, dict) or set(content) != {"keys"} or not isinstance(content["keys"], list):
-        raise KeysFileInvalid("the top level must map 'keys' to a list of entries, and nothing else")
-    return Tenants([_entry(number, given) for number, given in enumerate(content["keys"])])
+    """The tenants of a file's content. Raises KeysFileInvalid, which names the entry."""
+    if not isinstance(content, dict) or not isinstance(content.get("keys"), list) or set(content) - _TOP_LEVEL:
+        raise KeysFileInvalid("the top level must map 'keys' to a list of entries, may map 'tenants', and nothing else")
+    limits = content.get("tenants", {})
+    if not isinstance(limits, dict):
+        raise KeysFileInvalid("tenants: must map tenants' names to their limits")
+    keys = [_converted(f"keys[{number}]", given, KeyEntry) for number, given in enumerate(content["keys"])]
+    return Tenants(
+        KeysFile(
+            keys=keys,
+            tenants={name: _converted(f"tenants.{name}", given, TenantLimits) for name, given in limits.items()},
+        )
+    )
 
 
-def _entry(number: int, given: Any) -> KeyEntry:
+def _converted(place: str, given: Any, kind: type[Entry]) -> Entry:
     try:
-        return msgspec.convert(given, KeyEntry)
+        return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
-        raise KeysFileInvalid(f"keys[{number}]: {error}") from error
+        raise KeysFileInvalid(f"{place}: {error}") from error
 
 
-def _check_entries(entries: Sequence[KeyEntry]) -> None:
+def _buckets(file: KeysFile) -> dict[bytes, list[tuple[bytes, Tenant]]]:
+    _check_entries(file)
+    buckets: dict[bytes, list[tuple[bytes, Tenant]]] = {}
+    for entry in file.keys:
+        digest = bytes.fromhex(entry.key_sha256)
+        tenant = _tenant(entry, file.tenants.get(entry.tenant, UNLIMITED))
+        buckets.setdefault(digest[:_BUCKET_BYTES], []).append((digest, tenant))
+    return buckets
+
+
+def _check_entries(file: KeysFile) -> None:
     keys: dict[str, int] = {}
     groups: dict[str, tuple[int, str | None]] = {}
-    for number, entry in enumerate(entries):
+    for number, entry in enumerate(file.keys):
         first = keys.setdefault(entry.key_sha256, number)
         if first != number:
             raise KeysFileInvalid(f"keys[{number}].key_sha256: the same key as keys[{first}]")
@@ -121,12 +151,14 @@ def _check_entries(entries: Sequence[KeyEntry]) -> None:
             raise KeysFileInvalid(
                 f"keys[{number}].group: {entry.group!r}, but tenant {entry.tenant!r} is in {group!r} by keys[{earlier}]"
             )
+    if strangers := set(file.tenants) - set(groups):
+        raise KeysFileInvalid(f"tenants.{min(strangers)}: no key has this tenant")
 
 
-def _tenant(entry: KeyEntry) -> Tenant:
+def _tenant(entry: KeyEntry, limits: TenantLimits) -> Tenant:
     own = _digest(b"tenant", entry.tenant.encode())
     sharing = own if entry.group is None else _digest(b"group", entry.group.encode())
-    return Tenant(own, sharing, entry.admin, entry.tenant)
+    return Tenant(own, sharing, entry.admin, entry.tenant, limits)
 
 
 @lru_cache(4096)

@@ -10,7 +10,7 @@ from ... import __version__
 from ..errors import InvalidJson, InvalidRequest, ModelNotFound, NoReplica, NotAllowed
 from ..metrics import CONTENT_TYPE
 from ..tenants import Tenant
-from . import chat, completions, validate
+from . import chat, completions, metering, validate
 from .answers import ENCODER, Detokenized, ModelCard, ModelList, Tokenized
 from .collect import WholeAnswer
 from .errors import from_msgspec
@@ -56,6 +56,13 @@ def tenant(front: Front, exchange: Exchange) -> Tenant:
     return front.tenants.of(exchange.request.headers.get("authorization"))
 
 
+def metered(front: Front, exchange: Exchange) -> Tenant:
+    """The same, of a tenant that has not used up its limits: else it is refused before its body costs anything."""
+    who = tenant(front, exchange)
+    metering.check(front, exchange, who)
+    return who
+
+
 def caller(exchange: Exchange, who: Tenant, body: Body) -> Caller:
     """Who asks, by key, headers and `cache_salt`."""
     return Caller(
@@ -73,7 +80,7 @@ def generate(front: Front, exchange: Exchange, job: Job, asks: Caller, answer: A
 
 async def chat_completions(front: Front, exchange: Exchange) -> None:
     """POST /v1/chat/completions."""
-    who = tenant(front, exchange)
+    who = metered(front, exchange)
     body = decode(exchange.request.body, CHAT)
     served = await front.served(body.model)
     asks = caller(exchange, who, body)
@@ -87,7 +94,7 @@ async def chat_completions(front: Front, exchange: Exchange) -> None:
 
 async def text_completions(front: Front, exchange: Exchange) -> None:
     """POST /v1/completions."""
-    who = tenant(front, exchange)
+    who = metered(front, exchange)
     body = decode(exchange.request.body, COMPLETION)
     served = await front.served(body.model)
     asks = caller(exchange, who, body)

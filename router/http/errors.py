@@ -5,6 +5,7 @@ Takes `RouterError`s as they are and translates those of msgspec, whose messages
 
 import logging
 import re
+from math import ceil
 
 import msgspec
 
@@ -47,7 +48,7 @@ def error_headers(error: RouterError) -> dict[str, str]:
         return {"www-authenticate": "Bearer"}
     if error.retry_after_s is None:
         return {}
-    return {"retry-after": str(max(1, round(error.retry_after_s)))}
+    return {"retry-after": str(max(1, ceil(error.retry_after_s)))}
 
 
 def fail(exchange: Exchange, error: RouterError) -> None:

@@ -62,7 +62,19 @@ class Wire(Protocol):
 class Exchange:
     """A request under way. Used in the loop's thread."""
 
-    __slots__ = ("_wire", "account", "gone", "id", "on_gone", "over", "request", "started_at", "status", "when_over")
+    __slots__ = (
+        "_wire",
+        "account",
+        "gone",
+        "id",
+        "notes",
+        "on_gone",
+        "over",
+        "request",
+        "started_at",
+        "status",
+        "when_over",
+    )
 
     def __init__(
         self, request: Request, wire: Wire, exchange_id: str, started_at: float, when_over: Callable[["Exchange"], None]
@@ -76,6 +88,7 @@ class Exchange:
         self.gone = False  #: the client left before the end
         self.on_gone: Callable[[], None] | None = None  #: called once, when it leaves
         self.account: Account | None = None
+        self.notes: Headers = ()  #: headers that the answer carries, whatever it is
         self._wire = wire
 
     def respond(self, body: bytes, *, status: int = 200, content_type: str = JSON, headers: Headers = ()) -> None:
@@ -84,7 +97,7 @@ class Exchange:
             return
         assert self.status is None, f"answered twice: {self.status}, then {status}"
         self.status = status
-        self._wire.send_head(self, [("content-type", content_type), *headers], len(body))
+        self._wire.send_head(self, [("content-type", content_type), *headers, *self.notes], len(body))
         self._wire.send_body(body)
         self._finish()
 
@@ -93,7 +106,9 @@ class Exchange:
         if self.over:
             return
         self.status = 200
-        self._wire.send_head(self, [("content-type", EVENTS), ("cache-control", "no-cache"), *headers], None)
+        self._wire.send_head(
+            self, [("content-type", EVENTS), ("cache-control", "no-cache"), *headers, *self.notes], None
+        )
 
     def send(self, data: bytes) -> None:
         """A piece of the stream; never empty."""

@@ -14,6 +14,7 @@ from ...replica.messages import ModelLimits
 from ..backend import Backend
 from ..config import RouterSettings
 from ..errors import ModelNotFound, NoReplica
+from ..meter import Meter
 from ..metrics import RouterMetrics
 from ..tenants import Tenants
 from ..text.tokenizer import TextModel
@@ -87,6 +88,9 @@ class Front:
         self.metrics = metrics
         self.texts = texts or TextModels(partial(TextModel.load, cache_bytes=settings.token_cache_bytes))
         self.tenants = tenants or Tenants()
+        #: of the tenants that a keys file names, by digest
+        self.meters = {tenant.digest: Meter(tenant.name, tenant.limits) for tenant in self.tenants.named()}
+        metrics.watch_tenants(tuple(self.meters.values()))
         self.monotonic = monotonic
         self.wall = wall
         self.random_bits = random_bits or Random().getrandbits

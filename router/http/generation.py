@@ -13,9 +13,10 @@ from ...kvcache.hashing import token_bytes
 from ...replica.messages import Pin, PositionLogprobs, SamplingParams
 from ..backend import GenerationRequest, TokenDelta, TokenStream
 from ..errors import RequestFailed, RouterError
+from ..meter import Meter
 from ..text.answer import AnswerText, Ending
 from ..text.logprobs import TokenAt
-from . import answers
+from . import answers, metering
 from .errors import fail
 from .exchange import Account, Exchange, Headers
 from .front import Front, Served
@@ -153,12 +154,15 @@ class Generation:
         self._answer = answer
         self._left = 0  #: choices that have not ended
         self._tenant = ""
+        self._meter: Meter | None = None
         self._ttft_s: float | None = None
 
     def begin(self, caller: Caller) -> None:
-        """Send everything to the backend. Raises QueueFull, NoReplica and PromptTooLong, and ClientGoneError."""
+        """Send everything to the backend. Raises what the backend and the meter refuse with, and ClientGoneError."""
         if self._exchange.gone:
             raise ClientGoneError
+        lengths = [len(prompt.token_ids) for prompt in self._job.prompts]
+        meter = metering.check(self.front, self._exchange, caller.tenant, lengths)
         self._tenant = caller.tenant.name or caller.tenant.digest.hex()[:8]
         timeout_s = min(self._job.timeout_s or float("inf"), self.front.settings.request_timeout_s)
         try:
@@ -167,6 +171,9 @@ class Generation:
         except BaseException:
             self._cancel()
             raise
+        if meter is not None:
+            self._meter = meter
+            metering.begin(self.front, self._exchange, meter, sum(lengths))
         self._left = len(self.choices)
         self._exchange.on_gone = self._lose
         for choice in self.choices:
@@ -226,6 +233,8 @@ class Generation:
         self.over = True
         self._cancel()
         self.front.metrics.tokens(self.prompt_tokens, self.generated_tokens)
+        if self._meter is not None:
+            self._meter.end(self.generated_tokens, self.front.monotonic())
         self._exchange.account = Account(
             self._tenant,
             ",".join(self.replicas),

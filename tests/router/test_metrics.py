@@ -7,7 +7,7 @@ import msgspec
 
 from homing.events.messages import CacheCounters, LoadReport
 from homing.router.backend import ClusterView, RouterCounters
-from homing.router.metrics import HttpNumbers, RouterMetrics
+from homing.router.metrics import HttpNumbers, RouterMetrics, TenantNumbers
 
 from .http.fakes import replica_view
 
@@ -120,6 +120,6 @@ def documented_form(metrics: RouterMetrics) -> dict[str, tuple[str, str, str]]:
     for collector in metrics.registry._collector_to_names:
         for family in collector.describe() or collector.collect():
             name = f"{family.name}_total" if family.type == "counter" else family.name
-            labels = family._labelnames if isinstance(collector, HttpNumbers) else collector._labelnames
+            labels = family._labelnames if isinstance(collector, HttpNumbers | TenantNumbers) else collector._labelnames
             found[name] = (family.type, ", ".join(labels or ()), family.documentation)
     return found

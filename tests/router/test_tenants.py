@@ -67,6 +67,16 @@ def test_tenants_of_a_group_share_blocks_and_pay_for_themselves():
     assert ann.digest != bob.digest
 
 
+def test_a_tenant_has_its_limits_whatever_the_key():
+    """They are the account's, and stand once in the file."""
+    limits = {"ann": {"requests_per_minute": 60, "weight": 2}}
+    tenants = tenants_of({"keys": [entry("a", "ann"), entry("b", "ann"), entry("c", "bob")], "tenants": limits})
+
+    assert [by(tenants, key).limits.requests_per_minute for key in "abc"] == [60, 60, None]
+    assert sorted((tenant.name, tenant.limits.weight) for tenant in tenants.named()) == [("ann", 2), ("bob", 1)]
+    assert Tenants().named() == []
+
+
 def test_a_digest_gives_nothing_away():
     """It travels to replicas and stands in their accounts; the key must not."""
     secret = by(Tenants(), "secret-key")
@@ -87,6 +97,10 @@ def test_only_a_marked_key_is_an_admin_s():
     [
         ([], "top level"),
         ({"keys": [entry("a", "ann")], "key": 1}, "top level"),
+        ({"keys": [entry("a", "ann")], "tenants": []}, "tenants: must map"),
+        ({"keys": [entry("a", "ann")], "tenants": {"bob": {}}}, r"tenants\.bob: no key"),
+        ({"keys": [entry("a", "ann")], "tenants": {"ann": {"requests": 1}}}, r"tenants\.ann: .*requests"),
+        ({"keys": [entry("a", "ann")], "tenants": {"ann": {"weight": 0}}}, r"tenants\.ann: .*weight"),
         ({"keys": [entry("a", "ann"), {"tenant": "bob"}]}, r"keys\[1\]: .*key_sha256"),
         ({"keys": [entry("a", "ann", colour="red")]}, r"keys\[0\]: .*colour"),
         ({"keys": [{"key_sha256": "secret", "tenant": "ann"}]}, r"keys\[0\]: .*key_sha256"),

@@ -1,0 +1,144 @@
+"""Limits of tenants over HTTP: what is refused, how it is told, and that nothing is lost count of."""
+
+from collections.abc import AsyncIterator
+from hashlib import sha256
+
+import httpx
+import pytest
+
+from homing.router.config import RouterSettings
+from homing.router.errors import QueueFull
+from homing.router.http.front import Front
+from homing.router.metrics import RouterMetrics
+from homing.router.tenants import tenants_of
+from homing.router.text.tokenizer import TextModel
+
+from .conftest import LoadedText, serving
+from .fakes import PAUSE, FakeBackend
+
+LIMITS = {
+    "hasty": {"requests_per_minute": 2, "tokens_per_minute": 1000},
+    "busy": {"max_running": 1},
+    "brief": {"max_prompt_tokens": 3},
+    "free": {},
+}
+
+
+class Clock:
+    """Stands still unless it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def front(settings: RouterSettings, backend: FakeBackend, text_model: TextModel, clock: Clock) -> Front:
+    """Knows one key of each tenant, named like it."""
+    keys = [{"key_sha256": sha256(name.encode()).hexdigest(), "tenant": name} for name in LIMITS]
+    tenants = tenants_of({"keys": keys, "tenants": LIMITS})
+    return Front(settings, backend, RouterMetrics(), texts=LoadedText(text_model), tenants=tenants, monotonic=clock)
+
+
+@pytest.fixture
+async def client(front: Front) -> AsyncIterator[httpx.AsyncClient]:
+    async with serving(front) as http:
+        yield http
+
+
+async def ask(client: httpx.AsyncClient, key: str, **fields: object) -> httpx.Response:
+    body = {"prompt": [5, 6, 7], "max_tokens": 4} | fields
+    return await client.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+
+
+async def test_a_rate_is_refused_with_the_time_to_come_back(client: httpx.AsyncClient, clock: Clock):
+    """429 in OpenAI's shape; who waits as long as it is told is served."""
+    answers = [await ask(client, "hasty") for _ in range(3)]
+    wait_s = int(answers[2].headers["retry-after"])
+    clock.now += wait_s
+    again = await ask(client, "hasty")
+
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    error = answers[2].json()["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+    assert "requests_per_minute" in error["message"]
+    assert (wait_s, again.status_code) == (30, 200)
+
+
+async def test_the_standing_is_told_with_answers_and_refusals(client: httpx.AsyncClient):
+    """OpenAI's clients pace themselves by these headers; a tenant without rates has none."""
+    first, streamed, refused = [await ask(client, "hasty", stream=number == 1) for number in range(3)]
+
+    assert [answer.headers["x-ratelimit-remaining-requests"] for answer in (first, streamed, refused)] == [
+        "1",
+        "0",
+        "0",
+    ]
+    assert first.headers["x-ratelimit-limit-tokens"] == "1000"
+    assert streamed.headers["x-ratelimit-remaining-tokens"] == str(1000 - 2 * 3 - 4)
+    assert refused.headers["x-ratelimit-reset-requests"] == "60.000s"
+    assert not [name for name in (await ask(client, "free")).headers if name.startswith("x-ratelimit")]
+
+
+async def test_a_used_up_limit_is_told_before_the_body_is_read(client: httpx.AsyncClient, backend: FakeBackend):
+    """Tokenizing for nothing is what an overloaded router must not do."""
+    for _ in range(2):
+        await ask(client, "hasty")
+    refused = await ask(client, "hasty", prompt="", nonsense=1)
+
+    assert refused.status_code == 429
+    assert len(backend.requests) == 2
+
+
+async def test_running_requests_are_bounded_until_they_end(client: httpx.AsyncClient, backend: FakeBackend, front):
+    """Also those whose client left."""
+    script, backend.script = backend.script, lambda _: [PAUSE]
+    with pytest.raises(httpx.ReadTimeout):
+        await client.post(
+            "/v1/completions", json={"prompt": [5]}, headers={"authorization": "Bearer busy"}, timeout=0.3
+        )
+    backend.script = script
+    meter = next(meter for meter in front.meters.values() if meter.tenant == "busy")
+    while meter.running:
+        await backend.streams[0].cancelled.wait()
+
+    assert [(await ask(client, "busy")).status_code for _ in range(3)] == [200, 200, 200]
+    assert meter.requests == 4
+
+
+async def test_a_prompt_over_the_tenants_limit_is_the_callers_fault(client: httpx.AsyncClient):
+    """Waiting will not make it shorter."""
+    short, long = [await ask(client, "brief", prompt=[5] * tokens) for tokens in (3, 4)]
+
+    assert (short.status_code, long.status_code) == (200, 400)
+    assert long.json()["error"]["code"] == "prompt_over_limit"
+
+
+async def test_what_the_backend_refuses_is_not_paid_for(client: httpx.AsyncClient, backend: FakeBackend):
+    """A full queue is not the tenant's fault."""
+    backend.refusal = QueueFull(10, retry_after_s=1.2)
+    refused = await ask(client, "hasty")
+    backend.refusal = None
+
+    assert refused.headers["retry-after"] == "2"
+    assert [(await ask(client, "hasty")).status_code for _ in range(2)] == [200, 200]
+
+
+async def test_metrics_tell_tenants_apart(client: httpx.AsyncClient):
+    """Who used what, and who was refused for what; all tenants of the file are there from the start."""
+    for key in ("hasty", "hasty", "hasty", "free"):
+        await ask(client, key)
+    page = (await client.get("/metrics")).text
+
+    assert 'homing_tenant_requests_total{tenant="hasty"} 2.0' in page
+    assert 'homing_tenant_prompt_tokens_total{tenant="free"} 3.0' in page
+    assert 'homing_tenant_completion_tokens_total{tenant="free"} 4.0' in page
+    assert 'homing_tenant_refusals_total{limit="requests_per_minute",tenant="hasty"} 1.0' in page
+    assert 'homing_tenant_running{tenant="busy"} 0.0' in page
