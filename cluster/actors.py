@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError
 from ..kvcache.cache import CachedBlock
 from ..replica.messages import ReplicaDescription
 from .logs import set_up_logging
+from .loop import fast_loop
 from .spec import ClusterSpec, Doors, Failed, Listening, RankSpec, Rendezvous, Started
 
 log = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ class RouterProcess:
         self._spec = spec
         self._make = make
         self._router: Router | None = None
-        self._loop = _fast_loop()
+        self._loop = fast_loop()
         threading.Thread(target=self._loop.run_forever, name="router", daemon=True).start()
 
     def start(self, port: int, direct_port: int, members: Sequence[ReplicaDescription]) -> Listening | Failed:
@@ -175,16 +176,6 @@ class RouterProcess:
         """End serving in good order."""
         if self._router is not None:
             asyncio.run_coroutine_threadsafe(self._router.stop(), self._loop).result(10)
-
-
-def _fast_loop() -> asyncio.AbstractEventLoop:
-    """uvloop where there is one."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    return loop
 
 
 def describe(error: BaseException) -> str:

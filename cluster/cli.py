@@ -32,6 +32,15 @@ class Parser(argparse.ArgumentParser):
         return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
 
 
+class JoinAction(argparse.Action):
+    """A flag that may be given again adds to its list."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:  # noqa: ARG002
+        """See argparse."""
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, values if before is None else f"{before},{values}")
+
+
 def build_parser() -> tuple[Parser, dict[str, Parser]]:
     """The parser and those of the commands."""
     parser = Parser(prog="homing", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
@@ -161,6 +170,10 @@ def _serve(arguments: argparse.Namespace, words: Sequence[str], out: TextIO) -> 
         from .daemon import detach
 
         return detach(settings, [word for word in words if word != "--detach"], out)
+    if settings.router.backend:
+        from .backends import serve_backends
+
+        return serve_backends(settings, out, detached=arguments.background)
     from .serve import serve
 
     return serve(settings, out, detached=arguments.background)
@@ -313,7 +326,10 @@ def _add_setting(parser: Any, setting: Setting) -> None:
         )
         return
     metavar = "|".join(setting.choices) if setting.choices else setting.bare_type.__name__.upper()
-    parser.add_argument(setting.flag, dest=setting.name, metavar=metavar, help=text)
+    action = JoinAction if setting.repeatable else None
+    parser.add_argument(
+        setting.flag, dest=setting.name, metavar=metavar, help=text, **({"action": action} if action else {})
+    )
 
 
 if __name__ == "__main__":

@@ -110,6 +110,11 @@ class Setting:
     def description(self) -> str:
         return self.meta.description or ""
 
+    @property
+    def repeatable(self) -> bool:
+        """Whether its flag may be given again, to add to a list separated by commas."""
+        return bool((self.meta.extra or {}).get("repeatable"))
+
 
 @dataclass(slots=True, frozen=True)
 class Given:

@@ -46,7 +46,7 @@ class Console:
     def opening(self, settings: Settings) -> None:
         """What is about to be started."""
         ranks = settings.replica.tensor_parallel_size
-        shape = f"{settings.cluster.replicas} replicas" + (f" of {ranks} ranks" if ranks > 1 else "")
+        shape = _replicas(settings) + (f" of {ranks} ranks" if ranks > 1 and not settings.router.backend else "")
         self.line(f"homing {__version__} · model {settings.replica.model} · {shape}")
 
     def progress(self, status: ClusterStatus) -> None:
@@ -79,7 +79,7 @@ class Console:
             ("watch", f"{program} watch{name}"),
             ("stop", f"{program} stop{name}" if detached else f"Ctrl-C, or: {program} stop{name}"),
         ]
-        self.line(f"{rule}\nhoming is ready: {model} on {settings.cluster.replicas} replicas\n")
+        self.line(f"{rule}\nhoming is ready: {model} on {_replicas(settings)}\n")
         self.line("\n".join(f"  {word:<8} {text}" for word, text in rows))
         self.line(f"\n  try it:\n\ncurl {url}/v1/chat/completions {headers} -d '{body}'\n{rule}")
 
@@ -91,6 +91,11 @@ def program() -> str:
     script = Path(sys.executable).with_name("homing")
     here = Path.cwd()
     return str(script.relative_to(here) if script.is_relative_to(here) else script)
+
+
+def _replicas(settings: Settings) -> str:
+    backends = settings.router.backend
+    return f"{len(backends.split(','))} backends" if backends else f"{settings.cluster.replicas} replicas"
 
 
 def _gang_words(gang: GangStatus) -> str:

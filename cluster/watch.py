@@ -252,6 +252,8 @@ class Watching:
                 wanted[source],
                 sink,
                 token_ids=True,
+                counted=not wanted[source].state,
+                topic=EVENTS_TOPIC if wanted[source].state else b"",
                 keys=self._keys if wanted[source].curve_key else None,
                 tap=functools.partial(self._tap, source),
             )

@@ -16,6 +16,39 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Literal["expected-ttft", "least-loaded", "round-robin", "power-of-two"],
         Meta(description="how a replica is chosen"),
     ] = "expected-ttft"
+    backend: Annotated[
+        str,
+        Meta(
+            description="URLs of OpenAI-compatible servers (vLLM, SGLang) that answer instead of replicas of our own, "
+            "separated by commas; empty: none",
+            extra={"repeatable": True},
+        ),
+    ] = ""
+    events: Annotated[
+        str,
+        Meta(
+            description="where those servers' KV events are to be had, such as tcp://10.0.0.1:5557, one for each in "
+            "their order; empty: load alone decides",
+            extra={"repeatable": True},
+        ),
+    ] = ""
+    replay: Annotated[
+        str,
+        Meta(
+            description="where those servers' past events are to be had, likewise; empty: what was lost or came "
+            "before is not known",
+            extra={"repeatable": True},
+        ),
+    ] = ""
+    backend_model: Annotated[
+        str, Meta(description="the model's name at those servers; empty: as it was given here, or its last part")
+    ] = ""
+    backend_key_file: Annotated[
+        str, Meta(description="file with the API key that those servers want; empty: they want none")
+    ] = ""
+    backend_max_requests: Annotated[
+        int, Meta(ge=1, description="requests that each of those servers runs at a time; more are held here")
+    ] = 256
     api_keys_file: Annotated[
         str, Meta(description="YAML file of the API keys that may ask; empty: whoever asks is a tenant by its key")
     ] = ""

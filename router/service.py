@@ -388,7 +388,8 @@ class RouterService:
 
     def _replica_view(self, member: Member | ForeignMember) -> ReplicaView:
         if self._dispatcher is None or not member.joined:
-            return _joining(member.description)
+            trouble = member.trouble if isinstance(member, ForeignMember) else ""
+            return msgspec.structs.replace(_joining(member.description), trouble=trouble)
         return _view(member.description, self._dispatcher, self._clock())
 
 

@@ -7,7 +7,7 @@ an engine is told to stop; a connection for each request costs a round trip, and
 import asyncio
 import ssl
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -87,12 +87,12 @@ class Call(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio.Protocol."""
-        assert isinstance(transport, asyncio.Transport), "a stream connection has a stream transport"
-        self._transport = transport
+        # Not asserted: uvloop's transports are asyncio's by their methods alone.
+        self._transport = cast(asyncio.Transport, transport)
         if self._sink is None:
-            transport.abort()
+            self._transport.abort()
             return
-        transport.write(self._request)
+        self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""

@@ -67,7 +67,7 @@ class ForeignMember:
         self._watching: asyncio.Task[None] | None = None
         self._doubt = asyncio.Event()  #: a request failed: look at once whether the engine is well
         self._refusal: ParityMismatch | None = None
-        self._trouble = ""  #: why it cannot be reached, as it was logged last
+        self._trouble = ""
         self._joined = False
         self._gaps = 0
 
@@ -80,6 +80,11 @@ class ForeignMember:
     def joined(self) -> bool:
         """Whether it can be sent requests."""
         return self._joined
+
+    @property
+    def trouble(self) -> str:
+        """Why it cannot be reached; empty while it can."""
+        return self._trouble
 
     @property
     def refused_replica(self) -> RefusedReplica | None:

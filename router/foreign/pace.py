@@ -4,36 +4,37 @@ Replicas of ours measure their steps themselves (replica/rates.py). Here only ar
 and the engine's own queue count as part of its pace, as they do for whoever waits.
 """
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
 
 #: Before the first observation; small enough that nobody is preferred for being unknown. Not measured.
 UNKNOWN_PREFILL_TOKENS_PER_S = 2000.0
 UNKNOWN_DECODE_STEP_S = 0.03
 #: A first token behind fewer prompt tokens measures the fixed cost of a step and the way there. Not tuned.
 MIN_PREFILL_TOKENS = 64
-#: Prompt tokens after which an observation has lost 63 % of its weight. Not tuned.
-PREFILL_MEMORY_TOKENS = 16_384.0
+#: First tokens of which the median counts: an engine that compiles something for seconds must not look slow for long
+#: (seen with vLLM 0.32: 4 s for the first request with logprobs). Not tuned.
+PREFILL_OBSERVATIONS = 15
 #: Weight of one more gap between tokens. Not tuned.
 DECODE_WEIGHT = 0.05
 
 
 @dataclass(slots=True)
 class Pace:
-    """Smoothed rates of one engine; the first observation replaces the guess."""
+    """Rates of one engine; the first observation replaces the guess."""
 
     prefill_tokens_per_s: float = UNKNOWN_PREFILL_TOKENS_PER_S
     decode_step_s: float = UNKNOWN_DECODE_STEP_S
-    _prefill_seen: bool = False
+    _seconds_per_token: deque[float] = field(default_factory=lambda: deque(maxlen=PREFILL_OBSERVATIONS))
     _decode_seen: bool = False
 
     def first_token(self, tokens: int, seconds: float) -> None:
         """A first token came so long after its request was sent, behind so many uncached tokens, its own included."""
         if tokens < MIN_PREFILL_TOKENS or seconds <= 0:
             return
-        weight = min(tokens / PREFILL_MEMORY_TOKENS, 0.5) if self._prefill_seen else 1.0
-        self._prefill_seen = True
-        per_token = 1 / self.prefill_tokens_per_s
-        self.prefill_tokens_per_s = 1 / (per_token + weight * (seconds / tokens - per_token))
+        self._seconds_per_token.append(seconds / tokens)
+        self.prefill_tokens_per_s = 1 / median(self._seconds_per_token)
 
     def next_tokens(self, tokens: int, seconds: float) -> None:
         """So many tokens of one request came so long after those before."""
