@@ -40,6 +40,7 @@ from ..events import (
     wire_name,
 )
 from ..events.keys import reader_keys
+from ..events.messages import EVENTS_TOPIC
 from ..events.stream import told
 from ..events.subscription import Apply, Reset
 from .client import cluster_url, get_json
@@ -293,7 +294,7 @@ def _sources(view: dict[str, Any], only: frozenset[str]) -> dict[Source, EventEn
     return {
         Source(replica["replica_id"], replica["epoch"]): msgspec.convert(replica["event_endpoints"], EventEndpoints)
         for replica in view["replicas"]
-        if replica.get("event_endpoints") and (not only or replica["replica_id"] in only)
+        if (replica.get("event_endpoints") or {}).get("events") and (not only or replica["replica_id"] in only)
     }
 
 

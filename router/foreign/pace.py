@@ -16,6 +16,8 @@ MIN_PREFILL_TOKENS = 64
 #: First tokens of which the median counts: an engine that compiles something for seconds must not look slow for long
 #: (seen with vLLM 0.32: 4 s for the first request with logprobs). Not tuned.
 PREFILL_OBSERVATIONS = 15
+#: Nothing that comes over a network is faster.
+CLOCK_S = 1e-6
 #: Weight of one more gap between tokens. Not tuned.
 DECODE_WEIGHT = 0.05
 
@@ -33,16 +35,18 @@ class Pace:
         """A first token came so long after its request was sent, behind so many uncached tokens, its own included."""
         if tokens < MIN_PREFILL_TOKENS or seconds <= 0:
             return
-        self._seconds_per_token.append(seconds / tokens)
+        self._seconds_per_token.append(max(seconds, CLOCK_S) / tokens)
         self.prefill_tokens_per_s = 1 / median(self._seconds_per_token)
 
     def next_tokens(self, tokens: int, seconds: float) -> None:
         """So many tokens of one request came so long after those before."""
         if tokens < 1 or seconds <= 0:
             return
-        weight = DECODE_WEIGHT if self._decode_seen else 1.0
+        step_s = max(seconds, CLOCK_S) / tokens
+        if self._decode_seen:
+            step_s = (1 - DECODE_WEIGHT) * self.decode_step_s + DECODE_WEIGHT * step_s
         self._decode_seen = True
-        self.decode_step_s += weight * (seconds / tokens - self.decode_step_s)
+        self.decode_step_s = step_s
 
     def check(self) -> None:
         """Both rates are divided by: they stay above zero."""

@@ -1,0 +1,148 @@
+"""`homing serve --backend` as a user runs it: a process in front of engines that are not ours, without Ray."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from tokenizers import Tokenizer
+
+from homing.replica.demo import demo_model_path
+from homing.router.foreign.probe import CANARY
+
+from ..router.foreign.fakes import FakeEngine, answer, engines_in_a_thread
+from .running import Serving, homing, serving, until
+
+pytestmark = pytest.mark.cluster
+
+PROMPT = "A prompt of several blocks that one of the two engines will hold. " * 8
+
+
+def demo_engine() -> FakeEngine:
+    """An engine that claims to serve the demo model."""
+    tokenizer = Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
+    ids = tokenizer.encode(CANARY, add_special_tokens=False).ids
+    engine = FakeEngine(model="demo", canary_ids=tuple(ids))
+    engine.max_model_len = 8192
+    return engine
+
+
+def flags(*engines: FakeEngine) -> list[str]:
+    """One pair of flags for each engine."""
+    words = []
+    for engine in engines:
+        ends = engine.endpoints
+        words += ["--backend", engine.url, "--events", ends.events, "--replay", ends.replay]
+    return words
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[tuple[FakeEngine, FakeEngine, asyncio.AbstractEventLoop]]:
+    """Two engines of ours that behave like vLLM."""
+    pair = demo_engine(), demo_engine()
+    with engines_in_a_thread(*pair) as loop:
+        yield (*pair, loop)
+
+
+@pytest.fixture(scope="module")
+def cluster(engines, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """The command in front of them."""
+    with serving(tmp_path_factory.mktemp("state"), *flags(*engines[:2])) as running:
+        yield running
+
+
+def test_a_prompt_goes_home_and_its_text_is_the_engines(cluster: Serving, engines) -> None:
+    """Events in, requests out: the second request finds the holder."""
+    cluster.serving(2)
+    home = cluster.home(PROMPT)
+    until(lambda: cluster.replicas()[home]["indexed_blocks"] or None, "its blocks are indexed")
+
+    homes = {cluster.home(f"{PROMPT} {number}") for number in range(4)}
+    engine = engines[int(home[1:])]
+    with cluster.client() as client:
+        said = client.completions.create(model="demo", prompt=PROMPT, max_tokens=8, seed=5).choices[0].text
+    tokenizer = Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
+
+    assert homes == {home}
+    assert said == tokenizer.decode(answer(engine.bodies[-1]["prompt"], 5, 8))
+
+
+def test_a_killed_engine_is_survived_in_mid_stream(cluster: Serving, engines) -> None:
+    """The client's stream goes on from the next token, and the engine may come back."""
+    pair, loop = engines[:2], engines[2]
+    for engine in pair:
+        loop.call_soon_threadsafe(engine.behaves.gate.clear)
+    cluster.serving(2)
+
+    with ThreadPoolExecutor(1) as pool:
+        body = {"model": "demo", "prompt": "Another prompt", "max_tokens": 6, "seed": 3}
+        asked = [len(engine.bodies) for engine in pair]
+        answering = pool.submit(cluster.post, "/v1/completions", body)
+        place = until(
+            lambda: next((n for n, engine in enumerate(pair) if len(engine.bodies) > asked[n]), None), "it is sent"
+        )
+        asyncio.run_coroutine_threadsafe(pair[place].stop(), loop).result(30)
+        for engine in pair:
+            loop.call_soon_threadsafe(engine.behaves.gate.set)
+        usage = answering.result(60)["usage"]
+    asyncio.run_coroutine_threadsafe(pair[place].start(), loop).result(30)
+
+    assert usage["completion_tokens"] == 6
+    cluster.serving(2)
+
+
+def test_status_and_explain_show_foreign_replicas(cluster: Serving) -> None:
+    """The commands need not know what stands behind the router."""
+    cluster.serving(2)
+
+    page = homing(cluster.state, "status")
+    table = json.loads(homing(cluster.state, "explain", "--json", "Hello").stdout)
+
+    assert page.returncode == 0, page.stderr
+    assert "b0" in page.stdout
+    assert {row["replica_id"] for row in table["replicas"]} == {"b0", "b1"}
+    assert "homing_" in httpx.get(f"{cluster.url}/metrics", trust_env=False).text
+
+
+def test_no_ray_is_started(cluster: Serving) -> None:
+    """There is nothing to place or to supervise: one process."""
+    names = {process.name() for process in psutil.Process(cluster.pid).children(recursive=True)}
+
+    assert not names
+
+
+def test_an_engine_of_another_model_ends_the_command_with_its_reason(engines, tmp_path: Path) -> None:
+    """Better than serving at a hit rate of zero."""
+    done = homing(tmp_path, "serve", "--port", "0", "--block-size", "32", *flags(engines[0]))
+
+    assert done.returncode == 1
+    assert "block_size is 16, the router's is 32; start homing with --block-size 16" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--backend", "ftp://x"], "is no URL of a server"),
+        (["--backend", "http://x", "--events", "tcp://a:1,tcp://b:2"], "2 addresses for 1 backends"),
+        (["--backend", "http://x", "--events", "tcp://*:1"], "name its host instead of *"),
+        (["--backend", "http://x", "--routers", "2"], "there is one router"),
+    ],
+)
+def test_addresses_that_do_not_fit_are_the_users_mistake(tmp_path: Path, words: list[str], message: str) -> None:
+    """Said at once, with exit code 2."""
+    done = homing(tmp_path, "serve", *words)
+
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_it_ends_on_a_signal(engines, tmp_path: Path) -> None:
+    """And leaves nothing behind."""
+    with serving(tmp_path, *flags(engines[0])) as running:
+        assert running.end() == 0
+
+    assert not list(tmp_path.glob("*.json"))
