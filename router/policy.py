@@ -43,8 +43,7 @@ SESSIONS_KEPT = 65_536
 #: Decisions over which the busy share is averaged (an older one has lost 63 % of its weight). Not tuned.
 BUSY_MEMORY = 100
 #: A share of 1 would make needless work cost without end; an average over so many decisions cannot tell more from it.
-#: Simulated on the Mooncake traces: at 95 % of capacity 0.95 lost up to 18 % of mean TTFT to this, nothing lost to it by
-#: more than 3 %.
+#: Simulated in three cells of docs/simulate.md at 95 % of capacity: 0.95 gave 18, 1 and -3 % more mean TTFT.
 BUSY_LIMIT = 1 - 1 / BUSY_MEMORY
 
 
