@@ -218,14 +218,16 @@ class PrefixCache:
         count = len(found)
         if not count or not found[0].first:
             return 0
-        # All at once first: two comparisons in C instead of two in Python for each block.
-        parents = [root, *hashes[: count - 1]]
+        # All at once first: two comparisons in C instead of two in Python for each block. Where a first block stands
+        # further on (its root equals the hash before), one parent is missing.
+        parents = [block.parent for block in found if not block.first]
         held = b"".join([block.tokens for block in found])
-        if [block.parent for block in found] == parents and tokens.startswith(held):
+        if found[0].parent == root and parents == hashes[: count - 1] and tokens.startswith(held):
             return count
-        for position, (block, parent) in enumerate(zip(found, parents, strict=True)):
+        for position, (block, parent) in enumerate(zip(found, [root, *hashes[: count - 1]], strict=True)):
             start = position * self._stride
-            if block.parent != parent or block.tokens != tokens[start : start + self._stride]:
+            content = tokens[start : start + self._stride]
+            if (block.parent, block.first, block.tokens) != (parent, position == 0, content):
                 return position
         return count
 

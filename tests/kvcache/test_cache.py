@@ -487,6 +487,17 @@ def test_the_middle_of_a_chain_is_no_start(cache: PrefixCache):
     assert match.blocks == ()
 
 
+def test_a_start_is_no_middle_of_a_chain(cache: PrefixCache):
+    """Nor must such a root lend its first block to whoever comes to that hash inside a prompt."""
+    wanted = prompt(3, more=1)
+    cache.release(must(admit(cache, prompt(1))))
+    start = must(cache.acquire(NOTHING, 1))
+    cache.commit(start, 0, wanted.hashes[0], wanted.hashes[1:2], wanted.tokens[16:32])
+
+    match = look_up(cache, wanted)
+    assert (len(match.blocks), match.collisions) == (1, 1)
+
+
 def test_blocks_after_a_collision_stay_private(cache: PrefixCache, mirror: Mirror):
     """Their hashes would claim that they follow the other prefix."""
     ours, theirs = prompt(3), prompt(3, base=100)
@@ -574,6 +585,8 @@ Chain = Callable[[BlockHash, tuple[int, ...]], list[BlockHash]]
 
 SMALL = 3
 POOL = 8
+#: What `colliding` also gives as a block's hash.
+ROOT_LIKE_A_HASH = BlockHash(bytes([1]) * 16)
 HONEST = BlockHasher(SMALL, seed=11)
 
 
@@ -623,7 +636,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(
         target=requests,
-        root=st.sampled_from([ROOT, OTHER_ROOT]),
+        root=st.sampled_from([ROOT, OTHER_ROOT, ROOT_LIKE_A_HASH]),
         ids=st.lists(st.integers(0, 1), min_size=1, max_size=13).map(tuple),
         use_cache=st.sampled_from([True, True, True, False]),
     )
