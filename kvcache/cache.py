@@ -353,15 +353,17 @@ class PrefixCache:
         if (holder.parent, holder.tokens, holder.first) != (parent, content, block.first):
             self.counters.collisions += 1
             return False
+        # Computed again is asked for again. The parent was counted before, as a hit or in the same way, but the policy
+        # may have raised this block's hits since, up to the parent's.
+        hits = holder.hits + 1 if block.first else min(holder.hits + 1, self._index[parent].hits)
         if holder.ref_count:
             self._twins.setdefault(block_hash, {})[block.block_id] = block
-            # Computed again is asked for again; the parent was counted before, as a hit or in the same way.
-            holder.hits += 1
+            holder.hits = hits
         else:
             if self._kept.pop(block_hash, None) is None:
                 self._policy.discard(holder)
             self._children.hand_over(holder, block)
-            block.hits = holder.hits + 1
+            block.hits = hits
             self._forget(holder)
             self._pool.give((holder,))
             self._index[block_hash] = block

@@ -9,8 +9,9 @@ Closed under prefixes, because a parent never stands before its child by any of 
 lane, are at least the child's; it fell idle no earlier; and density falls neither from lane to lane nor rises with age.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import groupby, islice
+from itertools import groupby
 from operator import attrgetter, itemgetter
 
 from ..hashing import BlockHash
@@ -27,6 +28,9 @@ DECISIVE = 0.8
 #: So that a tiny cache has no epochs of single blocks.
 FEWEST_EPOCH_BLOCKS = 16
 
+#: The lane that a block was given up from, and the epoch since which it had been idle.
+Ghost = tuple[int, int]
+
 _hits_of = attrgetter("hits")
 _cohort_of = attrgetter("hits", "idle_since")
 _since_of = itemgetter(1)
@@ -38,8 +42,12 @@ class HitDensity:
     def __init__(self) -> None:
         self._lanes = tuple(BlockList() for _ in range(LANES))
         self._size = 0
-        #: Lane and epoch of what was given up in the last epochs, oldest first: what comes back is known by it.
-        self._ghosts: dict[BlockHash | None, tuple[int, int]] = {}
+        #: Lane and epoch of what was given up and did not come back yet: it is known by it when it does.
+        self._ghosts: dict[BlockHash | None, Ghost] = {}
+        #: What became ghosts together, oldest first, whether it came back or not: who has to be forgotten. A dictionary
+        #: alone knows the order, too, but finds its first entry only behind the holes of all that were deleted.
+        self._gone: deque[tuple[Ghost, list[BlockHash | None]]] = deque()
+        self._remembered = 0
         self.begin(0)
 
     def begin(self, capacity: int) -> None:
@@ -47,7 +55,8 @@ class HitDensity:
         self._ghost_limit = self._epoch_blocks * AGES
         self._table = ReuseTable(LANES, self._epoch_blocks)
         self._ghosts.clear()
-        self._stored = 0
+        self._gone.clear()
+        self._remembered = self._stored = 0
 
     def store(self, blocks: Sequence[Block], parent: Block | None) -> None:
         if self._ghosts:
@@ -135,12 +144,19 @@ class HitDensity:
         return best[2] if best[0] < DECISIVE * oldest[0] else oldest[2]
 
     def _remember(self, run: Sequence[Block], lane: int) -> None:
-        ghosts, ghost = self._ghosts, (lane, run[0].idle_since)
-        for block in run:
-            ghosts[block.block_hash] = ghost
-        excess = len(ghosts) - self._ghost_limit
-        if excess > 0:
-            for block_hash in list(islice(ghosts, excess)):
+        ghost, hashes = (lane, run[0].idle_since), [block.block_hash for block in run]
+        self._ghosts.update(dict.fromkeys(hashes, ghost))
+        self._gone.append((ghost, hashes))
+        self._remembered += len(hashes)
+        while self._remembered > self._ghost_limit:
+            self._forget(*self._gone.popleft())
+
+    def _forget(self, ghost: Ghost, hashes: Sequence[BlockHash | None]) -> None:
+        self._remembered -= len(hashes)
+        ghosts = self._ghosts
+        for block_hash in hashes:
+            # Another one: it came back since and was given up again.
+            if ghosts.get(block_hash) is ghost:
                 del ghosts[block_hash]
 
     def check(self) -> None:
@@ -150,7 +166,11 @@ class HitDensity:
             since = [block.idle_since for block in blocks]
             assert since == sorted(since), "a lane is not ordered by age"
         assert self._size == sum(map(len, self._lanes)), f"{self._size} idle blocks, not so many in the lanes"
-        assert len(self._ghosts) <= self._ghost_limit, f"{len(self._ghosts)} ghosts, at most {self._ghost_limit} kept"
+        remembered = sum(len(hashes) for _, hashes in self._gone)
+        assert remembered == self._remembered, f"{remembered} blocks are remembered, {self._remembered} were counted"
+        assert remembered <= self._ghost_limit, f"{remembered} blocks are remembered, at most {self._ghost_limit}"
+        known = {block_hash for _, hashes in self._gone for block_hash in hashes}
+        assert self._ghosts.keys() <= known, "a ghost would never be forgotten"
         idle = {block.block_hash for block in self}
         assert idle.isdisjoint(self._ghosts), "an idle block is remembered as gone"
 
