@@ -134,6 +134,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     event_endpoints: EventEndpoints | None = None  #: where its events are heard, as it described itself
     url: str | None = None  #: of the server of a foreign replica; None: a replica of ours
     trouble: str = ""  #: why that server cannot be reached, in words
+    unplaced_blocks: int = 0  #: blocks that it announced without saying of which prompt: not credited
 
 
 class RefusedReplica(msgspec.Struct, frozen=True, kw_only=True):

@@ -388,9 +388,12 @@ class RouterService:
 
     def _replica_view(self, member: Member | ForeignMember) -> ReplicaView:
         if self._dispatcher is None or not member.joined:
-            trouble = member.trouble if isinstance(member, ForeignMember) else ""
-            return msgspec.structs.replace(_joining(member.description), trouble=trouble)
-        return _view(member.description, self._dispatcher, self._clock())
+            view = _joining(member.description)
+        else:
+            view = _view(member.description, self._dispatcher, self._clock())
+        if not isinstance(member, ForeignMember):
+            return view
+        return msgspec.structs.replace(view, trouble=member.trouble, unplaced_blocks=member.unplaced_blocks)
 
 
 def _joining(about: ReplicaDescription) -> ReplicaView:

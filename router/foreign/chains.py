@@ -37,6 +37,11 @@ class Unplaced:
     no_parent: int = 0
     no_tokens: int = 0
 
+    @property
+    def blocks(self) -> int:
+        """All of them."""
+        return self.no_parent + self.no_tokens
+
 
 class ForeignChains:
     """The named blocks of one engine. `stored` and `removed` return what has changed for the index."""

@@ -25,7 +25,7 @@ from ...replica.messages import (
     TokenBatch,
     TokenOutput,
 )
-from ..backend import RefusedReplica, TextOutput
+from ..backend import Observer, RefusedReplica, TextOutput
 from ..dispatcher import Dispatcher, Instruction, Naming
 from ..errors import ParityMismatch
 from ..member import FEED_STATES, REOPEN_S, RESET_TIMEOUT_S, ResetOutcome, Shell
@@ -69,7 +69,8 @@ class ForeignMember:
         self._refusal: ParityMismatch | None = None
         self._trouble = ""
         self._joined = False
-        self._gaps = 0
+        self._gaps = 0  #: holes in the event stream that the observer was told of
+        self._unplaced_told = False
 
     @property
     def replica_id(self) -> str:
@@ -80,6 +81,11 @@ class ForeignMember:
     def joined(self) -> bool:
         """Whether it can be sent requests."""
         return self._joined
+
+    @property
+    def unplaced_blocks(self) -> int:
+        """Blocks that it announced and that could not be named."""
+        return self._chains.unplaced.blocks
 
     @property
     def trouble(self) -> str:
@@ -269,8 +275,15 @@ class ForeignMember:
         now = self._shell.clock()
         report = self._load.report(now, cached_blocks=len(self._chains))
         if self._shell.observer is not None:
-            self._shell.observer.load_reported(self.replica_id, report)
+            self._observe(self._shell.observer, report)
         self._shell.run(self._dispatcher.report(self.replica_id, report, now))
+
+    def _observe(self, observer: Observer, report: LoadReport) -> None:
+        observer.load_reported(self.replica_id, report)
+        gaps = self._feed.subscription.counters.gaps if self._feed is not None else 0
+        for _ in range(self._gaps, gaps):
+            observer.events_gap(self.replica_id)
+        self._gaps = gaps
 
     # From the feed
 
@@ -287,10 +300,16 @@ class ForeignMember:
         match event:
             case Stored():
                 self._dispatcher.stored(self.replica_id, self._chains.stored(event))
+                self._note_unplaced()
             case Removed():
                 self._dispatcher.removed(self.replica_id, self._chains.removed(event.hashes))
             case _:
                 self.reset(())
+
+    def _note_unplaced(self) -> None:
+        if self.unplaced_blocks and not self._unplaced_told:
+            self._unplaced_told = True
+            log.warning("backend_blocks_unplaced replica=%s first=%s", self.replica_id, self._chains.unplaced)
 
     def reset(self, blocks: Sequence[SnapshotBlock]) -> None:
         """Foreign engines have no snapshots: what they hold is unknown, until they store it anew."""

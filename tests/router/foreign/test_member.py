@@ -33,6 +33,7 @@ class Watcher:
     def __init__(self) -> None:
         self.finished: list[FinishedRequest] = []
         self.reports: list[LoadReport] = []
+        self.gaps = 0
 
     def request_finished(self, record: FinishedRequest) -> None:
         self.finished.append(record)
@@ -41,7 +42,7 @@ class Watcher:
         self.reports.append(report)
 
     def events_gap(self, replica_id: str) -> None:
-        raise AssertionError(f"a gap at {replica_id}")
+        self.gaps += 1
 
 
 class Cluster:
@@ -164,6 +165,7 @@ async def test_a_lost_batch_is_replayed(pair: Cluster) -> None:
     engine.publish({"type": "AllBlocksCleared"}, heard=False)
     engine.publish()
     await until(lambda: pair.replica(home).indexed_blocks == 0)
+    await until(lambda: pair.watcher.gaps)
 
     assert pair.replica(home).feed == "live"
 
