@@ -21,6 +21,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     salt: bytes = b""  #: requests share cached blocks only under the same salt
     session: str | None = None  #: requests of one session prefer one replica
     priority: int = 0  #: lower goes first
+    tenant: bytes = b""  #: whose turn it is when requests wait
+    weight: float = 1.0  #: the tenant's share beside others' then
     deadline: float | None = None  #: monotonic seconds; None: `request_timeout_s` from now
     tokens_per_delta: int = 1  #: after the first token, deltas may wait until they hold so many
     pins: tuple[Pin, ...] = ()  #: prefixes of the prompt to keep where it runs

@@ -7,15 +7,15 @@ decision needs (index, reservations, load) and every request that is not over ye
                  ▲                │ refused with retry, replica lost, not sendable
                  └────────────────┘ goes on with prompt + generated ids, at most `retries` times
 
-A request waits in the queue (lower priority value first, then first come, first served) while no replica can take it;
-one that goes on keeps its place by its age. Every accepted request ends in exactly one `Finished` or `Failed`, or by
-`cancel`.
+A request waits in the queue (fair_queue.py: priority, then tenants' shares, then first come) while no replica can take
+it; one that goes on does not wait for its tenant's turn again. Every accepted request ends in exactly one `Finished` or
+`Failed`, or by `cancel`.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from random import Random
 from typing import Literal, NewType
 
@@ -52,6 +52,7 @@ from .errors import (
     RequestFailed,
     RouterError,
 )
+from .fair_queue import FairQueue
 from .load import LoadBook
 from .placement import Placement, regret_tokens
 from .policy import Candidate, Decision, Policy, Prompt
@@ -106,6 +107,8 @@ class Cancelled(msgspec.Struct, frozen=True, gc=False):
     record: FinishedRequest
 
 
+#: Deadlines of requests that are over and still noted, beside as many as there are requests.
+DEADLINES_SPARE = 1024
 #: Roots of tenants that are remembered; more are forgotten together.
 ROOTS_KEPT = 4096
 
@@ -153,6 +156,7 @@ class _Flight:
     predicted_cached_tokens: int = 0
     delivered_cached_tokens: int | None = None
     regret_tokens: int = 0
+    uncached_tokens: int = 0  #: to compute, by the last placement
     predicted_ttft_s: float | None = None
     ttft_s: float | None = None
 
@@ -182,9 +186,8 @@ class Dispatcher:
         self._limits = limits
         self._flights: dict[FlightId, _Flight] = {}
         self._by_wire: dict[int, _Flight] = {}
-        self._queue: list[tuple[int, FlightId]] = []  # heap; entries of requests that are over are skipped
-        self._waiting = 0
-        self._deadlines: list[tuple[float, FlightId]] = []  # heap, likewise
+        self._queue = FairQueue()
+        self._deadlines: list[tuple[float, FlightId]] = []  # heap; entries of requests that are over are skipped
         self._last_flight = 0
         self._last_wire = 0
 
@@ -246,10 +249,9 @@ class Dispatcher:
     def submit(self, request: GenerationRequest, now: float) -> tuple[FlightId, list[Instruction]]:
         """Accept a request. Raises PromptTooLong or QueueFull, and then nothing has changed."""
         flight = self._new_flight(request, now)
-        if self._waiting >= self._limits.max_waiting_requests:
-            raise QueueFull(self._waiting)
+        displaced = self._make_room(request, now)
         self._flights[flight.flight_id] = flight
-        instructions = self._enqueue(flight, now)
+        instructions = displaced + self._enqueue(flight, now)
         heappush(self._deadlines, (flight.deadline, flight.flight_id))
         self.counters.requests += 1
         if flight.wire_id is None:
@@ -299,20 +301,21 @@ class Dispatcher:
     def pump(self, now: float) -> list[Instruction]:
         """Place waiting requests in order, until the first that no replica can take."""
         instructions: list[Instruction] = []
-        while self._queue:
-            flight = self._flights.get(self._queue[0][1])
-            if flight is not None and flight.wire_id is None:
-                sent = self._place(flight, now)
-                if sent is None:
-                    break
-                instructions.append(sent)
-                self._waiting -= 1
-            heappop(self._queue)
+        while (name := self._queue.head()) is not None:
+            flight = self._flights[FlightId(name)]
+            sent = self._place(flight, now)
+            if sent is None:
+                break
+            instructions.append(sent)
+            self._queue.take(flight.uncached_tokens)
         return instructions
 
     def expire(self, now: float) -> list[Instruction]:
         """End what is overdue, forget expectations that are."""
         self.reservations.expire(now)
+        if len(self._deadlines) > 2 * len(self._flights) + DEADLINES_SPARE:
+            self._deadlines = [(flight.deadline, flight.flight_id) for flight in self._flights.values()]
+            heapify(self._deadlines)
         instructions: list[Instruction] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             flight = self._flights.get(heappop(self._deadlines)[1])
@@ -337,7 +340,7 @@ class Dispatcher:
     @property
     def waiting(self) -> int:
         """Requests held by the router."""
-        return self._waiting
+        return len(self._queue)
 
     @property
     def in_flight(self) -> int:
@@ -353,9 +356,8 @@ class Dispatcher:
         """Assert every invariant."""
         self.placement.check()
         held = [flight for flight in self._flights.values() if flight.wire_id is None]
-        assert len(held) == self._waiting, f"{self._waiting} counted as waiting, {len(held)} wait"
-        queued = {flight_id for _, flight_id in self._queue}
-        assert all(flight.flight_id in queued for flight in held), "a waiting request is not in the queue"
+        self._queue.check()
+        assert len(held) == len(self._queue), f"{len(self._queue)} in the queue, {len(held)} wait"
         for wire_id, flight in self._by_wire.items():
             assert flight.wire_id == wire_id, f"wire id {wire_id} leads to a request that goes by {flight.wire_id}"
             assert flight.replica in self.placement, f"request on {flight.replica}, which has left"
@@ -402,9 +404,20 @@ class Dispatcher:
         flight.keys = wire_hashes(flight.hashes)
 
     def _enqueue(self, flight: _Flight, now: float) -> list[Instruction]:
-        heappush(self._queue, (flight.request.priority, flight.flight_id))
-        self._waiting += 1
-        return self.pump(now)
+        request, nobody_waits = flight.request, not self._queue
+        if nobody_waits and (sent := self._place(flight, now)) is not None:
+            return [sent]
+        self._queue.push(flight.flight_id, priority=request.priority, tenant=request.tenant, weight=request.weight)
+        return [] if nobody_waits else self.pump(now)
+
+    def _make_room(self, request: GenerationRequest, now: float) -> list[Instruction]:
+        """In a full queue, one of the tenant that has the most in it gives way. Raises QueueFull when none does."""
+        if len(self._queue) < self._limits.max_waiting_requests:
+            return []
+        name = self._queue.crowded_out_by(request.tenant)
+        if name is None:
+            raise QueueFull(len(self._queue))
+        return self._fail(self._flights[FlightId(name)], QueueFull(len(self._queue)), now)
 
     def _situation(self, flight: _Flight, now: float) -> tuple[Prompt, list[Candidate]]:
         prompt = Prompt(
@@ -440,6 +453,7 @@ class Dispatcher:
     def _send(self, flight: _Flight, decision: Decision, now: float) -> Send:
         chosen = decision.chosen
         assert chosen is not None
+        flight.uncached_tokens = decision.uncached_tokens
         self._last_wire += 1
         flight.wire_id, flight.replica, flight.started = self._last_wire, chosen.replica_id, False
         self._by_wire[self._last_wire] = flight
@@ -606,7 +620,6 @@ class Dispatcher:
     def _move_on(self, flight: _Flight, error: RouterError, now: float) -> list[Instruction]:
         """Go on at another replica; with `error` when no retry is left."""
         self._detach(flight)
-        self._waiting += 1
         if self._nothing_left(flight):
             return self._finish(flight, TokenDelta(token_ids=[], finish_reason="length"), "length", now)
         if flight.wordy or flight.continuations >= self._limits.retries:
@@ -617,7 +630,7 @@ class Dispatcher:
             "request_moves trace=%s from=%s generated=%d", flight.request.trace_id, flight.replica, flight.generated
         )
         self._name_blocks(flight)
-        heappush(self._queue, (flight.request.priority, flight.flight_id))
+        self._queue.resume(flight.flight_id, priority=flight.request.priority)
         return self.pump(now)
 
     def _nothing_left(self, flight: _Flight) -> bool:
@@ -647,9 +660,12 @@ class Dispatcher:
 
     def _forget(self, flight: _Flight) -> None:
         if flight.wire_id is None:
-            self._waiting -= 1
+            self._queue.discard(flight.flight_id)
         else:
             self._detach(flight)
+        if self._queue:
+            request = flight.request
+            self._queue.charge(priority=request.priority, tenant=request.tenant, work=flight.generated)
         del self._flights[flight.flight_id]
 
     def _detach(self, flight: _Flight) -> None:

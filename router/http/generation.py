@@ -136,6 +136,8 @@ def generation_request(
         salt=caller.salt,
         session=caller.session,
         priority=job.priority,
+        tenant=caller.tenant.digest,
+        weight=caller.tenant.limits.weight,
         deadline=deadline,
         tokens_per_delta=job.tokens_per_delta,
         pins=tuple(Pin(wish.num_tokens, wish.ttl_s, caller.tenant.digest) for wish in wishes),

@@ -452,6 +452,64 @@ def test_saturated_replicas_leave_requests_in_the_router_in_order_of_priority() 
     world.dispatcher.check()
 
 
+def test_a_single_request_does_not_wait_behind_a_flood() -> None:
+    """A tenant with a thousand queued requests gets its share, not the queue."""
+    world = World(1, max_waiting=2000)
+    flood = [world.submit(request_of(PROMPT, seed=seed, tenant=b"flood")) for seed in range(1000)]
+    single = world.submit(request_of(PROMPT, seed=5000, tenant=b"single"))
+    before = world.dispatcher.in_flight
+
+    while world.dispatcher.replica_of(single) is None:
+        world.step("r0")
+
+    served = sum(world.dispatcher.replica_of(flight) is not None or flight in world.records for flight in flood)
+    assert world.held[-1] == single
+    assert served <= before + world.dispatcher.in_flight + 1
+
+
+def test_a_full_queue_makes_room_for_who_has_less_in_it() -> None:
+    """A flood must not lock others out; who gives way is the one that came last of the flood."""
+    world = World(0, max_waiting=3)
+    flood = [world.submit(request_of(PROMPT, seed=seed, tenant=b"flood")) for seed in range(3)]
+
+    with pytest.raises(QueueFull):
+        world.submit(request_of(PROMPT, seed=3, tenant=b"flood"))
+    single = world.submit(request_of(PROMPT, seed=4, tenant=b"single"))
+
+    assert isinstance(world.errors[flood[2]], QueueFull)
+    assert not {flood[0], flood[1], single} & set(world.records)
+    assert world.dispatcher.waiting == 3
+    world.dispatcher.check()
+
+
+def test_what_was_generated_counts_as_service() -> None:
+    """Long answers are work, too: whoever got them waits for the other's turn."""
+    world = World(1)
+    for seed in range(12):
+        world.submit(request_of(PROMPT, seed=seed, tenant=b"long", max_tokens=200 if seed == 0 else 300))
+    world.run(world.dispatcher.cancel(FlightId(12), world.now))
+    waiting = {
+        tenant: [world.submit(request_of(PROMPT, seed=20 + at, tenant=tenant, max_tokens=1)) for at in range(3)]
+        for tenant in (b"long", b"brief")
+    }
+    while not world.records.get(FlightId(1)):
+        world.step("r0")
+    world.settle()
+
+    first = {tenant: min(world.records[flight].duration_s for flight in waiting[tenant]) for tenant in waiting}
+    assert first[b"brief"] <= first[b"long"]
+
+
+def test_deadlines_of_requests_that_are_over_are_forgotten(world: World) -> None:
+    """They lie minutes ahead; a busy router would note millions."""
+    for seed in range(3000):
+        world.run(world.dispatcher.cancel(world.submit(request_of(PROMPT, seed=seed)), world.now))
+        world.on_wire.clear()
+    world.run(world.dispatcher.expire(world.now))
+
+    assert not world.dispatcher._deadlines
+
+
 def test_a_full_queue_says_when_to_come_back() -> None:
     """429 with Retry-After, and nothing has changed."""
     world = World(0, max_waiting=2)

@@ -1,0 +1,189 @@
+"""Who waits in the router, and who is next: lower priority values first, tenants by their shares, then first come.
+
+Pure state: names of requests and of tenants, no time. Knows nothing of replicas, deadlines or what a request wants.
+
+Within a priority each tenant has a lane, first come, first served. Next is the lane that was served least, in work over
+weight. A lane where nobody waited begins level with the lane served last, so that idling saves nothing up. (That is
+start-time fair queueing, of Goyal, Vin and Cheng, 1996.) Hence, while two tenants wait, what they get over their
+weights differs by no more than a request of each, however many either queues; and the request of a tenant that had
+none waits for at most one of every other tenant.
+
+A request that was served before and lost its replica goes before all lanes of its priority: it has had its turn.
+"""
+
+from bisect import insort
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from heapq import heappop, heappush, heapreplace
+
+#: Lanes of a priority that are tenants' own. Where anybody may ask under any key, those of ever new keys would fill the
+#: memory and, as newcomers go first, starve the others: further tenants share lanes, by the first byte of their names.
+LANES_OWN = 1024
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """One tenant's requests of one priority."""
+
+    tenant: bytes
+    weight: float
+    served: float  #: work over weight, on the level's scale
+    names: "OrderedDict[int, None]" = field(default_factory=OrderedDict)
+    queued: bool = False  #: it stands in the heap
+
+
+@dataclass(slots=True, eq=False)
+class _Level:
+    """One priority, from the first request that waits until none does."""
+
+    priority: int
+    served: float = 0.0  #: of the lane served last, as it was then; no waiting lane was served less
+    lanes: dict[bytes, _Lane] = field(default_factory=dict)
+    heap: list[tuple[float, int, _Lane]] = field(default_factory=list)  # a lane's key may lag behind its service
+    resumed: "OrderedDict[int, None]" = field(default_factory=OrderedDict)
+    entered: int = 0  #: breaks ties: who began to wait first
+    size: int = 0
+
+    def lane(self, tenant: bytes, weight: float) -> _Lane:
+        """The tenant's lane, ready for another request."""
+        if tenant not in self.lanes and len(self.lanes) >= LANES_OWN:
+            tenant = self._shared(tenant)
+        lane = self.lanes.get(tenant)
+        if lane is None:
+            lane = self.lanes[tenant] = _Lane(tenant, weight, self.served)
+        if not lane.names:
+            lane.served = max(lane.served, self.served)
+        lane.weight = weight
+        if not lane.queued:
+            lane.queued = True
+            self.entered += 1
+            heappush(self.heap, (lane.served, self.entered, lane))
+        return lane
+
+    def first(self) -> _Lane:
+        """The lane to be served next; there is one."""
+        while True:
+            key, entered, lane = self.heap[0]
+            if not lane.names:
+                heappop(self.heap)
+                lane.queued = False
+            elif lane.served > key:
+                heapreplace(self.heap, (lane.served, entered, lane))
+            else:
+                return lane
+
+    def _shared(self, tenant: bytes) -> bytes:
+        """The name of the lane for a tenant that finds all taken: a shared one's, unless some can be forgotten."""
+        # A lane that would begin anew just as it stands needs no memory.
+        self.lanes = {name: lane for name, lane in self.lanes.items() if lane.queued or lane.served > self.served}
+        return tenant if len(self.lanes) < LANES_OWN else tenant[:1]
+
+
+class FairQueue:
+    """Requests that wait, by name."""
+
+    def __init__(self) -> None:
+        self._levels: dict[int, _Level] = {}
+        self._priorities: list[int] = []  # sorted
+        self._places: dict[int, tuple[_Level, _Lane | None]] = {}  # None: resumed
+        self._waiting: Counter[bytes] = Counter()  # by tenant, resumed ones aside
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def push(self, name: int, *, priority: int, tenant: bytes, weight: float) -> None:
+        """A request begins to wait, behind those of its tenant."""
+        level = self._level(priority)
+        lane = level.lane(tenant, weight)
+        lane.names[name] = None
+        self._waiting[lane.tenant] += 1
+        self._enter(name, level, lane)
+
+    def resume(self, name: int, *, priority: int) -> None:
+        """A request that was served before waits again."""
+        level = self._level(priority)
+        level.resumed[name] = None
+        self._enter(name, level, None)
+
+    def head(self) -> int | None:
+        """Who is next."""
+        if not self._priorities:
+            return None
+        level = self._levels[self._priorities[0]]
+        return next(iter(level.resumed or level.first().names))
+
+    def take(self, work: float) -> None:
+        """The head is served, which is so much work."""
+        name = self.head()
+        assert name is not None, "nobody waits"
+        level, lane = self._places[name]
+        if lane is not None:
+            level.served = lane.served
+            lane.served += work / lane.weight
+        self.discard(name)
+
+    def charge(self, *, priority: int, tenant: bytes, work: float) -> None:
+        """What was served turned out to be so much more work."""
+        level = self._levels.get(priority)
+        lane = level.lanes.get(tenant) if level is not None else None
+        if lane is not None:
+            lane.served += work / lane.weight
+
+    def discard(self, name: int) -> None:
+        """It waits no longer; harmless when it did not."""
+        place = self._places.pop(name, None)
+        if place is None:
+            return
+        level, lane = place
+        if lane is None:
+            del level.resumed[name]
+        else:
+            del lane.names[name]
+            self._waiting[lane.tenant] -= 1
+            if not self._waiting[lane.tenant]:
+                del self._waiting[lane.tenant]
+        level.size -= 1
+        if not level.size:
+            del self._levels[level.priority]
+            self._priorities.remove(level.priority)
+
+    def crowded_out_by(self, tenant: bytes) -> int | None:
+        """Who gives way when the queue is full and `tenant` comes: the last of whoever has the most waiting.
+
+        None: that is `tenant` itself, or would be.
+        """
+        most, count = max(self._waiting.items(), key=lambda item: item[1], default=(tenant, 0))
+        if count <= self._waiting[tenant] + 1:
+            return None
+        lanes = (self._levels[priority].lanes.get(most) for priority in reversed(self._priorities))
+        return next(next(reversed(lane.names)) for lane in lanes if lane is not None and lane.names)
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        assert self._priorities == sorted(self._levels), f"priorities {self._priorities}, levels {sorted(self._levels)}"
+        names = [name for level in self._levels.values() for name in _names(level)]
+        assert sorted(names) == sorted(self._places), f"{len(names)} in lanes, {len(self._places)} places"
+        for level in self._levels.values():
+            assert level.size == len(_names(level)) > 0, f"priority {level.priority}: {level.size} counted"
+            assert sum(lane.queued for lane in level.lanes.values()) == len(level.heap), "a lane is lost or doubled"
+            for lane in level.lanes.values():
+                assert lane.queued or not lane.names, f"lane {lane.tenant!r} waits outside the heap"
+                assert not lane.names or lane.served >= level.served, f"lane {lane.tenant!r} lags behind"
+        waiting = Counter(lane.tenant for _, lane in self._places.values() if lane is not None)
+        assert self._waiting == waiting, f"{self._waiting} counted, {waiting} wait"
+
+    def _level(self, priority: int) -> _Level:
+        level = self._levels.get(priority)
+        if level is None:
+            level = self._levels[priority] = _Level(priority)
+            insort(self._priorities, priority)
+        return level
+
+    def _enter(self, name: int, level: _Level, lane: _Lane | None) -> None:
+        assert name not in self._places, f"{name} waits already"
+        self._places[name] = level, lane
+        level.size += 1
+
+
+def _names(level: _Level) -> list[int]:
+    return [*level.resumed, *(name for lane in level.lanes.values() for name in lane.names)]
