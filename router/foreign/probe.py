@@ -33,14 +33,18 @@ class ForeignTerms:
     api_key: str = ""
 
 
-class _Card(msgspec.Struct, frozen=True):
+class Card(msgspec.Struct, frozen=True):
+    """A model in `/v1/models`."""
+
     id: str
-    root: str | None = None
+    root: str | None = None  #: the folder or hub name that it was loaded from
     max_model_len: int | None = None
 
 
-class _Cards(msgspec.Struct, frozen=True):
-    data: list[_Card] = []
+class Cards(msgspec.Struct, frozen=True):
+    """The body of `/v1/models`."""
+
+    data: list[Card] = []
 
 
 class _Tokens(msgspec.Struct, frozen=True):
@@ -51,7 +55,7 @@ class _Tokens(msgspec.Struct, frozen=True):
 class Told:
     """What an engine says of itself; None: nothing."""
 
-    cards: Sequence[_Card]
+    cards: Sequence[Card]
     canary_ids: Sequence[int] | None
     numbers: Numbers
 
@@ -91,7 +95,7 @@ async def probe(client: Client, replica: str, terms: ForeignTerms) -> Engine:
     health = await client.ask("GET", "/health", timeout_s=PROBE_TIMEOUT_S)
     if health.status != 200:
         raise BackendUnreachableError(f"{client.address.url}/health answers {health.status}")
-    cards = await _read(client, "GET", "/v1/models", b"", _Cards)
+    cards = await _read(client, "GET", "/v1/models", b"", Cards)
     if cards is None:
         raise BackendUnreachableError(f"{client.address.url}/v1/models cannot be read")
     asked = msgspec.json.encode({"prompt": CANARY, "add_special_tokens": False})

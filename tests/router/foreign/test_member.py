@@ -170,6 +170,16 @@ async def test_a_lost_batch_is_replayed(pair: Cluster) -> None:
     assert pair.replica(home).feed == "live"
 
 
+async def test_blocks_without_a_known_beginning_are_shown_and_not_credited(pair: Cluster) -> None:
+    """Credit is for what is sure; what is dropped is counted where an operator looks."""
+    orphan = {"block_hashes": [1, 2], "parent_block_hash": 77, "token_ids": list(range(32)), "block_size": 16}
+
+    pair.engines["b0"].publish({"type": "BlockStored", "lora_id": None, "medium": "GPU", "lora_name": None, **orphan})
+    await until(lambda: pair.replica("b0").unplaced_blocks == 2)
+
+    assert pair.replica("b0").indexed_blocks == 0
+
+
 async def test_tenants_are_kept_apart_in_the_engine_and_in_the_index(pair: Cluster) -> None:
     """The tenant's root travels as `cache_salt` and comes back with the events."""
     salt = b"tenant a"
