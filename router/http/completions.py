@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 import msgspec
 from msgspec import UNSET
@@ -44,6 +45,19 @@ def output_limit(front: Front, served: Served, prompts: Sequence[Prompt], body: 
     return max(body.max_tokens, 1)
 
 
+def scored_alternatives(body: CompletionBody) -> int | None:
+    """Alternatives to score at each token; None: not even the token. Among `best_of` answers logprobs decide."""
+    if body.logprobs is None and body.best_of is not None and body.best_of > (body.n or 1):
+        return 0
+    return body.logprobs
+
+
+def mean_logprob(collected: Collected) -> float:
+    """How likely the model finds an answer, per token; of one without tokens nothing is known."""
+    scores = [each.logprobs.chosen.logprob for each in collected.tokens if each.logprobs is not None]
+    return sum(scores) / len(scores) if scores else -inf
+
+
 async def job(front: Front, served: Served, body: CompletionBody) -> Job:
     """What `body` asks for. Raises InvalidRequest and its kin, each naming the field."""
     validate.check_completion(body)
@@ -53,7 +67,7 @@ async def job(front: Front, served: Served, body: CompletionBody) -> Job:
         served.limits,
         max_tokens=output_limit(front, served, prompts, body),
         seed=front.random_bits(64) if body.seed is None else body.seed,
-        logprobs=body.logprobs,
+        logprobs=scored_alternatives(body),
     )
     if body.echo and body.logprobs is not None:
         shared = msgspec.structs.replace(shared, prompt_logprobs=body.logprobs)
@@ -80,12 +94,22 @@ class CompletionShape:
         self._text = served.text
         self._logprobs = body.logprobs
         self._echo = bool(body.echo)
+        self._kept = body.n or 1
+        self._drawn = body.best_of or self._kept
 
     def echoed(self, prompt: Prompt) -> str:
         """What stands before the answer."""
         if not self._echo:
             return ""
         return self._text.decode(prompt.token_ids, skip_special_tokens=True) if prompt.text is None else prompt.text
+
+    def best(self, collected: Sequence[Collected]) -> Sequence[Collected]:
+        """Of each prompt's answers the `n` best, the best one first; all in their order where no more were drawn."""
+        if self._drawn == self._kept:
+            return collected
+        prompts = [collected[start : start + self._drawn] for start in range(0, len(collected), self._drawn)]
+        ranked = [sorted(answers, key=mean_logprob, reverse=True) for answers in prompts]
+        return [each for answers in ranked for each in answers[: self._kept]]
 
     def logprobs(self, tokens: Sequence[TokenAt], before: int) -> CompletionLogprobs | None:
         """Logprobs of an answer's tokens, whose text begins `before` characters into the whole."""
@@ -110,14 +134,14 @@ class CompletionShape:
 def compose(shape: CompletionShape) -> Compose:
     """Makes the whole answer."""
 
-    def choice(collected: Collected) -> CompletionChoice:
+    def choice(index: int, collected: Collected) -> CompletionChoice:
         echo = shape.echoed(collected.choice.prompt)
         ending = collected.choice.ending or "stop"
         logprobs = shape.whole_logprobs(collected, len(echo))
-        return CompletionChoice(collected.choice.index, echo + collected.text, ending, logprobs)
+        return CompletionChoice(index, echo + collected.text, ending, logprobs)
 
     def body(collected: list[Collected], counts: Usage) -> object:
-        choices = [choice(each) for each in collected]
+        choices = [choice(index, each) for index, each in enumerate(shape.best(collected))]
         return Completion(id=shape.id, created=shape.created, model=shape.model, choices=choices, usage=counts)
 
     return body

@@ -47,10 +47,11 @@ def stop_strings(body: Body) -> tuple[str, ...]:
 
 
 def choices_per_prompt(body: Body, prompt_count: int, most: int) -> int:
-    """`n`, within the setting `max_choices` for all prompts together."""
-    count = body.n or 1
+    """What is generated for each prompt: `n`, or `best_of`; within the setting `max_choices` for all together."""
+    best_of = body.best_of if isinstance(body, CompletionBody) else None
+    count, param = (body.n or 1, "n") if best_of is None else (best_of, "best_of")
     if count * prompt_count > most:
-        raise InvalidRequest(f"field 'n': at most {most} choices in one request", param="n")
+        raise InvalidRequest(f"field {param!r}: at most {most} choices in one request", param=param)
     return count
 
 
@@ -113,14 +114,25 @@ def choice_seed(shared: SamplingParams, index: int) -> SamplingParams:
 
 def check_completion(body: CompletionBody) -> None:
     """Refuse what completions do not do here."""
-    if body.best_of not in (None, 1):
-        raise InvalidRequest("field 'best_of': only 1 is supported", param="best_of")
+    _check_best_of(body)
     if body.suffix:
         raise InvalidRequest("field 'suffix': insertion is not supported", param="suffix")
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("field 'max_tokens': 0 makes sense only with 'echo'", param="max_tokens")
     if body.echo and body.stream and body.logprobs is not None:
         raise InvalidRequest("field 'echo': with 'logprobs' it cannot be streamed", param="echo")
+
+
+def _check_best_of(body: CompletionBody) -> None:
+    kept = body.n or 1
+    if body.best_of is None or body.best_of == kept:
+        return
+    if body.best_of < kept:
+        raise InvalidRequest(f"field 'best_of': expected at least n, which is {kept}", param="best_of")
+    if body.stream:
+        raise InvalidRequest(
+            "field 'best_of': which answers are best is known at the end only: not streamed", param="best_of"
+        )
 
 
 def check_chat(body: ChatBody) -> None:

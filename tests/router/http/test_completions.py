@@ -8,6 +8,8 @@ from openai import AsyncOpenAI
 from openai.types import Completion
 
 from homing.kvcache.hashing import token_array
+from homing.replica.messages import PositionLogprobs, TokenLogprob
+from homing.router.backend import GenerationRequest, TokenDelta
 from homing.router.text.tokenizer import TextModel
 
 from .conftest import ANSWER
@@ -106,4 +108,37 @@ async def test_echo_alone_gives_prompt_and_answer(client: httpx.AsyncClient, bac
 async def test_best_of_one_is_what_happens_anyway(client: httpx.AsyncClient, backend: FakeBackend):
     """A benchmark client always sends it."""
     assert (await client.post(COMPLETIONS, json={"prompt": "x", "best_of": 1})).status_code == 200
-    assert (await client.post(COMPLETIONS, json={"prompt": "x", "best_of": 2})).json()["error"]["param"] == "best_of"
+    assert backend.requests[0].sampling.logprobs is None
+
+
+async def test_best_of_gives_the_likeliest_answers_and_counts_all(client, backend, text_model, answer_ids: list[int]):
+    """By the mean over their tokens, of each prompt its own; the caller pays for what was generated."""
+    chances = iter([-3.0, -1.0, -2.0, -1.0, -2.0, -3.0])
+
+    def script(request: GenerationRequest) -> list[TokenDelta]:
+        chance, length = next(chances), request.sampling.seed  # the likeliest are long: a sum would choose others
+        scores = [PositionLogprobs(TokenLogprob(answer_ids[at], chance), []) for at in range(length)]
+        return [TokenDelta(token_ids=answer_ids[:length], logprobs=scores, finish_reason="length", cached_tokens=0)]
+
+    backend.script = script
+    asked = {"prompt": ["a", "b"], "n": 2, "best_of": 3, "seed": 2}
+    answer = (await client.post(COMPLETIONS, json=asked)).json()
+
+    texts = [text_model.decode(answer_ids[:length]) for length in (2, 3, 4)]
+    chosen = [(choice["index"], choice["text"], choice["logprobs"]) for choice in answer["choices"]]
+    assert [text for _, text, _ in chosen] == [texts[1], texts[2], texts[0], texts[1]]
+    assert [(index, logprobs) for index, _, logprobs in chosen] == [(0, None), (1, None), (2, None), (3, None)]
+    assert answer["usage"]["completion_tokens"] == 2 * (2 + 3 + 4)
+    assert {request.sampling.logprobs for request in backend.requests} == {0}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}, {"best_of": 9}, {"best_of": 5, "prompt": ["a", "b"]}],
+)
+async def test_a_best_of_that_cannot_be_is_refused_by_name(client, backend: FakeBackend, fields: dict[str, object]):
+    """Fewer than are wanted, streamed, or more than one request may have."""
+    response = await client.post(COMPLETIONS, json={"prompt": "x"} | fields)
+
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "best_of")
+    assert not backend.requests
