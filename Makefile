@@ -12,7 +12,7 @@ ARGS ?=
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast check lint types format wheel-check compat bench-core bench-events bench-eviction bench-partial bench-decision bench-router bench-routing test-slow clean
+.PHONY: help setup serve test test-fast check lint types format wheel wheel-check compat bench-core bench-events bench-eviction bench-partial bench-decision bench-router bench-routing test-slow clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,12 @@ format: $(VENV)/.dev ## Mend what ruff can mend
 	@$(BIN)/ruff format .
 
 check: lint types test ## Lint, types and tests
+
+wheel: $(VENV)/.dev ## Build dist/: the wheel and the pinned versions that deployments install (docs/deploy.md)
+	@rm -rf dist
+	@$(BIN)/python -m build --wheel --no-isolation --outdir dist . > /dev/null
+	@cp constraints.txt dist/
+	@ls dist
 
 wheel-check: $(VENV)/.dev ## Build the wheel, install it alone and use it
 	@$(BIN)/python tests/wheel_check.py

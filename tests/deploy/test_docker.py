@@ -1,0 +1,79 @@
+"""Dockerfiles and compose: linted and checked against the compose specification. Nothing is built here."""
+
+import json
+import shutil
+import subprocess
+
+import compose_spec
+import pytest
+import yaml
+
+from homing import __version__
+from homing.cluster.cli import parse, settings_of
+
+from .files import DEPLOY, read_yaml, serve_commands
+
+DOCKERFILES = ["Dockerfile.cpu", "Dockerfile.cuda"]
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_hadolint_finds_nothing(name: str) -> None:
+    """Beyond what the file itself says is meant so."""
+    hadolint = shutil.which("hadolint")
+    if hadolint is None:
+        pytest.skip("hadolint is not on the PATH: its wheel has no build for this system")
+
+    found = subprocess.run([hadolint, "--no-color", DEPLOY / "docker" / name], capture_output=True, text=True)
+
+    assert found.stdout + found.stderr == ""
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_an_image_serves_with_the_token_on_and_holds_none(name: str) -> None:
+    """An image is copied around: a secret in one is public."""
+    text = (DEPLOY / "docker" / name).read_text()
+    command = json.loads(text.split("\nCMD ")[1])
+
+    assert "RAY_AUTH_MODE=token" in text
+    assert "RAY_AUTH_TOKEN=" not in text
+    assert settings_of(parse(command[1:])).router.host == "0.0.0.0"
+
+
+def test_the_compose_file_fits_the_specification() -> None:
+    """As `docker compose config` would read it."""
+    read = compose_spec.PyCompose.from_yaml(yaml.safe_dump(read_yaml("docker/compose.yaml")))
+
+    read.validate()
+    assert {"head", "replica", "prometheus", "grafana"} == set(read.service_names())
+
+
+def test_the_compose_file_serves_two_cpu_replicas_on_two_containers() -> None:
+    """Each container has room for one rank, and the head for none."""
+    services = read_yaml("docker/compose.yaml")["services"]
+    (serve,) = serve_commands(services["head"]["command"][-1])
+    settings = settings_of(parse(serve.split()))
+
+    assert settings.cluster.replicas == services["replica"]["deploy"]["replicas"] == 2
+    assert "--num-cpus=0" in services["head"]["command"][-1]
+    assert "--num-cpus=1" in services["replica"]["command"]
+    assert services["replica"]["image"] == services["head"]["image"] == f"homing:{__version__}-cpu"
+
+
+def test_what_compose_opens_is_bound_to_loopback() -> None:
+    """A published port goes past the host's firewall."""
+    services = read_yaml("docker/compose.yaml")["services"].values()
+    ports = [port for service in services for port in service.get("ports", [])]
+
+    assert len(ports) == 3
+    assert [port for port in ports if not port.startswith("127.0.0.1:")] == []
+
+
+def test_what_compose_mounts_is_there() -> None:
+    """Docker makes an empty folder of what it does not find."""
+    folder = DEPLOY / "docker"
+    services = read_yaml("docker/compose.yaml")["services"].values()
+    sources = [volume.split(":")[0] for service in services for volume in service.get("volumes", [])]
+    paths = [source for source in sources if source.startswith(".")]
+
+    assert len(paths) == 3
+    assert [path for path in paths if not (folder / path).is_dir()] == []

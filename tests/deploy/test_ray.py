@@ -1,0 +1,93 @@
+"""`ray up` files: Ray itself accepts them, and what the page says of them is in them."""
+
+import copy
+from typing import Any
+
+import pytest
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+from .files import PORT_FLAG, ROOT, pinned, read_yaml
+
+NAMES = ["aws", "gcp", "bare"]
+
+
+def starts(config: dict[str, Any]) -> list[str]:
+    """The commands that start Ray, the head's first."""
+    commands = config["head_start_ray_commands"] + config["worker_start_ray_commands"]
+    return [command for command in commands if "ray start" in command]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ray_accepts_the_file(name: str) -> None:
+    """By its own preparation and schema, as `ray up` does first of all."""
+    validate_config(prepare_config(read_yaml(f"ray/{name}.yaml")))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rays_schema_finds_a_key_that_it_does_not_know(name: str) -> None:
+    """The control of the test above: a validation that accepts anything would prove nothing."""
+    config = copy.deepcopy(read_yaml(f"ray/{name}.yaml")) | {"worker_setup_comands": []}
+
+    with pytest.raises(Exception, match="worker_setup_comands"):
+        validate_config(prepare_config(config))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nobody_takes_part_without_the_token(name: str) -> None:
+    """A Ray without authentication runs anybody's code; `ray start` has it off unless it is told."""
+    config = read_yaml(f"ray/{name}.yaml")
+    told = [*config["setup_commands"], *config.get("docker", {}).get("run_options", [])]
+
+    assert any("RAY_AUTH_MODE=token" in words for words in told)
+    assert [path for path in config["file_mounts"] if path.endswith(".ray/auth_token")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_machine_installs_the_same_pinned_versions(name: str) -> None:
+    """Ray refuses nodes of another version, and routers refuse replicas of another tokenizer."""
+    config = read_yaml(f"ray/{name}.yaml")
+    (install,) = [command for command in config["setup_commands"] if "pip install" in command]
+
+    assert "--constraint ~/homing/dist/constraints.txt" in install
+    assert "homing-*.whl" in install
+
+
+@pytest.mark.parametrize("name", ["aws", "gcp"])
+def test_images_have_the_pinned_ray(name: str) -> None:
+    """The image's Ray and the wheel's pins must be one version, or setting up replaces it on every start."""
+    docker = read_yaml(f"ray/{name}.yaml")["docker"]
+
+    assert docker["head_image"] == f"rayproject/ray:{pinned('ray')}-py311"
+    assert docker["worker_image"] == f"rayproject/ray:{pinned('ray')}-py311-gpu"
+
+
+@pytest.mark.parametrize("name", ["aws", "gcp"])
+def test_a_cloud_machine_has_the_gpus_that_ray_is_told_of(name: str) -> None:
+    """The autoscaler plans with these numbers: wrong ones start machines for ever, or none."""
+    types = read_yaml(f"ray/{name}.yaml")["available_node_types"]
+    gpus = {"g6e.2xlarge": 1, "g2-standard-12": 1}
+    machine = types["gpu"]["node_config"]
+
+    assert types["head"]["resources"] == {"CPU": 0}
+    assert types["gpu"]["resources"]["GPU"] == gpus[machine.get("InstanceType") or machine["machineType"]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_lists_the_ports(name: str) -> None:
+    """Whoever keeps a firewall opens what the page says."""
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    ports = {port for command in starts(read_yaml(f"ray/{name}.yaml")) for _, port in PORT_FLAG.findall(command)}
+
+    assert len(ports) >= 7
+    assert [port for port in sorted(ports) if port not in page] == []
+
+
+def test_all_machines_use_the_same_ports() -> None:
+    """One list for three files, head and worker."""
+    flags = {
+        tuple(flag for flag in PORT_FLAG.findall(command) if flag[0] != "port")
+        for name in NAMES
+        for command in starts(read_yaml(f"ray/{name}.yaml"))
+    }
+
+    assert len(flags) == 1
