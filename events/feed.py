@@ -107,15 +107,7 @@ class EventFeed:
         self._token_ids = token_ids
         self._topic = topic
         self._decoder = BatchDecoder(token_ids=token_ids)
-        self._subscription = Subscription(
-            reach
-            or Reach(
-                replay=bool(endpoints.replay),
-                snapshot=bool(endpoints.snapshot),
-                heartbeats=bool(endpoints.state),
-            ),
-            CountedResidents() if counted else None,
-        )
+        self._subscription = Subscription(reach or _reach_of(endpoints), CountedResidents() if counted else None)
         self._loop: asyncio.AbstractEventLoop | None = None
         #: The first one is the events socket, which is monitored.
         self._sockets: list[zmq.Socket[bytes]] = []
@@ -307,6 +299,10 @@ class EventFeed:
         """A request that cannot leave is as good as lost: the state machine asks again."""
         if reader is not None and not reader.send(frames):
             log.debug("event_request_unsent endpoint=%s", self._endpoints.events)
+
+
+def _reach_of(endpoints: EventEndpoints) -> Reach:
+    return Reach(replay=bool(endpoints.replay), snapshot=bool(endpoints.snapshot), heartbeats=bool(endpoints.state))
 
 
 def _read(payload: bytes, kind: type[Struct]) -> Struct:

@@ -4,6 +4,7 @@ Each workload has the structure of one kind of use and knows nothing of caches. 
 prefixes, as in a recorded trace.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count
 from random import Random
@@ -87,6 +88,29 @@ def uniform(rng: Random, requests: int) -> Iterator[Chain]:
         yield (*range(which * 100, which * 100 + 20), next(fresh))
 
 
+def turns(rng: Random, requests: int) -> Iterator[Chain]:
+    """Sixty people who take turns at random, each in a chat that ends after a few of them; then another begins."""
+    fresh = count(1)
+    chats: list[Chain] = [()] * 60
+    for _ in range(requests):
+        person = rng.randrange(60)
+        before = chats[person] if len(chats[person]) <= 48 else ()
+        chats[person] = (*before, *(next(fresh) for _ in range(8)))
+        yield chats[person]
+
+
+def spent(_: Random, requests: int) -> Iterator[Chain]:
+    """Prompts that are asked four times at once and never again, between others that come back once, and late."""
+    waiting: deque[Chain] = deque()
+    for number in range(requests // 6 + 1):
+        start = 1_000 * number
+        yield from [tuple(range(start, start + 8))] * 4
+        waiting.append(tuple(range(start + 500, start + 508)))
+        yield waiting[-1]
+        if len(waiting) > 20:  # so late that 500 blocks in the order of LRU just hold them
+            yield waiting.popleft()
+
+
 WORKLOADS: dict[str, Callable[[Random, int], Iterator[Chain]]] = {
     "conversations": conversations,
     "documents": documents,
@@ -94,6 +118,8 @@ WORKLOADS: dict[str, Callable[[Random, int], Iterator[Chain]]] = {
     "scans": scans,
     "shifting": shifting,
     "uniform": uniform,
+    "turns": turns,
+    "spent": spent,
 }
 
 
