@@ -247,6 +247,11 @@ def _simulate_arguments(parser: Parser) -> None:
     _number(parser, "--requests", int, "only so many, from the start")
     _number(parser, "--rounds", int, "the trace so many times, each time over new blocks (default: 1)")
     _number(parser, "--event-delay-ms", float, "from a replica's step to what routers know of it (default: 5)")
+    _number(parser, "--event-loss", float, "share of published messages that a router never gets (default: 0)")
+    _number(parser, "--resync-ms", float, "a replica's answer to a router that missed something (default: 20)")
+    parser.add_argument(
+        "--wire", action="store_true", help="encode, number and decode events as in production, even without loss"
+    )
     _number(parser, "--prefill-rate", float, "tokens a second of one replica (default: the mocker's curve)")
     _number(parser, "--decode-step-ms", float, "one decode step of one replica (default: the mocker's curve)")
     _number(parser, "--ttft-target", float, "also find how many replicas hold this mean, in seconds")

@@ -19,6 +19,7 @@ from ..kvcache.trace import MOONCAKE_BLOCK_TOKENS, read_trace
 from ..replica.rates import Rates
 from ..router.simulate import (
     Arrival,
+    Channel,
     MockerModel,
     RateModel,
     ReplicaLimits,
@@ -60,6 +61,9 @@ class Order:
     load: float | None = None
     speed: float = 1.0
     event_delay_ms: float = 5.0
+    event_loss: float = 0.0
+    resync_ms: float = 20.0
+    wire: bool = False
     requests: int | None = None
     rounds: int = 1
     ttft_target: float | None = None
@@ -106,6 +110,10 @@ def table(outcome: Outcome) -> str:
         for row, result in zip(rows[1:], outcome.results, strict=True):
             seconds = recovery_s(result.hits_over_time, outcome.fault_s)
             row.append("never" if seconds is None else f"{seconds:.0f} s")
+    if any(result.lost_messages for result in outcome.results):
+        rows[0] += ["lost", "resyncs"]
+        for row, result in zip(rows[1:], outcome.results, strict=True):
+            row += [str(result.lost_messages), str(result.resyncs)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
@@ -180,7 +188,7 @@ class Bar:
 def _run(order: Order, bar: Bar) -> Outcome:
     if order.scenario is not None:
         scenario = find(order.scenario)
-        staged = stage(scenario, Rates, policy=order.policies[0], seed=order.seed)
+        staged = stage(scenario, Rates, policy=order.policies[0], seed=order.seed, channel=_channel(order))
         results = _compare(order.policies, staged, bar)
         return Outcome(f"{scenario.name}: {scenario.about}", results, staged.fault_s)
     setup = _setup(order)
@@ -209,9 +217,18 @@ def _setup(order: Order) -> Setup:
         meter=Rates,
         replicas=order.replicas,
         routers=order.routers,
-        event_delay_s=order.event_delay_ms / 1000,
+        channel=_channel(order),
         seed=order.seed,
         model=rates or MockerModel(),
+    )
+
+
+def _channel(order: Order) -> Channel:
+    return Channel(
+        delay_s=order.event_delay_ms / 1000,
+        loss=order.event_loss,
+        resync_s=order.resync_ms / 1000,
+        wire=order.wire,
     )
 
 

@@ -3,6 +3,7 @@
 Virtual time, no sockets, no tokens. `homing simulate` is its command line (cluster/simulate.py).
 """
 
+from .delivery import Channel
 from .errors import SimulationError
 from .models import MockerModel, RateModel, ReplicaModel
 from .replica import ReplicaLimits, SimulatedReplica
@@ -15,6 +16,7 @@ __all__ = [
     "ORACLE",
     "OWN_POLICIES",
     "Arrival",
+    "Channel",
     "MockerModel",
     "RateModel",
     "ReplicaLimits",

@@ -134,6 +134,8 @@ class Result:
     held: int
     moved: int
     preemptions: int
+    lost_messages: int  #: cache events, heartbeats and load reports that a router never got
+    resyncs: int  #: replays and snapshots that routers asked for
     requests_per_s: float  #: finished, virtual
     wall_s: float
     simulated_per_s: float  #: requests simulated per second of CPU time

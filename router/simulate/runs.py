@@ -9,6 +9,7 @@ from random import Random
 from ...kvcache.cache import PrefixCache
 from ...kvcache.eviction import eviction_policy
 from ..policy import make_policy
+from .delivery import Channel
 from .errors import SimulationError
 from .faults import Fault
 from .models import MockerModel, ReplicaModel
@@ -38,7 +39,7 @@ class Setup:
     policy: str = "expected-ttft"
     replicas: int = 8
     routers: int = 1
-    event_delay_s: float = 0.005
+    channel: Channel = field(default_factory=lambda: Channel(delay_s=0.005))
     seed: int = 0
     model: ReplicaModel = field(default_factory=MockerModel)
 
@@ -62,7 +63,8 @@ def simulation_of(setup: Setup) -> Simulation:
         lambda name: router_of(setup, name),
         replicas=setup.replicas,
         routers=setup.routers,
-        event_delay_s=0.0 if setup.policy == ORACLE else setup.event_delay_s,
+        channel=Channel() if setup.policy == ORACLE else setup.channel,
+        rng=Random(f"{setup.seed} channel"),
     )
 
 
@@ -102,6 +104,7 @@ def result_of(setup: Setup, simulation: Simulation, wall_s: float) -> Result:
     prefilled = [replica.totals.prefilled_tokens for replica in replicas]
     mean = sum(prefilled) / len(prefilled)
     busy = sum(replica.totals.busy_s for replica in replicas)
+    counters = simulation.delivery.counters
     return Result(
         policy=setup.policy,
         replicas=setup.replicas,
@@ -123,6 +126,8 @@ def result_of(setup: Setup, simulation: Simulation, wall_s: float) -> Result:
         held=tally.held,
         moved=tally.moved,
         preemptions=sum(replica.totals.preemptions for replica in replicas),
+        lost_messages=simulation.delivery.lost,
+        resyncs=counters.replays + counters.snapshots,
         requests_per_s=tally.finished / simulation.now if simulation.now else 0.0,
         wall_s=wall_s,
         simulated_per_s=tally.requests / wall_s if wall_s else 0.0,

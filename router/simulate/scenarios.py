@@ -6,6 +6,7 @@ A scenario says what is asked for and what goes wrong; who steers is the caller'
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from .delivery import Channel
 from .errors import SimulationError
 from .faults import Fault, ReplicaAdded, ReplicaLost, RouterRestarted
 from .models import MockerModel, ReplicaModel
@@ -111,7 +112,13 @@ SCENARIOS = {
 
 
 def stage(
-    scenario: Scenario, meter: MeterMaker, *, policy: str, seed: int = 0, model: ReplicaModel | None = None
+    scenario: Scenario,
+    meter: MeterMaker,
+    *,
+    policy: str,
+    seed: int = 0,
+    model: ReplicaModel | None = None,
+    channel: Channel | None = None,
 ) -> Staged:
     """Scale the workload to its load, and the faults to its span."""
     setup = Setup(
@@ -120,6 +127,7 @@ def stage(
         policy=policy,
         replicas=scenario.replicas,
         routers=scenario.routers,
+        channel=channel or Channel(delay_s=0.005),
         seed=seed,
         model=MockerModel() if model is None else model,
     )

@@ -4,36 +4,23 @@ Pure: no clock, no sockets; equal inputs give equal results. Memory grows with w
 
 A request arrives at one of the routers (in turn), is placed or held there, and is queued on its replica at once. What a
 step of a replica yields goes different ways: tokens reach their router at once, the cache events and the load report of
-that step reach every router `event_delay_s` later, in order.
+that step go to every router through the channel (delivery.py).
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from itertools import count
-from typing import Protocol
+from random import Random
 
-from ...events.changes import AllCleared, Change, RemovedBlocks, StoredBlocks, arrange
-from ...events.messages import LoadReport
-from ...kvcache.hashing import wire_hashes
+from ...events.changes import arrange
 from ..index import PrefixIndex
+from .agenda import Agenda
+from .delivery import Channel, Listener, delivery_of, learn
 from .faults import Fault
 from .replica import Progress, SimulatedReplica, Work
 from .results import Tally
-from .steering import Steering, describe
+from .steering import Steering
 from .workload import Arrival
-
-
-@dataclass(slots=True, frozen=True)
-class News:
-    """What one step of a replica tells the routers."""
-
-    number: int
-    replica: str
-    epoch: int
-    changes: Sequence[Change]
-    report: LoadReport
 
 
 @dataclass(slots=True)
@@ -41,8 +28,6 @@ class _Router:
     name: str
     steering: Steering
     waiting: deque[Work] = field(default_factory=deque)
-    #: number of the news that a replica's snapshot includes already
-    known: dict[str, int] = field(default_factory=dict)
 
 
 #: Makes a replica by name and incarnation.
@@ -59,24 +44,21 @@ class Simulation:
         *,
         replicas: int,
         routers: int = 1,
-        event_delay_s: float = 0.0,
+        channel: Channel | None = None,
+        rng: Random | None = None,
     ) -> None:
         self.tally = Tally()
-        self.now = 0.0
-        self.events = 0
         self.replicas: dict[str, SimulatedReplica] = {}
         self.retired: list[SimulatedReplica] = []
         self._make_replica = make_replica
         self._make_router = make_router
-        self._delay_s = event_delay_s
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = count()
+        self._agenda = Agenda()
+        self.delivery = delivery_of(channel or Channel(), self._agenda, self._heard, rng or Random(0))
         self._due: dict[str, float] = {}
         self.last_arrival_s = 0.0
         self._epochs: dict[str, int] = {}
         self._last_id = 0
         self._turn = 0
-        self._told = 0
         #: what replicas really hold, for the regret
         self._truth = _Truth()
         self._routers = [_Router(f"router{n}", make_router(f"router{n}")) for n in range(routers)]
@@ -84,16 +66,31 @@ class Simulation:
         for number in range(replicas):
             self.join(f"r{number}")
 
+    @property
+    def now(self) -> float:
+        """Virtual seconds since the start."""
+        return self._agenda.now
+
+    @property
+    def events(self) -> int:
+        """Things that have happened so far, but for arrivals."""
+        return self._agenda.done
+
+    @property
+    def steerings(self) -> list[Steering]:
+        """Of every router, as they are."""
+        return [router.steering for router in self._routers]
+
     def run(self, arrivals: Iterable[Arrival], faults: Sequence[Fault] = ()) -> Iterator[int]:
         """Run to the end; yields the number of requests that have arrived, for a progress bar."""
         for fault in faults:
-            self._at(fault.at_s, lambda fault=fault: fault.strike(self))  # type: ignore[misc]
+            self._agenda.at(fault.at_s, lambda fault=fault: fault.strike(self))  # type: ignore[misc]
         for arrival in arrivals:
-            self._until(arrival.at_s)
+            self._agenda.until(arrival.at_s)
             self._arrive(arrival)
             yield self.tally.requests
         self.last_arrival_s = self.now
-        self._until(float("inf"))
+        self._agenda.until(float("inf"))
 
     # What faults do
 
@@ -104,7 +101,7 @@ class Simulation:
         self.replicas[name] = replica
         self._truth.join(name, replica.limits.blocks, closed=True)
         for router in self._routers:
-            self._introduce(router, replica)
+            self.delivery.follow(router, replica)
             self._pump(router)
 
     def kill(self, name: str) -> None:
@@ -112,6 +109,7 @@ class Simulation:
         replica = self.replicas.pop(name)
         self.retired.append(replica)
         self._truth.leave(name)
+        self.delivery.forget(name)
         lost = replica.lose_all()
         for router in self._routers:
             router.steering.leave(name)
@@ -126,23 +124,10 @@ class Simulation:
         router = self._routers[number]
         router.steering = self._make_router(router.name)
         for replica in self.replicas.values():
-            self._introduce(router, replica)
+            self.delivery.follow(router, replica)
         self._pump(router)
 
     # The loop
-
-    def _at(self, when: float, call: Callable[[], None]) -> None:
-        heappush(self._heap, (when, next(self._order), call))
-
-    def _until(self, when: float) -> None:
-        """Let everything happen that is due before `when`."""
-        heap = self._heap
-        while heap and heap[0][0] <= when:
-            self.now, _, call = heappop(heap)
-            self.events += 1
-            call()
-        if when != float("inf"):
-            self.now = max(self.now, when)
 
     def _arrive(self, arrival: Arrival) -> None:
         self._turn = (self._turn + 1) % len(self._routers)
@@ -186,7 +171,7 @@ class Simulation:
         if due is None or self._due.get(replica.replica_id) == due:
             return
         self._due[replica.replica_id] = due
-        self._at(due, lambda: self._step(replica, due))
+        self._agenda.at(due, lambda: self._step(replica, due))
 
     def _step(self, replica: SimulatedReplica, due: float) -> None:
         if replica.next_at != due or self.replicas.get(replica.replica_id) is not replica:
@@ -201,34 +186,13 @@ class Simulation:
         changes = progress.changes
         if changes:
             changes = arrange(list(changes))
-            _apply(self._truth, replica.replica_id, changes)
-        self._told += 1
-        news = News(self._told, replica.replica_id, replica.epoch, changes, progress.report)
-        if self._delay_s:
-            self._at(self.now + self._delay_s, lambda: self._hear(news))
-        else:
-            self._hear(news)
+            learn(self._truth, replica.replica_id, changes)
+        self.delivery.tell(replica.replica_id, changes, progress.report)
 
-    def _hear(self, news: News) -> None:
-        replica = self.replicas.get(news.replica)
-        if replica is None or replica.epoch != news.epoch:
-            return
-        for router in self._routers:
-            if news.number <= router.known[news.replica]:
-                continue  # its snapshot was later
-            _apply(router.steering, news.replica, news.changes)
-            router.steering.report(news.replica, news.report, self.now)
-            if router.waiting:
-                self._pump(router)
-
-    def _introduce(self, router: _Router, replica: SimulatedReplica) -> None:
-        steering, name = router.steering, replica.replica_id
-        steering.join(describe(name, replica.epoch, replica.limits, replica.rates), self.now)
-        held = b"".join([block.block_hash for block in replica.cache.residents()])
-        steering.reset(name, wire_hashes(held))
-        steering.live(name, True)
-        steering.report(name, replica.report(self.now), self.now)
-        router.known[name] = self._told
+    def _heard(self, listener: Listener) -> None:
+        router = self._by_name[listener.name]
+        if router.waiting:
+            self._pump(router)
 
     def _tokens(self, replica: SimulatedReplica, progress: Progress) -> None:
         for work in progress.first:
@@ -256,25 +220,6 @@ class Simulation:
         if work.predicted is not None:
             tally.predictions += 1
             tally.predicted_exactly += work.predicted == cached
-
-
-class _Learner(Protocol):
-    """Whoever follows what a replica holds."""
-
-    def stored(self, replica: str, blocks: Sequence[int]) -> None: ...
-    def removed(self, replica: str, blocks: Sequence[int]) -> None: ...
-    def reset(self, replica: str, blocks: Sequence[int]) -> None: ...
-
-
-def _apply(learner: _Learner, replica: str, changes: Sequence[Change]) -> None:
-    for change in changes:
-        match change:
-            case StoredBlocks(_, hashes, _):
-                learner.stored(replica, wire_hashes(b"".join(hashes)))
-            case RemovedBlocks(hashes):
-                learner.removed(replica, wire_hashes(b"".join(hashes)))
-            case AllCleared():
-                learner.reset(replica, ())
 
 
 class _Truth:

@@ -4,6 +4,7 @@ from typing import Any
 
 from homing.replica.rates import Rates
 from homing.router.simulate import RateModel, ReplicaLimits, Setup
+from homing.router.simulate.delivery import Channel
 from homing.router.simulate.workload import Arrival
 
 #: 1,000 prompt tokens a second and 10 ms a decode step: times can be worked out by hand.
@@ -14,7 +15,7 @@ BLOCK = 100
 def setup_of(policy: str = "expected-ttft", *, blocks: int = 200, batched: int = 8192, **fields: Any) -> Setup:
     """A cluster of small replicas."""
     limits = ReplicaLimits(blocks=blocks, block_tokens=BLOCK, max_batched_tokens=batched)
-    values = {"limits": limits, "meter": Rates, "model": MODEL, "policy": policy, "event_delay_s": 0.0}
+    values = {"limits": limits, "meter": Rates, "model": MODEL, "policy": policy, "channel": Channel()}
     return Setup(**(values | fields))
 
 

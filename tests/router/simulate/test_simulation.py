@@ -15,6 +15,7 @@ from homing.router.simulate import (
     run,
     simulation_of,
 )
+from homing.router.simulate.delivery import Channel
 from homing.router.simulate.faults import Fault, ReplicaAdded, ReplicaLost, RouterRestarted
 from homing.router.simulate.workload import Arrival, Chats, Siblings, compress, conversations, siblings
 
@@ -34,7 +35,7 @@ def result_of(policy: str, arrivals: Sequence[Arrival], faults: Sequence[Fault] 
 @pytest.mark.parametrize("policy", policy_names())
 def test_every_request_ends(policy: str) -> None:
     """Whoever steers, and with events that come late."""
-    result = result_of(policy, chats(3.0), replicas=3, event_delay_s=0.1)
+    result = result_of(policy, chats(3.0), replicas=3, channel=Channel(delay_s=0.1))
 
     assert result.finished == result.requests == 400
 
@@ -52,7 +53,7 @@ def test_no_request_is_lost_with_its_replica_or_router(policy: str) -> None:
     """Requests of a lost replica go on elsewhere; a router that starts anew finishes what the old one began."""
     faults = (ReplicaLost(60.0, "r1"), RouterRestarted(65.0), ReplicaAdded(70.0, "r1"), ReplicaAdded(80.0, "r9"))
 
-    result = result_of(policy, chats(3.0), faults, replicas=3, routers=2, event_delay_s=0.05)
+    result = result_of(policy, chats(3.0), faults, replicas=3, routers=2, channel=Channel(delay_s=0.05))
 
     assert result.finished == result.requests == 400
 
