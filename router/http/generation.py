@@ -202,7 +202,7 @@ class Generation:
             self.fail(error)
         except Exception as error:  # raised further, it would end what others' tokens are part of
             log.exception("answer_crashed request_id=%s", self._exchange.id)
-            self.fail(RouterError(f"internal error: {type(error).__name__}"))
+            self._crash(RouterError(f"internal error: {type(error).__name__}"))
 
     def fail(self, error: RouterError) -> None:
         """A choice broke, and with it the answer."""
@@ -212,6 +212,13 @@ class Generation:
         if not self._answer.fail(self, error):
             fail(self._exchange, error)
         self._let_go()
+
+    def _crash(self, error: RouterError) -> None:
+        """What came could not be made an answer of; when all choices are over, the whole answer could not."""
+        if self.over:
+            fail(self._exchange, error)
+            self._let_go()
+        self.fail(error)
 
     def _lose(self) -> None:
         """The client left."""
@@ -235,8 +242,9 @@ class Generation:
         self.over = True
         self._cancel()
         self.front.metrics.tokens(self.prompt_tokens, self.generated_tokens)
-        if self._meter is not None:
-            self._meter.end(self.generated_tokens, self.front.monotonic())
+        meter, self._meter = self._meter, None
+        if meter is not None:
+            meter.end(self.generated_tokens, self.front.monotonic())
         self._exchange.account = Account(
             self._tenant,
             ",".join(self.replicas),

@@ -6,6 +6,8 @@ from hashlib import sha256
 import httpx
 import pytest
 
+from homing.replica.messages import PositionLogprobs
+from homing.router.backend import TokenDelta
 from homing.router.config import RouterSettings
 from homing.router.errors import QueueFull
 from homing.router.http.front import Front
@@ -129,6 +131,16 @@ async def test_what_the_backend_refuses_is_not_paid_for(client: httpx.AsyncClien
 
     assert refused.headers["retry-after"] == "2"
     assert [(await ask(client, "hasty")).status_code for _ in range(2)] == [200, 200]
+
+
+async def test_an_answer_that_cannot_be_made_is_told_and_over(client: httpx.AsyncClient, backend: FakeBackend, front):
+    """Whatever a replica says: the client must not wait for ever, nor the tenant's place stay taken."""
+    nonsense = PositionLogprobs(None, [])
+    backend.script = lambda _: [TokenDelta(token_ids=[5], logprobs=[nonsense], finish_reason="stop", cached_tokens=0)]
+    answers = [await ask(client, "busy", best_of=2) for _ in range(2)]
+
+    assert [answer.status_code for answer in answers] == [500, 500]
+    assert {meter.running for meter in front.meters.values()} == {0}
 
 
 async def test_metrics_tell_tenants_apart(client: httpx.AsyncClient):
