@@ -12,7 +12,7 @@ ARGS ?=
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast check lint types format wheel wheel-check compat bench-core bench-events bench-eviction bench-partial bench-decision bench-router bench-routing test-slow clean
+.PHONY: help setup serve test test-fast check lint types format wheel wheel-check compat clients bench-core bench-events bench-eviction bench-partial bench-decision bench-router bench-routing test-slow clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,6 +78,9 @@ $(COMPAT)/.ready: $(VENV)/.dev tests/events/compat/requirements.txt
 compat: $(COMPAT)/.ready ## Test the event stream against vLLM itself (installed into .venv-compat)
 	@$(COMPAT)/bin/python -c 'import vllm.distributed.kv_events' 2>/dev/null || { echo "vLLM's event code cannot be imported from $(COMPAT); remove it and try again"; exit 1; }
 	@$(COMPAT)/bin/python -m pytest -m compat tests/events/compat $(ARGS)
+
+clients: $(VENV)/.dev ## Try vllm bench serve, guidellm, aiperf and lm-eval against a cluster (OUT=DIR keeps their output)
+	@$(BIN)/python -m tests.clients.run --pip-flags "$(PIP_FLAGS)" $(if $(OUT),--keep $(OUT)) $(ARGS)
 
 bench-core: $(if $(PEER),$(COMPAT)/.ready,$(VENV)/.dev) ## Cost of hashing, pool, prefix cache and events (PEER=1: beside vLLM's, OUT=FILE: JSON)
 	@$(if $(PEER),$(COMPAT),$(VENV))/bin/python tests/bench/core.py $(if $(PEER),--peer) $(if $(OUT),--out $(OUT))

@@ -1,0 +1,1 @@
+"""Tools that people use against a server, tried against ours; `make clients`."""

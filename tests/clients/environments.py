@@ -1,0 +1,72 @@
+"""Where the tools live: a virtual environment for each, on top of ours, as some of them exclude each other's packages.
+
+The packages of the running environment lie below, through a .pth file, so that none of them brings a torch of its own.
+What they need in another version is installed beside them, never into ours. Knows no cluster and no report.
+"""
+
+import os
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+REQUIREMENTS = Path(__file__).resolve().parent / "requirements"
+SHARED = REQUIREMENTS.parent.parent / "events" / "compat" / "requirements.txt"
+
+
+class NotInstallableError(Exception):
+    """A tool cannot be had here; the message is the last that pip said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """One tool's virtual environment."""
+
+    name: str
+    folder: Path
+    with_dependencies: bool = True  #: False: its requirements name all that is needed
+
+    @property
+    def bin(self) -> Path:
+        """Where its programs are."""
+        return self.folder / "bin"
+
+    def make(self, pip_flags: str = "") -> None:
+        """Install what is wanted, unless it is there. Raises NotInstallableError."""
+        wanted = self._wanted()
+        stamp = self.folder / ".ready"
+        if stamp.exists() and stamp.read_text() == wanted:
+            return
+        print(f"installing {self.name} into {self.folder}", flush=True)
+        _run([sys.executable, "-m", "venv", str(self.folder)])
+        self._lay_below()
+        flags = [*pip_flags.split(), *([] if self.with_dependencies else ["--no-deps"])]
+        pip = [str(self.bin / "pip"), "install", "--disable-pip-version-check", "--quiet", *flags]
+        _run([*pip, "--requirement", str(REQUIREMENTS / f"{self.name}.txt")])
+        stamp.write_text(wanted)
+
+    def version(self, package: str) -> str:
+        """The version of an installed package."""
+        ask = f"import importlib.metadata as m; print(m.version({package!r}))"
+        return _run([str(self.bin / "python"), "-c", ask]).strip()
+
+    def _wanted(self) -> str:
+        own = (REQUIREMENTS / f"{self.name}.txt").read_text()
+        return own if self.with_dependencies else own + SHARED.read_text()
+
+    def _lay_below(self) -> None:
+        """Let it import what is installed here, after what is its own."""
+        ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        theirs = Path(_run([str(self.bin / "python"), "-c", ask]).strip())
+        line = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+        (theirs / "below.pth").write_text(line)
+
+
+def _run(command: list[str]) -> str:
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    if done.returncode:
+        last = (done.stderr or done.stdout).strip().splitlines()[-1:]
+        raise NotInstallableError(" ".join(last) or f"{command[0]} ended with {done.returncode}")
+    return done.stdout

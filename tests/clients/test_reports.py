@@ -1,0 +1,80 @@
+"""The check of a tool's report: what a run lacks is said, and a report that tells less is read all the same."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from . import reports
+from .reports import Expected, Reading, faults
+from .runs import RUNS, TOOLS, TRACE_REQUESTS
+
+HERE = Path(__file__).resolve().parent
+GOOD = Reading(requests=20, failed=0, output_tokens=320, tokens_per_s=80.0, cached_tokens=64, score=1.0)
+
+
+def test_a_run_as_expected_has_no_faults() -> None:
+    """Nothing else may make the script fail."""
+    assert faults(GOOD, Expected(20, cached_tokens=True)) == []
+
+
+@pytest.mark.parametrize(
+    ("reading", "fault"),
+    [
+        (Reading(20, failed=2), "2 requests failed"),
+        (Reading(19, failed=0), "19 requests instead of 20"),
+        (Reading(20, failed=0, output_tokens=0), "no output tokens"),
+        (Reading(20, failed=0, tokens_per_s=0.0), "no throughput"),
+        (Reading(20, failed=0, score=0.5), "a score of 0.50"),
+    ],
+)
+def test_what_a_run_lacks_is_named(reading: Reading, fault: str) -> None:
+    """Tools end with 0 although requests failed."""
+    assert faults(reading, Expected(20)) == [fault]
+
+
+@pytest.mark.parametrize("cached", [None, 0])
+def test_missing_cached_tokens_are_a_fault_only_where_the_tool_reads_them(cached: int | None) -> None:
+    """`vllm bench serve` has no such figure."""
+    reading = Reading(20, failed=0, cached_tokens=cached)
+
+    assert faults(reading, Expected(20)) == []
+    assert faults(reading, Expected(20, cached_tokens=True)) == ["no cached tokens"]
+
+
+def test_aiperfs_absent_figures_count_as_none_seen() -> None:
+    """It leaves out what it has no value for, such as the count of errors where there were none."""
+    report = {"request_count": {"unit": "requests", "avg": 20.0}, "total_output_tokens": {"avg": 320.0}}
+
+    reading = reports.aiperf(report)
+
+    assert reading == Reading(20, failed=0, output_tokens=320, tokens_per_s=0.0, cached_tokens=None)
+
+
+def test_lm_evals_lowest_score_counts() -> None:
+    """One task that fails must not hide behind one that works."""
+    report = {
+        "results": {"generate": {"exact_match,sentence": 0.9}, "choice": {"acc,none": 1.0, "acc_stderr,none": 0.0}},
+        "n-samples": {"generate": {"effective": 10}, "choice": {"effective": 10}},
+    }
+
+    assert reports.lm_eval(report) == Reading(20, failed=0, score=0.9)
+
+
+def test_every_run_names_a_tool_that_has_its_requirements() -> None:
+    """A tool without pins would be another one tomorrow."""
+    named = {path.stem for path in (HERE / "requirements").glob("*.txt")}
+
+    assert {run.tool for run in RUNS} == set(TOOLS) == named
+
+
+def test_a_turn_of_the_trace_begins_with_the_blocks_of_the_turn_before() -> None:
+    """Otherwise there would be nothing to find in a cache, and the trace runs could not ask for cached tokens."""
+    rows = [json.loads(line) for line in (HERE / "trace.jsonl").read_text().splitlines()]
+    earlier = [tuple(row["hash_ids"]) for row in rows]
+
+    followers = [ids for ids in earlier if len(ids) > 2]
+
+    assert len(rows) == TRACE_REQUESTS
+    assert all(ids[:-1] in earlier for ids in followers)
+    assert all(512 * (len(row["hash_ids"]) - 1) < row["input_length"] <= 512 * len(row["hash_ids"]) for row in rows)
