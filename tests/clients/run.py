@@ -1,8 +1,8 @@
 """Runs load generators and an evaluation that people use against a cluster of our own, and checks their reports.
 
-Run as `python -m tests.clients.run` (`make clients`). Needs nothing from the internet but the tools' packages: model and
-tokenizer are the demo model's, prompts are made up or lie here. A tool that cannot be installed or run is a line of the
-table with its reason, and the exit code is 1.
+Run as `python -m tests.clients.run` (`make clients`). Needs nothing from the internet but the tools' packages: model
+and tokenizer are the demo model's, prompts are made up or lie here. A tool that cannot be installed or run is a line of
+the table with its reason, and the exit code is 1.
 """
 
 import argparse
@@ -95,7 +95,9 @@ def carry_out(run: Run, environment: Environment, url: str, scratch: Path) -> tu
     )
     written = sorted(out.glob(run.report))
     if done.returncode or not written:
-        raise RunFailedError(f"ended with {done.returncode}:\n" + "\n".join(done.stdout.splitlines()[-40:]))
+        raise RunFailedError(
+            f"ended with {done.returncode}; its last lines:\n" + "\n".join(done.stdout.splitlines()[-40:])
+        )
     return run.reader(json.loads(written[-1].read_text())), done.stdout
 
 

@@ -54,7 +54,7 @@ def _guidellm(name: str, requests: int, backend: str, profile: str, data: str) -
         *("guidellm", "run", "--backend", "kind=openai_http,target={url},model=demo," + backend),
         *("--profile", profile, "--constraint", f"kind=max_requests,count={requests}", "--data", data),
         *("--tokenizer", "kind=huggingface_auto,model={model}", "--output", "kind=json,path={out}/report.json"),
-        *("--output", "kind=console", "--disable-console-interactive"),
+        "--disable-console-interactive",
     )
     expected = Expected(requests, cached_tokens=True)
     return Run(name, "guidellm", command, "report.json", reports.guidellm, expected, "ℹ Request Token Statistics")
@@ -98,7 +98,8 @@ RUNS = (
         "aiperf-trace",
         TRACE_REQUESTS,
         *"--endpoint-type chat --streaming --input-file {here}/trace.jsonl".split(),
-        *"--custom-dataset-type mooncake_trace --fixed-schedule --extra-inputs ignore_eos:true".split(),
+        *"--custom-dataset-type mooncake_trace --isl-block-size 512 --fixed-schedule".split(),
+        *"--extra-inputs ignore_eos:true".split(),
     ),
     _lm_eval(
         "lm-eval-completions",

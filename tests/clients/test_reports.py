@@ -68,13 +68,23 @@ def test_every_run_names_a_tool_that_has_its_requirements() -> None:
     assert {run.tool for run in RUNS} == set(TOOLS) == named
 
 
-def test_a_turn_of_the_trace_begins_with_the_blocks_of_the_turn_before() -> None:
+def test_a_turn_of_the_trace_begins_with_the_whole_blocks_of_the_turn_before() -> None:
     """Otherwise there would be nothing to find in a cache, and the trace runs could not ask for cached tokens."""
     rows = [json.loads(line) for line in (HERE / "trace.jsonl").read_text().splitlines()]
-    earlier = [tuple(row["hash_ids"]) for row in rows]
+    whole = [tuple(row["hash_ids"][:-1]) for row in rows]
 
-    followers = [ids for ids in earlier if len(ids) > 2]
+    later_turns = [ids for ids in whole if len(ids) > 2]
 
     assert len(rows) == TRACE_REQUESTS
-    assert all(ids[:-1] in earlier for ids in followers)
+    assert all(ids[:-1] in whole for ids in later_turns)
+
+
+def test_an_id_of_the_trace_stands_for_one_length() -> None:
+    """A prompt's last block is shorter than 512 tokens, so nobody else may have its id; aiperf refuses it."""
+    rows = [json.loads(line) for line in (HERE / "trace.jsonl").read_text().splitlines()]
+    whole = {block for row in rows for block in row["hash_ids"][:-1]}
+    tails = [row["hash_ids"][-1] for row in rows]
+
+    assert len(set(tails)) == len(tails)
+    assert whole.isdisjoint(tails)
     assert all(512 * (len(row["hash_ids"]) - 1) < row["input_length"] <= 512 * len(row["hash_ids"]) for row in rows)
