@@ -9,8 +9,9 @@ from typing import Any
 
 Report = Mapping[str, Any]
 
-#: Of lm-eval's scores: both tasks are easy for any server that answers with the demo model's tokens and their chances.
-LEAST_SCORE = 0.9
+#: Of lm-eval's scores. Both tasks are easy for any server that answers with the demo model's tokens and their chances;
+#: as a chat, one story in ten does without a full stop.
+LEAST_SCORE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
