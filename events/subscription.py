@@ -441,6 +441,8 @@ class Subscription:
             return
         self._leave_epoch()
         self._cursor = Cursor(epoch, None)
+        if self._reach.snapshot:
+            self._empty()  # until the snapshot comes, nothing is a better guess than what its predecessor held
         self._begin()
 
     def _forget_waiting(self) -> None:

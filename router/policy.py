@@ -70,8 +70,10 @@ class Candidate:
     excluded: bool = False  #: has refused this very request
 
     def uncached_tokens(self, prompt: Prompt) -> int:
-        """Prompt tokens to compute here. What a feed that is not live says of the cache is worth nothing."""
-        if self.feed != "live":
+        """Prompt tokens to compute here; all of them where nobody knows whether the replica is what it was (stale)."""
+        # While a hole is being closed (syncing), what was applied before it was so a moment ago: a good guess. Taken
+        # for nothing, it sends whole prefixes elsewhere with every lost message (docs/simulate.md).
+        if self.feed == "stale":
             return prompt.tokens
         # The last token is always computed: its logits are wanted.
         return prompt.tokens - min(self.expected_blocks * prompt.block_size, prompt.tokens - 1)
@@ -380,7 +382,7 @@ def _needless_s(prompt: Prompt, candidate: Candidate, uncached: int, least: int)
 
 def _new_blocks(prompt: Prompt, candidate: Candidate) -> int:
     """Blocks to allocate: those that are not cached, and the one that is being written."""
-    cached = candidate.expected_blocks if candidate.feed == "live" else 0
+    cached = candidate.expected_blocks if candidate.feed != "stale" else 0
     return prompt.blocks + 1 - cached
 
 

@@ -128,7 +128,7 @@ class Direct:
         """See Delivery."""
         steering, name = listener.steering, replica.replica_id
         steering.join(describe(name, replica.epoch, replica.limits, replica.rates), self._agenda.now)
-        held = b"".join([block.block_hash for block in replica.cache.residents()])
+        held = b"".join([block.block_hash for block in replica.residents()])
         steering.reset(name, wire_hashes(held))
         steering.live(name, True)
         steering.report(name, replica.report(self._agenda.now), self._agenda.now)
@@ -249,7 +249,7 @@ class Streamed:
     # The publisher's side
 
     def _publish(self, replica: SimulatedReplica) -> _Publisher:
-        assert not any(replica.cache.residents()), f"{replica.replica_id} is not followed from its beginning"
+        assert not any(replica.residents()), f"{replica.replica_id} is not followed from its beginning"
         ledger = Ledger(_SETTINGS, epoch=replica.epoch, block_size=replica.limits.block_tokens, medium="GPU")
         publisher = _Publisher(replica.replica_id, ledger, replica.report(self._agenda.now))
         self._publishers[replica.replica_id] = publisher

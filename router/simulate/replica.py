@@ -10,7 +10,7 @@ What it leaves out: generated tokens take blocks but are never shared, and a lea
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heappop, heappush
@@ -19,7 +19,7 @@ from typing import Protocol
 
 from ...events.changes import AllCleared, Change, RemovedBlocks, StoredBlocks
 from ...events.messages import CacheCounters, LoadReport, PrefillCost
-from ...kvcache.cache import PrefixCache, PrefixMatch
+from ...kvcache.cache import CachedBlock, PrefixCache, PrefixMatch
 from ...kvcache.eviction import EvictionName, eviction_policy
 from ...kvcache.hashing import BlockHash
 from ...kvcache.pool import Block
@@ -137,6 +137,7 @@ class SimulatedReplica:
         self._model = model
         self._meter = meter
         self._changes: list[Change] = []
+        self._shares_cache = cache is not None
         self.cache = cache if cache is not None else self._own_cache()
         self._waiting: deque[Work] = deque()
         self._prefilling: list[Work] = []
@@ -255,6 +256,10 @@ class SimulatedReplica:
     def rates(self) -> tuple[float, float]:
         """Prefill tokens per second and seconds per decode step, as measured so far."""
         return self._meter.prefill_tokens_per_s, self._meter.decode_step_s
+
+    def residents(self) -> Iterator[CachedBlock]:
+        """What it announces as its own: nothing of a cache that it shares."""
+        return iter(()) if self._shares_cache else self.cache.residents()
 
     @property
     def requests(self) -> int:

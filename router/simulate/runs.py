@@ -15,7 +15,7 @@ from .faults import Fault
 from .models import MockerModel, ReplicaModel
 from .peers import PEERS
 from .replica import Meter, ReplicaLimits, SimulatedReplica
-from .results import Result
+from .results import Result, Tally
 from .simulation import Simulation
 from .steering import Homing, Steering
 from .workload import Arrival
@@ -122,7 +122,7 @@ def result_of(setup: Setup, simulation: Simulation, wall_s: float) -> Result:
         regret_rate=tally.regret_tokens / max(1, tally.prompt_tokens),
         imbalance=max(prefilled) / mean if mean else 1.0,
         utilisation=busy / (len(replicas) * simulation.now) if simulation.now else 0.0,
-        exact_rate=tally.predicted_exactly / tally.predictions if tally.predictions else None,
+        exact_rate=_exact_rate(setup, tally),
         held=tally.held,
         moved=tally.moved,
         preemptions=sum(replica.totals.preemptions for replica in replicas),
@@ -135,6 +135,13 @@ def result_of(setup: Setup, simulation: Simulation, wall_s: float) -> Result:
         ttft_over_time=tally.ttft_over_time.series(),
         hits_over_time=tally.hits_over_time.series(),
     )
+
+
+def _exact_rate(setup: Setup, tally: Tally) -> float | None:
+    """The oracle's foresight is none: it has one cache for all, which others change before a request is admitted."""
+    if setup.policy == ORACLE or not tally.predictions:
+        return None
+    return tally.predicted_exactly / tally.predictions
 
 
 def capacity_per_s(setup: Setup, arrivals: Iterable[Arrival]) -> float:

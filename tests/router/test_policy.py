@@ -166,12 +166,18 @@ def test_asking_for_an_explanation_teaches_nothing() -> None:
     assert chosen(policy, candidates) == "r0"
 
 
-@pytest.mark.parametrize("feed", ["syncing", "stale"])
-def test_a_replica_whose_feed_is_not_live_is_scored_by_load_alone(feed: FeedState) -> None:
-    """What is indexed of it may be gone by now."""
-    candidates = [candidate("r0", running=1), candidate("r1", 62, feed=feed, running=2, queued_prefill_tokens=100)]
+def test_a_replica_whose_feed_is_stale_is_scored_by_load_alone() -> None:
+    """It has been silent: what is indexed of it may be gone by now, and so may the replica."""
+    candidates = [candidate("r0", running=1), candidate("r1", 62, feed="stale", running=2, queued_prefill_tokens=100)]
 
     assert chosen(ExpectedTtft(), candidates) == "r0"
+
+
+def test_a_hole_in_the_stream_does_not_void_what_was_known_before_it() -> None:
+    """It was so a moment ago. Were it worth nothing, a lost message would send whole prefixes elsewhere."""
+    candidates = [candidate("r0"), candidate("r1", 62, feed="syncing", running=1, queued_prefill_tokens=100)]
+
+    assert chosen(ExpectedTtft(), candidates) == "r1"
 
 
 def test_the_least_work_wins_among_equal_times() -> None:
