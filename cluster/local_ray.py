@@ -8,6 +8,7 @@ import ctypes
 import logging
 import os
 import shutil
+import socket
 import tempfile
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from .state import wait_gone
 
 #: Ray's own least; nothing of ours goes through its object store.
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
+#: For a TCP connection to a head, which is near.
+CONNECT_TIMEOUT_S = 10.0
 PR_SET_CHILD_SUBREAPER = 36
 #: For Ray and its children only: no statistics to its makers, loopback only, CUDA_VISIBLE_DEVICES left alone.
 RAY_ENVIRONMENT = {
@@ -60,11 +63,12 @@ def start_local(settings: Settings, folder: Path) -> None:
 
 
 def join(settings: Settings) -> None:
-    """Join the Ray cluster at `ray_address`. Raises ClusterError when nobody answers there."""
+    """Join the Ray cluster at `ray_address`. Raises ClusterError when nobody answers there or the token is refused."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
     cluster = settings.cluster
+    _check_answers(cluster.ray_address)
     try:
         ray.init(
             address=cluster.ray_address,
@@ -72,8 +76,9 @@ def join(settings: Settings) -> None:
             logging_level=logging.ERROR,
             namespace=f"homing-{cluster.name}",
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ClusterError(f"cannot join the Ray cluster at {cluster.ray_address}: {error}") from error
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
+        reason = " ".join(str(error).split())
+        raise ClusterError(f"cannot join the Ray cluster at {cluster.ray_address}: {reason}") from error
 
 
 def address() -> str:
@@ -113,6 +118,20 @@ def kill_children() -> None:
 def remove(folder: Path) -> None:
     """Remove the run folder; a file that another process removes at the same time is no error."""
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_answers(address: str) -> None:
+    """Ray itself takes over a minute to say that nobody is there. What is no host and port (auto) is left to it."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or "/" in host:
+        return
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S):
+            return
+    except OSError as error:
+        raise ClusterError(
+            f"no Ray cluster answers at {address}: {error.strerror or error}; start one there with: ray start --head"
+        ) from error
 
 
 def _kill(process: psutil.Process) -> None:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from homing.router.backend import ReplicaView
-from homing.router.metrics import HttpNumbers, RouterMetrics
+from homing.router.metrics import RouterMetrics
 
 from .files import DEPLOY, read_yaml
 
@@ -31,7 +31,7 @@ def exported() -> dict[str, set[str]]:
     series: dict[str, set[str]] = {}
     for collector in RouterMetrics().registry._collector_to_names:
         for family in collector.describe() or collector.collect():
-            labels = family._labelnames if isinstance(collector, HttpNumbers) else collector._labelnames
+            labels = getattr(collector, "_labelnames", None) or getattr(family, "_labelnames", ())
             known = set(labels or ()) | TARGET_LABELS
             if family.type == "histogram":
                 series |= {f"{family.name}_{part}": known for part in ("sum", "count")}

@@ -1,0 +1,118 @@
+"""Two machines made of namespaces (hosts.sh), each with an SSH server and a Python that has homing's dependencies.
+
+They have addresses, homes, processes and shared memory of their own, and share the file system below. All of it ends
+with one process, whatever runs in it.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+TOOLS = ("unshare", "nsenter", "ip", "ssh", "ssh-keygen", "rsync", "/usr/sbin/sshd", "pgrep")
+SSHD_CONFIG = """\
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/key.pub
+PidFile none
+UsePAM no
+StrictModes no
+PasswordAuthentication no
+"""
+NAMESPACES = ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
+
+
+@dataclass
+class Hosts:
+    """Running hosts, and the place from which an operator reaches them."""
+
+    folder: Path
+    process: "subprocess.Popen[str]"
+
+    @property
+    def key(self) -> Path:
+        """The private key that lets user `homing` in."""
+        return self.folder / "key"
+
+    def operator(self, *command: str, timeout_s: float = 240) -> "subprocess.CompletedProcess[str]":
+        """Run a command beside the switch, in a home of its own."""
+        (inside,) = psutil.Process(self.process.pid).children()
+        enter = ["nsenter", f"--target={inside.pid}", "--net", "--mount", "--pid", "--wd=."]
+        desk = str(self.folder / "operator")
+        environment = os.environ | {"HOME": desk, "TMPDIR": desk}
+        return subprocess.run(
+            [*enter, *command],
+            cwd=desk,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+        )
+
+    def processes(self) -> list[str]:
+        """Command lines of all that runs on the hosts."""
+        lines = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                lines.append(" ".join(process.cmdline()))
+        return lines
+
+
+def why_not() -> str | None:
+    """What this machine lacks; None: nothing."""
+    if os.geteuid() != 0:
+        return "namespaces and an SSH server want root"
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)} (Debian: openssh-server, openssh-client, rsync, iproute2, procps)"
+    tried = subprocess.run([*NAMESPACES, "true"], capture_output=True, text=True, check=False)
+    return f"no namespaces here: {tried.stderr.strip()}" if tried.returncode else None
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[Hosts]:
+    """Hosts that take SSH connections, until the block ends."""
+    with tempfile.TemporaryDirectory(prefix="hosts-", dir="/tmp") as name:
+        folder = Path(name)
+        _furnish(folder)
+        command = [*NAMESPACES, "bash", str(Path(__file__).with_name("hosts.sh")), name]
+        with (folder / "log").open("w") as log:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n", (folder / "log").read_text()
+            yield Hosts(folder, process)
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def _furnish(folder: Path) -> None:
+    """Keys, and homes with a Python in them."""
+    for key in ("key", "host_key"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
+    (folder / "sshd_config").write_text(SSHD_CONFIG.format(folder=folder))
+    (folder / "operator").mkdir()
+    for number in range(1, len(ADDRESSES) + 1):
+        _install_python(folder / str(number) / "homing" / "env")
+        # What is missing must be an error, not a download.
+        (folder / str(number) / ".bashrc").write_text("export PIP_NO_INDEX=1\n")
+
+
+def _install_python(env: Path) -> None:
+    """An environment that has our dependencies through a .pth file, and not homing: set-up commands bring that."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", env], check=True)
+    (target,) = env.glob("lib/python3*/site-packages")
+    (target / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    ray = env / "bin" / "ray"
+    ray.write_text(f"#!{env}/bin/python\nfrom ray.scripts.scripts import main\n\nmain()\n")
+    ray.chmod(0o755)
