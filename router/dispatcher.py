@@ -14,7 +14,7 @@ it; one that goes on does not wait for its tenant's turn again. Every accepted r
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from random import Random
 from typing import Literal, NewType
@@ -133,8 +133,7 @@ class DispatcherLimits:
     request_timeout_s: float
 
 
-@dataclass(slots=True)
-class _Flight:
+class _Flight(msgspec.Struct, eq=False):
     flight_id: FlightId
     request: GenerationRequest
     deadline: float
@@ -142,7 +141,7 @@ class _Flight:
     root: BlockHash
     tokens: bytes  #: prompt, and what was generated until the last placement, uint32 LE
     prompt_tokens: int
-    fresh: list[int] = field(default_factory=list)  #: generated since then
+    fresh: list[int] = []  #: generated since then
     generated: int = 0
     hashes: bytes = b""  #: of all full blocks of `tokens` as they were at the last placement
     keys: tuple[int, ...] = ()  #: the same blocks as the index names them
@@ -151,7 +150,7 @@ class _Flight:
     started: bool = False  #: the replica it is on has sent a token
     wordy: bool = False  #: a part of the answer came as text alone: nobody can go on from there
     continuations: int = 0
-    excluded: set[str] = field(default_factory=set)
+    excluded: set[str] = set()
     held: bool = False
     predicted_cached_tokens: int = 0
     delivered_cached_tokens: int | None = None

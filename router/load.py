@@ -8,20 +8,20 @@ nothing falls between dispatch and report. What other routers send shows in the 
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from ..events.messages import CacheCounters, LoadReport, PrefillCost
 from ..replica.messages import ReplicaDescription
 
 
-@dataclass(slots=True, frozen=True)
-class Pending:
+class Pending(msgspec.Struct, frozen=True, gc=False):
     """A request on its way to a replica: not in any report yet."""
 
     uncached_tokens: int
     blocks: int
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class ReplicaLoad:
+class ReplicaLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """What a policy may know of one replica's load."""
 
     running: int

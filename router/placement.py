@@ -127,5 +127,6 @@ class Placement:
 def regret_tokens(prompt: Prompt, candidates: Iterable[Candidate], decision: Decision) -> int:
     """Tokens that the chosen replica computes and the best holder would not have."""
     assert decision.chosen is not None, "nothing was chosen"
-    chosen = decision.chosen.uncached_tokens(prompt)
-    return max(0, chosen - min(candidate.uncached_tokens(prompt) for candidate in candidates))
+    best = max([candidate.expected_blocks if candidate.feed == "live" else 0 for candidate in candidates])
+    cached = min(best * prompt.block_size, prompt.tokens - 1)
+    return decision.chosen.uncached_tokens(prompt) - (prompt.tokens - cached)

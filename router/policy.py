@@ -24,10 +24,11 @@ so that without overlap both take the same decision.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import ceil
 from random import Random
 from typing import Protocol
+
+import msgspec
 
 from .backend import Explanation, FeedState, ReplicaScore
 from .load import ReplicaLoad
@@ -47,8 +48,7 @@ BUSY_MEMORY = 100
 BUSY_LIMIT = 1 - 1 / BUSY_MEMORY
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """A request as far as the choice of a replica depends on it."""
 
     tokens: int
@@ -58,8 +58,7 @@ class Prompt:
     preferred: str | None = None  #: replica to take among equals
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One replica at the time of the decision."""
 
     replica_id: str
@@ -75,28 +74,23 @@ class Candidate:
         # for nothing, it sends whole prefixes elsewhere with every lost message (docs/simulate.md).
         if self.feed == "stale":
             return prompt.tokens
+        cached = self.expected_blocks * prompt.block_size
         # The last token is always computed: its logits are wanted.
-        return prompt.tokens - min(self.expected_blocks * prompt.block_size, prompt.tokens - 1)
+        return prompt.tokens - cached if cached < prompt.tokens else 1
 
 
-@dataclass(slots=True, frozen=True)
-class Score:
+class Score(msgspec.Struct, frozen=True, gc=False):
     """One candidate as a policy sees it."""
 
     candidate: Candidate
     uncached_tokens: int
     ttft_s: float
     obstacle: str | None
-    others_s: float = 0.0  #: what others lose by the choice
-
-    @property
-    def cost_s(self) -> float:
-        """What is made least."""
-        return self.ttft_s + self.others_s
+    others_s: float  #: what others lose by the choice
+    cost_s: float  #: both together: what is made least
 
 
-@dataclass(slots=True, frozen=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True, gc=False):
     """Where a request goes (None: nowhere now), and what was weighed for it; the table is made when it is asked for."""
 
     policy: str
@@ -173,9 +167,10 @@ def expected_ttft_s(load: ReplicaLoad, cached_tokens: int, uncached_tokens: int,
     # How the queued tokens are spread over prompts is not known: their mean cost of late, and never less than by parts.
     ahead = max(queued / load.prefill_tokens_per_s, load.waiting * cost.prompt_s + queued * cost.token_s)
     prefill = ahead + cost.seconds(cached_tokens, uncached_tokens)
+    if not load.running:
+        return prefill
     steps = ceil((queued + uncached_tokens) / load.max_batched_tokens)
-    interference = steps * load.decode_step_s if load.running else 0.0
-    return prefill + interference + _admission_wait_s(load, new_blocks)
+    return prefill + steps * load.decode_step_s + _admission_wait_s(load, new_blocks)
 
 
 class BusyShare:
@@ -238,7 +233,12 @@ class Scored:
         uncached = [candidate.uncached_tokens(prompt) for candidate in candidates]
         least, passed_on = min(uncached, default=0), self._busy.passed_on
         return [
-            self._row(prompt, candidate, tokens, passed_on * _needless_s(prompt, candidate, tokens, least))
+            self._row(
+                prompt,
+                candidate,
+                tokens,
+                0.0 if tokens == least else passed_on * _needless_s(prompt, candidate, tokens, least),
+            )
             for candidate, tokens in zip(candidates, uncached, strict=True)
         ]
 
@@ -246,7 +246,7 @@ class Scored:
         cached = prompt.tokens - uncached
         new_blocks = prompt.blocks + 1 - cached // prompt.block_size
         seconds = expected_ttft_s(candidate.load, cached, uncached, new_blocks)
-        return Score(candidate, uncached, seconds, obstacle(prompt, candidate), others_s)
+        return Score(candidate, uncached, seconds, obstacle(prompt, candidate), others_s, seconds + others_s)
 
 
 class ExpectedTtft(Scored):
@@ -369,13 +369,11 @@ def _plain_row(prompt: Prompt, candidate: Candidate) -> Score:
     uncached = candidate.uncached_tokens(prompt)
     cached = prompt.tokens - uncached
     seconds = expected_ttft_s(candidate.load, cached, uncached, _new_blocks(prompt, candidate))
-    return Score(candidate, uncached, seconds, obstacle(prompt, candidate))
+    return Score(candidate, uncached, seconds, obstacle(prompt, candidate), 0.0, seconds)
 
 
 def _needless_s(prompt: Prompt, candidate: Candidate, uncached: int, least: int) -> float:
     """Time to compute here what the best holder would not have to."""
-    if uncached == least:
-        return 0.0
     cost = candidate.load.prefill_cost
     return cost.seconds(prompt.tokens - uncached, uncached) - cost.seconds(prompt.tokens - least, least)
 
@@ -388,8 +386,6 @@ def _new_blocks(prompt: Prompt, candidate: Candidate) -> int:
 
 def _admission_wait_s(load: ReplicaLoad, new_blocks: int) -> float:
     """Until a slot and enough blocks are free. Zero while there are both; running requests end one by one."""
-    if not load.running:
-        return 0.0
     turn_s = TYPICAL_OUTPUT_TOKENS * load.decode_step_s / load.running  # between two requests that end
     slots = load.requests + 1 - load.max_running_requests
     used = max(1, load.total_blocks - load.free_blocks)
@@ -399,14 +395,21 @@ def _admission_wait_s(load: ReplicaLoad, new_blocks: int) -> float:
 
 
 def _first(equals: Sequence[Score], preferred: str | None, rng: Random) -> Score:
-    def rank(row: Score) -> tuple[int, bool, int, int]:
-        load = row.candidate.load
-        return row.uncached_tokens, row.candidate.replica_id != preferred, load.requests, load.occupied_blocks
-
-    best = min(rank(row) for row in equals)
+    tied = _least(equals, [row.uncached_tokens for row in equals])
+    if preferred is not None:
+        tied = [row for row in tied if row.candidate.replica_id == preferred] or tied
+    tied = _least(tied, [row.candidate.load.requests for row in tied])
+    tied = _least(tied, [row.candidate.load.occupied_blocks for row in tied])
+    if len(tied) == 1:
+        return tied[0]
     # Sorted, so that a draw does not depend on the order of the list either.
-    tied = sorted((row for row in equals if rank(row) == best), key=lambda row: row.candidate.replica_id)
-    return tied[0] if len(tied) == 1 else rng.choice(tied)
+    return rng.choice(sorted(tied, key=lambda row: row.candidate.replica_id))
+
+
+def _least(rows: Sequence[Score], ranks: Sequence[int]) -> Sequence[Score]:
+    """The rows of the lowest rank."""
+    best = min(ranks)
+    return rows if max(ranks) == best else [row for row, rank in zip(rows, ranks, strict=True) if rank == best]
 
 
 def _why(chosen: Score, usable: Sequence[Score], equals: Sequence[Score]) -> str:

@@ -9,12 +9,12 @@ inherits its blocks when it ends before them.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import repeat
 
+import msgspec
 
-@dataclass(slots=True, eq=False)
-class _Reservation:
+
+class _Reservation(msgspec.Struct, eq=False):
     """What one request will leave on its replica."""
 
     request_id: int
@@ -22,7 +22,7 @@ class _Reservation:
     chain: Sequence[int]  #: hashes of the whole prompt
     start: int  #: place in it of the first block that was not held at dispatch
     expires: float
-    followers: list["_Reservation"] = field(default_factory=list)
+    followers: list["_Reservation"] = []
     over: bool = False
 
 

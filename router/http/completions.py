@@ -1,12 +1,12 @@
 """POST /v1/completions: from body to job, and from steps to OpenAI's completion shapes, `echo` included."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import inf
 
 import msgspec
 from msgspec import UNSET
 
+from ..config import RouterSettings
 from ..errors import InvalidRequest
 from ..text.logprobs import CompletionLogprobs, TokenAt, completion_logprobs, prompt_tokens
 from . import validate
@@ -15,7 +15,7 @@ from .collect import Collected, Compose
 from .front import Front, Served
 from .generation import Job, Prompt, Step
 from .pins import whole_prompt
-from .schema import CompletionBody
+from .schema import CacheControl, CompletionBody
 from .sse import ChunkWriter
 
 
@@ -32,8 +32,13 @@ async def encoded_prompts(front: Front, served: Served, body: CompletionBody) ->
         if not prompt.token_ids:
             raise InvalidRequest("field 'prompt': a prompt has no tokens", param="prompt")
         validate.check_token_ids(prompt.token_ids, served.limits, "prompt")
-    control, settings = body.cache_control, front.settings
-    return [replace(prompt, pins=whole_prompt(control, settings, prompt.token_ids)) for prompt in prompts]
+    if body.cache_control is None:
+        return prompts
+    return [_pinned(prompt, body.cache_control, front.settings) for prompt in prompts]
+
+
+def _pinned(prompt: Prompt, control: CacheControl, settings: RouterSettings) -> Prompt:
+    return Prompt(prompt.token_ids, prompt.text, whole_prompt(control, settings, prompt.token_ids))
 
 
 def output_limit(front: Front, served: Served, prompts: Sequence[Prompt], body: CompletionBody) -> int:

@@ -7,7 +7,8 @@ event loop and no task.
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from ...kvcache.hashing import token_bytes
 from ...replica.messages import Pin, PositionLogprobs, SamplingParams
@@ -31,8 +32,7 @@ class ClientGoneError(Exception):
     """The client left before its request was sent on: there is nobody to tell."""
 
 
-@dataclass(slots=True, frozen=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True, gc=False):
     """One prompt: its ids and, where it came as text, that text."""
 
     token_ids: Sequence[int]
@@ -40,8 +40,7 @@ class Prompt:
     pins: tuple[PinWish, ...] = ()
 
 
-@dataclass(slots=True, frozen=True)
-class Job:
+class Job(msgspec.Struct, frozen=True, gc=False):
     """Everything that an HTTP request wants generated."""
 
     served: Served
@@ -96,8 +95,7 @@ class Choice:
         self.generation.fail(error)
 
 
-@dataclass(slots=True)
-class Step:
+class Step(msgspec.Struct, frozen=True, gc=False):
     """What one delta added to a choice."""
 
     choice: Choice

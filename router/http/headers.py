@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from ..tenants import Tenant
 
@@ -11,8 +12,7 @@ SESSION_HEADERS = ("x-session-affinity", "x-correlation-id")
 _PRINTABLE = re.compile(r"[\x21-\x7e]{1,256}")
 
 
-@dataclass(slots=True, frozen=True)
-class Caller:
+class Caller(msgspec.Struct, frozen=True, gc=False):
     """Who asks."""
 
     request_id: str

@@ -4,8 +4,9 @@ Pure state that joins detokenizer, stop strings and logprobs. Knows no streams a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from ..backend import TokenDelta
 from .detokenizer import Detokenizer
@@ -15,8 +16,7 @@ from .stops import StopFinder
 Ending = Literal["stop", "length"]
 
 
-@dataclass(slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """What became showable."""
 
     text: str

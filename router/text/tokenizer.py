@@ -12,10 +12,11 @@ import asyncio
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
+
+import msgspec
 
 from ...kvcache.hashing import token_array, token_bytes
 from .detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
@@ -32,8 +33,7 @@ ENCODER_THREADS = 2
 TokenIds: TypeAlias = "array[int]"
 
 
-@dataclass(slots=True, frozen=True)
-class _Recall:
+class _Recall(msgspec.Struct, frozen=True, gc=False):
     """A prompt half way: what of it is known."""
 
     tenant: bytes
@@ -57,10 +57,12 @@ class TextModel:
         self._cutter = Cutter(parts.tokenizer)
         self.cache = TokenCache(cache_bytes)
         self._pool = ThreadPoolExecutor(ENCODER_THREADS, thread_name_prefix="encode")
-        self._special = frozenset(parts.special_ids)
         #: text of every id as bytes, exact for byte-level tokenizers and a good name for the others
         self._pieces = piece_table(self._backend)
         self._byte_level = is_byte_level(self._backend)
+        special = frozenset(parts.special_ids)
+        #: the same for answers, in which special tokens give no text
+        self._texts = {each: piece for each, piece in enumerate(self._pieces) if each not in special}
 
     @classmethod
     def load(cls, folder: Path, *, cache_bytes: int) -> "TextModel":
@@ -127,7 +129,7 @@ class TextModel:
     def detokenizer(self) -> Detokenizer:
         """A new incremental decoder; special tokens give no text."""
         if self._byte_level:
-            return ByteDetokenizer(self._pieces, self._special)
+            return ByteDetokenizer(self._texts)
         return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=True))
 
     def piece(self, token_id: int) -> bytes:

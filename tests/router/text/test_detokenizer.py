@@ -44,13 +44,14 @@ def byte_level() -> Tokenizer:
 
 sizes = st.lists(st.integers(0, 4), max_size=30)
 BYTES, SENTENCE = byte_level(), sentencepiece_like()
+END = BYTES.token_to_id("<|end|>")
 
 
 @FIXTURE
 @given(ids=st.lists(st.integers(0, 260), max_size=40), sizes=sizes)
 def test_byte_level_deltas_join_to_the_whole_decode(ids, sizes):
     """Even of bytes that are no UTF-8, which sampling at high temperature does yield."""
-    detokenizer = ByteDetokenizer(piece_table(BYTES), {BYTES.token_to_id("<|end|>")})
+    detokenizer = ByteDetokenizer({each: piece for each, piece in enumerate(piece_table(BYTES)) if each != END})
 
     assert "".join(deltas(detokenizer, ids, sizes)) == BYTES.decode(ids, skip_special_tokens=True)
 
