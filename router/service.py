@@ -112,6 +112,7 @@ class RouterService:
         self._exact = not follows_events
         self._first_member_at: float | None = None
         self._todo: deque[Instruction] = deque()
+        self._outbox: list[Send] = []  #: of this turn of the loop, in order
         self._running = False  #: instructions are being carried out
         self.counters = RouterCounters()
 
@@ -140,6 +141,7 @@ class RouterService:
             self._timer.cancel()
         if self._dispatcher is not None:
             self._run(self._dispatcher.fail_all(lambda: RouterClosed("the router is shutting down"), self._clock()))
+            self._send_out()
         for member in self._members.values():
             self._run(member.leave())
         self._members.clear()
@@ -354,14 +356,26 @@ class RouterService:
                 stream.put(instruction.delta, instruction.replica)
             return
         match instruction:
-            case Send(replica, message):
-                member = self._members.get(replica)
-                if (member is None or not member.send(message)) and self._dispatcher is not None:
-                    self._todo.extend(self._dispatcher.unsendable(replica, message, self._clock()))
+            case Send():
+                self._post(instruction)
             case Failed(flight, error, record):
                 self._end(flight, record, error)
             case Finished(flight, record) | Cancelled(flight, record):
                 self._end(flight, record, None)
+
+    def _post(self, letter: Send) -> None:
+        """Send when the loop comes round: a turn's messages together wake ZeroMQ's thread once, not once each."""
+        assert self._shell is not None, "a message before the start"
+        if not self._outbox:
+            self._shell.loop.call_soon(self._send_out)
+        self._outbox.append(letter)
+
+    def _send_out(self) -> None:
+        letters, self._outbox = self._outbox, []
+        for letter in letters:
+            member = self._members.get(letter.replica)
+            if (member is None or not member.send(letter.message)) and self._dispatcher is not None:
+                self._run(self._dispatcher.unsendable(letter.replica, letter.message, self._clock()))
 
     def _end(self, flight: FlightId, record: FinishedRequest, error: RouterError | None) -> None:
         self._streams.pop(flight).end(record.replica_id, error)

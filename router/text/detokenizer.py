@@ -5,7 +5,7 @@ Pure state of one answer. Knows nothing of stop strings or streams.
 
 from codecs import BufferedIncrementalDecoder, getincrementaldecoder
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, cast
+from typing import Protocol
 
 _Utf8 = getincrementaldecoder("utf-8")
 
@@ -50,7 +50,7 @@ class ByteDetokenizer:
             except UnicodeDecodeError:
                 pass
         if self._utf8 is None:
-            self._utf8 = cast(BufferedIncrementalDecoder, _Utf8(errors="replace"))
+            self._utf8 = _Utf8(errors="replace")
         return self._utf8.decode(data)
 
     def flush(self) -> str:
