@@ -171,14 +171,13 @@ class BlockList:
         """What `take_oldest` would take first."""
         return self._sentinel.newer if self._size else None
 
-    def take_cohort(self, most: int) -> list[Block]:
-        """Take out the oldest and those after it that fell idle at the same time, no more than `most`, oldest first."""
+    def take_older(self, most: int, before: int) -> list[Block]:
+        """Take out those that fell idle earlier than `before`, no more than `most`, oldest first."""
         block = self._sentinel.newer
-        since = block.idle_since
         taken: list[Block] = []
         append = taken.append
         for _ in range(min(most, self._size)):
-            if block.idle_since != since:
+            if block.idle_since >= before:
                 break
             append(block)
             block = block.newer

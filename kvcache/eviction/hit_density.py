@@ -16,6 +16,7 @@ from operator import attrgetter, itemgetter
 
 from ..hashing import BlockHash
 from ..pool import Block, BlockList
+from .guard import LruGuard
 from .reuse import AGES, EPOCHS_PER_TURNOVER, ReuseTable
 
 #: Blocks hit never, once, twice, three times, more often. Three or eight lanes did as well on the traces.
@@ -27,6 +28,9 @@ _MOST = LANES - 1
 DECISIVE = 0.8
 #: So that a tiny cache has no epochs of single blocks.
 FEWEST_EPOCH_BLOCKS = 16
+
+#: A moment is an epoch and, in so many lower bits, a number within it.
+EPOCH_SHIFT = 32
 
 #: The lane that a block was given up from, and the epoch since which it had been idle.
 Ghost = tuple[int, int]
@@ -54,9 +58,12 @@ class HitDensity:
         self._epoch_blocks = max(FEWEST_EPOCH_BLOCKS, capacity // EPOCHS_PER_TURNOVER)
         self._ghost_limit = self._epoch_blocks * AGES
         self._table = ReuseTable(LANES, self._epoch_blocks)
+        self._guard = LruGuard()
         self._ghosts.clear()
         self._gone.clear()
         self._remembered = self._stored = 0
+        #: A moment: the epoch, and in its lower bits what fell idle together.
+        self._now = 0
 
     def store(self, blocks: Sequence[Block], parent: Block | None) -> None:
         if self._ghosts:
@@ -65,6 +72,9 @@ class HitDensity:
         while self._stored >= self._epoch_blocks:
             self._stored -= self._epoch_blocks
             self._table.advance()
+            self._now = self._table.epoch << EPOCH_SHIFT
+            if self._table.epoch % EPOCHS_PER_TURNOVER == 0:
+                self._guard.turnover(self._epoch_blocks * EPOCHS_PER_TURNOVER, self._table.age_of(self._size))
 
     def _recognize(self, blocks: Sequence[Block], parent: Block | None) -> None:
         """What was resident before goes on from where it was."""
@@ -82,15 +92,16 @@ class HitDensity:
                 hits = lane + 1 if before is None else min(lane + 1, before.hits)
                 for block in blocks[start:end]:
                     block.hits = hits
-                self._table.hit(lane, since, end - start)
+                self._count(lane, since, end - start, resident=False)
             start = end
 
     def add(self, blocks: Sequence[Block]) -> None:
         if not blocks:
             return
-        epoch = self._table.epoch
+        self._now += 1
+        now = self._now
         for block in blocks:
-            block.idle_since = epoch
+            block.idle_since = now
         self._size += len(blocks)
         hits = blocks[0].hits
         if len({block.hits for block in blocks}) == 1:
@@ -107,44 +118,62 @@ class HitDensity:
         self._size -= len(blocks)
         hits, since = blocks[0].hits, blocks[0].idle_since
         if len({block.hits for block in blocks}) == 1 == len({block.idle_since for block in blocks}):
-            self._leave(min(hits, _MOST), since, blocks)
+            self._leave(min(hits, _MOST), since >> EPOCH_SHIFT, blocks)
             return
         for (hits, since), group in groupby(blocks, _cohort_of):
-            self._leave(min(hits, _MOST), since, list(group))
+            self._leave(min(hits, _MOST), since >> EPOCH_SHIFT, list(group))
 
     def _leave(self, lane: int, since: int, run: Sequence[Block]) -> None:
         self._lanes[lane].remove(run)
-        self._table.hit(lane, since, len(run))
+        self._count(lane, since, len(run), resident=True)
+
+    def _count(self, lane: int, since: int, blocks: int, *, resident: bool) -> None:
+        self._table.hit(lane, since, blocks)
+        self._guard.hit(self._table.epoch - since, blocks, resident=resident)
 
     def discard(self, block: Block) -> None:
         self._size -= 1
         # Somebody computed it again: it would have been hit.
-        self._leave(min(block.hits, _MOST), block.idle_since, (block,))
+        self._leave(min(block.hits, _MOST), block.idle_since >> EPOCH_SHIFT, (block,))
 
     def take(self, count: int) -> list[Block]:
         assert count <= self._size, f"{count} blocks asked of {self._size} idle ones"
         self._size -= count
         taken: list[Block] = []
         while len(taken) < count:
-            lane = self._next_lane([blocks.oldest for blocks in self._lanes])
-            run = self._lanes[lane].take_cohort(count - len(taken))
+            heads = [blocks.oldest for blocks in self._lanes]
+            lane = self._next_lane(heads)
+            run = self._lanes[lane].take_older(count - len(taken), self._turn_ends(lane, heads))
             self._remember(run, lane)
             taken += run
         return taken
 
     def _next_lane(self, heads: Sequence[Block | None]) -> int:
         """Whose oldest block goes. Of equals the one with fewer hits, as it may be a child of the other."""
+        if not self._guard.learned:
+            return min((head.idle_since, lane) for lane, head in enumerate(heads) if head is not None)[1]
         density = self._table.density
         ranked = [
-            (density(lane, head.idle_since), head.idle_since, lane)
+            (density(lane, head.idle_since >> EPOCH_SHIFT), head.idle_since >> EPOCH_SHIFT, lane)
             for lane, head in enumerate(heads)
             if head is not None
         ]
         best, oldest = min(ranked), min(ranked, key=_since_of)
         return best[2] if best[0] < DECISIVE * oldest[0] else oldest[2]
 
+    def _turn_ends(self, lane: int, heads: Sequence[Block | None]) -> int:
+        """Until which moment blocks of this lane go before another lane is asked: its cohort's, at most."""
+        head = heads[lane]
+        assert head is not None, f"lane {lane} is empty"
+        end = ((head.idle_since >> EPOCH_SHIFT) + 1) << EPOCH_SHIFT
+        if self._guard.learned:
+            return end
+        # Of one moment, fewer hits first.
+        others = [other.idle_since + (lane < place) for place, other in enumerate(heads) if other and place != lane]
+        return min([end, *others])
+
     def _remember(self, run: Sequence[Block], lane: int) -> None:
-        ghost, hashes = (lane, run[0].idle_since), [block.block_hash for block in run]
+        ghost, hashes = (lane, run[0].idle_since >> EPOCH_SHIFT), [block.block_hash for block in run]
         self._ghosts.update(dict.fromkeys(hashes, ghost))
         self._gone.append((ghost, hashes))
         self._remembered += len(hashes)
@@ -161,6 +190,7 @@ class HitDensity:
 
     def check(self) -> None:
         self._table.check()
+        self._guard.check()
         for blocks in self._lanes:
             blocks.check()
             since = [block.idle_since for block in blocks]

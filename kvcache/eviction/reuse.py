@@ -60,6 +60,15 @@ class ReuseTable:
         age = self.epoch - since
         return self._density[lane][age] if age < AGES else 0.0
 
+    def age_of(self, blocks: int) -> float:
+        """Age in epochs that the last `blocks` to fall idle, hit blocks aside, reach back to."""
+        left = blocks
+        for age, waiting in enumerate(map(sum, zip(*self._waiting, strict=True))):
+            if waiting >= left:
+                return age - 0.5 + left / waiting if waiting else float(age)
+            left -= waiting
+        return float(AGES)
+
     def advance(self) -> None:
         """An epoch has passed. At most once in a turnover everything is learned anew: O(1) per stored block."""
         self.epoch += 1

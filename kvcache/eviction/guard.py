@@ -1,0 +1,75 @@
+"""Whether the learned order rules, or that of LRU: learning may be misled, and must not cost more than it is worth.
+
+Pure counting: knows no blocks. What LRU would have hit needs no second cache. LRU keeps the blocks that fell idle last,
+as many as there is room for; the ages of all blocks that wait for a hit are known, whether they are still resident or
+not (reuse.py); so the age at which LRU gives a block up is known, and LRU has every hit at a lower age.
+
+When the learned order has had less than that, LRU's rules for a while, twice as long after each relapse.
+"""
+
+from math import inf
+
+#: Share of the blocks asked for by which the learned order may be behind. Below it is noise: an age is an eighth of a
+#: turnover, and within it hits are taken to be spread evenly.
+TOLERANCE = 0.008
+#: What counts of the past after a turnover.
+DECAY = 0.95
+#: Turnovers until the cache is full and gives blocks up: before that nothing can be told.
+WARM_UP = 3
+#: Turnovers of the longest and the shortest rest.
+LONGEST_REST = 128
+SHORTEST_REST = 8
+
+
+class LruGuard:
+    """Compares hits with those of LRU, a turnover at a time."""
+
+    def __init__(self) -> None:
+        #: Whether the learned order rules.
+        self.learned = True
+        #: LRU has given up what waited for more epochs; nothing yet.
+        self._lru_age = inf
+        self._own_hits = self._lru_hits = 0.0
+        self._lead = self._asked = 0.0
+        self._rest = SHORTEST_REST
+        self._resting = 0
+        self._turnovers = 0
+
+    def hit(self, age: int, blocks: int, *, resident: bool) -> None:
+        """So many blocks were asked for after so many epochs."""
+        if resident:
+            self._own_hits += blocks
+        self._lru_hits += blocks * min(1.0, max(0.0, self._lru_age - age))
+
+    def turnover(self, stored: int, lru_age: float) -> None:
+        """So many blocks were stored since the last call; LRU would give up what waits for over `lru_age` epochs."""
+        own, lru = self._own_hits, self._lru_hits
+        self._own_hits = self._lru_hits = 0.0
+        self._lru_age = lru_age
+        self._turnovers += 1
+        if self._turnovers > WARM_UP:
+            self._lead = self._lead * DECAY + own - lru
+        self._asked = self._asked * DECAY + own + stored
+        if self.learned:
+            self._judge()
+        else:
+            self._wait()
+
+    def _judge(self) -> None:
+        if self._lead < -TOLERANCE * self._asked:
+            self.learned = False
+            self._resting = self._rest
+            self._rest = min(LONGEST_REST, 2 * self._rest)
+        elif self._lead > TOLERANCE * self._asked:
+            self._rest = max(SHORTEST_REST, self._rest // 2)
+
+    def _wait(self) -> None:
+        self._resting -= 1
+        if not self._resting:
+            self.learned = True
+            self._lead = self._asked = 0.0
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        assert SHORTEST_REST <= self._rest <= LONGEST_REST, f"a rest of {self._rest} turnovers"
+        assert self.learned == (self._resting == 0), f"{self._resting} turnovers to rest, learned order: {self.learned}"
