@@ -11,7 +11,7 @@ lane, are at least the child's; it fell idle no earlier; and density falls neith
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, repeat
 from operator import attrgetter, itemgetter
 
 from ..hashing import BlockHash
@@ -35,6 +35,7 @@ EPOCH_SHIFT = 32
 #: The lane that a block was given up from, and the epoch since which it had been idle.
 Ghost = tuple[int, int]
 
+_hash_of = attrgetter("block_hash")
 _hits_of = attrgetter("hits")
 _cohort_of = attrgetter("hits", "idle_since")
 _since_of = itemgetter(1)
@@ -66,7 +67,7 @@ class HitDensity:
         self._now = 0
 
     def store(self, blocks: Sequence[Block], parent: Block | None) -> None:
-        if self._ghosts:
+        if not self._ghosts.keys().isdisjoint(map(_hash_of, blocks)):
             self._recognize(blocks, parent)
         self._stored += len(blocks)
         while self._stored >= self._epoch_blocks:
@@ -80,8 +81,6 @@ class HitDensity:
         """What was resident before goes on from where it was."""
         forget = self._ghosts.pop
         found = [forget(block.block_hash, None) for block in blocks]
-        if not any(found):
-            return
         start = 0
         for ghost, group in groupby(found):
             end = start + len(list(group))
@@ -99,12 +98,13 @@ class HitDensity:
         if not blocks:
             return
         self._now += 1
-        now = self._now
+        now, hits, alike = self._now, blocks[0].hits, True
         for block in blocks:
             block.idle_since = now
+            if block.hits != hits:
+                alike = False
         self._size += len(blocks)
-        hits = blocks[0].hits
-        if len({block.hits for block in blocks}) == 1:
+        if alike:
             self._enter(min(hits, _MOST), blocks)
             return
         for hits, group in groupby(blocks, _hits_of):
@@ -174,7 +174,7 @@ class HitDensity:
 
     def _remember(self, run: Sequence[Block], lane: int) -> None:
         ghost, hashes = (lane, run[0].idle_since >> EPOCH_SHIFT), [block.block_hash for block in run]
-        self._ghosts.update(dict.fromkeys(hashes, ghost))
+        self._ghosts.update(zip(hashes, repeat(ghost)))
         self._gone.append((ghost, hashes))
         self._remembered += len(hashes)
         while self._remembered > self._ghost_limit:
