@@ -132,7 +132,9 @@ def run(words: Sequence[str], out: TextIO) -> int:
         case "simulate":
             from .simulate import order_of, simulate
 
-            return simulate(order_of(vars(arguments)), out, sys.stderr)
+            # The other flags, such as --replicas, are those of the modelled cluster.
+            settings = settings_of(argparse.Namespace(model=arguments.model, config=arguments.config))
+            return simulate(order_of(vars(arguments)), settings, out, sys.stderr)
         case "explain":
             from .explain import explain, request_body
 
@@ -233,14 +235,23 @@ def _status_arguments(parser: Parser) -> None:
 
 def _simulate_arguments(parser: Parser) -> None:
     parser.add_argument(
-        "trace", metavar="TRACE", nargs="?", help="in the Mooncake format; without it, conversations are drawn"
+        "trace",
+        metavar="LOG",
+        nargs="?",
+        help="OpenAI requests or a Mooncake trace, as JSON lines; without it, conversations are drawn",
     )
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings")
+    _add_setting(parser, SETTINGS["model"])
+    parser.add_argument(
+        "--tokenizer", metavar="FOLDER", help="tokenizer and chat template for requests (default: the model's)"
+    )
+    _number(parser, "--output-tokens", int, "of each answer, where the log is of requests (default: 200)")
     parser.add_argument("--scenario", metavar="NAME", help="a prepared situation instead: docs/simulate.md lists them")
     parser.add_argument("--policies", metavar="NAMES", help="separated by commas (default: ours beside the peers')")
     _number(parser, "--replicas", int, "modelled replicas (default: 8)")
     _number(parser, "--routers", int, "routers that share no state (default: 1)")
     _number(parser, "--cache-blocks", int, "KV blocks of one replica (default: 4096)")
-    _number(parser, "--block-tokens", int, "tokens that one id of the trace stands for (default: 512)")
+    _number(parser, "--block-tokens", int, "of a block (default: 512 for traces, else the setting)")
     parser.add_argument("--eviction", choices=get_args(EvictionName), help="what a full cache gives up (default: lru)")
     _number(parser, "--load", float, "share of what the replicas can do at best; sets the speed")
     _number(parser, "--speed", float, "how many times as fast as recorded (default: 1)")
@@ -254,6 +265,7 @@ def _simulate_arguments(parser: Parser) -> None:
     )
     _number(parser, "--prefill-rate", float, "tokens a second of one replica (default: the mocker's curve)")
     _number(parser, "--decode-step-ms", float, "one decode step of one replica (default: the mocker's curve)")
+    parser.add_argument("--calibrate", metavar="URL", help="take both rates from the replicas of this running cluster")
     _number(parser, "--ttft-target", float, "also find how many replicas hold this mean, in seconds")
     _number(parser, "--seed", int, "of all that is drawn (default: 0)")
     parser.add_argument("--json", metavar="FILE", help="write the results for programs")

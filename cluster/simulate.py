@@ -1,16 +1,19 @@
 """`homing simulate`: routing policies side by side over modelled replicas, on a trace or a drawn workload.
 
-Reads the trace, times the CPU, shows progress, prints and draws; all that is simulated is `router/simulate`. A trace is
-read anew for every run, line by line, so it may be larger than memory.
+Reads the trace, or makes one of a log of requests; times the CPU, shows progress, prints and draws; all that is
+simulated is `router/simulate`. A trace is read anew for every run, line by line, so it may be larger than memory.
 """
 
 import gc
 import json
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
+from statistics import mean
+from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
 from ..kvcache.errors import TraceError
@@ -36,6 +39,11 @@ from ..router.simulate import (
 from ..router.simulate.faults import Fault
 from ..router.simulate.scenarios import Staged, find, recovery_s, stage
 from ..router.simulate.workload import Chats, conversations, repeated
+from .analyze.command import opened
+from .analyze.options import Options
+from .analyze.trace import format_of, write_trace
+from .client import cluster_url, get_json
+from .config import Settings
 from .errors import SettingsError
 from .plots import BarChart, Bars, Line, LineChart, Mark, Page, Table, check_plot_path, write_plot
 
@@ -56,7 +64,7 @@ class Order:
     replicas: int = 8
     routers: int = 1
     cache_blocks: int = 4096
-    block_tokens: int = MOONCAKE_BLOCK_TOKENS
+    block_tokens: int | None = None  #: None: 512 for traces, the setting for requests
     eviction: EvictionName = "lru"
     load: float | None = None
     speed: float = 1.0
@@ -64,6 +72,9 @@ class Order:
     event_loss: float = 0.0
     resync_ms: float = 20.0
     wire: bool = False
+    output_tokens: int = 200  #: of each request of a log that does not tell
+    tokenizer: Path | None = None
+    calibrate: str | None = None
     requests: int | None = None
     rounds: int = 1
     ttft_target: float | None = None
@@ -83,16 +94,15 @@ class Outcome:
     fault_s: float | None = None
 
 
-def simulate(order: Order, out: TextIO, progress: TextIO) -> int:
-    """Carry the command out. Raises SettingsError for what cannot be run."""
+def simulate(order: Order, settings: Settings, out: TextIO, progress: TextIO) -> int:
+    """Carry the command out. Raises ClusterError for what cannot be run."""
     if order.plot is not None:
         check_plot_path(order.plot)
     try:
-        outcome = _run(order, Bar(progress))
+        with _prepared(_calibrated(order), settings) as ready:
+            outcome = _run(ready, Bar(progress))
     except (SimulationError, TraceError) as error:
         raise SettingsError(str(error)) from error
-    except OSError as error:
-        raise SettingsError(f"{order.trace} cannot be read: {error.strerror}") from error
     print(f"{outcome.heading}\n\n{table(outcome)}", file=out)
     if order.json is not None:
         found = {"workload": outcome.heading, "results": [asdict(result) for result in outcome.results]}
@@ -100,6 +110,39 @@ def simulate(order: Order, out: TextIO, progress: TextIO) -> int:
     if order.plot is not None:
         write_plot(order.plot, page(outcome))
     return 0
+
+
+@contextmanager
+def _prepared(order: Order, settings: Settings) -> Iterator[Order]:
+    """With a log of requests made a trace, for as long as the simulation reads it."""
+    if order.trace is not None and str(order.trace) == "-":
+        raise SettingsError("a log is read once for each policy, which standard input cannot be: name a file")
+    if order.trace is None or format_of(str(order.trace)) != "openai":
+        yield order
+        return
+    options = Options(log=str(order.trace), block_size=order.block_tokens, tokenizer=order.tokenizer)
+    with TemporaryDirectory(prefix="homing-simulate-") as folder:
+        trace = Path(folder) / order.trace.name
+        with trace.open("w", encoding="utf-8") as out:
+            write_trace(options, settings, out, output_tokens=order.output_tokens)
+        yield replace(order, trace=trace, block_tokens=order.block_tokens or settings.kvcache.block_size)
+
+
+def _calibrated(order: Order) -> Order:
+    """With the mean rates of a running cluster's replicas."""
+    if order.calibrate is None:
+        return order
+    if order.prefill_rate is not None or order.decode_step_ms is not None:
+        raise SettingsError("--calibrate measures what --prefill-rate and --decode-step-ms give: leave one out")
+    url = cluster_url(Settings(), order.calibrate)
+    replicas = get_json(f"{url}/cluster")["replicas"]
+    if not replicas:
+        raise SettingsError(f"{url} has no replicas to take rates from")
+    return replace(
+        order,
+        prefill_rate=mean(replica["prefill_tokens_per_s"] for replica in replicas),
+        decode_step_ms=1000 * mean(replica["decode_step_s"] for replica in replicas),
+    )
 
 
 def table(outcome: Outcome) -> str:
@@ -213,7 +256,7 @@ def _setup(order: Order) -> Setup:
         raise SettingsError("--prefill-rate and --decode-step-ms go together: one replica's measured rates")
     rates = None if given[0] is None or given[1] is None else RateModel(given[0], given[1] / 1000)
     return Setup(
-        limits=ReplicaLimits(blocks=order.cache_blocks, block_tokens=order.block_tokens, eviction=order.eviction),
+        limits=ReplicaLimits(blocks=order.cache_blocks, block_tokens=_block_tokens(order), eviction=order.eviction),
         meter=Rates,
         replicas=order.replicas,
         routers=order.routers,
@@ -232,16 +275,20 @@ def _channel(order: Order) -> Channel:
     )
 
 
+def _block_tokens(order: Order) -> int:
+    return order.block_tokens or MOONCAKE_BLOCK_TOKENS
+
+
 def _arrivals(order: Order) -> Iterator[Arrival]:
     return islice(repeated(lambda: _round(order), order.rounds), order.requests)
 
 
 def _round(order: Order) -> Iterator[Arrival]:
     if order.trace is None:
-        yield from conversations(Chats(seed=order.seed, block_tokens=order.block_tokens))
+        yield from conversations(Chats(seed=order.seed, block_tokens=_block_tokens(order)))
         return
-    with order.trace.open("rb") as lines:
-        yield from from_trace(read_trace(lines), order.block_tokens)
+    with opened(str(order.trace), None) as lines:
+        yield from from_trace(read_trace(lines), _block_tokens(order))
 
 
 def _compare(policies: Sequence[str], staged: Staged, bar: Bar) -> list[Result]:
@@ -298,7 +345,7 @@ def order_of(arguments: dict[str, Any]) -> Order:
     given = {name: value for name, value in fields.items() if value is not None}
     if "policies" in given:
         given["policies"] = tuple(word.strip() for word in str(given["policies"]).split(","))
-    for name in ("trace", "json", "plot"):
+    for name in ("trace", "json", "plot", "tokenizer"):
         if name in given:
             given[name] = Path(given[name])
     return Order(**given)

@@ -92,7 +92,7 @@ def analyze(
     for path in options.plots:
         check_plot_path(path)
     reader = LogReader(options.log_format, skip_malformed=options.skip_malformed)
-    with _opened(options.log, stdin) as lines:
+    with opened(options.log, stdin) as lines:
         found = _analyzed(options, settings, reader, iter(lines), Progress(err or sys.stderr, clock))
     for path in options.plots:
         write_plot(path, page(found))
@@ -111,7 +111,7 @@ def _analyzed(
     block_size = options.block_size or (settings.kvcache.block_size if has_text else MOONCAKE_BLOCK_TOKENS)
     room = _capacity(options, settings, block_size)
     analysis, sample = LogAnalysis(block_size, options.replicas), Sample(SAMPLE, random.Random(0))
-    with closing(_source(options, settings, block_size, has_text=has_text)) as source:
+    with closing(prompt_source(options, settings, block_size, has_text=has_text)) as source:
         for prompt in source.prompts(chain([first], records)):
             sample.offer(prompt, analysis.observe(prompt.logged))
             progress.step()
@@ -142,7 +142,8 @@ def _tokenizer_words(options: Options) -> str:
     return "the model's" if options.sized_model else "the demo model's; --model or --tokenizer names yours"
 
 
-def _source(options: Options, settings: Settings, block_size: int, *, has_text: bool) -> PromptSource:
+def prompt_source(options: Options, settings: Settings, block_size: int, *, has_text: bool) -> PromptSource:
+    """What makes prompts of the log's records. Raises ModelUnavailable."""
     if not has_text:
         return TracePrompts(block_size)
     folder = options.tokenizer or _model_path(settings)
@@ -173,7 +174,7 @@ def _model_path(settings: Settings) -> Path:
 
 
 @contextmanager
-def _opened(log: str, stdin: BufferedReader | None) -> Iterator[Iterable[bytes]]:
+def opened(log: str, stdin: BufferedReader | None) -> Iterator[Iterable[bytes]]:
     """The lines of the log, unpacked where it is packed. Raises LogUnreadable."""
     try:
         with _raw(log, stdin) as raw:

@@ -1,8 +1,13 @@
 """`homing simulate` from its words to its table, files and mistakes."""
 
+import gzip
 import io
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -92,3 +97,94 @@ def test_mistakes_are_named(words: list[str], says: str) -> None:
         run(words, io.StringIO())
 
     assert caught.value.__class__.__module__ == SettingsError.__module__
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Requests as clients send them: three conversations that share a system prompt."""
+    path = tmp_path / "requests.jsonl"
+    system = {"role": "system", "content": "You are helpful, and you know the house rules by heart. " * 20}
+    lines = [
+        {"timestamp": 1700000000 + n, "body": {"model": "m", "messages": [system, {"role": "user", "content": text}]}}
+        for n, text in enumerate(["one " * 50, "two " * 50, "one " * 50, "two " * 50, "three " * 50])
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_a_log_of_requests_is_simulated_like_a_trace(log: Path, tmp_path: Path) -> None:
+    """What `homing analyze` reads: the texts are tokenized and hashed, and what they share is hit."""
+    found = tmp_path / "found.json"
+
+    told = output(["simulate", str(log), "--policies", "expected-ttft,rr", "--replicas", "2", "--json", str(found)])
+
+    assert told.startswith("requests.jsonl: 5 requests")
+    ours, in_turn = json.loads(found.read_text())["results"]
+    assert ours["finished"] == in_turn["finished"] == 5
+    assert ours["hit_rate"] > 0.5
+
+
+def test_a_packed_trace_is_read_as_it_is(trace: Path, tmp_path: Path) -> None:
+    """As by `homing analyze`."""
+    packed = tmp_path / "trace.jsonl.gz"
+    packed.write_bytes(gzip.compress(trace.read_bytes()))
+
+    assert "30 requests" in output(["simulate", str(packed), "--policies", "rr"])
+
+
+def test_rates_are_taken_from_a_running_cluster(trace: Path) -> None:
+    """The mean over its replicas, as the load reports have them."""
+    replicas = [{"prefill_tokens_per_s": rate, "decode_step_s": 0.02} for rate in (1000.0, 3000.0)]
+
+    with answering({"/cluster": {"replicas": replicas}}) as url:
+        measured = output(["simulate", str(trace), "--policies", "rr", "--calibrate", url])
+    given = output(["simulate", str(trace), "--policies", "rr", "--prefill-rate", "2000", "--decode-step-ms", "20"])
+
+    assert without_speed(measured) == without_speed(given)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["-"], "standard input"),
+        (["--calibrate", "http://127.0.0.1:1", "--prefill-rate", "5"], "leave one out"),
+        (["--event-loss", "1.5"], "cannot be lost"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_with_a_remedy(words: list[str], complaint: str) -> None:
+    """Before anything was read or computed."""
+    with pytest.raises(SettingsError, match=complaint):
+        output(["simulate", *words])
+
+
+def test_losses_have_columns_of_their_own(trace: Path) -> None:
+    """Only where something can be lost."""
+    told = output(["simulate", str(trace), "--policies", "expected-ttft", "--event-loss", "0.3"])
+
+    header, row = told.splitlines()[2:4]
+    assert header.split()[-2:] == ["lost", "resyncs"]
+    assert int(row.split()[-2]) > 0
+
+
+def without_speed(told: str) -> list[list[str]]:
+    return [line.split()[:-1] for line in told.splitlines()]
+
+
+@contextmanager
+def answering(answers: dict[str, object]) -> Iterator[str]:
+    """A server of these documents."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(answers[self.path]).encode())
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
