@@ -35,7 +35,7 @@ from homing.router.simulate import (
 )
 
 OURS = "expected-ttft"
-PEERS = ("least-loaded", "sglang", "dynamo-scale8", "dynamo-credit4", "llm-d")
+PEERS = ("least-loaded", "sglang", "dynamo", "dynamo-scale8", "dynamo-credit4", "llm-d")
 REPLICAS = (8, 4, 16, 64)
 CACHE_BLOCKS = (2048, 4096, 16384)
 LOADS = (0.5, 0.8, 0.95)
@@ -60,34 +60,52 @@ class Cell:
             yield from islice(from_trace(read_trace(lines)), self.requests)
 
 
-def simulate(cell: Cell) -> list[dict[str, Any]]:
-    """All loads and policies of one cell."""
+@dataclass(slots=True, frozen=True)
+class Task:
+    """What the store lacks of one cell."""
+
+    cell: Cell
+    missing: tuple[tuple[float, str], ...]  #: load and policy
+    capacity_per_s: float | None  #: None: not known either
+
+
+def task_of(cell: Cell, rows: Sequence[dict[str, Any]]) -> Task:
+    """Compare a cell with what is stored of it."""
+    stored = [row for row in rows if row["cell"] == cell.key]
+    done = {(row["load"], row["policy"]) for row in stored}
+    wanted = [(load, policy) for load in LOADS for policy in (OURS, *PEERS, ORACLE)]
+    capacity = stored[0]["capacity_per_s"] if stored else None
+    return Task(cell, tuple(pair for pair in wanted if pair not in done), capacity)
+
+
+def simulate(task: Task) -> list[dict[str, Any]]:
+    """The loads and policies that are missing."""
+    cell = task.cell
     arrivals = list(cell.arrivals())
     setup = Setup(limits=ReplicaLimits(blocks=cell.blocks, block_tokens=512), meter=Rates, replicas=cell.replicas)
-    capacity = capacity_per_s(setup, arrivals)
+    capacity = task.capacity_per_s or capacity_per_s(setup, arrivals)
     rate = facts(arrivals).rate_per_s
     found = []
-    for load in LOADS:
-        for policy in (OURS, *PEERS, ORACLE):
-            gc.collect()
-            chosen = replace(setup, policy=policy)
-            result = asdict(run(chosen, compress(arrivals, load * capacity / rate), cpu_s=process_time))
-            kept = {name: value for name, value in result.items() if name not in BULKY}
-            found.append({"cell": cell.key, **asdict(cell), "load": load, "capacity_per_s": capacity, **kept})
+    for load, policy in task.missing:
+        gc.collect()
+        chosen = replace(setup, policy=policy)
+        result = asdict(run(chosen, compress(arrivals, load * capacity / rate), cpu_s=process_time))
+        kept = {name: value for name, value in result.items() if name not in BULKY}
+        found.append({"cell": cell.key, **asdict(cell), "load": load, "capacity_per_s": capacity, **kept})
     return found
 
 
 def run_cells(cells: Sequence[Cell], store: Path, processes: int) -> None:
-    """Those that the store lacks."""
-    done = {row["cell"] for row in load_rows(store)}
-    todo = [cell for cell in cells if cell.key not in done]
+    """What the store lacks."""
+    rows = load_rows(store)
+    todo = [task for task in (task_of(cell, rows) for cell in cells) if task.missing]
     with ProcessPoolExecutor(processes, max_tasks_per_child=1) as pool:
-        futures = [pool.submit(simulate, cell) for cell in todo]
+        futures = [pool.submit(simulate, task) for task in todo]
         for number, future in enumerate(as_completed(futures), 1):
-            rows = future.result()
+            found = future.result()
             with store.open("a", encoding="utf-8") as lines:
-                lines.writelines(json.dumps(row) + "\n" for row in rows)
-            print(f"{number}/{len(todo)} {rows[0]['cell']}", flush=True)
+                lines.writelines(json.dumps(row) + "\n" for row in found)
+            print(f"{number}/{len(todo)} {found[0]['cell']}", flush=True)
 
 
 def load_rows(store: Path) -> list[dict[str, Any]]:
@@ -150,12 +168,13 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("traces", nargs="+", help="files in the Mooncake format")
     parser.add_argument("--requests", type=int, default=3000, help="of each trace, from its start")
+    parser.add_argument("--replicas", type=int, nargs="+", default=REPLICAS)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--cells", type=Path, default=Path("grid.jsonl"), help="where finished cells are kept")
     given = parser.parse_args()
     cells = [
         Cell(trace, given.requests, replicas, blocks)
-        for replicas in REPLICAS
+        for replicas in given.replicas
         for blocks in CACHE_BLOCKS
         for trace in given.traces
     ]
