@@ -14,10 +14,12 @@ from homing.kvcache import (
     BlockHash,
     BlockHasher,
     BlockState,
+    EvictionName,
     PoolTooSmall,
     PrefixCache,
     PrefixMatch,
     StaleMatch,
+    eviction_policy,
     token_bytes,
 )
 
@@ -622,12 +624,13 @@ class CacheMachine(RuleBasedStateMachine):
     """Requests come, grow, are computed in parts and go; KV is simulated as the prefix that was computed."""
 
     chain: Chain = staticmethod(honest)
+    eviction: EvictionName = "lru"
     requests = Bundle("requests")
 
     def __init__(self) -> None:
         super().__init__()
         self.mirror = Mirror(stride=SMALL * 4)
-        self.cache = PrefixCache(POOL + 1, SMALL, listener=self.mirror)
+        self.cache = PrefixCache(POOL + 1, SMALL, listener=self.mirror, policy=eviction_policy(self.eviction))
         #: What was computed into each block: the truth that hits are held against.
         self.kv: dict[int, Content] = {}
         #: The KV in each slot, by block and offset: the last token and all before it.
@@ -857,6 +860,12 @@ class CollidingMachine(CacheMachine):
     chain: Chain = staticmethod(colliding)
 
 
+class LearningMachine(CollidingMachine):
+    """The same under the policy that learns."""
+
+    eviction: EvictionName = "hit-density"
+
+
 TestAgainstOracle = OracleMachine.TestCase
 TestAgainstOracle.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestUnderCollisions = CollidingMachine.TestCase
@@ -868,3 +877,7 @@ def test_the_colliding_hasher_collides():
     prompts = [(a, b, c, d) for a in (0, 1) for b in (0, 1) for c in (0, 1) for d in (0, 1)]
 
     assert len({colliding(ROOT, ids)[-1] for ids in prompts}) <= 4
+
+
+TestUnderCollisionsAndLearning = LearningMachine.TestCase
+TestUnderCollisionsAndLearning.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
