@@ -70,17 +70,17 @@ class _LineError(Exception):
 
 
 def detect_format(line: bytes) -> Format:
-    """The format that a log's first line shows. Raises LogUnreadable."""
+    """The format that a log's first readable line shows. Raises LogUnreadable."""
     try:
         keys = msgspec.json.decode(line, type=dict[str, msgspec.Raw]).keys()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise LogUnreadable(f"line 1 is no JSON object: {error}") from error
+        raise _LineError(f"no JSON object: {error}") from error
     if "hash_ids" in keys:
         return "mooncake"
     if keys & {"messages", "prompt", "body"}:
         return "openai"
     raise LogUnreadable(
-        "line 1 has neither hash_ids (a trace) nor messages, prompt or body (requests), "
+        "the first line has neither hash_ids (a trace) nor messages, prompt or body (requests), "
         f"but {', '.join(sorted(keys)) or 'nothing'}; --format {' or '.join(FORMATS)} says what the log is"
     )
 
@@ -98,8 +98,8 @@ class LogReader:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
-            self.format = self.format or detect_format(line)
             try:
+                self.format = self.format or detect_format(line)
                 yield from _trace(line) if self.format == "mooncake" else _requests(line, number)
             except _LineError as error:
                 if not self._skip_malformed:

@@ -28,6 +28,8 @@ class TokenizerParts(msgspec.Struct, frozen=True):
 
 def load_parts(folder: Path) -> TokenizerParts:
     """The tokenizer of a local folder; takes seconds and blocks. Raises TokenizerUnavailable."""
+    if not folder.is_dir():
+        raise TokenizerUnavailable(f"no tokenizer can be read from {folder}: there is no such folder")
     command = [sys.executable, "-m", "homing.router.text.export", str(folder)]
     try:
         done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False)

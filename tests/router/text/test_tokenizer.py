@@ -64,6 +64,12 @@ def test_a_further_turn_tokenizes_its_own_words_only(text_model: TextModel):
     assert ids == text_model.encode_chat_now(Chat(turns), tenant=b"nobody yet")
 
 
+def test_a_folder_that_is_not_there_is_told_as_such(tmp_path: Path):
+    """Not as a malformed name of a model on the internet."""
+    with pytest.raises(TokenizerUnavailable, match="no such folder"):
+        TextModel.load(tmp_path / "missing", cache_bytes=0)
+
+
 def test_neither_torch_nor_its_memory_comes_with_a_tokenizer():
     """The router is a small process: torch alone would take 270 MB, and the collector's time."""
     code = "import sys; from pathlib import Path; from homing.router.text.tokenizer import TextModel, Chat\n"
