@@ -112,3 +112,14 @@ def test_a_log_of_another_kind_is_refused(line: bytes, said: str):
     """With the fields that were found, and the option that says the format."""
     with pytest.raises(LogUnreadable, match=said):
         read(line)
+
+
+def test_a_malformed_first_line_is_counted_like_any_other() -> None:
+    """Logs are cut anywhere: the first line that can be read shows the format."""
+    reader = LogReader(skip_malformed=True)
+
+    requests = list(reader.read([b'"age": 3}', b'{"prompt": "a"}']))
+
+    assert len(requests) == reader.skipped_lines == 1
+    with pytest.raises(LogUnreadable, match="line 1: no JSON object"):
+        read(b'"age": 3}')
