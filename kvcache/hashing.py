@@ -12,7 +12,7 @@ hit is verified against the tokens (`PrefixCache.match`); `sha256` is the slower
 
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from struct import Struct, unpack
 from typing import Literal, NewType, cast
@@ -108,28 +108,26 @@ class BlockHasher:
         block has no hash.
         """
         full = len(tokens) // self._stride * self._stride
-        contents = [content for (content,) in self._split(tokens[:full])]
-        for index, extra in (extras or {}).items():
-            if index < len(contents):
-                contents[index] += extra
+        contents = self._split(tokens[:full]) if not extras else _with_extras(self._split(tokens[:full]), extras)
         # One loop per algorithm, one cast at the end: a call of a Python function per block would double the cost.
-        hashes: list[bytes] = []
-        append = hashes.append
         previous: bytes = parent
         if self.algorithm == "xxh3_128":
             digest, seed = xxhash.xxh3_128_digest, self.seed
-            for content in contents:
-                previous = digest(previous + content, seed)
-                append(previous)
-        else:
-            seeded = self._seeded.copy
-            for content in contents:
-                block = seeded()
-                block.update(previous)
-                block.update(content)
-                previous = block.digest()[_HEAD]
-                append(previous)
+            return cast(list[BlockHash], [previous := digest(previous + content, seed) for (content,) in contents])
+        hashes: list[bytes] = []
+        append, seeded = hashes.append, self._seeded.copy
+        for (content,) in contents:
+            block = seeded()
+            block.update(previous)
+            block.update(content)
+            previous = block.digest()[_HEAD]
+            append(previous)
         return cast(list[BlockHash], hashes)
+
+
+def _with_extras(contents: Iterable[tuple[bytes]], extras: Mapping[int, bytes]) -> Iterator[tuple[bytes]]:
+    """The blocks' contents, each followed by its extra."""
+    return ((content + extras.get(index, b""),) for index, (content,) in enumerate(contents))
 
 
 def join_hashes(hashes: Sequence[BlockHash]) -> bytes:

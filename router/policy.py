@@ -164,9 +164,10 @@ def is_saturated(prompt: Prompt, candidate: Candidate) -> bool:
 def expected_ttft_s(load: ReplicaLoad, cached_tokens: int, uncached_tokens: int, new_blocks: int) -> float:
     """Seconds until the first token, if the request went there now."""
     cost, queued = load.prefill_cost, load.queued_prefill_tokens
-    # How the queued tokens are spread over prompts is not known: their mean cost of late, and never less than by parts.
-    ahead = max(queued / load.prefill_tokens_per_s, load.waiting * cost.prompt_s + queued * cost.token_s)
-    prefill = ahead + cost.seconds(cached_tokens, uncached_tokens)
+    prefill = cost.seconds(cached_tokens, uncached_tokens)
+    if queued or load.waiting:
+        # How queued tokens are spread over prompts is not known: their mean cost of late, and never less than by parts.
+        prefill += max(queued / load.prefill_tokens_per_s, load.waiting * cost.prompt_s + queued * cost.token_s)
     if not load.running:
         return prefill
     steps = ceil((queued + uncached_tokens) / load.max_batched_tokens)
@@ -228,25 +229,16 @@ class Scored:
         return Decision(self._name, prompt, rows, chosen, _why(chosen, usable, equals))
 
     def _rows(self, prompt: Prompt, candidates: Sequence[Candidate]) -> list[Score]:
-        if not self._sees_cache:
-            return [self._row(prompt, candidate, prompt.tokens, 0.0) for candidate in candidates]
-        uncached = [candidate.uncached_tokens(prompt) for candidate in candidates]
-        least, passed_on = min(uncached, default=0), self._busy.passed_on
-        return [
-            self._row(
-                prompt,
-                candidate,
-                tokens,
-                0.0 if tokens == least else passed_on * _needless_s(prompt, candidate, tokens, least),
-            )
-            for candidate, tokens in zip(candidates, uncached, strict=True)
-        ]
-
-    def _row(self, prompt: Prompt, candidate: Candidate, uncached: int, others_s: float) -> Score:
-        cached = prompt.tokens - uncached
-        new_blocks = prompt.blocks + 1 - cached // prompt.block_size
-        seconds = expected_ttft_s(candidate.load, cached, uncached, new_blocks)
-        return Score(candidate, uncached, seconds, obstacle(prompt, candidate), others_s, seconds + others_s)
+        """One loop, without a call for each step: a fleet has hundreds of candidates."""
+        rows, total, blocks, size = [], prompt.tokens, prompt.blocks + 1, prompt.block_size
+        counted = [each.uncached_tokens(prompt) if self._sees_cache else total for each in candidates]
+        least, passed_on = min(counted, default=0), self._busy.passed_on
+        for candidate, uncached in zip(candidates, counted, strict=True):
+            cached = total - uncached
+            seconds = expected_ttft_s(candidate.load, cached, uncached, blocks - cached // size)
+            others_s = 0.0 if uncached == least else passed_on * _needless_s(prompt, candidate, uncached, least)
+            rows.append(Score(candidate, uncached, seconds, obstacle(prompt, candidate), others_s, seconds + others_s))
+        return rows
 
 
 class ExpectedTtft(Scored):

@@ -83,12 +83,13 @@ class Reservations:
 
     def extend(self, held: Mapping[str, int], hashes: Sequence[int]) -> dict[str, int]:
         """Longest prefix that each replica holds or is expected to hold, given what it `held` for sure."""
-        return {replica: self._extend_one(replica, start, hashes) for replica, start in held.items()}
+        found = dict(held)
+        for replica, expected in self._expected.items():
+            if expected and replica in found:
+                found[replica] = self._extend_one(expected, found[replica], hashes)
+        return found
 
-    def _extend_one(self, replica: str, start: int, hashes: Sequence[int]) -> int:
-        expected = self._expected.get(replica)
-        if not expected:
-            return start
+    def _extend_one(self, expected: Mapping[int, _Reservation], start: int, hashes: Sequence[int]) -> int:
         position, end = start, len(hashes)
         while position < end and (owner := expected.get(hashes[position])) is not None:
             position = _common(owner.chain, hashes, position)
