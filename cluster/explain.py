@@ -8,7 +8,7 @@ from typing import Any, TextIO
 from .client import cluster_url, post_json
 from .config import Settings
 from .errors import SettingsError
-from .status import table
+from .status import by_name, table
 
 NUMBERS = ("held", "expected", "to compute", "queued", "running", "waiting", "first token")
 COLUMNS = ("", "replica", "events", *NUMBERS, "why")
@@ -50,7 +50,7 @@ def render(found: Mapping[str, Any]) -> str:
     chosen = found["chosen"]
     where = f"{chosen}: {found['why']}" if chosen else f"nowhere yet, {found['why']}"
     lines = [f"{found['prompt_tokens']} tokens in {found['prompt_blocks']} full blocks · policy {found['policy']}"]
-    lines += ["", *table(COLUMNS, [_row(score) for score in found["replicas"]], right=NUMBERS)]
+    lines += ["", *table(COLUMNS, [_row(score) for score in sorted(found["replicas"], key=by_name)], right=NUMBERS)]
     return "\n".join([*lines, "", f"→ {where}"])
 
 

@@ -44,7 +44,9 @@ def render(
     view = views[0]
     lines = [f"{name} · {url} · {_models(view)} · policy {view['policy']}", ""]
     lines += table(
-        COLUMNS, [_row(replica, rates.get(replica["replica_id"])) for replica in view["replicas"]], right=RIGHT
+        COLUMNS,
+        [_row(replica, rates.get(replica["replica_id"])) for replica in sorted(view["replicas"], key=by_name)],
+        right=RIGHT,
     )
     lines.append("")
     if routers:
@@ -66,6 +68,12 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Colle
         ).rstrip()
 
     return [line(columns), *(line(row) for row in rows)]
+
+
+def by_name(replica: Mapping[str, Any]) -> tuple[int, str]:
+    """Sorts replicas as people count them: r9 before r10."""
+    name: str = replica["replica_id"]
+    return len(name), name
 
 
 def _row(replica: dict[str, Any], rate: float | None) -> tuple[str, ...]:
