@@ -32,7 +32,7 @@ async def job(front: Front, served: Served, body: ChatBody, salt: bytes) -> Job:
     limit_param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     room = validate.room_for_answer(len(token_ids), wanted, served.limits, param="messages", limit_param=limit_param)
     kept = (
-        *await pins.chat_pins(served.text, chat, places, token_ids, salt),
+        *(await pins.chat_pins(served.text, chat, places, token_ids, salt) if places else ()),
         *pins.whole_prompt(body.cache_control, front.settings, token_ids),
     )
     limit = wanted if wanted is not None else min(front.settings.default_max_tokens, room)

@@ -149,6 +149,7 @@ class Generation:
         self.front = front
         self.choices: list[Choice] = []
         self.over = False
+        self.prompt_tokens = sum([len(prompt.token_ids) for prompt in job.prompts])  #: each prompt counted once
         self._job = job
         self._exchange = exchange
         self._answer = answer
@@ -173,7 +174,7 @@ class Generation:
             raise
         if meter is not None:
             self._meter = meter
-            metering.begin(self.front, self._exchange, meter, sum(lengths))
+            metering.begin(self.front, self._exchange, meter, self.prompt_tokens)
         self._left = len(self.choices)
         self._exchange.on_gone = self._lose
         for choice in self.choices:
@@ -247,7 +248,7 @@ class Generation:
             self._tenant,
             ",".join(self.replicas),
             self.prompt_tokens,
-            sum(choice.predicted for choice in self._first_choices),
+            sum([choice.predicted for choice in self._first_choices]),
             self.cached_tokens,
             self.generated_tokens,
             self._ttft_s,
@@ -291,19 +292,14 @@ class Generation:
         return answers.usage(self.prompt_tokens, self.generated_tokens, self.cached_tokens)
 
     @property
-    def prompt_tokens(self) -> int:
-        """Of all prompts, each counted once."""
-        return sum(len(prompt.token_ids) for prompt in self._job.prompts)
-
-    @property
     def generated_tokens(self) -> int:
         """Of all choices."""
-        return sum(choice.generated for choice in self.choices)
+        return sum([choice.generated for choice in self.choices])
 
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens found in caches: of each prompt's first choice, since prompts count once."""
-        return sum(choice.cached for choice in self._first_choices)
+        return sum([choice.cached for choice in self._first_choices])
 
     @property
     def _first_choices(self) -> list[Choice]:
