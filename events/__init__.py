@@ -2,7 +2,7 @@
 
 from .config import EventsSettings
 from .decode import BatchDecoder, CacheEvent, Cleared, Removed, Stored, wire_name
-from .errors import BadKeys, BadRecord, EndpointUnusable, EventError, KeysRefused, MalformedFrame
+from .errors import BadKeys, BadRecord, EndpointUnusable, EventError, KeysRefused, MalformedFrame, PublisherGone
 from .feed import EventFeed, FeedSink
 from .fold import CacheMirror, Digest
 from .format import describe
@@ -34,6 +34,7 @@ __all__ = [
     "KeysRefused",
     "LoadReport",
     "MalformedFrame",
+    "PublisherGone",
     "Reach",
     "Recorded",
     "Removed",

@@ -4,6 +4,7 @@ EventError
 ├── MalformedFrame        a publisher sent what cannot be read: counted and dropped, the stream resyncs
 ├── EndpointUnusable      an address that cannot be bound or connected, or must not be bound
 ├── BadKeys               a file of CURVE keys that is missing, unreadable or in the way
+├── PublisherGone         a publisher gives no sign of life for longer than its reader wants to wait
 ├── KeysRefused           publisher and reader do not accept each other's CURVE keys
 └── BadRecord             a line of a recorded stream that cannot be read back
 """
@@ -52,6 +53,19 @@ class KeysRefused(EventError):
 
     def __init__(self, endpoint: str, why: str) -> None:
         super().__init__(f"no connection to {endpoint}: {why}")
+        self.endpoint = endpoint
+
+
+class PublisherGone(EventError):
+    """What was read cannot be known to hold any more. A publisher that was rebuilt may have other addresses."""
+
+    http_status = 504
+
+    def __init__(self, endpoint: str, silent_s: float) -> None:
+        super().__init__(
+            f"no sign of life from {endpoint} for {silent_s:g} s: the publisher is gone, or has other addresses by now "
+            "(a replica's stand in /cluster)"
+        )
         self.endpoint = endpoint
 
 

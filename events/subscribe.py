@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
 from .decode import CacheEvent
-from .errors import EventError, KeysRefused
+from .errors import EventError, KeysRefused, PublisherGone
 from .feed import EventFeed
 from .keys import KeyPair
 from .messages import EVENTS_TOPIC, EventEndpoints, LoadReport, SnapshotBlock
@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 #: Batches that may wait for a slow consumer; beyond that they are dropped and it is resynced. Not measured.
 BACKLOG_BATCHES = 100_000
+#: A replica that died is rebuilt within a minute or not at all; a cut connection comes back sooner.
+PATIENCE_S = 60.0
 
 
 class Backlog:
@@ -71,14 +73,32 @@ class Backlog:
 
 
 class _Sink:
-    """The tap tells a stream what it needs; of what the sink is told, only a refusal matters."""
+    """The tap tells a stream what it needs; the sink hears of refusals, and waits for signs of life."""
 
-    def __init__(self, refused: Callable[[KeysRefused], None]) -> None:
-        self.refused = refused
+    def __init__(self, fail: Callable[[EventError], None], endpoint: str, patience_s: float | None) -> None:
+        self.refused: Callable[[KeysRefused], None] = fail
+        self._fail = fail
+        self._endpoint = endpoint
+        self._patience_s = patience_s
+        self._giving_up: asyncio.TimerHandle | None = None
+        self.status(FeedStatus.STALE)
+
+    def status(self, status: FeedStatus) -> None:
+        """Silence counts from the moment at which the publisher was last heard, or was to be."""
+        if status is not FeedStatus.STALE:
+            self.close()
+        elif self._patience_s is not None and self._giving_up is None:
+            gone = PublisherGone(self._endpoint, self._patience_s)
+            self._giving_up = asyncio.get_running_loop().call_later(self._patience_s, self._fail, gone)
+
+    def close(self) -> None:
+        """Wait no more."""
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+            self._giving_up = None
 
     def apply(self, events: Sequence[CacheEvent]) -> None: ...
     def reset(self, blocks: Sequence[SnapshotBlock]) -> None: ...
-    def status(self, status: FeedStatus) -> None: ...
     def load(self, report: LoadReport) -> None: ...
     def malformed(self, error: EventError) -> None: ...
 
@@ -91,12 +111,14 @@ async def subscribe(
     topic: bytes = EVENTS_TOPIC,
     heartbeat_interval_s: float = 0.2,
     backlog_batches: int = BACKLOG_BATCHES,
+    patience_s: float | None = PATIENCE_S,
     keys: KeyPair | None = None,
 ) -> AsyncGenerator[StreamEvent, None]:
     """Every event of one publisher, from its present state on, without holes; ends only when it is left.
 
     `counted`, `topic`: for foreign publishers; `keys`: for encrypted ones; as in `EventFeed`. Raises EndpointUnusable,
-    and KeysRefused when the publisher does not accept the keys.
+    KeysRefused when the publisher does not accept the keys, and PublisherGone after `patience_s` without a sign of
+    life (None: waits for ever), as a publisher that was rebuilt elsewhere would never be heard again.
     """
     loop = asyncio.get_running_loop()
 
@@ -104,9 +126,10 @@ async def subscribe(
         loop.call_soon(feed.resync)
 
     backlog = Backlog(backlog_batches, resync)
+    sink = _Sink(backlog.fail, endpoints.events, patience_s)
     feed = EventFeed(
         endpoints,
-        _Sink(backlog.fail),
+        sink,
         heartbeat_interval_s=heartbeat_interval_s,
         token_ids=token_ids,
         counted=counted,
@@ -120,6 +143,7 @@ async def subscribe(
             for item in told(await backlog.get()):
                 yield item
     finally:
+        sink.close()
         feed.close()
 
 
@@ -130,6 +154,7 @@ def subscribe_sync(
     counted: bool = False,
     topic: bytes = EVENTS_TOPIC,
     heartbeat_interval_s: float = 0.2,
+    patience_s: float | None = PATIENCE_S,
     keys: KeyPair | None = None,
 ) -> Iterator[StreamEvent]:
     """The same for programs without an event loop. Messages wait in the sockets while the caller is busy."""
@@ -140,6 +165,7 @@ def subscribe_sync(
             counted=counted,
             topic=topic,
             heartbeat_interval_s=heartbeat_interval_s,
+            patience_s=patience_s,
             keys=keys,
         )
         try:

@@ -38,12 +38,16 @@ def own_ray() -> Iterator[None]:
 
     ray.cloudpickle.register_pickle_by_value(fakes)
     folder = local_ray.run_folder()
+    before = dict(os.environ)
     try:
         local_ray.start_local(load_settings({"replicas": "2", "tensor_parallel_size": "2"}, {}), folder)
         yield
     finally:
         local_ray.leave(20)
         local_ray.remove(folder)
+        # A local Ray tells its processes by the environment that it is one; later tests start Rays of other kinds.
+        os.environ.clear()
+        os.environ.update(before)
         ray.cloudpickle.unregister_pickle_by_value(fakes)
 
 

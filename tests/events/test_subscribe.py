@@ -7,7 +7,7 @@ from itertools import islice
 
 import pytest
 
-from homing.events import CacheMirror, EventPublisher, subscribe, subscribe_sync
+from homing.events import CacheMirror, EventPublisher, PublisherGone, subscribe, subscribe_sync
 from homing.events.subscribe import Backlog
 from homing.events.subscription import Apply, Reset
 
@@ -75,3 +75,53 @@ async def test_a_consumer_that_waits_is_woken() -> None:
     backlog.put(Apply(0, 1.0, []))
 
     assert await asyncio.wait_for(waiting, 20) == Apply(0, 1.0, [])
+
+
+async def test_a_reader_learns_that_the_publisher_is_gone(make_publisher: Publishers) -> None:
+    """One that was rebuilt elsewhere is never heard again at this address: waiting for it would look like peace."""
+    publisher = make_publisher()
+    endpoints = publisher.start()
+    store(publisher, 1)
+    publisher.flush()
+    seen = []
+
+    async def follow() -> None:
+        async with aclosing(subscribe(endpoints, heartbeat_interval_s=0.02, patience_s=0.5)) as stream:
+            async for item in stream:
+                seen.append(item)
+                publisher.close()
+
+    with pytest.raises(PublisherGone, match="other addresses"):
+        await asyncio.wait_for(follow(), 20)
+
+    assert seen
+
+
+async def test_a_publisher_that_is_only_quiet_is_waited_for(make_publisher: Publishers) -> None:
+    """Its heartbeats are signs of life enough."""
+    publisher = make_publisher()
+    endpoints = publisher.start()
+    store(publisher, 1)
+    publisher.flush()
+
+    mirror = CacheMirror()
+    async with asyncio.timeout(20), aclosing(subscribe(endpoints, heartbeat_interval_s=0.05, patience_s=0.7)) as stream:
+        while not len(mirror):
+            mirror.apply((await anext(stream)).event)
+        waiting = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(1.5)
+        assert not waiting.done()
+        store(publisher, 2)
+        publisher.flush()
+        assert (await waiting).event is not None
+
+
+async def test_nobody_there_is_told_too(make_publisher: Publishers) -> None:
+    """A wrong address, or a cluster that has ended."""
+    publisher = make_publisher()
+    endpoints = publisher.start()
+    publisher.close()
+
+    with pytest.raises(PublisherGone):
+        async with asyncio.timeout(20), aclosing(subscribe(endpoints, patience_s=0.3)) as stream:
+            await anext(stream)
