@@ -68,15 +68,19 @@ class Console:
         body = json.dumps({"model": model, **REQUEST})
         program, url = self._program, status.url
         headers = "-H 'content-type: application/json'"
+        api_key = curve_keys = ""
         if settings.router.api_keys_file:
             headers += " -H 'authorization: Bearer KEY'"
+            api_key = " --api-key KEY"
+        if settings.events.events_curve_keys:
+            curve_keys = f" --events-curve-keys {settings.events.events_curve_keys}"
         rule = "─" * min(100, shutil.get_terminal_size().columns)
         rows = [
             ("api", f"{url}/v1   (OpenAI-compatible)"),
             *[("metrics", f"{each}/metrics") for each in status.router_urls or (url,)],
             ("status", f"{program} status{name}"),
-            ("explain", f'{program} explain{name} "Tell me a story about a fox."'),
-            ("watch", f"{program} watch{name}"),
+            ("explain", f'{program} explain{name}{api_key} "Tell me a story about a fox."'),
+            ("watch", f"{program} watch{name}{curve_keys}"),
             ("stop", f"{program} stop{name}" if detached else f"Ctrl-C, or: {program} stop{name}"),
         ]
         self.line(f"{rule}\nhoming is ready: {model} on {_replicas(settings)}\n")

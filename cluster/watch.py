@@ -93,7 +93,7 @@ class Viewing:
     wanted: Wanted = Wanted()
     as_json: bool = False
     rates_s: float | None = None  #: a summary so often instead of events
-    record: Path | None = None  #: every event goes into this file, too, whatever is shown
+    record: Path | None = None  #: every event of these replicas goes into this file, too, whatever is shown
 
 
 def watch(settings: Settings, out: TextIO, viewing: Viewing, *, url: str | None) -> int:

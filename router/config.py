@@ -77,7 +77,9 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         float, Meta(gt=0, description="how long cache_control keeps a prefix whose ttl is not given")
     ] = 300.0
     pin_max_ttl_s: Annotated[float, Meta(gt=0, description="longest ttl that cache_control may ask for")] = 3600.0
-    access_log: Annotated[str, Meta(description="file for one line per request; -: standard error; empty: none")] = "-"
+    access_log: Annotated[
+        str, Meta(description="file for one line per request; -: standard error of the router process; empty: none")
+    ] = "-"
     cors_origins: Annotated[
         str, Meta(description="origins, separated by commas, whose pages may call the server; *: all; empty: none")
     ] = ""
