@@ -26,11 +26,6 @@ def find_model(settings: ReplicaSettings) -> Path:
     return _checked(_fetch(settings.model, settings.revision or None))
 
 
-def is_local(settings: ReplicaSettings) -> bool:
-    """Whether the model is there without asking the hub."""
-    return settings.model == DEMO or Path(settings.model).expanduser().is_dir()
-
-
 def _is_path(model: str) -> bool:
     return model.startswith((".", "/", "~")) or model.count("/") > 1
 

@@ -1,6 +1,5 @@
 """What a simulation found out, in numbers that do not grow with the trace. Pure: fed request by request."""
 
-from bisect import bisect_left
 from dataclasses import dataclass, field
 from math import exp, log
 
@@ -142,9 +141,3 @@ class Result:
     ttft_curve: list[tuple[float, float]] = field(default_factory=list)
     ttft_over_time: list[tuple[float, float]] = field(default_factory=list)
     hits_over_time: list[tuple[float, float]] = field(default_factory=list)
-
-
-def share_below(curve: list[tuple[float, float]], seconds: float) -> float:
-    """Share of a curve's values up to so many seconds."""
-    at = bisect_left(curve, (seconds, 0.0))
-    return curve[at - 1][1] if at else 0.0
