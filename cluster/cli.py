@@ -87,7 +87,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if unknown:
         known = commands[arguments.command].flags() if arguments.command else []
         word = unknown[0].partition("=")[0]
-        raise SettingsError(f"homing {arguments.command or ''}: unknown argument {word}{nearest(word, known)}")
+        where = f"{arguments.command}: " if arguments.command else ""
+        raise SettingsError(f"{where}unknown argument {word}{nearest(word, known)}")
     return arguments
 
 
@@ -339,13 +340,13 @@ def _add_setting(parser: Any, setting: Setting) -> None:
     text = f"{setting.description} (default: {default})".replace("%", "%%")
     if setting.bare_type is bool:
         parser.add_argument(
-            setting.flag, dest=setting.name, action=argparse.BooleanOptionalAction, default=None, help=text
+            *setting.flags, dest=setting.name, action=argparse.BooleanOptionalAction, default=None, help=text
         )
         return
     metavar = "|".join(setting.choices) if setting.choices else setting.bare_type.__name__.upper()
     action = JoinAction if setting.repeatable else None
     parser.add_argument(
-        setting.flag, dest=setting.name, metavar=metavar, help=text, **({"action": action} if action else {})
+        *setting.flags, dest=setting.name, metavar=metavar, help=text, **({"action": action} if action else {})
     )
 
 

@@ -36,7 +36,11 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         int, Meta(ge=1, le=64, description="router processes on one port, each of which hears all replicas")
     ] = 1
     ray_address: Annotated[
-        str, Meta(description="Ray cluster to join, such as auto or host:6379; empty: a local one of our own")
+        str,
+        Meta(
+            description="Ray cluster to join, such as auto or host:6379; empty: a local one of our own",
+            extra={"alias": "--address"},
+        ),
     ] = ""
     cpus_per_rank: Annotated[
         float, Meta(ge=0, description="logical CPUs that Ray reserves for a rank; a share of scheduling, no limit")
@@ -91,6 +95,12 @@ class Setting:
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """All spellings of its flag; the first is the one that messages use."""
+        alias = (self.meta.extra or {}).get("alias")
+        return (self.flag, alias) if alias else (self.flag,)
 
     @property
     def variable(self) -> str:
@@ -273,7 +283,7 @@ def markdown() -> str:
 def _row(setting: Setting) -> str:
     default = {"": "empty", "True": "true", "False": "false"}.get(str(setting.default), str(setting.default))
     return (
-        f"| `{setting.name}` | `{setting.flag}` | `{setting.variable}` | {default} "
+        f"| `{setting.name}` | {', '.join(f'`{flag}`' for flag in setting.flags)} | `{setting.variable}` | {default} "
         f"| {_allowed(setting)} | {setting.description} |"
     )
 

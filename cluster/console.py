@@ -5,6 +5,7 @@ Writes to the stream it was given, so that the rest of the process (Ray prints t
 
 import json
 import logging
+import shlex
 import shutil
 import sys
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from .. import __version__
-from .config import Settings
+from .config import Settings, state_folder
 from .spec import ClusterStatus, GangStatus, Notice
 
 REQUEST = {"messages": [{"role": "user", "content": "Tell me a story about a fox."}], "temperature": 0}
@@ -64,7 +65,7 @@ class Console:
 
     def banner(self, status: ClusterStatus, model: str, settings: Settings, *, detached: bool) -> None:
         """How to use what now runs."""
-        name = "" if settings.cluster.name == "default" else f" --name {settings.cluster.name}"
+        name = _address_flags(settings)
         body = json.dumps({"model": model, **REQUEST})
         program, url = self._program, status.url
         headers = "-H 'content-type: application/json'"
@@ -89,12 +90,25 @@ class Console:
 
 
 def program() -> str:
-    """How a person at this prompt calls this command: by its bare name only where the shell would find it."""
-    if shutil.which("homing"):
+    """How a person at this prompt calls this very command: by its bare name only where the shell would find it."""
+    return called(Path(sys.executable), shutil.which("homing"), Path.cwd())
+
+
+def called(interpreter: Path, found: str | None, here: Path) -> str:
+    """The words that run the `homing` of `interpreter` from the folder `here`; `found` is what the shell finds."""
+    script = interpreter.with_name("homing")
+    if not script.exists():
+        return f"{shlex.quote(str(interpreter))} -m homing.cluster.cli"
+    if found is not None and Path(found).exists() and Path(found).samefile(script):
         return "homing"
-    script = Path(sys.executable).with_name("homing")
-    here = Path.cwd()
-    return str(script.relative_to(here) if script.is_relative_to(here) else script)
+    return shlex.quote(str(script.relative_to(here) if script.is_relative_to(here) else script))
+
+
+def _address_flags(settings: Settings) -> str:
+    """What a command needs to find this cluster from another terminal, where no variable may be set."""
+    name, folder = settings.cluster.name, state_folder(settings)
+    name_flag = "" if name == "default" else f" --name {name}"
+    return name_flag + (f" --state-dir {shlex.quote(str(folder))}" if settings.cluster.state_dir else "")
 
 
 def _replicas(settings: Settings) -> str:

@@ -29,7 +29,7 @@ def explain(
 def request_body(prompt: str | None, file: str | None, *, raw: bool) -> dict[str, Any]:
     """What is asked about: a prompt, sent as one user message or `raw`, or the request body in a file."""
     if (prompt is None) == (file is None):
-        raise SettingsError("homing explain: give a prompt, or --body FILE with the JSON of a request")
+        raise SettingsError("explain: give a prompt, or --body FILE with the JSON of a request")
     if file is not None:
         return _read(Path(file))
     return {"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -75,7 +75,14 @@ class Notebook:
         if note is not None and note.process() is not None:
             return note
         self.sweep(name)
-        raise NotRunning(f"no cluster {name!r} is running (start one with: homing serve)")
+        others = self.others(name)
+        remedy = f"there {addressed(others)}" if others else "start one with: homing serve"
+        raise NotRunning(f"no cluster {name!r} is running; {remedy}")
+
+    def others(self, name: str) -> list[Note]:
+        """The notes of all clusters that live under other names."""
+        notes = [self.read(path.stem) for path in sorted(self.folder.glob("*.json"))]
+        return [note for note in notes if note is not None and note.name != name and note.process() is not None]
 
     def write(self, note: Note) -> None:
         """Replace the note, whole or not at all."""
@@ -125,6 +132,12 @@ class Notebook:
         with os.fdopen(handle, "wb") as file:
             file.write(msgspec.json.encode(note))
         return Path(path)
+
+
+def addressed(notes: Sequence[Note]) -> str:
+    """What runs, in words, each with the flag that chooses it."""
+    words = [f"{note.name} at {note.url or note.phase} (--name {note.name})" for note in notes]
+    return f"{'is' if len(words) == 1 else 'are'} {', '.join(words)}"
 
 
 def own_note(name: str, model: str, log: str | None) -> Note:

@@ -7,7 +7,8 @@ from typing import Any, TextIO
 from prometheus_client.parser import text_string_to_metric_families
 
 from .client import get_json, get_text, router_urls
-from .config import Settings
+from .config import Settings, state_folder
+from .state import Notebook, addressed
 
 COLUMNS = ("replica", "state", "events", "ranks", "node", "running", "waiting", "kv used", "cached", "hit rate")
 QUERIES, HITS = "homing_prefix_cache_queries_tokens_total", "homing_prefix_cache_hits_tokens_total"
@@ -24,6 +25,8 @@ def status(settings: Settings, out: TextIO, *, as_json: bool) -> int:
         return 0
     rates = hit_rates(get_text(f"{url}/metrics"))
     print(render(settings.cluster.name, url, views, rates, routers), file=out)
+    if others := Notebook(state_folder(settings)).others(settings.cluster.name):
+        print(f"beside it there {addressed(others)}", file=out)
     return 0
 
 

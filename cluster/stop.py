@@ -7,7 +7,7 @@ import psutil
 
 from .config import Settings, state_folder
 from .errors import StopFailed
-from .state import Notebook, wait_gone
+from .state import Notebook, addressed, wait_gone
 
 #: Beyond what the serving process allows itself for an orderly end.
 GRACE_S = 15.0
@@ -27,6 +27,8 @@ def stop(settings: Settings, out: TextIO, *, force: bool) -> int:
         raise StopFailed(f"cluster {name!r} did not end in time (pids {pids}); kill it with homing stop --force")
     notebook.sweep(name)
     print(f"stopped {name} (pid {note.pid}) in {time.monotonic() - began:.1f} s", file=out)
+    if others := notebook.others(name):
+        print(f"still there {addressed(others)}", file=out)
     return 0
 
 

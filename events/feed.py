@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 Struct = TypeVar("Struct", bound=msgspec.Struct)
 
 _EVENTS_HIGH_WATER_MARK = 100_000
+#: Why a publisher that lets in only listed clients does not know our key.
+_NO_KEYS = "no key was given, so an unlisted one was shown: give keys (homing watch: --events-curve-keys DIR)"
 
 
 class FeedSink(Protocol):
@@ -99,6 +101,7 @@ class EventFeed:
         self._endpoints = endpoints
         self._sink = sink
         self._tap = tap
+        self._keyless = keys is None
         self._keys = keys or (new_pair() if endpoints.curve_key else None)
         self._handshakes = Handshakes()
         self._own_context = context is None
@@ -255,7 +258,8 @@ class EventFeed:
             reader.drain()
         self._run(self._subscription.on_disconnect())
         if self._handshakes.refusal is not None and self._readers:
-            self._refuse(KeysRefused(self._endpoints.events, self._handshakes.refusal))
+            why = self._handshakes.refusal
+            self._refuse(KeysRefused(self._endpoints.events, f"{why}; {_NO_KEYS}" if self._keyless else why))
 
     def _refuse(self, error: KeysRefused) -> None:
         self.refused_connections += 1

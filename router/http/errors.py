@@ -11,6 +11,7 @@ import msgspec
 
 from ..errors import InvalidRequest, MissingKey, RouterError, UnknownKey, WrongMethod
 from .exchange import Exchange
+from .schema import EXPECTED
 
 log = logging.getLogger(__name__)
 
@@ -59,11 +60,11 @@ def fail(exchange: Exchange, error: RouterError) -> None:
         exchange.respond(error_body(error), status=error.http_status, headers=error_headers(error).items())
 
 
-def from_msgspec(error: msgspec.ValidationError) -> InvalidRequest:
-    """What a body's decoder found, as the caller's error with the field's name."""
+def from_msgspec(error: msgspec.ValidationError, within: str = "") -> InvalidRequest:
+    """What a decoder found in a body, or in its field `within`, as the caller's error with the field's name."""
     text = str(error)
     path = _PATH.search(text)
-    where = path[1] if path else ""
+    where = ".".join(filter(None, (within, path[1] if path else "")))
     if field := _FIELD_OF_OBJECT.search(text):
         name = f"{where}.{field[2]}" if where else field[2]
         what = "is not known here" if field[1] == "contains unknown" else "is required"
@@ -71,4 +72,5 @@ def from_msgspec(error: msgspec.ValidationError) -> InvalidRequest:
     reason = text.split(" - at ")[0].replace("`", "").replace(" | null", "")
     if not where:
         return InvalidRequest(f"the body is no request: {reason[0].lower()}{reason[1:]}")
-    return InvalidRequest(f"field {where!r}: {reason[0].lower()}{reason[1:]}", param=where)
+    expected = "".join(f"; {words}" for end, words in EXPECTED.items() if where.endswith(end))
+    return InvalidRequest(f"field {where!r}: {reason[0].lower()}{reason[1:]}{expected}", param=where)

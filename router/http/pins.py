@@ -13,6 +13,7 @@ from ..config import RouterSettings
 from ..errors import InvalidRequest, TemplateRefusal
 from ..text.template import Chat
 from ..text.tokenizer import TextModel
+from .errors import from_msgspec
 from .schema import CacheControl, MessageBody
 from .validate import text_of
 
@@ -85,7 +86,7 @@ def _control(given: Any, param: str) -> CacheControl | None:
     try:
         return msgspec.convert(given, CacheControl)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"field {param!r}: {error}", param=param) from error
+        raise from_msgspec(error, param) from error
 
 
 async def chat_pins(

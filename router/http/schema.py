@@ -145,6 +145,13 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tokens: list[NonNegative]
 
 
+#: What fields take whose decoder names no choices, by the end of their path.
+EXPECTED = {
+    "cache_control.ttl": "give seconds above 0, or one of '5m' and '1h'",
+    "cache_control.type": "the only one is 'ephemeral'",
+    "role": "one of system, developer, user, assistant, tool and function",
+}
+
 COMPLETION = msgspec.json.Decoder(CompletionBody)
 CHAT = msgspec.json.Decoder(ChatBody)
 TOKENIZE = msgspec.json.Decoder(TokenizeBody)

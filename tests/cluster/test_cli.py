@@ -38,6 +38,7 @@ def test_flags_become_settings() -> None:
         (["serve", "--replicas", "none"], "flag --replicas: 'none'"),
         (["serve", "a", "--model", "b"], "named twice"),
         (["stop", "--port", "1"], "unknown argument --port"),
+        (["serve", "--ray-address", "a:1", "--adress", "b:1"], "unknown argument --adress; did you mean --address?"),
     ],
 )
 def test_a_mistake_is_named(words: list[str], expected: str) -> None:
@@ -46,6 +47,20 @@ def test_a_mistake_is_named(words: list[str], expected: str) -> None:
         settings_of(parse(words))
 
     assert expected in str(caught.value)
+
+
+def test_no_mistake_is_told_with_the_name_of_the_program() -> None:
+    """The entry point puts it in front: twice would look like a mistake of ours."""
+    for words in (["explain"], ["explain", "x", "--nay"], ["--nay"], ["nay"]):
+        with pytest.raises(SettingsError) as caught:
+            run(words, io.StringIO())
+        assert not str(caught.value).startswith("homing")
+
+
+def test_a_running_ray_cluster_is_joined_by_either_flag() -> None:
+    """Ray's own tools call it --address."""
+    for flag in ("--address", "--ray-address"):
+        assert settings_of(parse(["serve", flag, "auto"])).cluster.ray_address == "auto"
 
 
 def test_no_command_shows_the_commands() -> None:

@@ -48,6 +48,21 @@ def test_a_stale_note_is_swept_away_with_what_its_process_left(notebook: Noteboo
     assert not left.exists()
 
 
+def test_who_asks_for_a_name_that_does_not_run_is_told_what_does(notebook: Notebook) -> None:
+    """Without `--name` one asks for `default`, which nobody may have started."""
+    with pytest.raises(NotRunning, match=r"no cluster 'default' is running; start one with: homing serve$"):
+        notebook.running("default")
+
+    with notebook.claim(own_note("blue", "demo", None)), notebook.claim(own_note("green", "demo", None)):
+        notebook.write(msgspec.structs.replace(own_note("green", "demo", None), url="http://h:1"))
+        with pytest.raises(NotRunning) as caught:
+            notebook.running("default")
+        assert notebook.running("green").url == "http://h:1"
+        assert [note.name for note in notebook.others("green")] == ["blue"]
+
+    assert str(caught.value).endswith("there are blue at starting (--name blue), green at http://h:1 (--name green)")
+
+
 def test_a_reused_pid_is_not_taken_for_the_cluster(notebook: Notebook) -> None:
     """`homing stop` must never end somebody else's process."""
     note = own_note("default", "demo", None)

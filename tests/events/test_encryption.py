@@ -104,6 +104,19 @@ async def test_an_unknown_client_is_told_and_counted_on_both_sides(
     assert not sink.live
 
 
+async def test_a_client_without_keys_is_told_that_it_gave_none(
+    make_publisher: Publishers, follow: Follow, server: ServerKeys
+) -> None:
+    """Its author may not know that there are any: "our key" would say nothing to him."""
+    publisher, sink = make_publisher(keys=server), FoldingSink()
+
+    follow(publisher.start(), sink, None)
+    await until(lambda: sink.refusals)
+
+    assert "no key was given" in str(sink.refusals[0])
+    assert "--events-curve-keys" in str(sink.refusals[0])
+
+
 @pytest.mark.parametrize("reader_encrypts", [True, False])
 async def test_keys_of_another_server_are_told(
     make_publisher: Publishers, follow: Follow, server: ServerKeys, reader: KeyPair, reader_encrypts: bool

@@ -98,7 +98,7 @@ async def test_a_mark_changes_no_token_of_the_prompt(client: httpx.AsyncClient, 
         ({"messages": [USER | {"cache_control": KEEP | {"ttl": 1e9}}]}, "messages[0].cache_control.ttl"),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"ttl": 1}}]}]},
-            "messages[0].content[0].cache_control",
+            "messages[0].content[0].cache_control.type",
         ),
         ({"messages": [USER | {"cache_control": KEEP}] * 5}, "messages"),
     ],
@@ -144,6 +144,21 @@ async def test_pins_are_on_the_tenant_s_account_not_the_key_s_text(client: httpx
     first, narrowed, other = (request.pins[0].tenant for request in backend.requests)
     assert first == narrowed != other
     assert len(first) == 16
+
+
+@pytest.mark.parametrize("ttl", ["7m", -1, 0, ["5m"]])
+@pytest.mark.parametrize("marks", ["body", "message", "part"])
+async def test_a_wrong_time_is_refused_with_what_it_may_be(client: httpx.AsyncClient, ttl: object, marks: str):
+    """Two words and a number are allowed, which nobody guesses."""
+    control = {"cache_control": KEEP | {"ttl": ttl}}
+    part = {"type": "text", "text": "x"}
+    message = {"role": "user", "content": [part | control] if marks == "part" else "x"}
+    body = {"messages": [message | (control if marks == "message" else {})]} | (control if marks == "body" else {})
+
+    error = (await client.post(CHAT, json=body)).json()["error"]
+
+    assert error["param"].endswith("cache_control.ttl")
+    assert "give seconds above 0, or one of '5m' and '1h'" in error["message"]
 
 
 class Picky(TextModel):
