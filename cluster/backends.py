@@ -35,7 +35,8 @@ from .errors import ModelUnavailable, SettingsError, StartFailed
 from .logs import set_up_logging
 from .loop import fast_loop
 from .model import find_model
-from .serve import check_port, named, with_api_keys
+from .preflight import check_front, check_tokenizer
+from .serve import named, with_api_keys
 from .spec import ClusterStatus
 from .state import Note, Notebook, own_note
 
@@ -57,9 +58,11 @@ def serve_backends(settings: Settings, out: TextIO, *, detached: bool = False) -
     notebook, name = Notebook(state_folder(settings)), settings.cluster.name
     note = own_note(name, settings.replica.model, str(notebook.log_path(name)) if detached else None)
     with notebook.claim(note):
-        check_port(settings.router.host, settings.router.port)
+        check_front(settings.router)
+        model_dir = find_model(settings.replica)
+        check_tokenizer(model_dir)
         set_up_logging(settings.cluster.log_level)
-        serving = Serving(settings, engines, api_key, find_model(settings.replica), console, notebook, note)
+        serving = Serving(settings, engines, api_key, model_dir, console, notebook, note)
         with asyncio.Runner(loop_factory=fast_loop) as runner:
             return runner.run(serving.run(detached=detached))
 

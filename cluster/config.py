@@ -6,6 +6,7 @@ nothing of what the settings do.
 """
 
 import difflib
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -240,12 +241,15 @@ def _where(key: str) -> str:
 
 def _convert(setting: Setting, given: Given) -> Any:
     try:
-        return msgspec.convert(given.value, setting.type, strict=given.typed)
+        value = msgspec.convert(given.value, setting.type, strict=given.typed)
     except msgspec.ValidationError as error:
         hint = nearest(str(given.value), setting.choices) if setting.choices else ""
         raise SettingsError(
             f"{given.origin}: {given.value!r} does not do for {setting.name}: {_reason(setting, error)}{hint}"
         ) from error
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SettingsError(f"{given.origin}: {given.value!r} does not do for {setting.name}: give a finite number")
+    return value
 
 
 def _reason(setting: Setting, error: msgspec.ValidationError) -> str:

@@ -2,8 +2,8 @@
 
     ClusterError
     ├── SettingsError        the user's: an unknown or malformed setting; says which, where it stands and what is near
-    ├── ModelUnavailable     the user's: no such folder, no such model on the hub, or no way to get there
-    ├── PortTaken            the user's: another program listens on the wanted address
+    ├── ModelUnavailable     the user's: no such folder or model on the hub, no way to get there, or a torn folder
+    ├── PortTaken            the user's: nobody can listen on the wanted address, mostly as another program does
     ├── AlreadyRunning       the user's: a cluster of this name runs on this machine
     ├── NotRunning           the user's: no cluster of this name runs on this machine
     ├── DoesNotFit           the user's: the machine or cluster lacks the CPUs or GPUs that the settings ask for
@@ -34,7 +34,7 @@ class SettingsError(ClusterError):
 
 
 class ModelUnavailable(ClusterError):
-    """The model is neither here nor to be had."""
+    """The model is neither here nor to be had, or what is here is not whole."""
 
     http_status = 404
     exit_code = 2
@@ -45,10 +45,8 @@ class PortTaken(ClusterError):
 
     exit_code = 2
 
-    def __init__(self, host: str, port: int, reason: str) -> None:
-        super().__init__(
-            f"cannot listen on {host}:{port}: {reason}; choose another port with --port (0 takes any free one)"
-        )
+    def __init__(self, host: str, port: int, reason: str, remedy: str) -> None:
+        super().__init__(f"cannot listen on {host}:{port}: {reason}; {remedy}")
 
 
 class AlreadyRunning(ClusterError):

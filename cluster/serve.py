@@ -7,7 +7,6 @@ import contextlib
 import os
 import secrets
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -24,9 +23,10 @@ from . import local_ray
 from .client import get_json, is_ready
 from .config import Settings, state_folder
 from .console import Console, program
-from .errors import ClusterError, PortTaken, SettingsError, StartFailed
+from .errors import ClusterError, SettingsError, StartFailed
 from .keys import check_keys
 from .model import find_model
+from .preflight import check_folder, check_front
 from .spec import ClusterSpec, ClusterStatus
 from .state import Note, Notebook, own_note
 
@@ -80,25 +80,18 @@ def serve(settings: Settings, out: TextIO, *, detached: bool = False) -> int:
     log = str(notebook.log_path(name)) if detached else None
     note = own_note(name, settings.replica.model, log)
     with notebook.claim(note):
-        check_port(settings.router.host, settings.router.port)
-        if not settings.cluster.ray_address:
-            check_keys(settings.events)
-        model_dir = find_model(settings.replica) if not settings.cluster.ray_address else None
+        check_front(settings.router)
+        model_dir = None if settings.cluster.ray_address else _local_model(settings)
         with _silenced(), _ray(settings, console, notebook, note, detached) as run:
             return _serve(run, model_dir)
 
 
-def check_port(host: str, port: int) -> None:
-    """Raises PortTaken when nobody could listen there: better now than after a minute of loading."""
-    if port == 0:
-        return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise PortTaken(host, port, error.strerror or str(error)) from error
+def _local_model(settings: Settings) -> Path:
+    """The model's folder, where this node is all there is: each node of a joined cluster finds its own."""
+    check_keys(settings.events)
+    folder = find_model(settings.replica)
+    check_folder(folder, settings)
+    return folder
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 StartupError
 └── ModelError
     ├── WeightsMissing             the folder lacks a tensor, or has none at all
+    ├── WeightsTorn                a file of weights is shorter or longer than it says
     ├── UnsupportedModel           the provider cannot run this model; names the reason
     └── TensorParallelUnsupported  it runs, but not split over so many ranks
 """
@@ -18,6 +19,10 @@ class ModelError(StartupError):
 
 class WeightsMissing(ModelError):
     """The folder has no safetensors, or they lack a tensor that the model needs."""
+
+
+class WeightsTorn(ModelError):
+    """A file of weights is not whole: a download that broke off, or a full disk."""
 
 
 class UnsupportedModel(ModelError):

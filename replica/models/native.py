@@ -16,11 +16,10 @@ from ..ranks import RankGroup
 from ..weights import COLUMNS, ROWS, Checkpoint
 from .base import Attend, AttentionRule
 from .errors import TensorParallelUnsupported
+from .families import FAMILIES, split_problem
 from .layers import Linear, rms_norm, rotate, silu_mul
 from .rope import FIXED_KINDS, inverse_frequencies
 from .spec import KvShape, ModelSpec
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def native_problem(config: Any) -> str | None:
@@ -46,17 +45,6 @@ def layer_windows(config: Any) -> list[int | None]:
         return [window] * count
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * count
     return [window if kind == "sliding_attention" else None for kind in kinds]
-
-
-def split_problem(config: Any, ranks: int) -> str | None:
-    """Why a model of this configuration cannot be split over so many ranks, or None."""
-    for what, count in (("attention heads", config.num_attention_heads), ("MLP features", config.intermediate_size)):
-        if count % ranks:
-            return f"{count} {what} do not divide by {ranks} ranks"
-    kv_heads = config.num_key_value_heads
-    if kv_heads % ranks and ranks % kv_heads:
-        return f"{kv_heads} KV heads neither divide by {ranks} ranks nor the other way round"
-    return None
 
 
 @dataclass(slots=True, frozen=True)

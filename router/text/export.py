@@ -17,6 +17,19 @@ from ..errors import TokenizerUnavailable
 TIMEOUT_S = 300.0
 
 
+#: What holds a vocabulary; of the files that transformers reads, a folder has one at least.
+VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "*.tiktoken",
+)
+
+
 class TokenizerParts(msgspec.Struct, frozen=True):
     """All that the text side needs of a tokenizer of transformers."""
 
@@ -26,10 +39,24 @@ class TokenizerParts(msgspec.Struct, frozen=True):
     chat_template: str | dict[str, str] | None
 
 
-def load_parts(folder: Path) -> TokenizerParts:
-    """The tokenizer of a local folder; takes seconds and blocks. Raises TokenizerUnavailable."""
+def check_vocabulary(folder: Path) -> None:
+    """Raises TokenizerUnavailable where there is none: transformers would make a tokenizer that knows no word."""
     if not folder.is_dir():
         raise TokenizerUnavailable(f"no tokenizer can be read from {folder}: there is no such folder")
+    if not any(path.stat().st_size for pattern in VOCABULARIES for path in folder.glob(pattern)):
+        raise TokenizerUnavailable(
+            f"no tokenizer can be read from {folder}: it has no tokenizer.json; save the model's tokenizer there, too"
+        )
+    path = folder / "tokenizer.json"
+    try:
+        msgspec.json.decode(path.read_bytes() if path.is_file() else b"{}")
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TokenizerUnavailable(f"{path} is torn: {error}; fetch the model again") from error
+
+
+def load_parts(folder: Path) -> TokenizerParts:
+    """The tokenizer of a local folder; takes seconds and blocks. Raises TokenizerUnavailable."""
+    check_vocabulary(folder)
     command = [sys.executable, "-m", "homing.router.text.export", str(folder)]
     try:
         done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False)

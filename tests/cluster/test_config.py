@@ -104,6 +104,20 @@ def test_a_malformed_flag_is_named() -> None:
         load_settings({"max_waiting_requests": "0"}, {})
 
 
+def test_no_number_is_without_a_lower_bound() -> None:
+    """A negative size would be found by whoever uses it, in the middle of a start."""
+    numbers = [setting for setting in SETTINGS.values() if setting.bare_type in (int, float)]
+
+    assert [setting.name for setting in numbers if setting.meta.ge is None and setting.meta.gt is None] == []
+
+
+@pytest.mark.parametrize("text", ["inf", "nan"])
+def test_a_number_is_finite(text: str) -> None:
+    """Nobody waits for ever on purpose, and timers refuse it."""
+    with pytest.raises(SettingsError, match=r"--stop-timeout-s.*stop_timeout_s"):
+        load_settings({"stop_timeout_s": text}, {})
+
+
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     """A file that was asked for and is not there must not mean defaults."""
     with pytest.raises(SettingsError, match=r"nowhere\.yaml: No such file"):

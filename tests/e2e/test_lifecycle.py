@@ -1,6 +1,7 @@
 """Starting and ending, in the foreground and in the background; and what is left behind: nothing."""
 
 import json
+import shutil
 import signal
 import socket
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from homing.cluster.state import wait_gone
+from homing.replica.demo import demo_model_path
 
 from .running import LONG_PROMPTS, Serving, homing, orphaned_folders, serving, shared_memory, until
 
@@ -133,12 +135,25 @@ def test_a_name_that_runs_is_not_started_twice(cluster: Serving) -> None:
     assert "running already" in refused.stderr
 
 
+def test_a_torn_model_is_named_before_anything_is_started(tmp_path: Path) -> None:
+    """A download that broke off must cost a second, not a minute."""
+    model = Path(shutil.copytree(demo_model_path(), tmp_path / "model"))
+    (model / "model.safetensors").write_bytes(b"torn")
+
+    refused = homing(tmp_path / "state", "serve", str(model), "--port", "0")
+
+    assert refused.returncode == 2
+    assert "model.safetensors is torn" in refused.stderr
+    assert "ray" not in refused.stdout
+    assert list((tmp_path / "state").iterdir()) == []
+
+
 def test_a_replica_that_cannot_start_ends_the_command_with_its_own_words(tmp_path: Path) -> None:
-    """A torn model folder is the user's to mend: one line, no traceback of Ray."""
+    """What only loading tells is the user's to mend, too: one line, no traceback of Ray."""
     before = orphaned_folders()
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
+    model = Path(shutil.copytree(demo_model_path(), tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "no-such-family"}))
 
     failed = homing(tmp_path / "state", "serve", str(model), "--port", "0", "--replicas", "1")
 

@@ -10,8 +10,9 @@ from transformers import AutoConfig
 from homing.replica.config import ReplicaSettings
 from homing.replica.demo import demo_model_path
 from homing.replica.models.errors import ModelError, UnsupportedModel, WeightsMissing
+from homing.replica.models.families import split_problem
 from homing.replica.models.layers import Linear, packing_problem
-from homing.replica.models.native import NativeModel, layer_windows, native_problem, split_problem
+from homing.replica.models.native import NativeModel, layer_windows, native_problem
 from homing.replica.models.rope import inverse_frequencies
 from homing.replica.runner import ModelRunner
 
