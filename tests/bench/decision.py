@@ -4,7 +4,7 @@
 
 Thread CPU time, median of N. "All" is everything that happens for a prompt: hash, match, expect, score, choose,
 reserve. The index also holds 200,000 other blocks; replicas are idle. Memory is what the interpreter asked for
-(tracemalloc), with no block held by two replicas, which is the worst case.
+(tracemalloc); with no block held by two replicas is the worst case.
 """
 
 import tracemalloc
@@ -55,7 +55,7 @@ def main() -> None:
     rows += [match_row(512, 100.0, name, options.repeats) for name in SPREADS]
     rows += [decision_row(8, 128, None, options.repeats), decision_row(8, 2_000, None, options.repeats)]
     rows += [decision_row(8, TOKENS, 600.0, options.repeats), decision_row(512, TOKENS, None, few)]
-    rows.append(memory_row())
+    rows += [memory_row(8, 1, 60.0), memory_row(512, 1, 60.0), memory_row(8, 2, None), memory_row(512, 512, None)]
     publish(rows, options.out, ["msgspec", "xxhash"])
 
 
@@ -133,18 +133,21 @@ def description(name: str) -> ReplicaDescription:
     )
 
 
-def memory_row() -> Row:
-    """Eight replicas, each with its own 100,000 blocks, stored 8 at a time."""
-    rng, per_replica = Random(1), 100_000
+def memory_row(replicas: int, holders: int, goal: float | None) -> Row:
+    """Of 800,000 held blocks, each on `holders` replicas and stored 8 at a time."""
+    rng, held = Random(1), 800_000
     tracemalloc.start()
     index = PrefixIndex()
-    for replica in range(8):
+    for replica in range(replicas):
         index.join(f"r{replica}", CAPACITY, closed=True)
-        for _ in range(per_replica // 8):
-            index.add(f"r{replica}", [rng.getrandbits(64) for _ in range(8)])
+    for batch in range(held // holders // 8):
+        blocks = [rng.getrandbits(64) for _ in range(8)]
+        for replica in range(holders):
+            index.add(f"r{(batch + replica) % replicas}", blocks)
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    return Row("index memory per replica-block, none shared", "bytes", used / (8 * per_replica), 60.0)
+    sharing = f"each block on {holders}" if holders > 1 else "none shared"
+    return Row(f"index memory per replica-block, {replicas} replicas, {sharing}", "bytes", used / held, goal)
 
 
 def median_us(work: Callable[[], object], repeats: int) -> float:

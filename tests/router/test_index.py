@@ -1,10 +1,12 @@
 """The prefix index against a naive oracle."""
 
+import tracemalloc
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from homing.router.index import PrefixIndex
+from homing.router.index import MAX_SHARED_SETS, STRETCH, PrefixIndex
 
 #: Two replicas promise that what they hold is prefix-closed, two do not.
 CLOSED = {"r0": True, "r1": True, "r2": False, "r3": False}
@@ -134,3 +136,46 @@ def test_bisection_finds_what_a_walk_finds(ends: list[int]) -> None:
             index.add(f"r{number}", chain[:end])
 
     assert jumping.match(chain) == walking.match(chain) == {f"r{number}": end for number, end in enumerate(ends)}
+
+
+@given(st.integers(0, 3), st.booleans())
+def test_many_ends_in_one_prompt_are_found(apart: int, closed: bool) -> None:
+    """Where nearly every block is the last of some replica, halving would read all blocks several times."""
+    chain = list(range(1000, 1200))
+    index = PrefixIndex()
+    for end in range(0, 200, 1 + apart):
+        index.join(f"r{end}", 200, closed=closed or end % 2 == 0)
+        index.add(f"r{end}", chain[:end])
+
+    assert index.match(chain) == {f"r{end}": end for end in range(0, 200, 1 + apart)}
+
+
+def test_a_prompt_longer_than_a_stretch_is_walked_to_its_end() -> None:
+    """A walk reads stretches; holders that change at a seam must not be missed."""
+    chain = list(range(10_000, 12_000))
+    index = PrefixIndex()
+    ends = [STRETCH - 1, STRETCH, STRETCH + 1, 2000]
+    for end in ends:
+        index.join(f"r{end}", 2000, closed=False)
+        index.add(f"r{end}", chain[:end])
+
+    assert index.match(chain) == {f"r{end}": end for end in ends}
+
+
+def test_sets_of_many_replicas_are_kept_once_and_not_for_ever() -> None:
+    """A set of 256 replicas takes 60 bytes: a block must not have its own, nor may sets that are gone pile up."""
+    blocks, index = list(range(2000)), PrefixIndex()
+    tracemalloc.start()
+    for number in range(256):
+        index.join(f"r{number}", 2000, closed=True)
+
+    for number in range(256):
+        index.add(f"r{number}", blocks)
+    shared, _ = tracemalloc.get_traced_memory()
+    for turn in range(4 * MAX_SHARED_SETS):
+        index.remove(f"r{turn % 251}", [turn % 2000])
+    churned, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert shared < 2000 * 100
+    assert churned - shared < (2000 + MAX_SHARED_SETS) * 200
