@@ -4,6 +4,8 @@ Exit codes: 0 done, 1 it failed, 2 the command or its settings are wrong.
 """
 
 import argparse
+import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -160,8 +162,8 @@ def main() -> int:
         print(f"homing: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        # The reader of our output went away (`homing watch | head`); closing stdout again at exit must not complain.
-        sys.stderr.close()
+        # The reader of our output went away (`homing watch | head`); flushing stdout at exit must not complain of it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         return 130
@@ -207,17 +209,16 @@ def _serve_arguments(parser: Parser) -> None:
 
 
 def _watch(arguments: argparse.Namespace, out: TextIO) -> int:
-    from .watch import KINDS, Viewing, Wanted, replay, watch
+    from .watch import Viewing, replay, wanted, watch
 
-    kinds = frozenset(arguments.event or ())
-    for kind in sorted(kinds - set(KINDS)):
-        raise SettingsError(f"--event {kind}: no such event{nearest(kind, KINDS)} (there are: {', '.join(KINDS)})")
-    if arguments.rates is not None and arguments.rates <= 0:
+    if arguments.rates is not None and not 0 < arguments.rates < math.inf:
         raise SettingsError(f"--rates {arguments.rates:g}: give seconds above 0")
-    prefix = (arguments.hash or "").lower()
-    wanted = Wanted(replicas=frozenset(arguments.replica or ()), kinds=kinds, hash_prefix=prefix)
-    record = Path(arguments.record) if arguments.record else None
-    viewing = Viewing(wanted=wanted, as_json=arguments.json, rates_s=arguments.rates, record=record)
+    viewing = Viewing(
+        wanted=wanted(arguments.replica or (), arguments.event or (), arguments.hash or ""),
+        as_json=arguments.json,
+        rates_s=arguments.rates,
+        record=Path(arguments.record) if arguments.record else None,
+    )
     if arguments.replay:
         return replay(Path(arguments.replay), out, viewing)
     return watch(settings_of(arguments), out, viewing, url=arguments.url)
@@ -281,11 +282,15 @@ def _watch_arguments(parser: Parser) -> None:
     parser.add_argument("url", metavar="URL", nargs="?", help="of a cluster; without it, the one that runs here")
     _lookup_arguments(parser)
     _add_setting(parser, SETTINGS["events_curve_keys"])
-    parser.add_argument("--replica", metavar="ID", action="append", help="only this replica; may be given again")
+    parser.add_argument("--replica", metavar="ID", action="append", help="follow only this replica; may be given again")
     parser.add_argument("--event", metavar="KIND", action="append", help="only events of this kind; may be given again")
     parser.add_argument("--hash", metavar="PREFIX", help="only blocks whose hash begins with these hex digits")
     parser.add_argument("--rates", metavar="S", type=float, help="print rates every S seconds instead of events")
-    parser.add_argument("--record", metavar="FILE", help="append every event to this file, too, as JSON lines")
+    parser.add_argument(
+        "--record",
+        metavar="FILE",
+        help="append every event of the replicas that are followed to this file, shown or not",
+    )
     parser.add_argument("--replay", metavar="FILE", help="print a recorded file instead of following a cluster")
     parser.add_argument("--json", action="store_true", help="one JSON object per event, for programs")
 

@@ -1,20 +1,19 @@
 """`homing watch`: the cache events of all replicas as lines, for a person or (`--json`) for a program.
 
-Follows replicas as they come and go; each is read through an `EventFeed`, so what is printed has no hole in it: after a
-gap comes a `reset` with all that is held. Printing only; a tree is somebody else's business.
+Follows replicas as they come and go (`ClusterFeed`), so what is printed has no hole in it: after a gap comes all that
+is held. Printing only; a tree is somebody else's business. JSON lines are those of recordings (`events.record`).
 """
 
 import asyncio
 import contextlib
-import functools
 import itertools
-import json
+import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, Protocol, TextIO
 
 import msgspec
 
@@ -23,46 +22,36 @@ from ..events import (
     BadRecord,
     CacheEvent,
     Cleared,
-    EventEndpoints,
+    ClusterFeed,
+    ClusterUnreachable,
     EventError,
     EventFeed,
     FeedStatus,
     KeyPair,
     KeysRefused,
-    LoadReport,
     Recorded,
     Removed,
-    SnapshotBlock,
+    Source,
     Stored,
+    StreamEvent,
     describe,
     read_lines,
+    remark,
     to_line,
-    wire_name,
 )
 from ..events.keys import reader_keys
-from ..events.messages import EVENTS_TOPIC
 from ..events.stream import told
 from ..events.subscription import Apply, Reset
 from .client import cluster_url, get_json
-from .config import Settings
+from .config import Settings, nearest
 from .errors import ClusterError, SettingsError
 from .tally import Tally
 
-REFRESH_S = 0.5
-#: A cluster that cannot be asked so often in a row is gone.
-PATIENCE = 6
 #: What `--event` may name.
-KINDS = ("stored", "removed", "cleared", "reset", "status", "malformed", "refused")
+KINDS = ("stored", "removed", "cleared", "reset", "joined", "gone", "status", "malformed", "refused")
+_HASH_DIGITS = re.compile(r"[0-9a-f]{0,16}")
 
 Write = Callable[[str], None]
-
-
-@dataclass(slots=True, frozen=True)
-class Source:
-    """One incarnation of a replica."""
-
-    replica_id: str
-    epoch: int
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -73,10 +62,18 @@ class Wanted:
     kinds: frozenset[str] = frozenset()  #: of `KINDS`
     hash_prefix: str = ""  #: first hex digits of a block's name
 
-    def select(self, event: CacheEvent) -> CacheEvent | None:
+    def shows(self, *kinds: str) -> bool:
+        """Whether one of these kinds is wanted."""
+        return not self.kinds or not self.kinds.isdisjoint(kinds)
+
+    def select(self, item: StreamEvent) -> StreamEvent | None:
         """The event, with the blocks that are wanted; None when nothing of it is."""
-        if self.kinds and type(event).__name__.lower() not in self.kinds:
+        if not self.shows(type(item.event).__name__.lower(), *(["reset"] if item.resync else [])):
             return None
+        event = self._with_hashes(item.event)
+        return None if event is None else msgspec.structs.replace(item, event=event)
+
+    def _with_hashes(self, event: CacheEvent) -> CacheEvent | None:
         if not self.hash_prefix or isinstance(event, Cleared):
             return event
         kept = [block for block in event.hashes if f"{block:016x}".startswith(self.hash_prefix)]
@@ -86,6 +83,16 @@ class Wanted:
         return msgspec.structs.replace(event, hashes=kept) if kept else None
 
 
+def wanted(replicas: Collection[str], kinds: Collection[str], hash_prefix: str) -> Wanted:
+    """What the flags of the command ask for. Raises SettingsError."""
+    for kind in sorted(set(kinds) - set(KINDS)):
+        raise SettingsError(f"--event {kind}: no such event{nearest(kind, KINDS)} (there are: {', '.join(KINDS)})")
+    prefix = hash_prefix.lower()
+    if not _HASH_DIGITS.fullmatch(prefix):
+        raise SettingsError(f"--hash {hash_prefix}: a hash is up to 16 hex digits, 0-9 and a-f; give its first ones")
+    return Wanted(replicas=frozenset(replicas), kinds=frozenset(kinds), hash_prefix=prefix)
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Viewing:
     """How `homing watch` was asked."""
@@ -93,35 +100,61 @@ class Viewing:
     wanted: Wanted = Wanted()
     as_json: bool = False
     rates_s: float | None = None  #: a summary so often instead of events
-    record: Path | None = None  #: every event of these replicas goes into this file, too, whatever is shown
+    record: Path | None = None  #: every event of the replicas that are followed goes into this file, shown or not
 
 
 def watch(settings: Settings, out: TextIO, viewing: Viewing, *, url: str | None) -> int:
     """Print until interrupted; returns the exit code. Raises ClusterError when the cluster is gone."""
-    found = cluster_url(settings, url)
+    found = f"{cluster_url(settings, url)}/cluster"
+    check_replicas(viewing.wanted.replicas, listed(get_json(found)), "the cluster")
     try:
         own = reader_keys(settings.events)
     except BadKeys as error:
         raise SettingsError(f"setting events_curve_keys: {error}") from error
     with _recording(viewing.record) as recording:
-        asyncio.run(Watching(found, viewing, _writer(out), own, recording).run())
+        try:
+            asyncio.run(_follow(lambda: _ask(found), Watching(viewing, _writer(out), recording), own))
+        except ClusterUnreachable as error:
+            raise ClusterError(str(error)) from error
     return 0
 
 
 def replay(path: Path, out: TextIO, viewing: Viewing) -> int:
     """Print a recorded file; returns the exit code. Raises SettingsError for a file that is none."""
-    write, wanted = _writer(out), viewing.wanted
+    write, only, seen = _writer(out), viewing.wanted.replicas, set()
     try:
         with path.open("rb") as lines:
-            for replica, item in read_lines(lines):
-                event = wanted.select(item.event)
-                if event is None or (wanted.replicas and replica not in wanted.replicas):
+            for record in read_lines(lines):
+                seen.add(record.replica)
+                item = viewing.wanted.select(record.item)
+                if item is None or (only and record.replica not in only):
                     continue
-                shown = msgspec.structs.replace(item, event=event)
-                write(to_line(Recorded(replica, shown)).decode() if viewing.as_json else describe(replica, shown))
+                shown = record._replace(item=item)
+                write(to_line(shown).decode() if viewing.as_json else describe(record.replica, item))
+    except BrokenPipeError:
+        raise
     except (OSError, BadRecord) as error:
         raise SettingsError(f"cannot replay {path}: {error}") from error
+    check_replicas(only, seen, str(path))
     return 0
+
+
+def listed(view: Any) -> set[str]:
+    """All replicas of which /cluster knows."""
+    return {replica["replica_id"] for kind in ("replicas", "absent", "refused") for replica in view.get(kind, ())}
+
+
+def check_replicas(named: Collection[str], known: Collection[str], where: str) -> None:
+    """Raises SettingsError for a replica that is not there."""
+    for name in sorted(set(named) - set(known)):
+        raise SettingsError(f"--replica {name}: {where} has no such replica (there are: {', '.join(sorted(known))})")
+
+
+def _ask(url: str) -> Any:
+    try:
+        return get_json(url)
+    except ClusterError as error:
+        raise ClusterUnreachable(str(error)) from error
 
 
 def _writer(out: TextIO) -> Write:
@@ -141,211 +174,191 @@ def _recording(path: Path | None) -> Iterator[BinaryIO | None]:
         yield file
 
 
-Lines = Callable[[Source, str, Any], list[str]]
+class Printer(Protocol):
+    """Makes lines."""
+
+    def told(self, source: Source, instruction: Apply | Reset) -> None:
+        """What was stored, removed or cleared, or all that is held."""
+
+    def remark(self, source: Source, kind: str, words: str = "") -> None:
+        """What happened to the stream itself."""
+
+    def rates(self, source: Source, seconds: float, tally: Tally, feed: EventFeed) -> None:
+        """A summary of the last seconds."""
 
 
-def json_lines(source: Source, kind: str, what: Any) -> list[str]:
-    """One object per event: `replica`, `epoch`, `event`, and the event's own fields; hashes are unsigned ints."""
-    head = {"replica": source.replica_id, "epoch": source.epoch, "event": kind}
-    return [json.dumps(head | _fields(what), separators=(",", ":"))]
+class JsonPrinter:
+    """Lines for programs, as recordings have them."""
+
+    def __init__(self, write: Write, wanted: Wanted) -> None:
+        self._write, self._wanted = write, wanted
+
+    def told(self, source: Source, instruction: Apply | Reset) -> None:
+        """A line for each event; what is held is told as a `cleared` and the chains that are there, all `resync`."""
+        for item in told(instruction):
+            if (kept := self._wanted.select(item)) is not None:
+                self._write(to_line(Recorded(source.replica, kept, source.epoch)).decode())
+
+    def remark(self, source: Source, kind: str, words: str = "") -> None:
+        """See `Printer`."""
+        if self._wanted.shows(kind):
+            fields = {"status" if kind == "status" else "message": words} if words else {}
+            self._write(remark(source.replica, source.epoch, kind, **fields).decode())
+
+    def rates(self, source: Source, seconds: float, tally: Tally, feed: EventFeed) -> None:
+        """See `Printer`."""
+        reader = feed.subscription
+        rates = tally.take(seconds, reader.residents.digest.blocks, reader.counters)
+        self._write(
+            remark(source.replica, source.epoch, "rates", ts=time.time(), **msgspec.to_builtins(rates)).decode()
+        )
 
 
-def readable_lines(source: Source, kind: str, what: Any) -> list[str]:
-    """One short line per event."""
-    return [f"{time.strftime('%H:%M:%S')}  {source.replica_id:<5} {kind:<8} {_words(what)}".rstrip()]
+class ReadablePrinter:
+    """Lines for a person; a run of like events in a batch is one."""
 
+    def __init__(self, write: Write, wanted: Wanted) -> None:
+        self._write, self._wanted = write, wanted
 
-def folded(events: Sequence[CacheEvent]) -> list[CacheEvent | tuple[CacheEvent, ...]]:
-    """Runs of one kind as a tuple: for eyes, a batch of many chains is one thing."""
-    runs = [tuple(run) for _, run in itertools.groupby(events, type)]
-    return [run if len(run) > 1 else run[0] for run in runs]
-
-
-class PrintingSink:
-    """Turns what an `EventFeed` hands out into lines."""
-
-    def __init__(self, source: Source, write: Write, *, as_json: bool, wanted: Wanted | None = None) -> None:
-        self._source, self._write = source, write
-        self._fold = not as_json
-        self._lines: Lines = json_lines if as_json else readable_lines
-        self._wanted = wanted or Wanted()
-
-    def apply(self, events: Sequence[CacheEvent]) -> None:
-        """What was stored, removed or cleared."""
-        kept = [left for event in events if (left := self._wanted.select(event)) is not None]
-        for shown in folded(kept) if self._fold else kept:
-            first = shown[0] if isinstance(shown, tuple) else shown
-            self._print(type(first).__name__.lower(), shown)
-
-    def reset(self, blocks: Sequence[SnapshotBlock]) -> None:
-        """All that is held: at the beginning, and after a gap."""
-        self._print("reset", list(blocks))
-
-    def status(self, status: FeedStatus) -> None:
-        """Whether what was printed so far is exact."""
-        self._print("status", status)
-
-    def load(self, report: LoadReport) -> None:
-        """Load reports come many times a second; `homing status` shows them."""
-
-    def malformed(self, error: EventError) -> None:
-        """A message that could not be read."""
-        self._print("malformed", str(error))
-
-    def refused(self, error: KeysRefused) -> None:
-        """The replica does not accept our keys."""
-        self._print("refused", str(error))
-
-    def _print(self, kind: str, what: Any) -> None:
-        if self._wanted.kinds and kind not in self._wanted.kinds:
+    def told(self, source: Source, instruction: Apply | Reset) -> None:
+        """See `Printer`."""
+        if isinstance(instruction, Reset):
+            self.remark(source, "reset", f"holds {_blocks(len(instruction.blocks))}")
             return
-        for line in self._lines(self._source, kind, what):
-            self._write(line)
+        kept = [left.event for item in told(instruction) if (left := self._wanted.select(item)) is not None]
+        for kind, run in itertools.groupby(kept, type):
+            self._line(source, kind.__name__.lower(), _words(list(run)))
+
+    def remark(self, source: Source, kind: str, words: str = "") -> None:
+        """See `Printer`."""
+        if self._wanted.shows(kind):
+            self._line(source, kind, words)
+
+    def rates(self, source: Source, seconds: float, tally: Tally, feed: EventFeed) -> None:
+        """See `Printer`."""
+        reader = feed.subscription
+        self._line(source, "", tally.take(seconds, reader.residents.digest.blocks, reader.counters).words())
+
+    def _line(self, source: Source, kind: str, words: str) -> None:
+        kind = f"{kind:<8} " if kind else ""
+        self._write(f"{time.strftime('%H:%M:%S')}  {source.replica:<5} {kind}{words}".rstrip())
 
 
 class Watching:
-    """The feeds of one `homing watch`."""
+    """The `ClusterSink` of one `homing watch`."""
 
-    def __init__(
-        self, url: str, viewing: Viewing, write: Write, keys: KeyPair | None, recording: BinaryIO | None
-    ) -> None:
-        self._url, self._viewing, self._write, self._keys = url, viewing, write, keys
+    def __init__(self, viewing: Viewing, write: Write, recording: BinaryIO | None) -> None:
+        self._viewing = viewing
+        self._write = write
         self._recording = recording
-        self._feeds: dict[Source, EventFeed] = {}
-        self._tallies: dict[Source, Tally] = {}
+        printer = JsonPrinter if viewing.as_json else ReadablePrinter
+        self._printer: Printer = printer(self._print, viewing.wanted)
+        self._tallies: dict[Source, tuple[Tally, EventFeed]] = {}
+        self._events_shown = viewing.rates_s is None
+        self._ended = asyncio.Event()
+        self._broken: OSError | None = None
 
-    async def run(self) -> None:
-        """Follow until a signal; every replica that comes, too."""
-        ended = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, ended.set)
-        misses, reported = 0, loop.time()
-        try:
-            while not ended.is_set():
-                try:
-                    view = await asyncio.to_thread(get_json, f"{self._url}/cluster")
-                    misses = 0
-                    self.adjust(_sources(view, self._viewing.wanted.replicas))
-                except ClusterError:
-                    misses += 1
-                    if misses >= PATIENCE or not self._feeds:
-                        raise
-                if self._viewing.rates_s is not None and loop.time() - reported >= self._viewing.rates_s:
-                    self._report(loop.time() - reported)
-                    reported = loop.time()
-                await _pause(ended)
-        finally:
-            for feed in self._feeds.values():
-                feed.close()
+    @property
+    def only(self) -> frozenset[str]:
+        """Replicas to follow; empty: all."""
+        return self._viewing.wanted.replicas
 
-    def adjust(self, wanted: dict[Source, EventEndpoints]) -> None:
-        """Follow exactly these."""
-        for source in self._feeds.keys() - wanted.keys():
-            self._feeds.pop(source).close()
-            self._tallies.pop(source)
-            self._say(source, "gone")
-        for source in wanted.keys() - self._feeds.keys():
-            self._say(source, "joined")
-            self._tallies[source] = Tally()
-            sink = PrintingSink(source, self._quiet(), as_json=self._viewing.as_json, wanted=self._viewing.wanted)
-            feed = self._feeds[source] = EventFeed(
-                wanted[source],
-                sink,
-                token_ids=True,
-                counted=not wanted[source].state,
-                topic=EVENTS_TOPIC if wanted[source].state else b"",
-                keys=self._keys if wanted[source].curve_key else None,
-                tap=functools.partial(self._tap, source),
-            )
-            feed.start(asyncio.get_running_loop())
+    def stop(self) -> None:
+        """Wait no more."""
+        self._ended.set()
 
-    def _quiet(self) -> Write:
-        """Where events go: nowhere while only rates are wanted."""
-        return self._write if self._viewing.rates_s is None else lambda _: None
+    async def until_stopped(self) -> None:
+        """Returns after `stop`; meanwhile rates are told, where they are wanted. Raises BrokenPipeError."""
+        reported = time.monotonic()
+        while not await self._stopped_within(self._viewing.rates_s):
+            now = time.monotonic()
+            for source, (tally, feed) in self._tallies.items():
+                self._printer.rates(source, now - reported, tally, feed)
+            reported = now
+        if self._broken is not None:
+            raise self._broken
 
-    def _say(self, source: Source, kind: str) -> None:
-        lines = json_lines if self._viewing.as_json else readable_lines
-        for line in lines(source, kind, None):
-            self._write(line)
+    async def _stopped_within(self, seconds: float | None) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._ended.wait()
+        return self._ended.is_set()
 
-    def _tap(self, source: Source, instruction: Apply | Reset) -> None:
-        self._tallies[source].add(instruction, time.time())
+    def joined(self, source: Source, feed: EventFeed) -> None:
+        """See `ClusterSink`."""
+        self._tallies[source] = Tally(), feed
+        self._printer.remark(source, "joined")
+
+    def gone(self, source: Source) -> None:
+        """See `ClusterSink`."""
+        del self._tallies[source]
+        self._printer.remark(source, "gone")
+
+    def told(self, source: Source, instruction: Apply | Reset) -> None:
+        """See `ClusterSink`."""
+        self._tallies[source][0].add(instruction, time.time())
         if self._recording is not None:
             for item in told(instruction):
-                self._recording.write(to_line(Recorded(source.replica_id, item)) + b"\n")
+                self._recording.write(to_line(Recorded(source.replica, item, source.epoch)) + b"\n")
             self._recording.flush()
+        if self._events_shown:
+            self._printer.told(source, instruction)
 
-    def _report(self, seconds: float) -> None:
-        for source, feed in self._feeds.items():
-            reader = feed.subscription
-            line = self._tallies[source].report(seconds, reader.residents.digest.blocks, reader.counters)
-            self._write(f"{time.strftime('%H:%M:%S')}  {source.replica_id:<5} {line}")
+    def status(self, source: Source, status: FeedStatus) -> None:
+        """See `ClusterSink`."""
+        if self._events_shown:
+            self._printer.remark(source, "status", status.name.lower())
+
+    def malformed(self, source: Source, error: EventError) -> None:
+        """See `ClusterSink`."""
+        if self._events_shown:
+            self._printer.remark(source, "malformed", str(error))
+
+    def refused(self, source: Source, error: KeysRefused) -> None:
+        """See `ClusterSink`."""
+        self._printer.remark(source, "refused", str(error))
+
+    def _print(self, line: str) -> None:
+        """A reader that went away (`| head`) ends the command; here, in a callback of the loop, nobody could."""
+        if self._broken is not None:
+            return
+        try:
+            self._write(line)
+        except BrokenPipeError as error:
+            self._broken = error
+            self.stop()
 
 
-async def _pause(ended: asyncio.Event) -> None:
+async def _follow(ask: Callable[[], Any], watching: Watching, keys: KeyPair | None) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, watching.stop)
+    feed = ClusterFeed(ask, watching, only=watching.only, keys=keys)
+    following = asyncio.ensure_future(feed.run())
+    following.add_done_callback(lambda _: watching.stop())
     try:
-        await asyncio.wait_for(ended.wait(), REFRESH_S)
-    except TimeoutError:
-        return
+        await watching.until_stopped()
+    finally:
+        following.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await following
 
 
-def _sources(view: dict[str, Any], only: frozenset[str]) -> dict[Source, EventEndpoints]:
-    return {
-        Source(replica["replica_id"], replica["epoch"]): msgspec.convert(replica["event_endpoints"], EventEndpoints)
-        for replica in view["replicas"]
-        if (replica.get("event_endpoints") or {}).get("events") and (not only or replica["replica_id"] in only)
-    }
-
-
-def _fields(what: Any) -> dict[str, Any]:
-    match what:
-        case Stored(parent, hashes, token_ids, block_size):
-            return {
-                "parent": parent,
-                "hashes": list(hashes),
-                "token_ids": list(token_ids),
-                "block_size": block_size,
-                "medium": what.medium,
-            }
-        case Removed(hashes):
-            return {"hashes": list(hashes), "medium": what.medium}
-        case list():
-            return {"blocks": [_block(block) for block in what]}
-        case FeedStatus():
-            return {"status": what.name.lower()}
-        case str():
-            return {"message": what}
-        case _:
-            return {}
-
-
-def _block(block: SnapshotBlock) -> dict[str, Any]:
-    parent = None if block.parent is None else wire_name(block.parent)
-    return {"hash": wire_name(block.block_hash), "parent": parent, "token_ids": block.token_ids}
-
-
-def _words(what: Any) -> str:
-    match what:
-        case Stored(parent, hashes):
+def _words(events: Sequence[CacheEvent]) -> str:
+    """What a run of events of one kind is about."""
+    blocks = sum(len(event.hashes) for event in events if not isinstance(event, Cleared))
+    match events:
+        case [Stored(parent, hashes)]:
             after = "the root" if parent is None else f"{parent:016x}"
-            return f"{_blocks(len(hashes))} after {after}, the last is {hashes[-1]:016x}"
-        case Removed(hashes):
-            return (
-                f"{_blocks(len(hashes))}: {' '.join(f'{name:016x}' for name in hashes[:4])}{' …' * (len(hashes) > 4)}"
-            )
-        case list():
-            return f"holds {_blocks(len(what))}"
-        case tuple():
-            blocks = sum(len(event.hashes) for event in what if not isinstance(event, Cleared))
-            parts = "chains" if isinstance(what[0], Stored) else "parts"
-            return f"{_blocks(blocks)} in {len(what)} {parts}" if blocks else f"{len(what)} times"
-        case FeedStatus():
-            return what.name.lower()
-        case Cleared() | None:
+            return f"{_blocks(blocks)} after {after}, the last is {hashes[-1]:016x}"
+        case [Removed(hashes)]:
+            return f"{_blocks(blocks)}: {' '.join(f'{name:016x}' for name in hashes[:4])}{' …' * (blocks > 4)}"
+        case [Cleared()]:
             return ""
+        case [Cleared(), *_]:
+            return f"{len(events)} times"
         case _:
-            return str(what)
+            return f"{_blocks(blocks)} in {len(events)} {'chains' if isinstance(events[0], Stored) else 'parts'}"
 
 
 def _blocks(count: int) -> str:

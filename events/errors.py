@@ -5,6 +5,7 @@ EventError
 ├── EndpointUnusable      an address that cannot be bound or connected, or must not be bound
 ├── BadKeys               a file of CURVE keys that is missing, unreadable or in the way
 ├── PublisherGone         a publisher gives no sign of life for longer than its reader wants to wait
+├── ClusterUnreachable    the router that tells where publishers are does not answer, or is none
 ├── KeysRefused           publisher and reader do not accept each other's CURVE keys
 └── BadRecord             a line of a recorded stream that cannot be read back
 """
@@ -67,6 +68,12 @@ class PublisherGone(EventError):
             "(a replica's stand in /cluster)"
         )
         self.endpoint = endpoint
+
+
+class ClusterUnreachable(EventError):
+    """Who is to be followed cannot be asked."""
+
+    http_status = 502
 
 
 class BadRecord(EventError):

@@ -1,6 +1,6 @@
 """A stream as JSON lines, one event a line, and back: `homing watch --json`, recordings, offline tools. Pure.
 
-Hashes are 16 hex digits: as numbers, readers that use doubles (JavaScript, jq) would round them.
+Hashes and epochs are 16 hex digits: as numbers, readers that use doubles (JavaScript, jq) would round them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,16 +13,21 @@ from .errors import BadRecord
 from .fold import CacheMirror
 from .stream import StreamEvent
 
+#: What a line may tell beside events of the cache: of the stream, not of blocks.
+REMARKS = frozenset({"joined", "gone", "status", "malformed", "refused", "rates"})
+
 
 class Recorded(NamedTuple):
-    """An event and the name of the replica it is from."""
+    """An event, and whose it is."""
 
     replica: str
     item: StreamEvent
+    epoch: int | None = None  #: another one after a rebuild; None: it was not told
 
 
 class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     replica: str
+    epoch: str | None = None
     seq: int | None
     ts: float | None
     event: Literal["stored", "removed", "cleared"]
@@ -36,47 +41,68 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     resync: bool = False
 
 
+class _Kind(msgspec.Struct, frozen=True):
+    event: str
+
+
 def to_line(record: Recorded) -> bytes:
     """One JSON object without a newline."""
-    replica, item = record
-    return msgspec.json.encode(_line(replica, item))
+    return msgspec.json.encode(_line(record))
 
 
-def from_line(line: bytes | str) -> Recorded:
-    """Inverse of `to_line` (extra keys of blocks are not recorded). Raises BadRecord."""
+def remark(replica: str, epoch: int, kind: str, **fields: str | float | None) -> bytes:
+    """A line that tells of a replica's stream, in the same shape. `kind` is one of `REMARKS`."""
+    assert kind in REMARKS, kind
+    return msgspec.json.encode({"replica": replica, "epoch": _hex(epoch), "event": kind, **fields})
+
+
+def from_line(line: bytes | str) -> Recorded | None:
+    """Inverse of `to_line` (extra keys of blocks are not recorded); None for a remark. Raises BadRecord."""
     try:
+        if msgspec.json.decode(line, type=_Kind).event in REMARKS:
+            return None
         read = msgspec.json.decode(line, type=_Line)
-        return Recorded(read.replica, StreamEvent(read.seq, read.ts, _event(read), read.resync))
+        epoch = None if read.epoch is None else int(read.epoch, 16)
+        return Recorded(read.replica, StreamEvent(read.seq, read.ts, _event(read), read.resync), epoch)
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
         raise BadRecord(f"not a recorded event: {error}") from error
 
 
 def read_lines(lines: Iterable[bytes | str]) -> Iterator[Recorded]:
-    """Records of a file or a pipe; empty lines are skipped. Raises BadRecord with the line's number."""
+    """Records of a file or a pipe; remarks and empty lines are skipped. Raises BadRecord with the line's number."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            yield from_line(line)
+            record = from_line(line)
         except BadRecord as error:
             raise BadRecord(f"line {number}: {error}") from error
+        if record is not None:
+            yield record
 
 
 def rebuild(records: Iterable[Recorded]) -> dict[str, CacheMirror]:
     """What every replica holds after these records."""
     mirrors: dict[str, CacheMirror] = {}
-    for replica, item in records:
-        mirrors.setdefault(replica, CacheMirror()).apply(item.event)
+    for record in records:
+        mirrors.setdefault(record.replica, CacheMirror()).apply(record.item.event)
     return mirrors
 
 
-def _line(replica: str, item: StreamEvent) -> _Line:
+def _line(record: Recorded) -> _Line:
+    item = record.item
+    line = _Line(
+        replica=record.replica,
+        epoch=None if record.epoch is None else _hex(record.epoch),
+        seq=item.seq,
+        ts=item.ts,
+        event="cleared",
+        resync=item.resync,
+    )
     match item.event:
         case Stored() as stored:
-            return _Line(
-                replica=replica,
-                seq=item.seq,
-                ts=item.ts,
+            return msgspec.structs.replace(
+                line,
                 event="stored",
                 parent=None if stored.parent is None else _hex(stored.parent),
                 hashes=[_hex(block) for block in stored.hashes],
@@ -85,21 +111,12 @@ def _line(replica: str, item: StreamEvent) -> _Line:
                 medium=stored.medium,
                 group=stored.group,
                 lora_name=stored.lora_name,
-                resync=item.resync,
             )
         case Removed(hashes, medium, group):
-            return _Line(
-                replica=replica,
-                seq=item.seq,
-                ts=item.ts,
-                event="removed",
-                hashes=[_hex(block) for block in hashes],
-                medium=medium,
-                group=group,
-                resync=item.resync,
-            )
+            names = [_hex(block) for block in hashes]
+            return msgspec.structs.replace(line, event="removed", hashes=names, medium=medium, group=group)
         case Cleared():
-            return _Line(replica=replica, seq=item.seq, ts=item.ts, event="cleared", resync=item.resync)
+            return line
 
 
 def _event(line: _Line) -> CacheEvent:
@@ -116,5 +133,5 @@ def _event(line: _Line) -> CacheEvent:
             return Cleared()
 
 
-def _hex(block: int) -> str:
-    return f"{block:016x}"
+def _hex(number: int) -> str:
+    return f"{number:016x}"

@@ -1,4 +1,6 @@
-"""Subscriber SDK: `async for item in subscribe(endpoints)` and its synchronous twin. A thin shell around `EventFeed`.
+"""Subscriber SDK for one publisher: `async for item in subscribe(endpoints)` and its synchronous twin.
+
+A thin shell around `EventFeed`; follow.py follows a whole cluster.
 
 Resyncs happen inside and are told as events (stream.py). Leave the loop and the sockets close; with `async for`, wrap
 the stream in `contextlib.aclosing` to have that happen at once rather than when it is collected.
@@ -28,12 +30,13 @@ PATIENCE_S = 60.0
 class Backlog:
     """What a consumer has still to see, bounded. Pure but for the wake-up."""
 
-    def __init__(self, limit: int, resync: Callable[[], None]) -> None:
+    def __init__(self, limit: int, resync: Callable[[], object], arrived: asyncio.Event | None = None) -> None:
+        """`arrived` is set when something comes; several backlogs may share it."""
         self._limit = limit
         self._resync = resync
         self._waiting: deque[Apply | Reset] = deque()
         self._broken = False
-        self._arrived = asyncio.Event()
+        self._arrived = arrived or asyncio.Event()
         self._failure: EventError | None = None
         #: times that the consumer was too slow
         self.overruns = 0
@@ -61,6 +64,10 @@ class Backlog:
         """Nothing more will come: the consumer gets this behind what waits."""
         self._failure = error
         self._arrived.set()
+
+    def take(self) -> Apply | Reset | None:
+        """The next one, if there is one."""
+        return self._waiting.popleft() if self._waiting else None
 
     async def get(self) -> Apply | Reset:
         """The next one. Raises what `fail` was told."""

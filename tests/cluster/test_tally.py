@@ -11,8 +11,8 @@ def test_a_report_says_rates_since_the_last_one() -> None:
     tally.add(Apply(0, 99.0, [Stored(None, [1, 2, 3]), Removed([4])]), now_s=100.0)
     tally.add(Apply(1, 99.975, [Stored(3, [5])]), now_s=100.0)
 
-    line = tally.report(2.0, 7, Counters(gaps=1, snapshots=3))
-    empty = tally.report(2.0, 7, Counters())
+    line = tally.take(2.0, 7, Counters(gaps=1, snapshots=3)).words()
+    empty = tally.take(2.0, 7, Counters()).words()
 
     words = " ".join(line.split())
     assert words == "stored 2.0/s removed 0.5/s batches 1.0/s lag 25 ms holds 7 blocks gaps 1 resyncs 2"

@@ -9,52 +9,113 @@ import pytest
 
 from homing.cluster.cli import run
 from homing.cluster.errors import SettingsError
-from homing.cluster.watch import PrintingSink, Source, Viewing, Wanted, Watching
+from homing.cluster.watch import JsonPrinter, ReadablePrinter, Viewing, Wanted, Watching, check_replicas, listed
 from homing.events import (
     Cleared,
+    ClusterFeed,
+    EventEndpoints,
+    EventFeed,
     EventPublisher,
     EventsSettings,
     FeedStatus,
     Recorded,
     Removed,
     SnapshotBlock,
+    Source,
     Stored,
     StreamEvent,
     read_lines,
     rebuild,
     to_line,
 )
+from homing.events.subscription import Apply, Reset
 
-SOURCE = Source("r0", 7)
+SOURCE = Source("r0", 2**64 - 7)
 
 
-def printed(lines: object) -> list[str]:
+def printed(printer: type[JsonPrinter] | type[ReadablePrinter], wanted: Wanted = Wanted()) -> list[str]:  # noqa: B008
     out: list[str] = []
-    sink = PrintingSink(SOURCE, out.append, as_json=lines == "json")
-    sink.reset([SnapshotBlock(1, None, [5]), SnapshotBlock(2, 1, [6])])
-    sink.status(FeedStatus.LIVE)
-    sink.apply([Stored(2, [3, 4], [7, 8], 1, "CPU"), Removed([3]), Cleared()])
+    made = printer(out.append, wanted)
+    made.told(SOURCE, Reset(7, 4, [SnapshotBlock(1, None, [5]), SnapshotBlock(2, 1, [6])]))
+    made.remark(SOURCE, "status", "live")
+    made.told(SOURCE, Apply(5, 60.0, [Stored(2, [3, 4], [7, 8], 1, "CPU"), Removed([3]), Cleared()]))
     return out
 
 
-def test_json_lines_carry_all_that_a_tree_needs() -> None:
-    """Another program rebuilds the cache from these lines alone."""
-    reset, status, stored, removed, cleared = [json.loads(line) for line in printed("json")]
+def test_json_lines_are_those_of_a_recording() -> None:
+    """One schema: what a program reads from the pipe it reads from the file, and no number is too large for it."""
+    lines = printed(JsonPrinter)
+    events = [json.loads(line) for line in lines]
 
-    assert all(event["replica"] == "r0" and event["epoch"] == 7 for event in (reset, status, stored, removed, cleared))
-    assert reset["blocks"] == [
-        {"hash": 1, "parent": None, "token_ids": [5]},
-        {"hash": 2, "parent": 1, "token_ids": [6]},
+    assert [event["event"] for event in events] == ["cleared", "stored", "status", "stored", "removed", "cleared"]
+    assert all(event["replica"] == "r0" and event["epoch"] == "fffffffffffffff9" for event in events)
+    assert [event.get("resync", False) for event in events] == [True, True, False, False, False, False]
+    assert events[1]["hashes"] == ["0000000000000001", "0000000000000002"]
+    assert events[2]["status"] == "live"
+    assert [to_line(record).decode() for record in read_lines(lines)] == lines[:2] + lines[3:]
+
+
+def test_a_program_can_choose_what_it_reads() -> None:
+    """What is held anew is both: a reset, and what it says."""
+    kinds = [
+        [json.loads(line)["event"] for line in printed(JsonPrinter, Wanted(kinds=frozenset([kind])))]
+        for kind in ("reset", "stored", "status", "joined")
     ]
-    assert status["status"] == "live"
-    assert (stored["parent"], stored["hashes"], stored["token_ids"], stored["medium"]) == (2, [3, 4], [7, 8], "CPU")
-    assert (removed["event"], removed["hashes"]) == ("removed", [3])
-    assert cleared["event"] == "cleared"
+
+    assert kinds == [["cleared", "stored"], ["stored", "stored"], ["status"], []]
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+async def test_rates_are_lines_of_the_kind_that_was_asked_for(as_json: bool) -> None:
+    """A program that asked for JSON must not meet a table."""
+    lines: list[str] = []
+    watching = Watching(Viewing(as_json=as_json, rates_s=0.01), lines.append, None)
+    nowhere = EventFeed(EventEndpoints(events="", replay="", state="", snapshot=""), IgnoringSink())
+
+    watching.joined(SOURCE, nowhere)
+    watching.told(SOURCE, Apply(5, 60.0, [Stored(None, [3, 4])]))
+    asyncio.get_running_loop().call_later(0.05, watching.stop)
+    await watching.until_stopped()
+
+    if as_json:
+        joined, rates, *_ = [json.loads(line) for line in lines]
+        assert joined == {"replica": "r0", "epoch": "fffffffffffffff9", "event": "joined"}
+        assert (rates["event"], rates["replica"], rates["gaps"]) == ("rates", "r0", 0)
+        assert rates["stored_per_s"] > 0
+        assert list(read_lines(lines)) == []
+    else:
+        assert "stored" in lines[1]
+        assert "/s" in lines[1]
+
+
+class IgnoringSink:
+    """Takes what a feed tells, and does nothing."""
+
+    def __getattr__(self, name: str) -> object:
+        return lambda *_: None
+
+
+async def test_a_reader_that_goes_away_ends_the_command_quietly() -> None:
+    """`homing watch | head`: lines are printed from callbacks of the loop, where an error ends nothing."""
+    attempts = 0
+
+    def gone(_: str) -> None:
+        nonlocal attempts
+        attempts += 1
+        raise BrokenPipeError
+
+    watching = Watching(Viewing(), gone, None)
+    watching.status(SOURCE, FeedStatus.LIVE)
+    watching.status(SOURCE, FeedStatus.STALE)
+
+    with pytest.raises(BrokenPipeError):
+        await watching.until_stopped()
+    assert attempts == 1
 
 
 def test_readable_lines_are_one_per_event() -> None:
     """For eyes."""
-    words = [line.split(maxsplit=2)[2] for line in printed("readable")]
+    words = [line.split(maxsplit=2)[2] for line in printed(ReadablePrinter)]
 
     assert words == [
         "reset    holds 2 blocks",
@@ -68,7 +129,7 @@ def test_readable_lines_are_one_per_event() -> None:
 def shown(wanted: Wanted, *events: object) -> list[str]:
     """The readable lines of one batch, without time and replica."""
     out: list[str] = []
-    PrintingSink(SOURCE, out.append, as_json=False, wanted=wanted).apply(events)
+    ReadablePrinter(out.append, wanted).told(SOURCE, Apply(5, 60.0, events))
     return [" ".join(line.split()[2:]) for line in out]
 
 
@@ -125,6 +186,8 @@ def test_a_replay_as_json_is_the_recording(recording: Path) -> None:
         (["--event", "store"], "did you mean stored"),
         (["--rates", "0"], "above 0"),
         (["--replay", "/nowhere"], "cannot replay /nowhere"),
+        (["--hash", "zz"], "--hash zz: a hash is up to 16 hex digits"),
+        (["--hash", "0" * 17], "up to 16 hex digits"),
     ],
 )
 def test_mistakes_are_told_by_name(words: list[str], told: str) -> None:
@@ -142,14 +205,24 @@ async def test_what_is_followed_is_recorded_whole_whatever_is_shown(tmp_path: Pa
     viewing, lines = Viewing(wanted=Wanted(kinds=frozenset(["status"]))), []
 
     with (tmp_path / "record").open("wb") as record:
-        watching = Watching("http://unused", viewing, lines.append, None, record)
-        watching.adjust({SOURCE: endpoints})
+        feed = ClusterFeed(dict, Watching(viewing, lines.append, record))
+        feed.adjust({SOURCE: endpoints})
         async with asyncio.timeout(20):
             while not any("live" in line for line in lines):  # noqa: ASYNC110 - lines are plain text
                 await asyncio.sleep(0.01)
-        watching.adjust({})
+        feed.adjust({})
     publisher.close()
 
     mirrors = rebuild(read_lines((tmp_path / "record").read_bytes().splitlines()))
     assert mirrors["r0"].parents == {1: None, 2: 1}
-    assert [line.split()[2] for line in lines] == ["joined", "status", "gone"]
+    assert [line.split()[2] for line in lines] == ["status"]
+
+
+def test_a_replica_that_is_not_there_is_named_beside_those_that_are(recording: Path) -> None:
+    """Silence would look like a quiet cache."""
+    view = {"replicas": [{"replica_id": "r0"}], "absent": [{"replica_id": "r1"}], "refused": [{"replica_id": "r2"}]}
+
+    with pytest.raises(SettingsError, match=r"--replica r9: the cluster has no such replica \(there are: r0, r1, r2\)"):
+        check_replicas({"r0", "r1", "r9"}, listed(view), "the cluster")
+    with pytest.raises(SettingsError, match=r"--replica r9: .*events.jsonl has no such replica \(there are: r0, r1\)"):
+        run(["watch", "--replay", str(recording), "--replica", "r9"], io.StringIO())

@@ -69,10 +69,9 @@ def test_the_openai_snippet_prints_a_story(cluster: Serving) -> None:
 @pytest.mark.cluster
 def test_the_subscriber_snippet_prints_what_a_replica_holds(cluster: Serving, tmp_path: Path) -> None:
     """A subscriber that comes late is told the present state first."""
-    (snippet,) = [code for code in python if "subscribe_sync" in code]
+    (snippet,) = [code for code in python if "follow_sync" in code]
     cluster.post("/v1/completions", {"prompt": "Once upon a time " * 40, "max_tokens": 1})
-    holder = until(lambda: holding(cluster), "a replica is known to hold blocks")
-    code = snippet.replace(ADDRESS, cluster.url).replace('["replicas"][0]', f'["replicas"][{holder}]')
+    code = snippet.replace(ADDRESS, cluster.url)
     printed = tmp_path / "printed"
 
     with (
@@ -85,12 +84,6 @@ def test_the_subscriber_snippet_prints_what_a_replica_holds(cluster: Serving, tm
             until(lambda: "Stored(" in printed.read_text() or None, "a stored block is printed")
         finally:
             process.kill()
-
-
-def holding(cluster: Serving) -> int | None:
-    """Place in /cluster of a replica that holds blocks."""
-    known = [replica["indexed_blocks"] > 0 for replica in cluster.cluster()["replicas"]]
-    return known.index(True) if True in known else None
 
 
 def test_every_homing_command_is_understood() -> None:

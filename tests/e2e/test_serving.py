@@ -60,7 +60,7 @@ class Watch:
         """Per replica and epoch: block -> parent, rebuilt from the printed stream alone."""
         trees: dict[tuple[str, int], dict[int, int | None]] = {}
         for event in self.events():
-            tree = trees.setdefault((event["replica"], event["epoch"]), {})
+            tree = trees.setdefault((event["replica"], int(event["epoch"], 16)), {})
             apply(tree, event)
         return trees
 
@@ -72,14 +72,13 @@ class Watch:
 
 def apply(tree: dict[int, int | None], event: dict[str, Any]) -> None:
     match event["event"]:
-        case "reset":
-            tree.clear()
-            tree.update({block["hash"]: block["parent"] for block in event["blocks"]})
         case "stored":
-            tree.update(zip(event["hashes"], [event["parent"], *event["hashes"]], strict=False))
+            names = [int(name, 16) for name in event["hashes"]]
+            first = int(event["parent"], 16) if "parent" in event else None
+            tree.update(zip(names, [first, *names], strict=False))
         case "removed":
             for name in event["hashes"]:
-                del tree[name]
+                del tree[int(name, 16)]
         case "cleared":
             tree.clear()
 

@@ -12,10 +12,11 @@ import msgspec
 import pytest
 import zmq
 
-from homing.events import EventPublisher, messages
+from homing.events import EventPublisher, messages, record
 from homing.events.keys import ServerKeys, new_pair
 
 from .fakes import block, tokens
+from .routers import Listing, serving
 
 PAGE = (Path(__file__).parents[2] / "docs" / "events.md").read_text()
 
@@ -63,6 +64,37 @@ async def test_the_subscriber_of_the_page_follows_a_publisher(
                 break
 
     assert held == {1, 2}
+
+
+async def test_the_cluster_s_subscriber_of_the_page_follows_a_router(
+    make_publisher: Callable[..., EventPublisher],
+) -> None:
+    """All that a program outside has is an address."""
+    (code,) = [part for part in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "def held_by_replica" in part]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    listing, publisher = Listing(), make_publisher()
+    listing.put("r0", 7, publisher.start())
+    publisher.stored(None, [block(1), block(2)], tokens(1, 2))
+    publisher.flush()
+
+    with serving(listing) as url:
+        async with asyncio.timeout(20), contextlib.aclosing(names["held_by_replica"](url)) as states:
+            async for held in states:
+                if held == {"r0": {1, 2}}:
+                    break
+
+    assert held == {"r0": {1, 2}}
+
+
+def test_every_key_of_a_json_line_is_documented() -> None:
+    """jq and JavaScript have only this page, too."""
+    section = PAGE.split("## As JSON lines\n", 1)[1].split("\n## ", 1)[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    documented = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+
+    assert documented == set(record._Line.__struct_fields__)
+    assert all(f"`{kind}`" in section for kind in record.REMARKS)
 
 
 def test_the_plain_pyzmq_reader_of_the_page_follows_a_publisher(

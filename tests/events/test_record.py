@@ -16,8 +16,10 @@ from homing.events import (
     from_line,
     read_lines,
     rebuild,
+    remark,
     to_line,
 )
+from homing.events.record import REMARKS
 
 HASHES = st.integers(0, 2**64 - 1)
 EVENTS = st.one_of(
@@ -38,6 +40,7 @@ RECORDS = st.builds(
     Recorded,
     st.text(max_size=5),
     st.builds(StreamEvent, st.none() | st.integers(0), st.none() | st.floats(0, 2e9), EVENTS, st.booleans()),
+    st.none() | HASHES,
 )
 
 
@@ -78,6 +81,15 @@ def test_each_replicas_tree_is_rebuilt_from_a_mixed_recording() -> None:
     trees = rebuild(read_lines(lines))
 
     assert {name: tree.parents for name, tree in trees.items()} == {"r0": {1: None}, "r1": {1: None}}
+
+
+@pytest.mark.parametrize("kind", sorted(REMARKS))
+def test_what_is_told_of_the_stream_itself_is_no_event_of_the_cache(kind: str) -> None:
+    """`homing watch --json` prints both into one file, which is a recording all the same."""
+    line = remark("r0", 2**64 - 1, kind, message="x")
+
+    assert json.loads(line) == {"replica": "r0", "epoch": "f" * 16, "event": kind, "message": "x"}
+    assert list(read_lines([line])) == []
 
 
 @pytest.mark.parametrize(
