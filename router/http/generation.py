@@ -198,26 +198,23 @@ class Generation:
             if step.ending:
                 self._ended(choice)
         except RouterError as error:
-            self.fail(error)
+            self._break(error)
         except Exception as error:  # raised further, it would end what others' tokens are part of
             log.exception("answer_crashed request_id=%s", self._exchange.id)
-            self._crash(RouterError(f"internal error: {type(error).__name__}"))
+            self._break(RouterError(f"internal error: {type(error).__name__}"))
 
     def fail(self, error: RouterError) -> None:
         """A choice broke, and with it the answer."""
-        if self.over:
-            return
-        self._close()
+        if not self.over:
+            self._break(error)
+
+    def _break(self, error: RouterError) -> None:
+        """What came could not be made an answer of; once all choices are over, the whole could not."""
+        if not self.over:
+            self._close()
         if not self._answer.fail(self, error):
             fail(self._exchange, error)
         self._let_go()
-
-    def _crash(self, error: RouterError) -> None:
-        """What came could not be made an answer of; when all choices are over, the whole answer could not."""
-        if self.over:
-            fail(self._exchange, error)
-            self._let_go()
-        self.fail(error)
 
     def _lose(self) -> None:
         """The client left."""

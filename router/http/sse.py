@@ -82,8 +82,8 @@ class EventStream(Answer):
         self._begun = False
 
     def _begin(self, generation: Generation) -> None:
-        self._begun = True
         self._exchange.begin_stream(generation.headers())
+        self._begun = True
 
     def step(self, step: Step) -> None:
         """See `Answer.step`."""

@@ -7,9 +7,11 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from homing.replica.messages import PositionLogprobs
+from homing.router.backend import TokenDelta
 from homing.router.errors import DeadlineExceeded, NoReplica, QueueFull, RouterError
 
-from .fakes import FakeBackend
+from .fakes import FakeBackend, scored
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -230,3 +232,19 @@ async def test_an_answer_that_a_replica_gave_up_is_an_error(client, backend: Fak
     response = await client.post(CHAT, json={"messages": MESSAGES})
 
     assert response.status_code == RouterError.http_status
+
+
+@pytest.mark.parametrize(
+    "bad", [{"logprobs": [PositionLogprobs(None, [])]}, {"cached_tokens": "many"}], ids=["in a chunk", "at the end"]
+)
+async def test_a_stream_that_crashes_ends_in_an_error_event(client, backend: FakeBackend, bad):
+    """Whatever a replica says: the client must not wait on an open stream, nor take what it has for the whole."""
+    good = TokenDelta(token_ids=[5], logprobs=[scored(5, 0)], cached_tokens=0)
+    last = TokenDelta(**{"token_ids": [6], "logprobs": [scored(6, 0)], "finish_reason": "stop", **bad})
+    backend.script = lambda _: [good, last]
+
+    response = await client.post(COMPLETIONS, json={"prompt": "a", "stream": True, "logprobs": 0})
+
+    events = response.text.strip().split("\n\n")
+    assert json.loads(events[0].removeprefix("data: "))["choices"]
+    assert json.loads(events[-1].removeprefix("data: "))["error"]["message"].startswith("internal error")
