@@ -17,6 +17,7 @@ from ray.exceptions import RayActorError
 
 from ..kvcache.cache import CachedBlock
 from ..replica.messages import ReplicaDescription
+from ..router.backend import AbsentReplica
 from .logs import set_up_logging
 from .loop import fast_loop
 from .spec import ClusterSpec, Doors, Failed, Listening, RankSpec, Rendezvous, Started
@@ -48,6 +49,9 @@ class Router(Protocol):
 
     async def apply_membership(self, members: Sequence[ReplicaDescription], seed: int) -> None:
         """These replicas serve, and no others."""
+
+    def tell_absent(self, absent: Sequence[AbsentReplica]) -> None:
+        """These should serve and do not: to be shown."""
 
     async def run(self) -> None:
         """Returns or raises when it stopped serving."""
@@ -157,6 +161,11 @@ class RouterProcess:
         """Route to these replicas and no others, from now on."""
         assert self._router is not None, "membership before start"
         asyncio.run_coroutine_threadsafe(self._router.apply_membership(members, self._spec.seed), self._loop).result()
+
+    def tell_absent(self, absent: Sequence[AbsentReplica]) -> None:
+        """Show these as missing, from now on."""
+        assert self._router is not None, "absences before start"
+        self._loop.call_soon_threadsafe(self._router.tell_absent, absent)
 
     def watch(self) -> Failed:
         """Returns when the router stopped serving, with the reason."""

@@ -21,6 +21,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..replica.messages import ReplicaDescription
+from .absences import tell_absences
 from .actors import RankServer, ReplicaRank, Router, death, within
 from .errors import StartFailed
 from .logs import set_up_logging
@@ -76,6 +77,7 @@ class Controller:
         """Build the cluster and keep it so."""
         self._wake = asyncio.Event()
         self._spawn(self._routers.keep())
+        self._spawn(tell_absences(self._fleet.gangs.values, self._errors, self._routers.tell_absent))
         while True:
             self._act()
             await self._sleep()

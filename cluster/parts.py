@@ -15,6 +15,7 @@ import msgspec
 from ..events.keys import reader_keys, server_keys
 from ..replica.config import ReplicaSettings
 from ..replica.messages import ReplicaDescription
+from ..router.backend import AbsentReplica
 from .actors import RankServer, Router, node_address
 from .controller import socket_folder
 from .model import find_model
@@ -115,6 +116,11 @@ class HomingRouter:
         if members:
             await self._server.load_text(members[0].model.path)
             self._settle()
+
+    def tell_absent(self, absent: Sequence[AbsentReplica]) -> None:
+        """These should serve and do not: to be shown."""
+        assert self._service is not None, "absences before start"
+        self._service.tell_absent(absent)
 
     def _settle(self) -> None:
         """Once: what is loaded by then stays for the life of the process."""

@@ -16,6 +16,7 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ..replica.messages import ReplicaDescription
+from ..router.backend import AbsentReplica
 from .actors import Router, RouterProcess, death, within
 from .planner import Pacing
 from .spec import ClusterSpec, Failed, Listening
@@ -34,6 +35,7 @@ class Seat:
     actor: Any = None  #: set exactly while it listens
     direct_port: int = 0  #: kept when the process is another one
     error: str | None = None
+    absent: tuple[AbsentReplica, ...] = ()  #: what its present process was told of them
 
 
 class Routers:
@@ -85,6 +87,13 @@ class Routers:
         self._members = members
         await asyncio.gather(*(self._tell(seat, members) for seat in self._seats))
 
+    async def tell_absent(self, absent: tuple[AbsentReplica, ...]) -> None:
+        """These should serve and do not: to be shown by every router that does not know it yet."""
+        for seat in self._seats:
+            if seat.actor is not None and seat.absent != absent:
+                seat.absent = absent
+                seat.actor.tell_absent.remote(absent)
+
     async def stop(self) -> None:
         """End them in good order."""
         self._stopping = True
@@ -131,7 +140,7 @@ class Routers:
     def _seated(self, seat: Seat, router: Any, found: Listening) -> None:
         self._port = found.port
         self._port_known.set()
-        seat.actor, seat.direct_port, seat.error = router, found.direct_port, None
+        seat.actor, seat.direct_port, seat.error, seat.absent = router, found.direct_port, None, ()
         self._notify("info", f"router_ready router={seat.number} port={found.port}")
 
     async def _tell(self, seat: Seat, members: tuple[ReplicaDescription, ...]) -> None:

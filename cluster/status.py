@@ -1,6 +1,7 @@
 """`homing status`: what the router says about its replicas, as a table. Formatting only."""
 
 import json
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TextIO
 
@@ -24,7 +25,7 @@ def status(settings: Settings, out: TextIO, *, as_json: bool) -> int:
         print(file=out)
         return 0
     rates = hit_rates(get_text(f"{url}/metrics"))
-    print(render(settings.cluster.name, url, views, rates, routers), file=out)
+    print(render(settings.cluster.name, url, views, rates, routers, now=time.time()), file=out)
     if others := Notebook(state_folder(settings)).others(settings.cluster.name):
         print(f"beside it there {addressed(others)}", file=out)
     return 0
@@ -41,14 +42,26 @@ def hit_rates(metrics: str) -> dict[str, float]:
 
 
 def render(
-    name: str, url: str, views: Sequence[dict[str, Any]], rates: Mapping[str, float], routers: Sequence[str] = ()
+    name: str,
+    url: str,
+    views: Sequence[dict[str, Any]],
+    rates: Mapping[str, float],
+    routers: Sequence[str] = (),
+    *,
+    now: float,
 ) -> str:
-    """The whole page: the replicas as the first router sees them, and what each of `routers` has done."""
+    """The whole page: the replicas as the first router sees them, and what each of `routers` has done.
+
+    `now`: seconds since 1970.
+    """
     view = views[0]
     lines = [f"{name} · {url} · {_models(view)} · policy {view['policy']}", ""]
     lines += table(
         COLUMNS,
-        [_row(replica, rates.get(replica["replica_id"])) for replica in sorted(view["replicas"], key=by_name)],
+        [
+            *[_row(replica, rates.get(replica["replica_id"])) for replica in sorted(view["replicas"], key=by_name)],
+            *[_absent_row(replica) for replica in sorted(view["absent"], key=by_name)],
+        ],
         right=RIGHT,
     )
     lines.append("")
@@ -56,6 +69,7 @@ def render(
         lines += [f"{each}: {_totals(seen)}" for each, seen in zip(routers, views, strict=True)]
     else:
         lines.append(_totals(view))
+    lines += [_absence(replica, now) for replica in view["absent"]]
     lines += [f"refused {refused['replica_id']}: {refused['message']}" for refused in view["refused"]]
     return "\n".join(lines)
 
@@ -94,6 +108,15 @@ def _row(replica: dict[str, Any], rate: float | None) -> tuple[str, ...]:
         f"{replica['indexed_blocks']} blocks",
         "-" if rate is None else f"{rate:.0%}",
     )
+
+
+def _absent_row(replica: dict[str, Any]) -> tuple[str, ...]:
+    return (replica["replica_id"], replica["state"], *["-"] * (len(COLUMNS) - 2))
+
+
+def _absence(replica: dict[str, Any], now: float) -> str:
+    seconds = max(0.0, now - replica["since"])
+    return f"{replica['replica_id']} has been {replica['state']} for {seconds:.0f} s: {replica['reason']}"
 
 
 def _totals(view: dict[str, Any]) -> str:

@@ -139,6 +139,15 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     unplaced_blocks: int = 0  #: blocks that it announced without saying of which prompt: not credited
 
 
+class AbsentReplica(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica that is wanted and does not serve; as the controller told it."""
+
+    replica_id: str
+    state: Literal["starting", "rebuilding"]
+    reason: str  #: why it was lost, and what it waits for
+    since: float  #: seconds since 1970
+
+
 class RefusedReplica(msgspec.Struct, frozen=True, kw_only=True):
     """A replica that was not let in, and why."""
 
@@ -214,6 +223,7 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int  #: requests held by the router
     in_flight: int  #: requests sent to replicas
     replicas: list[ReplicaView]
+    absent: list[AbsentReplica] = []  #: those that are not in `replicas`, but should be
     refused: list[RefusedReplica]
     counters: RouterCounters
 

@@ -21,6 +21,7 @@ from ..kvcache.config import KvCacheSettings
 from ..kvcache.hashing import BlockHash, BlockHasher
 from ..replica.messages import ModelLimits, ReplicaDescription
 from .backend import (
+    AbsentReplica,
     ClusterView,
     Explanation,
     FeedState,
@@ -104,6 +105,7 @@ class RouterService:
         self._dispatcher: Dispatcher | None = None
         self._members: dict[str, Member | ForeignMember] = {}
         self._refused: dict[str, RefusedReplica] = {}
+        self._absent: tuple[AbsentReplica, ...] = ()
         self._silent: set[str] = set()
         self._streams: dict[FlightId, RequestStream] = {}
         self._shell: Shell | None = None
@@ -167,6 +169,10 @@ class RouterService:
             self._let_in(description, cluster_seed)
         self._run(instructions)
 
+    def tell_absent(self, absent: Sequence[AbsentReplica]) -> None:
+        """Who is wanted and does not serve: to be shown, no more."""
+        self._absent = tuple(absent)
+
     def drain(self, replica_id: str) -> None:
         """Send nothing new there; what runs goes on. Unknown replicas are ignored."""
         if self._dispatcher is not None and replica_id in self._dispatcher.loads:
@@ -227,6 +233,7 @@ class RouterService:
             waiting=self._dispatcher.waiting if self._dispatcher else 0,
             in_flight=self._dispatcher.in_flight if self._dispatcher else 0,
             replicas=[self._replica_view(member) for member in self._members.values()],
+            absent=[replica for replica in self._absent if replica.replica_id not in self._members],
             refused=[*self._refused.values(), *filter(None, (each.refused_replica for each in self._members.values()))],
             counters=self.counters,
         )

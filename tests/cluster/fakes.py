@@ -12,6 +12,7 @@ from homing.cluster.spec import ClusterSpec, Doors, Listening, RankSpec
 from homing.events.messages import EventEndpoints
 from homing.kvcache.cache import CachedBlock
 from homing.replica.messages import ModelLimits, Parity, ReplicaDescription
+from homing.router.backend import AbsentReplica
 
 
 def describe_replica(replica_id: str, epoch: int) -> ReplicaDescription:
@@ -71,6 +72,10 @@ class FakeRouter:
         with self._told.open("a") as file:
             file.write(json.dumps([[member.replica_id, member.epoch, member.pids] for member in members]) + "\n")
 
+    def tell_absent(self, absent: Sequence[AbsentReplica]) -> None:
+        with self._told.with_name("absent").open("a") as file:
+            file.write(json.dumps([[replica.replica_id, replica.state, replica.reason] for replica in absent]) + "\n")
+
     async def run(self) -> None:
         await self._stopped.wait()
 
@@ -84,3 +89,9 @@ def memberships(folder: Path) -> list[dict[str, tuple[int, list[int]]]]:
     lines = told.read_text().splitlines() if told.exists() else []
     decoded = [msgspec.json.decode(line, type=list[tuple[str, int, list[int]]]) for line in lines]
     return [{name: (epoch, pids) for name, epoch, pids in line} for line in decoded]
+
+
+def absences(folder: Path) -> list[list[list[str]]]:
+    """Who the fake router was told to be missing, oldest first: [replica id, state, reason] of each."""
+    told = folder / "absent"
+    return [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []

@@ -118,6 +118,14 @@ def test_a_killed_rank_takes_its_gang_along_and_the_gang_is_rebuilt(start: Calla
     assert not set(after["r0"][1]) & set(pids)
     assert {"r1": before["r1"]} in fakes.memberships(cluster.folder)
     until(lambda: None if sibling.is_running() else True, "the sibling ends")
+    rebuilding = until(lambda: next(filter(is_rebuilding, fakes.absences(cluster.folder)), None), "its absence is told")
+    assert rebuilding[0][0] == "r0"
+    assert "rank 0 the process died" in rebuilding[0][2]
+    until(lambda: True if fakes.absences(cluster.folder)[-1] == [] else None, "nobody is missing")
+
+
+def is_rebuilding(absent: list[list[str]]) -> bool:
+    return any(state == "rebuilding" for _, state, _ in absent)
 
 
 def test_a_killed_router_comes_back_on_its_port_and_knows_the_members(start: Callable[..., Cluster]) -> None:

@@ -43,27 +43,32 @@ def test_every_replica_is_a_line_with_its_load_and_hit_rate() -> None:
         "in_flight": 1,
         "waiting": 0,
         "replicas": [replica("r0"), replica("r1")],
+        "absent": [{"replica_id": "r3", "state": "rebuilding", "reason": "the process died", "since": 100.0}],
         "refused": [{"replica_id": "r2", "message": "another tokenizer"}],
         "counters": counters,
     }
 
-    lines = render("default", "http://h:1", [view], {"r0": 0.75}).splitlines()
+    lines = render("default", "http://h:1", [view], {"r0": 0.75}, now=112.4).splitlines()
 
     assert lines[3].split() == ["r0", "serving", "live", "2", "127.0.0.1", "3", "4", "25%", "40", "blocks", "75%"]
     assert lines[4].split()[-1] == "-"
-    assert "7 prompt tokens came from caches" in lines[6]
-    assert lines[7] == "refused r2: another tokenizer"
+    assert lines[5].split() == ["r3", "rebuilding", *["-"] * 8]
+    assert "7 prompt tokens came from caches" in lines[7]
+    assert lines[8] == "r3 has been rebuilding for 12 s: the process died"
+    assert lines[9] == "refused r2: another tokenizer"
 
 
 def test_several_routers_tell_each_what_they_did() -> None:
     """Counters are per process: a sum would hide a router that gets nothing."""
-    views = [{"policy": "p", "in_flight": 0, "waiting": 0, "replicas": [], "refused": []} for _ in range(2)]
+    views = [
+        {"policy": "p", "in_flight": 0, "waiting": 0, "replicas": [], "absent": [], "refused": []} for _ in range(2)
+    ]
     for count, view in enumerate(views):
         view["counters"] = dict.fromkeys(
             ("requests", "finished", "failed", "continued", "delivered_cached_tokens"), count
         )
 
-    page = render("default", "http://h:1", views, {}, ["http://h:2", "http://h:3"])
+    page = render("default", "http://h:1", views, {}, ["http://h:2", "http://h:3"], now=0.0)
 
     assert "http://h:2: 0 requests" in page
     assert "http://h:3: 1 requests" in page
