@@ -40,6 +40,11 @@ class Tenant:
     name: str = ""  #: as in the file; empty without one
     limits: TenantLimits = UNLIMITED
 
+    @property
+    def label(self) -> str:
+        """For logs: its name, or what tells it apart from other callers."""
+        return self.name or self.digest[:4].hex()
+
     def cache_salt(self, narrowed_by: str | None) -> bytes:
         """Requests share cached blocks only under equal salts. A caller can narrow its own further."""
         if not self.sharing and not narrowed_by:

@@ -1,9 +1,10 @@
-"""POST /v1/chat/completions: from body to job, and from steps to OpenAI's chat shapes."""
+"""POST /v1/chat/completions: from body to job, and from choices to OpenAI's chat shapes."""
 
 from collections.abc import Sequence
 
 from msgspec import UNSET
 
+from ..text.answer import TextDelta
 from ..text.logprobs import ChatLogprobs, TokenAt, chat_logprobs
 from . import pins, validate
 from .answers import (
@@ -13,12 +14,11 @@ from .answers import (
     ChatCompletion,
     ChatDelta,
     ChatMessage,
-    FinishReason,
     Usage,
 )
-from .collect import Collected, Compose
+from .collect import Compose
 from .front import Front, Served
-from .generation import Job, Prompt, Step
+from .generation import Choice, Job, Prompt
 from .schema import ChatBody
 from .sse import ChunkWriter
 
@@ -73,13 +73,11 @@ class ChatShape:
 def compose(shape: ChatShape) -> Compose:
     """Makes the whole answer."""
 
-    def choice(collected: Collected) -> ChatChoice:
-        message = ChatMessage(collected.text)
-        ending = collected.choice.ending or "stop"
-        return ChatChoice(collected.choice.index, message, ending, shape.logprobs(collected.tokens))
+    def choice(made: Choice) -> ChatChoice:
+        return ChatChoice(made.index, ChatMessage(made.text), made.ending or "stop", shape.logprobs(made.tokens))
 
-    def body(collected: list[Collected], counts: Usage) -> object:
-        choices = [choice(each) for each in collected]
+    def body(made: Sequence[Choice], counts: Usage) -> object:
+        choices = [choice(each) for each in made]
         return ChatCompletion(id=shape.id, created=shape.created, model=shape.model, choices=choices, usage=counts)
 
     return body
@@ -92,14 +90,13 @@ class ChatChunks(ChunkWriter):
         super().__init__(body.stream_options)
         self._shape = shape
 
-    def chunk(self, step: Step, counts: Usage | None, *, tell_null: bool) -> object:
+    def chunk(self, choice: Choice, shown: TextDelta, counts: Usage | None, *, first: bool) -> object:
         """See `ChunkWriter.chunk`."""
         shape = self._shape
-        delta = ChatDelta(step.text if step.text or step.first else UNSET, "assistant" if step.first else UNSET)
-        ending: FinishReason | None = step.ending
-        choice = ChatChunkChoice(step.choice.index, delta, ending, shape.logprobs(step.tokens))
-        told = counts if counts is not None else (None if tell_null else UNSET)
-        return ChatChunk(id=shape.id, created=shape.created, model=shape.model, choices=[choice], usage=told)
+        delta = ChatDelta(shown.text if shown.text or first else UNSET, "assistant" if first else UNSET)
+        told = ChatChunkChoice(choice.index, delta, shown.ending, shape.logprobs(shown.tokens))
+        usage = counts if counts is not None else (None if self.include_usage else UNSET)
+        return ChatChunk(id=shape.id, created=shape.created, model=shape.model, choices=[told], usage=usage)
 
     def last(self, counts: Usage) -> object:
         """See `ChunkWriter.last`."""

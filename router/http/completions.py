@@ -1,4 +1,4 @@
-"""POST /v1/completions: from body to job, and from steps to OpenAI's completion shapes, `echo` included."""
+"""POST /v1/completions: from body to job, and from choices to OpenAI's completion shapes, `echo` included."""
 
 from collections.abc import Sequence
 from math import inf
@@ -8,12 +8,13 @@ from msgspec import UNSET
 
 from ..config import RouterSettings
 from ..errors import InvalidRequest
+from ..text.answer import TextDelta
 from ..text.logprobs import CompletionLogprobs, TokenAt, completion_logprobs, prompt_tokens
 from . import validate
 from .answers import Completion, CompletionChoice, Usage
-from .collect import Collected, Compose
+from .collect import Compose
 from .front import Front, Served
-from .generation import Job, Prompt, Step
+from .generation import Choice, Job, Prompt
 from .pins import whole_prompt
 from .schema import CacheControl, CompletionBody
 from .sse import ChunkWriter
@@ -57,9 +58,9 @@ def scored_alternatives(body: CompletionBody) -> int | None:
     return body.logprobs
 
 
-def mean_logprob(collected: Collected) -> float:
+def mean_logprob(choice: Choice) -> float:
     """How likely the model finds an answer, per token; of one without tokens nothing is known."""
-    scores = [each.logprobs.chosen.logprob for each in collected.tokens if each.logprobs is not None]
+    scores = [each.logprobs.chosen.logprob for each in choice.tokens if each.logprobs is not None]
     return sum(scores) / len(scores) if scores else -inf
 
 
@@ -108,11 +109,11 @@ class CompletionShape:
             return ""
         return self._text.decode(prompt.token_ids, skip_special_tokens=True) if prompt.text is None else prompt.text
 
-    def best(self, collected: Sequence[Collected]) -> Sequence[Collected]:
+    def best(self, choices: Sequence[Choice]) -> Sequence[Choice]:
         """Of each prompt's answers the `n` best, the best one first; all in their order where no more were drawn."""
         if self._drawn == self._kept:
-            return collected
-        prompts = [collected[start : start + self._drawn] for start in range(0, len(collected), self._drawn)]
+            return choices
+        prompts = [choices[start : start + self._drawn] for start in range(0, len(choices), self._drawn)]
         ranked = [sorted(answers, key=mean_logprob, reverse=True) for answers in prompts]
         return [each for answers in ranked for each in answers[: self._kept]]
 
@@ -123,30 +124,27 @@ class CompletionShape:
         moved = [TokenAt(each.token_id, each.offset + before, each.logprobs) for each in tokens] if before else tokens
         return completion_logprobs(moved, self._logprobs, self._text.piece)
 
-    def echoed_tokens(self, collected: Collected) -> list[TokenAt]:
+    def echoed_tokens(self, choice: Choice) -> list[TokenAt]:
         """The prompt's tokens with their logprobs, if they were asked for."""
-        if collected.prompt_logprobs is None:
+        if choice.prompt_logprobs is None:
             return []
-        ids = collected.choice.prompt.token_ids
-        return prompt_tokens(ids, collected.prompt_logprobs, self._text.detokenizer())
+        return prompt_tokens(choice.prompt.token_ids, choice.prompt_logprobs, self._text.detokenizer())
 
-    def whole_logprobs(self, collected: Collected, before: int) -> CompletionLogprobs | None:
+    def whole_logprobs(self, choice: Choice, before: int) -> CompletionLogprobs | None:
         """Logprobs of echoed prompt and answer."""
-        moved = [TokenAt(each.token_id, each.offset + before, each.logprobs) for each in collected.tokens]
-        return self.logprobs([*self.echoed_tokens(collected), *moved], 0)
+        moved = [TokenAt(each.token_id, each.offset + before, each.logprobs) for each in choice.tokens]
+        return self.logprobs([*self.echoed_tokens(choice), *moved], 0)
 
 
 def compose(shape: CompletionShape) -> Compose:
     """Makes the whole answer."""
 
-    def choice(index: int, collected: Collected) -> CompletionChoice:
-        echo = shape.echoed(collected.choice.prompt)
-        ending = collected.choice.ending or "stop"
-        logprobs = shape.whole_logprobs(collected, len(echo))
-        return CompletionChoice(index, echo + collected.text, ending, logprobs)
+    def choice(index: int, made: Choice) -> CompletionChoice:
+        echo = shape.echoed(made.prompt)
+        return CompletionChoice(index, echo + made.text, made.ending or "stop", shape.whole_logprobs(made, len(echo)))
 
-    def body(collected: list[Collected], counts: Usage) -> object:
-        choices = [choice(index, each) for index, each in enumerate(shape.best(collected))]
+    def body(made: Sequence[Choice], counts: Usage) -> object:
+        choices = [choice(index, each) for index, each in enumerate(shape.best(made))]
         return Completion(id=shape.id, created=shape.created, model=shape.model, choices=choices, usage=counts)
 
     return body
@@ -159,13 +157,13 @@ class CompletionChunks(ChunkWriter):
         super().__init__(body.stream_options)
         self._shape = shape
 
-    def chunk(self, step: Step, counts: Usage | None, *, tell_null: bool) -> object:
+    def chunk(self, choice: Choice, shown: TextDelta, counts: Usage | None, *, first: bool) -> object:
         """See `ChunkWriter.chunk`."""
         shape = self._shape
-        text = shape.echoed(step.choice.prompt) + step.text if step.first else step.text
-        choice = CompletionChoice(step.choice.index, text, step.ending, shape.logprobs(step.tokens, 0))
-        told = counts if counts is not None else (None if tell_null else UNSET)
-        return Completion(id=shape.id, created=shape.created, model=shape.model, choices=[choice], usage=told)
+        text = shape.echoed(choice.prompt) + shown.text if first else shown.text
+        told = CompletionChoice(choice.index, text, shown.ending, shape.logprobs(shown.tokens, 0))
+        usage = counts if counts is not None else (None if self.include_usage else UNSET)
+        return Completion(id=shape.id, created=shape.created, model=shape.model, choices=[told], usage=usage)
 
     def last(self, counts: Usage) -> object:
         """See `ChunkWriter.last`."""

@@ -120,6 +120,7 @@ class HttpConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - why it left changes nothing
         """The client is gone, or was closed."""
         self._leave()
+        del self._parser  # each knows the other: apart, they need no garbage collector
         self._host.closed(self)
 
     def eof_received(self) -> None:

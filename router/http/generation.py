@@ -15,7 +15,7 @@ from ...replica.messages import Pin, PositionLogprobs, SamplingParams
 from ..backend import GenerationRequest, TokenDelta, TokenStream
 from ..errors import RequestFailed, RouterError
 from ..meter import Meter
-from ..text.answer import AnswerText, Ending
+from ..text.answer import AnswerText, Ending, TextDelta
 from ..text.logprobs import TokenAt
 from . import answers, metering
 from .errors import fail
@@ -65,10 +65,13 @@ class Choice:
         "generation",
         "index",
         "last_token_at",
+        "parts",
         "pinned",
         "predicted",
         "prompt",
+        "prompt_logprobs",
         "stream",
+        "tokens",
     )
 
     def __init__(
@@ -85,33 +88,80 @@ class Choice:
         self.pinned: int | None = None
         self.last_token_at: float | None = None
         self.ending: Ending | None = None
+        self.prompt_logprobs: list[PositionLogprobs | None] | None = None
+        # Of an answer that is sent whole:
+        self.parts: list[str] = []
+        self.tokens: list[TokenAt] = []
+
+    @property
+    def text(self) -> str:
+        """What was kept of the answer."""
+        return "".join(self.parts)
 
     def delta(self, delta: TokenDelta) -> None:
         """See `TokenSink.delta`."""
-        self.generation.take(self, delta)
+        generation = self.generation
+        if generation.over or self.ending:
+            return
+        try:
+            first = self._measure(generation)
+            shown = self._first(delta) if first else self._next(delta)
+            generation.answer.add(self, shown, first=first)
+            if shown.ending:
+                generation.ended()
+        except RouterError as error:
+            generation.break_off(error)
+        except Exception as error:  # raised further, it would end what others' tokens are part of
+            generation.crash(error)
 
     def failed(self, error: RouterError) -> None:
         """See `TokenSink.failed`."""
         self.generation.fail(error)
 
+    def _measure(self, generation: "Generation") -> bool:
+        """Note when tokens came; True for the first ones."""
+        front, last = generation.front, self.last_token_at
+        now = self.last_token_at = front.monotonic()
+        if last is None:
+            generation.first_token(now)
+            return True
+        front.metrics.inter_token(now - last)
+        return False
 
-class Step(msgspec.Struct, frozen=True, gc=False):
-    """What one delta added to a choice."""
+    def _first(self, delta: TokenDelta) -> TextDelta:
+        self.pinned, self.prompt_logprobs = delta.pinned_tokens, delta.prompt_logprobs
+        if self.generation.discards:
+            self._note(delta)
+            self.ending = "length"
+            return NOTHING
+        return self._next(delta)
 
-    choice: Choice
-    text: str
-    tokens: Sequence[TokenAt] = ()
-    prompt_logprobs: list[PositionLogprobs | None] | None = None
-    ending: Ending | None = None
-    first: bool = False
+    def _next(self, delta: TokenDelta) -> TextDelta:
+        if delta.cached_tokens is not None or delta.finish_reason is not None:
+            self._note(delta)
+        self.generated += len(delta.token_ids) + delta.text_tokens
+        shown = self.answer.push(delta)
+        self.ending = shown.ending
+        return shown
+
+    def _note(self, delta: TokenDelta) -> None:
+        """What the first or the last delta tells beside tokens."""
+        if delta.finish_reason in ("abort", "error"):
+            raise RequestFailed(f"the replica ended the request: {delta.finish_reason}")
+        if delta.cached_tokens is not None:
+            self.cached, self.predicted = delta.cached_tokens, delta.predicted_cached_tokens or 0
+
+
+#: What `max_tokens: 0` shows of the one token that is generated.
+NOTHING = TextDelta("", "length")
 
 
 class Answer(ABC):
-    """What becomes of the steps of a generation."""
+    """What becomes of the text of a generation."""
 
     @abstractmethod
-    def step(self, step: Step) -> None:
-        """The next step of any choice."""
+    def add(self, choice: Choice, shown: TextDelta, *, first: bool) -> None:
+        """What any choice shows next; `first`: nothing came of it yet."""
 
     @abstractmethod
     def end(self, generation: "Generation") -> None:
@@ -145,14 +195,15 @@ def generation_request(
 class Generation:
     """The running choices of a job, from `begin` until every choice ended, one failed, or the client left."""
 
+    __slots__ = ("_exchange", "_job", "_left", "_meter", "_tenant", "_ttft_s", "answer", "choices", "front", "over")
+
     def __init__(self, front: Front, job: Job, exchange: Exchange, answer: Answer) -> None:
         self.front = front
+        self.answer = answer
         self.choices: list[Choice] = []
         self.over = False
-        self.prompt_tokens = sum([len(prompt.token_ids) for prompt in job.prompts])  #: each prompt counted once
         self._job = job
         self._exchange = exchange
-        self._answer = answer
         self._left = 0  #: choices that have not ended
         self._tenant = ""
         self._meter: Meter | None = None
@@ -160,23 +211,27 @@ class Generation:
 
     def begin(self, caller: Caller) -> None:
         """Send everything to the backend. Raises what the backend and the meter refuse with, and ClientGoneError."""
-        if self._exchange.gone:
+        exchange, job = self._exchange, self._job
+        if exchange.gone:
             raise ClientGoneError
-        lengths = [len(prompt.token_ids) for prompt in self._job.prompts]
-        meter = metering.check(self.front, self._exchange, caller.tenant, lengths)
-        self._tenant = caller.tenant.name or caller.tenant.digest.hex()[:8]
-        timeout_s = min(self._job.timeout_s or float("inf"), self.front.settings.request_timeout_s)
+        meter = self.front.meters.get(caller.tenant.digest)
+        if meter is not None:
+            metering.check(self.front, exchange, meter, [len(prompt.token_ids) for prompt in job.prompts])
+        self._tenant = caller.tenant.label
+        timeout_s = self.front.settings.request_timeout_s
+        if job.timeout_s is not None:
+            timeout_s = min(timeout_s, job.timeout_s)
         try:
-            for prompt in self._job.prompts:
-                self._open_prompt(prompt, caller, self._exchange.started_at + timeout_s)
+            for prompt in job.prompts:
+                self._open_prompt(prompt, caller, exchange.started_at + timeout_s)
         except BaseException:
             self._cancel()
             raise
         if meter is not None:
             self._meter = meter
-            metering.begin(self.front, self._exchange, meter, self.prompt_tokens)
+            metering.begin(self.front, exchange, meter, self.prompt_tokens)
         self._left = len(self.choices)
-        self._exchange.on_gone = self._lose
+        exchange.on_gone = self._lose
         for choice in self.choices:
             choice.stream.listen(choice)
 
@@ -186,35 +241,42 @@ class Generation:
             answer = AnswerText(self._job.served.text.detokenizer(), self._job.stops)
             self.choices.append(Choice(self, len(self.choices), prompt, stream, answer))
 
-    # From the token streams
+    # From the choices
 
-    def take(self, choice: Choice, delta: TokenDelta) -> None:
-        """The next tokens of a choice."""
-        if self.over or choice.ending:
+    def first_token(self, now: float) -> None:
+        """A choice got its first token."""
+        ttft_s = now - self._exchange.started_at
+        self.front.metrics.first_token(ttft_s)
+        if self._ttft_s is None:
+            self._ttft_s = ttft_s
+
+    def ended(self) -> None:
+        """A choice ended well."""
+        self._left -= 1
+        if self._left:
+            self._cancel_ended()
             return
-        try:
-            step = self._step(choice, delta)
-            self._answer.step(step)
-            if step.ending:
-                self._ended(choice)
-        except RouterError as error:
-            self._break(error)
-        except Exception as error:  # raised further, it would end what others' tokens are part of
-            log.exception("answer_crashed request_id=%s", self._exchange.id)
-            self._break(RouterError(f"internal error: {type(error).__name__}"))
+        self._close()
+        self.answer.end(self)
+        self._let_go()
 
     def fail(self, error: RouterError) -> None:
         """A choice broke, and with it the answer."""
         if not self.over:
-            self._break(error)
+            self.break_off(error)
 
-    def _break(self, error: RouterError) -> None:
+    def break_off(self, error: RouterError) -> None:
         """What came could not be made an answer of; once all choices are over, the whole could not."""
         if not self.over:
             self._close()
-        if not self._answer.fail(self, error):
+        if not self.answer.fail(self, error):
             fail(self._exchange, error)
         self._let_go()
+
+    def crash(self, cause: Exception) -> None:
+        """The same, by a fault of ours."""
+        log.exception("answer_crashed request_id=%s", self._exchange.id)
+        self.break_off(RouterError(f"internal error: {type(cause).__name__}"))
 
     def _lose(self) -> None:
         """The client left."""
@@ -225,94 +287,67 @@ class Generation:
         """Choices and generation know each other: apart, they need no garbage collector."""
         self.choices = []
 
-    def _ended(self, choice: Choice) -> None:
-        choice.stream.cancel()  # after a stop string the replica would go on
-        self._left -= 1
-        if not self._left:
-            self._close()
-            self._answer.end(self)
-            self._let_go()
+    def _cancel_ended(self) -> None:
+        """After a stop string the replica would go on."""
+        for choice in self.choices:
+            if choice.ending:
+                choice.stream.cancel()
 
     def _close(self) -> None:
         """No stream stays open, whatever ended the answer, and its tokens are counted."""
         self.over = True
         self._cancel()
-        self.front.metrics.tokens(self.prompt_tokens, self.generated_tokens)
+        account = self._exchange.account = self._account()
+        self.front.metrics.tokens(account.prompt_tokens, account.output_tokens)
         meter, self._meter = self._meter, None
         if meter is not None:
-            meter.end(self.generated_tokens, self.front.monotonic())
-        self._exchange.account = Account(
-            self._tenant,
-            ",".join(self.replicas),
-            self.prompt_tokens,
-            sum([choice.predicted for choice in self._first_choices]),
-            self.cached_tokens,
-            self.generated_tokens,
-            self._ttft_s,
-        )
+            meter.end(account.output_tokens, self.front.monotonic())
 
     def _cancel(self) -> None:
         for choice in self.choices:
             choice.stream.cancel()
 
-    def _step(self, choice: Choice, delta: TokenDelta) -> Step:
-        if delta.finish_reason in ("abort", "error"):
-            raise RequestFailed(f"the replica ended the request: {delta.finish_reason}")
-        first = choice.last_token_at is None
-        self._measure(choice)
-        if delta.cached_tokens is not None:
-            choice.cached, choice.predicted = delta.cached_tokens, delta.predicted_cached_tokens or 0
-        if delta.pinned_tokens is not None:
-            choice.pinned = delta.pinned_tokens
-        if self._job.discard:
-            choice.ending = "length"
-            return Step(choice, "", (), delta.prompt_logprobs, "length", first)
-        choice.generated += len(delta.token_ids) + delta.text_tokens
-        shown = choice.answer.push(delta)
-        choice.ending = shown.ending
-        return Step(choice, shown.text, shown.tokens, delta.prompt_logprobs, shown.ending, first)
-
-    def _measure(self, choice: Choice) -> None:
-        now = self.front.monotonic()
-        if choice.last_token_at is not None:
-            self.front.metrics.inter_token(now - choice.last_token_at)
-        else:
-            ttft_s = now - self._exchange.started_at
-            self.front.metrics.first_token(ttft_s)
-            self._ttft_s = ttft_s if self._ttft_s is None else self._ttft_s
-        choice.last_token_at = now
-
     # Totals
 
+    @property
+    def discards(self) -> bool:
+        """Whether what is generated is not shown."""
+        return self._job.discard
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts, each counted once."""
+        return sum([len(prompt.token_ids) for prompt in self._job.prompts])
+
+    def _account(self) -> Account:
+        choices = self.choices
+        first = choices[:: self._job.choices_per_prompt]  # prompts count once
+        return Account(
+            self._tenant,
+            self.replicas(),
+            self.prompt_tokens,
+            sum([choice.predicted for choice in first]),
+            sum([choice.cached for choice in first]),
+            sum([choice.generated for choice in choices]),
+            self._ttft_s,
+        )
+
     def usage(self) -> answers.Usage:
-        """What the whole request used until now."""
-        return answers.usage(self.prompt_tokens, self.generated_tokens, self.cached_tokens)
-
-    @property
-    def generated_tokens(self) -> int:
-        """Of all choices."""
-        return sum([choice.generated for choice in self.choices])
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens found in caches: of each prompt's first choice, since prompts count once."""
-        return sum([choice.cached for choice in self._first_choices])
-
-    @property
-    def _first_choices(self) -> list[Choice]:
-        return self.choices[:: self._job.choices_per_prompt]
-
-    @property
-    def pinned_tokens(self) -> int | None:
-        """Prompt tokens that are kept now, over all prompts; None where nothing was to be kept."""
-        told = [choice.pinned for choice in self.choices if choice.pinned is not None]
-        return sum(told) if told else None
+        """What the whole request used; after its end."""
+        account = self._exchange.account
+        assert account is not None, "the usage of a generation that is not over"
+        return answers.usage(account.prompt_tokens, account.output_tokens, account.cached_tokens)
 
     def headers(self) -> Headers:
         """What the answer's head tells of all this."""
-        return answer_headers(self.replicas, self.cached_tokens, self.pinned_tokens)
+        first = self.choices[:: self._job.choices_per_prompt]
+        pinned = [choice.pinned for choice in self.choices if choice.pinned is not None]
+        return answer_headers(
+            self.replicas(), sum([choice.cached for choice in first]), sum(pinned) if pinned else None
+        )
 
-    @property
-    def replicas(self) -> list[str]:
+    def replicas(self) -> str:
         """Where the choices run, each replica once."""
-        return list(dict.fromkeys(choice.stream.replica_id for choice in self.choices if choice.stream.replica_id))
+        if len(self.choices) == 1:
+            return self.choices[0].stream.replica_id or ""
+        return ",".join(dict.fromkeys([name for choice in self.choices if (name := choice.stream.replica_id)]))

@@ -31,11 +31,11 @@ def session(headers: Mapping[str, str]) -> str | None:
     return next((value for name in SESSION_HEADERS if (value := headers.get(name))), None)
 
 
-def answer_headers(replicas: list[str], cached_tokens: int, pinned_tokens: int | None) -> Iterable[tuple[str, str]]:
+def answer_headers(replicas: str, cached_tokens: int, pinned_tokens: int | None) -> Iterable[tuple[str, str]]:
     """Where the answer comes from, what was cached there and, if it was asked for, what is kept there."""
     headers = [("x-homing-cached-tokens", str(cached_tokens))]
     if pinned_tokens is not None:
         headers.append(("x-homing-pinned-tokens", str(pinned_tokens)))
     if replicas:
-        headers.append(("x-homing-replica", ",".join(replicas)))
+        headers.append(("x-homing-replica", replicas))
     return headers

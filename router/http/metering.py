@@ -3,22 +3,15 @@
 from collections.abc import Iterable, Sequence
 
 from ..meter import Meter
-from ..tenants import Tenant
 from .exchange import Exchange
 from .front import Front
 
 
-def check(front: Front, exchange: Exchange, tenant: Tenant, prompts: Sequence[int] = ()) -> Meter | None:
-    """The tenant's meter, when it may begin a request with prompts of so many tokens; None: it is not metered.
-
-    Raises RateLimited and PromptOverLimit.
-    """
-    meter = front.meters.get(tenant.digest)
-    if meter is not None:
-        now = front.monotonic()
-        exchange.notes = limit_headers(meter, now)
-        meter.check(prompts, now)
-    return meter
+def check(front: Front, exchange: Exchange, meter: Meter, prompts: Sequence[int] = ()) -> None:
+    """Whether the tenant may begin a request with prompts of so many tokens. Raises RateLimited and PromptOverLimit."""
+    now = front.monotonic()
+    exchange.notes = limit_headers(meter, now)
+    meter.check(prompts, now)
 
 
 def begin(front: Front, exchange: Exchange, meter: Meter, prompt_tokens: int) -> None:

@@ -7,10 +7,11 @@ A stream that breaks before its first step is an ordinary error response; later 
 from abc import ABC, abstractmethod
 
 from ..errors import RouterError
+from ..text.answer import TextDelta
 from .answers import ENCODER, Usage, usage
 from .errors import error_body
 from .exchange import Exchange
-from .generation import Answer, Choice, Generation, Step
+from .generation import Answer, Choice, Generation
 from .schema import StreamOptions
 
 DONE = b"data: [DONE]\n\n"
@@ -27,45 +28,16 @@ class ChunkWriter(ABC):
     """Makes the chunks of one kind of answer."""
 
     def __init__(self, options: StreamOptions | None) -> None:
-        self._include_usage = bool(options and options.include_usage)
-        self._continuous = bool(options and options.continuous_usage_stats)
-        self._frames: dict[int, tuple[bytes, bytes]] = {}  #: by choice: what stands around the text of a plain chunk
+        self.include_usage = bool(options and options.include_usage)
+        self.continuous = bool(options and options.continuous_usage_stats)
 
     @abstractmethod
-    def chunk(self, step: Step, counts: Usage | None, *, tell_null: bool) -> object:
-        """The chunk of one step. `counts` is given for continuous usage; else `tell_null` asks for a null."""
+    def chunk(self, choice: Choice, shown: TextDelta, counts: Usage | None, *, first: bool) -> object:
+        """The chunk of what a choice shows next. Without `counts`, a null stands for them if usage was asked for."""
 
     @abstractmethod
     def last(self, counts: Usage) -> object:
         """The chunk with the usage and no choices."""
-
-    def event_of(self, step: Step) -> bytes:
-        """The event of one step; empty when there is nothing to tell."""
-        if step.ending or step.first or step.tokens or self._continuous:
-            return self._special(step)
-        if not step.text:
-            return b""
-        before, after = self._frames.get(step.choice.index) or self._frame(step.choice)
-        return before + ENCODER.encode(step.text) + after
-
-    def end(self, generation: Generation) -> bytes:
-        """What follows the last step."""
-        if not self._include_usage:
-            return DONE
-        return event(ENCODER.encode(self.last(generation.usage()))) + DONE
-
-    def _special(self, step: Step) -> bytes:
-        if not (step.text or step.ending or step.tokens or step.first):
-            return b""
-        counts = usage_so_far(step.choice) if self._continuous else None
-        return event(ENCODER.encode(self.chunk(step, counts, tell_null=self._include_usage)))
-
-    def _frame(self, choice: Choice) -> tuple[bytes, bytes]:
-        """What chunks with nothing but text share, cut out of such a chunk: encoding it anew takes 2 us."""
-        whole = event(ENCODER.encode(self.chunk(Step(choice, _MARK), None, tell_null=self._include_usage)))
-        before, _, after = whole.partition(ENCODER.encode(_MARK))
-        self._frames[choice.index] = before, after
-        return before, after
 
 
 def usage_so_far(choice: Choice) -> Usage:
@@ -80,21 +52,20 @@ class EventStream(Answer):
         self._exchange = exchange
         self._writer = writer
         self._begun = False
+        self._frames: dict[int, tuple[bytes, bytes]] = {}  #: by choice: what stands around the text of a plain chunk
 
-    def _begin(self, generation: Generation) -> None:
-        self._exchange.begin_stream(generation.headers())
-        self._begun = True
-
-    def step(self, step: Step) -> None:
-        """See `Answer.step`."""
-        if not self._begun:
-            self._begin(step.choice.generation)
-        if data := self._writer.event_of(step):
-            self._exchange.send(data)
+    def add(self, choice: Choice, shown: TextDelta, *, first: bool) -> None:
+        """See `Answer.add`."""
+        if first or shown.ending or shown.tokens or self._writer.continuous:
+            self._add_special(choice, shown, first=first)
+        elif shown.text:
+            before, after = self._frames.get(choice.index) or self._frame(choice)
+            self._exchange.send(before + ENCODER.encode(shown.text) + after)
 
     def end(self, generation: Generation) -> None:
         """See `Answer.end`."""
-        self._exchange.send(self._writer.end(generation))
+        usage = event(ENCODER.encode(self._writer.last(generation.usage()))) if self._writer.include_usage else b""
+        self._exchange.send(usage + DONE)
         self._exchange.end()
 
     def fail(self, generation: Generation, error: RouterError) -> bool:
@@ -105,3 +76,18 @@ class EventStream(Answer):
         self._exchange.send(event(error_body(error)))
         self._exchange.end()
         return True
+
+    def _add_special(self, choice: Choice, shown: TextDelta, *, first: bool) -> None:
+        if not self._begun:
+            self._exchange.begin_stream(choice.generation.headers())
+            self._begun = True
+        if first or shown.text or shown.ending or shown.tokens:
+            counts = usage_so_far(choice) if self._writer.continuous else None
+            self._exchange.send(event(ENCODER.encode(self._writer.chunk(choice, shown, counts, first=first))))
+
+    def _frame(self, choice: Choice) -> tuple[bytes, bytes]:
+        """What chunks with nothing but text share, cut out of such a chunk: encoding it anew takes 2 us."""
+        whole = event(ENCODER.encode(self._writer.chunk(choice, TextDelta(_MARK), None, first=False)))
+        before, _, after = whole.partition(ENCODER.encode(_MARK))
+        self._frames[choice.index] = before, after
+        return before, after

@@ -31,9 +31,9 @@ def prompts(field: str | list[Any]) -> list[str | list[int]]:
         return [field]
     if not field:
         raise InvalidRequest("field 'prompt': at least one prompt or token id is needed", param="prompt")
-    if all(isinstance(each, int) for each in field):
+    kinds = set(map(type, field))
+    if kinds == {int}:
         return [field]
-    kinds = {type(each) for each in field}
     if len(kinds) != 1 or int in kinds:
         raise InvalidRequest("field 'prompt': texts and token ids cannot be mixed in one list", param="prompt")
     return field
