@@ -12,7 +12,7 @@ ARGS ?=
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast check lint types format wheel wheel-check compat clients bench-core bench-events bench-eviction bench-partial bench-decision bench-router bench-routing test-slow clean
+.PHONY: help setup serve test test-fast check lint types format wheel wheel-check compat clients bench-core bench-events bench-eviction bench-partial bench-decision bench-router bench-routing test-slow chaos clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ test-fast: $(VENV)/.dev ## Run the tests that start no cluster
 
 test-slow: $(VENV)/.dev ## Run the slow tests, too
 	@$(BIN)/pytest -m "slow and not gpu" $(ARGS)
+
+chaos: $(VENV)/.dev ## Faults under load, each answer checked token for token (ARGS="--seed N --minutes M --faults a,b")
+	@$(BIN)/python -m tests.chaos.run $(ARGS)
 
 lint: $(VENV)/.dev ## Check style and layout of the code
 	@$(BIN)/ruff check .

@@ -310,12 +310,12 @@ class Dispatcher:
         return instructions
 
     def expire(self, now: float) -> list[Instruction]:
-        """End what is overdue, forget expectations that are."""
+        """End what is overdue, forget expectations that are, take requests from replicas that are stuck."""
         self.reservations.expire(now)
         if len(self._deadlines) > 2 * len(self._flights) + DEADLINES_SPARE:
             self._deadlines = [(flight.deadline, flight.flight_id) for flight in self._flights.values()]
             heapify(self._deadlines)
-        instructions: list[Instruction] = []
+        instructions = [done for replica in self.loads.stalled(now) for done in self._give_up(replica, now)]
         while self._deadlines and self._deadlines[0][0] <= now:
             flight = self._flights.get(heappop(self._deadlines)[1])
             if flight is not None:
@@ -631,6 +631,22 @@ class Dispatcher:
         self._name_blocks(flight)
         self._queue.resume(flight.flight_id, priority=flight.request.priority)
         return self.pump(now)
+
+    def _give_up(self, replica: str, now: float) -> list[Instruction]:
+        """A replica is stuck, and may yet come back: what can go on elsewhere does, and the rest waits for it."""
+        stuck = [
+            flight
+            for flight in self._by_wire.values()
+            if flight.replica == replica and not flight.wordy and flight.continuations < self._limits.retries
+        ]
+        if stuck:
+            log.warning("replica_stalled replica=%s requests=%d", replica, len(stuck))
+        instructions: list[Instruction] = []
+        for flight in stuck:
+            instructions += self._abort(flight)
+            flight.excluded.add(replica)
+            instructions += self._move_on(flight, ReplicaLost(f"replica {replica} is stuck"), now)
+        return instructions
 
     def _nothing_left(self, flight: _Flight) -> bool:
         """Whether only the word that it is finished got lost."""

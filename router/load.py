@@ -13,6 +13,10 @@ import msgspec
 from ..events.messages import CacheCounters, LoadReport, PrefillCost
 from ..replica.messages import ReplicaDescription
 
+#: A replica that says nothing for so many of the longest steps that it could make is stuck. Not tuned: a step's length
+#: is estimated, and other processes may take most of the machine.
+STALLED_STEPS = 4
+
 
 class Pending(msgspec.Struct, frozen=True, gc=False):
     """A request on its way to a replica: not in any report yet."""
@@ -156,6 +160,20 @@ class LoadBook:
         """Seconds since the last sign of life."""
         return now - self._replicas[replica].heard_at
 
+    def stalled(self, now: float) -> list[str]:
+        """Who has requests of ours and has been silent for longer than its steps can take.
+
+        Nobody while all are silent: then it is this router that has not listened, or there is nowhere else to go.
+        """
+        ages = {replica: self.age_s(replica, now) for replica in self._replicas}
+        if all(age > self._silence_s for age in ages.values()):
+            return []
+        return [
+            replica
+            for replica, entry in self._replicas.items()
+            if entry.in_flight and ages[replica] > max(self._silence_s, STALLED_STEPS * _longest_step_s(entry))
+        ]
+
     def view(self, replica: str, now: float) -> ReplicaLoad:
         """The load that a decision made now must count with."""
         entry = self._replicas[replica]
@@ -200,6 +218,14 @@ def _view(entry: _Replica, silent: bool) -> ReplicaLoad:
         silent=silent,
         pinned_blocks=report.pinned_blocks,
     )
+
+
+def _longest_step_s(entry: _Replica) -> float:
+    """Of a whole budget of new tokens, by the slower of what was measured at its start and what it reports."""
+    about, report = entry.description, entry.report
+    rates = [about.prefill_tokens_per_s, report.prefill_tokens_per_s if report else 0.0]
+    steps = [about.decode_step_s, report.decode_step_s if report else 0.0]
+    return about.max_batched_tokens / min(rate for rate in rates if rate > 0) + max(steps)
 
 
 def _idle(description: ReplicaDescription) -> LoadReport:

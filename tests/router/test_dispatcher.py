@@ -45,12 +45,14 @@ from .fakes import HASHER, LIMITS, ROOT, FakeReplica, answer, description_of, re
 class World:
     """A dispatcher with its fake replicas, and all that readers saw."""
 
-    def __init__(self, replicas: int = 2, *, retries: int = 3, max_waiting: int = 100, seed: int = 0) -> None:
+    def __init__(
+        self, replicas: int = 2, *, retries: int = 3, max_waiting: int = 100, seed: int = 0, silence_s: float = 1e9
+    ) -> None:
         self.now = 0.0
         self.dispatcher = Dispatcher(
             make_policy("expected-ttft"),
             Naming(HASHER, ROOT, LIMITS),
-            loads=LoadBook("me", silence_s=1e9),
+            loads=LoadBook("me", silence_s),
             reservations=Reservations(30.0),
             limits=DispatcherLimits(max_waiting, retries, request_timeout_s=600.0),
             counters=RouterCounters(),
@@ -322,6 +324,45 @@ def test_continuations_are_bounded() -> None:
     assert isinstance(world.errors[flight], ReplicaLost)
     assert len(world.replicas) == 1
     world.dispatcher.check()
+
+
+def test_a_stuck_replicas_request_goes_on_elsewhere_and_its_late_tokens_count_for_nothing() -> None:
+    """It is not dead, and what it has ready when it comes back must not be said twice."""
+    world = World(silence_s=3.0)
+    request = request_of(range(40), max_tokens=8)
+    flight = world.submit(request)
+    stuck = world.home(flight)
+    other = next(name for name in world.replicas if name != stuck)
+    for _ in range(3):
+        world.step(stuck)
+    said = len(world.tokens(flight))
+
+    world.now = 10.0
+    world.step(other)
+    world.run(world.dispatcher.expire(world.now))
+
+    assert world.home(flight) == other
+    assert isinstance(world.on_wire[stuck][-1], Abort)
+    assert said > 0
+    world.settle()
+    assert world.tokens(flight) == answer(request)
+    assert world.records[flight].continuations == 1
+    world.dispatcher.check()
+
+
+def test_a_request_without_a_retry_left_stays_with_its_stuck_replica() -> None:
+    """It may come back; to fail the request would be certain to lose it."""
+    world = World(retries=0, silence_s=3.0)
+    flight = world.submit(request_of(range(40), max_tokens=8))
+    stuck = world.home(flight)
+
+    world.now = 10.0
+    world.step(next(name for name in world.replicas if name != stuck))
+    world.run(world.dispatcher.expire(world.now))
+
+    assert world.home(flight) == stuck
+    world.settle()
+    assert flight not in world.errors
 
 
 def test_with_no_replica_left_requests_wait_for_the_next(world: World) -> None:

@@ -47,6 +47,46 @@ def test_a_replica_without_a_word_is_silent_until_it_is_heard_again(book: LoadBo
     assert not book.view("r0", now=4.0).silent
 
 
+def test_a_replica_that_works_on_our_requests_without_a_word_is_stuck(book: LoadBook) -> None:
+    """Its process may well answer pings; what it was sent comes to nothing there."""
+    book.join(description_of("r1"), now=0.0)
+    book.dispatched("r0", 1, Pending(uncached_tokens=100, blocks=7))
+    book.heard("r1", now=4.0)
+
+    assert book.stalled(now=2.9) == []
+    assert book.stalled(now=4.0) == ["r0"]
+
+    book.heard("r0", now=4.1)
+
+    assert book.stalled(now=4.2) == []
+
+
+def test_a_step_may_take_as_long_as_its_budget_does(book: LoadBook) -> None:
+    """A slow replica in the middle of a long prompt is no stuck one: 2,048 tokens at 200 a second are ten seconds."""
+    book.join(description_of("r1"), now=0.0)
+    book.report("r0", report_of(prefill_tokens_per_s=200.0), now=0.0)
+    book.dispatched("r0", 1, Pending(uncached_tokens=100, blocks=7))
+    longest_s = description_of("r0").max_batched_tokens / 200.0
+
+    for now in (4.0, 3 * longest_s):
+        book.heard("r1", now)
+        assert book.stalled(now) == []
+
+    book.heard("r1", 5 * longest_s)
+    assert book.stalled(5 * longest_s) == ["r0"]
+
+
+def test_nobody_is_stuck_where_all_are_silent_or_nothing_is_asked(book: LoadBook) -> None:
+    """All at once: it is we who were asleep, or there is nowhere else to go."""
+    book.join(description_of("r1"), now=0.0)
+    book.dispatched("r0", 1, Pending(uncached_tokens=100, blocks=7))
+    assert book.stalled(now=60.0) == []
+
+    book.heard("r0", now=60.0)
+
+    assert book.stalled(now=60.0) == []
+
+
 def test_a_drained_replica_says_so_whoever_decided_it(book: LoadBook) -> None:
     """The controller may drain it, or the replica itself may say that it does."""
     book.report("r0", report_of(draining=True), now=0.0)

@@ -1,0 +1,191 @@
+"""What can go wrong, each as something that is done to a running cluster and undone. Thin shells.
+
+A fault is an async context: entered, it strikes and says whom; left, it is mended.
+"""
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+
+import psutil
+
+from .client import fetch
+from .shapes import Cluster, Shape
+from .tunnel import Fate, Weather, weather_of
+
+
+@dataclass(slots=True, frozen=True)
+class Victim:
+    """Whom a fault has hit: a replica of an epoch that leaves routing, a router, or nobody in particular."""
+
+    replica: str | None = None
+    epoch: int = 0
+    url: str | None = None
+
+
+Inject = Callable[[Cluster, float], AbstractAsyncContextManager[Victim]]
+NOBODY = Victim()
+#: A slow replica runs for one part of so many.
+SLOW_RUN_S, SLOW_STOP_S = 0.02, 0.08
+
+
+@dataclass(slots=True, frozen=True)
+class Fault:
+    """One kind."""
+
+    inject: Inject
+    shape: Shape
+    lasts_s: float  #: from strike to mending
+
+
+@contextlib.asynccontextmanager
+async def kill_rank(cluster: Cluster, draw: float, *, rank: int) -> AsyncIterator[Victim]:
+    """SIGKILL to one process of a replica."""
+    replica = await cluster.victim(draw)
+    os.kill(replica["pids"][rank], signal.SIGKILL)
+    yield Victim(replica["replica_id"], replica["epoch"])
+
+
+@contextlib.asynccontextmanager
+async def freeze(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
+    """SIGSTOP to all processes of a replica, then SIGCONT."""
+    replica = await cluster.victim(draw)
+    for pid in replica["pids"]:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield Victim(replica["replica_id"], replica["epoch"])
+    finally:
+        for pid in replica["pids"]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.asynccontextmanager
+async def kill_router(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
+    """SIGKILL to one of the routers."""
+    routers = cluster.actors("RouterProcess")
+    router = routers[int(draw * len(routers))]
+    victim = Victim(url=cluster.router_url(router))
+    router.kill()
+    yield victim
+
+
+@contextlib.asynccontextmanager
+async def kill_controller(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
+    """SIGKILL to the controller."""
+    (controller,) = cluster.actors("Controller")
+    controller.kill()
+    yield NOBODY
+
+
+@contextlib.asynccontextmanager
+async def slow(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
+    """A replica gets a fifth of its time."""
+    replica = await cluster.victim(draw)
+    stuttering = asyncio.create_task(_stutter(replica["pids"]))
+    try:
+        yield NOBODY
+    finally:
+        stuttering.cancel()
+        await asyncio.gather(stuttering, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def flush(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
+    """Caches are emptied, as far as requests that run let that happen."""
+    await fetch(cluster.url, "/reset_prefix_cache", {})
+    yield NOBODY
+
+
+@contextlib.asynccontextmanager
+async def full_disk(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
+    """No process of ours can make a file longer."""
+    ours = [each for title in ("Controller", "RouterProcess", "ReplicaRank") for each in cluster.actors(title)]
+    _limit_files(ours, 0)
+    try:
+        yield NOBODY
+    finally:
+        _limit_files(ours, resource.RLIM_INFINITY)
+
+
+@contextlib.asynccontextmanager
+async def overload(cluster: Cluster, draw: float, *, times: int) -> AsyncIterator[Victim]:
+    """So many times the load at once, on top of what there is."""
+    assert cluster.load is not None, "a burst without a load"
+    burst = asyncio.create_task(cluster.load.burst(times))
+    yield NOBODY
+    await burst
+
+
+@contextlib.asynccontextmanager
+async def befall(cluster: Cluster, draw: float, *, fate: Fate) -> AsyncIterator[Victim]:
+    """A replica's network, or the part that events take."""
+    replica = await cluster.victim(draw)
+    tunnels = cluster.befallen(replica["replica_id"], fate)
+    for tunnel in tunnels:
+        tunnel.weather = weather_of(fate)
+        if tunnel.weather.barred:
+            tunnel.cut()
+    try:
+        yield Victim(replica["replica_id"], replica["epoch"]) if fate == "split" else NOBODY
+    finally:
+        for tunnel in tunnels:
+            tunnel.weather = Weather()
+
+
+def _with_rank(rank: int) -> Inject:
+    return lambda cluster, draw: kill_rank(cluster, draw, rank=rank)
+
+
+def _with_fate(fate: Fate) -> Inject:
+    return lambda cluster, draw: befall(cluster, draw, fate=fate)
+
+
+def _with_times(times: int) -> Inject:
+    return lambda cluster, draw: overload(cluster, draw, times=times)
+
+
+FAULTS: dict[str, Fault] = {
+    "kill-rank-0": Fault(_with_rank(0), "pair", 0.0),
+    "freeze": Fault(freeze, "pair", 10.0),
+    "slow": Fault(slow, "pair", 5.0),
+    "flush": Fault(flush, "pair", 1.0),
+    "full-disk": Fault(full_disk, "pair", 5.0),
+    "overload": Fault(_with_times(10), "pair", 0.0),
+    "kill-rank-1": Fault(_with_rank(1), "ranks", 0.0),
+    "kill-router": Fault(kill_router, "routers", 0.0),
+    "events-cut": Fault(_with_fate("cut"), "tunnels", 3.0),
+    "events-late": Fault(_with_fate("delay"), "tunnels", 5.0),
+    "events-lost": Fault(_with_fate("drop"), "tunnels", 5.0),
+    "split": Fault(_with_fate("split"), "tunnels", 5.0),
+    "starve": Fault(_with_times(5), "tiny", 0.0),
+    "kill-controller": Fault(kill_controller, "pair", 0.0),
+}
+
+
+async def _stutter(pids: list[int]) -> None:
+    processes = [psutil.Process(pid) for pid in pids]
+    try:
+        while True:
+            for process in processes:
+                process.suspend()
+            await asyncio.sleep(SLOW_STOP_S)
+            for process in processes:
+                process.resume()
+            await asyncio.sleep(SLOW_RUN_S)
+    finally:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+
+
+def _limit_files(processes: list[psutil.Process], size: int) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            _, hard = process.rlimit(psutil.RLIMIT_FSIZE)
+            process.rlimit(psutil.RLIMIT_FSIZE, (size, hard))

@@ -1,0 +1,47 @@
+"""The table of a run, for people."""
+
+from collections.abc import Sequence
+
+from .judge import Outcome, Row
+
+HEADER = (
+    *("fault", "requests", "wrong", "errors", "cut"),
+    *("gap before", "gap at fault", "longest gap", "first token", "out of routing", "rebuilt"),
+)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """One line for each fault. Times are what this machine took under whatever else it was doing."""
+    lines = [HEADER, *(cells(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER))]
+    padded = [" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    return "\n".join([padded[0], "-|-".join("-" * width for width in widths), *padded[1:]])
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row as text."""
+    bad = sum(row.outcomes.get(outcome, 0) for outcome in (Outcome.WRONG, Outcome.UNCLEAR, Outcome.LATE))
+    cut = row.outcomes.get(Outcome.CUT, 0)
+    errors = ", ".join(f"{count} {code}" for code, count in sorted(row.errors.items())) or "0"
+    return (
+        row.fault,
+        str(row.requests),
+        str(bad),
+        errors,
+        str(cut),
+        f"{row.gap_before_s * 1000:.0f} ms",
+        f"{row.gap_at_s * 1000:.0f} ms",
+        f"{row.longest_gap_s * 1000:.0f} ms",
+        f"{row.longest_first_s * 1000:.0f} ms",
+        _seconds(row.out_s),
+        _seconds(row.rebuilt_s),
+    )
+
+
+def violations(rows: Sequence[Row]) -> str:
+    """What was required and is not so; empty: nothing."""
+    return "\n".join(f"{row.fault}: {words}" for row in rows for words in row.violations)
+
+
+def _seconds(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds:.2f} s"

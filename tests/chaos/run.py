@@ -1,0 +1,208 @@
+"""Strikes clusters under load and prints what came of it; `make chaos`.
+
+    python -m tests.chaos.run [--seed N] [--minutes M] [--faults a,b] [--soak-minutes M]
+
+Each fault strikes once, in an order that the seed draws; with `--minutes` they go on striking until the time is over.
+`--soak-minutes` does the same with one cluster that stays up, and looks for leaks. Exit code 1: a requirement is
+violated. Times are printed and required of nobody: they are this machine's.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice, takewhile
+from pathlib import Path
+from random import Random
+
+from homing.cluster.state import wait_gone
+
+from ..e2e.running import shared_memory
+from .client import Load, undisturbed
+from .faults import FAULTS
+from .judge import Round, Row, leaks, rebuilt_s, row, slope_kib_per_min
+from .log import Census, Sighting, Struck
+from .plan import Plan, Strike, make_plan, strikes
+from .report import table, violations
+from .shapes import POLL_S, Cluster, Shape, cluster, prepared, wait_for
+
+#: What each request asks for itself.
+TIMEOUT_S = 45.0
+#: How long the load goes on when the fault is over.
+TAIL_S = 1.0
+#: For processes to end once `homing serve` has.
+GONE_S = 5.0
+#: What a soak consists of: every kind of fault that one cluster of the plain shape can have again and again.
+SOAK = ("kill-rank-0", "freeze", "slow", "flush", "full-disk", "overload")
+
+
+@dataclass(slots=True)
+class Findings:
+    """What one cluster went through."""
+
+    rows: list[Row]
+    left: list[str]  #: what leaked, or was left behind
+    slopes: list[str]  #: how memory grew, where that was watched for long enough
+
+
+def main() -> int:
+    """Run; returns the exit code."""
+    options = arguments().parse_args()
+    names = options.faults.split(",") if options.faults else list(FAULTS)
+    if unknown := set(names) - set(FAULTS):
+        sys.exit(f"no such faults: {', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
+    if options.soak_minutes:
+        found = [soak(options.seed, options.soak_minutes, [name for name in names if name in SOAK])]
+    else:
+        found = list(all_shapes(options.seed, names, options.minutes * 60))
+    return publish(found, options.seed)
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="make chaos", description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=1, help="draws questions, order and victims")
+    parser.add_argument("--minutes", type=float, default=0.0, help="go on for so long; 0: each fault once")
+    parser.add_argument("--faults", default="", help=f"of {', '.join(FAULTS)}; all by default")
+    parser.add_argument("--soak-minutes", type=float, default=0.0, help="one cluster for so long, looking for leaks")
+    return parser
+
+
+def publish(found: Sequence[Findings], seed: int) -> int:
+    """Print everything; returns the exit code."""
+    rows = [row for findings in found for row in findings.rows]
+    print(f"\nseed {seed}, load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n{table(rows)}")
+    for words in (words for findings in found for words in findings.slopes):
+        print(words)
+    wrong = [*filter(None, [violations(rows)]), *(words for findings in found for words in findings.left)]
+    print("\n".join(["", "violated:", *wrong] if wrong else ["", "every requirement holds"]))
+    return 1 if wrong else 0
+
+
+def all_shapes(seed: int, names: Sequence[str], seconds: float) -> Iterator[Findings]:
+    """The faults of one shape after another, so that few clusters have to be started; again until the time is over."""
+    deadline, drawn = time.monotonic() + seconds, strikes(seed, names)
+    while True:
+        cycle = sorted(islice(drawn, len(names)), key=lambda strike: FAULTS[strike.fault].shape)
+        for shape, wanted in groupby(cycle, key=lambda strike: FAULTS[strike.fault].shape):
+            yield one_cluster(shape, seed, wanted)
+        if time.monotonic() >= deadline:
+            return
+
+
+def soak(seed: int, minutes: float, names: Sequence[str]) -> Findings:
+    """One cluster for long."""
+    deadline = time.monotonic() + 60 * minutes
+    return one_cluster(
+        "pair", seed, takewhile(lambda _: time.monotonic() < deadline, strikes(seed, names)), soaking=True
+    )
+
+
+def one_cluster(shape: Shape, seed: int, wanted: Iterable[Strike], *, soaking: bool = False) -> Findings:
+    """Start one, let faults strike it, take it down, and look for what is left."""
+    print(f"{shape}: starting", flush=True)
+    with tempfile.TemporaryDirectory(prefix="chaos-") as state:
+        with cluster(shape, Path(state)) as target:
+            family, folder = target.serving.family(), Path(target.serving.note()["run_dir"])
+            findings = asyncio.run(rounds(target, make_plan(seed), wanted, Random(seed)))
+            family += target.serving.family()
+        if not soaking:
+            findings.slopes.clear()
+        findings.left += [f"process {each.pid} is left" for each in wait_gone(family, GONE_S)]
+        findings.left += [f"{name} is left in shared memory" for name in shared_memory(family)]
+        findings.left += [f"{folder} is left"] if folder.exists() else []
+    return findings
+
+
+async def rounds(target: Cluster, plan: Plan, wanted: Iterable[Strike], rng: Random) -> Findings:
+    """Several faults, one after another."""
+    found, memory = Findings([], [], []), Memory()
+    oracle = await undisturbed(target.url, plan, timeout_s=TIMEOUT_S)
+    async with prepared(target, rng):
+        before = target.census()
+        for strike in wanted:
+            lived = await one_round(target, plan, strike)
+            found.rows.append(row(lived, oracle, timeout_s=TIMEOUT_S))
+            memory.note(target.census())
+            print(f"  {strike.fault}: {len(lived.log)} requests, load average {os.getloadavg()[0]:.1f}", flush=True)
+        found.left += leaks(before, target.census())
+    found.slopes += memory.slopes()
+    return found
+
+
+class Memory:
+    """Resident memory of each process over time."""
+
+    def __init__(self) -> None:
+        self._samples: dict[tuple[str, int], list[tuple[float, int]]] = defaultdict(list)
+
+    def note(self, found: Sequence[Census]) -> None:
+        """One look at all."""
+        for each in found:
+            self._samples[each.title, each.pid].append((time.monotonic(), each.kibibytes))
+
+    def slopes(self) -> list[str]:
+        """In words, for those that were there from the first look to the last."""
+        longest = max(map(len, self._samples.values()), default=0)
+        return [
+            f"{title} ({pid}): {samples[-1][1]} KiB, {slope_kib_per_min(samples[len(samples) // 2 :]):+.0f} KiB/min"
+            for (title, pid), samples in self._samples.items()
+            if len(samples) == longest
+        ]
+
+
+async def one_round(target: Cluster, plan: Plan, strike: Strike) -> Round:
+    """One fault under load, until all is well again."""
+    load = target.load = Load(plan, target.urls(), timeout_s=TIMEOUT_S)
+    sightings: list[Sighting] = []
+    watching = asyncio.create_task(_watch(target, sightings))
+    load.begin()
+    await asyncio.sleep(strike.after_s)
+    struck = await _strike(target, strike)
+    trouble = await _wait(lambda: _mended(target, struck, sightings), "all replicas serve again under load")
+    await asyncio.sleep(TAIL_S)
+    await load.end()
+    watching.cancel()
+    trouble += await _wait(target.whole, "nothing runs when the load is over")
+    return Round(strike.fault, tuple(load.log), tuple(sightings), struck, tuple(await target.books()), trouble)
+
+
+async def _strike(target: Cluster, strike: Strike) -> Struck:
+    fault = FAULTS[strike.fault]
+    async with fault.inject(target, strike.draw) as victim:
+        at_s = time.monotonic()
+        await asyncio.sleep(fault.lasts_s)
+    return Struck(at_s, time.monotonic(), victim.replica, victim.epoch, victim.url)
+
+
+async def _wait(holds: Callable[[], Awaitable[bool]], what: str) -> tuple[str, ...]:
+    """What to say when it never holds."""
+    try:
+        await wait_for(holds, what)
+    except TimeoutError as error:
+        return (str(error),)
+    return ()
+
+
+async def _watch(target: Cluster, sightings: list[Sighting]) -> None:
+    while True:
+        with contextlib.suppress(OSError, EOFError):  # its router is down
+            sightings += await target.sightings(time.monotonic())
+        await asyncio.sleep(POLL_S)
+
+
+async def _mended(target: Cluster, struck: Struck, sightings: Sequence[Sighting]) -> bool:
+    """Whether every router has all replicas in full use, the one that was hit again."""
+    if struck.replica is not None and rebuilt_s(sightings, struck) is None:
+        return False
+    return await target.serves()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

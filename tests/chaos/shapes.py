@@ -1,0 +1,176 @@
+"""Clusters under test: `homing serve` as a process, in the shapes that faults need. Thin shell."""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any, Literal
+
+import psutil
+
+from ..e2e.running import Serving, serving
+from .client import Load, fetch
+from .log import Books, Census, Sighting
+from .tunnel import Fate, Tunnel
+
+Shape = Literal["pair", "ranks", "routers", "tunnels", "tiny"]
+
+REPLICAS = 2
+FLAGS: dict[Shape, tuple[str, ...]] = {
+    "pair": (),
+    "ranks": ("--tensor-parallel-size", "2"),
+    "routers": ("--routers", "2"),
+    "tunnels": (),
+    "tiny": ("--num-kv-blocks", "64"),
+}
+#: What a fault may take to be over: a rebuild takes seconds, on a busy machine many.
+PATIENCE_S = 120.0
+POLL_S = 0.025
+#: Which of a replica's sockets a fate befalls: its events, or all there are.
+SOCKETS = {"cut": r"-(events|state)$", "delay": r"-(events|state)$", "drop": r"-(events|state)$", "split": r"-\w+$"}
+
+
+@dataclass
+class Cluster:
+    """A running one, seen from outside."""
+
+    serving: Serving
+    shape: Shape
+    load: Load | None = None
+    tunnels: dict[str, list[Tunnel]] = field(default_factory=dict)  #: by replica
+    tunnel_paths: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        """Where all routers listen."""
+        return self.serving.url
+
+    def urls(self) -> tuple[str, ...]:
+        """Where clients ask: each router's own address, so that a client knows whose it is."""
+        return tuple(self.serving.note().get("router_urls") or ()) or (self.url,)
+
+    async def view(self, url: str = "") -> dict[str, Any]:
+        """What /cluster says."""
+        found: dict[str, Any] = await fetch(url or self.url, "/cluster")
+        return found
+
+    async def victim(self, draw: float) -> dict[str, Any]:
+        """One of the replicas."""
+        replicas = sorted((await self.view())["replicas"], key=lambda each: str(each["replica_id"]))
+        found: dict[str, Any] = replicas[int(draw * len(replicas))]
+        return found
+
+    def actors(self, title: str) -> list[psutil.Process]:
+        """Ray's processes of this class."""
+        return [process for process in self.serving.family() if _title(process) == f"ray::{title}"]
+
+    def router_url(self, process: psutil.Process) -> str:
+        """The address of this router alone."""
+        ports = {each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+        return next(url for url in self.urls() if int(url.rpartition(":")[2]) in ports)
+
+    async def books(self) -> list[Books]:
+        """Where blocks are, when nothing runs."""
+        return [
+            Books(r["replica_id"], r["free_blocks"], r["num_blocks"], r["cached_free_blocks"], r["indexed_blocks"])
+            for r in (await self.view())["replicas"]
+        ]
+
+    def census(self) -> list[Census]:
+        """What its processes hold. Ray's own come and go, and are not ours to judge."""
+        found = []
+        for process in self.serving.family():
+            with contextlib.suppress(psutil.Error), process.oneshot():
+                title = _title(process)
+                if title.startswith("ray::") or process.pid == self.serving.pid:
+                    rss = process.memory_info().rss // 1024
+                    found.append(Census(process.pid, title, process.num_fds(), rss))
+        return found
+
+    async def sightings(self, now_s: float) -> list[Sighting]:
+        """What a router says of every replica; of those that it does not list, nothing."""
+        return [
+            Sighting(now_s, each["replica_id"], each["epoch"], each["state"], each["feed"])
+            for each in (await self.view())["replicas"]
+        ]
+
+    async def tunnelled(self, rng: Random) -> None:
+        """Put a proxy before every socket of every replica, and have a router that connects through them."""
+        for replica in (await self.view())["replicas"]:
+            name, ends = replica["replica_id"], replica["event_endpoints"]
+            folder = Path(ends["events"].removeprefix("ipc://")).parent
+            paths = [path for path in folder.iterdir() if path.is_socket()]
+            self.tunnel_paths[name] = [path.name for path in paths]
+            self.tunnels[name] = [Tunnel(path, rng) for path in paths]
+            for tunnel in self.tunnels[name]:
+                await tunnel.open()
+        (router,) = self.actors("RouterProcess")
+        router.kill()
+        await wait_for(lambda: self.whole(), "the router is back behind the tunnels")
+
+    def befallen(self, replica: str, fate: Fate) -> list[Tunnel]:
+        """The tunnels of one replica that a fate is for."""
+        pairs = zip(self.tunnels[replica], self.tunnel_paths[replica], strict=True)
+        return [tunnel for tunnel, path in pairs if re.search(SOCKETS[fate], path)]
+
+    async def serves(self) -> bool:
+        """Whether every router has all replicas, with events that can be trusted."""
+        try:
+            views = [await self.view(url) for url in self.urls()]
+        except (OSError, EOFError):
+            return False
+        return all(
+            sum(each["state"] == "serving" and each["feed"] == "live" for each in view["replicas"]) == REPLICAS
+            for view in views
+        )
+
+    async def whole(self) -> bool:
+        """The same, and nothing runs or waits anywhere."""
+        if not await self.serves():
+            return False
+        view = await self.view()
+        busy = [r for r in view["replicas"] if r["running"] or r["waiting"] or r["in_flight"] or r["expected_blocks"]]
+        return not busy and not view["in_flight"] and not view["waiting"]
+
+
+async def wait_for(holds: Callable[[], Awaitable[bool]], what: str) -> None:
+    """Raises TimeoutError, by name, when it never does."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not await holds():  # noqa: ASYNC110 - it is a matter of other processes: nothing would set an event
+                await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        raise TimeoutError(f"never within {PATIENCE_S:g} s: {what}") from None
+
+
+@contextlib.contextmanager
+def cluster(shape: Shape, state: Path) -> Iterator[Cluster]:
+    """Two replicas of the demo model in this shape, until the block ends."""
+    with serving(
+        state, "--replicas", str(REPLICAS), "--access-log", str(state / "access.log"), *FLAGS[shape]
+    ) as running:
+        yield Cluster(running, shape)
+
+
+@contextlib.asynccontextmanager
+async def prepared(found: Cluster, rng: Random) -> AsyncIterator[Cluster]:
+    """The cluster as its shape wants it, in this loop."""
+    if found.shape == "tunnels":
+        await found.tunnelled(rng)
+    try:
+        yield found
+    finally:
+        for tunnel in (tunnel for tunnels in found.tunnels.values() for tunnel in tunnels):
+            await tunnel.close()
+
+
+def _title(process: psutil.Process) -> str:
+    """Its name; of Ray's actors the class, whatever method they are in."""
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        return ""
+    return words[0].split(".")[0] if words and words[0].startswith("ray::") else process.name()

@@ -1,0 +1,35 @@
+"""The short form of `make chaos`: a few faults on one real cluster. And, slow, ten minutes of them on one.
+
+Times are printed, not asserted: they are the machine's.
+"""
+
+import pytest
+
+from .plan import Strike
+from .report import table, violations
+from .run import SOAK as SOAKED
+from .run import Findings, one_cluster, soak
+
+pytestmark = pytest.mark.cluster
+
+SOAK_MINUTES = 10.0
+
+
+def check(found: Findings) -> None:
+    print(table(found.rows), *found.slopes, sep="\n")
+    assert violations(found.rows) == ""
+    assert found.left == []
+
+
+def test_faults_under_load_cost_no_answer_and_leave_nothing_behind() -> None:
+    """SIGKILL, a flushed cache, a full disk and ten times the load: every answer is right or a clear error."""
+    wanted = [Strike(name, 1.0, 0.5) for name in ("flush", "full-disk", "overload", "kill-rank-0")]
+
+    check(one_cluster("pair", 1, wanted))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60 * SOAK_MINUTES + 600)
+def test_nothing_leaks_in_ten_minutes_of_faults() -> None:
+    """The hour's soak of `make chaos ARGS="--soak-minutes 60"`, in the form that a test run can bear."""
+    check(soak(1, SOAK_MINUTES, SOAKED))

@@ -1,0 +1,258 @@
+"""The judge is only worth what it catches: logs are broken on purpose, one at a time."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from .judge import (
+    NULL_BLOCKS,
+    SPARE_FILES,
+    Outcome,
+    Round,
+    book_faults,
+    difference,
+    gap_at_s,
+    gap_before_s,
+    judge,
+    leaks,
+    longest_first_s,
+    longest_gap_s,
+    out_of_routing_s,
+    rebuilt_s,
+    router_back_s,
+    row,
+    slope_kib_per_min,
+)
+from .log import Answer, Books, Census, Seen, Sighting, Struck
+from .report import table, violations
+
+ROUTER = "http://127.0.0.1:1"
+TIMEOUT_S = 10.0
+RIGHT = Answer(tokens=("a", "b", "c", "d", "e"), text="abcde", finish_reason="length")
+GOOD = Seen(
+    question=0,
+    streamed=True,
+    url=ROUTER,
+    began_s=100.0,
+    ended_s=101.0,
+    status=200,
+    tokens=RIGHT.tokens,
+    token_times_s=(100.1, 100.2, 100.3, 100.7, 100.8),
+    text=RIGHT.text,
+    finish_reason="length",
+    usage_tokens=5,
+    whole=True,
+)
+ERROR = {"error": {"message": "replica r0 was lost", "type": "server_error", "param": None, "code": "replica_lost"}}
+FAILED = replace(GOOD, tokens=("a", "b"), text="ab", whole=False, error=ERROR, finish_reason=None, usage_tokens=None)
+KILLED = Struck(at_s=100.5, mended_s=100.5, url=ROUTER)
+
+
+def outcome(seen: Seen, struck: Struck | None = None) -> Outcome:
+    return judge(seen, RIGHT, timeout_s=TIMEOUT_S, struck=struck).outcome
+
+
+def test_a_right_answer_and_a_clear_error_pass() -> None:
+    """These two are what is promised, and nothing else is."""
+    assert outcome(GOOD) is Outcome.RIGHT
+    assert outcome(FAILED) is Outcome.FAILED
+    assert judge(FAILED, RIGHT, timeout_s=TIMEOUT_S).words == "replica_lost"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"tokens": ("a", "b", "c", "c", "d", "e")}, Outcome.WRONG),
+        ({"tokens": ("a", "b", "d", "e")}, Outcome.WRONG),
+        ({"tokens": ("a", "b", "c")}, Outcome.WRONG),
+        ({"tokens": ("a", "b", "x", "d", "e")}, Outcome.WRONG),
+        ({"tokens": (*RIGHT.tokens, "f")}, Outcome.WRONG),
+        ({"text": "abcd"}, Outcome.WRONG),
+        ({"usage_tokens": 6}, Outcome.WRONG),
+        ({"finish_reason": "stop"}, Outcome.WRONG),
+        ({"ended_s": 100.0 + TIMEOUT_S + 3}, Outcome.LATE),
+        ({"whole": False}, Outcome.UNCLEAR),
+        ({"status": 500}, Outcome.UNCLEAR),
+        ({"trouble": "IncompleteReadError"}, Outcome.UNCLEAR),
+        ({"refused": True}, Outcome.UNCLEAR),
+    ],
+)
+def test_a_broken_log_is_caught(change: dict[str, Any], expected: Outcome) -> None:
+    """Each of these is a way in which a cluster can fail its client."""
+    assert outcome(replace(GOOD, **change)) is expected
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "Internal Server Error",
+        {"detail": "no"},
+        {"error": "no"},
+        {"error": {"message": "no"}},
+        {"error": {"message": "", "type": "server_error", "param": None, "code": None}},
+    ],
+)
+def test_an_error_that_is_not_in_openais_shape_is_caught(error: Any) -> None:
+    """OpenAI's clients read four fields."""
+    assert outcome(replace(FAILED, error=error)) is Outcome.UNCLEAR
+
+
+def test_a_stream_that_failed_must_not_end_as_if_it_were_whole() -> None:
+    """A client that looks for [DONE] alone would take half an answer for the whole."""
+    assert outcome(replace(FAILED, whole=True)) is Outcome.UNCLEAR
+
+
+def test_what_came_before_an_error_must_be_right_too() -> None:
+    """A client has shown it to somebody by then."""
+    assert outcome(replace(FAILED, tokens=("a", "x"))) is Outcome.WRONG
+
+
+def test_only_the_router_that_was_killed_may_cut_and_only_what_it_carried() -> None:
+    """A router that dies takes its own connections along, and nothing of anybody else's."""
+    cut = replace(GOOD, tokens=("a", "b"), whole=False, trouble="reset")
+
+    assert outcome(cut, KILLED) is Outcome.CUT
+    assert outcome(replace(cut, url="http://127.0.0.1:2"), KILLED) is Outcome.UNCLEAR
+    assert outcome(replace(cut, ended_s=100.2), KILLED) is Outcome.UNCLEAR
+    assert outcome(replace(cut, tokens=("b",)), KILLED) is Outcome.WRONG
+    later = replace(cut, began_s=100.6, status=None, tokens=())
+    assert outcome(later, KILLED) is Outcome.UNSERVED
+    assert outcome(replace(later, refused=True), KILLED) is Outcome.UNSERVED
+    assert outcome(replace(later, status=200), KILLED) is Outcome.UNCLEAR
+    assert outcome(replace(cut, refused=True, url="http://127.0.0.1:2"), KILLED) is Outcome.UNCLEAR
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        ("abcde", ""),
+        ("abcbcde", "2 tokens before 3 came twice"),
+        ("ade", "2 tokens from 1 on are lost"),
+        ("abc", "2 tokens are missing at the end"),
+        ("abcdef", "1 tokens are too many"),
+        ("abxde", "token 2 is 'x' instead of 'c'"),
+    ],
+)
+def test_a_difference_is_told_by_its_kind(seen: str, words: str) -> None:
+    """Doubled, lost or wrong point at different code."""
+    assert difference("abcde", seen) == words
+
+
+@given(st.lists(st.integers(0, 3), max_size=8), st.lists(st.integers(0, 3), max_size=8))
+def test_rows_are_the_same_or_something_is_said(right: list[int], seen: list[int]) -> None:
+    """No shape of a mistake may slip through."""
+    words = difference([str(token) for token in right], [str(token) for token in seen])
+
+    assert (words == "") == (right == seen)
+
+
+def test_gaps_are_between_tokens_of_one_stream() -> None:
+    """What a reader sees stand still; two streams that take turns hide nothing of each other."""
+    late = replace(GOOD, token_times_s=(100.65, 100.75))
+
+    assert longest_gap_s([GOOD, late]) == pytest.approx(0.4)
+    assert longest_gap_s([]) == 0.0
+    assert gap_before_s([GOOD], 100.5) == pytest.approx(0.1)
+    assert gap_at_s([GOOD], 100.5) == pytest.approx(0.4)
+    assert gap_at_s([GOOD], 100.75) == pytest.approx(0.1)
+    assert longest_first_s([GOOD]) == pytest.approx(0.1)
+
+
+def looks(*rows: tuple[float, int, str, str]) -> list[Sighting]:
+    """Of replica r0; one of r1 beside each shows that the router answered."""
+    found = [Sighting(at, "r0", epoch, state, feed) for at, epoch, state, feed in rows if epoch]
+    return found + [Sighting(row[0], "r1", 9, "serving", "live") for row in rows]
+
+
+HIT = Struck(at_s=10.0, mended_s=10.0, replica="r0", epoch=1)
+
+
+def test_the_way_out_of_routing_and_back_is_timed() -> None:
+    """Out: the first look in which this very process does not serve. Back: another one does, with exact events."""
+    seen = looks(
+        (9.9, 1, "serving", "live"),
+        (10.1, 1, "serving", "live"),
+        (10.4, 0, "", ""),
+        (15.0, 2, "joining", "syncing"),
+        (16.0, 2, "serving", "syncing"),
+        (17.0, 2, "serving", "live"),
+    )
+
+    assert out_of_routing_s(seen, HIT) == pytest.approx(0.4)
+    assert rebuilt_s(seen, HIT) == pytest.approx(7.0)
+
+
+def test_a_killed_router_is_back_with_the_first_request_that_it_takes() -> None:
+    """Not with the first that tries."""
+    tried = replace(GOOD, began_s=101.0, refused=True, whole=False)
+    elsewhere = replace(GOOD, url="http://127.0.0.1:2", began_s=101.0)
+    taken = replace(GOOD, began_s=104.5)
+
+    assert router_back_s([tried, elsewhere], KILLED) is None
+    assert router_back_s([tried, elsewhere, taken], KILLED) == pytest.approx(4.0)
+
+
+def test_who_never_left_has_not_come_back() -> None:
+    """A frozen replica that goes on being listed is the failure that this looks for."""
+    seen = looks((10.1, 1, "serving", "live"), (20.0, 1, "serving", "live"))
+
+    assert out_of_routing_s(seen, HIT) is None
+    assert rebuilt_s(seen, HIT) is None
+
+
+def test_a_process_that_is_back_must_be_exact_before_it_counts() -> None:
+    """After a freeze the index is old: the replica is not to be trusted until its events are."""
+    seen = looks((11.0, 0, "", ""), (20.0, 1, "serving", "syncing"), (20.3, 1, "serving", "live"))
+
+    assert rebuilt_s(seen, HIT) == pytest.approx(10.3)
+
+
+def test_lost_blocks_and_an_index_that_lies_are_found() -> None:
+    """Nothing runs, so all but one block of each pool is free, and the index is what the replica says."""
+    fine = Books("r0", free_blocks=100 - NULL_BLOCKS, num_blocks=100, cached_blocks=7, indexed_blocks=7)
+
+    assert book_faults([fine]) == []
+    assert book_faults([replace(fine, free_blocks=98)]) == ["r0: 1 blocks are not free"]
+    assert book_faults([replace(fine, indexed_blocks=8)]) == ["r0: the index has 8 of its blocks, it holds 7"]
+
+
+def test_more_processes_and_more_files_are_leaks_and_another_process_is_none() -> None:
+    """A replica that was rebuilt is another process with files of its own."""
+    router, rank = Census(1, "ray::RouterProcess", 60, 1000), Census(2, "ray::ReplicaRank", 60, 1000)
+
+    assert leaks([router, rank], [router, replace(rank, pid=3, files=90)]) == []
+    assert leaks([router], [router, router]) == ["1 more processes 'ray::RouterProcess'"]
+    assert len(leaks([router], [replace(router, files=60 + SPARE_FILES + 1)])) == 1
+
+
+def test_a_slope_is_in_kib_a_minute() -> None:
+    """Flat is flat, however it jitters in between."""
+    assert slope_kib_per_min([(0.0, 100), (60.0, 160), (120.0, 220)]) == pytest.approx(60)
+    assert slope_kib_per_min([(0.0, 100), (60.0, 100)]) == 0.0
+    assert slope_kib_per_min([(5.0, 100)]) == 0.0
+
+
+def test_a_row_tells_what_is_violated_and_the_table_shows_it() -> None:
+    """The exit code hangs on these words."""
+    broken = replace(GOOD, tokens=("a", "b", "d", "e"))
+    found = Round("kill", (GOOD, FAILED, broken), (), HIT, trouble=("never within 1 s: peace",))
+
+    line = row(found, {0: RIGHT}, timeout_s=TIMEOUT_S)
+
+    assert line.errors == {"replica_lost": 1}
+    assert line.outcomes == {Outcome.RIGHT: 1, Outcome.FAILED: 1, Outcome.WRONG: 1}
+    assert violations([line]).splitlines() == [
+        "kill: question 0 (stream): wrong: 1 tokens from 2 on are lost",
+        "kill: never within 1 s: peace",
+    ]
+    assert "1 replica_lost" in table([line])
+
+
+def test_a_round_in_which_nothing_was_answered_has_tested_nothing() -> None:
+    """Errors alone would pass otherwise."""
+    line = row(Round("kill", (FAILED,), (), HIT), {0: RIGHT}, timeout_s=TIMEOUT_S)
+
+    assert "nothing was tested" in violations([line])

@@ -1,0 +1,93 @@
+"""The proxies do to a connection what they say, and nothing else."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from .tunnel import Tunnel, Weather, weather_of
+from .zmtp import GREETING_BYTES
+
+GREETING = bytes(GREETING_BYTES)
+MESSAGE = b"\x00\x05hello"
+
+
+class Echo:
+    """A server that sends back what it gets."""
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(4096):
+            writer.write(data)
+        writer.close()
+
+
+@pytest.fixture
+async def tunnel(tmp_path: Path) -> AsyncIterator[Tunnel]:
+    path = tmp_path / "socket"
+    server = await asyncio.start_unix_server(Echo(), path)
+    tunnel = Tunnel(path, Random(1))
+    await tunnel.open()
+    yield tunnel
+    await tunnel.close()
+    assert path.is_socket()
+    server.close()
+    await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def ends(tunnel: Tunnel, tmp_path: Path) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_unix_connection(tmp_path / "socket")
+    writer.write(GREETING)
+    assert await reader.readexactly(GREETING_BYTES) == GREETING
+    yield reader, writer
+    writer.close()
+
+
+async def test_it_passes_everything_on(ends) -> None:
+    """In fair weather nobody can tell that it is there."""
+    reader, writer = ends
+    writer.write(MESSAGE * 1000)
+
+    assert await reader.readexactly(len(MESSAGE) * 1000) == MESSAGE * 1000
+
+
+async def test_what_is_held_comes_later_whole(tunnel: Tunnel, ends) -> None:
+    """A split network ends; what was sent meanwhile is still there."""
+    reader, writer = ends
+    tunnel.weather = weather_of("split")
+    writer.write(MESSAGE)
+    reading = asyncio.create_task(reader.readexactly(len(MESSAGE)))
+    await asyncio.sleep(0.1)
+    assert not reading.done()
+
+    tunnel.weather = Weather()
+
+    assert await reading == MESSAGE
+
+
+async def test_a_loss_takes_whole_messages(tunnel: Tunnel, ends) -> None:
+    """Half a message would end the connection."""
+    reader, writer = ends
+    tunnel.weather = Weather(loss=1.0)
+    writer.write(MESSAGE)
+    await asyncio.sleep(0.1)
+    tunnel.weather = Weather()
+    writer.write(b"\x00\x03bye")
+
+    assert await reader.readexactly(5) == b"\x00\x03bye"
+
+
+async def test_a_cut_ends_connections_and_lets_none_through(tunnel: Tunnel, ends, tmp_path: Path) -> None:
+    """Until it is mended, whoever connects is sent away."""
+    reader, _ = ends
+    tunnel.weather = weather_of("cut")
+    tunnel.cut()
+
+    with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+        await reader.readexactly(1)
+    later, writer = await asyncio.open_unix_connection(tmp_path / "socket")
+    with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+        await later.readexactly(1)
+    writer.close()

@@ -1,0 +1,41 @@
+"""A stream is cut into messages without a byte changed, however it arrives."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from .zmtp import COMMAND, GREETING_BYTES, LONG, MORE, Messages
+
+GREETING = bytes(GREETING_BYTES)
+
+
+def frame(body: bytes, flags: int = 0) -> bytes:
+    if len(body) > 255:
+        return bytes([flags | LONG]) + len(body).to_bytes(8, "big") + body
+    return bytes([flags, len(body)]) + body
+
+
+READY = frame(b"\x05READY", COMMAND)
+SHORT = frame(b"topic", MORE) + frame(b"payload")
+LARGE = frame(b"topic", MORE) + frame(bytes(300))
+
+
+def test_messages_of_several_frames_stay_together_and_commands_are_not_lost() -> None:
+    """Half a message would be another fault than the one that is meant."""
+    assert Messages().feed(GREETING + READY + SHORT + LARGE) == [
+        (GREETING, False),
+        (READY, False),
+        (SHORT, True),
+        (LARGE, True),
+    ]
+
+
+@given(st.lists(st.integers(1, 120)))
+def test_it_does_not_matter_how_bytes_arrive(sizes: list[int]) -> None:
+    """A socket cuts where it likes."""
+    stream, messages, found = GREETING + READY + SHORT + LARGE, Messages(), []
+    for size in [*sizes, len(stream)]:
+        found += messages.feed(stream[:size])
+        stream = stream[size:]
+
+    assert [losable for _, losable in found] == [False, False, True, True]
+    assert b"".join(data for data, _ in found) == GREETING + READY + SHORT + LARGE
