@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 SEND_HIGH_WATER_MARK = 10_000
 #: A peer that answers no ping for so long is lost: a frozen replica holds a stream up for both together at most, here
-#: 1.25 s. The answer comes from a thread of libzmq that needs no lock of Python's, so that a busy replica gives it, too.
-#: Shorter times were not tried: a machine's own pauses reach hundreds of milliseconds.
+#: 1.25 s. A thread of libzmq answers, which needs no lock of Python's, so that a busy replica does, too. Shorter times
+#: were not tried: a machine's own pauses reach hundreds of milliseconds.
 PING_INTERVAL_MS = 250
 PING_TIMEOUT_MS = 1000
 

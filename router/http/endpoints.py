@@ -18,6 +18,7 @@ from .exchange import Exchange
 from .front import Front, Served
 from .generation import Answer, Generation, Job, generation_request
 from .headers import Caller, session
+from .openapi import document
 from .schema import CHAT, COMPLETION, DETOKENIZE, TOKENIZE, Body, ChatBody, CompletionBody, TokenizeBody
 from .sse import EventStream
 
@@ -219,6 +220,11 @@ async def version(_front: Front, exchange: Exchange) -> None:
     respond(exchange, {"version": __version__})
 
 
+async def openapi(_front: Front, exchange: Exchange) -> None:
+    """GET /openapi.json: all of this as types."""
+    exchange.respond(document())
+
+
 async def cluster(front: Front, exchange: Exchange) -> None:
     """GET /cluster: the cluster as the router sees it."""
     respond(exchange, front.backend.view())
@@ -238,4 +244,5 @@ ENDPOINTS: Mapping[str, Mapping[str, Handler]] = {
     "/ready": {"GET": ready},
     "/metrics": {"GET": metrics},
     "/version": {"GET": version},
+    "/openapi.json": {"GET": openapi},
 }

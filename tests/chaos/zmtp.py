@@ -14,18 +14,16 @@ class Messages:
     def __init__(self) -> None:
         self._tail = b""
         self._message = b""  #: frames of a message whose last frame has not come
-        self._greeted = False
+        self._greeting = GREETING_BYTES  #: bytes of it that have not come
 
     def feed(self, data: bytes) -> list[tuple[bytes, bool]]:
-        """What is complete by now, in order, byte for byte: (bytes, may be lost)."""
-        self._tail += data
+        """What can go on by now, in order, byte for byte: (bytes, may be lost). Sides greet a few bytes at a time."""
         found: list[tuple[bytes, bool]] = []
-        if not self._greeted:
-            if len(self._tail) < GREETING_BYTES:
-                return found
-            self._greeted = True
-            found.append((self._tail[:GREETING_BYTES], False))
-            self._tail = self._tail[GREETING_BYTES:]
+        if self._greeting and data:
+            found.append((data[: self._greeting], False))
+            data = data[self._greeting :]
+            self._greeting -= len(found[0][0])
+        self._tail += data
         while (size := _frame_bytes(self._tail)) is not None:
             frame, self._tail = self._tail[:size], self._tail[size:]
             if frame[0] & COMMAND:
