@@ -143,7 +143,7 @@ class Load:
     """All clients of a plan, each asking its router until told to stop."""
 
     def __init__(self, plan: Plan, urls: tuple[str, ...], *, timeout_s: float) -> None:
-        """Client n asks the n-th of `urls`, in turn."""
+        """Clients n and n + 1, one of which streams, ask the same one of `urls`; the next two the next."""
         self._plan = plan
         self._urls = urls
         self._timeout_s = timeout_s
@@ -173,7 +173,7 @@ class Load:
 
     async def _once(self, client: Client, turn: int) -> None:
         question = self._plan.questions[client.questions[turn % len(client.questions)]]
-        url = self._urls[client.number % len(self._urls)]
+        url = self._urls[client.number // 2 % len(self._urls)]
         seen = await ask(url, question, streamed=client.streamed, timeout_s=self._timeout_s)
         self.log.append(seen)
         if seen.status is None:

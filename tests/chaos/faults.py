@@ -155,7 +155,7 @@ FAULTS: dict[str, Fault] = {
     "freeze": Fault(freeze, "pair", 10.0),
     "slow": Fault(slow, "pair", 5.0),
     "flush": Fault(flush, "pair", 1.0),
-    "full-disk": Fault(full_disk, "pair", 5.0),
+    "full-disk": Fault(full_disk, "pair", 3.0),
     "overload": Fault(_with_times(10), "pair", 0.0),
     "kill-rank-1": Fault(_with_rank(1), "ranks", 0.0),
     "kill-router": Fault(kill_router, "routers", 0.0),
