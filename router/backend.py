@@ -246,6 +246,9 @@ class Backend(Protocol):
     def view(self) -> ClusterView:
         """The cluster as the router sees it now."""
 
+    def end_requests(self) -> None:
+        """End every request that is under way with `RouterClosed`. Harmless when repeated."""
+
     async def reset_caches(self) -> list[str]:
         """Have every replica forget its cached blocks; returns their ids.
 

@@ -141,9 +141,7 @@ class RouterService:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        if self._dispatcher is not None:
-            self._run(self._dispatcher.fail_all(lambda: RouterClosed("the router is shutting down"), self._clock()))
-            self._send_out()
+        self.end_requests()
         for member in self._members.values():
             self._run(member.leave())
         self._members.clear()
@@ -256,6 +254,12 @@ class RouterService:
         if unknown := [name for name, outcome in outcomes.items() if outcome != "empty"]:
             raise ReplicaLost(f"{', '.join(unknown)} did not say whether the cache was reset")
         return list(outcomes)
+
+    def end_requests(self) -> None:
+        """End every request with `RouterClosed`: its client is told, its replica works on it no more."""
+        if self._dispatcher is not None:
+            self._run(self._dispatcher.fail_all(lambda: RouterClosed("the server is shutting down"), self._clock()))
+            self._send_out()
 
     # Membership
 

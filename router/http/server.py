@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 BACKLOG = 2048
 #: How often connections are looked at, and the Date header is renewed.
 WATCH_S = 1.0
+#: For the last words of a server that stops to leave it.
+FLUSH_S = 0.5
 
 
 class Handler(Protocol):
@@ -101,8 +103,11 @@ class HttpServer:
         log.info("http_listening host=%s port=%d tls=%s", host, chosen, self._tls is not None)
         return chosen
 
-    async def stop(self, grace_s: float) -> None:
-        """Take no more connections, let answers end within the grace, cut the rest. May be called twice."""
+    async def stop(self, grace_s: float, end_answers: Callable[[], None] = lambda: None) -> None:
+        """Take no more connections, let answers end within the grace, cut the rest. May be called twice.
+
+        `end_answers` ends those that are left with an error, which their clients still get.
+        """
         server, self._server = self._server, None
         if server is None:
             return
@@ -110,14 +115,20 @@ class HttpServer:
         server.close()
         for connection in list(self.connections):
             connection.close()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._no_connection.wait(), grace_s)
+        if not await self._emptied_within(grace_s):
+            end_answers()
+            await self._emptied_within(FLUSH_S)
         for connection in list(self.connections):
             connection.abort()
         await self._no_connection.wait()
         await server.wait_closed()
         if self._watching is not None:
             self._watching.cancel()
+
+    async def _emptied_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._no_connection.wait(), seconds)
+        return self._no_connection.is_set()
 
     def opened(self, connection: HttpConnection) -> None:
         """See `Host.opened`."""

@@ -195,21 +195,29 @@ async def test_a_stopped_server_frees_its_port(settings: RouterSettings, backend
     listening_socket("127.0.0.1", port).close()
 
 
-async def test_a_stop_cuts_streams_that_outlast_the_grace(settings, backend, answer_ids, text_model):
-    """Their requests are cancelled at the replicas (the fixture checks), and the stop comes to an end."""
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_stop_ends_answers_that_outlast_the_grace_with_an_error(
+    settings, backend, answer_ids, text_model, stream: bool
+):
+    """A client can tell it from a broken network. Requests are cancelled at the replicas (the fixture checks)."""
     backend.script = lambda request: [*list(reply(answer_ids)(request))[:2], PAUSE]
-    server = RouterServer(settings, backend, grace_s=1.0)
+    server = RouterServer(settings, backend, texts=LoadedText(text_model), grace_s=0.3)
     port = await server.start("127.0.0.1", 0)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(post("/v1/chat/completions", json.dumps(CHAT | {"stream": True}).encode()))
+    writer.write(post("/v1/chat/completions", json.dumps(CHAT | {"stream": stream}).encode()))
 
     async with asyncio.timeout(HANG_S):
-        await reader.readuntil(b"data: ")
+        while not backend.streams:  # noqa: ASYNC110 - the fake is no event
+            await asyncio.sleep(0.01)
         await server.stop()
-        rest = await reader.read()
+        answer = (await reader.read()).decode()
     writer.close()
 
-    assert b"[DONE]" not in rest
+    error = json.loads(answer[answer.index('{"error"') : answer.rindex("}") + 1])["error"]
+    assert error["message"] == "the server is shutting down"
+    assert answer.startswith("HTTP/1.1 200" if stream else "HTTP/1.1 503")
+    assert answer.endswith("0\r\n\r\n" if stream else "}")
+    assert "[DONE]" not in answer
 
 
 async def test_the_tokenizer_is_loaded_once_before_the_first_request(settings, backend):

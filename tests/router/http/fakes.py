@@ -15,7 +15,7 @@ from homing.router.backend import (
     TokenDelta,
     TokenSink,
 )
-from homing.router.errors import RouterError
+from homing.router.errors import RouterClosed, RouterError
 
 #: What a stream yields: deltas, an error that breaks it, or `PAUSE`, after which nothing comes until cancelled.
 Item = TokenDelta | RouterError | str
@@ -62,12 +62,19 @@ class FakeStream:
         self.replica_id: str | None = replica_id
         self.cancelled = asyncio.Event()
         self._items = deque(items)
+        self._sink: TokenSink | None = None
 
     def listen(self, sink: TokenSink) -> None:
+        self._sink = sink
         asyncio.get_running_loop().call_soon(self._play, sink)
 
     def cancel(self) -> None:
         self.cancelled.set()
+
+    def end(self, error: RouterError) -> None:
+        """Break it, unless it is over."""
+        if self._sink is not None and not self.cancelled.is_set():
+            self._sink.failed(error)
 
     def _play(self, sink: TokenSink) -> None:
         if self.cancelled.is_set() or not self._items:
@@ -129,6 +136,10 @@ class FakeBackend:
             refused=[],
             counters=RouterCounters(requests=len(self.streams)),
         )
+
+    def end_requests(self) -> None:
+        for stream in self.streams:
+            stream.end(RouterClosed("the server is shutting down"))
 
     async def reset_caches(self) -> list[str]:
         if self.refusal is not None:
