@@ -18,6 +18,17 @@ class AttentionRule:
     sinks: torch.Tensor | None = None  #: [heads] scores that take part in the softmax and weigh nothing
 
 
+@dataclass(slots=True, frozen=True, eq=False)
+class Rotary:
+    """How the queries and keys of a step are normed (where the model does) and rotated."""
+
+    cos: torch.Tensor  #: [T, D / 2], float32 or of the activations' dtype
+    sin: torch.Tensor
+    q_norm: torch.Tensor | None  #: [D]
+    k_norm: torch.Tensor | None
+    epsilon: float
+
+
 class Attend(Protocol):
     """Attention of one layer over the paged KV: writes this step's keys and values, then reads all that a token sees.
 

@@ -1,0 +1,70 @@
+"""Random paged KV whose unused slots are NaN, and attention over it in float64 by the definition."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from homing.replica.kernels.base import Kernels, PagedRows
+from homing.replica.kernels.fallback import TorchKernels
+from homing.replica.kernels.fused import TritonKernels
+
+IMPLEMENTATIONS: tuple[type[Kernels], ...] = (TorchKernels, TritonKernels)
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int = 4
+    kv_heads: int = 2
+    key_dim: int = 64
+    value_dim: int = 64
+    page: int = 16
+    dtype: torch.dtype = torch.float32
+
+
+def paged(shape: Shape, lengths: Sequence[int], device: torch.device, seed: int = 0) -> PagedRows:
+    """Rows of these lengths on shuffled pages; slots and table entries that no row owns must not be used."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = [-(-length // shape.page) for length in lengths]
+    order = (torch.randperm(sum(counts), generator=generator) + 1).int()
+    tables = torch.full((len(lengths), max(*counts, 1)), 1 << 30, dtype=torch.int32)
+    keys = torch.full((sum(counts) + 1, shape.page, shape.kv_heads, shape.key_dim), float("nan"))
+    values = torch.full((sum(counts) + 1, shape.page, shape.kv_heads, shape.value_dim), float("nan"))
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        pages = order[sum(counts[:row]) : sum(counts[: row + 1])]
+        tables[row, :count] = pages
+        for pool in (keys, values):
+            new = torch.randn(length, *pool.shape[2:], generator=generator)
+            at = torch.arange(length)
+            pool[pages.long()[at // shape.page], at % shape.page] = new
+    on = {"device": device}
+    return PagedRows(
+        keys.to(shape.dtype).to(**on),
+        values.to(shape.dtype).to(**on),
+        tables.to(**on),
+        torch.tensor(lengths, dtype=torch.int32, **on),
+    )
+
+
+def exact(q: torch.Tensor, rows: PagedRows, q_lens: Sequence[int], scale: float, window: int | None) -> torch.Tensor:
+    """Attention of consecutive rows' queries, each row's last tokens, in float64 on the CPU."""
+    found, first = [], 0
+    page = rows.keys.shape[1]
+    for row, count in enumerate(q_lens):
+        length = int(rows.seq_lens[row])
+        at = torch.arange(length)
+        pages = rows.tables[row].cpu().long()[at // page]
+        group = q.shape[1] // rows.keys.shape[2]
+        k, v = (x.cpu()[pages, at % page].double().repeat_interleave(group, 1) for x in (rows.keys, rows.values))
+        own = at[length - count :, None]
+        seen = (at <= own) & (at > own - (window or length + 1))
+        scores = torch.einsum("qhd,khd->hqk", q[first : first + count].cpu().double(), k) * scale
+        found.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v))
+        first += count
+    return torch.cat(found)
+
+
+def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Relative error of the whole tensor; NaN where something was not written."""
+    return float((got.cpu().double() - wanted).norm() / wanted.norm())

@@ -1,0 +1,65 @@
+"""Prefill attention equals the definition in float64: whole prompts, chunks after a prefix, lone tokens, at once."""
+
+import pytest
+import torch
+
+from homing.replica.kernels import prefill as kernel
+from homing.replica.models.base import AttentionRule
+
+from .layouts import IMPLEMENTATIONS, TOLERANCE, Shape, error, exact, paged
+
+SHAPES = {
+    "page 16": Shape(),
+    "page 64": Shape(page=64),
+    "page 256": Shape(page=256),
+    "head dim 96": Shape(key_dim=96, value_dim=96),
+    "head dim 128, group of 4": Shape(heads=4, kv_heads=1, key_dim=128, value_dim=128),
+    "no group": Shape(heads=2),
+    "values shorter": Shape(key_dim=96, value_dim=64),
+    "bfloat16": Shape(dtype=torch.bfloat16),
+}
+
+
+def prefill(run, shape, q_lens, lengths, device, window=None):
+    """What `run` gives, and what it should give; queries of padding rows do not exist."""
+    rows = paged(shape, lengths, device)
+    tokens = sum(q_lens)
+    q = torch.randn(tokens, shape.heads, shape.key_dim, generator=torch.Generator().manual_seed(1))
+    q = q.to(device, shape.dtype)
+    out = torch.empty(tokens, shape.heads, shape.value_dim, dtype=shape.dtype, device=device)
+    first = torch.tensor([0, *q_lens]).cumsum(0).int().to(device)
+    scale = shape.key_dim**-0.5
+    run(q, rows, first, AttentionRule(scale, window=window), out)
+    return out, exact(q, rows, q_lens, scale, window)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_equals_attention_in_float64(implementation, shape, device):
+    """A whole prompt, a chunk after a prefix, a lone token, a row without queries, a prompt longer than a tile."""
+    out, wanted = prefill(implementation().prefill, shape, [9, 40, 1, 0, 140], [9, 100, 33, 0, 140], device)
+
+    assert error(out, wanted) < TOLERANCE[shape.dtype]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("window", [1, 7, 64, 300])
+def test_window_hides_all_but_the_last_keys(implementation, window, device):
+    """Each query has a window of its own; tiles before all of them are skipped."""
+    out, wanted = prefill(implementation().prefill, Shape(), [30, 20], [200, 20], device, window)
+
+    assert error(out, wanted) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("queries", [16, 32])
+@pytest.mark.parametrize("q_lens", [[16], [16, 16, 16], [15, 1, 17, 31], [0, 33, 0, 1], [64, 0]], ids=str)
+def test_every_query_has_a_tile(queries, q_lens, device):
+    """Rows that end at, before and after a tile's end: the grid is a bound, and beyond a row nothing is done."""
+
+    def run(q, rows, first, rule, out):
+        kernel.prefill(q, rows, first, rule.scale, rule.window, out, queries=queries, tile=16)
+
+    lengths = [count and count + 21 for count in q_lens]
+    out, wanted = prefill(run, Shape(), q_lens, lengths, device)
+
+    assert error(out, wanted) < TOLERANCE[torch.float32]
