@@ -188,7 +188,7 @@ class Serving:
             self._show(service)
             await self._pause(POLL_S * 10)
         self._notebook.write(msgspec.structs.replace(self._note, phase="stopping"))
-        self._console.line("stopping")
+        self._console.farewell("stopping")
         return 0
 
     def _tell_members(self, service: RouterService) -> None:

@@ -3,6 +3,7 @@
 Writes to the stream it was given, so that the rest of the process (Ray prints to `sys.stdout`) can be silenced.
 """
 
+import contextlib
 import json
 import logging
 import shlex
@@ -34,8 +35,13 @@ class Console:
         self.last_notice = 0
 
     def line(self, text: str = "") -> None:
-        """One line."""
+        """One line. Raises BrokenPipeError when its reader has gone."""
         print(text, file=self._out, flush=True)
+
+    def farewell(self, text: str) -> None:
+        """One line of taking down, which goes on where nobody is left to read it."""
+        with contextlib.suppress(BrokenPipeError):
+            self.line(text)
 
     def step(self, who: str, what: str) -> None:
         """Progress of one part, with the seconds since the start; silent when nothing changed."""

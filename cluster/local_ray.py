@@ -4,13 +4,16 @@ A local Ray keeps everything in one short temporary folder (a Unix socket's path
 loopback. The only module that starts or stops Ray.
 """
 
+import contextlib
 import ctypes
 import logging
 import os
 import shutil
 import socket
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -46,15 +49,16 @@ def start_local(settings: Settings, folder: Path) -> None:
     import ray
 
     cluster, ranks = settings.cluster, settings.cluster.replicas * settings.replica.tensor_parallel_size
-    ray.init(
-        num_cpus=max(os.cpu_count() or 1, int(ranks * cluster.cpus_per_rank + 0.999) + 1),
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        log_to_driver=cluster.log_level == "debug",
-        logging_level=logging.ERROR,
-        namespace=f"homing-{cluster.name}",
-        _temp_dir=str(folder),
-    )
+    with _groups_of_their_own():
+        ray.init(
+            num_cpus=max(os.cpu_count() or 1, int(ranks * cluster.cpus_per_rank + 0.999) + 1),
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=cluster.log_level == "debug",
+            logging_level=logging.ERROR,
+            namespace=f"homing-{cluster.name}",
+            _temp_dir=str(folder),
+        )
     wanted, there = ranks * cluster.gpus_per_rank, ray.cluster_resources().get("GPU", 0.0)
     if wanted > there:
         raise DoesNotFit(
@@ -132,6 +136,28 @@ def _check_answers(address: str) -> None:
         raise ClusterError(
             f"no Ray cluster answers at {address}: {error.strerror or error}; start one there with: ray start --head"
         ) from error
+
+
+@contextlib.contextmanager
+def _groups_of_their_own() -> Iterator[None]:
+    """What Ray starts meanwhile is in process groups of its own: a signal to ours must not end it under the replicas.
+
+    `timeout`, supervisors and shells signal whole groups. Ray 2.60 has no setting for it, so the class by which it
+    starts processes is replaced for the time.
+    """
+    from ray._private import services
+
+    before = services.ConsolePopen
+
+    class Apart(before):  # type: ignore[misc, valid-type]
+        def __init__(self, *words: Any, **how: Any) -> None:
+            super().__init__(*words, **how, process_group=0)
+
+    services.ConsolePopen = Apart
+    try:
+        yield
+    finally:
+        services.ConsolePopen = before
 
 
 def _kill(process: psutil.Process) -> None:

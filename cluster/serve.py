@@ -236,11 +236,11 @@ def _status(run: Run, running: Any) -> ClusterStatus:
 def _take_down(run: Run) -> None:
     import ray
 
-    run.console.line("stopping")
+    run.console.farewell("stopping")
     try:
         ray.get(run.controller.stop.remote(), timeout=run.settings.cluster.stop_timeout_s)
     except ray.exceptions.RayError as error:
-        run.console.line(f"  not in good order: {type(error).__name__}; killing what is left")
+        run.console.farewell(f"  not in good order: {type(error).__name__}; killing what is left")
 
 
 def _abandon(notebook: Notebook, note: Note) -> None:

@@ -5,6 +5,8 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
+
 from homing.cluster.cli import parse
 from homing.cluster.config import Settings, load_settings
 from homing.cluster.console import Console, called
@@ -56,6 +58,22 @@ def test_every_command_of_the_banner_finds_the_cluster() -> None:
     for words in commands:
         arguments = parse(words)
         assert (arguments.name, arguments.state_dir) == ("blue", "/srv/state folder")
+
+
+class Closed(io.StringIO):
+    """A pipe whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_reader_that_goes_away_ends_all_but_taking_down() -> None:
+    """It ends `homing serve | head`, which must leave nothing behind."""
+    console = Console(Closed())
+
+    with pytest.raises(BrokenPipeError):
+        console.line("ready")
+    console.farewell("stopping")
 
 
 def test_the_usual_cluster_needs_no_flags() -> None:

@@ -1,18 +1,33 @@
 """Starting and ending, in the foreground and in the background; and what is left behind: nothing."""
 
 import json
+import os
 import shutil
 import signal
 import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from homing.cluster.state import wait_gone
 from homing.replica.demo import demo_model_path
 
-from .running import LONG_PROMPTS, Serving, homing, orphaned_folders, serving, shared_memory, until
+from .running import (
+    HOMING,
+    LONG_PROMPTS,
+    PATIENCE_S,
+    Serving,
+    environment,
+    homing,
+    orphaned_folders,
+    ready_note,
+    serving,
+    shared_memory,
+    until,
+)
 
 pytestmark = pytest.mark.cluster
 
@@ -46,6 +61,26 @@ def test_two_ranks_answer_like_one_and_ctrl_c_leaves_nothing(cluster: Serving, t
     assert shared_memory(family) == []
     assert list(tmp_path.iterdir()) == []
     assert "Traceback" not in "".join(running.output)
+
+
+def test_a_signal_to_the_whole_group_with_nobody_reading_leaves_nothing(tmp_path: Path) -> None:
+    """`timeout`, supervisors and shells signal groups, and `homing serve | tee` dies from both ends."""
+    command = [*HOMING, "serve", "--port", "0", "--replicas", "1"]
+    with subprocess.Popen(
+        command, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0
+    ) as process:
+        note = until(lambda: ready_note(tmp_path, process), "it serves")
+        below = psutil.Process(process.pid).children(recursive=True)
+        shared = [each for each in below if os.getpgid(each.pid) == process.pid]
+        assert process.stdout is not None
+        process.stdout.close()
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(PATIENCE_S)
+
+    assert shared == []
+    assert wait_gone(below, 0) == []
+    assert not Path(note["run_dir"]).exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_events_the_router_knows_of_no_prefix_and_the_background_ends_by_stop(tmp_path: Path) -> None:
