@@ -16,6 +16,7 @@ from typing import TextIO
 
 from .. import __version__
 from .config import Settings, state_folder
+from .exposure import exposures
 from .spec import ClusterStatus, GangStatus, Notice
 
 REQUEST = {"messages": [{"role": "user", "content": "Tell me a story about a fox."}], "temperature": 0}
@@ -51,10 +52,12 @@ class Console:
         self.line(f"  {self._clock() - self._began:5.1f} s  {who:<8} {what}")
 
     def opening(self, settings: Settings) -> None:
-        """What is about to be started."""
+        """What is about to be started, and what that opens to others."""
         ranks = settings.replica.tensor_parallel_size
         shape = _replicas(settings) + (f" of {ranks} ranks" if ranks > 1 and not settings.router.backend else "")
         self.line(f"homing {__version__} · model {settings.replica.model} · {shape}")
+        for exposure in exposures(settings):
+            self.line(f"  warning  {exposure}")
 
     def progress(self, status: ClusterStatus) -> None:
         """Where every part stands."""
