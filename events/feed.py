@@ -49,6 +49,9 @@ log = logging.getLogger(__name__)
 Struct = TypeVar("Struct", bound=msgspec.Struct)
 
 _EVENTS_HIGH_WATER_MARK = 100_000
+#: A larger frame ends the connection: publishers may be others' programs. Ours send parts of snapshots of 200 KiB, and
+#: a step's events of a few megabytes at most.
+_MAX_FRAME_BYTES = 256 * 1024 * 1024
 #: Why a publisher that lets in only listed clients does not know our key.
 _NO_KEYS = "no key was given, so an unlisted one was shown: give keys (homing watch: --events-curve-keys DIR)"
 
@@ -191,6 +194,7 @@ class EventFeed:
 
     def _socket(self, context: zmq.Context["zmq.Socket[bytes]"], kind: int) -> "zmq.Socket[bytes]":
         sock: zmq.Socket[bytes] = context.socket(kind)
+        sock.maxmsgsize = _MAX_FRAME_BYTES
         self._sockets.append(sock)
         sock.linger = 0
         sock.reconnect_ivl = 50

@@ -30,6 +30,8 @@ from .transfers import Transfers
 
 log = logging.getLogger(__name__)
 
+#: Readers send subscriptions and short questions; a larger frame ends the connection that it comes on.
+MAX_QUESTION_BYTES = 64 * 1024
 #: While a slow reader's answer waits for room, it is tried again this often.
 _RETRY_S = 0.005
 #: Parts of a snapshot that wait in one reader's socket; with token ids a part is 200 KiB.
@@ -297,6 +299,7 @@ class _Desk:
     def _socket(self, kind: int, high_water_mark: int) -> "zmq.Socket[bytes]":
         sock: zmq.Socket[bytes] = self._context.socket(kind)
         sock.set_hwm(high_water_mark)
+        sock.maxmsgsize = MAX_QUESTION_BYTES
         sock.linger = 0
         if self._keys is not None:
             protect_server(sock, self._keys)

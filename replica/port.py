@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 
 #: Replies queued for a router that does not read: with one a step, it is dead long before this many.
 HIGH_WATER_MARK = 10_000
+#: A larger frame ends the connection that it comes on. The largest request by far is a prompt, at five bytes a token
+#: with its hashes: this is one of thirteen million tokens.
+MAX_REQUEST_BYTES = 64 * 1024 * 1024
 #: Messages taken before the next step; more wait in the socket, so that a flood of requests never stops the engine.
 REQUESTS_PER_TURN = 1024
 
@@ -49,6 +52,7 @@ class RequestPort:
         if keys is not None:
             protect_server(self.socket, keys)
         self.socket.set_hwm(HIGH_WATER_MARK)
+        self.socket.maxmsgsize = MAX_REQUEST_BYTES
         self.socket.router_mandatory = True
         self.socket.router_handover = True  # a router that reconnects takes its identity along
         address = ipc_address(ipc_dir, epoch, "requests") if ipc_dir else tcp_address(host)

@@ -31,6 +31,8 @@ SILENCE_S = 10
 #: How long rank 0 waits for workers that load the model at their own pace.
 JOIN_TIMEOUT_S = 300.0
 _ENDPOINT_CHARS = 256
+#: Workers say hello and no more; a larger frame ends the connection that it comes on.
+MAX_HELLO_BYTES = 1024
 
 
 class GangSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +121,7 @@ class PlanChannel:
         self._socket = self._context.socket(zmq.ROUTER)
         _keep_alive(self._socket)
         self._socket.router_mandatory = True
+        self._socket.maxmsgsize = MAX_HELLO_BYTES
         self._socket.bind(tcp_address(host))
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 

@@ -24,6 +24,8 @@ from ..replica.messages import Reply, Request
 log = logging.getLogger(__name__)
 
 SEND_HIGH_WATER_MARK = 10_000
+#: A larger frame ends the connection. The largest answers are logprobs of a whole prompt.
+MAX_REPLY_BYTES = 1024 * 1024 * 1024
 #: A peer that answers no ping for so long is lost: a frozen replica holds a stream up for both together at most, here
 #: 1.25 s. A thread of libzmq answers, which needs no lock of Python's, so that a busy replica does, too. Shorter times
 #: were not tried: a machine's own pauses reach hundreds of milliseconds.
@@ -144,6 +146,7 @@ def _request_socket(context: RequestContext, router_id: str) -> RequestSocket:
     sock.immediate = True
     sock.reconnect_ivl = -1
     sock.set(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
+    sock.set(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
     sock.set(zmq.RCVHWM, 0)  # the replica must never wait for us; one step's tokens are small
     sock.set(zmq.HEARTBEAT_IVL, PING_INTERVAL_MS)
     sock.set(zmq.HEARTBEAT_TIMEOUT, PING_TIMEOUT_MS)

@@ -1,0 +1,145 @@
+"""Whatever a stranger sends to a replica's sockets, it goes on answering those who send what is right.
+
+Damaged messages get further than random bytes do: they are read, and then make no sense.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from homing.events.frames import replay_request
+from homing.events.messages import SnapshotChunk, SnapshotRequest
+from homing.events.publisher import MAX_QUESTION_BYTES
+from homing.replica.messages import Abort, Generate, Pin, ResetCache, SamplingParams
+from homing.replica.port import MAX_REQUEST_BYTES
+
+from .clients import PATIENCE_S, Client, Served, served
+from .fakes import generate
+
+WOUNDED = 400
+NONSENSE = 200
+PROMPT = list(range(5, 30))
+
+
+@pytest.fixture
+def replica(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[Served]:
+    with served(checkpoint("llama"), tmp_path) as running:
+        yield running
+
+
+def answer(client: Client, request_id: int) -> list[int]:
+    client.ask(request_id, PROMPT, max_tokens=6)
+    client.wait(request_id)
+    return client.tokens(request_id)
+
+
+def wounded(data: bytes, rng: random.Random) -> bytes:
+    """One to three bytes changed, or a part cut out or doubled."""
+    wound = bytearray(data)
+    for _ in range(rng.randint(1, 3)):
+        at, end = sorted(rng.randrange(len(wound) + 1) for _ in range(2))
+        match rng.randrange(3):
+            case 0 if wound:
+                wound[rng.randrange(len(wound))] = rng.randrange(256)
+            case 1:
+                del wound[at:end]
+            case _:
+                wound[at:at] = wound[at:end]
+    return bytes(wound)
+
+
+def nonsense(request_id: int, rng: random.Random) -> Generate:
+    """Of the right types, and of nothing else that is right."""
+    sampling = SamplingParams(
+        max_tokens=rng.choice([-1, 0, 1, 10**9]),
+        temperature=rng.choice([-1.0, 0.0, float("nan"), float("inf"), 1.0]),
+        top_p=rng.choice([-1.0, 0.0, float("nan"), 1.0]),
+        top_k=rng.choice([-5, 0, 10**9]),
+        seed=rng.choice([0, -1, 2**63 - 1]),
+        logprobs=rng.choice([None, -1, 0, 10**9]),
+        prompt_logprobs=rng.choice([None, None, -1, 10**9]),
+        logit_bias=rng.choice([{}, {10**12: 1.0}, {-1: float("nan")}]),
+        stop_token_ids=rng.choice([[], [-1], [10**12]]),
+    )
+    return Generate(
+        request_id=request_id,
+        token_ids=rng.randbytes(rng.choice([0, 1, 4, 40, 4000])),
+        prompt_tokens=rng.choice([-1, 0, 1, 10, 10**12]),
+        root=rng.randbytes(rng.choice([0, 16, 17])),
+        block_hashes=rng.randbytes(rng.choice([0, 1, 16, 32, 1600])),
+        sampling=sampling,
+        priority=rng.choice([0, -(2**31), 2**63 - 1]),
+        pins=rng.choice([(), (Pin(-1, 1.0, b""),), (Pin(10**12, float("nan"), b"x" * 99),)]),
+        tokens_per_output=rng.choice([-1, 0, 1, 10**9]),
+    )
+
+
+def test_damaged_requests_harm_nobody(replica: Served) -> None:
+    """A message that can be read may still be wounded: its ids, its lengths, its hashes."""
+    rng, client = random.Random(1), replica.client()
+    right = answer(client, 1)
+    whole = [generate(1000, PROMPT, replica.hasher), Abort(request_ids=[7]), ResetCache(ask_id=1)]
+    stranger = replica.client(b"stranger")
+    for _ in range(WOUNDED):
+        stranger.socket.send(wounded(msgspec.msgpack.encode(rng.choice(whole)), rng))
+
+    assert answer(client, 2) == right
+    replica.server.check()
+
+
+def test_requests_that_make_no_sense_are_refused_or_run(replica: Served) -> None:
+    """The router checks what clients send; the engine must not need that."""
+    rng, client = random.Random(2), replica.client()
+    right = answer(client, 1)
+    stranger = replica.client(b"stranger")
+    for number in range(NONSENSE):
+        stranger.send(nonsense(number, rng))
+
+    assert answer(client, 2) == right
+    stranger.abort(*range(NONSENSE))
+    replica.server.check()
+
+
+def test_a_frame_beyond_all_bounds_ends_its_connection_alone(replica: Served) -> None:
+    """Held in memory, it would be a way to take all of it."""
+    client = replica.client()
+    right = answer(client, 1)
+    replica.client(b"stranger").socket.send(bytes(MAX_REQUEST_BYTES + 1))
+
+    assert answer(client, 2) == right
+    assert replica.server.malformed_requests == 0
+
+
+def ask(endpoint: str, *messages: list[bytes]) -> "zmq.Socket[bytes]":
+    sock: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    sock.linger = 0
+    sock.connect(endpoint)
+    for message in messages:
+        sock.send_multipart(message)
+    return sock
+
+
+def test_damaged_questions_to_the_event_sockets_harm_nobody(replica: Served) -> None:
+    """Snapshot and replay answer whoever connects; what subscribers say to a PUB socket is theirs to get wrong."""
+    rng, ends = random.Random(3), replica.description.event_endpoints
+    answer(replica.client(), 1)
+    question = msgspec.msgpack.encode(SnapshotRequest(token_ids=True))
+    strangers = []
+    for endpoint in (ends.snapshot, ends.replay, ends.events, ends.state):
+        whole = rng.choice([[b"", question], replay_request(0)])
+        wounds = [[wounded(frame, rng) for frame in whole for _ in range(rng.randint(0, 2))] for _ in range(100)]
+        large = [b"", bytes(MAX_QUESTION_BYTES + 1)]
+        strangers += [ask(endpoint, *filter(None, wounds)), ask(endpoint, large)]
+
+    asking = ask(ends.snapshot, [b"", question])
+    assert asking.poll(PATIENCE_S * 1000)
+    chunk = msgspec.msgpack.decode(asking.recv_multipart()[-1], type=SnapshotChunk)
+    for sock in (*strangers, asking):
+        sock.close()
+
+    assert chunk.blocks
+    assert len(answer(replica.client(b"router-2"), 1)) == 6
