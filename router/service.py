@@ -214,7 +214,7 @@ class RouterService:
         except RouterError:
             self.counters.rejected += 1
             raise
-        stream = RequestStream(lambda: dispatcher.replica_of(flight), lambda: self._cancel(flight))
+        stream = RequestStream(flight, dispatcher.replica_of, self._cancel)
         self._streams[flight] = stream
         self._run(instructions)
         return stream
@@ -357,22 +357,22 @@ class RouterService:
         self._running = True
         try:
             while self._todo:
-                self._carry_out(self._todo.popleft())
+                instruction = self._todo.popleft()
+                if not isinstance(instruction, Deliver):
+                    self._carry_out(instruction)
+                elif (stream := self._streams.get(instruction.flight)) is not None:  # nearly always
+                    stream.put(instruction.delta, instruction.replica)
         finally:
             self._running = False
 
     def _carry_out(self, instruction: Instruction) -> None:
-        if isinstance(instruction, Deliver):  # nearly all are
-            if (stream := self._streams.get(instruction.flight)) is not None:
-                stream.put(instruction.delta, instruction.replica)
-            return
         match instruction:
             case Send():
                 self._post(instruction)
-            case Failed(flight, error, record):
-                self._end(flight, record, error)
-            case Finished(flight, record) | Cancelled(flight, record):
-                self._end(flight, record, None)
+            case Finished() | Cancelled():
+                self._end(instruction.flight, instruction.record, None)
+            case Failed():
+                self._end(instruction.flight, instruction.record, instruction.error)
 
     def _post(self, letter: Send) -> None:
         """Send when the loop comes round: a turn's messages together wake ZeroMQ's thread once, not once each."""

@@ -84,6 +84,8 @@ def find(request: Request) -> Handler:
     """The endpoint that a request asks for. Raises UnknownPath and WrongMethod."""
     path, method = request.path, "GET" if request.method == "HEAD" else request.method
     by_method = ENDPOINTS.get(path)
+    if by_method is not None and method in by_method:
+        return by_method[method]
     if by_method is None:
         if not path.startswith(f"{MODELS}/"):
             raise UnknownPath(f"nothing is served under {path}")

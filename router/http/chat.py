@@ -16,7 +16,6 @@ from .answers import (
     ChatMessage,
     Usage,
 )
-from .collect import Compose
 from .front import Front, Served
 from .generation import Choice, Job, Prompt
 from .schema import ChatBody
@@ -31,14 +30,13 @@ async def job(front: Front, served: Served, body: ChatBody, salt: bytes) -> Job:
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     limit_param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     room = validate.room_for_answer(len(token_ids), wanted, served.limits, param="messages", limit_param=limit_param)
-    kept = (
-        *(await pins.chat_pins(served.text, chat, places, token_ids, salt) if places else ()),
-        *pins.whole_prompt(body.cache_control, front.settings, token_ids),
-    )
+    kept = await pins.chat_pins(served.text, chat, places, token_ids, salt) if places else ()
+    if body.cache_control is not None:
+        kept = (*kept, *pins.whole_prompt(body.cache_control, front.settings, token_ids))
     limit = wanted if wanted is not None else min(front.settings.default_max_tokens, room)
     return Job(
         served=served,
-        prompts=[Prompt(token_ids, pins=kept)],
+        prompts=[Prompt(token_ids, None, kept)],
         choices_per_prompt=validate.choices_per_prompt(body, 1, front.settings.max_choices),
         sampling=validate.sampling(
             body,
@@ -69,18 +67,13 @@ class ChatShape:
         """Logprobs of these tokens; None where none were asked for."""
         return chat_logprobs(tokens, self._top, self._piece_of) if self._logprobs else None
 
-
-def compose(shape: ChatShape) -> Compose:
-    """Makes the whole answer."""
-
-    def choice(made: Choice) -> ChatChoice:
-        return ChatChoice(made.index, ChatMessage(made.text), made.ending or "stop", shape.logprobs(made.tokens))
-
-    def body(made: Sequence[Choice], counts: Usage) -> object:
-        choices = [choice(each) for each in made]
-        return ChatCompletion(id=shape.id, created=shape.created, model=shape.model, choices=choices, usage=counts)
-
-    return body
+    def whole(self, choices: Sequence[Choice], counts: Usage) -> object:
+        """The body of an answer that is not streamed."""
+        told = [
+            ChatChoice(each.index, ChatMessage(each.text), each.ending or "stop", self.logprobs(each.tokens))
+            for each in choices
+        ]
+        return ChatCompletion(id=self.id, created=self.created, model=self.model, choices=told, usage=counts)
 
 
 class ChatChunks(ChunkWriter):

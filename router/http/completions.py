@@ -12,7 +12,6 @@ from ..text.answer import TextDelta
 from ..text.logprobs import CompletionLogprobs, TokenAt, completion_logprobs, prompt_tokens
 from . import validate
 from .answers import Completion, CompletionChoice, Usage
-from .collect import Compose
 from .front import Front, Served
 from .generation import Choice, Job, Prompt
 from .pins import whole_prompt
@@ -132,22 +131,19 @@ class CompletionShape:
 
     def whole_logprobs(self, choice: Choice, before: int) -> CompletionLogprobs | None:
         """Logprobs of echoed prompt and answer."""
+        if self._logprobs is None:
+            return None
         moved = [TokenAt(each.token_id, each.offset + before, each.logprobs) for each in choice.tokens]
         return self.logprobs([*self.echoed_tokens(choice), *moved], 0)
 
+    def whole(self, choices: Sequence[Choice], counts: Usage) -> object:
+        """The body of an answer that is not streamed."""
+        told = [self._choice(index, each) for index, each in enumerate(self.best(choices))]
+        return Completion(id=self.id, created=self.created, model=self.model, choices=told, usage=counts)
 
-def compose(shape: CompletionShape) -> Compose:
-    """Makes the whole answer."""
-
-    def choice(index: int, made: Choice) -> CompletionChoice:
-        echo = shape.echoed(made.prompt)
-        return CompletionChoice(index, echo + made.text, made.ending or "stop", shape.whole_logprobs(made, len(echo)))
-
-    def body(made: Sequence[Choice], counts: Usage) -> object:
-        choices = [choice(index, each) for index, each in enumerate(shape.best(made))]
-        return Completion(id=shape.id, created=shape.created, model=shape.model, choices=choices, usage=counts)
-
-    return body
+    def _choice(self, index: int, made: Choice) -> CompletionChoice:
+        echo = self.echoed(made.prompt)
+        return CompletionChoice(index, echo + made.text, made.ending or "stop", self.whole_logprobs(made, len(echo)))
 
 
 class CompletionChunks(ChunkWriter):

@@ -35,6 +35,15 @@ LINGER_S = 2.0
 HIGH_WATER_BYTES = 64 * 1024
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus}
+#: Names of headers that most requests carry, as clients write them.
+_KNOWN_NAMES = {
+    written.encode(): name
+    for name in (
+        *("host", "user-agent", "accept", "accept-encoding", "connection", "content-type", "content-length"),
+        *("authorization", "x-request-id", "x-session-affinity", "x-correlation-id"),
+    )
+    for written in (name, name.title())
+}
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _PROPOSAL = frozenset({"upgrade", "connection", "http2-settings"})
 _LAST_CHUNK = b"0\r\n\r\n"
@@ -164,21 +173,22 @@ class HttpConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header."""
-        key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+        key, text = _KNOWN_NAMES.get(name) or name.decode("latin-1").lower(), value.decode("latin-1")
         self._fields_bytes += len(name) + len(value)
-        known = self._headers.get(key)
-        self._headers[key] = text if known is None else f"{known},{text}"
+        headers = self._headers
+        headers[key] = text if key not in headers else f"{headers[key]},{text}"
 
     def on_headers_complete(self) -> None:
         """The head is whole. What is raised here ends the parsing."""
         self._in_head, self._head_bytes = False, 0
         if self._fields_bytes + len(self._url) > MAX_HEAD_BYTES:
             raise _head_too_large()
-        announced, most = self._headers.get("content-length", ""), self._host.limits.max_body_bytes
+        headers, most = self._headers, self._host.limits.max_body_bytes
+        announced = headers.get("content-length", "")
         if announced.isdigit() and int(announced) > most:
             raise BodyTooLarge(f"the body has {announced} bytes; at most {most} are accepted")
-        if self._headers.get("expect", "").lower() == "100-continue" and self._parser.get_http_version() == "1.1":
-            self._continue_due = True
+        if "expect" in headers and headers["expect"].lower() == "100-continue":
+            self._continue_due = self._parser.get_http_version() == "1.1"
             self._invite()
 
     def on_body(self, body: bytes) -> None:
@@ -191,11 +201,11 @@ class HttpConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """A request is whole."""
-        parser, body = self._parser, self._body
-        if parser.should_upgrade() and parser.get_method() != b"CONNECT":
+        parser, body, method = self._parser, self._body, self._parser.get_method()
+        if parser.should_upgrade() and method != b"CONNECT":
             return
         request = Request(
-            parser.get_method().decode("ascii"),
+            method.decode("ascii"),
             _path(self._url),
             self._headers,
             body[0] if len(body) == 1 else b"".join(body),
@@ -255,10 +265,9 @@ class HttpConnection(asyncio.Protocol):
         request = exchange.request
         self._chunked = length is None and not request.http_1_0
         ends = self._host.closing or self._closing or not request.keep_alive or (length is None and request.http_1_0)
-        lines = [_STATUS_LINES[exchange.status], self._host.date]
+        lines = [_STATUS_LINES[exchange.status], self._host.date, f"x-request-id: {exchange.id}\r\n"]
         lines += [f"{name}: {value}\r\n" for name, value in headers]
         lines += [f"{name}: {value}\r\n" for name, value in self._host.headers_for(request)]
-        lines.append(f"x-request-id: {exchange.id}\r\n")
         if length is not None:
             lines.append(f"content-length: {length}\r\n")
         elif self._chunked:
@@ -279,10 +288,11 @@ class HttpConnection(asyncio.Protocol):
 
     def send_chunk(self, data: bytes) -> None:
         """See `Wire.send_chunk`."""
-        framed = b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
+        if self._chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
         if self._head:
-            framed, self._head = self._head + framed, b""
-        self._write(framed)
+            data, self._head = self._head + data, b""
+        self._write(data)
 
     def end_stream(self) -> None:
         """See `Wire.end_stream`."""
@@ -301,13 +311,14 @@ class HttpConnection(asyncio.Protocol):
             self._transport.close()
 
     def _write(self, data: bytes) -> None:
-        if self._transport.is_closing():
+        transport = self._transport
+        if transport.is_closing():
             return
         # Before this piece is added: an answer that comes in one piece may be as large as it is.
-        if self._behind and self._transport.get_write_buffer_size() > self._host.limits.max_unsent_bytes:
+        if self._behind and transport.get_write_buffer_size() > self._host.limits.max_unsent_bytes:
             self._cut("unsent")
             return
-        self._transport.write(data)
+        transport.write(data)
         self._sent += len(data)
 
     # Ends

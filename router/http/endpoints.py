@@ -92,7 +92,7 @@ async def chat_completions(front: Front, exchange: Exchange) -> None:
     if body.stream:
         generate(front, exchange, job, asks, EventStream(exchange, chat.ChatChunks(shape, body)))
     else:
-        generate(front, exchange, job, asks, WholeAnswer(exchange, chat.compose(shape)))
+        generate(front, exchange, job, asks, WholeAnswer(exchange, shape.whole))
 
 
 async def text_completions(front: Front, exchange: Exchange) -> None:
@@ -106,7 +106,7 @@ async def text_completions(front: Front, exchange: Exchange) -> None:
     if body.stream:
         generate(front, exchange, job, asks, EventStream(exchange, completions.CompletionChunks(shape, body)))
     else:
-        generate(front, exchange, job, asks, WholeAnswer(exchange, completions.compose(shape)))
+        generate(front, exchange, job, asks, WholeAnswer(exchange, shape.whole))
 
 
 class _Kind(msgspec.Struct):

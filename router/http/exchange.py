@@ -14,7 +14,7 @@ EVENTS = "text/event-stream; charset=utf-8"
 #: Status in metrics and log of a request whose client left (nginx' number); nobody receives it.
 CLIENT_GONE = 499
 
-Headers = Iterable[tuple[str, str]]
+Headers = Iterable[tuple[str, object]]
 
 
 class Request(msgspec.Struct, frozen=True, gc=False):

@@ -95,6 +95,7 @@ class Front:
         self.wall = wall
         self.random_bits = random_bits or Random().getrandbits
         self.started_at = int(wall())
+        self._served: Served | None = None  #: the last one asked for
 
     def limits(self) -> ModelLimits:
         """Limits of the served model. Raises NoReplica as long as none joined."""
@@ -109,8 +110,10 @@ class Front:
 
     async def served(self, name: str | None) -> Served:
         """The model that a client asks for by `name`. Raises ModelNotFound, NoReplica, TokenizerUnavailable."""
-        limits = self.limits()
-        ours = self.model_name(limits)
-        if name not in (None, ours):
+        limits, served = self.limits(), self._served
+        ours = self.model_name(limits) if served is None or served.limits is not limits else served.name
+        if name is not None and name != ours:
             raise ModelNotFound(f"model {name!r} does not exist here; this server has {ours!r}", param="model")
-        return Served(ours, limits, await self.texts.get(limits.path))
+        if served is None or served.limits is not limits:
+            served = self._served = Served(ours, limits, await self.texts.get(limits.path))
+        return served

@@ -28,14 +28,17 @@ def request_id(given: str | None, random_bits: Callable[[int], int]) -> str:
 
 def session(headers: Mapping[str, str]) -> str | None:
     """The conversation that the request belongs to, where the client tells."""
-    return next((value for name in SESSION_HEADERS if (value := headers.get(name))), None)
+    for name in SESSION_HEADERS:
+        if value := headers.get(name):
+            return value
+    return None
 
 
-def answer_headers(replicas: str, cached_tokens: int, pinned_tokens: int | None) -> Iterable[tuple[str, str]]:
+def answer_headers(replicas: str, cached_tokens: int, pinned_tokens: int | None) -> Iterable[tuple[str, object]]:
     """Where the answer comes from, what was cached there and, if it was asked for, what is kept there."""
-    headers = [("x-homing-cached-tokens", str(cached_tokens))]
+    headers: list[tuple[str, object]] = [("x-homing-cached-tokens", cached_tokens)]
     if pinned_tokens is not None:
-        headers.append(("x-homing-pinned-tokens", str(pinned_tokens)))
+        headers.append(("x-homing-pinned-tokens", pinned_tokens))
     if replicas:
         headers.append(("x-homing-replica", replicas))
     return headers

@@ -4,7 +4,7 @@ From fields to numbers of tokens. Knows no replicas: whether a pin fits into the
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -61,7 +61,12 @@ def whole_prompt(
 
 def marks(messages: Sequence[MessageBody], settings: RouterSettings) -> list[Mark]:
     """The marked places of a chat, first to last. Raises InvalidRequest."""
-    found = [mark for index, message in enumerate(messages) for mark in _marks_of(message, index, settings)]
+    marked = [
+        (index, message)
+        for index, message in enumerate(messages)
+        if message.cache_control is not None or isinstance(message.content, list)
+    ]
+    found = [mark for index, message in marked for mark in _marks_of(message, index, settings)]
     if len(found) > MAX_MARKS:
         raise InvalidRequest(f"field 'messages': at most {MAX_MARKS} places with 'cache_control'", param="messages")
     return found
@@ -107,7 +112,7 @@ async def _tokens_up_to(text: TextModel, chat: Chat, mark: Mark, token_ids: Sequ
     kept = [dict(message) for message in chat.messages[: mark.message + 1]]
     if mark.text is not None:
         kept[-1]["content"] = mark.text
-    cut = replace(chat, messages=kept, add_generation_prompt=False, continue_final_message=False)
+    cut = msgspec.structs.replace(chat, messages=kept, add_generation_prompt=False, continue_final_message=False)
     ids: Sequence[int]
     try:
         ids = await text.encode_chat(cut, tenant=salt)
@@ -117,7 +122,7 @@ async def _tokens_up_to(text: TextModel, chat: Chat, mark: Mark, token_ids: Sequ
 
 
 async def _with_question(text: TextModel, cut: Chat, mark: Mark, salt: bytes) -> Sequence[int]:
-    asked = replace(cut, messages=[*cut.messages, {"role": "user", "content": "?"}])
+    asked = msgspec.structs.replace(cut, messages=[*cut.messages, {"role": "user", "content": "?"}])
     try:
         return await text.encode_chat(asked, tenant=salt)
     except TemplateRefusal as error:

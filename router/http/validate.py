@@ -78,28 +78,27 @@ def sampling(body: Body, limits: ModelLimits, *, max_tokens: int, seed: int, log
         raise InvalidRequest(
             f"field 'min_tokens': {min_tokens} exceeds the output limit of {max_tokens}", param="min_tokens"
         )
-    check_token_ids(body.stop_token_ids or (), limits, "stop_token_ids")
-    check_token_ids(list(body.logit_bias or ()), limits, "logit_bias")
+    if body.stop_token_ids:
+        check_token_ids(body.stop_token_ids, limits, "stop_token_ids")
+    if body.logit_bias:
+        check_token_ids(list(body.logit_bias), limits, "logit_bias")
+    temperature, top_p, top_k, repetition = body.temperature, body.top_p, body.top_k, body.repetition_penalty
     return SamplingParams(
         max_tokens=max_tokens,
         seed=seed & SEED_MASK,
-        temperature=_given(body.temperature, 1.0),
-        top_p=_given(body.top_p, 1.0),
-        top_k=max(body.top_k or 0, 0),
-        min_p=_given(body.min_p, 0.0),
-        presence_penalty=_given(body.presence_penalty, 0.0),
-        frequency_penalty=_given(body.frequency_penalty, 0.0),
-        repetition_penalty=_given(body.repetition_penalty, 1.0),
+        temperature=1.0 if temperature is None else temperature,
+        top_p=1.0 if top_p is None else top_p,
+        top_k=0 if top_k is None or top_k < 0 else top_k,
+        min_p=body.min_p or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if repetition is None else repetition,
         min_tokens=min_tokens,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         logit_bias=body.logit_bias or {},
         logprobs=logprobs,
     )
-
-
-def _given(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 def tokens_per_delta(body: Body) -> int:
@@ -183,10 +182,16 @@ def template_arguments(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def template_message(message: MessageBody, index: int) -> Message:
     """A message as templates read it: content is one text, arguments of tool calls are objects."""
-    made: Message = {"role": message.role, "content": text_of(message.content, f"messages[{index}].content")}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, name)) is not None:
-            made[name] = value
+    content = message.content
+    if isinstance(content, list):
+        content = text_of(content, f"messages[{index}].content")
+    made: Message = {"role": message.role, "content": content}
+    if message.name is not None:
+        made["name"] = message.name
+    if message.tool_call_id is not None:
+        made["tool_call_id"] = message.tool_call_id
+    if message.reasoning_content is not None:
+        made["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
         made["tool_calls"] = [_tool_call(call, f"messages[{index}].tool_calls") for call in message.tool_calls]
     return made

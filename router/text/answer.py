@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from ...replica.messages import PositionLogprobs
 from ..backend import TokenDelta
 from .detokenizer import Detokenizer
 from .logprobs import TokenAt
@@ -32,48 +33,53 @@ class AnswerText:
     start of a stop string on.
     """
 
-    __slots__ = ("_decoded", "_detokenizer", "_pending", "_plain", "_shown", "_stops")
+    __slots__ = ("_decoded", "_detokenizer", "_pending", "_shown", "_stops")
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:
         self._detokenizer = detokenizer
-        self._stops = StopFinder(stops)
-        self._plain = not stops  #: without logprobs, tokens are then nothing but text
+        self._stops = StopFinder(stops) if stops else None
         self._decoded = 0  #: characters that came out of the detokenizer
         self._shown = 0  #: characters given out
         self._pending: list[TokenAt] = []  #: tokens whose text is held back
 
     def push(self, delta: TokenDelta) -> TextDelta:
         """The text that `delta` completes. After an ending nothing more may be pushed."""
-        if self._plain and delta.logprobs is None and delta.finish_reason is None:
-            return TextDelta(self._detokenizer.push(delta.token_ids) if delta.text is None else delta.text)
-        ids = delta.token_ids[:-1] if delta.stop_token_id is not None else delta.token_ids
-        text = self._stops.push(self._detokenize(ids, delta))
+        ids = delta.token_ids if delta.stop_token_id is None else delta.token_ids[:-1]
+        if delta.text is not None:
+            text = delta.text
+        elif delta.logprobs is None:
+            text = self._detokenizer.push(ids)
+        else:
+            text = self._scored(ids, delta.logprobs)
         ending: Ending | None = None
         if delta.finish_reason is not None:
-            text += self._stops.push(self._detokenizer.flush())
+            text += self._detokenizer.flush()
             ending = "length" if delta.finish_reason == "length" else "stop"
-        if self._stops.stopped_by is not None:
+        if self._stops is None:
+            self._shown += len(text)
+            return TextDelta(text, ending, self._release(everything=ending is not None) if self._pending else ())
+        return self._until_stop(self._stops, text, ending)
+
+    def _until_stop(self, stops: StopFinder, text: str, ending: Ending | None) -> TextDelta:
+        """What may be shown of `text` as far as stop strings are concerned."""
+        text = stops.push(text)
+        if stops.stopped_by is not None:
             ending = "stop"
         elif ending:
-            text += self._stops.flush()
+            text += stops.flush()
         self._shown += len(text)
-        return TextDelta(text, ending, self._release(everything=ending is not None and not self._stops.stopped_by))
+        return TextDelta(text, ending, self._release(everything=ending is not None and not stops.stopped_by))
 
-    def _detokenize(self, ids: Sequence[int], delta: TokenDelta) -> str:
-        if delta.text is not None:
-            return delta.text
-        if delta.logprobs is None:
-            return self._detokenizer.push(ids)
+    def _scored(self, ids: Sequence[int], logprobs: Sequence[PositionLogprobs]) -> str:
+        """The text of tokens that come with their logprobs, which are shown when their text is."""
         parts: list[str] = []
-        for token_id, position in zip(ids, delta.logprobs, strict=False):
+        for token_id, position in zip(ids, logprobs, strict=False):
             self._pending.append(TokenAt(token_id, self._decoded, position))
             parts.append(self._detokenizer.push([token_id]))
             self._decoded += len(parts[-1])
         return "".join(parts)
 
     def _release(self, *, everything: bool) -> list[TokenAt]:
-        if not self._pending:
-            return []
         ready = [token for token in self._pending if everything or token.offset < self._shown]
         self._pending = self._pending[len(ready) :]
         return ready

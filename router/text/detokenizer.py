@@ -42,8 +42,11 @@ class ByteDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """See `Detokenizer.push`."""
-        piece = self._pieces.get
-        data = b"".join([piece(each, b"") for each in token_ids])
+        pieces = self._pieces
+        if len(token_ids) == 1:
+            data = pieces.get(token_ids[0], b"")
+        else:
+            data = b"".join([pieces.get(each, b"") for each in token_ids])
         if self._utf8 is None or not self._utf8.buffer:
             try:
                 return data.decode()  # nearly always: the incremental decoder takes five times as long

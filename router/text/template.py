@@ -5,23 +5,23 @@ Rendered by transformers' own renderer, whose sandbox is kept against hostile te
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from ..errors import TemplateRefusal
 
 Message = dict[str, Any]
 
 
-@dataclass(slots=True, frozen=True)
-class Chat:
+class Chat(msgspec.Struct, frozen=True):
     """What a chat template is given."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    template_arguments: Mapping[str, Any] = {}
 
 
 class ChatTemplate:

@@ -105,7 +105,9 @@ class TextModel:
         difference, not even in time. Raises TemplateRefusal.
         """
         recall = self._recall(chat, tenant)
-        return self._complete(recall, await self.encode(recall.missing, special_tokens=False))
+        if recall.missing:
+            return self._complete(recall, await self.encode(recall.missing, special_tokens=False))
+        return self._complete(recall, ())
 
     def _recall(self, chat: Chat, tenant: bytes) -> "_Recall":
         segments = self._cutter.cut(self.render_chat(chat))
