@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from .attention.base import AttentionBackend, Batch, KvPool
+from .attention.base import AttentionBackend, Batch, KvPool, attend_of
 from .attention.choice import choose_attention
 from .config import ReplicaSettings
 from .errors import StartupError
@@ -49,6 +49,7 @@ class ModelRunner:
     ) -> None:
         """Load the weights from a Hugging Face folder. Raises StartupError when this model cannot run here."""
         self.block_size = block_size
+        self._attention_backend = settings.attention_backend
         self.device = resolve_device(settings)
         self._group = group if group is not None and group.size > 1 else None
         self._model: Model = resolve(settings, model_dir, self._group, device=self.device)
@@ -59,7 +60,7 @@ class ModelRunner:
     def allocate_kv(self, num_blocks: int) -> None:
         """Make room for the KV of `num_blocks` blocks (zeroed; block 0 is the null block); call before `forward`."""
         self._pool = KvPool(self.spec, num_blocks, self.block_size, DTYPES[self.spec.dtype], self.device)
-        self._attention = choose_attention(self._pool, self.device)
+        self._attention = choose_attention(self._pool, self.device, self._attention_backend)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> torch.Tensor | None:
@@ -73,5 +74,5 @@ class ModelRunner:
         if plan.copies:
             self._pool.copy(*batch.copied_slots)
         self._attention.begin(batch)
-        logits = self._model.forward(batch.token_ids, batch.positions, self._attention.attend, batch.logits_at)
+        logits = self._model.forward(batch.token_ids, batch.positions, attend_of(self._attention), batch.logits_at)
         return None if logits is None else logits.float()

@@ -6,7 +6,7 @@ from typing import ClassVar, Protocol, Self
 
 import torch
 
-from ..models.base import AttentionRule
+from ..models.base import Attend, AttentionRule, QkvAttend
 from ..models.spec import ModelSpec
 from ..plan import RaggedBatch
 
@@ -85,13 +85,6 @@ class AttentionBackend(Protocol):
 
     name: ClassVar[str]
 
-    @classmethod
-    def unusable(cls, device: torch.device) -> str | None:
-        """Why this backend cannot work on `device`, or None."""
-        ...
-
-    def __init__(self, pool: KvPool) -> None: ...
-
     def begin(self, batch: Batch) -> None:
         """A step starts: whatever all layers share is worked out here or on first use."""
         ...
@@ -101,3 +94,8 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """`models.base.Attend` for the step that began last."""
         ...
+
+
+def attend_of(backend: AttentionBackend) -> Attend:
+    """What a model calls: the backend itself where it can also take over a model's work before attention."""
+    return backend if isinstance(backend, QkvAttend) else backend.attend

@@ -127,10 +127,6 @@ class ScratchAttention:
 
     name: ClassVar[str] = "cpu-scratch"
 
-    @classmethod
-    def unusable(cls, device: torch.device) -> str | None:
-        return None if device.type == "cpu" else f"works on cpu, not on {device.type}"
-
     def __init__(self, pool: KvPool, group_bytes: int = GROUP_BYTES) -> None:
         self._pool = pool
         self._group_bytes = group_bytes

@@ -44,10 +44,6 @@ class ReferenceAttention:
 
     name: ClassVar[str] = "reference"
 
-    @classmethod
-    def unusable(cls, device: torch.device) -> str | None:  # noqa: ARG003
-        return None
-
     def __init__(self, pool: KvPool) -> None:
         self._pool = pool
         self._batch: Batch | None = None

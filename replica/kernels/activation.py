@@ -1,7 +1,6 @@
 """The product of an MLP's gate and its inputs, in one pass."""
 
 import torch
-
 import triton
 import triton.language as tl
 

@@ -8,7 +8,6 @@ tokens among many short ones still keeps every multiprocessor busy, and the host
 from dataclasses import dataclass
 
 import torch
-
 import triton
 import triton.language as tl
 

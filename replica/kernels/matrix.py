@@ -1,7 +1,6 @@
 """The matrix product inside the attention kernels."""
 
 import torch
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,6 @@
 """The residual sum and the norm that follows it, in one pass over the features."""
 
 import torch
-
 import triton
 import triton.language as tl
 

@@ -5,7 +5,6 @@ one head; the grid is an upper bound that needs no row's length on the host.
 """
 
 import torch
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,6 @@
 """Between the qkv projection and attention: norms of queries and keys, rotation, and the store into the KV pages."""
 
 import torch
-
 import triton
 import triton.language as tl
 

@@ -5,7 +5,6 @@ which are at most 0, so that their bits without the sign are ordered. Sums are i
 """
 
 import torch
-
 import triton
 import triton.language as tl
 

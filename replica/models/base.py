@@ -1,7 +1,7 @@
 """What the runner asks of a model, whoever wrote its forward pass."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -38,6 +38,15 @@ class Attend(Protocol):
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class QkvAttend(Attend, Protocol):
+    """An `Attend` that also does what a model does before it: norms, rotation and the store, in one kernel."""
+
+    def from_qkv(self, layer: int, qkv: torch.Tensor, rotary: Rotary, rule: AttentionRule) -> torch.Tensor:
+        """From the joined projection [T, (heads + 2 kv_heads) * D] to [T, heads, D]."""
+        ...
 
 
 class Model(Protocol):

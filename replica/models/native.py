@@ -12,12 +12,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from ..kernels.choice import choose_kernels
 from ..ranks import RankGroup
 from ..weights import COLUMNS, ROWS, Checkpoint
-from .base import Attend, AttentionRule
+from .base import Attend, AttentionRule, QkvAttend, Rotary
 from .errors import TensorParallelUnsupported
 from .families import FAMILIES, split_problem
-from .layers import Linear, rms_norm, rotate, silu_mul
+from .layers import Linear, rms_norm, rotate
 from .rope import FIXED_KINDS, inverse_frequencies
 from .spec import KvShape, ModelSpec
 
@@ -149,6 +150,7 @@ class NativeModel:
         Raises WeightsMissing, TensorParallelUnsupported.
         """
         self._group = group
+        self._kernels = choose_kernels(device)
         self._share = share = Share.of(config, group)
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._epsilon = config.rms_norm_eps
@@ -174,22 +176,32 @@ class NativeModel:
         self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_at: torch.Tensor
     ) -> torch.Tensor | None:
         """As `models.base.Model.forward`."""
-        x = F.embedding(ids, self._embedding)
+        x, delta = F.embedding(ids, self._embedding), None
         angles = positions[:, None].float() * self._frequencies
-        cos, sin = (wave.to(x.dtype)[:, None] for wave in (angles.cos(), angles.sin()))
+        cos, sin = (wave.to(x.dtype) for wave in (angles.cos(), angles.sin()))
+        fused = attend if isinstance(attend, QkvAttend) else None
         for index, layer in enumerate(self._layers):
-            q, k, v = self._project(layer, rms_norm(x, layer.input_norm, self._epsilon), cos, sin)
-            x = x + self._summed(layer.out(attend(index, q, k, v, layer.rule).flatten(1)))
-            hidden = layer.gate_up(rms_norm(x, layer.mlp_norm, self._epsilon))
-            x = x + self._summed(layer.down(silu_mul(hidden)))
-        return self._logits(rms_norm(x[logits_at], self._norm, self._epsilon))
+            x, normed = self._kernels.add_rms_norm(x, delta, layer.input_norm, self._epsilon)
+            qkv = layer.qkv(normed)
+            if fused is None:
+                q, k, v = self._split(layer, qkv, cos[:, None], sin[:, None])
+                heads = attend(index, q, k, v, layer.rule)
+            else:
+                rotary = Rotary(cos, sin, layer.q_norm, layer.k_norm, self._epsilon)
+                heads = fused.from_qkv(index, qkv, rotary, layer.rule)
+            delta = self._summed(layer.out(heads.flatten(1)))
+            x, normed = self._kernels.add_rms_norm(x, delta, layer.mlp_norm, self._epsilon)
+            delta = self._summed(layer.down(self._kernels.silu_mul(layer.gate_up(normed))))
+        assert delta is not None, "a model without layers"
+        _, normed = self._kernels.add_rms_norm(x[logits_at], delta[logits_at], self._norm, self._epsilon)
+        return self._logits(normed)
 
-    def _project(
-        self, layer: DecoderLayer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    def _split(
+        self, layer: DecoderLayer, joined: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rotated queries and keys, and values: [T, heads, head_dim]."""
         heads, kv_heads = self._share.heads, self._share.kv_heads
-        qkv = layer.qkv(x).view(-1, heads + 2 * kv_heads, self._head_dim)
+        qkv = joined.view(-1, heads + 2 * kv_heads, self._head_dim)
         if layer.q_norm is None or layer.k_norm is None:
             qk = rotate(qkv[:, : heads + kv_heads], cos, sin)
             return qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :]

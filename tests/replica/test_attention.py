@@ -1,4 +1,4 @@
-"""The CPU backend equals attention written out as mathematics, and that equals a dense computation."""
+"""Every backend equals attention written out as mathematics, and that equals a dense computation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from homing.replica.attention.base import AttentionBackend, Batch, KvPool
-from homing.replica.attention.choice import choose_attention
 from homing.replica.attention.cpu import ScratchAttention, split_work
+from homing.replica.attention.paged import PagedAttention
 from homing.replica.attention.reference import ReferenceAttention, attention, visible
+from homing.replica.kernels.fallback import TorchKernels
 from homing.replica.models.base import AttentionRule
 from homing.replica.models.spec import KvShape, ModelSpec
 from homing.replica.plan import PlanRow, lay_out, plan_of_rows
@@ -96,13 +97,18 @@ RULES = {
 SHAPES = {"grouped": Shape(), "one group": Shape(kv_heads=1), "no group": Shape(kv_heads=4), "mla": Shape(value_dim=6)}
 
 
+def paged_attention(pool: KvPool) -> PagedAttention:
+    return PagedAttention(pool, TorchKernels())
+
+
+@pytest.mark.parametrize("backend", [ScratchAttention, paged_attention])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_cpu_backend_equals_the_reference(shape, rule):
-    """Prefill from zero, chunks after a prefix, and decode rows of different lengths in one step."""
-    batch = batch_of([(0, 9), (22, 1), (6, 5), (0, 1), (3, 1), (40, 1), (16, 16)])
+def test_backend_equals_the_reference(shape, rule, backend):
+    """Prefill from zero, chunks after a prefix, and decode rows of different lengths in one step, in any order."""
+    batch = batch_of([(22, 1), (40, 1), (0, 9), (6, 5), (0, 1), (3, 1), (16, 16)])
 
-    got, pool = run(ScratchAttention, batch, shape, rule)
+    got, pool = run(backend, batch, shape, rule)
     wanted, reference_pool = run(ReferenceAttention, batch, shape, rule)
 
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
@@ -184,20 +190,3 @@ def test_scratch_is_reused_between_layers_and_steps():
             buffers.update(buffer.data_ptr() for buffer in backend._scratch.values())
 
     assert len(buffers) == 2
-
-
-def test_choice_takes_the_cpu_backend_on_cpu():
-    """The reference is the last resort."""
-    pool = filled_pool(Shape(), 2, seed=0)
-
-    assert isinstance(choose_attention(pool, CPU), ScratchAttention)
-
-
-def test_cpu_backend_says_why_it_is_unusable_elsewhere():
-    """An operator reads the reason in the log."""
-    assert "cuda" in (ScratchAttention.unusable(torch.device("cuda")) or "")
-
-
-def test_device_without_a_backend_gets_the_reference():
-    """Right and slow beats an error."""
-    assert ReferenceAttention.unusable(torch.device("cuda")) is None

@@ -1,0 +1,112 @@
+"""Prefill by FlashAttention where it is installed; decode stays with our kernels. Not run on a GPU yet.
+
+flash-attn 2 takes paged KV only in pages of 256 tokens, so its call without pages is used on keys and values gathered
+from ours: two copies of the KV bytes beside work that grows with the square of a prompt. FlashAttention 3 takes any
+page.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from ..kernels.base import Kernels, PagedRows
+from ..models.base import AttentionRule
+from .base import KvPool
+from .paged import PagedAttention, PagedStep
+
+#: Where FlashAttention 3 is found, by how it was installed.
+FLASH3_MODULES = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
+
+
+class Prefill(Protocol):
+    """One library's causal attention of rows whose queries are their last tokens: [T, heads, D]."""
+
+    def __call__(self, q: torch.Tensor, rows: PagedRows, step: PagedStep, rule: AttentionRule) -> torch.Tensor: ...
+
+
+class FlashAttention(PagedAttention):
+    """`PagedAttention` whose prefill is a library's; rules that it has no argument for stay with the kernels."""
+
+    name: ClassVar[str] = "flash"
+
+    def __init__(self, pool: KvPool, kernels: Kernels, prefill: Prefill) -> None:
+        super().__init__(pool, kernels)
+        self._library = prefill
+
+    def _prefill(
+        self, q: torch.Tensor, rows: PagedRows, step: PagedStep, rule: AttentionRule, out: torch.Tensor
+    ) -> None:
+        if rule.sinks is not None or rows.keys.shape[3] != rows.values.shape[3]:
+            super()._prefill(q, rows, step, rule, out)
+            return
+        out.copy_(self._library(q, rows, step, rule))
+
+
+def flash2(call: Callable[..., torch.Tensor]) -> Prefill:
+    """`flash_attn.flash_attn_varlen_func` on gathered keys and values."""
+
+    def prefill(q: torch.Tensor, rows: PagedRows, step: PagedStep, rule: AttentionRule) -> torch.Tensor:
+        keys, values, first_keys = gathered(rows, step.kv_lens)
+        return call(
+            q,
+            keys,
+            values,
+            cu_seqlens_q=step.first_queries,
+            cu_seqlens_k=first_keys,
+            max_seqlen_q=max(step.q_lens),
+            max_seqlen_k=max(step.kv_lens),
+            **_rule_arguments(rule),
+        )
+
+    return prefill
+
+
+def flash3(call: Callable[..., torch.Tensor]) -> Prefill:
+    """`flash_attn_with_kvcache` of FlashAttention 3, which reads our pages."""
+
+    def prefill(q: torch.Tensor, rows: PagedRows, step: PagedStep, rule: AttentionRule) -> torch.Tensor:
+        return call(
+            q,
+            rows.keys,
+            rows.values,
+            cache_seqlens=rows.seq_lens,
+            page_table=rows.tables,
+            cu_seqlens_q=step.first_queries,
+            max_seqlen_q=max(step.q_lens),
+            **_rule_arguments(rule),
+        )
+
+    return prefill
+
+
+def gathered(rows: PagedRows, kv_lens: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values of all rows joined [sum(kv_lens), kv_heads, D], and where each row starts (int32, one more)."""
+    device, size, total = rows.tables.device, rows.keys.shape[1], sum(kv_lens)
+    counts = torch.tensor(kv_lens).to(device)
+    first = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    row = torch.arange(len(kv_lens), device=device).repeat_interleave(counts, output_size=total)
+    position = torch.arange(total, device=device) - first[row]
+    slots = rows.tables[row, position // size].long() * size + position % size
+    return rows.keys.flatten(0, 1)[slots], rows.values.flatten(0, 1)[slots], first.int()
+
+
+def _rule_arguments(rule: AttentionRule) -> dict[str, Any]:
+    window = (-1, -1) if rule.window is None else (rule.window - 1, 0)  # theirs does not count the token itself
+    return {"softmax_scale": rule.scale, "causal": True, "window_size": window, "softcap": rule.softcap or 0.0}
+
+
+def load_flash2() -> Prefill:
+    """Raises ImportError."""
+    return flash2(importlib.import_module("flash_attn").flash_attn_varlen_func)
+
+
+def load_flash3() -> Prefill:
+    """Raises ImportError."""
+    for name in FLASH3_MODULES:
+        try:
+            return flash3(importlib.import_module(name).flash_attn_with_kvcache)
+        except ModuleNotFoundError:
+            continue
+    raise ImportError(f"none of {', '.join(FLASH3_MODULES)} can be imported")
