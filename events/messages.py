@@ -105,6 +105,10 @@ class PrefillCost(msgspec.Struct, frozen=True, array_like=True):
         """For `tokens` behind `cached` ones."""
         return self.prompt_s + tokens * (self.token_s + self.pair_s * (cached + tokens / 2))
 
+    def total(self, prompts: int, tokens: int, pairs: float) -> float:
+        """For several prompts; `pairs`: for each token those before it."""
+        return prompts * self.prompt_s + tokens * self.token_s + pairs * self.pair_s
+
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     """A replica's load after a step, or at rest every heartbeat."""
@@ -127,6 +131,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
     pinned_blocks: int = 0  #: distinct ones, in use or not
     prefill_cost: PrefillCost | None = None  #: None: only the rate is known
+    queued_prefill_s: float | None = None  #: to compute `queued_prefill_tokens`, by that cost; None: not known
 
 
 class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):

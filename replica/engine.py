@@ -153,7 +153,7 @@ class Engine:
 
     def load(self) -> LoadReport:
         """How busy this replica is now."""
-        backlog = self.scheduler.backlog()
+        backlog, cost = self.scheduler.backlog(), self.rates.prefill_cost
         return LoadReport(
             epoch=self._epoch,
             step=self._steps,
@@ -171,7 +171,8 @@ class Engine:
             accepted=dict(self._accepted),
             draining=self.draining,
             pinned_blocks=len(self._cache.pins),
-            prefill_cost=self.rates.prefill_cost,
+            prefill_cost=cost,
+            queued_prefill_s=cost.total(backlog.waiting, backlog.queued_prefill_tokens, backlog.queued_prefill_pairs),
         )
 
     def _counters(self) -> CacheCounters:

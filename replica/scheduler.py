@@ -75,6 +75,7 @@ class Backlog:
     running: int
     waiting: int
     queued_prefill_tokens: int
+    queued_prefill_pairs: float  #: for each of those tokens the number of tokens before it
     decode_context_tokens: int
 
 
@@ -164,12 +165,13 @@ class Scheduler:
     def backlog(self) -> Backlog:
         """Sums over all requests; a waiting one counts what the cache did not have when it came."""
         decoding = [request for request in self._running if request.decoding]
-        prefilling = sum(request.uncomputed for request in self._running) - len(decoding)
-        waiting = sum(request.num_tokens - request.expected_cached for request in self._waiting)
+        spans = [(request.computed, request.num_tokens) for request in self._running if not request.decoding]
+        spans += [(request.expected_cached, request.num_tokens) for request in self._waiting]
         return Backlog(
             running=len(self._running),
             waiting=len(self._waiting),
-            queued_prefill_tokens=prefilling + waiting,
+            queued_prefill_tokens=sum(end - start for start, end in spans),
+            queued_prefill_pairs=sum((end - start) * (start + end) / 2 for start, end in spans),
             decode_context_tokens=sum(request.computed for request in decoding),
         )
 

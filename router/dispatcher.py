@@ -423,6 +423,7 @@ class Dispatcher:
             tokens=flight.prompt_tokens + flight.generated,
             blocks=len(flight.keys),
             block_size=self._naming.hasher.block_size,
+            now=now,
             session=flight.request.session,
         )
         # An engine that scores the prompt's own tokens computes all of them, whatever it holds.

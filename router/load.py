@@ -4,6 +4,9 @@ Pure state: the time comes in. Knows nothing of prefixes or of where a request s
 
 A report names the highest request id that it has taken into account (`accepted`), so nothing is counted twice and
 nothing falls between dispatch and report. What other routers send shows in the next report, within a step.
+
+A step may take most of a second, in which the replica works and says nothing. So its queue is kept as the time at
+which it will have been worked down: that comes nearer by itself.
 """
 
 from dataclasses import dataclass, field
@@ -23,6 +26,7 @@ class Pending(msgspec.Struct, frozen=True, gc=False):
 
     uncached_tokens: int
     blocks: int
+    prefill_s: float  #: to compute those tokens there
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -31,6 +35,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     running: int
     waiting: int  #: reported, and on the way
     queued_prefill_tokens: int  #: reported, and on the way
+    busy_until: float  #: when those are computed, by the router's clock; past or not, if there are none
     decode_context_tokens: int
     free_blocks: int  #: allocatable, less what is on the way
     cached_free_blocks: int
@@ -63,12 +68,14 @@ class _Replica:
     draining: bool = False
     pending: dict[int, Pending] = field(default_factory=dict)  # ids rise, so insertion order is their order
     pending_tokens: int = 0
+    busy_until: float = 0.0
     pending_blocks: int = 0
     in_flight: set[int] = field(default_factory=set)
     #: As it was asked for last; None since something changed. Most requests change one replica and look at all.
     view: ReplicaLoad | None = None
 
-    def send(self, request_id: int, sent: Pending) -> None:
+    def send(self, request_id: int, sent: Pending, now: float) -> None:
+        self.busy_until = max(self.busy_until, now) + sent.prefill_s
         self.pending[request_id] = sent
         self.pending_tokens += sent.uncached_tokens
         self.pending_blocks += sent.blocks
@@ -113,22 +120,25 @@ class LoadBook:
     def report(self, replica: str, report: LoadReport, now: float) -> None:
         """The replica's own word; what it has accepted is on the way no longer."""
         entry = self._replicas[replica]
-        entry.report = report
+        before, entry.report = entry.report, report
         entry.heard_at = now
         entry.view = None
         accepted = report.accepted.get(self._router_id)
-        if accepted is not None:
-            for request_id in [known for known in entry.pending if known <= accepted]:
-                entry.arrive(request_id)
+        arrived = [] if accepted is None else [known for known in entry.pending if known <= accepted]
+        for request_id in arrived:
+            entry.arrive(request_id)
+        if arrived or _differs(report, before):
+            on_the_way_s = sum([sent.prefill_s for sent in entry.pending.values()])
+            entry.busy_until = now + _queued_s(report, entry.description) + on_the_way_s
 
     def heard(self, replica: str, now: float) -> None:
         """Tokens are a sign of life too."""
         self._replicas[replica].heard_at = now
 
-    def dispatched(self, replica: str, request_id: int, pending: Pending) -> None:
+    def dispatched(self, replica: str, request_id: int, pending: Pending, now: float) -> None:
         """A request is on its way there."""
         entry = self._replicas[replica]
-        entry.send(request_id, pending)
+        entry.send(request_id, pending, now)
         entry.in_flight.add(request_id)
 
     def started(self, replica: str, request_id: int) -> None:
@@ -205,6 +215,7 @@ def _view(entry: _Replica, silent: bool) -> ReplicaLoad:
         running=report.running,
         waiting=report.waiting + len(entry.pending),
         queued_prefill_tokens=report.queued_prefill_tokens + entry.pending_tokens,
+        busy_until=entry.busy_until,
         decode_context_tokens=report.decode_context_tokens,
         free_blocks=free_blocks,
         cached_free_blocks=min(report.cached_free_blocks, free_blocks),
@@ -226,6 +237,17 @@ def _longest_step_s(entry: _Replica) -> float:
     rates = [about.prefill_tokens_per_s, report.prefill_tokens_per_s if report else 0.0]
     steps = [about.decode_step_s, report.decode_step_s if report else 0.0]
     return about.max_batched_tokens / min(rate for rate in rates if rate > 0) + max(steps)
+
+
+def _differs(report: LoadReport, before: LoadReport | None) -> bool:
+    """Whether the queue is told anew: heartbeats repeat, in the middle of a step, what was so before it."""
+    return before is None or (report.step, report.queued_prefill_tokens) != (before.step, before.queued_prefill_tokens)
+
+
+def _queued_s(report: LoadReport, about: ReplicaDescription) -> float:
+    if report.queued_prefill_s is not None:
+        return report.queued_prefill_s
+    return report.queued_prefill_tokens / (report.prefill_tokens_per_s or about.prefill_tokens_per_s)
 
 
 def _idle(description: ReplicaDescription) -> LoadReport:

@@ -103,8 +103,10 @@ class Placement:
         """The request goes to the chosen replica: its blocks are expected there, its uncached tokens are load."""
         chosen = decision.chosen
         assert chosen is not None, "a decision without a replica cannot be booked"
-        pending = Pending(decision.uncached_tokens, len(keys) + 1 - chosen.held_blocks)
-        self.loads.dispatched(chosen.replica_id, request_id, pending)
+        uncached = decision.uncached_tokens
+        prefill_s = chosen.load.prefill_cost.seconds(decision.prompt.tokens - uncached, uncached)
+        pending = Pending(uncached, len(keys) + 1 - chosen.held_blocks, prefill_s)
+        self.loads.dispatched(chosen.replica_id, request_id, pending, now)
         self.reservations.reserve(request_id, chosen.replica_id, keys, chosen.held_blocks, now)
 
     def started(self, replica: str, request_id: int) -> None:

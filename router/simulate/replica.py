@@ -150,6 +150,7 @@ class SimulatedReplica:
         self._step_s = 0.0
         self._rows: list[tuple[Work, int]] = []
         self._waiting_tokens = 0
+        self._waiting_pairs = 0.0
         self._context_base = 0  # context tokens of the decoding requests, less the clock for each
 
     def _own_cache(self) -> PrefixCache:
@@ -229,13 +230,17 @@ class SimulatedReplica:
         """The load as it is now."""
         cache, totals, stats = self.cache, self.totals, self.cache.counters
         prefilling = sum([work.prefill_tokens - work.computed for work in self._prefilling])
+        pairs = self._waiting_pairs + sum([_pairs(work.computed, work.prefill_tokens) for work in self._prefilling])
+        cost = self._meter.prefill_cost
+        queued = prefilling + self._waiting_tokens
         return LoadReport(
             epoch=self.epoch,
             step=totals.steps,
             ts=now,
             running=len(self._prefilling) + len(self._decoding),
             waiting=len(self._waiting),
-            queued_prefill_tokens=prefilling + self._waiting_tokens,
+            queued_prefill_tokens=queued,
+            queued_prefill_s=cost.total(len(self._waiting), queued, pairs) if queued else 0.0,
             decode_context_tokens=self._context_base + self._clock * len(self._decoding),
             free_blocks=cache.free_blocks,
             cached_free_blocks=cache.cached_free_blocks,
@@ -249,7 +254,7 @@ class SimulatedReplica:
                 prefilled_tokens=totals.prefilled_tokens,
             ),
             accepted=self.accepted.copy(),
-            prefill_cost=self._meter.prefill_cost,
+            prefill_cost=cost,
         )
 
     @property
@@ -329,6 +334,7 @@ class SimulatedReplica:
         work.prefill_tokens = work.arrival.tokens + work.generated
         work.expected_cached = self._match(work).tokens * self.limits.block_tokens
         self._waiting_tokens += work.prefill_tokens - work.expected_cached
+        self._waiting_pairs += _pairs(work.expected_cached, work.prefill_tokens)
 
     def _match(self, work: Work) -> PrefixMatch:
         hashes = work.hashes
@@ -355,6 +361,7 @@ class SimulatedReplica:
         if work.cached_tokens is None:
             work.cached_tokens = work.cached
         self._waiting_tokens -= work.prefill_tokens - work.expected_cached
+        self._waiting_pairs -= _pairs(work.expected_cached, work.prefill_tokens)
         self._prefilling.append(work)
         return True
 
@@ -461,3 +468,8 @@ class SimulatedReplica:
         self.cache.release(work.blocks)
         work.blocks = []
         finished.append(work)
+
+
+def _pairs(start: int, end: int) -> float:
+    """For each token from `start` to `end` the number of those before it."""
+    return (end - start) * (start + end) / 2

@@ -118,6 +118,7 @@ class Homing:
             tokens=arrival.tokens + generated,
             blocks=len(arrival.blocks),
             block_size=self._block_tokens,
+            now=now,
             session=arrival.session,
         )
         decision = placement.decide(prompt, placement.candidates(arrival.blocks, (), now))

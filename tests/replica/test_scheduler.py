@@ -339,6 +339,7 @@ def test_the_backlog_counts_uncached_prompt_tokens_and_decode_context() -> None:
 
     assert (backlog.running, backlog.waiting) == (2, 1)
     assert backlog.queued_prefill_tokens == (9 - 3) + (4 - 2)
+    assert backlog.queued_prefill_pairs == sum([3.5, 4.5, 5.5, 6.5, 7.5, 8.5]) + sum([2.5, 3.5])
     assert backlog.decode_context_tokens == 4
 
 

@@ -17,8 +17,8 @@ def book():
 
 def test_what_is_on_the_way_counts_at_once(book: LoadBook) -> None:
     """Otherwise a burst herds onto the replica whose last report was the best."""
-    book.dispatched("r0", 1, Pending(uncached_tokens=100, blocks=7))
-    book.dispatched("r0", 2, Pending(uncached_tokens=50, blocks=4))
+    book.dispatched("r0", 1, Pending(uncached_tokens=100, blocks=7, prefill_s=0.1), now=0.0)
+    book.dispatched("r0", 2, Pending(uncached_tokens=50, blocks=4, prefill_s=0.05), now=0.0)
 
     load = book.view("r0", now=0.0)
 
@@ -27,8 +27,8 @@ def test_what_is_on_the_way_counts_at_once(book: LoadBook) -> None:
 
 def test_what_the_replica_has_accepted_is_counted_once(book: LoadBook) -> None:
     """The report names the highest id that it has taken into account."""
-    book.dispatched("r0", 1, Pending(100, 7))
-    book.dispatched("r0", 2, Pending(50, 4))
+    book.dispatched("r0", 1, Pending(100, 7, 0.1), now=0.0)
+    book.dispatched("r0", 2, Pending(50, 4, 0.05), now=0.0)
 
     book.report("r0", report_of(running=1, queued_prefill_tokens=90, accepted={"me": 1, "other": 9}), now=1.0)
 
@@ -100,7 +100,7 @@ def test_a_drained_replica_says_so_whoever_decided_it(book: LoadBook) -> None:
 
 def test_a_finished_request_leaves_no_load(book: LoadBook) -> None:
     """Also one that never showed in a report."""
-    book.dispatched("r0", 1, Pending(100, 7))
+    book.dispatched("r0", 1, Pending(100, 7, 0.1), now=0.0)
 
     book.ended("r0", 1)
 
@@ -115,3 +115,46 @@ def test_the_rates_of_warm_up_count_until_others_are_measured(book: LoadBook) ->
     load = book.view("r0", now=0.0)
 
     assert (load.prefill_tokens_per_s, load.decode_step_s) == (10_000.0, 0.002)
+
+
+def test_a_queue_is_worked_down_while_nothing_is_heard(book: LoadBook) -> None:
+    """A step of a long prompt takes most of a second: what was left of it at the last report is not left now."""
+    book.report("r0", report_of(step=1, queued_prefill_tokens=9, queued_prefill_s=2.0), now=10.0)
+    book.dispatched("r0", 1, Pending(100, 7, 0.5), now=11.0)
+
+    assert book.view("r0", now=11.0).busy_until == 12.5
+
+
+def test_what_is_sent_to_an_idle_replica_begins_then(book: LoadBook) -> None:
+    """Its last report may be old: nothing of the time since was spent on this request."""
+    book.report("r0", report_of(step=1), now=10.0)
+    book.dispatched("r0", 1, Pending(100, 7, 0.5), now=60.0)
+
+    assert book.view("r0", now=60.0).busy_until == 60.5
+
+
+def test_a_report_says_anew_how_long_the_queue_is(book: LoadBook) -> None:
+    """What it has accepted is in it; what is still on the way comes after it."""
+    book.dispatched("r0", 1, Pending(100, 7, 0.1), now=0.0)
+    book.dispatched("r0", 2, Pending(50, 4, 0.05), now=0.0)
+
+    report = report_of(step=1, queued_prefill_tokens=90, queued_prefill_s=0.4, accepted={"me": 1})
+    book.report("r0", report, now=1.0)
+
+    assert book.view("r0", now=1.0).busy_until == 1.0 + 0.4 + 0.05
+
+
+def test_a_heartbeat_that_repeats_a_report_does_not_undo_what_was_worked_since(book: LoadBook) -> None:
+    """It comes in the middle of a long step, with the numbers from before it."""
+    report = report_of(step=1, queued_prefill_tokens=9, queued_prefill_s=2.0)
+    book.report("r0", report, now=10.0)
+    book.report("r0", report, now=11.0)
+
+    assert book.view("r0", now=11.0).busy_until == 12.0
+
+
+def test_a_replica_that_does_not_say_how_long_its_queue_takes_is_taken_at_its_rate(book: LoadBook) -> None:
+    """Foreign engines, and ours of a former version."""
+    book.report("r0", report_of(step=1, queued_prefill_tokens=5000), now=1.0)
+
+    assert book.view("r0", now=1.0).busy_until == 1.5

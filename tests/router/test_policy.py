@@ -1,6 +1,7 @@
 """Which replica gets a request, and why."""
 
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -10,6 +11,9 @@ from hypothesis import strategies as st
 from homing.router.backend import FeedState
 from homing.router.load import ReplicaLoad
 from homing.router.policy import (
+    TIE_MOST_S,
+    TIE_RATIO,
+    TIE_S,
     Candidate,
     ExpectedTtft,
     LeastLoaded,
@@ -17,6 +21,7 @@ from homing.router.policy import (
     PowerOfTwo,
     Prompt,
     RoundRobin,
+    Score,
     SessionAffinity,
     make_policy,
 )
@@ -114,6 +119,41 @@ def test_the_order_of_the_list_never_decides(drawn: list[ReplicaLoad], shuffler:
     assert chosen(ExpectedTtft(), candidates, seed=seed) == chosen(ExpectedTtft(), shuffled, seed=seed)
 
 
+overlaps = st.tuples(loads, st.integers(0, 62), st.integers(0, 62), st.sampled_from(["live", "syncing", "stale"]))
+
+
+@given(st.lists(overlaps, min_size=1, max_size=12), st.integers(0, 99), st.integers(0, 30), st.floats(0, 0.3))
+def test_passing_over_hopeless_replicas_changes_no_decision(
+    drawn: list[tuple[ReplicaLoad, int, int, FeedState]], seed: int, busy: int, now: float
+) -> None:
+    """Of hundreds of replicas most need not be weighed; the choice is that of weighing them all."""
+    prompt = Prompt(tokens=1000, blocks=62, block_size=BLOCK, now=now)
+    candidates = [
+        Candidate(replica_id=f"r{index}", feed=feed, load=load, held_blocks=held, expected_blocks=max(held, expected))
+        for index, (load, held, expected, feed) in enumerate(drawn)
+    ]
+
+    decision = busy_policy(busy).decide(prompt, candidates, Random(seed))
+
+    assert decision.chosen == weighing_all(decision.weighed(), Random(seed))
+
+
+def weighing_all(rows: Sequence[Score], rng: Random) -> Candidate | None:
+    """The rule as it is written, step by step."""
+    usable = [row for row in rows if row.obstacle is None]
+    if not usable:
+        return None
+    least = min(row.cost_s for row in usable)
+    equals = [row for row in usable if row.cost_s <= least + min(least * TIE_RATIO, TIE_MOST_S) + TIE_S]
+
+    def rank(row: Score) -> tuple[int, int, int]:
+        return row.uncached_tokens, row.candidate.load.requests, row.candidate.load.occupied_blocks
+
+    best = min(rank(row) for row in equals)
+    tied = sorted((row.candidate for row in equals if rank(row) == best), key=lambda tie: tie.replica_id)
+    return tied[0] if len(tied) == 1 else rng.choice(tied)
+
+
 def test_equal_replicas_share_at_random() -> None:
     """Nothing tells them apart, so nothing but chance may."""
     equal = [candidate(f"r{index}") for index in range(4)]
@@ -178,6 +218,14 @@ def test_a_hole_in_the_stream_does_not_void_what_was_known_before_it() -> None:
     candidates = [candidate("r0"), candidate("r1", 62, feed="syncing", running=1, queued_prefill_tokens=100)]
 
     assert chosen(ExpectedTtft(), candidates) == "r1"
+
+
+def test_a_long_prompt_does_not_wait_where_it_need_not() -> None:
+    """Of 20 seconds 5 % would be one; but however wrong the 20 are, they are as wrong on either replica."""
+    prompt = Prompt(tokens=200_000, blocks=0, block_size=BLOCK)
+    candidates = [candidate("r0", queued_prefill_tokens=800), candidate("r1", cached_free_blocks=500)]
+
+    assert chosen(ExpectedTtft(), candidates, prompt) == "r1"
 
 
 def test_the_least_work_wins_among_equal_times() -> None:

@@ -70,12 +70,12 @@ def test_what_is_held_is_hit() -> None:
 
 
 def test_the_oracle_hits_at_least_as_much_as_any_router() -> None:
-    """It has what any replica holds, on each of them."""
+    """It has what any replica holds, on each of them; but who waits for a sibling to compute a prefix finds it, too."""
     oracle = result_of(ORACLE, chats(3.0), replicas=4)
 
     others = [result_of(policy, chats(3.0), replicas=4) for policy in policy_names()]
 
-    assert all(other.hit_rate <= oracle.hit_rate + 0.005 for other in others)
+    assert all(other.hit_rate <= oracle.hit_rate + 0.01 for other in others)
 
 
 def test_predictions_are_exact_without_delay_and_evictions() -> None:
