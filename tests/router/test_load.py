@@ -50,7 +50,7 @@ def test_a_replica_without_a_word_is_silent_until_it_is_heard_again(book: LoadBo
 def test_a_replica_that_works_on_our_requests_without_a_word_is_stuck(book: LoadBook) -> None:
     """Its process may well answer pings; what it was sent comes to nothing there."""
     book.join(description_of("r1"), now=0.0)
-    book.dispatched("r0", 1, Pending(uncached_tokens=100, blocks=7))
+    book.dispatched("r0", 1, Pending(uncached_tokens=100, blocks=7, prefill_s=0.1), now=0.0)
     book.heard("r1", now=4.0)
 
     assert book.stalled(now=2.9) == []
@@ -65,7 +65,7 @@ def test_a_step_may_take_as_long_as_its_budget_does(book: LoadBook) -> None:
     """A slow replica in the middle of a long prompt is no stuck one: 2,048 tokens at 200 a second are ten seconds."""
     book.join(description_of("r1"), now=0.0)
     book.report("r0", report_of(prefill_tokens_per_s=200.0), now=0.0)
-    book.dispatched("r0", 1, Pending(uncached_tokens=100, blocks=7))
+    book.dispatched("r0", 1, Pending(uncached_tokens=100, blocks=7, prefill_s=0.1), now=0.0)
     longest_s = description_of("r0").max_batched_tokens / 200.0
 
     for now in (4.0, 3 * longest_s):
@@ -79,7 +79,7 @@ def test_a_step_may_take_as_long_as_its_budget_does(book: LoadBook) -> None:
 def test_nobody_is_stuck_where_all_are_silent_or_nothing_is_asked(book: LoadBook) -> None:
     """All at once: it is we who were asleep, or there is nowhere else to go."""
     book.join(description_of("r1"), now=0.0)
-    book.dispatched("r0", 1, Pending(uncached_tokens=100, blocks=7))
+    book.dispatched("r0", 1, Pending(uncached_tokens=100, blocks=7, prefill_s=0.1), now=0.0)
     assert book.stalled(now=60.0) == []
 
     book.heard("r0", now=60.0)
