@@ -9,8 +9,8 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
 
 import ray
 from ray.exceptions import RayActorError
@@ -20,9 +20,13 @@ from ..replica.messages import ReplicaDescription
 from ..router.backend import AbsentReplica
 from .logs import set_up_logging
 from .loop import fast_loop
-from .spec import ClusterSpec, Doors, Failed, Listening, RankSpec, Rendezvous, Started
+from .spec import CacheWorth, ClusterSpec, Doors, Failed, Listening, Member, RankSpec, Rendezvous, Started
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+#: A call that watches returns after so long at the latest: it holds a thread even when the one who asked is gone.
+WATCH_S = 10.0
 
 
 class RankServer(Protocol):
@@ -37,6 +41,12 @@ class RankServer(Protocol):
     def stop(self) -> None:
         """Make `run` return soon; callable from another thread."""
 
+    def drain(self) -> None:
+        """Take no new requests. Callable from another thread; rank 0 alone is asked."""
+
+    def idle(self) -> bool:
+        """Whether no request is here. Callable from another thread; rank 0 alone is asked."""
+
     def residents(self) -> list[CachedBlock]:
         """What this rank's cache really holds, parents first; empty on ranks above 0. Callable from another thread."""
 
@@ -44,11 +54,20 @@ class RankServer(Protocol):
 class Router(Protocol):
     """What a router process runs, on its own event loop."""
 
-    async def start(self, doors: Doors, members: Sequence[ReplicaDescription], seed: int) -> Listening:
+    async def start(self, doors: Doors, members: Sequence[Member], seed: int) -> Listening:
         """Learn what these replicas hold, then listen."""
 
-    async def apply_membership(self, members: Sequence[ReplicaDescription], seed: int) -> None:
-        """These replicas serve, and no others."""
+    async def apply_membership(self, members: Sequence[Member], seed: int) -> None:
+        """These replicas are there, and no others."""
+
+    async def warm_up(self, replica_id: str) -> Failed | None:
+        """Returns when it can be sent requests and its cache holds what it should, or why it never will."""
+
+    async def in_flight(self, replica_id: str) -> int:
+        """Requests of this router that are not over there."""
+
+    async def worths(self) -> list[CacheWorth]:
+        """What would be lost with each replica."""
 
     def tell_absent(self, absent: Sequence[AbsentReplica]) -> None:
         """These should serve and do not: to be shown."""
@@ -67,12 +86,13 @@ def node_address() -> str:
 
 
 class ReplicaRank:
-    """Ray actor: one rank of a replica. Needs at least 4 concurrent calls (`watch` never returns while all is well)."""
+    """Ray actor: one rank of a replica. Its calls run side by side: `watch` takes long while all is well."""
 
     def __init__(self, make: Callable[[RankSpec], RankServer], log_level: str = "warning") -> None:
         set_up_logging(log_level)
         self._make = make
         self._server: RankServer | None = None
+        self._started: Started | Failed | None = None
         self._ended = threading.Event()
         self._reason = "stopped"
 
@@ -94,14 +114,28 @@ class ReplicaRank:
             description = self._server.start()
         except Exception as error:
             log.exception("rank_failed_to_start replica=%s rank=%d", spec.replica_id, spec.rank)
-            return Failed(describe(error))
+            self._started = Failed(describe(error))
+            return self._started
         threading.Thread(target=self._run, args=(self._server,), name="rank", daemon=True).start()
-        return Started(os.getpid(), node_address(), description)
+        self._started = Started(os.getpid(), node_address(), description)
+        return self._started
 
-    def watch(self) -> Failed:
-        """Returns when the rank stopped serving, with the reason."""
-        self._ended.wait()
-        return Failed(self._reason)
+    def started(self) -> Started | Failed | None:
+        """What `start` returned; None: it has not yet."""
+        return self._started
+
+    def watch(self) -> Failed | None:
+        """Returns when the rank stopped serving, with the reason; None when it still serves after WATCH_S."""
+        return Failed(self._reason) if self._ended.wait(WATCH_S) else None
+
+    def drain(self) -> None:
+        """Take no new requests."""
+        assert self._server is not None, "a drain before the start"
+        self._server.drain()
+
+    def idle(self) -> bool:
+        """Whether no request is here."""
+        return self._server is None or self._server.idle()
 
     def ping(self) -> None:
         """Returns: the process runs."""
@@ -138,17 +172,18 @@ class RouterProcess:
         self._spec = spec
         self._make = make
         self._router: Router | None = None
+        self._listening: Listening | None = None
         self._loop = fast_loop()
         threading.Thread(target=self._loop.run_forever, name="router", daemon=True).start()
 
-    def start(self, port: int, direct_port: int, members: Sequence[ReplicaDescription]) -> Listening | Failed:
+    def start(self, port: int, direct_port: int, members: Sequence[Member]) -> Listening | Failed:
         """Listen on `port` (0: any), with these replicas behind."""
         settings = self._spec.settings
         doors = Doors(settings.router.host, port, direct_port, shared=settings.cluster.routers > 1)
         try:
             self._router = self._make(self._spec)
-            starting = self._router.start(doors, members, self._spec.seed)
-            return asyncio.run_coroutine_threadsafe(starting, self._loop).result()
+            self._listening = self._do(self._router.start(doors, members, self._spec.seed))
+            return self._listening
         except Exception as error:
             log.exception("router_failed_to_start")
             return Failed(describe(error))
@@ -157,21 +192,40 @@ class RouterProcess:
         """Process id."""
         return os.getpid()
 
-    def apply_membership(self, members: Sequence[ReplicaDescription]) -> None:
-        """Route to these replicas and no others, from now on."""
-        assert self._router is not None, "membership before start"
-        asyncio.run_coroutine_threadsafe(self._router.apply_membership(members, self._spec.seed), self._loop).result()
+    def listening(self) -> Listening | None:
+        """Where it listens; None: it does not yet."""
+        return self._listening
 
     def tell_absent(self, absent: Sequence[AbsentReplica]) -> None:
         """Show these as missing, from now on."""
-        assert self._router is not None, "absences before start"
-        self._loop.call_soon_threadsafe(self._router.tell_absent, absent)
+        self._loop.call_soon_threadsafe(self._present.tell_absent, absent)
 
-    def watch(self) -> Failed:
-        """Returns when the router stopped serving, with the reason."""
-        assert self._router is not None, "watch before start"
+    def apply_membership(self, members: Sequence[Member]) -> None:
+        """Route to these replicas and no others, from now on."""
+        self._do(self._present.apply_membership(members, self._spec.seed))
+
+    def warm_up(self, replica_id: str) -> Failed | None:
+        """Returns when it can be sent requests and its cache holds what it should, or why it never will."""
+        return self._do(self._present.warm_up(replica_id))
+
+    def in_flight(self, replica_id: str) -> int:
+        """Requests of this router that are not over there."""
+        return self._do(self._present.in_flight(replica_id))
+
+    def worths(self) -> list[CacheWorth]:
+        """What would be lost with each replica."""
+        return self._do(self._present.worths())
+
+    def watch(self) -> Failed | None:
+        """Returns when the router stopped serving, with the reason; None when it still serves after WATCH_S."""
+        serving = asyncio.run_coroutine_threadsafe(self._present.run(), self._loop)
         try:
-            asyncio.run_coroutine_threadsafe(self._router.run(), self._loop).result()
+            serving.result(WATCH_S)
+        except TimeoutError:
+            if not serving.done():
+                serving.cancel()
+                return None
+            return Failed("TimeoutError")
         except Exception as error:
             log.exception("router_failed")
             return Failed(describe(error))
@@ -179,12 +233,21 @@ class RouterProcess:
 
     def ping(self) -> None:
         """Returns: the process and its event loop run."""
-        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result()
+        self._do(asyncio.sleep(0))
 
     def stop(self) -> None:
         """End serving in good order."""
         if self._router is not None:
             asyncio.run_coroutine_threadsafe(self._router.stop(), self._loop).result(10)
+
+    @property
+    def _present(self) -> Router:
+        assert self._router is not None, "the router has not been started"
+        return self._router
+
+    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        """Have the event loop do this, and wait for it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
 def describe(error: BaseException) -> str:

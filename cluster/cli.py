@@ -54,6 +54,9 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         "explain": _explain_arguments,
         "simulate": _simulate_arguments,
         "watch": _watch_arguments,
+        "scale": _scale_arguments,
+        "drain": _drain_arguments,
+        "update": _update_arguments,
         "stop": _stop_arguments,
         "keys": _keys_arguments,
         "analyze": _analyze_arguments,
@@ -65,6 +68,9 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         "explain": "show where a prompt would go now, and why",
         "simulate": "compare routing policies over modelled replicas, ours and others'",
         "watch": "print the cache events of a running cluster",
+        "scale": "change the number of replicas of a running cluster",
+        "drain": "end one replica of a running cluster when it has finished what it has",
+        "update": "change model or settings of a running cluster, one replica after the other, with no failed request",
         "stop": "end a running cluster",
         "keys": "make keys that encrypt what replicas, routers and subscribers exchange",
         "analyze": "tell from a log of requests what prefix caching is worth, and how large the cache should be",
@@ -94,14 +100,20 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def settings_of(arguments: argparse.Namespace) -> Settings:
-    """Settings from flags, environment and file."""
+def given_flags(arguments: argparse.Namespace) -> dict[str, str]:
+    """Flags of settings, and the model where it has a place of its own, as text by setting."""
     given = {name: value for name, value in vars(arguments).items() if name in SETTINGS and value is not None}
     flags = {name: str(value) for name, value in given.items()}
     if model := getattr(arguments, "model_argument", None):
         if "model" in flags:
             raise SettingsError(f"the model is named twice: {model} and --model {flags['model']}")
         flags["model"] = model
+    return flags
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    """Settings from flags, environment and file."""
+    flags = given_flags(arguments)
     file = getattr(arguments, "config", None)
     return load_settings(flags, file=Path(file) if file else None)
 
@@ -122,6 +134,8 @@ def run(words: Sequence[str], out: TextIO) -> int:
             from .stop import stop
 
             return stop(settings_of(arguments), out, force=arguments.force)
+        case "scale" | "drain" | "update":
+            return _control(arguments, out)
         case "keys":
             from .keys import keys
 
@@ -184,6 +198,22 @@ def _serve(arguments: argparse.Namespace, words: Sequence[str], out: TextIO) -> 
     return serve(settings, out, detached=arguments.background)
 
 
+def _control(arguments: argparse.Namespace, out: TextIO) -> int:
+    from . import control
+
+    lookup = {name: getattr(arguments, name) for name in LOOKUP}
+    settings = settings_of(argparse.Namespace(**lookup))
+    match arguments.command:
+        case "scale":
+            return control.scale(settings, out, arguments.replica_count, wait=arguments.wait)
+        case "drain":
+            return control.drain(settings, out, arguments.replica, replace=arguments.replace, wait=arguments.wait)
+        case _:
+            flags = {name: value for name, value in given_flags(arguments).items() if name not in LOOKUP}
+            file = Path(arguments.config) if arguments.config else None
+            return control.update(settings, out, flags, file, restart=arguments.restart, wait=arguments.wait)
+
+
 def _analyze(arguments: argparse.Namespace, out: TextIO) -> int:
     from .analyze.command import analyze
     from .analyze.options import options_of
@@ -201,6 +231,40 @@ def _serve_arguments(parser: Parser) -> None:
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, one section per room")
     parser.add_argument("--detach", action="store_true", help="run in the background; return when it is ready")
     parser.add_argument("--background", action="store_true", help=argparse.SUPPRESS)
+    _all_settings(parser)
+
+
+def _scale_arguments(parser: Parser) -> None:
+    parser.add_argument("replica_count", metavar="N", type=_count, help="replicas from now on")
+    _control_arguments(parser)
+
+
+def _drain_arguments(parser: Parser) -> None:
+    parser.add_argument("replica", metavar="REPLICA", help="its name, such as r0")
+    parser.add_argument("--replace", action="store_true", help="start another one in its place first")
+    _control_arguments(parser)
+
+
+def _update_arguments(parser: Parser) -> None:
+    parser.add_argument("model_argument", metavar="MODEL", nargs="?", help="another model, or another version of it")
+    parser.add_argument("--config", metavar="FILE", help="YAML file; what it does not name stays as it is")
+    parser.add_argument("--restart", action="store_true", help="replace every replica even when nothing changes")
+    parser.add_argument("--no-wait", dest="wait", action="store_false", help="return at once")
+    _all_settings(parser)
+
+
+def _control_arguments(parser: Parser) -> None:
+    parser.add_argument("--no-wait", dest="wait", action="store_false", help="return at once")
+    _lookup_arguments(parser)
+
+
+def _count(word: str) -> int:
+    if not word.isdigit():
+        raise argparse.ArgumentTypeError(f"{word!r} is no number of replicas")
+    return int(word)
+
+
+def _all_settings(parser: Parser) -> None:
     for room in ROOMS:
         group = parser.add_argument_group(f"{room} settings")
         for setting in SETTINGS.values():

@@ -44,7 +44,10 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         ),
     ] = ""
     cpus_per_rank: Annotated[
-        float, Meta(ge=0, description="logical CPUs that Ray reserves for a rank; a share of scheduling, no limit")
+        float,
+        Meta(
+            ge=0, description="logical CPUs of a joined cluster that Ray reserves for a rank; steers scheduling alone"
+        ),
     ] = 1.0
     gpus_per_rank: Annotated[float, Meta(ge=0, description="GPUs that Ray reserves for a rank")] = 0.0
     start_timeout_s: Annotated[
@@ -63,6 +66,16 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     stable_after_s: Annotated[
         float, Meta(gt=0, description="a replica that served for so long starts over with the shortest pause")
     ] = 60.0
+    drain_timeout_s: Annotated[
+        float, Meta(gt=0, description="requests that a draining replica has after so long go on elsewhere")
+    ] = 60.0
+    surge: Annotated[
+        bool,
+        Meta(description="an update starts a replica before it drains one; without, it needs no room for one more"),
+    ] = True
+    warm_up_s: Annotated[
+        float, Meta(gt=0, description="a replica that comes to others takes requests after so long at the latest")
+    ] = 10.0
     stop_timeout_s: Annotated[float, Meta(gt=0, description="time to take everything down before it is killed")] = 20.0
     state_dir: Annotated[
         str,
@@ -148,6 +161,16 @@ SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _declared()
 ROOMS: tuple[str, ...] = tuple(field.name for field in msgspec.structs.fields(Settings))
 
 
+_RESTART = "end it with homing stop and serve again"
+#: What replicas are not started with, or what they share with routers that go on, and what to do instead.
+FIXED: dict[str, str] = (
+    {name: _RESTART for name, setting in SETTINGS.items() if setting.room == "router"}
+    | dict.fromkeys(("publish_events", "events_curve_keys", "events_curve_clients", "heartbeat_interval_s"), _RESTART)
+    | dict.fromkeys(("name", "routers", "ray_address", "state_dir", "log_level", "stop_timeout_s"), _RESTART)
+    | {"replicas": "say homing scale"}
+)
+
+
 def load_settings(
     flags: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None, file: Path | None = None
 ) -> Settings:
@@ -160,6 +183,23 @@ def load_settings(
         setting = SETTINGS[name]
         rooms[setting.room][name] = _convert(setting, source)
     return msgspec.convert(rooms, Settings)
+
+
+def changed_settings(running: Settings, flags: Mapping[str, str], file: Path | None) -> Settings:
+    """What a cluster runs with, and over it what a file and flags say. Raises SettingsError for the first mistake.
+
+    The environment has no say: it is that of whoever types the command, not of the cluster.
+    """
+    given = (_from_file(file) if file else {}) | _from_flags(flags)
+    rooms: dict[str, dict[str, Any]] = {room: {} for room in ROOMS}
+    for name, source in given.items():
+        setting = SETTINGS[name]
+        value = _convert(setting, source)
+        if value != getattr(getattr(running, setting.room), name) and name in FIXED:
+            raise SettingsError(f"{source.origin}: {name} cannot change while the cluster runs; {FIXED[name]}")
+        rooms[setting.room][name] = value
+    changed = {room: msgspec.structs.replace(getattr(running, room), **values) for room, values in rooms.items()}
+    return msgspec.structs.replace(running, **changed)
 
 
 def state_folder(settings: Settings, environ: Mapping[str, str] | None = None) -> Path:

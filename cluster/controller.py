@@ -1,83 +1,92 @@
 """The controller: a Ray actor that carries out what the planner decides and tells it what happened.
 
-It places gangs, starts and watches their ranks, keeps the router alive and tells it who serves. It decides nothing by
-itself: `planner.Fleet` does. One event loop; nothing in here blocks it for long.
+It has gangs started and watched, keeps the routers alive and tells them who serves. It decides nothing by itself:
+`planner.Fleet` does. One event loop; nothing in here blocks it for long. When its process dies, Ray starts another one,
+which takes over what runs: the keeper owns it, and remembers what was wanted.
 """
 
 import asyncio
 import logging
-import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import ray
-from ray.exceptions import RayActorError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..replica.messages import ReplicaDescription
 from .absences import tell_absences
-from .actors import RankServer, ReplicaRank, Router, death, within
-from .errors import StartFailed
+from .gangs import Gangs, RunningGang
+from .keeper import Kept, KeptGang
 from .logs import set_up_logging
-from .planner import Fleet, Gang, KillGang, Pacing, Publish, StartGang
+from .planner import (
+    Drain,
+    Enrolled,
+    Fleet,
+    Gang,
+    KillGang,
+    Labels,
+    Pacing,
+    Phase,
+    Publish,
+    StartGang,
+    WarmUp,
+    replica_worths,
+)
 from .routers import Routers
-from .spec import ClusterSpec, ClusterStatus, Failed, GangStatus, Notice, RankSpec, Started
+from .spec import KEEPER, CacheWorth, ClusterSpec, ClusterStatus, Failed, GangStatus, Member, Notice
 
 log = logging.getLogger(__name__)
 
-#: Ray accepts no empty bundle; this much of a CPU is nothing to its scheduler.
-LEAST_CPUS = 0.001
-#: Calls that one rank must be able to answer at the same time: watch, start, ping, stop.
-RANK_CALLS = 5
 NOTICES_KEPT = 1000
+#: How often a draining replica's requests are counted.
+DRAIN_POLL_S = 0.1
 
 
 @dataclass(slots=True)
-class RunningGang:
-    """The Ray side of one gang of one generation."""
+class Memory:
+    """What a controller that begins has to know, beside what runs."""
 
-    replica_id: str
+    wanted: int
+    version: int
+    fallback: int | None
+    versions: dict[int, ClusterSpec]
     generation: int
-    ranks: list[Any] = field(default_factory=list)
-    place: PlacementGroup | None = None
-    pids: tuple[int, ...] = ()
-    tasks: list["asyncio.Task[None]"] = field(default_factory=list)
+    leaving: dict[int, str] = field(default_factory=dict)  #: generations that drain, and why
 
 
 class Controller:
     """Ray actor with async methods. `run` never returns while all is well."""
 
-    def __init__(
-        self,
-        spec: ClusterSpec,
-        make_rank: Callable[[RankSpec], RankServer],
-        make_router: Callable[[ClusterSpec], Router],
-        router_node: str,
-    ) -> None:
-        """`router_node` is the Ray id of the node whose address users were told."""
+    def __init__(self, spec: ClusterSpec) -> None:
         set_up_logging(spec.settings.cluster.log_level)
         self._spec = spec
-        self._make_rank = make_rank
-        self._fleet = Fleet(_pacing(spec), spec.settings.cluster.replicas)
-        self._gangs: dict[int, RunningGang] = {}
+        self._versions: dict[int, ClusterSpec] = {1: spec}
+        self._fleet = Fleet(_pacing(spec), spec.settings.cluster.replicas, Labels())
         self._errors: dict[str, str] = {}
         self._notices: deque[Notice] = deque(maxlen=NOTICES_KEPT)
-        self._routers = Routers(spec, make_router, router_node, pacing=self._fleet.pacing, notify=self._notice)
-        self._wake: asyncio.Event | None = None
+        #: Numbers go on rising in the next life of this actor.
+        self._last_notice = time.time_ns() // 1000
+        self._keeper: Any = None
+        self._gangs: Gangs | None = None
+        self._routers = Routers(spec, pacing=self._fleet.pacing, notify=self._notice)
+        self._began = asyncio.Event()
+        self._wake = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
+        self._told: asyncio.Task[None] | None = None
+        self._remembered: Memory | None = None
         self._stopping = False
 
     async def run(self) -> None:
-        """Build the cluster and keep it so."""
-        self._wake = asyncio.Event()
-        self._spawn(self._routers.keep())
+        """Build the cluster, or take over the one that runs, and keep it so."""
+        self._keeper = ray.get_actor(KEEPER)
+        self._gangs = Gangs(self._keeper, self)
+        kept: Kept = await self._keeper.kept.remote()
+        await self._take_over(kept)
+        self._spawn(self._routers.keep(self._keeper, kept.routers))
         self._spawn(tell_absences(self._fleet.gangs.values, self._errors, self._routers.tell_absent))
+        self._began.set()
         while True:
             self._act()
             await self._sleep()
@@ -90,163 +99,205 @@ class Controller:
             router_urls=self._routers.direct_urls,
             router_error=self._routers.error,
             notices=tuple(notice for notice in self._notices if notice.seq > since),
+            wanted=self._fleet.wanted,
+            version=self._fleet.version,
+            settled=self._fleet.settled,
+            abandoned=self._fleet.abandoned,
         )
+
+    async def scale(self, wanted: int) -> None:
+        """So many replicas from now on; who is too many drains, the least worth first."""
+        await self._began.wait()
+        await self._weigh()
+        self._notice("info", f"scaled from={self._fleet.wanted} to={wanted}")
+        self._fleet.scale(wanted)
+        self._changed()
+
+    async def drain(self, replica_id: str, *, replace: bool) -> Failed | None:
+        """End one replica in good order, for good or for another one."""
+        await self._began.wait()
+        if not self._fleet.drain(replica_id, replace=replace, now=time.monotonic()):
+            names = ", ".join(self._fleet.gangs) or "none"
+            return Failed(f"no replica {replica_id!r} (there are: {names})")
+        self._changed()
+        return None
+
+    async def update(self, spec: ClusterSpec) -> None:
+        """Replace every replica, one after the other, by one with these settings."""
+        await self._began.wait()
+        await self._weigh()
+        version = max(self._versions) + 1
+        self._versions[version] = spec
+        self._fleet.update(version)
+        self._fleet.pacing = _pacing(spec)
+        self._notice("info", f"update_begins version={version}")
+        self._changed()
+
+    async def current(self) -> ClusterSpec:
+        """With which settings replicas are started."""
+        await self._began.wait()
+        return self._versions[self._fleet.version]
 
     async def stop(self) -> None:
         """Take everything down: the routers first, so that no client meets half a cluster."""
         self._stopping = True
         await self._routers.stop()
-        ranks = [rank for gang in self._gangs.values() for rank in gang.ranks]
-        await asyncio.gather(*(within(5, rank.stop.remote()) for rank in ranks))
-        for gang in list(self._gangs.values()):
-            self._end(gang)
+        if self._gangs is not None:
+            await self._gangs.stop()
+
+    # -- what gangs tell ----------------------------------------------------------------------------------------------
+
+    def gang_placed(self, gang: RunningGang) -> None:
+        """See `GangFacts`."""
+        self._fleet.placed(gang.replica_id, gang.generation, time.monotonic())
+
+    def gang_pending(self, gang: RunningGang, reason: str) -> None:
+        """See `GangFacts`."""
+        planned = self._fleet.gangs.get(gang.replica_id)
+        if planned is not None and planned.generation == gang.generation and planned.reason != reason:
+            self._notice("warning", f"replica_pending replica={gang.replica_id} reason={reason!r}")
+        self._fleet.pending(gang.replica_id, gang.generation, reason)
+
+    def gang_ready(self, gang: RunningGang, description: ReplicaDescription) -> None:
+        """See `GangFacts`."""
+        self._fleet.ready(gang.replica_id, gang.generation, description, time.monotonic())
+        self._notice(
+            "info", f"replica_ready replica={gang.replica_id} blocks={description.num_blocks} pids={gang.pids}"
+        )
+        self._changed()
+
+    def gang_failed(self, gang: RunningGang, reason: str) -> None:
+        """A rank is gone: act in this very moment, not when the loop comes round."""
+        if self._stopping:
+            return
+        updating = self._fleet.fallback is not None
+        if not self._fleet.failed(gang.replica_id, gang.generation, reason, time.monotonic()):
+            return
+        self._errors[gang.replica_id] = reason
+        self._notice(
+            "warning", f"replica_lost replica={gang.replica_id} generation={gang.generation} reason={reason!r}"
+        )
+        if updating and self._fleet.abandoned:
+            self._notice("error", f"update_abandoned version={gang.version} reason={reason!r}")
+        self._changed()
 
     # -- deciding -----------------------------------------------------------------------------------------------------
 
     def _act(self) -> None:
         if self._stopping:
             return
+        assert self._gangs is not None, "the gangs are not known yet"
         for action in self._fleet.reconcile(time.monotonic()):
             match action:
                 case Publish(members):
-                    self._spawn(self._routers.publish(members))
-                case KillGang(_, generation):
-                    if gang := self._gangs.get(generation):
-                        self._end(gang)
-                case StartGang(replica_id, generation):
-                    gang = self._gangs[generation] = RunningGang(replica_id, generation)
-                    gang.tasks.append(asyncio.create_task(self._bring_up(gang)))
+                    self._told = self._spawn(self._routers.publish(tuple(_member(each) for each in members)))
+                case KillGang(_, generation, reason):
+                    self._spawn(self._end(generation, reason))
+                case Drain():
+                    self._spawn(self._drain(action, self._told))
+                case WarmUp():
+                    self._spawn(self._warm_up(action, self._told))
+                case StartGang(replica_id, generation, version):
+                    if not self._fleet.gangs[replica_id].failures:
+                        self._errors.pop(replica_id, None)  # of another replica that had this name
+                    self._gangs.start(RunningGang(replica_id, generation, version, self._versions[version]))
+        self._remember()
 
     async def _sleep(self) -> None:
-        assert self._wake is not None
         try:
             await asyncio.wait_for(self._wake.wait(), self._fleet.next_deadline(time.monotonic()))
         except TimeoutError:
             return
         self._wake.clear()
 
-    def _fail(self, gang: RunningGang, reason: str) -> None:
-        """A rank is gone: act in this very moment, not when the loop comes round."""
-        if self._stopping or not self._fleet.failed(gang.replica_id, gang.generation, reason, time.monotonic()):
-            return
-        self._errors[gang.replica_id] = reason
-        self._notice(
-            "warning", f"replica_lost replica={gang.replica_id} generation={gang.generation} reason={reason!r}"
-        )
+    def _changed(self) -> None:
         self._act()
-        self._poke()
+        self._wake.set()
 
-    # -- gangs --------------------------------------------------------------------------------------------------------
+    async def _end(self, generation: int, reason: str) -> None:
+        assert self._gangs is not None, "the gangs are not known yet"
+        if gang := self._gangs.get(generation):
+            log.info("gang_ends replica=%s generation=%d reason=%r", gang.replica_id, generation, reason)
+            await self._gangs.end(generation)
 
-    async def _bring_up(self, gang: RunningGang) -> None:
-        try:
-            await self._place(gang)
-            description = await self._start_ranks(gang)
-        except StartFailed as error:
-            self._fail(gang, str(error))
+    async def _drain(self, order: Drain, told: "asyncio.Task[None] | None") -> None:
+        """Until neither the replica nor any router knows of a request there."""
+        assert self._gangs is not None, "the gangs are not known yet"
+        worths = {worth.replica_id: worth for worth in await self._routers.worths()}
+        loss = _loss(worths.get(order.replica_id))
+        self._notice("info", f"replica_drains replica={order.replica_id} reason={order.reason!r}{loss}")
+        if told is not None:
+            await told
+        if not await self._gangs.until_idle(order.generation):
             return
-        except Exception as error:
-            log.exception("gang_failed_to_start replica=%s", gang.replica_id)
-            self._fail(gang, death(error))
+        while await self._routers.in_flight(order.replica_id):  # noqa: ASYNC110 - the routers are other processes
+            await asyncio.sleep(DRAIN_POLL_S)
+        self._fleet.drained(order.replica_id, order.generation)
+        self._notice("info", f"replica_drained replica={order.replica_id} generation={order.generation}")
+        self._changed()
+
+    async def _warm_up(self, order: WarmUp, told: "asyncio.Task[None] | None") -> None:
+        """Until the routers have let it in; one that they refuse is of no use."""
+        if told is not None:
+            await told
+        refusal = await self._routers.warm_up(order.replica_id, self._fleet.pacing.warm_up_s)
+        gang = self._gangs.get(order.generation) if self._gangs is not None else None
+        if refusal and gang is not None:
+            self.gang_failed(gang, refusal)
             return
-        self._fleet.ready(gang.replica_id, gang.generation, description, time.monotonic())
-        self._notice(
-            "info", f"replica_ready replica={gang.replica_id} blocks={description.num_blocks} pids={gang.pids}"
+        self._fleet.warmed(order.replica_id, order.generation, time.monotonic())
+        self._changed()
+
+    async def _weigh(self) -> None:
+        """Ask the routers what would be lost with each replica."""
+        worths = await self._routers.worths()
+        self._fleet.worths = replica_worths(
+            (worth.replica_id, worth.unique_tokens, worth.prefill_tokens_per_s) for worth in worths
         )
-        for rank in gang.ranks:
-            gang.tasks.append(asyncio.create_task(self._ping(gang, rank)))
-        self._act()
-        self._poke()
 
-    async def _place(self, gang: RunningGang) -> None:
-        settings = self._spec.settings
-        bundle = {"CPU": settings.cluster.cpus_per_rank or LEAST_CPUS}
-        if settings.cluster.gpus_per_rank:
-            bundle["GPU"] = settings.cluster.gpus_per_rank
-        world = settings.replica.tensor_parallel_size
-        gang.place = placement_group([bundle] * world, strategy="STRICT_PACK")
-        while not await asyncio.to_thread(gang.place.wait, 2):
-            reason = f"no room: {world} × {_amounts(bundle)} wanted on one node, free are {await _free(bundle)}"
-            if self._fleet.gangs[gang.replica_id].reason != reason:
-                self._notice("warning", f"replica_pending replica={gang.replica_id} reason={reason!r}")
-            self._fleet.pending(gang.replica_id, gang.generation, reason)
-        self._fleet.placed(gang.replica_id, gang.generation, time.monotonic())
+    # -- remembering --------------------------------------------------------------------------------------------------
 
-    async def _start_ranks(self, gang: RunningGang) -> ReplicaDescription:
-        world = self._spec.settings.replica.tensor_parallel_size
-        gang.ranks = [self._create_rank(gang, index) for index in range(world)]
-        for index, rank in enumerate(gang.ranks):
-            gang.tasks.append(asyncio.create_task(self._watch(gang, index, rank)))
-        meeting = await gang.ranks[0].rendezvous.remote(self._spec.host)
-        specs = [
-            RankSpec(self._spec, gang.replica_id, gang.generation, rank, world, meeting, self._ranks_per_node())
-            for rank in range(world)
-        ]
-        results: list[Started | Failed] = await asyncio.gather(
-            *(rank.start.remote(spec) for rank, spec in zip(gang.ranks, specs, strict=True))
+    def _remember(self) -> None:
+        fleet = self._fleet
+        memory = Memory(
+            wanted=fleet.wanted,
+            version=fleet.version,
+            fallback=fleet.fallback,
+            versions=dict(self._versions),
+            generation=fleet.labels.generation,
+            leaving={gang.generation: gang.reason for gang in fleet.gangs.values() if gang.phase is Phase.DRAINING},
         )
-        failures = [f"rank {index}: {r.message}" for index, r in enumerate(results) if isinstance(r, Failed)]
-        if failures:
-            raise StartFailed("; ".join(failures) if world > 1 else failures[0].removeprefix("rank 0: "))
-        started = [result for result in results if isinstance(result, Started)]
-        gang.pids = tuple(result.pid for result in started)
-        description = started[0].description
-        assert description is not None, "rank 0 describes no replica"
-        return msgspec.structs.replace(description, pids=gang.pids, node=started[0].node)
+        if memory != self._remembered:
+            self._remembered = memory
+            self._keeper.remember.remote(memory)
 
-    def _create_rank(self, gang: RunningGang, index: int) -> Any:
-        cluster = self._spec.settings.cluster
-        actor = ray.remote(ReplicaRank).options(
-            name=f"{gang.replica_id}.{index}.{gang.generation}",
-            num_cpus=cluster.cpus_per_rank or LEAST_CPUS,
-            num_gpus=cluster.gpus_per_rank,
-            max_concurrency=RANK_CALLS,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(gang.place, placement_group_bundle_index=index),
-        )
-        return actor.remote(self._make_rank, cluster.log_level)
+    async def _take_over(self, kept: Kept) -> None:
+        memory: Memory | None = kept.memory
+        if memory is None:
+            return
+        self._versions = memory.versions
+        self._fleet.wanted, self._fleet.version, self._fleet.fallback = memory.wanted, memory.version, memory.fallback
+        self._fleet.pacing = _pacing(memory.versions[memory.version])
+        self._fleet.labels.generation = memory.generation
+        await asyncio.gather(*(self._adopt(gang, memory) for gang in kept.gangs))
+        names = ", ".join(self._fleet.gangs) or "none"
+        self._notice("warning", f"controller_restarted replicas={names}")
 
-    async def _watch(self, gang: RunningGang, index: int, rank: Any) -> None:
-        try:
-            failed: Failed = await rank.watch.remote()
-            reason = failed.message
-        except Exception as error:
-            reason = death(error)
-        self._fail(gang, f"rank {index} {reason}" if len(gang.ranks) > 1 else reason)
-
-    async def _ping(self, gang: RunningGang, rank: Any) -> None:
-        cluster = self._spec.settings.cluster
-        while True:
-            await asyncio.sleep(cluster.health_interval_s)
-            try:
-                await asyncio.wait_for(rank.ping.remote(), cluster.health_timeout_s)
-            except TimeoutError:
-                self._fail(gang, f"no answer for {cluster.health_timeout_s:g} s")
-                return
-            except RayActorError:
-                return  # `watch` tells it
-
-    def _end(self, gang: RunningGang) -> None:
-        self._gangs.pop(gang.generation, None)
-        for rank in gang.ranks:
-            ray.kill(rank, no_restart=True)
-        if gang.place is not None:
-            remove_placement_group(gang.place)
-        for task in gang.tasks:
-            if task is not asyncio.current_task():
-                task.cancel()
-        if folder := socket_folder(self._spec, gang.replica_id, gang.generation):
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _ranks_per_node(self) -> int:
-        settings = self._spec.settings
-        ranks = settings.cluster.replicas * settings.replica.tensor_parallel_size
-        nodes = sum(1 for node in ray.nodes() if node["Alive"])
-        return max(1, -(-ranks // max(1, nodes)))
+    async def _adopt(self, kept: KeptGang, memory: Memory) -> None:
+        assert self._gangs is not None, "the gangs are not known yet"
+        description = await self._gangs.adopt(kept, memory.versions[kept.version])
+        if description is None:
+            return
+        reason = memory.leaving.get(kept.generation, "")
+        phase = Phase.DRAINING if reason else Phase.READY
+        now = time.monotonic()
+        gang = Gang(kept.replica_id, kept.generation, phase, now, kept.version, reason=reason, description=description)
+        self._fleet.adopt(gang)
 
     # -- small things -------------------------------------------------------------------------------------------------
 
     def _gang_status(self, gang: Gang) -> GangStatus:
-        running = self._gangs.get(gang.generation)
+        running = self._gangs.get(gang.generation) if self._gangs is not None else None
         return GangStatus(
             replica_id=gang.replica_id,
             generation=gang.generation,
@@ -256,26 +307,30 @@ class Controller:
             pids=running.pids if running else (),
             blocks=gang.description.num_blocks if gang.description else 0,
             last_error=self._errors.get(gang.replica_id, ""),
+            version=gang.version,
         )
 
     def _notice(self, level: str, text: str) -> None:
-        seq = self._notices[-1].seq + 1 if self._notices else 1
-        self._notices.append(Notice(seq, level, text))
+        self._last_notice += 1
+        self._notices.append(Notice(self._last_notice, level, text))
         log.info(text)
 
-    def _poke(self) -> None:
-        if self._wake is not None:
-            self._wake.set()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
 
-def socket_folder(spec: ClusterSpec, replica_id: str, generation: int) -> Path | None:
-    """Folder of one gang's sockets on the one node; None: it talks TCP. Short: a socket's path ends at 107 bytes."""
-    return Path(spec.run_dir) / f"{replica_id}-{generation}" if spec.run_dir else None
+def _member(enrolled: Enrolled) -> Member:
+    return Member(enrolled.description, enrolled.role)
+
+
+def _loss(worth: CacheWorth | None) -> str:
+    """What goes with a replica: nobody else holds it."""
+    if worth is None:
+        return ""
+    return f" unique_blocks={worth.unique_blocks} pinned_blocks={worth.pinned_blocks}"
 
 
 def _pacing(spec: ClusterSpec) -> Pacing:
@@ -285,13 +340,7 @@ def _pacing(spec: ClusterSpec) -> Pacing:
         backoff_limit_s=cluster.restart_backoff_limit_s,
         stable_after_s=cluster.stable_after_s,
         start_timeout_s=cluster.start_timeout_s,
+        drain_timeout_s=cluster.drain_timeout_s,
+        warm_up_s=cluster.warm_up_s,
+        surge=cluster.surge,
     )
-
-
-def _amounts(bundle: dict[str, float]) -> str:
-    return ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
-
-
-async def _free(bundle: dict[str, float]) -> str:
-    free = await asyncio.to_thread(ray.available_resources)
-    return _amounts({name: free.get(name, 0.0) for name in bundle})

@@ -9,6 +9,8 @@
     ├── DoesNotFit           the user's: the machine or cluster lacks the CPUs or GPUs that the settings ask for
     ├── StartFailed          a replica or the router could not start; carries its own message
     ├── StopFailed           the cluster did not end in time
+    ├── NoSuchReplica        the user's: no replica of this name runs
+    ├── UpdateAbandoned      replicas could not start with the changed settings; those before still serve
     ├── LogUnreadable        the user's: a line of a request log is malformed; says which line and which field
     └── PlotFailed           the user's: a plot cannot be written, has an unknown suffix, or matplotlib is missing
 
@@ -73,6 +75,17 @@ class StartFailed(ClusterError):
 
 class StopFailed(ClusterError):
     """A part of the cluster did not end."""
+
+
+class NoSuchReplica(ClusterError):
+    """A replica that is to be drained does not exist."""
+
+    http_status = 404
+    exit_code = 2
+
+
+class UpdateAbandoned(ClusterError):
+    """No replica came up with the changed settings."""
 
 
 class LogUnreadable(ClusterError):

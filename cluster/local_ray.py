@@ -85,6 +85,33 @@ def join(settings: Settings) -> None:
         raise ClusterError(f"cannot join the Ray cluster at {cluster.ray_address}: {reason}") from error
 
 
+@contextlib.contextmanager
+def visit(ray_address: str, name: str, *, ours: bool) -> Iterator[None]:
+    """Be a driver of a Ray cluster for a moment, to talk to what runs there: `ours` that of a local `homing serve`.
+
+    Raises ClusterError. Ray must not have been imported: it reads these variables then.
+    """
+    os.environ.update(RAY_ENVIRONMENT if ours else {"RAY_USAGE_STATS_ENABLED": "0"})
+    if ours:  # Ray asks for a token by default where it starts a cluster, and not where it joins one
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    import ray
+
+    _check_answers(ray_address)
+    # Ray prints to `sys.stdout` whatever its settings say.
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        try:
+            ray.init(
+                address=ray_address, log_to_driver=False, logging_level=logging.CRITICAL, namespace=f"homing-{name}"
+            )
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
+            reason = " ".join(str(error).split())
+            raise ClusterError(f"cannot reach the Ray cluster at {ray_address}: {reason}") from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
 def address() -> str:
     """Where the Ray cluster is reached that this process is part of."""
     import ray

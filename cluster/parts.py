@@ -14,12 +14,11 @@ import msgspec
 
 from ..events.keys import reader_keys, server_keys
 from ..replica.config import ReplicaSettings
-from ..replica.messages import ReplicaDescription
 from ..router.backend import AbsentReplica
 from .actors import RankServer, Router, node_address
-from .controller import socket_folder
+from .gangs import socket_folder
 from .model import find_model
-from .spec import ClusterSpec, Doors, Listening, RankSpec
+from .spec import CacheWorth, ClusterSpec, Doors, Failed, Listening, Member, RankSpec
 
 if TYPE_CHECKING:
     from ..router.server import RouterServer
@@ -88,7 +87,7 @@ class HomingRouter:
         self._loading: asyncio.Task[None] | None = None
         self._settled = False
 
-    async def start(self, doors: Doors, members: Sequence[ReplicaDescription], seed: int) -> Listening:
+    async def start(self, doors: Doors, members: Sequence[Member], seed: int) -> Listening:
         """Learn what these replicas hold, then listen: until then nothing can be steered. Raises AddressInUse."""
         from ..router.metrics import RouterMetrics
         from ..router.server import RouterServer
@@ -118,19 +117,46 @@ class HomingRouter:
         direct = await self._server.start(doors.host, doors.direct_port) if doors.shared else 0
         return Listening(port, direct)
 
-    async def apply_membership(self, members: Sequence[ReplicaDescription], seed: int) -> None:
-        """These replicas serve, and no others."""
+    async def apply_membership(self, members: Sequence[Member], seed: int) -> None:
+        """These replicas are there, and no others."""
         assert self._service is not None, "membership before start"
         assert self._server is not None, "membership before start"
-        self._service.apply_membership(members, seed)
+        resting = {member.description.replica_id: member.role for member in members if member.role != "serving"}
+        self._service.apply_membership([member.description for member in members], seed, resting)
         if members:
-            await self._server.load_text(members[0].model.path)
+            await self._server.load_text(members[0].description.model.path)
             self._settle()
 
     def tell_absent(self, absent: Sequence[AbsentReplica]) -> None:
         """These should serve and do not: to be shown."""
         assert self._service is not None, "absences before start"
         self._service.tell_absent(absent)
+
+    async def warm_up(self, replica_id: str) -> Failed | None:
+        """Returns when it can be sent requests, or why it never will."""
+        assert self._service is not None, "a question before the start"
+        refusal = await self._service.until_joined(replica_id)
+        return Failed(f"the router refused it: {refusal}") if refusal else None
+
+    async def in_flight(self, replica_id: str) -> int:
+        """Requests of this router that are not over there."""
+        assert self._service is not None, "a question before the start"
+        return self._service.in_flight(replica_id)
+
+    async def worths(self) -> list[CacheWorth]:
+        """What would be lost with each replica."""
+        assert self._service is not None, "a question before the start"
+        unique, block_size = self._service.unique_blocks(), self._spec.settings.kvcache.block_size
+        return [
+            CacheWorth(
+                replica_id=replica.replica_id,
+                unique_blocks=unique.get(replica.replica_id, 0),
+                unique_tokens=unique.get(replica.replica_id, 0) * block_size,
+                pinned_blocks=replica.pinned_blocks,
+                prefill_tokens_per_s=replica.prefill_tokens_per_s,
+            )
+            for replica in self._service.view().replicas
+        ]
 
     def _settle(self) -> None:
         """Once: what is loaded by then stays for the life of the process."""

@@ -6,23 +6,24 @@ controller's event loop.
 """
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ..replica.messages import ReplicaDescription
 from ..router.backend import AbsentReplica
-from .actors import Router, RouterProcess, death, within
+from .actors import death, within
 from .planner import Pacing
-from .spec import ClusterSpec, Failed, Listening
+from .spec import CacheWorth, ClusterSpec, Failed, Listening, Member
 
-#: Calls that a router must be able to answer at the same time: watch, membership, ping, stop.
-ROUTER_CALLS = 8
+log = logging.getLogger(__name__)
+
+#: A router answers between two steps of its event loop.
+ASK_TIMEOUT_S = 10.0
 
 Notify = Callable[[str, str], None]
 
@@ -41,26 +42,17 @@ class Seat:
 class Routers:
     """As many routers as the settings want."""
 
-    def __init__(
-        self,
-        spec: ClusterSpec,
-        make_router: Callable[[ClusterSpec], Router],
-        node: str,
-        *,
-        pacing: Pacing,
-        notify: Notify,
-    ) -> None:
-        """`node` is the Ray id of the node whose address users were told; `notify` gets level and text."""
+    def __init__(self, spec: ClusterSpec, *, pacing: Pacing, notify: Notify) -> None:
+        """`notify` gets level and text."""
         self._spec = spec
-        self._make_router = make_router
-        self._node = node
+        self._keeper: Any = None
         self._pacing = pacing
         self._notify = notify
         self._seats = [Seat(number) for number in range(spec.settings.cluster.routers)]
         self._port = spec.settings.router.port
         #: Where a free port was asked for, the first router chooses it and the others wait.
         self._port_known = asyncio.Event()
-        self._members: tuple[ReplicaDescription, ...] = ()
+        self._members: tuple[Member, ...] = ()
         self._stopping = False
 
     @property
@@ -78,12 +70,13 @@ class Routers:
         """Why one of them does not listen."""
         return next((seat.error for seat in self._seats if seat.error is not None), None)
 
-    async def keep(self) -> None:
-        """Keep all of them running until `stop`."""
-        await asyncio.gather(*(self._keep(seat) for seat in self._seats))
+    async def keep(self, keeper: Any, running: Mapping[int, Any]) -> None:
+        """Keep all of them running until `stop`; those that run already, by seat, are taken over."""
+        self._keeper = keeper
+        await asyncio.gather(*(self._keep(seat, running.get(seat.number)) for seat in self._seats))
 
-    async def publish(self, members: tuple[ReplicaDescription, ...]) -> None:
-        """These replicas serve; a router that comes later is told as it starts."""
+    async def publish(self, members: tuple[Member, ...]) -> None:
+        """These replicas are there; a router that comes later is told as it starts."""
         self._members = members
         await asyncio.gather(*(self._tell(seat, members) for seat in self._seats))
 
@@ -94,6 +87,25 @@ class Routers:
                 seat.absent = absent
                 seat.actor.tell_absent.remote(absent)
 
+    async def warm_up(self, replica_id: str, timeout_s: float) -> str:
+        """Until every router can send it requests and its cache is warm; in words why one refuses it, or empty."""
+        asked = (self._ask(seat, "warm_up", replica_id, timeout_s=timeout_s) for seat in self._seats)
+        answers: list[Failed | None] = await asyncio.gather(*asked)
+        return next((answer.message for answer in answers if answer is not None), "")
+
+    async def in_flight(self, replica_id: str) -> int:
+        """Requests at this replica that routers wait for."""
+        answers = await asyncio.gather(*(self._ask(seat, "in_flight", replica_id) for seat in self._seats))
+        return sum(answer or 0 for answer in answers)
+
+    async def worths(self) -> list[CacheWorth]:
+        """What would be lost with each replica; every router knows the same, so the first that answers is believed."""
+        for seat in self._seats:
+            worths: list[CacheWorth] | None = await self._ask(seat, "worths")
+            if worths is not None:
+                return worths
+        return []
+
     async def stop(self) -> None:
         """End them in good order."""
         self._stopping = True
@@ -102,14 +114,15 @@ class Routers:
         for actor in actors:
             ray.kill(actor)
 
-    async def _keep(self, seat: Seat) -> None:
+    async def _keep(self, seat: Seat, running: Any) -> None:
         """Start a router, and again when it dies: on the same ports, with the members of that time."""
         failures = 0
         while True:
-            if seat.number and not self._port:
+            if seat.number and not self._port and running is None:
                 await self._port_known.wait()
             began = time.monotonic()
-            reason = await self._run(seat)
+            reason = await self._run(seat, running)
+            running = None
             if self._stopping:
                 return
             seat.actor, seat.error = None, reason
@@ -117,22 +130,29 @@ class Routers:
             failures = 1 if time.monotonic() - began >= self._pacing.stable_after_s else failures + 1
             await asyncio.sleep(self._pacing.pause_s(failures))
 
-    async def _run(self, seat: Seat) -> str:
-        """Start one and wait until it ends; returns why it did."""
-        strategy = NodeAffinitySchedulingStrategy(self._node, soft=False)
-        actor = ray.remote(RouterProcess).options(
-            num_cpus=0, max_concurrency=ROUTER_CALLS, scheduling_strategy=strategy
-        )
+    async def _run(self, seat: Seat, running: Any) -> str:
+        """Start one, unless it runs already, and wait until it ends; returns why it did."""
         try:
-            router = actor.remote(self._make_router, self._spec)
+            router = running or await self._keeper.start_router.remote(seat.number, self._spec)
             members = self._members
-            found: Listening | Failed = await router.start.remote(self._port, seat.direct_port, members)
+            found: Listening | Failed | None = (
+                await router.listening.remote()
+                if running
+                else await router.start.remote(self._port, seat.direct_port, members)
+            )
+            if found is None:
+                ray.kill(router)
+                return "it was still starting when the controller died"
             if isinstance(found, Failed):
                 return found.message
             self._seated(seat, router, found)
-            if members != self._members:  # it changed while the router was starting
+            if running:
+                router.tell_absent.remote(())  # what it was told of them is not known any more
+            if running or members != self._members:  # it changed while the router was starting
                 await self._tell(seat, self._members)
-            failed: Failed = await router.watch.remote()
+            failed: Failed | None = None
+            while failed is None:
+                failed = await router.watch.remote()
         except Exception as error:
             return death(error)
         return failed.message
@@ -143,7 +163,17 @@ class Routers:
         seat.actor, seat.direct_port, seat.error, seat.absent = router, found.direct_port, None, ()
         self._notify("info", f"router_ready router={seat.number} port={found.port}")
 
-    async def _tell(self, seat: Seat, members: tuple[ReplicaDescription, ...]) -> None:
+    async def _ask(self, seat: Seat, question: str, *words: object, timeout_s: float = ASK_TIMEOUT_S) -> Any:
+        """A router's answer; None when there is none, or no router."""
+        if seat.actor is None:
+            return None
+        try:
+            return await asyncio.wait_for(getattr(seat.actor, question).remote(*words), timeout_s)
+        except (RayActorError, TimeoutError) as error:
+            log.info("router_not_answered router=%d question=%s reason=%s", seat.number, question, death(error))
+            return None
+
+    async def _tell(self, seat: Seat, members: tuple[Member, ...]) -> None:
         if seat.actor is None or members != self._members:
             return  # a newer membership is on its way
         try:

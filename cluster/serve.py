@@ -27,7 +27,7 @@ from .errors import ClusterError, SettingsError, StartFailed
 from .keys import check_keys
 from .model import find_model
 from .preflight import check_folder, check_front
-from .spec import ClusterSpec, ClusterStatus
+from .spec import CONTROLLER, KEEPER, ClusterSpec, ClusterStatus
 from .state import Note, Notebook, own_note
 
 POLL_S = 0.2
@@ -68,6 +68,7 @@ class Run:
     folder: Path | None  #: of a local Ray
     detached: bool
     controller: Any = None
+    keeper: Any = None
 
 
 def serve(settings: Settings, out: TextIO, *, detached: bool = False) -> int:
@@ -163,9 +164,11 @@ def named(settings: Settings) -> Settings:
 
 
 def _start_controller(run: Run, model_dir: Path | None) -> tuple[Any, Any]:
+    """The keeper and the controller; what keeps the cluster running, which never ends while all is well."""
     import ray
 
     from .controller import Controller
+    from .keeper import Keeper
     from .parts import make_rank, make_router
 
     node = ray.get_runtime_context().get_node_id()
@@ -177,10 +180,14 @@ def _start_controller(run: Run, model_dir: Path | None) -> tuple[Any, Any]:
         run_dir=str(sockets) if sockets else None,
         host="127.0.0.1" if run.folder else None,
     )
-    controller = (
-        ray.remote(Controller).options(num_cpus=0, max_concurrency=100).remote(spec, make_rank, make_router, node)
+    keeper = ray.remote(Keeper).options(name=KEEPER, num_cpus=0, max_restarts=-1, max_task_retries=-1)
+    run.keeper = keeper.remote(make_rank, make_router, node)
+    controller = ray.remote(Controller).options(
+        name=CONTROLLER, num_cpus=0, max_concurrency=100, max_restarts=-1, max_task_retries=-1
     )
-    return controller, controller.run.remote()
+    # Without the keeper's handle among the arguments: Ray could not start a controller anew that has one.
+    run.controller = controller.remote(spec)
+    return run.controller, run.controller.run.remote()
 
 
 def _until_ready(run: Run, running: Any) -> ClusterStatus | None:
@@ -193,14 +200,9 @@ def _until_ready(run: Run, running: Any) -> ClusterStatus | None:
                 raise StartFailed(f"replica {gang.replica_id} could not start: {gang.last_error}")
         if status.router_error:
             raise StartFailed(f"the router could not start: {status.router_error}")
-        if status.url and _all_ready(run, status) and _all_routed(run, status.url):
+        if status.url and status.settled and _all_routed(run, status.url):
             return status
     return None
-
-
-def _all_ready(run: Run, status: ClusterStatus) -> bool:
-    ready = [gang for gang in status.gangs if gang.phase == "ready"]
-    return len(ready) == run.settings.cluster.replicas
 
 
 def _all_routed(run: Run, url: str) -> bool:

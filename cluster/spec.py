@@ -1,9 +1,16 @@
 """What the processes of one cluster tell each other over Ray: orders and reports. Types alone."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ..replica.messages import ReplicaDescription
 from .config import Settings
+
+#: Names of the two actors in the cluster's namespace.
+KEEPER = "keeper"
+CONTROLLER = "controller"
+#: What a router may do with a replica: send it requests, only fill its cache, or nothing new.
+Role = Literal["serving", "warming", "draining"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -23,6 +30,14 @@ class Rendezvous:
 
     host: str
     port: int
+
+
+@dataclass(slots=True, frozen=True)
+class Member:
+    """A replica as routers are told of it."""
+
+    description: ReplicaDescription
+    role: Role = "serving"
 
 
 @dataclass(slots=True, frozen=True)
@@ -73,6 +88,17 @@ class Failed:
 
 
 @dataclass(slots=True, frozen=True)
+class CacheWorth:
+    """What would be lost with a replica, as a router sees it."""
+
+    replica_id: str
+    unique_blocks: int  #: that no other replica holds
+    unique_tokens: int
+    pinned_blocks: int
+    prefill_tokens_per_s: float
+
+
+@dataclass(slots=True, frozen=True)
 class GangStatus:
     """One replica for somebody who watches."""
 
@@ -84,6 +110,7 @@ class GangStatus:
     pids: tuple[int, ...]
     blocks: int
     last_error: str
+    version: int = 1  #: of the settings that it was started with
 
 
 @dataclass(slots=True, frozen=True)
@@ -104,3 +131,7 @@ class ClusterStatus:
     router_urls: tuple[str, ...]  #: of each router alone, when there are several
     router_error: str | None
     notices: tuple[Notice, ...]
+    wanted: int = 0  #: replicas
+    version: int = 1  #: of the settings that replicas are started with
+    settled: bool = False  #: everything is as it is wanted
+    abandoned: str = ""  #: why the last update was given up

@@ -145,6 +145,10 @@ class ReplicaServer:
         """From any thread: take nothing new and finish what is here; the load report tells when it is done."""
         self._ask(self._engine.drain)
 
+    def idle(self) -> bool:
+        """From any thread while `run` runs: whether no request is here."""
+        return self._ask(lambda: not self._engine.has_work)
+
     def residents(self) -> list[CachedBlock]:
         """From any thread while `run` runs: what the cache really holds, between two steps."""
         return self._ask(lambda: list(self._cache.residents()))

@@ -194,6 +194,13 @@ class RankWorker:
         """From any thread: `run` returns within a moment, unless it waits for other ranks in a step."""
         self._stopping.set()
 
+    def drain(self) -> None:
+        """Rank 0 takes the requests."""
+
+    def idle(self) -> bool:
+        """Rank 0 knows of the requests."""
+        return True
+
     def residents(self) -> list[CachedBlock]:
         """None: rank 0 keeps the gang's cache."""
         return []

@@ -110,13 +110,17 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     replicas: list[ReplicaScore]
 
 
+#: joining: no load report came yet; warming: it gets no requests before its cache holds the hottest prefixes.
+ReplicaState = Literal["joining", "warming", "serving", "draining", "silent"]
+
+
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     """One replica as the router sees it now."""
 
     replica_id: str
     epoch: int
     node: str
-    state: Literal["joining", "serving", "draining", "silent"]  #: joining: no load report came yet
+    state: ReplicaState
     feed: FeedState
     model: str
     num_blocks: int

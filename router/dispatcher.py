@@ -53,7 +53,7 @@ from .errors import (
     RouterError,
 )
 from .fair_queue import FairQueue
-from .load import LoadBook
+from .load import LoadBook, Rest
 from .placement import Placement, regret_tokens
 from .policy import Candidate, Decision, Policy, Prompt
 from .reservations import Reservations
@@ -201,10 +201,16 @@ class Dispatcher:
             flight.root = self._root(flight.request.salt)
             self._name_blocks(flight)
 
-    def join(self, description: ReplicaDescription, now: float) -> list[Instruction]:
-        """A replica can be sent requests; its events are not followed yet."""
+    def join(self, description: ReplicaDescription, now: float, rest: Rest | None = None) -> list[Instruction]:
+        """A replica can be sent requests, unless it rests; its events are not followed yet."""
         self.placement.join(description, now)
+        self.loads.rest(description.replica_id, rest)
         self.counters.replicas_joined += 1
+        return self.pump(now)
+
+    def rest(self, replica: str, rest: Rest | None, now: float) -> list[Instruction]:
+        """Send it nothing new, and why; None: it takes requests. What runs there goes on."""
+        self.loads.rest(replica, rest)
         return self.pump(now)
 
     def report(self, replica: str, report: LoadReport, now: float) -> list[Instruction]:

@@ -10,6 +10,7 @@ block, which is exact wherever a hole came from.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress, count, repeat
 from operator import is_not
@@ -202,6 +203,11 @@ class PrefixIndex:
     def count(self, replica: str) -> int:
         """Number of blocks that the replica holds."""
         return self._counts[replica]
+
+    def unique(self) -> dict[str, int]:
+        """By replica: blocks that no other one holds. Walks the whole index, and is rare."""
+        holders = Counter(self._holders.values())
+        return {replica: holders[bit] for replica, bit in self._bits.items()}
 
     def __len__(self) -> int:
         """Number of distinct blocks."""

@@ -10,6 +10,7 @@ which it will have been worked down: that comes nearer by itself.
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
@@ -19,6 +20,9 @@ from ..replica.messages import ReplicaDescription
 #: A replica that says nothing for so many of the longest steps that it could make is stuck. Not tuned: a step's length
 #: is estimated, and other processes may take most of the machine.
 STALLED_STEPS = 4
+
+#: Why a replica that is there takes no new requests: it is about to leave, or its cache is being filled.
+Rest = Literal["draining", "warming"]
 
 
 class Pending(msgspec.Struct, frozen=True, gc=False):
@@ -46,6 +50,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     max_running_requests: int
     max_batched_tokens: int
     draining: bool = False
+    warming: bool = False
     silent: bool = False
     pinned_blocks: int = 0
 
@@ -65,7 +70,7 @@ class _Replica:
     description: ReplicaDescription
     heard_at: float
     report: LoadReport | None = None
-    draining: bool = False
+    rest: Rest | None = None
     pending: dict[int, Pending] = field(default_factory=dict)  # ids rise, so insertion order is their order
     pending_tokens: int = 0
     busy_until: float = 0.0
@@ -152,10 +157,10 @@ class LoadBook:
             entry.arrive(request_id)
             entry.in_flight.discard(request_id)
 
-    def drain(self, replica: str) -> None:
-        """Send nothing new there."""
+    def rest(self, replica: str, rest: Rest | None) -> None:
+        """Send nothing new there, and why; None: it takes requests."""
         entry = self._replicas[replica]
-        entry.draining = True
+        entry.rest = rest
         entry.view = None
 
     def in_flight(self, replica: str) -> int:
@@ -225,7 +230,8 @@ def _view(entry: _Replica, silent: bool) -> ReplicaLoad:
         prefill_cost=report.prefill_cost or _plain_cost(report.prefill_tokens_per_s or about.prefill_tokens_per_s),
         max_running_requests=about.max_running_requests,
         max_batched_tokens=about.max_batched_tokens,
-        draining=entry.draining or report.draining,
+        draining=entry.rest == "draining" or report.draining,
+        warming=entry.rest == "warming",
         silent=silent,
         pinned_blocks=report.pinned_blocks,
     )

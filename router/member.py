@@ -21,6 +21,7 @@ from ..events.subscription import FeedStatus
 from ..replica.messages import Abort, CacheReset, ReplicaDescription, Reply, Request, ResetCache
 from .backend import FeedState, Observer, RefusedReplica, RouterCounters
 from .dispatcher import Dispatcher, Instruction
+from .load import Rest
 from .transport import ReplicaLink, RequestContext
 
 log = logging.getLogger(__name__)
@@ -58,8 +59,11 @@ class Shell:
 class Member:
     """A replica that was let in. It is the sink of its own link and feed."""
 
-    def __init__(self, description: ReplicaDescription, dispatcher: Dispatcher, shell: Shell) -> None:
+    def __init__(
+        self, description: ReplicaDescription, dispatcher: Dispatcher, shell: Shell, rest: Rest | None = None
+    ) -> None:
         self.description = description
+        self._rest = rest
         self._dispatcher = dispatcher
         self._shell = shell
         self._link: ReplicaLink | None = None
@@ -114,6 +118,13 @@ class Member:
             curve_key=self.description.event_endpoints.curve_key,
         )
 
+    def rest(self, rest: Rest | None) -> list[Instruction]:
+        """Send it nothing new, and why; None: it takes requests."""
+        if rest == self._rest:
+            return []
+        self._rest = rest
+        return self._dispatcher.rest(self.replica_id, rest, self._shell.clock()) if self._joined else []
+
     def send(self, message: Request) -> bool:
         """False when the connection does not take it now."""
         return self._link is not None and self._link.send(message)
@@ -147,7 +158,7 @@ class Member:
         if self._orphans:
             self.send(Abort(request_ids=self._orphans))
             self._orphans = []
-        instructions = self._dispatcher.join(self.description, self._shell.clock())
+        instructions = self._dispatcher.join(self.description, self._shell.clock(), self._rest)
         self._follow()
         self._shell.run(instructions)
 

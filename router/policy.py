@@ -162,6 +162,8 @@ def obstacle(prompt: Prompt, candidate: Candidate) -> str | None:
         return "refused this request"
     if load.draining:
         return "draining"
+    if load.warming:
+        return "warming up"
     if load.silent:
         return "silent"
     return "saturated" if is_saturated(prompt, candidate) else None

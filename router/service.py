@@ -8,10 +8,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
-from typing import Literal
 
 import msgspec
 import zmq
@@ -29,6 +28,7 @@ from .backend import (
     GenerationRequest,
     Observer,
     RefusedReplica,
+    ReplicaState,
     ReplicaView,
     RouterCounters,
 )
@@ -48,7 +48,7 @@ from .dispatcher import (
 from .errors import CacheInUse, NoReplica, ParityMismatch, ReplicaLost, RouterClosed, RouterError
 from .foreign.member import ForeignMember
 from .foreign.probe import ForeignTerms
-from .load import LoadBook, ReplicaLoad
+from .load import LoadBook, ReplicaLoad, Rest
 from .member import Member, Shell
 from .membership import TextDigests, changes, compare, own_parity, text_digests
 from .policy import make_policy
@@ -111,6 +111,7 @@ class RouterService:
         self._shell: Shell | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
+        self._follows_events = follows_events
         self._exact = not follows_events
         self._first_member_at: float | None = None
         self._todo: deque[Instruction] = deque()
@@ -149,8 +150,14 @@ class RouterService:
 
     # For the controller
 
-    def apply_membership(self, replicas: Sequence[ReplicaDescription], cluster_seed: int) -> None:
-        """The full view of the replicas that can serve. Idempotent; a new epoch is a replica lost and one joined."""
+    def apply_membership(
+        self, replicas: Sequence[ReplicaDescription], cluster_seed: int, resting: Mapping[str, Rest] | None = None
+    ) -> None:
+        """The full view of the replicas that are there, and which of them get nothing new, and why.
+
+        Idempotent; a new epoch is a replica lost and one joined.
+        """
+        resting = resting or {}
         assert self._shell is not None, "the service has not been started"
         if self._closed:
             return
@@ -161,21 +168,39 @@ class RouterService:
             self._cluster_seed = cluster_seed
         difference = changes(known, replicas)
         instructions = [done for name in difference.lost for done in self._leave(name)]
+        for name, member in self._members.items():
+            if isinstance(member, Member):  # nobody drains an engine that is not ours
+                instructions += member.rest(resting.get(name))
         if replicas and self._first_member_at is None:
             self._first_member_at = self._clock()
         for description in difference.joined:
-            self._let_in(description, cluster_seed)
+            self._let_in(description, cluster_seed, resting.get(description.replica_id))
         self._run(instructions)
 
     def tell_absent(self, absent: Sequence[AbsentReplica]) -> None:
         """Who is wanted and does not serve: to be shown, no more."""
         self._absent = tuple(absent)
 
-    def drain(self, replica_id: str) -> None:
-        """Send nothing new there; what runs goes on. Unknown replicas are ignored."""
-        if self._dispatcher is not None and replica_id in self._dispatcher.loads:
-            log.info("replica_drains replica=%s", replica_id)
-            self._dispatcher.loads.drain(replica_id)
+    def in_flight(self, replica_id: str) -> int:
+        """Requests that were sent there and are not over."""
+        dispatcher = self._dispatcher
+        return dispatcher.loads.in_flight(replica_id) if dispatcher and replica_id in dispatcher.loads else 0
+
+    async def until_joined(self, replica_id: str) -> str:
+        """Returns once it is sent requests and its events are followed; in words why it will not be, or empty."""
+        while True:
+            if replica_id in self._refused:
+                return self._refused[replica_id].message
+            member = self._members.get(replica_id)
+            if member is None:
+                return f"{replica_id} is gone"
+            if member.joined and (self._feed_of(member) == "live" or not self._follows_events):
+                return ""
+            await asyncio.sleep(EXACT_POLL_S)
+
+    def unique_blocks(self) -> dict[str, int]:
+        """By replica: blocks that no other one holds, as far as is known here. Walks the whole index."""
+        return self._dispatcher.index.unique() if self._dispatcher is not None else {}
 
     # For the HTTP front
 
@@ -269,7 +294,7 @@ class RouterService:
         member = self._members.pop(name, None)
         return member.leave() if member else []
 
-    def _let_in(self, description: ReplicaDescription, cluster_seed: int) -> None:
+    def _let_in(self, description: ReplicaDescription, cluster_seed: int, rest: Rest | None) -> None:
         try:
             naming = self._examine(description, cluster_seed)
         except ParityMismatch as error:
@@ -278,15 +303,15 @@ class RouterService:
         dispatcher = self._dispatcher
         if naming != self._naming or dispatcher is None:
             dispatcher = self._adopt(naming)
-        member = self._members[description.replica_id] = self._member(description, dispatcher, naming)
+        member = self._members[description.replica_id] = self._member(description, dispatcher, naming, rest)
         member.open()
 
     def _member(
-        self, description: ReplicaDescription, dispatcher: Dispatcher, naming: Naming
+        self, description: ReplicaDescription, dispatcher: Dispatcher, naming: Naming, rest: Rest | None
     ) -> Member | ForeignMember:
         assert self._shell is not None, "a member before the start"
         if not description.foreign:
-            return Member(description, dispatcher, self._shell)
+            return Member(description, dispatcher, self._shell, rest)
         assert self._foreign is not None, f"{description.replica_id} is foreign, and nothing is expected of it"
         return ForeignMember(description, dispatcher, self._shell, naming, self._foreign)
 
@@ -470,9 +495,11 @@ def _view(about: ReplicaDescription, dispatcher: Dispatcher, now: float) -> Repl
     )
 
 
-def _state(load: ReplicaLoad, *, reported: bool) -> Literal["joining", "serving", "draining", "silent"]:
+def _state(load: ReplicaLoad, *, reported: bool) -> ReplicaState:
     if load.silent:
         return "silent"
     if load.draining:
         return "draining"
+    if load.warming:
+        return "warming"
     return "serving" if reported else "joining"

@@ -8,22 +8,27 @@ from pathlib import Path
 
 import msgspec
 
-from homing.cluster.spec import ClusterSpec, Doors, Listening, RankSpec
+from homing.cluster.spec import CacheWorth, ClusterSpec, Doors, Failed, Listening, Member, RankSpec
 from homing.events.messages import EventEndpoints
 from homing.kvcache.cache import CachedBlock
 from homing.replica.messages import ModelLimits, Parity, ReplicaDescription
 from homing.router.backend import AbsentReplica
 
 
-def describe_replica(replica_id: str, epoch: int) -> ReplicaDescription:
-    """A description whose only meaning is its name and epoch."""
+def describe_replica(replica_id: str, epoch: int, block_size: int = 16) -> ReplicaDescription:
+    """A description whose only meaning is its name, epoch and block size."""
     return ReplicaDescription(
         replica_id=replica_id,
         epoch=epoch,
         request_endpoint=f"ipc://{replica_id}-{epoch}",
         event_endpoints=EventEndpoints(events="", replay="", state="", snapshot=""),
         parity=Parity(
-            tokenizer_digest="", template_digest="", block_size=16, hash_algorithm="", model_root=b"", canary=b""
+            tokenizer_digest="",
+            template_digest="",
+            block_size=block_size,
+            hash_algorithm="",
+            model_root=b"",
+            canary=b"",
         ),
         model=ModelLimits(name="m", path="", vocab_size=1, max_model_len=1, eos_token_ids=()),
         num_blocks=1,
@@ -45,7 +50,10 @@ class FakeRank:
     def start(self) -> ReplicaDescription | None:
         if self._spec.cluster.settings.replica.model == "broken":
             raise ValueError("the weights are torn")
-        return describe_replica(self._spec.replica_id, self._spec.generation) if self._spec.rank == 0 else None
+        if self._spec.rank > 0:
+            return None
+        block_size = self._spec.cluster.settings.kvcache.block_size
+        return describe_replica(self._spec.replica_id, self._spec.generation, block_size)
 
     def run(self) -> None:
         self._stopped.wait()
@@ -53,24 +61,45 @@ class FakeRank:
     def stop(self) -> None:
         self._stopped.set()
 
+    def drain(self) -> None:
+        pass
+
+    def idle(self) -> bool:
+        return True
+
     def residents(self) -> list[CachedBlock]:
         return []
 
 
 class FakeRouter:
-    """A router that writes each membership it is told as a line of JSON: [[replica id, epoch, pids], ...]."""
+    """A router that writes each membership it is told as a line of JSON: [[replica id, epoch, pids], ...].
+
+    Replicas that drain or warm up are left out. It refuses replicas of block size 32.
+    """
 
     def __init__(self, spec: ClusterSpec) -> None:
         self._told = Path(spec.settings.cluster.state_dir) / "told"
         self._stopped = asyncio.Event()
 
-    async def start(self, doors: Doors, members: Sequence[ReplicaDescription], seed: int) -> Listening:
+    async def start(self, doors: Doors, members: Sequence[Member], seed: int) -> Listening:
         await self.apply_membership(members, seed)
         return Listening(doors.port or 12345, doors.direct_port or (54321 if doors.shared else 0))
 
-    async def apply_membership(self, members: Sequence[ReplicaDescription], seed: int) -> None:
+    async def apply_membership(self, members: Sequence[Member], seed: int) -> None:
+        self._members = {member.description.replica_id: member.description for member in members}
+        serving = [member.description for member in members if member.role == "serving"]
         with self._told.open("a") as file:
-            file.write(json.dumps([[member.replica_id, member.epoch, member.pids] for member in members]) + "\n")
+            file.write(json.dumps([[member.replica_id, member.epoch, member.pids] for member in serving]) + "\n")
+
+    async def warm_up(self, replica_id: str) -> Failed | None:
+        return Failed("another block size") if self._members[replica_id].parity.block_size == 32 else None
+
+    async def in_flight(self, replica_id: str) -> int:
+        return 0
+
+    async def worths(self) -> list[CacheWorth]:
+        """The higher its number, the more a replica is worth."""
+        return [CacheWorth(name, 1, int(name[1:]), 0, 1.0) for name in self._members]
 
     def tell_absent(self, absent: Sequence[AbsentReplica]) -> None:
         with self._told.with_name("absent").open("a") as file:

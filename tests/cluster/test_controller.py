@@ -1,5 +1,6 @@
 """The controller on a real Ray, with fake ranks: what dies is noticed, told to the router, and built again."""
 
+import dataclasses
 import os
 import signal
 import time
@@ -11,8 +12,8 @@ import psutil
 import pytest
 
 from homing.cluster import local_ray
-from homing.cluster.config import load_settings
-from homing.cluster.spec import ClusterSpec, ClusterStatus
+from homing.cluster.config import changed_settings, load_settings
+from homing.cluster.spec import CONTROLLER, KEEPER, ClusterSpec, ClusterStatus
 
 from . import fakes
 
@@ -58,14 +59,27 @@ class Cluster:
         import ray
 
         from homing.cluster.controller import Controller
+        from homing.cluster.keeper import Keeper
 
         self.folder = folder
         settings = load_settings({"state_dir": str(folder)} | flags, {})
-        spec = ClusterSpec(settings=settings, seed=7, model_dir="", run_dir=None, host="127.0.0.1")
+        self.spec = ClusterSpec(settings=settings, seed=7, model_dir="", run_dir=None, host="127.0.0.1")
         node = ray.get_runtime_context().get_node_id()
-        actor = ray.remote(Controller).options(num_cpus=0, max_concurrency=100)
-        self.controller: Any = actor.remote(spec, fakes.FakeRank, fakes.FakeRouter, node)
+        keeper = ray.remote(Keeper).options(name=KEEPER, num_cpus=0)
+        self.keeper: Any = keeper.remote(fakes.FakeRank, fakes.FakeRouter, node)
+        actor = ray.remote(Controller).options(
+            name=CONTROLLER, num_cpus=0, max_concurrency=100, max_restarts=-1, max_task_retries=-1
+        )
+        self.controller: Any = actor.remote(self.spec)
         self.running = self.controller.run.remote()
+
+    def ask(self, question: str, *words: object, **named: object) -> Any:
+        import ray
+
+        return ray.get(getattr(self.controller, question).remote(*words, **named), timeout=PATIENCE_S)
+
+    def settled(self) -> ClusterStatus:
+        return until(lambda: status if (status := self.status()).settled else None, "it settles")
 
     def status(self) -> ClusterStatus:
         import ray
@@ -89,6 +103,7 @@ class Cluster:
 
         ray.get(self.controller.stop.remote(), timeout=PATIENCE_S)
         ray.kill(self.controller)
+        ray.kill(self.keeper)
 
 
 @pytest.fixture
@@ -176,5 +191,85 @@ def test_a_gang_without_room_tells_what_it_waits_for(start: Callable[..., Cluste
     waiting = until(lambda: next((gang for gang in cluster.status().gangs if gang.reason), None), "a reason")
 
     assert waiting.phase == "placing"
-    assert "3 GPU" in waiting.reason
-    assert "0 GPU" in waiting.reason
+    assert "no node has 3 GPU, the most on one is 0 GPU" in waiting.reason
+
+
+def test_scaling_down_drains_the_replica_that_is_worth_least_and_up_starts_one(start: Callable[..., Cluster]) -> None:
+    """The routers say what each is worth; names that became free are given again."""
+    cluster = start(replicas="3")
+    cluster.told("r0", "r1", "r2")
+
+    cluster.ask("scale", 2)
+    cluster.settled()
+    cluster.told("r1", "r2")
+    cluster.ask("scale", 3)
+    cluster.settled()
+
+    cluster.told("r0", "r1", "r2")
+
+
+def test_a_drained_replica_ends_and_a_replaced_one_has_a_successor_first(start: Callable[..., Cluster]) -> None:
+    """By hand: for good, or for another one."""
+    cluster = start(replicas="2")
+    before = cluster.told("r0", "r1")
+
+    assert cluster.ask("drain", "r7", replace=False).message == "no replica 'r7' (there are: r0, r1)"
+    cluster.ask("drain", "r0", replace=True)
+    cluster.settled()
+    replaced = cluster.told("r1", "r2")
+    during = fakes.memberships(cluster.folder)
+    cluster.ask("drain", "r1", replace=False)
+    cluster.settled()
+    left = cluster.told("r2")
+
+    assert replaced["r1"] == before["r1"]
+    assert left["r2"] == replaced["r2"]
+    assert min(len(told) for told in during[during.index(before) :]) == 2
+
+
+def test_an_update_replaces_every_replica_and_one_that_cannot_start_changes_nothing(
+    start: Callable[..., Cluster],
+) -> None:
+    """Neither a torn model nor one that the routers refuse costs a replica."""
+    cluster = start(replicas="2")
+    before = cluster.told("r0", "r1")
+
+    for flags, words in (({"model": "broken"}, "the weights are torn"), ({"block_size": "32"}, "another block size")):
+        settings = changed_settings(cluster.spec.settings, flags, None)
+        cluster.ask("update", dataclasses.replace(cluster.spec, settings=settings))
+        status = until(lambda: found if (found := cluster.status()).abandoned else None, "it is given up")
+        assert words in status.abandoned
+        cluster.settled()
+        assert cluster.told("r0", "r1") == before
+    settings = changed_settings(cluster.spec.settings, {"max_running_requests": "3"}, None)
+    cluster.ask("update", dataclasses.replace(cluster.spec, settings=settings))
+    status = cluster.settled()
+
+    assert cluster.ask("current").settings.replica.max_running_requests == 3
+    assert {gang.version for gang in status.gangs} == {status.version}
+    assert not {epoch for epoch, _ in before.values()} & {gang.generation for gang in status.gangs}
+
+
+def test_a_killed_controller_comes_back_and_takes_over_what_runs(start: Callable[..., Cluster]) -> None:
+    """Neither ranks nor routers are its own: they serve on, and afterwards it still knows what was wanted."""
+    cluster = start(replicas="1", routers="2")
+    cluster.told("r0")
+    cluster.ask("scale", 2)
+    cluster.settled()
+    before = cluster.told("r0", "r1")
+    url = until(lambda: cluster.status().url, "all listen")
+    routers = {process.pid for process in local_ray.children() if "RouterProcess" in process.name()}
+
+    controller = next(process for process in local_ray.children() if "Controller" in process.name())
+    controller.kill()
+    status = cluster.settled()
+    until(lambda: True if cluster.status().url == url else None, "the routers are known again")
+    cluster.ask("scale", 3)
+    cluster.settled()
+    after = cluster.told("r0", "r1", "r2")
+
+    assert {name: after[name] for name in before} == before
+    assert status.wanted == 2
+    assert {process.pid for process in local_ray.children() if "RouterProcess" in process.name()} == routers
+    os.kill(after["r2"][1][0], signal.SIGKILL)
+    assert cluster.told("r0", "r1", "r2", but_not=after["r2"][0])["r0"] == before["r0"]

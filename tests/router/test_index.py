@@ -78,6 +78,11 @@ class IndexMachine(RuleBasedStateMachine):
     def consistent(self):
         self.index.check()
         assert len(self.index) == len(set().union(*self.oracle.values()))
+        assert self.index.unique() == {replica: len(self.alone(replica)) for replica in self.oracle}
+
+    def alone(self, replica):
+        """Blocks that nobody else holds."""
+        return self.oracle[replica] - set().union(*(held for name, held in self.oracle.items() if name != replica))
 
 
 def prefix(held: set[int], prompt: list[int]) -> int:

@@ -93,9 +93,19 @@ def test_a_drained_replica_says_so_whoever_decided_it(book: LoadBook) -> None:
     assert book.view("r0", now=0.0).draining
 
     book.report("r0", report_of(), now=0.0)
-    book.drain("r0")
+    book.rest("r0", "draining")
 
     assert book.view("r0", now=0.0).draining
+
+
+def test_a_replica_that_warms_up_rests_until_it_is_let_go(book: LoadBook) -> None:
+    """It does not drain: it is about to come, not to leave."""
+    book.rest("r0", "warming")
+    warming = book.view("r0", now=0.0)
+    book.rest("r0", None)
+
+    assert (warming.warming, warming.draining) == (True, False)
+    assert not book.view("r0", now=0.0).warming
 
 
 def test_a_finished_request_leaves_no_load(book: LoadBook) -> None:

@@ -247,6 +247,7 @@ def test_unlike_prompts_go_to_the_replica_with_the_emptier_cache() -> None:
     "obstacle",
     [
         {"draining": True},
+        {"warming": True},
         {"silent": True},
         {"excluded": True},
         {"running": 8, "waiting": 4},

@@ -14,6 +14,7 @@ from homing.replica.messages import CacheReset, Generate, Pin, Refused, ResetCac
 from homing.router.backend import AbsentReplica, FeedState, FinishedRequest, GenerationRequest, ReplicaView, TokenDelta
 from homing.router.config import RouterSettings
 from homing.router.errors import CacheInUse, DeadlineExceeded, NoReplica, PromptTooLong, ReplicaLost, RouterClosed
+from homing.router.load import Rest
 from homing.router.membership import text_digests
 from homing.router.service import RouterService
 
@@ -54,6 +55,7 @@ class Cluster:
             rng=Random(1),
         )
         self.watcher = watcher
+        self.resting: dict[str, Rest] = {}
         self.replicas: dict[str, SocketReplica] = {}
         self.all: list[SocketReplica] = []
         self.service.start(asyncio.get_running_loop())
@@ -67,7 +69,7 @@ class Cluster:
         return replica
 
     def publish(self) -> None:
-        self.service.apply_membership([replica.description for replica in self.replicas.values()], SEED)
+        self.service.apply_membership([replica.description for replica in self.replicas.values()], SEED, self.resting)
 
     async def ready(self, *names: str, feed: FeedState = "live") -> None:
         await until(lambda: all(self.view(name).feed == feed and self.view(name).state == "serving" for name in names))
@@ -321,13 +323,40 @@ async def test_a_replica_that_differs_is_refused_loudly(pair: Cluster, caplog: p
 
 async def test_a_drained_replica_gets_nothing_new(pair: Cluster) -> None:
     """What runs there goes on."""
-    pair.service.drain("r0")
-    pair.service.drain("unknown")
+    pair.resting = {"r0": "draining", "unknown": "draining"}
+    pair.publish()
 
     homes = {(await pair.ask(request_of(PROMPT, seed=seed)))[0] for seed in range(6)}
 
     assert homes == {"r1"}
     assert pair.view("r0").state == "draining"
+    assert pair.service.in_flight("r0") == pair.service.in_flight("unknown") == 0
+
+
+async def test_a_replica_that_warms_up_joins_and_is_asked_later(pair: Cluster) -> None:
+    """Its connection stands and its events are followed before the first request goes there."""
+    pair.resting = {"r0": "warming"}
+    pair.publish()
+    assert await pair.service.until_joined("r0") == ""
+    assert pair.view("r0").state == "warming"
+    homes = {(await pair.ask(request_of(PROMPT, seed=seed)))[0] for seed in range(3)}
+    assert homes == {"r1"}
+
+    pair.resting = {"r1": "draining"}
+    pair.publish()
+
+    assert (await pair.ask(request_of(PROMPT)))[0] == "r0"
+
+
+async def test_a_replica_that_is_refused_never_joins(pair: Cluster) -> None:
+    """Whoever waits for it hears why."""
+    odd = pair.add("odd")
+    parity = msgspec.structs.replace(odd.description.parity, template_digest="another")
+    odd.description = msgspec.structs.replace(odd.description, parity=parity)
+    pair.publish()
+
+    assert "template_digest" in await pair.service.until_joined("odd")
+    assert await pair.service.until_joined("nobody") == "nobody is gone"
 
 
 async def test_before_the_first_replica_there_is_nothing_to_ask(cluster: Cluster) -> None:

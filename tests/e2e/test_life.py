@@ -1,0 +1,117 @@
+"""The life of replicas under way: scaled, drained, updated, and their controller killed, while requests stream."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from .running import Serving, homing, serving, until
+
+pytestmark = pytest.mark.cluster
+
+STORY = {"prompt": "A long story about a fox.", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A cluster of its own: what these tests do to it would disturb others."""
+    with serving(tmp_path_factory.mktemp("state"), "--replicas", "2") as cluster:
+        yield cluster
+
+
+class Traffic:
+    """Requests that stream all the time, two at once, until told to stop; every answer must be the same."""
+
+    def __init__(self, running: Serving) -> None:
+        self._running = running
+        self._stop = threading.Event()
+        self.answers: list[str] = []
+        self._pool = ThreadPoolExecutor(2)
+
+    def __enter__(self) -> "Traffic":
+        self._work = [self._pool.submit(self._ask) for _ in range(2)]
+        until(lambda: True if len(self.answers) >= 2 else None, "the first answers")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for work in self._work:
+            work.result()
+        self._pool.shutdown()
+
+    def _ask(self) -> None:
+        with self._running.client() as client:
+            while not self._stop.is_set():
+                stream = client.completions.create(
+                    model="demo",
+                    prompt=STORY["prompt"],
+                    max_tokens=200,
+                    temperature=0,
+                    stream=True,
+                    extra_body={"ignore_eos": True},
+                )
+                self.answers.append("".join(chunk.choices[0].text for chunk in stream if chunk.choices))
+
+
+def control(running: Serving, *words: str) -> str:
+    """One command, which must succeed."""
+    done = homing(running.state, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_replicas_come_and_go_and_no_request_fails(running: Serving) -> None:
+    """Scale up, drain, update and scale down, each until it is done, under streams whose text must never change."""
+    with Traffic(running) as traffic:
+        updated = control(running, "update", "--max-running-requests", "7")
+        same = control(running, "update", "--max-running-requests", "7")
+        up = control(running, "scale", "3")
+        drained = control(running, "drain", "r2")
+        replicas = running.serving(2)
+
+    assert updated.count("replica_drained") == 2
+    assert "updated: serving are" in updated
+    assert "nothing changes" in same
+    assert "3 replicas: serving are r" in up
+    assert "unique_blocks=" in drained
+    assert "r2" not in replicas
+    assert len(set(traffic.answers)) == 1
+    assert running.cluster()["counters"]["failed"] == 0
+
+
+def test_an_update_that_cannot_work_is_told_and_changes_nothing(running: Serving, tmp_path: Path) -> None:
+    """A mistake is found before anything is started; what only the replica can know is found by the first one."""
+    before = running.replicas()
+    torn = homing(running.state, "update", str(tmp_path))
+    fixed = homing(running.state, "update", "--port", "1")
+    unknown = homing(running.state, "drain", "r99")
+
+    assert (torn.returncode, fixed.returncode, unknown.returncode) == (2, 2, 2)
+    assert "no config.json" in torn.stderr
+    assert "port cannot change while the cluster runs" in fixed.stderr
+    assert "no replica 'r99'" in unknown.stderr
+    assert running.replicas().keys() == before.keys()
+
+
+def test_a_killed_controller_interrupts_no_stream_and_comes_back(running: Serving) -> None:
+    """Afterwards scale works again, and a dead rank is rebuilt."""
+    with Traffic(running) as traffic:
+        (controller,) = [process for process in running.family() if "Controller" in process.name()]
+        controller.kill()
+        asked = len(traffic.answers)
+        up = control(running, "scale", "3")
+        until(lambda: True if len(traffic.answers) > asked + 2 else None, "requests go on")
+        replicas = running.serving(3)
+        lost, before = next(iter(replicas.items()))
+        psutil.Process(before["pids"][0]).kill()
+        until(lambda: True if running.replicas().get(lost, before)["epoch"] != before["epoch"] else None, "a new one")
+        running.serving(3)
+
+    assert "3 replicas: serving are" in up
+    assert len(set(traffic.answers)) == 1
+    assert running.process is not None
+    assert running.process.poll() is None
+    assert any("controller_restarted" in line for line in running.output)
