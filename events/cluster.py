@@ -129,10 +129,10 @@ class ClusterFeed:
 
     def adjust(self, wanted: Mapping[Source, EventEndpoints]) -> None:
         """Follow exactly these. Call in the loop's thread."""
-        for source in self._feeds.keys() - wanted.keys():
+        for source in sorted(self._feeds.keys() - wanted.keys()):
             self._feeds.pop(source).close()
             self._sink.gone(source)
-        for source in wanted.keys() - self._feeds.keys():
+        for source in sorted(wanted.keys() - self._feeds.keys()):
             feed = self._feeds[source] = self._feed(source, wanted[source])
             self._sink.joined(source, feed)
             feed.start(asyncio.get_running_loop())

@@ -1,6 +1,7 @@
 """The table of `homing explain`."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,20 @@ def test_every_replica_is_a_line_and_the_choice_is_marked() -> None:
     assert "12.3 ms" in lines[3]
     assert lines[4].split() == ["r1", "live", "61", "62", "17", "300", "2", "1", "-", "draining"]
     assert lines[-1] == "→ r0: least expected time to first token"
+
+
+def test_the_readme_shows_what_is_printed() -> None:
+    """The sample was copied once; the columns go on changing."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    sample = next(part for part in readme.split("```") if "full blocks" in part).strip().splitlines()
+    printed = render(FOUND).splitlines()
+
+    def shape(line: str) -> list[str]:
+        return re.split(r"\s{2,}", re.sub(r"[\d.]+", "0", line.strip()))
+
+    assert [shape(line) for line in (sample[0], sample[2])] == [shape(line) for line in (printed[0], printed[2])]
+    assert shape(sample[-1]) == shape(printed[-1])
+    assert [len(shape(line)) for line in sample[3:5]] == [len(shape(line)) for line in printed[3:5]]
 
 
 def test_a_held_request_goes_nowhere() -> None:
