@@ -176,10 +176,10 @@ class RouterProcess:
         self._loop = fast_loop()
         threading.Thread(target=self._loop.run_forever, name="router", daemon=True).start()
 
-    def start(self, port: int, direct_port: int, members: Sequence[Member]) -> Listening | Failed:
-        """Listen on `port` (0: any), with these replicas behind."""
+    def start(self, port: int, direct_port: int, members: Sequence[Member], seat: int) -> Listening | Failed:
+        """Listen on `port` (0: any), with these replicas behind, as router number `seat`."""
         settings = self._spec.settings
-        doors = Doors(settings.router.host, port, direct_port, shared=settings.cluster.routers > 1)
+        doors = Doors(settings.router.host, port, direct_port, shared=settings.cluster.routers > 1, seat=seat)
         try:
             self._router = self._make(self._spec)
             self._listening = self._do(self._router.start(doors, members, self._spec.seed))

@@ -7,7 +7,9 @@ import asyncio
 import os
 import secrets
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
+from tempfile import gettempdir
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -89,6 +91,7 @@ class HomingRouter:
 
     async def start(self, doors: Doors, members: Sequence[Member], seed: int) -> Listening:
         """Learn what these replicas hold, then listen: until then nothing can be steered. Raises AddressInUse."""
+        from ..router.accounts import SharedAccounts
         from ..router.metrics import RouterMetrics
         from ..router.server import RouterServer
         from ..router.service import RouterService
@@ -107,7 +110,12 @@ class HomingRouter:
             follows_events=settings.events.publish_events,
         )
         self._service.start(asyncio.get_running_loop())
-        self._server = RouterServer(settings.router, self._service, metrics=metrics)
+        accounts = (
+            SharedAccounts(self._accounts_file, seat=doors.seat, seats=settings.cluster.routers)
+            if doors.shared
+            else None
+        )
+        self._server = RouterServer(settings.router, self._service, metrics=metrics, accounts=accounts)
         if members:
             await self.apply_membership(members, seed)
             await self._service.until_exact()
@@ -116,6 +124,12 @@ class HomingRouter:
         port = await self._server.start(doors.host, doors.port, shared=doors.shared)
         direct = await self._server.start(doors.host, doors.direct_port) if doors.shared else 0
         return Listening(port, direct)
+
+    @property
+    def _accounts_file(self) -> Path:
+        """One for each start of a cluster. A router that stops leaves it to the others."""
+        name = sha256(b"homing-accounts" + self._spec.seed.to_bytes(8, "big")).hexdigest()[:16]
+        return Path(self._spec.run_dir or gettempdir()) / f"homing-{name}.accounts"
 
     async def apply_membership(self, members: Sequence[Member], seed: int) -> None:
         """These replicas are there, and no others."""

@@ -138,7 +138,7 @@ class Routers:
             found: Listening | Failed | None = (
                 await router.listening.remote()
                 if running
-                else await router.start.remote(self._port, seat.direct_port, members)
+                else await router.start.remote(self._port, seat.direct_port, members, seat.number)
             )
             if found is None:
                 ray.kill(router)

@@ -70,6 +70,7 @@ class Doors:
     port: int
     direct_port: int
     shared: bool  #: `port` belongs to several processes, and this one gets `direct_port` besides
+    seat: int  #: number of this router among them
 
 
 @dataclass(slots=True, frozen=True)

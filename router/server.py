@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TextIO
 
+from .accounts import SharedAccounts
 from .backend import Backend
 from .config import RouterSettings
 from .errors import TlsUnusable
@@ -74,13 +75,24 @@ class RouterServer:
         *,
         metrics: RouterMetrics | None = None,
         texts: TextModels | None = None,
+        accounts: SharedAccounts | None = None,
         grace_s: float = GRACE_S,
     ) -> None:
+        """`accounts`: of tenants, where other routers serve them, too; closed with the server."""
         self.metrics = metrics or RouterMetrics()
-        self.front = Front(settings, backend, self.metrics, texts=texts, tenants=read_tenants(settings.api_keys_file))
+        self.front = Front(
+            settings,
+            backend,
+            self.metrics,
+            texts=texts,
+            tenants=read_tenants(settings.api_keys_file),
+            accounts=accounts.books if accounts is not None else None,
+        )
         self._settings = settings
         self._grace_s = grace_s
         self._open = ExitStack()
+        if accounts is not None:
+            self._open.callback(accounts.close)
         self._app: App | None = None
         self._http: list[HttpServer] = []
 

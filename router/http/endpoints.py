@@ -120,7 +120,7 @@ _KIND = msgspec.json.Decoder(_Kind)
 
 async def explain(front: Front, exchange: Exchange) -> None:
     """POST /explain: the decision that a completion or chat body would meet now; nothing is generated."""
-    who = tenant(front, exchange)
+    who = metered(front, exchange)
     data = exchange.request.body
     body: ChatBody | CompletionBody
     if decode(data, _KIND).messages is UNSET:
@@ -131,17 +131,19 @@ async def explain(front: Front, exchange: Exchange) -> None:
         body = decode(data, CHAT)
         asks = caller(exchange, who, body)
         job = await chat.job(front, await front.served(body.model), body, asks.salt)
+    metering.charge(front, exchange, who, [len(prompt.token_ids) for prompt in job.prompts])
     respond(exchange, front.backend.explain(generation_request(job, job.prompts[0], asks, 0, None)))
 
 
 async def tokenize(front: Front, exchange: Exchange) -> None:
     """POST /tokenize."""
-    tenant(front, exchange)
+    who = metered(front, exchange)
     body = decode(exchange.request.body, TOKENIZE)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("exactly one of 'prompt' and 'messages' is needed", param="prompt")
     served = await front.served(body.model)
     tokens = await _tokens(served, body)
+    metering.charge(front, exchange, who, [len(tokens)])
     names = served.text.piece_names(tokens) if body.return_token_strs else None
     respond(exchange, Tokenized(len(tokens), served.limits.max_model_len, tokens, names))
 
@@ -156,10 +158,11 @@ async def _tokens(served: Served, body: TokenizeBody) -> list[int]:
 
 async def detokenize(front: Front, exchange: Exchange) -> None:
     """POST /detokenize."""
-    tenant(front, exchange)
+    who = metered(front, exchange)
     body = decode(exchange.request.body, DETOKENIZE)
     served = await front.served(body.model)
     validate.check_token_ids(body.tokens, served.limits, "tokens")
+    metering.charge(front, exchange, who, [len(body.tokens)])
     respond(exchange, Detokenized(served.text.decode(body.tokens)))
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -14,7 +14,7 @@ from ...replica.messages import ModelLimits
 from ..backend import Backend
 from ..config import RouterSettings
 from ..errors import ModelNotFound, NoReplica
-from ..meter import Meter
+from ..meter import Book, Meter
 from ..metrics import RouterMetrics
 from ..tenants import Tenants
 from ..text.tokenizer import TextModel
@@ -22,6 +22,8 @@ from ..text.tokenizer import TextModel
 log = logging.getLogger(__name__)
 
 Loader = Callable[[Path], TextModel]
+#: The books of the tenants with these digests.
+Accounts = Callable[[Sequence[bytes]], Mapping[bytes, Book]]
 
 
 class TextModels:
@@ -78,24 +80,33 @@ class Front:
         *,
         texts: TextModels | None = None,
         tenants: Tenants | None = None,
+        accounts: Accounts | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         random_bits: Callable[[int], int] | None = None,
     ) -> None:
-        """`random_bits` makes ids and seeds, which are no secrets: asking the system for each costs a system call."""
+        """`accounts`: those that several routers keep together.
+
+        `random_bits` makes ids and seeds, which are no secrets: asking the system for each costs a system call.
+        """
         self.settings = settings
         self.backend = backend
         self.metrics = metrics
         self.texts = texts or TextModels(partial(TextModel.load, cache_bytes=settings.token_cache_bytes))
         self.tenants = tenants or Tenants()
         #: of the tenants that a keys file names, by digest
-        self.meters = {tenant.digest: Meter(tenant.name, tenant.limits) for tenant in self.tenants.named()}
+        self.meters = self._meters(accounts)
         metrics.watch_tenants(tuple(self.meters.values()))
         self.monotonic = monotonic
         self.wall = wall
         self.random_bits = random_bits or Random().getrandbits
         self.started_at = int(wall())
         self._served: Served | None = None  #: the last one asked for
+
+    def _meters(self, accounts: Accounts | None) -> dict[bytes, Meter]:
+        named = self.tenants.named()
+        books = accounts([tenant.digest for tenant in named]) if accounts is not None else {}
+        return {tenant.digest: Meter(tenant.name, tenant.limits, books.get(tenant.digest)) for tenant in named}
 
     def limits(self) -> ModelLimits:
         """Limits of the served model. Raises NoReplica as long as none joined."""

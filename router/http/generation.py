@@ -216,7 +216,7 @@ class Generation:
             raise ClientGoneError
         meter = self.front.meters.get(caller.tenant.digest)
         if meter is not None:
-            metering.check(self.front, exchange, meter, [len(prompt.token_ids) for prompt in job.prompts])
+            metering.begin(self.front, exchange, meter, [len(prompt.token_ids) for prompt in job.prompts])
         self._tenant = caller.tenant.label
         timeout_s = self.front.settings.request_timeout_s
         if job.timeout_s is not None:
@@ -226,10 +226,10 @@ class Generation:
                 self._open_prompt(prompt, caller, exchange.started_at + timeout_s)
         except BaseException:
             self._cancel()
+            if meter is not None:
+                metering.undo(self.front, exchange, meter, [len(prompt.token_ids) for prompt in job.prompts])
             raise
-        if meter is not None:
-            self._meter = meter
-            metering.begin(self.front, exchange, meter, self.prompt_tokens)
+        self._meter = meter
         self._left = len(self.choices)
         exchange.on_gone = self._lose
         for choice in self.choices:

@@ -3,22 +3,38 @@
 from collections.abc import Iterable, Sequence
 
 from ..meter import Meter
+from ..tenants import Tenant
 from .exchange import Exchange
 from .front import Front
 
 
-def check(front: Front, exchange: Exchange, meter: Meter, prompts: Sequence[int] = ()) -> None:
-    """Whether the tenant may begin a request with prompts of so many tokens. Raises RateLimited and PromptOverLimit."""
+def check(front: Front, exchange: Exchange, meter: Meter) -> None:
+    """Raises RateLimited when the tenant could begin no request now, however small."""
     now = front.monotonic()
     exchange.notes = limit_headers(meter, now)
-    meter.check(prompts, now)
+    meter.check((), now)
 
 
-def begin(front: Front, exchange: Exchange, meter: Meter, prompt_tokens: int) -> None:
-    """A request that was checked begins."""
+def begin(front: Front, exchange: Exchange, meter: Meter, prompts: Sequence[int]) -> None:
+    """A request with prompts of so many tokens begins. Raises RateLimited and PromptOverLimit."""
     now = front.monotonic()
-    meter.begin(prompt_tokens, now)
+    meter.begin(prompts, now)
     exchange.notes = limit_headers(meter, now)
+
+
+def undo(front: Front, exchange: Exchange, meter: Meter, prompts: Sequence[int]) -> None:
+    """The request that began was not taken."""
+    now = front.monotonic()
+    meter.undo(prompts, now)
+    exchange.notes = limit_headers(meter, now)
+
+
+def charge(front: Front, exchange: Exchange, tenant: Tenant, prompts: Sequence[int]) -> None:
+    """A request that generates nothing is over as it begins. Raises RateLimited and PromptOverLimit."""
+    meter = front.meters.get(tenant.digest)
+    if meter is not None:
+        begin(front, exchange, meter, prompts)
+        meter.end(0, front.monotonic())
 
 
 def limit_headers(meter: Meter, now: float) -> Iterable[tuple[str, str]]:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from homing.router.errors import PromptOverLimit, RateLimited
-from homing.router.meter import Meter, TenantLimits, TokenBucket
+from homing.router.meter import Book, Meter, TenantLimits, TokenBucket
 
 #: Seconds between two requests, tokens of the prompt, tokens generated.
 Requests = list[tuple[float, int, int]]
@@ -19,10 +19,9 @@ def meter(**limits: int) -> Meter:
 def let_in(account: Meter, prompt: int, now: float) -> bool:
     """Whether a request with such a prompt began."""
     try:
-        account.check([prompt], now)
+        account.begin([prompt], now)
     except RateLimited:
         return False
-    account.begin(prompt, now)
     return True
 
 
@@ -52,8 +51,7 @@ def test_who_comes_back_when_told_is_let_in(asked: Requests) -> None:
         now += pause
         for _ in range(2):  # the other limit may hold it once more
             now += wait_s(account, prompt, now)
-        account.check([prompt], now)
-        account.begin(prompt, now)
+        account.begin([prompt], now)
         account.end(generated, now)
 
 
@@ -111,8 +109,7 @@ def test_a_refusal_names_tenant_and_limit_and_takes_nothing() -> None:
 def test_the_standing_says_what_is_left_and_when_all_is() -> None:
     """Clients pace themselves by it."""
     account = meter(requests_per_minute=60, tokens_per_minute=600)
-    account.check([100], 0.0)
-    account.begin(100, 0.0)
+    account.begin([100], 0.0)
 
     standing = account.standing(now=0.0)
     assert (standing["requests"].remaining, standing["requests"].reset_s) == (59, pytest.approx(1.0))
@@ -141,3 +138,33 @@ def test_a_bucket_never_holds_more_than_a_minute_s_worth() -> None:
     bucket.take(60, 0.0)
 
     assert [bucket.level(now) for now in (0.0, 1.0, 60.0, 3600.0)] == [0, 1, 60, 60]
+
+
+def test_a_request_that_was_not_taken_costs_nothing() -> None:
+    """A full queue is not the tenant's fault."""
+    account = meter(requests_per_minute=1, tokens_per_minute=100, max_running=1)
+    account.begin([40, 60], 0.0)
+
+    account.undo([40, 60], 0.0)
+
+    assert (account.requests, account.prompt_tokens, account.running) == (0, 0, 0)
+    assert let_in(account, 100, 0.0)
+
+
+@given(requests, st.lists(st.integers(0, 2), min_size=60, max_size=60))
+def test_routers_with_one_book_let_in_what_one_router_would(asked: Requests, dealt: list[int]) -> None:
+    """Whichever of them the kernel gives a connection to."""
+    limits = TenantLimits(requests_per_minute=6, tokens_per_minute=600, max_running=2)
+    rates, running = Book(), [0.0, 0.0, 0.0]
+    several = [Meter("acme", limits, Book(rates.requests, rates.tokens, running, seat)) for seat in range(3)]
+    alone, now, under_way = Meter("acme", limits), 0.0, []
+    for (pause, prompt, generated), seat in zip(asked, dealt, strict=False):
+        now += pause
+        begun = let_in(several[seat], prompt, now)
+        assert begun == let_in(alone, prompt, now)
+        under_way += [(seat, generated)] * begun
+        if len(under_way) == 2:
+            seat, generated = under_way.pop(0)
+            several[seat].end(generated, now)
+            alone.end(generated, now)
+        assert sum(account.running for account in several) == alone.running

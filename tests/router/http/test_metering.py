@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from homing.replica.messages import PositionLogprobs
+from homing.router.accounts import SharedAccounts
 from homing.router.backend import TokenDelta
 from homing.router.config import RouterSettings
 from homing.router.errors import QueueFull
@@ -154,3 +155,63 @@ async def test_metrics_tell_tenants_apart(client: httpx.AsyncClient):
     assert 'homing_tenant_completion_tokens_total{tenant="free"} 4.0' in page
     assert 'homing_tenant_refusals_total{limit="requests_per_minute",tenant="hasty"} 1.0' in page
     assert 'homing_tenant_running{tenant="busy"} 0.0' in page
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "tokens"),
+    [
+        ("/tokenize", {"prompt": "once upon a time"}, None),
+        ("/detokenize", {"tokens": [5, 6, 7]}, 3),
+        ("/explain", {"prompt": [5, 6, 7]}, 3),
+        ("/explain", {"messages": [{"role": "user", "content": "hi"}]}, None),
+    ],
+)
+async def test_what_generates_nothing_is_paid_for_too(client: httpx.AsyncClient, clock: Clock, path, body, tokens):
+    """Rendering and tokenizing cost this process what they cost a completion: one request, and its prompt's tokens."""
+    key = {"authorization": "Bearer hasty"}
+    answers = [await client.post(path, json=body, headers=key) for _ in range(3)]
+
+    left = int(answers[1].headers["x-ratelimit-remaining-tokens"])
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert int(answers[2].headers["retry-after"]) == 30
+    assert left == 1000 - 2 * (tokens or answers[0].json().get("count") or answers[0].json()["prompt_tokens"])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "once upon a time"}),
+        ("/detokenize", {"tokens": [5] * 4}),
+        ("/explain", {"prompt": [5] * 4}),
+    ],
+)
+async def test_a_prompt_limit_holds_wherever_prompts_go(client: httpx.AsyncClient, front: Front, path, body):
+    """And nothing stays counted as running."""
+    refused = await client.post(path, json=body, headers={"authorization": "Bearer brief"})
+
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "prompt_over_limit")
+    assert {meter.running for meter in front.meters.values()} == {0}
+
+
+async def test_routers_of_one_cluster_share_limits(settings, backend: FakeBackend, text_model, tmp_path, clock: Clock):
+    """Whichever of them a connection was dealt to, and also when one of them starts anew."""
+    tenants = tenants_of(
+        {
+            "keys": [{"key_sha256": sha256(b"k").hexdigest(), "tenant": "t"}],
+            "tenants": {"t": {"requests_per_minute": 3}},
+        }
+    )
+
+    def router(seat: int) -> Front:
+        accounts = SharedAccounts(tmp_path / "accounts", seat=seat, seats=2)
+        texts = LoadedText(text_model)
+        return Front(
+            settings, backend, RouterMetrics(), texts=texts, tenants=tenants, accounts=accounts.books, monotonic=clock
+        )
+
+    told = []
+    for seat in (0, 1, 0, 1):
+        async with serving(router(seat)) as client:
+            told.append((await ask(client, "k")).status_code)
+
+    assert told == [200, 200, 200, 429]
