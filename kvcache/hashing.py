@@ -99,6 +99,14 @@ class BlockHasher:
         self._stride = block_size * TOKEN_BYTES
         self._split = Struct(f"{self._stride}s").iter_unpack
 
+    def digest(self, data: bytes) -> bytes:
+        """16 bytes of `data` by the cluster's algorithm and seed."""
+        if self.algorithm == "xxh3_128":
+            return xxhash.xxh3_128_digest(data, self.seed)
+        seeded = self._seeded.copy()
+        seeded.update(data)
+        return seeded.digest()[_HEAD]
+
     def chain(
         self, parent: BlockHash, tokens: bytes | memoryview, extras: Mapping[int, bytes] | None = None
     ) -> list[BlockHash]:

@@ -22,7 +22,7 @@ from typing import Literal, NewType
 import msgspec
 
 from ..events.messages import LoadReport
-from ..kvcache.hashing import BlockHash, BlockHasher, join_hashes, tenant_root, token_bytes, wire_hashes
+from ..kvcache.hashing import BlockHash, BlockHasher, tenant_root, token_bytes, wire_hashes
 from ..replica.messages import (
     Abort,
     FinishReason,
@@ -43,6 +43,7 @@ from .backend import (
     TextOutput,
     TokenDelta,
 )
+from .chains import ChainBook
 from .errors import (
     DeadlineExceeded,
     InvalidGeneration,
@@ -181,6 +182,7 @@ class Dispatcher:
         self.reservations = reservations
         self.counters = counters
         self._naming = naming
+        self._chains = ChainBook(naming.hasher)
         self._roots: dict[bytes, BlockHash] = {}  #: by salt
         self._limits = limits
         self._flights: dict[FlightId, _Flight] = {}
@@ -196,6 +198,7 @@ class Dispatcher:
         """Another cluster seed or model: blocks have other names from now on. No replica may be joined."""
         assert not len(self.placement), f"{len(self.placement)} replicas are still named in the old way"
         self._naming = naming
+        self._chains = ChainBook(naming.hasher)
         self._roots.clear()
         for flight in self._flights.values():
             flight.root = self._root(flight.request.salt)
@@ -360,6 +363,7 @@ class Dispatcher:
     def check(self) -> None:
         """Assert every invariant."""
         self.placement.check()
+        self._chains.check()
         held = [flight for flight in self._flights.values() if flight.wire_id is None]
         self._queue.check()
         assert len(held) == len(self._queue), f"{len(self._queue)} in the queue, {len(held)} wait"
@@ -405,7 +409,7 @@ class Dispatcher:
         if flight.fresh:
             flight.tokens += token_bytes(flight.fresh)
             flight.fresh = []
-        flight.hashes = join_hashes(self._naming.hasher.chain(flight.root, flight.tokens))
+        flight.hashes = self._chains.hashes(flight.root, flight.tokens)
         flight.keys = wire_hashes(flight.hashes)
 
     def _enqueue(self, flight: _Flight, now: float) -> list[Instruction]:

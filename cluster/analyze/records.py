@@ -135,11 +135,8 @@ def _prompts(body: _Body) -> list[Chat | str | list[int]]:
         return [_chat(body, body.messages)]
     if body.prompt is None:
         raise _LineError("neither field 'messages' nor field 'prompt' is there")
-    prompts = validate.prompts(body.prompt)
-    for prompt in prompts:
-        if isinstance(prompt, list) and prompt and not 0 <= min(prompt) <= max(prompt) < 1 << 32:
-            raise _LineError("field 'prompt': token ids go from 0 to 4294967295")
-    return [*prompts]
+    prompts = validate.prompts(body.prompt, 1 << 32)
+    return [each if isinstance(each, str) else each.tolist() for each in prompts]
 
 
 def _chat(body: _Body, messages: list[dict[str, Any]]) -> Chat:

@@ -21,17 +21,15 @@ from .sse import ChunkWriter
 
 async def encoded_prompts(front: Front, served: Served, body: CompletionBody) -> list[Prompt]:
     """The body's prompts as ids; texts are encoded together."""
-    given = validate.prompts(body.prompt)
+    given = validate.prompts(body.prompt, served.limits.vocab_size)
     texts = [each for each in given if isinstance(each, str)]
     if texts:
         encoded = await served.text.encode(texts, special_tokens=True)
         prompts = [Prompt(ids, text) for ids, text in zip(encoded, texts, strict=True)]
     else:
-        prompts = [Prompt(each) for each in given if isinstance(each, list)]
-    for prompt in prompts:
-        if not prompt.token_ids:
-            raise InvalidRequest("field 'prompt': a prompt has no tokens", param="prompt")
-        validate.check_token_ids(prompt.token_ids, served.limits, "prompt")
+        prompts = [Prompt(each) for each in given if not isinstance(each, str)]
+    if not all(prompt.token_ids for prompt in prompts):
+        raise InvalidRequest("field 'prompt': a prompt has no tokens", param="prompt")
     if body.cache_control is None:
         return prompts
     return [_pinned(prompt, body.cache_control, front.settings) for prompt in prompts]
