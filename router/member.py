@@ -7,84 +7,36 @@ is tried again.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
 
 from ..events.decode import CacheEvent, Removed, Stored, wire_name
-from ..events.errors import EndpointUnusable, EventError, KeysRefused
+from ..events.errors import KeysRefused
 from ..events.feed import EventFeed
 from ..events.handshake import Handshakes
-from ..events.keys import KeyPair
 from ..events.messages import LoadReport, SnapshotBlock
-from ..events.subscription import FeedStatus
 from ..replica.messages import Abort, CacheReset, ReplicaDescription, Reply, Request, ResetCache
-from .backend import FeedState, Observer, RefusedReplica, RouterCounters
+from .backend import RefusedReplica
 from .dispatcher import Dispatcher, Instruction
+from .followed import REOPEN_S, RESET_TIMEOUT_S, Followed, ResetOutcome, Shell
 from .load import Rest
-from .transport import ReplicaLink, RequestContext
+from .transport import ReplicaLink
 
 log = logging.getLogger(__name__)
 
-#: Between a lost connection and the next try.
-REOPEN_S = 0.5
-#: Replicas answer a reset between two steps.
-RESET_TIMEOUT_S = 30.0
 
-#: What became of a cache that was to be reset; "silent": nobody knows.
-ResetOutcome = Literal["empty", "in use", "lost", "silent"]
-
-FEED_STATES: dict[FeedStatus, FeedState] = {
-    FeedStatus.SYNCING: "syncing",
-    FeedStatus.LIVE: "live",
-    FeedStatus.STALE: "stale",
-}
-
-
-@dataclass(slots=True, frozen=True)
-class Shell:
-    """What all members share."""
-
-    loop: asyncio.AbstractEventLoop
-    context: RequestContext
-    router_id: str
-    heartbeat_interval_s: float
-    clock: Callable[[], float]
-    counters: RouterCounters
-    keys: KeyPair | None  #: what is shown to replicas that encrypt
-    observer: Observer | None
-    run: Callable[[list[Instruction]], None]  #: carries the dispatcher's instructions out
-
-
-class Member:
+class Member(Followed):
     """A replica that was let in. It is the sink of its own link and feed."""
 
     def __init__(
         self, description: ReplicaDescription, dispatcher: Dispatcher, shell: Shell, rest: Rest | None = None
     ) -> None:
-        self.description = description
-        self._rest = rest
-        self._dispatcher = dispatcher
-        self._shell = shell
+        super().__init__(description, dispatcher, shell, rest)
         self._link: ReplicaLink | None = None
-        self._feed: EventFeed | None = None
         self._reopening: asyncio.TimerHandle | None = None
         self._orphans: list[int] = []  #: wire ids that went on elsewhere when the connection was lost
-        self._joined = False
         self._handshakes = Handshakes()
-        self._gaps = 0  #: holes in the event stream that the observer was told of
         self._resets: dict[int, asyncio.Future[ResetOutcome]] = {}  #: that the replica was asked for, by number
         self._asks = 0
-
-    @property
-    def replica_id(self) -> str:
-        """The replica's stable name."""
-        return self.description.replica_id
-
-    @property
-    def joined(self) -> bool:
-        """Whether the connection stands."""
-        return self._joined
 
     @property
     def refusal(self) -> str | None:
@@ -153,13 +105,12 @@ class Member:
 
     def connected(self) -> None:
         """Requests can be sent: join, and follow the events."""
-        self._joined = True
         log.info("replica_joined replica=%s blocks=%d", self.replica_id, self.description.num_blocks)
         if self._orphans:
             self.send(Abort(request_ids=self._orphans))
             self._orphans = []
-        instructions = self._dispatcher.join(self.description, self._shell.clock(), self._rest)
-        self._follow()
+        instructions = self._enter()
+        self._follow(self._new_feed())
         self._shell.run(instructions)
 
     def lost(self) -> None:
@@ -200,50 +151,23 @@ class Member:
         """The replica's whole cached set."""
         self._dispatcher.reset(self.replica_id, [wire_name(block.block_hash) for block in blocks])
 
-    def status(self, status: FeedStatus) -> None:
-        """How far the events can be trusted."""
-        state = FEED_STATES[status]
-        log.info("feed_%s replica=%s", state, self.replica_id)
-        self._dispatcher.set_feed(self.replica_id, state)
-
     def load(self, report: LoadReport) -> None:
         """The replica's load."""
-        if self._shell.observer is not None:
-            self._observe(self._shell.observer, report)
-        self._shell.run(self._dispatcher.report(self.replica_id, report, self._shell.clock()))
-
-    def malformed(self, error: EventError) -> None:
-        """An event message was dropped; the feed closes the hole."""
-        self._shell.counters.malformed_events += 1
-        log.warning("event_malformed replica=%s reason=%s", self.replica_id, error)
+        self._tell_load(report)
 
     def refused(self, error: KeysRefused) -> None:
         """The event stream does not accept our keys; without it load alone decides."""
         self._shell.counters.refused_connections += 1
         log.warning("feed_refused replica=%s reason=%s", self.replica_id, error)
 
-    def _observe(self, observer: Observer, report: LoadReport) -> None:
-        observer.load_reported(self.replica_id, report)
-        gaps = self._feed.subscription.counters.gaps if self._feed is not None else 0
-        for _ in range(self._gaps, gaps):
-            observer.events_gap(self.replica_id)
-        self._gaps = gaps
-
-    def _follow(self) -> None:
-        feed = EventFeed(
+    def _new_feed(self) -> EventFeed:
+        return EventFeed(
             self.description.event_endpoints,
             self,
             context=self._shell.context,
             heartbeat_interval_s=self._shell.heartbeat_interval_s,
             keys=self._shell.keys if self.description.event_endpoints.curve_key else None,
         )
-        try:
-            feed.start(self._shell.loop)
-        except EndpointUnusable as error:
-            log.error("feed_unusable replica=%s error=%s", self.replica_id, error)
-            self._dispatcher.set_feed(self.replica_id, "stale")
-            return
-        self._feed = feed
 
     def _settle_reset(self, ask_id: int, outcome: ResetOutcome) -> None:
         answer = self._resets.pop(ask_id, None)
@@ -253,13 +177,6 @@ class Member:
     def _drop(self, reason: str) -> list[Instruction]:
         for ask_id in tuple(self._resets):
             self._settle_reset(ask_id, "lost")
-        if self._feed is not None:
-            self._feed.close()
-            self._feed = None
-        if not self._joined:
-            return []
-        self._joined = False
-        self._orphans, instructions = self._dispatcher.replica_lost(self.replica_id, self._shell.clock())
-        moved = len(self._orphans)
-        log.warning("replica_lost replica=%s reason=%s requests=%d", self.replica_id, reason, moved)
+        moved, instructions = self._depart(reason)
+        self._orphans += moved
         return instructions

@@ -46,10 +46,11 @@ from .dispatcher import (
     Send,
 )
 from .errors import CacheInUse, NoReplica, ParityMismatch, ReplicaLost, RouterClosed, RouterError
+from .followed import Shell
 from .foreign.member import ForeignMember
 from .foreign.probe import ForeignTerms
 from .load import LoadBook, ReplicaLoad, Rest
-from .member import Member, Shell
+from .member import Member
 from .membership import TextDigests, changes, compare, own_parity, text_digests
 from .policy import make_policy
 from .reservations import Reservations

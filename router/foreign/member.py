@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ...events.decode import CacheEvent, Removed, Stored
-from ...events.errors import EndpointUnusable, EventError, KeysRefused
+from ...events.errors import KeysRefused
 from ...events.feed import EventFeed
 from ...events.messages import LoadReport, SnapshotBlock
-from ...events.subscription import FeedStatus
 from ...kvcache.hashing import tenant_root
 from ...replica.messages import (
     Abort,
@@ -25,10 +24,10 @@ from ...replica.messages import (
     TokenBatch,
     TokenOutput,
 )
-from ..backend import Observer, RefusedReplica, TextOutput
+from ..backend import RefusedReplica, TextOutput
 from ..dispatcher import Dispatcher, Instruction, Naming
 from ..errors import ParityMismatch
-from ..member import FEED_STATES, REOPEN_S, RESET_TIMEOUT_S, ResetOutcome, Shell
+from ..followed import REOPEN_S, RESET_TIMEOUT_S, Followed, ResetOutcome, Shell
 from .chains import ForeignChains, cache_salt
 from .client import Address, BackendUnreachableError, Call, Client, NoAnswerError
 from .load import ForeignLoad
@@ -46,15 +45,13 @@ HEALTH_TIMEOUT_S = 5.0
 ANY_TOPIC = b""
 
 
-class ForeignMember:
+class ForeignMember(Followed):
     """An engine that is not ours. It is the sink of its own requests and feed."""
 
     def __init__(
         self, description: ReplicaDescription, dispatcher: Dispatcher, shell: Shell, naming: Naming, terms: ForeignTerms
     ) -> None:
-        self.description = description
-        self._dispatcher = dispatcher
-        self._shell = shell
+        super().__init__(description, dispatcher, shell)
         self._terms = terms
         self._client = Client(Address.of(description.request_endpoint), loop=shell.loop, api_key=terms.api_key)
         self._chains = ForeignChains(description.replica_id, naming.hasher, naming.model_root)
@@ -63,24 +60,11 @@ class ForeignMember:
         self._load = ForeignLoad(description)
         self._model = ""  #: the engine's name of the model
         self._calls: dict[int, tuple[ForeignRequest, Call]] = {}
-        self._feed: EventFeed | None = None
         self._watching: asyncio.Task[None] | None = None
         self._doubt = asyncio.Event()  #: a request failed: look at once whether the engine is well
         self._refusal: ParityMismatch | None = None
         self._trouble = ""
-        self._joined = False
-        self._gaps = 0  #: holes in the event stream that the observer was told of
         self._unplaced_told = False
-
-    @property
-    def replica_id(self) -> str:
-        """The engine's name here."""
-        return self.description.replica_id
-
-    @property
-    def joined(self) -> bool:
-        """Whether it can be sent requests."""
-        return self._joined
 
     @property
     def unplaced_blocks(self) -> int:
@@ -187,26 +171,18 @@ class ForeignMember:
         self._model = engine.model
         self._load.begin(engine.numbers)
         self.description = self._load.description
-        self._joined = True
         log.info("replica_joined replica=%s url=%s", self.replica_id, self._client.address.url)
-        instructions = self._dispatcher.join(self.description, self._shell.clock())
-        self._follow()
+        instructions = self._enter()
+        self._follow(self._new_feed())
         self._shell.run(instructions)
         self._report()
 
     def _drop(self, reason: str) -> list[Instruction]:
-        if self._feed is not None:
-            self._feed.close()
-            self._feed = None
         self._chains.clear()
         for _, call in self._calls.values():
             call.close()
         self._calls.clear()
-        if not self._joined:
-            return []
-        self._joined = False
-        moved, instructions = self._dispatcher.replica_lost(self.replica_id, self._shell.clock())
-        log.warning("replica_lost replica=%s reason=%s requests=%d", self.replica_id, reason, len(moved))
+        _, instructions = self._depart(reason)
         return instructions
 
     async def _reset_cache(self) -> ResetOutcome:
@@ -272,18 +248,7 @@ class ForeignMember:
         """Tell the dispatcher what a replica of ours would tell itself."""
         if not self._joined:
             return
-        now = self._shell.clock()
-        report = self._load.report(now, cached_blocks=len(self._chains))
-        if self._shell.observer is not None:
-            self._observe(self._shell.observer, report)
-        self._shell.run(self._dispatcher.report(self.replica_id, report, now))
-
-    def _observe(self, observer: Observer, report: LoadReport) -> None:
-        observer.load_reported(self.replica_id, report)
-        gaps = self._feed.subscription.counters.gaps if self._feed is not None else 0
-        for _ in range(self._gaps, gaps):
-            observer.events_gap(self.replica_id)
-        self._gaps = gaps
+        self._tell_load(self._load.report(self._shell.clock(), cached_blocks=len(self._chains)))
 
     # From the feed
 
@@ -317,29 +282,17 @@ class ForeignMember:
         self._chains.clear()
         self._dispatcher.reset(self.replica_id, ())
 
-    def status(self, status: FeedStatus) -> None:
-        """How far the events can be trusted."""
-        state = FEED_STATES[status]
-        log.info("feed_%s replica=%s", state, self.replica_id)
-        self._dispatcher.set_feed(self.replica_id, state)
-
     def load(self, report: LoadReport) -> None:
         """Foreign engines send none."""
-
-    def malformed(self, error: EventError) -> None:
-        """An event message was dropped; the feed closes the hole."""
-        self._shell.counters.malformed_events += 1
-        log.warning("event_malformed replica=%s reason=%s", self.replica_id, error)
 
     def refused(self, error: KeysRefused) -> None:
         """Foreign engines do not encrypt."""
 
-    def _follow(self) -> None:
+    def _new_feed(self) -> EventFeed | None:
         ends = self.description.event_endpoints
         if not ends.events:
-            self._dispatcher.set_feed(self.replica_id, "stale")
-            return
-        feed = EventFeed(
+            return None
+        return EventFeed(
             ends,
             self,
             context=self._shell.context,
@@ -348,10 +301,3 @@ class ForeignMember:
             counted=True,
             topic=ANY_TOPIC,
         )
-        try:
-            feed.start(self._shell.loop)
-        except EndpointUnusable as error:
-            log.error("feed_unusable replica=%s error=%s", self.replica_id, error)
-            self._dispatcher.set_feed(self.replica_id, "stale")
-            return
-        self._feed = feed
