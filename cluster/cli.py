@@ -57,6 +57,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         "scale": _scale_arguments,
         "drain": _drain_arguments,
         "update": _update_arguments,
+        "doctor": _doctor_arguments,
         "stop": _stop_arguments,
         "keys": _keys_arguments,
         "analyze": _analyze_arguments,
@@ -71,6 +72,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         "scale": "change the number of replicas of a running cluster",
         "drain": "end one replica of a running cluster when it has finished what it has",
         "update": "change model or settings of a running cluster, one replica after the other, with no failed request",
+        "doctor": "look for what would keep a cluster from starting or serving here, and say what to do about it",
         "stop": "end a running cluster",
         "keys": "make keys that encrypt what replicas, routers and subscribers exchange",
         "analyze": "tell from a log of requests what prefix caching is worth, and how large the cache should be",
@@ -134,6 +136,10 @@ def run(words: Sequence[str], out: TextIO) -> int:
             from .stop import stop
 
             return stop(settings_of(arguments), out, force=arguments.force)
+        case "doctor":
+            from .doctor import doctor
+
+            return doctor(settings_of(arguments), out, as_json=arguments.json)
         case "scale" | "drain" | "update":
             return _control(arguments, out)
         case "keys":
@@ -231,6 +237,13 @@ def _serve_arguments(parser: Parser) -> None:
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, one section per room")
     parser.add_argument("--detach", action="store_true", help="run in the background; return when it is ready")
     parser.add_argument("--background", action="store_true", help=argparse.SUPPRESS)
+    _all_settings(parser)
+
+
+def _doctor_arguments(parser: Parser) -> None:
+    parser.add_argument("model_argument", metavar="MODEL", nargs="?", help="that is to be served")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings")
+    parser.add_argument("--json", action="store_true", help="print a list of findings, for programs")
     _all_settings(parser)
 
 

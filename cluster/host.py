@@ -1,0 +1,110 @@
+"""What this machine is like: versions, devices, memory, disks, limits and clock, as plain values for `homing doctor`.
+
+Looks and judges nothing (doctor.py does); what cannot be found out is None.
+"""
+
+import ctypes
+import os
+import resource
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+#: Without one of these nothing is served.
+PACKAGES = ("ray", "torch", "transformers", "tokenizers", "safetensors", "pyzmq", "msgspec", "xxhash", "httptools")
+#: Larger than the kernel's `struct timex` on every platform.
+TIMEX_BYTES = 512
+CLOCK_UNSYNCHRONIZED = 5
+
+
+@dataclass(slots=True, frozen=True)
+class Disk:
+    """A folder's file system."""
+
+    use: str  #: what is kept there
+    folder: str
+    free_bytes: int
+
+
+@dataclass(slots=True, frozen=True)
+class Host:
+    """One machine."""
+
+    python: tuple[int, int]
+    packages: Mapping[str, str | None]  #: version by name; None: not installed
+    cores: int
+    memory_bytes: int  #: available
+    gpus_seen: int  #: by the driver's own tool
+    gpus_usable: int  #: by torch
+    disks: tuple[Disk, ...]
+    shared_memory_bytes: int | None  #: size of /dev/shm
+    open_files: int  #: soft limit
+    clock_synchronized: bool | None
+    token_mode: int | None  #: permissions of Ray's token file; None: there is none
+
+
+def look(disks: Mapping[str, Path]) -> Host:
+    """This machine; `disks` are folders by what they are used for."""
+    token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    return Host(
+        python=sys.version_info[:2],
+        packages={name: _version(name) for name in PACKAGES},
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_bytes=psutil.virtual_memory().available,
+        gpus_seen=_gpus_seen(),
+        gpus_usable=_gpus_usable(),
+        disks=tuple(Disk(use, str(folder), _free(folder)) for use, folder in disks.items()),
+        shared_memory_bytes=_shared_memory(Path("/dev/shm")),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        clock_synchronized=_clock_synchronized(),
+        token_mode=stat.S_IMODE(token.stat().st_mode) if token.is_file() else None,
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _gpus_seen() -> int:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 0
+    listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False)
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+def _gpus_usable() -> int:
+    try:
+        import torch
+    except ImportError:
+        return 0
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _free(folder: Path) -> int:
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _shared_memory(folder: Path) -> int | None:
+    return shutil.disk_usage(folder).total if folder.is_dir() else None
+
+
+def _clock_synchronized() -> bool | None:
+    """What the kernel says; None where it cannot be asked."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "adjtimex"):
+        return None
+    state: int = libc.adjtimex(ctypes.create_string_buffer(TIMEX_BYTES))  # all zero: change nothing
+    return None if state < 0 else state != CLOCK_UNSYNCHRONIZED
