@@ -70,10 +70,11 @@ class FakeStream:
 
     def cancel(self) -> None:
         self.cancelled.set()
+        self._sink = None
 
     def end(self, error: RouterError) -> None:
         """Break it, unless it is over."""
-        if self._sink is not None and not self.cancelled.is_set():
+        if self._sink is not None:
             self._sink.failed(error)
 
     def _play(self, sink: TokenSink) -> None:
