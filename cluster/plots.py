@@ -2,7 +2,8 @@
 
 Knows no analysis and no simulation: they say what is to be drawn. Drawing is matplotlib's, which the extra `plot`
 brings; without it everything but `write_plot` works. Colours are those of Okabe and Ito, which colour-blind readers
-tell apart; each line has a marker and each bar a hatch of its own as well, so that a grey print can be read, too.
+tell apart, and four more for crowded charts; each has a marker of its own as well, so that a grey print can be read,
+too. Numbers that differ by orders of magnitude are points on a log axis: the length of a bar would mean nothing there.
 """
 
 import html
@@ -19,11 +20,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg", ".html")
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++")
+COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+    "#882255",
+    "#332288",
+    "#999933",
+    "#888888",
+)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "p")
 MARKERS_PER_LINE = 8
 CHART_INCHES = (9.0, 5.0)
+#: Of a chart of points, above what its rows take.
+POINTS_INCHES, ROW_INCHES = 1.6, 0.34
 DOTS_PER_INCH = 120
 #: Text stays text in SVG (small, searchable), and two runs over one log give the same bytes.
 STYLE: Any = {
@@ -79,31 +93,28 @@ class LineChart:
     lines: Sequence[Line]
     marks: Sequence[Mark] = ()
     log_x: bool = False
-    log_y: bool = False
     percent: bool = False
 
 
 @dataclass(slots=True, frozen=True)
-class Bars:
-    """One bar in each group of a bar chart."""
+class Points:
+    """One point in each row of a chart of points."""
 
     name: str
     values: Sequence[float]
 
 
 @dataclass(slots=True, frozen=True)
-class BarChart:
-    """Groups of bars side by side, a group for each word of `groups`."""
+class PointChart:
+    """A row for each word of `rows`, the first on top, with its points on one log axis."""
 
     title: str
-    y_label: str
-    groups: Sequence[str]
-    bars: Sequence[Bars]
-    log_y: bool = False
-    percent: bool = False
+    x_label: str
+    rows: Sequence[str]
+    points: Sequence[Points]
 
 
-Chart = LineChart | BarChart
+Chart = LineChart | PointChart
 
 
 @dataclass(slots=True, frozen=True)
@@ -154,14 +165,19 @@ def _drawn(charts: Sequence[Chart], title: str, form: str) -> bytes:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    width, height = CHART_INCHES
+    heights = [_height(chart) for chart in charts]
     with rc_context(STYLE):
-        figure = Figure(figsize=(width, height * len(charts)), dpi=DOTS_PER_INCH, layout="constrained")
+        figure = Figure(figsize=(CHART_INCHES[0], sum(heights)), dpi=DOTS_PER_INCH, layout="constrained")
         if title and len(charts) > 1:
             figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
-        for place, chart in enumerate(charts, 1):
-            _draw(figure.add_subplot(len(charts), 1, place), chart)
+        grid = figure.add_gridspec(len(charts), 1, height_ratios=heights)
+        for place, chart in enumerate(charts):
+            _draw(figure.add_subplot(grid[place]), chart)
         return _saved(figure, form)
+
+
+def _height(chart: Chart) -> float:
+    return CHART_INCHES[1] if isinstance(chart, LineChart) else POINTS_INCHES + ROW_INCHES * len(chart.rows)
 
 
 def _saved(figure: "Figure", form: str) -> bytes:
@@ -172,15 +188,11 @@ def _saved(figure: "Figure", form: str) -> bytes:
 
 def _draw(axes: "Axes", chart: Chart) -> None:
     axes.set_title(chart.title)
-    axes.set_ylabel(chart.y_label)
+    axes.set_xlabel(chart.x_label)
     if isinstance(chart, LineChart):
         _draw_lines(axes, chart)
     else:
-        _draw_bars(axes, chart)
-    if chart.log_y:
-        axes.set_yscale("log")
-    if chart.percent:
-        _percent(axes, [value for each in _values(chart) for value in each])
+        _draw_points(axes, chart)
     handles, _ = axes.get_legend_handles_labels()
     if len(handles) > 1:
         # Outside: curves that rise and curves that fall leave no corner free that always is.
@@ -188,11 +200,11 @@ def _draw(axes: "Axes", chart: Chart) -> None:
 
 
 def _draw_lines(axes: "Axes", chart: LineChart) -> None:
-    axes.set_xlabel(chart.x_label)
+    axes.set_ylabel(chart.y_label)
     if chart.log_x:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(_short_number)
-        axes.xaxis.set_minor_formatter("")
+        _log_x(axes)
+    if chart.percent:
+        _percent(axes, [value for line in chart.lines for value in line.y])
     for place, line in enumerate(chart.lines):
         family = place if line.family is None else line.family
         axes.plot(
@@ -228,19 +240,34 @@ def _label_mark(axes: "Axes", mark: Mark, place: int) -> None:
     )
 
 
-def _draw_bars(axes: "Axes", chart: BarChart) -> None:
-    width = 0.8 / max(1, len(chart.bars))
-    middles = range(len(chart.groups))
-    for place, bars in enumerate(chart.bars):
-        left = [middle - 0.4 + width * (place + 0.5) for middle in middles]
-        colour, hatch = COLOURS[place % len(COLOURS)], HATCHES[place % len(HATCHES)]
-        axes.bar(left, bars.values, width, label=bars.name, color=colour, hatch=hatch, edgecolor="white")
-    axes.set_xticks(list(middles), list(chart.groups))
-    axes.grid(axis="x", visible=False)
+def _draw_points(axes: "Axes", chart: PointChart) -> None:
+    _log_x(axes)
+    rows = range(len(chart.rows))
+    spans = [[points.values[row] for points in chart.points] for row in rows]
+    axes.hlines(list(rows), [min(span) for span in spans], [max(span) for span in spans], color="#bbbbbb", linewidth=2)
+    for place, points in enumerate(chart.points):
+        colour, marker = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
+        axes.plot(points.values, list(rows), label=points.name, color=colour, marker=marker, linestyle="")
+        for row, value in zip(rows, points.values, strict=True):
+            axes.annotate(
+                f"{value:#.2g}" if value < 10 else f"{value:.0f}",
+                xy=(value, row),
+                xytext=(0, 5),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+                color=colour,
+            )
+    axes.set_yticks(list(rows), list(chart.rows))
+    axes.set_ylim(len(chart.rows) - 0.5, -0.7)
+    axes.grid(axis="y", visible=False)
 
 
-def _values(chart: Chart) -> list[Sequence[float]]:
-    return [line.y for line in chart.lines] if isinstance(chart, LineChart) else [bars.values for bars in chart.bars]
+def _log_x(axes: "Axes") -> None:
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(_short_number)
+    axes.xaxis.set_minor_formatter("")
+    axes.grid(axis="x", which="minor", linewidth=0.4)
 
 
 def _percent(axes: "Axes", values: Sequence[float]) -> None:

@@ -45,7 +45,7 @@ from .analyze.trace import format_of, write_trace
 from .client import cluster_url, get_json
 from .config import Settings
 from .errors import SettingsError
-from .plots import BarChart, Bars, Line, LineChart, Mark, Page, Table, check_plot_path, write_plot
+from .plots import Line, LineChart, Mark, Page, PointChart, Points, Table, check_plot_path, write_plot
 
 #: Ours, what it must not lose to, the peers that do best somewhere, and the bound.
 DEFAULT_POLICIES = "expected-ttft,least-loaded,sglang,dynamo,dynamo-scale8,dynamo-credit4,llm-d,hash,rr,oracle"
@@ -178,15 +178,14 @@ def page(outcome: Outcome) -> Page:
     return Page(
         title="homing simulate",
         charts=[
-            BarChart(
+            PointChart(
                 "Time to first token",
                 "seconds",
                 [result.policy for result in results],
                 [
-                    Bars("mean", [result.ttft_mean_s for result in results]),
-                    Bars("p99", [result.ttft_p99_s for result in results]),
+                    Points("mean", [result.ttft_mean_s for result in results]),
+                    Points("p99", [result.ttft_p99_s for result in results]),
                 ],
-                log_y=True,
             ),
             LineChart(
                 "Requests answered within",
@@ -198,7 +197,7 @@ def page(outcome: Outcome) -> Page:
             ),
             LineChart(
                 "Prompt tokens from a cache",
-                "seconds",
+                "seconds since the start",
                 "share",
                 lines([result.hits_over_time for result in results]),
                 marks,

@@ -93,6 +93,9 @@ class Delivery(Protocol):
     def follow(self, listener: Listener, replica: SimulatedReplica) -> None:
         """A router begins to follow a replica, or begins anew, knowing nothing."""
 
+    def follow_on(self, listener: Listener, replica: SimulatedReplica) -> None:
+        """A router goes on listening at an address where another engine is now, and does not notice."""
+
     def forget(self, replica: str) -> None:
         """A replica is gone; what is still on its way from it does not arrive."""
 
@@ -132,7 +135,11 @@ class Direct:
         steering.reset(name, wire_hashes(held))
         steering.live(name, True)
         steering.report(name, replica.report(self._agenda.now), self._agenda.now)
-        self._followers.setdefault(name, {})[listener.name] = _Follower(listener, self._told)
+        self.follow_on(listener, replica)
+
+    def follow_on(self, listener: Listener, replica: SimulatedReplica) -> None:
+        """See Delivery."""
+        self._followers.setdefault(replica.replica_id, {})[listener.name] = _Follower(listener, self._told)
 
     def forget(self, replica: str) -> None:
         """See Delivery."""
@@ -224,7 +231,11 @@ class Streamed:
         steering, name = listener.steering, replica.replica_id
         steering.join(describe(name, replica.epoch, replica.limits, replica.rates), self._agenda.now)
         steering.live(name, False)
-        publisher = self._publishers.get(name) or self._publish(replica)
+        self.follow_on(listener, replica)
+
+    def follow_on(self, listener: Listener, replica: SimulatedReplica) -> None:
+        """See Delivery. This stream tells every router what the engine holds."""
+        publisher = self._publishers.get(replica.replica_id) or self._publish(replica)
         self._retire(publisher.links.get(listener.name))
         link = publisher.links[listener.name] = _Link(listener)
         self._run(publisher, link, link.subscription.start())

@@ -9,6 +9,7 @@ class Cluster(Protocol):
 
     def join(self, name: str) -> None: ...
     def kill(self, name: str) -> None: ...
+    def restart_engine(self, name: str) -> None: ...
     def restart_router(self, number: int) -> None: ...
 
 
@@ -41,6 +42,17 @@ class ReplicaAdded:
 
     def strike(self, cluster: Cluster) -> None:
         cluster.join(self.replica)
+
+
+@dataclass(slots=True, frozen=True)
+class EngineRestarted:
+    """A replica's engine starts anew behind the same address: empty, with its events numbered from 0 again."""
+
+    at_s: float
+    replica: str
+
+    def strike(self, cluster: Cluster) -> None:
+        cluster.restart_engine(self.replica)
 
 
 @dataclass(slots=True, frozen=True)

@@ -34,6 +34,9 @@ class Peer:
     def leave(self, replica: str) -> None:
         del self._in_flight[replica]
 
+    def restarted(self, replica: str) -> bool:  # noqa: ARG002
+        return False
+
     def place(self, request_id: int, arrival: Arrival, generated: int, now: float) -> Placed | None:
         if not self._in_flight:
             return None
@@ -225,6 +228,8 @@ class Dynamo(Peer):
         self._partial: dict[str, int] = {}  # requests whose last, partial block is active
         self._blocks: dict[int, tuple[int, ...]] = {}
         self._overlaps: dict[str, int] = {}
+        self._heard: dict[str, int] = {}  # number of the next change, as the stream counts
+        self._watermark: dict[str, int] = {}  # changes numbered below this were had before
 
     def join(self, description: ReplicaDescription, now: float) -> None:
         super().join(description, now)
@@ -232,11 +237,18 @@ class Dynamo(Peer):
         self._index.join(replica, description.num_blocks, closed=True)
         self._prefill[replica], self._prefill_tokens[replica] = {}, 0
         self._active[replica], self._partial[replica] = {}, 0
+        self._heard[replica] = self._watermark[replica] = 0
+
+    def restarted(self, replica: str) -> bool:
+        """Measured on 1.6.1: what was indexed stays, and events count only when their numbers pass the old ones."""
+        self._watermark[replica] = max(self._heard[replica], self._watermark[replica])
+        self._heard[replica] = 0
+        return False
 
     def leave(self, replica: str) -> None:
         super().leave(replica)
         self._index.leave(replica)
-        for books in (self._prefill, self._prefill_tokens, self._active, self._partial):
+        for books in (self._prefill, self._prefill_tokens, self._active, self._partial, self._heard, self._watermark):
             del books[replica]
 
     def choose(self, arrival: Arrival, now: float) -> str:  # noqa: ARG002
@@ -281,10 +293,16 @@ class Dynamo(Peer):
         self._partial[replica] -= 1
 
     def stored(self, replica: str, blocks: Sequence[int]) -> None:
-        self._index.add(replica, blocks)
+        if self._is_new(replica):
+            self._index.add(replica, blocks)
 
     def removed(self, replica: str, blocks: Sequence[int]) -> None:
-        self._index.remove(replica, blocks)
+        if self._is_new(replica):
+            self._index.remove(replica, blocks)
+
+    def _is_new(self, replica: str) -> bool:
+        self._heard[replica] += 1
+        return self._heard[replica] > self._watermark[replica]
 
     def reset(self, replica: str, blocks: Sequence[int]) -> None:
         self._index.reset(replica, blocks)
@@ -334,6 +352,9 @@ class Llmd(Peer):
         self._index.leave(replica)
         self._speculative.leave(replica)
         del self._queue[replica], self._used[replica]
+
+    def restarted(self, replica: str) -> bool:  # noqa: ARG002
+        return True  # not known; taken kindly
 
     def choose(self, arrival: Arrival, now: float) -> str:
         self._speculative.expire(now)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from .delivery import Channel
 from .errors import SimulationError
-from .faults import Fault, ReplicaAdded, ReplicaLost, RouterRestarted
+from .faults import EngineRestarted, Fault, ReplicaAdded, ReplicaLost, RouterRestarted
 from .models import MockerModel, ReplicaModel
 from .replica import ReplicaLimits
 from .runs import MeterMaker, Setup, capacity_per_s
@@ -70,6 +70,12 @@ SCENARIOS = {
             about="a replica dies halfway and is back, empty, a fiftieth of the span later",
             arrivals=_chats,
             faults=(ReplicaLost(0.5, "r0"), ReplicaAdded(0.52, "r0")),
+        ),
+        Scenario(
+            name="engine-restart",
+            about="four of eight engines start anew behind their addresses, one after the other, with empty caches",
+            arrivals=_chats,
+            faults=tuple(EngineRestarted(0.4 + 0.05 * number, f"r{number}") for number in range(4)),
         ),
         Scenario(
             name="replica-added",

@@ -96,28 +96,34 @@ class Simulation:
 
     def join(self, name: str) -> None:
         """A replica starts, empty; routers follow it from its first event on."""
-        epoch = self._epochs[name] = self._epochs.get(name, 0) + 1
-        replica = self._make_replica(name, epoch)
-        self.replicas[name] = replica
-        self._truth.join(name, replica.limits.blocks, closed=True)
+        replica = self._put_up(name)
         for router in self._routers:
             self.delivery.follow(router, replica)
             self._pump(router)
 
     def kill(self, name: str) -> None:
         """A replica dies; its requests go on elsewhere."""
-        replica = self.replicas.pop(name)
-        self.retired.append(replica)
-        self._truth.leave(name)
-        self.delivery.forget(name)
-        lost = replica.lose_all()
+        lost = self._take_down(name)
         for router in self._routers:
             router.steering.leave(name)
-            mine = [self._again(work) for work in lost if work.router == router.name]
-            router.waiting.extendleft(reversed(mine))
-            self.tally.moved += len(mine)
+            self._requeue(router, lost)
+        self._pump_all()
+
+    def restart_engine(self, name: str) -> None:
+        """A replica's engine starts anew where it was; its requests go on, there or elsewhere."""
+        lost = self._take_down(name)
+        replica = self._put_up(name)
         for router in self._routers:
-            self._pump(router)
+            for work in lost:
+                if work.router == router.name:
+                    router.steering.ended(name, work.request_id)
+            if router.steering.restarted(name):
+                router.steering.leave(name)
+                self.delivery.follow(router, replica)
+            else:
+                self.delivery.follow_on(router, replica)
+            self._requeue(router, lost)
+        self._pump_all()
 
     def restart_router(self, number: int) -> None:
         """A router loses all it knew. Ours gets every replica's snapshot; a peer starts with nothing."""
@@ -126,6 +132,29 @@ class Simulation:
         for replica in self.replicas.values():
             self.delivery.follow(router, replica)
         self._pump(router)
+
+    def _put_up(self, name: str) -> SimulatedReplica:
+        epoch = self._epochs[name] = self._epochs.get(name, 0) + 1
+        replica = self.replicas[name] = self._make_replica(name, epoch)
+        self._truth.join(name, replica.limits.blocks, closed=True)
+        return replica
+
+    def _take_down(self, name: str) -> list[Work]:
+        replica = self.replicas.pop(name)
+        self.retired.append(replica)
+        self._truth.leave(name)
+        self.delivery.forget(name)
+        return replica.lose_all()
+
+    def _requeue(self, router: _Router, lost: Sequence[Work]) -> None:
+        """Before all that came later."""
+        mine = [self._again(work) for work in lost if work.router == router.name]
+        router.waiting.extendleft(reversed(mine))
+        self.tally.moved += len(mine)
+
+    def _pump_all(self) -> None:
+        for router in self._routers:
+            self._pump(router)
 
     # The loop
 

@@ -48,6 +48,9 @@ class Steering(Protocol):
     def leave(self, replica: str) -> None:
         """A replica is gone, with its requests."""
 
+    def restarted(self, replica: str) -> bool:
+        """Its engine started anew behind the same address. Whether this router notices: then it leaves, and joins."""
+
     def place(self, request_id: int, arrival: Arrival, generated: int, now: float) -> Placed | None:
         """Choose a replica and book the request there; None: hold it until something changes."""
 
@@ -110,6 +113,9 @@ class Homing:
 
     def leave(self, replica: str) -> None:
         self.placement.leave(replica)
+
+    def restarted(self, replica: str) -> bool:  # noqa: ARG002
+        return True  # by the epoch in whatever it sends
 
     def place(self, request_id: int, arrival: Arrival, generated: int, now: float) -> Placed | None:
         placement = self.placement

@@ -16,7 +16,7 @@ from homing.replica.rates import Rates
 from homing.router.simulate import ReplicaLimits, SimulatedReplica, SimulationError, run, simulation_of
 from homing.router.simulate.agenda import Agenda
 from homing.router.simulate.delivery import Channel, Listener, delivery_of
-from homing.router.simulate.faults import ReplicaAdded, ReplicaLost, RouterRestarted
+from homing.router.simulate.faults import EngineRestarted, ReplicaAdded, ReplicaLost, RouterRestarted
 from homing.router.simulate.steering import Homing, Placed
 from homing.router.simulate.workload import Arrival, Chats, compress, conversations
 
@@ -167,7 +167,7 @@ def chats() -> list[Arrival]:
 
 def test_after_quiet_every_router_knows_every_cache_exactly() -> None:
     """Production's placement behind production's stream, with losses, late answers, restarts and evictions."""
-    faults = (ReplicaLost(30.0, "r1"), ReplicaAdded(35.0, "r1"), RouterRestarted(50.0))
+    faults = (ReplicaLost(30.0, "r1"), ReplicaAdded(35.0, "r1"), EngineRestarted(40.0, "r0"), RouterRestarted(50.0))
     simulation = simulation_of(setup_of(replicas=3, routers=2, blocks=60, channel=LOSSY))
     for _ in simulation.run(chats(), faults):
         pass

@@ -150,6 +150,21 @@ def test_dynamo_clears_prefill_at_the_first_token_and_blocks_at_the_last() -> No
     assert made._partial[replica] == 0
 
 
+def test_dynamo_keeps_what_an_engine_had_before_it_started_anew() -> None:
+    """As measured: its events' numbers begin at 0 again, and are taken for old ones until they have caught up."""
+    made = peer("dynamo")
+    assert isinstance(made, Dynamo)
+    made.stored("r0", range(3))
+    made.stored("r0", range(3, 5))
+
+    noticed = made.restarted("r0")
+    for block in (10, 11, 12):
+        made.stored("r0", [block])
+
+    assert not noticed
+    assert [block for block in range(20) if made._index.holds("r0", block)] == [0, 1, 2, 3, 4, 12]
+
+
 def test_llmd_weighs_the_held_share_against_queue_and_memory() -> None:
     """r0 holds all (3), has the longest queue (0), and half its memory free (1): 4.0; r1 has 0 + 2 + 1.98."""
     made = peer("llm-d")

@@ -16,7 +16,7 @@ from homing.router.simulate import (
     simulation_of,
 )
 from homing.router.simulate.delivery import Channel
-from homing.router.simulate.faults import Fault, ReplicaAdded, ReplicaLost, RouterRestarted
+from homing.router.simulate.faults import EngineRestarted, Fault, ReplicaAdded, ReplicaLost, RouterRestarted
 from homing.router.simulate.workload import Arrival, Chats, Siblings, compress, conversations, siblings
 
 from .fakes import MODEL, arrival, setup_of
@@ -51,7 +51,13 @@ def test_a_run_is_determined_by_its_seed(policy: str) -> None:
 @pytest.mark.parametrize("policy", [name for name in policy_names() if name != ORACLE])
 def test_no_request_is_lost_with_its_replica_or_router(policy: str) -> None:
     """Requests of a lost replica go on elsewhere; a router that starts anew finishes what the old one began."""
-    faults = (ReplicaLost(60.0, "r1"), RouterRestarted(65.0), ReplicaAdded(70.0, "r1"), ReplicaAdded(80.0, "r9"))
+    faults = (
+        ReplicaLost(60.0, "r1"),
+        RouterRestarted(65.0),
+        ReplicaAdded(70.0, "r1"),
+        ReplicaAdded(80.0, "r9"),
+        EngineRestarted(90.0, "r0"),
+    )
 
     result = result_of(policy, chats(3.0), faults, replicas=3, routers=2, channel=Channel(delay_s=0.05))
 
