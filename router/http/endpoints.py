@@ -1,5 +1,6 @@
 """The endpoints: each reads a body, asks front or backend, and answers. No decision of routing or text is here."""
 
+from codecs import BOM_UTF8
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -41,6 +42,8 @@ def decode(data: bytes, decoder: "msgspec.json.Decoder[Decoded]") -> Decoded:
         check_json(data)  # a wrong field may stand before the place where the JSON breaks
         raise from_msgspec(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if data.startswith(BOM_UTF8):  # clients on Windows write it; RFC 8259 lets readers pass over it
+            return decode(data.removeprefix(BOM_UTF8), decoder)
         raise InvalidJson(f"the body is not valid JSON: {error}") from error
 
 

@@ -128,3 +128,14 @@ def test_a_file_is_read_and_named_when_wrong(tmp_path: Path):
     path.write_text("keys: [1]")
     with pytest.raises(KeysFileInvalid, match=r"keys.yaml: keys\[0\]"):
         read_tenants(str(path))
+
+
+def test_a_digest_that_only_begins_like_a_known_one_is_unknown() -> None:
+    """Keys are found by the first bytes and compared whole, in constant time: the way there must not let anybody in."""
+    digest = sha256(b"secret").hexdigest()
+    tenants = tenants_of(
+        {"keys": [{"key_sha256": digest[:-2] + ("00" if digest[-2:] != "00" else "01"), "tenant": "a"}]}
+    )
+
+    with pytest.raises(UnknownKey):
+        tenants.of("Bearer secret")

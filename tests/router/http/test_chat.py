@@ -10,6 +10,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from homing.kvcache.hashing import token_array
 from homing.router.errors import ReplicaLost
+from homing.router.http import schema, validate
+from homing.router.http.front import Front
 from homing.router.text.template import Chat
 from homing.router.text.tokenizer import TextModel
 
@@ -167,6 +169,7 @@ async def test_parameters_reach_the_replica(client: httpx.AsyncClient, backend: 
     given |= {"repetition_penalty": 1.1, "min_tokens": 2, "stop_token_ids": [9], "ignore_eos": True, "seed": -1}
     body = given | {"messages": MESSAGES, "logit_bias": {"5": -100}, "n": None, "stop": None, "user": "u"}
 
+    body |= {"response_format": {"type": "text"}}
     response = await client.post(CHAT, json=body | {"priority": 3, "reasoning_effort": "low", "service_tier": "auto"})
 
     assert response.status_code == 200
@@ -244,3 +247,31 @@ async def test_tool_calls_of_earlier_turns_reach_the_template_as_objects(client,
 
     assert (good.status_code, bad.status_code) == (200, 400)
     assert bad.json()["error"]["param"] == "messages[1].tool_calls"
+
+
+def test_tools_are_given_to_the_template():
+    """What a template makes of them is its own affair: the demo model's leaves them out."""
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    body = schema.CHAT.decode(json.dumps({"messages": MESSAGES, "tools": tools}))
+
+    assert validate.chat(body).tools == tools
+
+
+async def test_a_timeout_is_the_requests_deadline(client: httpx.AsyncClient, backend: FakeBackend, front: Front):
+    """Counted from its arrival; one that is longer than the setting's does not prolong it."""
+    limit_s = front.settings.request_timeout_s
+    for timeout_s in (limit_s / 2, None, 2 * limit_s):
+        await client.post(CHAT, json={"messages": MESSAGES, "timeout": timeout_s})
+
+    short, usual, long = (request.deadline or 0.0 for request in backend.requests)
+    assert short < usual - limit_s / 4
+    assert usual <= long < usual + limit_s / 4
+
+
+async def test_a_body_may_begin_with_a_byte_order_mark(client: httpx.AsyncClient):
+    """Windows' tools write one in front of UTF-8; behind it the same is refused as ever."""
+    bodies = [b'{"messages": [{"role": "user", "content": "hi"}]}', b'{"messages": []}', b"{", b""]
+    answers = [await client.post(CHAT, content=b"\xef\xbb\xbf" + body) for body in bodies]
+
+    assert [answer.status_code for answer in answers] == [200, 400, 400, 400]
+    assert answers[1].json()["error"]["param"] == "messages"
