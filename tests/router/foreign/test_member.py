@@ -253,6 +253,22 @@ async def test_a_refusal_of_the_request_itself_is_the_callers(pair: Cluster) -> 
     assert sum(len(engine.bodies) for engine in pair.engines.values()) == 1
 
 
+async def test_mistakes_of_callers_are_nothing_against_an_engine(pair: Cluster) -> None:
+    """A breaker that counts them would take every engine from everybody, as sglang-router's does for a minute."""
+    for engine in pair.engines.values():
+        engine.behaves.refusal = (400, "top_p must be in (0, 1]")
+    for seed in range(60):
+        with pytest.raises(InvalidGeneration):
+            await pair.ask([seed, *PROMPT], seed=seed)
+    for engine in pair.engines.values():
+        engine.behaves.refusal = None
+
+    for seed in range(10):
+        _, deltas = await pair.ask([seed, *PROMPT], seed=seed)
+        assert tokens(deltas) == answer([seed, *PROMPT], seed, 8)
+    assert {pair.replica(name).state for name in pair.engines} == {"serving"}
+
+
 async def test_an_engine_in_trouble_passes_the_request_on(pair: Cluster) -> None:
     """503 of one engine is nothing that a client should see while another one works."""
     pair.engines["b0"].behaves.refusal = (503, "out of service")
