@@ -119,8 +119,10 @@ class PrefixIndex:
     def match(self, hashes: Sequence[int]) -> dict[str, int]:
         """Each replica's longest held prefix of `hashes`, in blocks."""
         holding = self._holders.get(hashes[0], 0) if hashes else 0
+        if not holding:
+            return dict.fromkeys(self._bits, 0)
         closed = holding & self._closed
-        if min(holding.bit_count(), len(hashes)) > PROBES and self._crowded(hashes, holding):
+        if closed.bit_count() > PROBES and len(hashes) > PROBES and self._crowded(hashes, closed):
             closed = 0
         ends = [(0, self._known ^ holding)]
         if closed:
