@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from ..e2e.nodes import below, start
 from .client import fetch
 from .shapes import Cluster, Shape
 from .tunnel import Fate, Weather, weather_of
@@ -52,15 +53,16 @@ async def kill_rank(cluster: Cluster, draw: float, *, rank: int) -> AsyncIterato
 
 
 @contextlib.asynccontextmanager
-async def freeze(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
-    """SIGSTOP to all processes of a replica, then SIGCONT."""
+async def freeze(cluster: Cluster, draw: float, *, first_rank: int = 0) -> AsyncIterator[Victim]:
+    """SIGSTOP to the processes of a replica, from a rank on, then SIGCONT."""
     replica = await cluster.victim(draw)
-    for pid in replica["pids"]:
+    pids = replica["pids"][first_rank:]
+    for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
         yield Victim(replica["replica_id"], replica["epoch"])
     finally:
-        for pid in replica["pids"]:
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
@@ -138,6 +140,29 @@ async def befall(cluster: Cluster, draw: float, *, fate: Fate) -> AsyncIterator[
             tunnel.weather = Weather()
 
 
+@contextlib.asynccontextmanager
+async def restart_engine(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
+    """An engine that is not ours dies, and comes back on the same addresses with an empty cache and numbers from 0."""
+    loop, number = cluster.engine_loop, int(draw * len(cluster.engines))
+    assert loop is not None, "a cluster without engines"
+    engine, replica = cluster.engines[number], (await cluster.view())["replicas"][number]
+    await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(engine.stop(), loop))
+    yield Victim(replica["replica_id"], replica["epoch"])
+    await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(engine.start(), loop))
+
+
+@contextlib.asynccontextmanager
+async def kill_raylet(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
+    """SIGKILL to the raylet of the second node; a third one joins when the fault is over."""
+    assert cluster.nodes is not None, "a cluster without nodes"
+    family = below(cluster.nodes.processes[-1])
+    pids = {process.pid for process in family}
+    victim = next(each for each in (await cluster.view())["replicas"] if pids & set(each["pids"]))
+    next(process for process in family if process.name() == "raylet").kill()
+    yield Victim(victim["replica_id"], victim["epoch"])
+    start(cluster.nodes, f"--address={cluster.nodes.address}")
+
+
 def _with_rank(rank: int) -> Inject:
     return lambda cluster, draw: kill_rank(cluster, draw, rank=rank)
 
@@ -158,6 +183,9 @@ FAULTS: dict[str, Fault] = {
     "full-disk": Fault(full_disk, "pair", 3.0),
     "overload": Fault(_with_times(10), "pair", 0.0),
     "kill-rank-1": Fault(_with_rank(1), "ranks", 0.0),
+    "freeze-rank-1": Fault(lambda cluster, draw: freeze(cluster, draw, first_rank=1), "ranks", 10.0),
+    "kill-raylet": Fault(kill_raylet, "nodes", 1.0),
+    "restart-engine": Fault(restart_engine, "backends", 1.0),
     "kill-router": Fault(kill_router, "routers", 0.0),
     "events-cut": Fault(_with_fate("cut"), "tunnels", 3.0),
     "events-late": Fault(_with_fate("delay"), "tunnels", 5.0),

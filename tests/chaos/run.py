@@ -109,14 +109,14 @@ def one_cluster(shape: Shape, seed: int, wanted: Iterable[Strike], *, soaking: b
     print(f"{shape}: starting", flush=True)
     with tempfile.TemporaryDirectory(prefix="chaos-") as state:
         with cluster(shape, Path(state)) as target:
-            family, folder = target.serving.family(), Path(target.serving.note()["run_dir"])
+            family, folder = target.serving.family(), target.serving.note()["run_dir"]
             findings = asyncio.run(rounds(target, make_plan(seed), wanted, Random(seed)))
             family += target.serving.family()
         if not soaking:
             findings.slopes.clear()
         findings.left += [f"process {each.pid} is left" for each in wait_gone(family, GONE_S)]
         findings.left += [f"{name} is left in shared memory" for name in shared_memory(family)]
-        findings.left += [f"{folder} is left"] if folder.exists() else []
+        findings.left += [f"{folder} is left"] if folder and Path(folder).exists() else []
     return findings
 
 

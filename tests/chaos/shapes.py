@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
@@ -11,12 +12,14 @@ from typing import Any, Literal
 
 import psutil
 
+from ..e2e.nodes import Nodes, two_nodes
 from ..e2e.running import Serving, serving
+from ..router.foreign.fakes import FakeEngine, backend_flags, demo_engine, engines_in_a_thread
 from .client import Load, fetch
 from .log import Books, Census, Sighting
 from .tunnel import Fate, Tunnel
 
-Shape = Literal["pair", "ranks", "routers", "tunnels", "tiny"]
+Shape = Literal["pair", "ranks", "routers", "tunnels", "tiny", "nodes", "backends"]
 
 REPLICAS = 2
 FLAGS: dict[Shape, tuple[str, ...]] = {
@@ -25,7 +28,11 @@ FLAGS: dict[Shape, tuple[str, ...]] = {
     "routers": ("--routers", "2"),
     "tunnels": (),
     "tiny": ("--num-kv-blocks", "64"),
+    "nodes": (),
+    "backends": (),
 }
+#: A token of an engine that is not ours, so that streams last.
+FOREIGN_TOKEN_S = 0.005
 #: What a fault may take to be over: a rebuild takes seconds, on a busy machine many.
 PATIENCE_S = 120.0
 POLL_S = 0.025
@@ -42,6 +49,9 @@ class Cluster:
     load: Load | None = None
     tunnels: dict[str, list[Tunnel]] = field(default_factory=dict)  #: by replica
     tunnel_paths: dict[str, list[str]] = field(default_factory=dict)
+    nodes: Nodes | None = None
+    engines: tuple[FakeEngine, ...] = ()
+    engine_loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def url(self) -> str:
@@ -73,10 +83,14 @@ class Cluster:
         return next(url for url in self.urls() if int(url.rpartition(":")[2]) in ports)
 
     async def books(self) -> list[Books]:
-        """Where blocks are, when nothing runs."""
+        """Where blocks are, when nothing runs. An engine that is not ours does not tell: its fake is asked."""
+        replicas = (await self.view())["replicas"]
+        if self.engines:
+            truth = {f"b{number}": len(engine.cached) for number, engine in enumerate(self.engines)}
+            return [Books(r["replica_id"], 0, 1, truth[r["replica_id"]], r["indexed_blocks"]) for r in replicas]
         return [
             Books(r["replica_id"], r["free_blocks"], r["num_blocks"], r["cached_free_blocks"], r["indexed_blocks"])
-            for r in (await self.view())["replicas"]
+            for r in replicas
         ]
 
     def census(self) -> list[Census]:
@@ -148,11 +162,41 @@ async def wait_for(holds: Callable[[], Awaitable[bool]], what: str) -> None:
 
 @contextlib.contextmanager
 def cluster(shape: Shape, state: Path) -> Iterator[Cluster]:
-    """Two replicas of the demo model in this shape, until the block ends."""
-    with serving(
-        state, "--replicas", str(REPLICAS), "--access-log", str(state / "access.log"), *FLAGS[shape]
-    ) as running:
-        yield Cluster(running, shape)
+    """Two replicas in this shape, until the block ends."""
+    with contextlib.ExitStack() as stack:
+        flags = ["--access-log", str(state / "access.log"), *FLAGS[shape]]
+        nodes = stack.enter_context(_joinable()) if shape == "nodes" else None
+        engines, loop = stack.enter_context(_engines()) if shape == "backends" else ((), None)
+        if engines:
+            flags += backend_flags(*engines)
+        else:
+            flags += ["--replicas", str(REPLICAS)]
+        if nodes is not None:
+            flags += ["--ray-address", nodes.address]
+        running = stack.enter_context(serving(state, *flags))
+        yield Cluster(running, shape, nodes=nodes, engines=engines, engine_loop=loop)
+
+
+@contextlib.contextmanager
+def _joinable() -> Iterator[Nodes]:
+    """Two nodes, whose token is in the environment of what is started meanwhile."""
+    with two_nodes() as nodes:
+        before = {name: os.environ.get(name) for name in nodes.environment}
+        os.environ.update(nodes.environment)
+        try:
+            yield nodes
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@contextlib.contextmanager
+def _engines() -> Iterator[tuple[tuple[FakeEngine, ...], asyncio.AbstractEventLoop]]:
+    engines = demo_engine(), demo_engine()
+    for engine in engines:
+        engine.behaves.token_s = FOREIGN_TOKEN_S
+    with engines_in_a_thread(*engines) as loop:
+        yield engines, loop
 
 
 @contextlib.asynccontextmanager

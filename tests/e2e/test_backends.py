@@ -12,32 +12,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from homing.replica.demo import demo_model_path
-from homing.router.foreign.probe import CANARY
 
-from ..router.foreign.fakes import FakeEngine, answer, engines_in_a_thread
+from ..router.foreign.fakes import FakeEngine, answer, backend_flags, demo_engine, engines_in_a_thread
 from .running import Serving, homing, serving, until
 
 pytestmark = pytest.mark.cluster
 
 PROMPT = "A prompt of several blocks that one of the two engines will hold. " * 8
-
-
-def demo_engine() -> FakeEngine:
-    """An engine that claims to serve the demo model."""
-    tokenizer = Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
-    ids = tokenizer.encode(CANARY, add_special_tokens=False).ids
-    engine = FakeEngine(model="demo", canary_ids=tuple(ids))
-    engine.max_model_len = 8192
-    return engine
-
-
-def flags(*engines: FakeEngine) -> list[str]:
-    """One pair of flags for each engine."""
-    words = []
-    for engine in engines:
-        ends = engine.endpoints
-        words += ["--backend", engine.url, "--events", ends.events, "--replay", ends.replay]
-    return words
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +32,7 @@ def engines() -> Iterator[tuple[FakeEngine, FakeEngine, asyncio.AbstractEventLoo
 @pytest.fixture(scope="module")
 def cluster(engines, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """The command in front of them."""
-    with serving(tmp_path_factory.mktemp("state"), *flags(*engines[:2])) as running:
+    with serving(tmp_path_factory.mktemp("state"), *backend_flags(*engines[:2])) as running:
         yield running
 
 
@@ -117,7 +98,7 @@ def test_no_ray_is_started(cluster: Serving) -> None:
 
 def test_an_engine_of_another_model_ends_the_command_with_its_reason(engines, tmp_path: Path) -> None:
     """Better than serving at a hit rate of zero."""
-    done = homing(tmp_path, "serve", "--port", "0", "--block-size", "32", *flags(engines[0]))
+    done = homing(tmp_path, "serve", "--port", "0", "--block-size", "32", *backend_flags(engines[0]))
 
     assert done.returncode == 1
     assert "block_size is 16, the router's is 32; start homing with --block-size 16" in done.stderr
@@ -142,7 +123,7 @@ def test_addresses_that_do_not_fit_are_the_users_mistake(tmp_path: Path, words: 
 
 def test_it_ends_on_a_signal(engines, tmp_path: Path) -> None:
     """And leaves nothing behind."""
-    with serving(tmp_path, *flags(engines[0])) as running:
+    with serving(tmp_path, *backend_flags(engines[0])) as running:
         assert running.end() == 0
 
     assert not list(tmp_path.glob("*.json"))

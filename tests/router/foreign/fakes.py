@@ -15,9 +15,12 @@ from typing import Any
 
 import msgspec
 import zmq
+from tokenizers import Tokenizer
 
 from homing.events.frames import END_SEQ, encode_seq
 from homing.events.messages import EventEndpoints
+from homing.replica.demo import demo_model_path
+from homing.router.foreign.probe import CANARY
 
 Prefix = tuple[str | None, tuple[int, ...]]
 
@@ -255,6 +258,8 @@ class FakeEngine:
             token = token_at(body["seed"], len(prompt) + place)
             choice: dict[str, Any] = {"index": 0, "text": f"<{token}>", "logprobs": None, "stop_reason": None}
             choice["finish_reason"] = "length" if place == count - 1 else None
+            if body.get("logprobs") is not None:
+                choice["logprobs"] = {"tokens": [f"token_id:{token}"], "token_logprobs": [-0.5], "top_logprobs": None}
             if self.behaves.tells_ids:
                 choice["token_ids"] = [token]
             usage = {"prompt_tokens": len(prompt), "completion_tokens": place + 1}
@@ -291,3 +296,21 @@ def engines_in_a_thread(*engines: FakeEngine) -> Iterator[asyncio.AbstractEventL
         loop.call_soon_threadsafe(loop.stop)
         thread.join(30)
         loop.close()
+
+
+def demo_engine() -> FakeEngine:
+    """An engine that claims to serve the demo model."""
+    tokenizer = Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
+    ids = tokenizer.encode(CANARY, add_special_tokens=False).ids
+    engine = FakeEngine(model="demo", canary_ids=tuple(ids))
+    engine.max_model_len = 8192
+    return engine
+
+
+def backend_flags(*engines: FakeEngine) -> list[str]:
+    """What `homing serve` needs to find each of them."""
+    words = []
+    for engine in engines:
+        ends = engine.endpoints
+        words += ["--backend", engine.url, "--events", ends.events, "--replay", ends.replay]
+    return words
