@@ -17,7 +17,7 @@ import msgspec
 from ..events.messages import CacheCounters, LoadReport, PrefillCost
 from ..replica.messages import ReplicaDescription
 
-#: A replica that says nothing for so many of the longest steps that it could make is stuck. Not tuned: a step's length
+#: A replica that does nothing for so many of the longest steps that it could make is stuck. Not tuned: a step's length
 #: is estimated, and other processes may take most of the machine.
 STALLED_STEPS = 4
 
@@ -69,6 +69,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 class _Replica:
     description: ReplicaDescription
     heard_at: float
+    moved_at: float  #: when its engine did something: publishers repeat the last report while it does not
     report: LoadReport | None = None
     rest: Rest | None = None
     pending: dict[int, Pending] = field(default_factory=dict)  # ids rise, so insertion order is their order
@@ -108,7 +109,7 @@ class LoadBook:
     def join(self, description: ReplicaDescription, now: float) -> None:
         """A replica is there; until its first report it counts as idle, with the rates of its warm-up."""
         assert description.replica_id not in self._replicas, f"{description.replica_id} has joined already"
-        self._replicas[description.replica_id] = _Replica(description, heard_at=now)
+        self._replicas[description.replica_id] = _Replica(description, heard_at=now, moved_at=now)
 
     def leave(self, replica: str) -> None:
         """A replica is gone."""
@@ -126,6 +127,8 @@ class LoadBook:
         """The replica's own word; what it has accepted is on the way no longer."""
         entry = self._replicas[replica]
         before, entry.report = entry.report, report
+        if before is None or (report.step, report.ts) != (before.step, before.ts):
+            entry.moved_at = now
         entry.heard_at = now
         entry.view = None
         accepted = report.accepted.get(self._router_id)
@@ -138,7 +141,8 @@ class LoadBook:
 
     def heard(self, replica: str, now: float) -> None:
         """Tokens are a sign of life too."""
-        self._replicas[replica].heard_at = now
+        entry = self._replicas[replica]
+        entry.heard_at = entry.moved_at = now
 
     def dispatched(self, replica: str, request_id: int, pending: Pending, now: float) -> None:
         """A request is on its way there."""
@@ -176,23 +180,22 @@ class LoadBook:
         return now - self._replicas[replica].heard_at
 
     def stalled(self, now: float) -> list[str]:
-        """Who has requests of ours and has been silent for longer than its steps can take.
+        """Who has requests of ours and does nothing, for longer than its steps can take.
 
-        Nobody while all are silent: then it is this router that has not listened, or there is nowhere else to go.
+        Nobody while all do nothing: then it is this router that has not listened, or there is nowhere else to go.
         """
-        ages = {replica: self.age_s(replica, now) for replica in self._replicas}
-        if all(age > self._silence_s for age in ages.values()):
+        if all(now - entry.moved_at > self._silence_s for entry in self._replicas.values()):
             return []
-        return [
-            replica
-            for replica, entry in self._replicas.items()
-            if entry.in_flight and ages[replica] > max(self._silence_s, STALLED_STEPS * _longest_step_s(entry))
-        ]
+        return [name for name, entry in self._replicas.items() if entry.in_flight and self._is_stuck(entry, now)]
+
+    def _is_stuck(self, entry: _Replica, now: float) -> bool:
+        age_s = now - entry.moved_at
+        return age_s > self._silence_s and age_s > STALLED_STEPS * _longest_step_s(entry)
 
     def view(self, replica: str, now: float) -> ReplicaLoad:
         """The load that a decision made now must count with."""
         entry = self._replicas[replica]
-        silent = now - entry.heard_at > self._silence_s
+        silent = now - entry.heard_at > self._silence_s or self._is_stuck(entry, now)
         view = entry.view
         if view is None or view.silent != silent:
             view = entry.view = _view(entry, silent)

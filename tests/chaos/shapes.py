@@ -34,7 +34,7 @@ FLAGS: dict[Shape, tuple[str, ...]] = {
 #: A token of an engine that is not ours, so that streams last.
 FOREIGN_TOKEN_S = 0.005
 #: What a fault may take to be over: a rebuild takes seconds, on a busy machine many.
-PATIENCE_S = 120.0
+PATIENCE_S = 60.0
 POLL_S = 0.025
 #: Which of a replica's sockets a fate befalls: its events, or all there are.
 SOCKETS = {"cut": r"-(events|state)$", "delay": r"-(events|state)$", "drop": r"-(events|state)$", "split": r"-\w+$"}

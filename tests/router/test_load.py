@@ -61,6 +61,19 @@ def test_a_replica_that_works_on_our_requests_without_a_word_is_stuck(book: Load
     assert book.stalled(now=4.2) == []
 
 
+def test_a_report_that_is_repeated_is_no_sign_that_anything_moves(book: LoadBook) -> None:
+    """A publisher has a thread of its own, which goes on when the engine hangs in a step."""
+    book.join(description_of("r1"), now=0.0)
+    book.dispatched("r0", 1, Pending(uncached_tokens=100, blocks=7, prefill_s=0.1), now=0.0)
+    for tenth in range(1, 50):
+        book.report("r0", report_of(step=3, ts=1.0), now=tenth / 10)
+        book.report("r1", report_of(step=3, ts=tenth / 10), now=tenth / 10)
+
+    assert book.stalled(now=4.9) == ["r0"]
+    assert book.view("r0", now=4.9).silent
+    assert not book.view("r1", now=4.9).silent
+
+
 def test_a_step_may_take_as_long_as_its_budget_does(book: LoadBook) -> None:
     """A slow replica in the middle of a long prompt is no stuck one: 2,048 tokens at 200 a second are ten seconds."""
     book.join(description_of("r1"), now=0.0)
