@@ -334,6 +334,7 @@ def _simulate_arguments(parser: Parser) -> None:
     parser.add_argument("--eviction", choices=get_args(EvictionName), help="what a full cache gives up (default: lru)")
     _number(parser, "--load", float, "share of what the replicas can do at best; sets the speed")
     _number(parser, "--speed", float, "how many times as fast as recorded (default: 1)")
+    _number(parser, "--rate", float, "without a TRACE: conversations with so many requests a second (default: 4)")
     _number(parser, "--requests", int, "only so many, from the start")
     _number(parser, "--rounds", int, "the trace so many times, each time over new blocks (default: 1)")
     _number(parser, "--event-delay-ms", float, "from a replica's step to what routers know of it (default: 5)")

@@ -68,6 +68,7 @@ class Order:
     eviction: EvictionName = "lru"
     load: float | None = None
     speed: float = 1.0
+    rate: float | None = None  #: of drawn conversations: more users, each as slow as ever
     event_delay_ms: float = 5.0
     event_loss: float = 0.0
     resync_ms: float = 20.0
@@ -284,10 +285,17 @@ def _arrivals(order: Order) -> Iterator[Arrival]:
 
 def _round(order: Order) -> Iterator[Arrival]:
     if order.trace is None:
-        yield from conversations(Chats(seed=order.seed, block_tokens=_block_tokens(order)))
+        yield from conversations(_chats(order))
         return
     with opened(str(order.trace), None) as lines:
         yield from from_trace(read_trace(lines), _block_tokens(order))
+
+
+def _chats(order: Order) -> Chats:
+    chats = Chats(seed=order.seed, block_tokens=_block_tokens(order))
+    if order.rate is not None:
+        chats = replace(chats, rate_per_s=order.rate)
+    return chats if order.requests is None else replace(chats, requests=order.requests)
 
 
 def _compare(policies: Sequence[str], staged: Staged, bar: Bar) -> list[Result]:

@@ -82,17 +82,17 @@ class Placement:
         """Every joined replica as it stands for a prompt whose full blocks are `keys`."""
         held = self.index.match(keys)
         expected = self.reservations.extend(held, keys)
-        view, feeds = self.loads.view, self._feeds
+        feeds = self._feeds
         return [
             Candidate(
                 replica_id=replica,
                 feed=feeds[replica],
-                load=view(replica, now),
+                load=load,
                 held_blocks=held[replica],
                 expected_blocks=expected[replica],
                 excluded=replica in excluded,
             )
-            for replica in self.loads.replicas()
+            for replica, load in zip(self.loads.replicas(), self.loads.views(now), strict=True)
         ]
 
     def decide(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Decision:

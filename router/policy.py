@@ -185,8 +185,10 @@ def expected_ttft_s(load: ReplicaLoad, cached_tokens: int, uncached_tokens: int,
         prefill += load.busy_until - now
     if not load.running:
         return prefill
-    steps = ceil((queued + uncached_tokens) / load.max_batched_tokens)
-    return prefill + steps * load.decode_step_s + _admission_wait_s(load, new_blocks)
+    seconds = prefill + ceil((queued + uncached_tokens) / load.max_batched_tokens) * load.decode_step_s
+    if new_blocks <= load.free_blocks and load.running + load.waiting < load.max_running_requests:
+        return seconds
+    return seconds + _admission_wait_s(load, new_blocks)
 
 
 class BusyShare:
@@ -234,17 +236,13 @@ class Scored:
         return self._look(prompt, candidates, rng).explanation
 
     def _look(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
-        scale = self._scale(prompt, candidates)
-        equals = _equals(scale, candidates)
+        total = prompt.tokens
+        counted = [each.uncached_tokens(prompt) if self._sees_cache else total for each in candidates]
+        scale = _Scale(prompt, min(counted, default=0), self._busy.passed_on)
+        equals = _equals(scale, candidates, counted)
         chosen = _first(equals, prompt.preferred, rng) if equals else None
-        weighed = partial(_weighed, scale, candidates)
+        weighed = partial(_weighed, scale, candidates, counted)
         return Decision(self._name, prompt, chosen, weighed, partial(_why_least, chosen, equals))
-
-    def _scale(self, prompt: Prompt, candidates: Sequence[Candidate]) -> "_Scale":
-        if not self._sees_cache:
-            return _Scale(prompt, False, prompt.tokens, 0.0)
-        least = min([each.uncached_tokens(prompt) for each in candidates], default=0)
-        return _Scale(prompt, True, least, self._busy.passed_on)
 
 
 @dataclass(slots=True, frozen=True)
@@ -252,45 +250,56 @@ class _Scale:
     """By what all candidates of one decision are weighed."""
 
     prompt: Prompt
-    sees_cache: bool
     least: int  #: tokens that the best holder would have to compute
     passed_on: float  #: seconds that others lose by a second of needless work
 
-    def score(self, candidate: Candidate) -> Score:
-        """One candidate, in full."""
+    def ttft_s(self, load: ReplicaLoad, uncached: int) -> float:
+        """Seconds until the first token there."""
         prompt = self.prompt
-        uncached = candidate.uncached_tokens(prompt) if self.sees_cache else prompt.tokens
         cached = prompt.tokens - uncached
-        new_blocks = prompt.blocks + 1 - cached // prompt.block_size
-        ttft_s = expected_ttft_s(candidate.load, cached, uncached, new_blocks, prompt.now)
-        others_s = (
-            0.0 if uncached == self.least else self.passed_on * _needless_s(prompt, candidate, uncached, self.least)
-        )
-        return Score(candidate, uncached, ttft_s, obstacle(prompt, candidate), others_s, ttft_s + others_s)
+        return expected_ttft_s(load, cached, uncached, prompt.blocks + 1 - cached // prompt.block_size, prompt.now)
+
+    def others_s(self, load: ReplicaLoad, uncached: int) -> float:
+        """Seconds that others lose: for computing there what the best holder would not have to."""
+        if uncached == self.least:
+            return 0.0
+        cost, tokens = load.prefill_cost, self.prompt.tokens
+        needless = cost.seconds(tokens - uncached, uncached) - cost.seconds(tokens - self.least, self.least)
+        return self.passed_on * needless
 
 
-def _weighed(scale: _Scale, candidates: Sequence[Candidate]) -> list[Score]:
-    return [scale.score(candidate) for candidate in candidates]
+def _weighed(scale: _Scale, candidates: Sequence[Candidate], counted: Sequence[int]) -> list[Score]:
+    """All of them, also those that cannot take the request."""
+    rows = []
+    for candidate, uncached in zip(candidates, counted, strict=True):
+        ttft_s, others_s = scale.ttft_s(candidate.load, uncached), scale.others_s(candidate.load, uncached)
+        hindered = obstacle(scale.prompt, candidate)
+        rows.append(Score(candidate, uncached, ttft_s, hindered, others_s, ttft_s + others_s))
+    return rows
 
 
-def _equals(scale: _Scale, candidates: Sequence[Candidate]) -> list[Score]:
-    """Those that can take the request and cost no more than the best, but for the estimate's error."""
+def _equals(scale: _Scale, candidates: Sequence[Candidate], counted: Sequence[int]) -> list[Score]:
+    """Those that can take the request and cost no more than the best, but for the estimate's error.
+
+    Whose queue alone takes longer than all of the best so far, or whose TTFT does, cannot be among them.
+    """
     found: list[Score] = []
     prompt, now = scale.prompt, scale.prompt.now
-    least, limit = inf, inf
-    for candidate in candidates:
+    least = limit = inf
+    for candidate, uncached in zip(candidates, counted, strict=True):
         load = candidate.load
-        # Who has to be waited for longer than all of the best takes need not be weighed. It cannot be among the equals.
-        if load.queued_prefill_tokens and load.busy_until - now > limit:
+        if (load.queued_prefill_tokens and load.busy_until - now > limit) or obstacle(prompt, candidate) is not None:
             continue
-        if obstacle(prompt, candidate) is not None:
+        ttft_s = scale.ttft_s(load, uncached)
+        if ttft_s > limit:
             continue
-        row = scale.score(candidate)
-        if row.cost_s <= limit:
-            found.append(row)
-            if row.cost_s < least:
-                least = row.cost_s
-                limit = least + min(least * TIE_RATIO, TIE_MOST_S) + TIE_S
+        others_s = scale.others_s(load, uncached)
+        cost_s = ttft_s + others_s
+        if cost_s < least:
+            least = cost_s
+            limit = least + min(least * TIE_RATIO, TIE_MOST_S) + TIE_S
+        if cost_s <= limit:
+            found.append(Score(candidate, uncached, ttft_s, None, others_s, cost_s))
     return [row for row in found if row.cost_s <= limit]
 
 
@@ -415,12 +424,6 @@ def _plain_row(prompt: Prompt, candidate: Candidate) -> Score:
     return Score(candidate, uncached, seconds, obstacle(prompt, candidate), 0.0, seconds)
 
 
-def _needless_s(prompt: Prompt, candidate: Candidate, uncached: int, least: int) -> float:
-    """Time to compute here what the best holder would not have to."""
-    cost = candidate.load.prefill_cost
-    return cost.seconds(prompt.tokens - uncached, uncached) - cost.seconds(prompt.tokens - least, least)
-
-
 def _new_blocks(prompt: Prompt, candidate: Candidate) -> int:
     """Blocks to allocate: those that are not cached, and the one that is being written."""
     cached = candidate.expected_blocks if candidate.feed != "stale" else 0
@@ -428,7 +431,7 @@ def _new_blocks(prompt: Prompt, candidate: Candidate) -> int:
 
 
 def _admission_wait_s(load: ReplicaLoad, new_blocks: int) -> float:
-    """Until a slot and enough blocks are free. Zero while there are both; running requests end one by one."""
+    """Until a slot and enough blocks are free, where there are not both: running requests end one by one."""
     turn_s = TYPICAL_OUTPUT_TOKENS * load.decode_step_s / load.running  # between two requests that end
     slots = load.requests + 1 - load.max_running_requests
     used = max(1, load.total_blocks - load.free_blocks)
