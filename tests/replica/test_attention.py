@@ -130,6 +130,38 @@ def test_cpu_backend_equals_the_reference_for_any_lengths(lengths, window, group
     torch.testing.assert_close(got, run(ReferenceAttention, batch, Shape(), rule)[0], rtol=1e-5, atol=1e-5)
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 40)), min_size=1, max_size=8),
+    st.integers(1, 12),
+    st.sampled_from(list(RULES)),
+    st.sampled_from(list(SHAPES)),
+    st.sampled_from([1, 700, 1 << 20]),
+)
+def test_rows_that_share_a_prefix_get_what_each_would_get_alone(rows, pages, rule, shape, group_bytes):
+    """Decoding rows read the pages that their tables begin with once; two families here, and rows of any length."""
+    plans, block = [], 1 + 2 * pages
+    for family, own in rows:
+        count = own // BLOCK + 1
+        prefix = range(1 + family * pages, 1 + (family + 1) * pages)
+        plans.append(PlanRow([1], pages * BLOCK + own, [*prefix, *range(block, block + count)]))
+        block += count
+    batch = Batch.on_device(lay_out(plan_of_rows(0, plans), BLOCK), CPU)
+
+    got, _ = run(partial(ScratchAttention, group_bytes=group_bytes), batch, SHAPES[shape], RULES[rule])
+
+    torch.testing.assert_close(got, run(ReferenceAttention, batch, SHAPES[shape], RULES[rule])[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_shared_prefix_is_gathered_once():
+    """What makes a popular system prompt cheap: eight rows over twenty shared pages."""
+    rows = [PlanRow([1], 20 * BLOCK, [*range(1, 21), 21 + number]) for number in range(8)]
+
+    work = split_work(Batch.on_device(lay_out(plan_of_rows(0, rows), BLOCK), CPU), BLOCK, group_pages=512, window=None)
+
+    assert [(item.rows, len(item.shared), len(item.blocks)) for item in work.decodes] == [(8, 20, 8)]
+
+
 def test_reference_equals_dense_causal_attention():
     """The oracle itself, held to torch: a prompt of its own with no cached part."""
     generator = torch.Generator().manual_seed(2)
@@ -164,14 +196,14 @@ def test_decode_groups_stay_small():
 
     work = split_work(batch, BLOCK, group_pages=24, window=None)
 
-    assert [(item.rows, item.pages) for item in work.decodes] == [(3, 8), (3, 1)]
+    assert [(item.rows, len(item.blocks)) for item in work.decodes] == [(3, 24), (3, 3)]
 
 
 def test_window_gathers_only_pages_it_reaches():
     """A long context behind a short window must not be copied."""
     work = split_work(batch_of([(100, 1), (60, 8)]), BLOCK, group_pages=24, window=6)
 
-    assert [item.pages for item in work.decodes] == [3]
+    assert [len(item.blocks) for item in work.decodes] == [3]
     assert [len(item.blocks) for item in work.prefills] == [4]
 
 
@@ -189,4 +221,4 @@ def test_scratch_is_reused_between_layers_and_steps():
             backend.attend(layer, q, k, k, AttentionRule(0.3))
             buffers.update(buffer.data_ptr() for buffer in backend._scratch.values())
 
-    assert len(buffers) == 2
+    assert len(buffers) == len(backend._scratch)
