@@ -20,7 +20,10 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda where there is one")] = "auto"
     model_provider: Annotated[
         Literal["auto", "native", "transformers"],
-        Meta(description="native: our decoder (Llama, Mistral, Qwen2, Qwen3); transformers: its modelling code"),
+        Meta(
+            description="native: our decoder (Llama, Mistral, Qwen2, Qwen3 and their mixtures of experts); "
+            "transformers: its modelling code"
+        ),
     ] = "auto"
     attention_backend: Annotated[
         Literal["auto", "flash3", "flash2", "triton", "cpu-scratch", "reference"],

@@ -32,6 +32,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int | None = None
     head_dim: int | None = None
     intermediate_size: int | None = None
+    moe_intermediate_size: int | None = None
+    shared_expert_intermediate_size: int | None = None
     num_hidden_layers: int | None = None
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
@@ -42,6 +44,8 @@ class _Divided(msgspec.Struct, frozen=True):
     num_attention_heads: int
     num_key_value_heads: int
     intermediate_size: int
+    moe_intermediate_size: int | None
+    shared_expert_intermediate_size: int | None
 
 
 class _Tensor(msgspec.Struct, frozen=True):
@@ -113,7 +117,8 @@ def check_ranks(config: ModelConfig, settings: ReplicaSettings) -> None:
     heads, features = config.num_attention_heads, config.intermediate_size
     if heads is None or features is None:
         return
-    problem = split_problem(_Divided(heads, config.num_key_value_heads or heads, features), ranks)
+    experts = (config.moe_intermediate_size, config.shared_expert_intermediate_size)
+    problem = split_problem(_Divided(heads, config.num_key_value_heads or heads, features, *experts), ranks)
     if problem:
         raise TensorParallelUnsupported(f"tensor_parallel_size {ranks}: {problem}; choose another")
 

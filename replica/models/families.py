@@ -2,7 +2,9 @@
 
 from typing import Protocol
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
+#: Sizes of the MLPs that ranks share; a configuration has those of its family.
+_FEATURES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
 class Divisible(Protocol):
@@ -12,15 +14,16 @@ class Divisible(Protocol):
     def num_attention_heads(self) -> int: ...
     @property
     def num_key_value_heads(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
 
 
 def split_problem(config: Divisible, ranks: int) -> str | None:
     """Why a model of this configuration cannot be split over so many ranks, or None."""
-    for what, count in (("attention heads", config.num_attention_heads), ("MLP features", config.intermediate_size)):
+    if config.num_attention_heads % ranks:
+        return f"{config.num_attention_heads} attention heads do not divide by {ranks} ranks"
+    for name in _FEATURES:
+        count = getattr(config, name, None) or 0
         if count % ranks:
-            return f"{count} {what} do not divide by {ranks} ranks"
+            return f"{count} MLP features ({name}) do not divide by {ranks} ranks"
     kv_heads = config.num_key_value_heads
     if kv_heads % ranks and ranks % kv_heads:
         return f"{kv_heads} KV heads neither divide by {ranks} ranks nor the other way round"

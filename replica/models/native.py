@@ -1,4 +1,4 @@
-"""Own decoder for Llama, Mistral, Qwen2 and Qwen3, from their Hugging Face folders.
+"""Own decoder for Llama, Mistral, Qwen2, Qwen3 and their mixtures of experts, from their Hugging Face folders.
 
 Flat [T, hidden] activations, fused q|k|v and gate|up, one rank's share of heads and features. What it computes is held
 to transformers' own models by tests. It refuses (`native_problem`) what it does not compute, and the transformers
@@ -18,6 +18,7 @@ from ..weights import COLUMNS, ROWS, Checkpoint
 from .base import Attend, AttentionRule, QkvAttend, Rotary
 from .errors import TensorParallelUnsupported
 from .families import FAMILIES, split_problem
+from .feedforward import Feedforward, GatedMlp, Mixture
 from .layers import Linear, rms_norm, rotate
 from .rope import FIXED_KINDS, inverse_frequencies
 from .spec import KvShape, ModelSpec
@@ -41,11 +42,20 @@ def native_problem(config: Any) -> str | None:
 
 def layer_windows(config: Any) -> list[int | None]:
     """Each layer's sliding window, as transformers' model of the family applies it."""
-    count, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
-    if config.model_type == "mistral":
+    count, window = config.num_hidden_layers, getattr(config, "sliding_window", None) or None
+    if config.model_type in ("mistral", "mixtral", "qwen3_moe"):
         return [window] * count
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * count
     return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def is_mixture(config: Any, layer: int) -> bool:
+    """Whether a layer has experts, as transformers' model of the family decides it."""
+    if config.model_type == "mixtral":
+        return True
+    if config.model_type not in ("qwen2_moe", "qwen3_moe") or layer in config.mlp_only_layers:
+        return False
+    return bool(config.num_experts) and (layer + 1) % config.decoder_sparse_step == 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -80,15 +90,16 @@ class DecoderLayer:
     k_norm: torch.Tensor | None
     out: Linear
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    feedforward: Feedforward
     rule: AttentionRule
 
 
 class _LayerReader:
     """Reads one layer's share of a checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint, share: Share, index: int) -> None:
+    def __init__(self, config: Any, checkpoint: Checkpoint, share: Share, index: int) -> None:
+        self._config = config
+        self._index = index
         self._checkpoint = checkpoint
         self._share = share
         self._prefix = f"model.layers.{index}."
@@ -104,9 +115,30 @@ class _LayerReader:
             k_norm=self._norm_if_any("self_attn.k_norm"),
             out=self._by_inputs("self_attn.o_proj"),
             mlp_norm=self._norm("post_attention_layernorm"),
-            gate_up=self._by_outputs([("mlp.gate_proj", own), ("mlp.up_proj", own)]),
-            down=self._by_inputs("mlp.down_proj"),
+            feedforward=self._mixture() if is_mixture(self._config, self._index) else self._mlp("mlp."),
             rule=rule,
+        )
+
+    def _mlp(self, prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> GatedMlp:
+        own = (self._share.rank, self._share.ranks)
+        return GatedMlp(
+            self._by_outputs([(f"{prefix}{gate}", own), (f"{prefix}{up}", own)]), self._by_inputs(f"{prefix}{down}")
+        )
+
+    def _mixture(self) -> Mixture:
+        config = self._config
+        if config.model_type == "mixtral":
+            prefix, names, count = "block_sparse_moe.", ("w1", "w3", "w2"), config.num_local_experts
+        else:
+            prefix, names, count = "mlp.", ("gate_proj", "up_proj", "down_proj"), config.num_experts
+        shared = f"{self._prefix}{prefix}shared_expert.gate_proj.weight" in self._checkpoint
+        return Mixture(
+            router=self._checkpoint.whole(f"{self._prefix}{prefix}gate.weight"),
+            experts=[self._mlp(f"{prefix}experts.{expert}.", *names) for expert in range(count)],
+            per_token=config.num_experts_per_tok,
+            normalized=config.model_type == "mixtral" or config.norm_topk_prob,
+            shared=self._mlp(f"{prefix}shared_expert.") if shared else None,
+            shared_gate=self._checkpoint.whole(f"{self._prefix}{prefix}shared_expert_gate.weight") if shared else None,
         )
 
     def _norm(self, name: str) -> torch.Tensor:
@@ -160,7 +192,7 @@ class NativeModel:
         self._norm = checkpoint.whole("model.norm.weight")
         self._head = self._read_head(checkpoint, config.tie_word_embeddings)
         self._layers = [
-            _LayerReader(checkpoint, share, index).read(AttentionRule(self._head_dim**-0.5, window))
+            _LayerReader(config, checkpoint, share, index).read(AttentionRule(self._head_dim**-0.5, window))
             for index, window in enumerate(layer_windows(config))
         ]
         self.spec = ModelSpec(
@@ -191,7 +223,7 @@ class NativeModel:
                 heads = fused.from_qkv(index, qkv, rotary, layer.rule)
             delta = self._summed(layer.out(heads.flatten(1)))
             x, normed = self._kernels.add_rms_norm(x, delta, layer.mlp_norm, self._epsilon)
-            delta = self._summed(layer.down(self._kernels.silu_mul(layer.gate_up(normed))))
+            delta = self._summed(layer.feedforward(normed, self._kernels))
         assert delta is not None, "a model without layers"
         _, normed = self._kernels.add_rms_norm(x[logits_at], delta[logits_at], self._norm, self._epsilon)
         return self._logits(normed)

@@ -29,6 +29,7 @@ LLAMA3_ROPE = {
 }
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+QWEN_EXPERTS = {"num_experts": 4, **EXPERTS}
 
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -48,6 +49,15 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1},
     ),
     "qwen3": ("qwen3", {"head_dim": 32}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "mixtral with a sliding window": ("mixtral", {"num_local_experts": 4, "sliding_window": 11}),
+    "qwen2_moe with a shared expert": ("qwen2_moe", QWEN_EXPERTS | {"shared_expert_intermediate_size": 48}),
+    "qwen2_moe with a layer without experts": (
+        "qwen2_moe",
+        QWEN_EXPERTS | {"shared_expert_intermediate_size": 48, "decoder_sparse_step": 2, "norm_topk_prob": True},
+    ),
+    "qwen3_moe": ("qwen3_moe", QWEN_EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+    "qwen3_moe with a layer without experts": ("qwen3_moe", QWEN_EXPERTS | {"head_dim": 16, "mlp_only_layers": [0]}),
 }
 ADAPTED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -63,27 +73,72 @@ ADAPTED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-MIXTURE = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS}
-#: Beyond those above; small configurations of types whose fallback path was seen to work.
+MIXTURE = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    **EXPERTS,
+} | {"first_k_dense_replace": 1}
+LATENT = {"num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 32, "kv_lora_rank": 32} | {
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+WINDOW = {"sliding_window": 11}
+#: Types that run through transformers' code on our attention, as small as their configurations allow.
 BREADTH: dict[str, dict[str, Any]] = {
-    "phi": {},
-    "gemma": {"head_dim": 16},
-    "gemma3_text": {"head_dim": 16, "sliding_window": 11},
-    "olmo3": {"sliding_window": 11},
-    "granite": {},
-    "glm4": {"head_dim": 16},
-    "cohere2": {"sliding_window": 11},
-    "starcoder2": {},
+    "apertus": {},
+    "arcee": {},
+    "cohere": {},
+    "cohere2": WINDOW,
+    "deepseek_v2": MIXTURE | LATENT,
+    "deepseek_v3": MIXTURE | LATENT,
+    "dots1": MIXTURE | {"n_shared_experts": 1},
+    "ernie4_5": {},
+    "ernie4_5_moe": MIXTURE | {"moe_num_experts": 4, "moe_k": 2},
+    "exaone4": {},
+    "gemma": {},
+    "gemma2": WINDOW | {"query_pre_attn_scalar": 16},
+    "gemma3_text": WINDOW | {"query_pre_attn_scalar": 16},
+    "gemma4_text": {},
+    "glm": {},
+    "glm4": {},
+    "glm4_moe": MIXTURE,
+    "glm4_moe_lite": MIXTURE | LATENT,
+    "gpt2": {},
     "gpt_neox": {},
-    "stablelm": {},
-    "smollm3": {},
-    "nemotron": {},
-    "opt": {},
+    "gpt_oss": MIXTURE | WINDOW,
+    "granite": {},
+    "granitemoe": MIXTURE,
+    "helium": {},
+    "hunyuan_v1_dense": {},
+    "internlm3": {},
+    "lfm2": {},
+    "llama": {},
+    "llama4_text": MIXTURE,
+    "minicpm3": LATENT,
+    "minimax_m2": MIXTURE,
+    "ministral": WINDOW,
+    "mistral": WINDOW,
     "mixtral": MIXTURE,
+    "nemotron": {},
+    "olmo2": {},
+    "olmo3": WINDOW,
     "olmoe": MIXTURE,
-    "deepseek_v3": MIXTURE
-    | {"first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 32, "kv_lora_rank": 32}
-    | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
+    "opt": {},
+    "phi": {},
+    "phi3": {},
+    "phimoe": MIXTURE,
+    "qwen2": {},
+    "qwen2_moe": MIXTURE | {"shared_expert_intermediate_size": 32},
+    "qwen3": {},
+    "qwen3_moe": MIXTURE,
+    "seed_oss": {},
+    "smollm3": {},
+    "stablelm": {},
+    "starcoder2": {},
 }
 
 
@@ -120,7 +175,7 @@ def test_adapted_model_answers_as_transformers(variant, checkpoint, prompts, ref
 @pytest.mark.parametrize("model_type", BREADTH)
 def test_many_other_models_answer_as_transformers(model_type, checkpoint, prompts, reference):
     """The fallback is one function; what it covers is found out by trying."""
-    folder = checkpoint(model_type, **BREADTH[model_type])
+    folder = checkpoint(model_type, **({"head_dim": 16} | BREADTH[model_type]))
 
     answers = ToyScheduler(make_runner(folder, "transformers").forward, chunk=7).generate(prompts, NEW_TOKENS)
 

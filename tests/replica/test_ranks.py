@@ -79,6 +79,13 @@ def gang(folder: Path, size: int) -> Iterator[Gang]:
         pytest.param("llama", {"attention_bias": True, "mlp_bias": True}, 2, marks=pytest.mark.slow),
         pytest.param("qwen3", {"head_dim": 32, "tie_word_embeddings": True}, 2, marks=pytest.mark.slow),
         pytest.param("llama", {}, 4, marks=pytest.mark.slow),
+        pytest.param("mixtral", {"num_local_experts": 4}, 2, marks=pytest.mark.slow),
+        pytest.param(
+            "qwen2_moe",
+            {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+            4,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_split_model_answers_as_the_whole(model_type, overrides, size, checkpoint, prompts, reference):

@@ -1,0 +1,68 @@
+"""What stands between two attentions: one gated MLP, or a mixture of experts of which each token takes a few.
+
+A rank holds a part of every MLP's features, the router whole; what these give is to be summed over ranks.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from ..kernels.base import Kernels
+from .layers import Linear
+
+
+@dataclass(slots=True, frozen=True)
+class GatedMlp:
+    """down(silu(gate(x)) * up(x)), on flat [T, hidden] activations."""
+
+    gate_up: Linear
+    down: Linear
+
+    def __call__(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        return self.down(kernels.silu_mul(self.gate_up(x)))
+
+
+@dataclass(slots=True, frozen=True)
+class Mixture:
+    """The weighted sum of each token's likeliest experts; beside them, in some families, one that all tokens take.
+
+    Experts run one after the other on their tokens alone, so the shapes depend on the data: nothing for a CUDA graph.
+    """
+
+    router: torch.Tensor  #: [experts, hidden]
+    experts: list[GatedMlp]
+    per_token: int
+    normalized: bool  #: the weights of a token's experts sum to 1
+    shared: GatedMlp | None
+    shared_gate: torch.Tensor | None  #: [1, hidden]
+
+    def __call__(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        weights, chosen = F.linear(x, self.router).float().softmax(-1).topk(self.per_token, -1)
+        if self.normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        total = self._shared(x, kernels)
+        # Tokens sorted by expert: [experts' tokens one after the other] of the flat choices.
+        order = chosen.flatten().argsort(stable=True)
+        tokens, shares = order // self.per_token, weights.flatten()[order, None]
+        first = 0
+        for expert, count in zip(self.experts, self._counts(chosen), strict=True):
+            if count:
+                mine = slice(first, first + count)
+                found = expert(x[tokens[mine]], kernels) * shares[mine]
+                total.index_add_(0, tokens[mine], found.to(x.dtype))
+                first += count
+        return total
+
+    def _counts(self, chosen: torch.Tensor) -> list[int]:
+        counts: list[int] = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
+        return counts
+
+    def _shared(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        if self.shared is None:
+            return torch.zeros_like(x)
+        found = self.shared(x, kernels)
+        return found if self.shared_gate is None else F.linear(x, self.shared_gate).sigmoid() * found
+
+
+Feedforward = GatedMlp | Mixture
