@@ -20,7 +20,7 @@ def plan_of_step(step: int, rows: Sequence[ScheduledRow], logits_at: Sequence[in
     """What all ranks are told."""
     plan_rows = [
         PlanRow(
-            token_ids=row.request.tokens[row.start : row.end],
+            token_ids=_known_tokens(row),
             start=row.start,
             block_table=[block.block_id for block in row.request.blocks],
         )
@@ -28,6 +28,12 @@ def plan_of_step(step: int, rows: Sequence[ScheduledRow], logits_at: Sequence[in
     ]
     copies = [row.copy for row in rows if row.copy is not None]
     return plan_of_rows(step, plan_rows, logits_at, copies)
+
+
+def _known_tokens(row: ScheduledRow) -> Sequence[int]:
+    """The row's tokens; 0 in place of one that a step in flight is drawing."""
+    tokens = row.request.tokens[row.start : row.end]
+    return tokens if len(tokens) == row.count else [*tokens, 0]
 
 
 def wanted_logits(rows: Sequence[ScheduledRow]) -> Wanted:

@@ -29,6 +29,10 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Literal["auto", "flash3", "flash2", "triton", "cpu-scratch", "reference"],
         Meta(description="auto: the first of these that can be used; the log says why not those before it"),
     ] = "auto"
+    overlap_steps: Annotated[
+        Literal["auto", "on", "off"],
+        Meta(description="prepare a step while the one before runs, tokens staying on the device; auto: on CUDA"),
+    ] = "auto"
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64, description="ranks that share one replica's weights")] = 1
     max_model_len: Annotated[
         int, Meta(ge=0, description="longest prompt plus answer in tokens; 0: the model's, or what the KV pool holds")

@@ -262,7 +262,7 @@ class Engine:
     def _finish_reason(self, request: RequestState, stop_id: int | None) -> FinishReason | None:
         if stop_id is not None:
             return "stop"
-        full = request.num_tokens >= self.scheduler.limits.max_model_len
+        full = len(request.tokens) >= self.scheduler.limits.max_model_len
         return "length" if full or request.generated >= request.sampling.max_tokens else None
 
     def _fail(self, rows: list[ScheduledRow], error: Exception, result: StepResult) -> None:

@@ -32,6 +32,18 @@ class BlockCopy(NamedTuple):
     tokens: int
 
 
+class SlotStart(NamedTuple):
+    """A request takes a slot of the device's table: all that its sampling needs beyond its length."""
+
+    slot: int
+    prompt_tokens: int
+    seed: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """What rank 0 tells all ranks about one step; one msgpack message. `check` says what always holds."""
 
@@ -43,6 +55,14 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     logits_at: list[int]  #: flat token indexes whose logits are wanted, in order
     #: Done before the forward; all are read before the first is written, as one's target may be another's source.
     copies: list[BlockCopy] = []
+    #: Each row's slot in the device's table of requests (resident/table.py); empty where there is no table.
+    slots: list[int] = []
+    #: Slots whose next token is drawn on the device; their logits are the first of `logits_at`.
+    drawn: list[int] = []
+    #: Rows whose last token is the one that the device drew last for their slot.
+    fed: list[int] = []
+    #: Slots that belong to another request from this step on.
+    started: list[SlotStart] = []
 
     def check(self) -> None:
         """Assert that the fields agree with each other."""
@@ -51,6 +71,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         assert len(self.token_ids) == 4 * sum(self.q_lens), (len(self.token_ids), sum(self.q_lens))
         assert all(length > 0 for length in self.q_lens), self.q_lens
         assert all(0 <= index < tokens for index in self.logits_at), (self.logits_at, tokens)
+        assert not self.slots or len(self.slots) == rows, (len(self.slots), rows)
+        assert len(self.drawn) <= len(self.logits_at), (len(self.drawn), len(self.logits_at))
         assert all(copy.source and copy.target and copy.tokens > 0 for copy in self.copies), self.copies
 
 

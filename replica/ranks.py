@@ -56,6 +56,14 @@ class RankGroup:
             self._group.gather([parts] if parts else [], [x.contiguous()], options).wait()
         return parts
 
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's x on all ranks, in place; also returned."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        with _rank_lost("broadcast"):
+            self._group.broadcast([x], options).wait()
+        return x
+
 
 @contextmanager
 def _rank_lost(what: str) -> Iterator[None]:

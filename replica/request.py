@@ -53,6 +53,10 @@ class RequestState:
     blocks: list[Block] = field(default_factory=list)
     #: Tokens whose KV is in `blocks`.
     computed: int = 0
+    #: Rows that were launched and have not landed; `computed` counts them already, since steps run in order.
+    in_flight: int = 0
+    #: Tokens that rows in flight will draw: they have a place and no value yet.
+    pending: int = 0
     #: Leading blocks that were announced to the cache (taken from it, or committed to it).
     committed_blocks: int = 0
     #: Prompt tokens taken from the cache at the first admission; None before it.
@@ -81,7 +85,7 @@ class RequestState:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.tokens)
+        return len(self.tokens) + self.pending
 
     @property
     def generated(self) -> int:
@@ -91,7 +95,7 @@ class RequestState:
     @property
     def uncomputed(self) -> int:
         """Tokens whose KV is still to be computed; at least 1 while the request is alive."""
-        return len(self.tokens) - self.computed
+        return self.num_tokens - self.computed
 
     @property
     def decoding(self) -> bool:
@@ -106,6 +110,7 @@ class RequestState:
     def append(self, token_id: int, hasher: BlockHasher) -> None:
         """Add a generated token; a block that it fills gets its hash."""
         self.tokens.append(token_id)
+        self.pending = max(0, self.pending - 1)
         start = len(self.hashes) * hasher.block_size
         if len(self.tokens) - start < hasher.block_size:
             return
@@ -128,8 +133,9 @@ class RequestState:
         """Assert what always holds between two steps."""
         name = f"request {self.key}"
         assert 0 < self.prompt_tokens <= self.num_tokens, f"{name}: prompt {self.prompt_tokens} of {self.num_tokens}"
-        full = self.num_tokens // block_size
+        full = len(self.tokens) // block_size
         assert len(self.hashes) == full, f"{name}: {len(self.hashes)} hashes for {full} full blocks"
+        assert 0 <= self.pending <= self.in_flight, f"{name}: {self.pending} tokens pending of {self.in_flight} rows"
         if self.phase is not Phase.RUNNING:
             assert not self.blocks, f"{name}: {self.phase.value} with {len(self.blocks)} blocks"
             return
@@ -137,5 +143,6 @@ class RequestState:
         slots = len(self.blocks) * block_size
         assert self.computed <= slots, f"{name}: computed {self.computed} tokens in {slots} slots"
         whole = self.computed // block_size
-        assert self.committed_blocks == whole, f"{name}: committed {self.committed_blocks} of {whole} whole blocks"
+        held = self.committed_blocks <= whole if self.in_flight else self.committed_blocks == whole
+        assert held, f"{name}: committed {self.committed_blocks} of {whole} whole blocks, {self.in_flight} in flight"
         assert all(block.ref_count > 0 for block in self.blocks), f"{name}: holds a block without a reference"

@@ -140,7 +140,22 @@ class Scheduler:
             return
         assert request.computed == row.start, f"request {request.key}: at {request.computed}, row from {row.start}"
         request.computed = row.end
-        self._commit(request)
+        self._commit(request, row.end)
+
+    def launch(self, row: ScheduledRow) -> None:
+        """The row runs on the device now: later rows may build on its KV and on the token that it draws."""
+        request = row.request
+        assert request.computed == row.start, f"request {request.key}: at {request.computed}, row from {row.start}"
+        request.pending += row.samples
+        request.in_flight += 1
+        request.computed = row.end
+
+    def land(self, row: ScheduledRow, preemptions: int) -> None:
+        """A launched row has run; `preemptions`: the request's when it was launched, since which its KV may be gone."""
+        request = row.request
+        request.in_flight -= 1
+        if request.phase is Phase.RUNNING and request.preemptions == preemptions:
+            self._commit(request, row.end)
 
     def append(self, request: RequestState, token_id: int) -> None:
         """Add a token drawn for a running request."""
@@ -198,11 +213,18 @@ class Scheduler:
         rows = [
             ScheduledRow(request, request.computed, 1)
             for request in tuple(self._running)  # which `_make_room` shortens from its end
-            if request.phase is Phase.RUNNING and request.decoding and self._make_room(request)
+            if request.phase is Phase.RUNNING and self._goes_on(request) and self._make_room(request)
         ]
         # Victims are less urgent than the one that needs room, so none of them has a row yet.
         assert all(row.request.phase is Phase.RUNNING for row in rows), "a preempted request was scheduled"
         return rows
+
+    def _goes_on(self, request: RequestState) -> bool:
+        """Whether it decodes and, if all tokens in flight are drawn, still has one to draw."""
+        drawn = request.generated + request.pending
+        return (
+            request.decoding and drawn < request.sampling.max_tokens and request.num_tokens < self.limits.max_model_len
+        )
 
     def _make_room(self, request: RequestState) -> bool:
         """See to a block for the newest token; False when the request itself was the one to be preempted."""
@@ -226,6 +248,8 @@ class Scheduler:
         """Start waiting requests in order; the first that does not fit holds up those behind it, or it would starve."""
         while budget and self._waiting and len(self._running) < self.limits.running:
             request = self._waiting[0]
+            if request.in_flight:  # preempted a moment ago: its newest token is not known yet
+                return
             match = None if self._hopeless(request) else self._start(request)
             if match is None:
                 return
@@ -267,8 +291,8 @@ class Scheduler:
     def _match(self, request: RequestState) -> PrefixMatch:
         if not request.may_use_cache:
             return _NO_MATCH
-        tokens = request.token_bytes(0, request.num_tokens)
-        return self._cache.match(request.root, request.hashes, tokens, request.num_tokens)
+        known = len(request.tokens)
+        return self._cache.match(request.root, request.hashes, request.token_bytes(0, known), known)
 
     def _row(self, request: RequestState, budget: int, copy: BlockCopy | None = None) -> ScheduledRow:
         count = min(request.uncomputed, budget)
@@ -291,9 +315,9 @@ class Scheduler:
         self._cache.release(request.blocks)
         request.rewind()
 
-    def _commit(self, request: RequestState) -> None:
-        start, full = request.committed_blocks, request.computed // self._hasher.block_size
-        if full == start:
+    def _commit(self, request: RequestState, computed: int) -> None:
+        start, full = request.committed_blocks, computed // self._hasher.block_size
+        if full <= start:
             return
         size = self._hasher.block_size
         parent = request.hashes[start - 1] if start else request.root

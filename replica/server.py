@@ -42,9 +42,11 @@ from .messages import (
     ResetCache,
     TokenBatch,
 )
+from .overlap import OverlappedEngine
 from .port import Delivery, RequestPort
 from .ranks import RankGroup
 from .rates import Rates
+from .resident.runner import ResidentRunner, load_runner
 from .runner import ModelRunner, set_cpu_threads
 from .scheduler import Limits
 from .startup import measure_rates, number_of_blocks, resolve_limits
@@ -88,7 +90,7 @@ class ReplicaServer:
         gang: GangSpec | None = None,
         node: str = "",
         keys: ServerKeys | None = None,
-        load_runner: RunnerLoader = ModelRunner,
+        load_runner: RunnerLoader = load_runner,
     ) -> None:
         """Nothing happens before `start`.
 
@@ -245,7 +247,8 @@ class ReplicaServer:
 
     def _make_engine(self, model: Model) -> Engine:
         spec = model.runner.spec
-        return Engine(
+        engine = OverlappedEngine if isinstance(model.runner, ResidentRunner) else Engine
+        return engine(
             limits=model.limits,
             model=EngineModel(spec.vocab_size, spec.eos_token_ids),
             cache=self._cache,

@@ -20,11 +20,12 @@ from .config import ReplicaSettings
 from .errors import RankLost, StartupError
 from .plan import StepPlan
 from .ranks import Backend, RankGroup
+from .resident.runner import Drawn, ResidentRunner, load_runner
 from .runner import ModelRunner, resolve_device, set_cpu_threads
 
 log = logging.getLogger(__name__)
 
-HELLO, ALLOCATE, STEP, STOP = b"hello", b"allocate", b"step", b"stop"
+HELLO, ALLOCATE, STEP, LAUNCH, STOP = b"hello", b"allocate", b"step", b"launch", b"stop"
 #: A rank whose connection is silent for so long is gone; heartbeats come from ZeroMQ's own threads, so that a long
 #: step is no silence.
 SILENCE_S = 10
@@ -82,6 +83,11 @@ class LocalExecutor:
         assert logits is not None, "rank 0 has the logits"
         return logits
 
+    def launch(self, plan: StepPlan) -> Drawn:
+        """As `ResidentRunner.launch`, which the runner must be."""
+        assert isinstance(self._runner, ResidentRunner), type(self._runner)
+        return self._runner.launch(plan)
+
     def close(self) -> None:
         """Nothing to give back."""
 
@@ -106,6 +112,15 @@ class GangExecutor:
             raise RankLost(f"step {plan.step} broke off on rank 0: {error}") from error
         assert logits is not None, "rank 0 has the logits"
         return logits
+
+    def launch(self, plan: StepPlan) -> Drawn:
+        """As `execute`, without waiting."""
+        assert isinstance(self._runner, ResidentRunner), type(self._runner)
+        self._channel.send(LAUNCH, msgspec.msgpack.encode(plan))
+        try:
+            return self._runner.launch(plan)
+        except Exception as error:
+            raise RankLost(f"step {plan.step} broke off on rank 0: {error}") from error
 
     def close(self) -> None:
         self._channel.close()
@@ -172,7 +187,7 @@ class RankWorker:
         set_cpu_threads(self._settings)
         group = join_gang(self._gang, self._settings)
         endpoint = share_endpoint(group, "", self._settings)
-        self._runner = ModelRunner(self._settings, self._model_dir, self._block_size, group)
+        self._runner = load_runner(self._settings, self._model_dir, self._block_size, group)
         self._link = _WorkerLink(endpoint, self._gang.rank)
         log.info("worker_ready rank=%d endpoint=%s", self._gang.rank, endpoint)
 
@@ -214,7 +229,11 @@ class RankWorker:
             return True
         plan = msgspec.msgpack.decode(payload, type=StepPlan)
         try:
-            runner.forward(plan)
+            if kind == STEP:
+                runner.forward(plan)
+            else:
+                assert isinstance(runner, ResidentRunner), type(runner)
+                runner.launch(plan)
         except Exception as error:
             raise RankLost(f"step {plan.step} broke off on rank {self._gang.rank}: {error}") from error
         return True

@@ -1,10 +1,12 @@
 """One rank of a replica in a process of its own. Says `ready` once it serves; exit status 3: another rank was lost.
 
-Arguments: model folder, rank, size, port.
+Arguments: model folder, rank, size, port, the setting overlap_steps.
 """
 
 import sys
 from pathlib import Path
+
+import msgspec
 
 from homing.events.config import EventsSettings
 from homing.kvcache.config import KvCacheSettings
@@ -14,10 +16,11 @@ from homing.replica.server import ReplicaServer
 from homing.replica.worker import GangSpec, RankWorker
 
 BLOCK_SIZE = 8
+CPU = {"dtype": "float32", "device": "cpu", "cpu_threads": 1}
 
 
-def main(folder: str, rank: int, size: int, port: int) -> int:
-    settings = ReplicaSettings(dtype="float32", device="cpu", cpu_threads=1, tensor_parallel_size=size)
+def main(folder: str, rank: int, size: int, port: int, overlap: str) -> int:
+    settings = msgspec.convert({"tensor_parallel_size": size, "overlap_steps": overlap, **CPU}, ReplicaSettings)
     gang = GangSpec(rank=rank, size=size, host="127.0.0.1", port=port)
     server: ReplicaServer | RankWorker
     if rank:
@@ -37,4 +40,4 @@ def main(folder: str, rank: int, size: int, port: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:])))
+    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]))

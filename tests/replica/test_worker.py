@@ -24,9 +24,9 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def rank_process(folder: Path, rank: int, port: int) -> Iterator[subprocess.Popen[str]]:
+def rank_process(folder: Path, rank: int, port: int, overlap: str = "off") -> Iterator[subprocess.Popen[str]]:
     """A rank of two; gone afterwards, whatever happened."""
-    command = [sys.executable, str(RANK), str(folder), str(rank), "2", str(port)]
+    command = [sys.executable, str(RANK), str(folder), str(rank), "2", str(port), overlap]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield process
@@ -39,20 +39,21 @@ def folder(checkpoint: Callable[..., Path]) -> Path:
     return checkpoint("llama")
 
 
-def rank_0(port: int) -> dict[str, object]:
+def rank_0(port: int, overlap: str = "off") -> dict[str, object]:
     return {
-        "settings": {"tensor_parallel_size": 2},
+        "settings": {"tensor_parallel_size": 2, "overlap_steps": overlap},
         "gang": GangSpec(rank=0, size=2, host="127.0.0.1", port=port),
     }
 
 
+@pytest.mark.parametrize("overlap", ["off", "on"])
 def test_two_ranks_answer_like_one_and_end_together(
-    folder: Path, tmp_path: Path, prompts: list[list[int]], reference: Callable[..., list[list[int]]]
+    folder: Path, tmp_path: Path, prompts: list[list[int]], reference: Callable[..., list[list[int]]], overlap: str
 ) -> None:
-    """Greedy tokens of two ranks are those of `generate`; a stop reaches the worker as an order."""
+    """Greedy tokens of two ranks are those of `generate`, also when rank 0 alone draws tokens that both go on from."""
     port = free_port()
-    with rank_process(folder, 1, port) as worker:
-        with served(folder, tmp_path, **rank_0(port)) as running:
+    with rank_process(folder, 1, port, overlap) as worker:
+        with served(folder, tmp_path, **rank_0(port, overlap)) as running:
             client = running.client()
             for number, prompt in enumerate(prompts):
                 client.ask(number, prompt, max_tokens=8, ignore_eos=False)

@@ -1,0 +1,82 @@
+"""Whole decode steps as CUDA graphs, one per padded batch size; on other devices the same steps are simply called.
+
+A captured step is a function without arguments whose tensors keep their addresses: what it reads is written before it
+is replayed. Which size a batch gets is pure.
+"""
+
+import gc
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Batch sizes to capture: close together where a padding row costs most in proportion."""
+    sizes = [1, 2, 4, *range(8, min(most, 64), 8), *range(64, most, 16), most]
+    return sorted({size for size in sizes if size <= most})
+
+
+def padded_size(rows: int, sizes: Sequence[int]) -> int | None:
+    """The least captured size that holds so many rows; None: there is none."""
+    place = bisect_left(sizes, rows)
+    return sizes[place] if place < len(sizes) else None
+
+
+class Graphs(Protocol):
+    """Captured steps by batch size."""
+
+    def capture(self, size: int, run: Callable[[], None]) -> None:
+        """Keep `run` for replays. It may be called several times now, on whatever its tensors hold."""
+        ...
+
+    def replay(self, size: int) -> None:
+        """Run it again on what its tensors hold now."""
+        ...
+
+
+class EagerGraphs:
+    """Replays by calling."""
+
+    def __init__(self) -> None:
+        self._runs: dict[int, Callable[[], None]] = {}
+
+    def capture(self, size: int, run: Callable[[], None]) -> None:
+        self._runs[size] = run
+
+    def replay(self, size: int) -> None:
+        self._runs[size]()
+
+
+class CudaGraphs:
+    """Replays CUDA graphs that share one memory pool. Not run on a GPU yet."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[int, Any] = {}
+        self._pool: Any = None
+
+    def capture(self, size: int, run: Callable[[], None]) -> None:
+        """Run twice beside the main stream, so that libraries and kernels are loaded and compiled, then capture."""
+        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        gc.collect()  # a tensor freed by the collector during capture would break it
+        graph = torch.cuda.CUDAGraph()
+        # Another thread of this process (a metrics reader, say) may touch CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            run()
+        self._pool = graph.pool()
+        self._graphs[size] = graph
+
+    def replay(self, size: int) -> None:
+        self._graphs[size].replay()
+
+
+def graphs_for(device: torch.device) -> Graphs:
+    """CUDA graphs on CUDA."""
+    return CudaGraphs() if device.type == "cuda" else EagerGraphs()

@@ -1,0 +1,148 @@
+"""A runner that launches steps without waiting for them: tokens are drawn on the device and fed to the next step there.
+
+Steps of decodes alone are replayed from graphs at padded sizes; others run eagerly on the same state. Knows nothing of
+requests: a plan says which slot a row is.
+"""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..attention.base import Batch
+from ..attention.paged import PagedAttention
+from ..config import ReplicaSettings
+from ..kernels.choice import choose_kernels
+from ..plan import StepPlan, lay_out
+from ..ranks import RankGroup
+from ..runner import ModelRunner, resolve_device
+from .decode import DecodeStep
+from .graphs import Graphs, graph_sizes, graphs_for, padded_size
+from .mirror import TableMirror
+from .table import RequestTable, to_device
+
+log = logging.getLogger(__name__)
+
+
+class Drawn:
+    """Tokens on their way to the host."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        """Start the copy; `tokens` may be overwritten by later steps."""
+        self._ready: torch.cuda.Event | None = None
+        if tokens.device.type != "cuda":
+            self._tokens = tokens.clone()
+            return
+        self._tokens = torch.empty(len(tokens), dtype=tokens.dtype, pin_memory=True)
+        self._tokens.copy_(tokens, non_blocking=True)
+        self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._ready.record()
+
+    def tokens(self) -> list[int]:
+        """Waits for the step; raises what it raised."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        found: list[int] = self._tokens.tolist()
+        return found
+
+
+def load_runner(
+    settings: ReplicaSettings, model_dir: Path, block_size: int, group: RankGroup | None = None
+) -> ModelRunner:
+    """The runner that the settings and the device call for."""
+    wanted = settings.overlap_steps
+    resident = wanted == "on" or (wanted == "auto" and resolve_device(settings).type == "cuda")
+    return (ResidentRunner if resident else ModelRunner)(settings, model_dir, block_size, group)
+
+
+class ResidentRunner(ModelRunner):
+    """`ModelRunner` that can also launch plans with slots."""
+
+    def __init__(
+        self,
+        settings: ReplicaSettings,
+        model_dir: Path,
+        block_size: int,
+        group: RankGroup | None = None,
+        graphs: Graphs | None = None,
+    ) -> None:
+        super().__init__(settings, model_dir, block_size, group)
+        self._most_rows = min(settings.max_running_requests, settings.max_batched_tokens)
+        self._max_model_len = settings.max_model_len or self.spec.max_positions
+        self._kernels = choose_kernels(self.device)
+        self._graphs = graphs if graphs is not None else graphs_for(self.device)
+        self._sizes = graph_sizes(self._most_rows)
+        self._mirror = TableMirror(block_size)
+
+    @torch.inference_mode()
+    def allocate_kv(self, num_blocks: int) -> None:
+        """As `ModelRunner.allocate_kv`; also the table, and a graph for each size, largest first."""
+        super().allocate_kv(num_blocks)
+        assert self._pool is not None
+        if not isinstance(self._attention, PagedAttention):
+            self._attention = PagedAttention(self._pool, self._kernels)
+        self._paged = self._attention
+        pages = min(num_blocks, -(-self._max_model_len // self.block_size) + 1)
+        self._table = RequestTable(self._most_rows, pages, self.device)
+        self._decode = DecodeStep(
+            self._model,
+            self._paged,
+            self._kernels,
+            self._table,
+            most=self._most_rows,
+            block_size=self.block_size,
+            group=self._group,
+        )
+        for size in reversed(self._sizes):  # the largest first: the others fit into its memory
+            self._graphs.capture(size, lambda size=size: self._decode.run(size))  # type: ignore[misc]
+        log.info("graphs_captured sizes=%d largest=%d", len(self._sizes), self._most_rows)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Drawn:
+        """Start a step whose rows have slots. All ranks must be called with the same plan."""
+        self._table.apply(self._mirror.delta(plan))
+        if plan.drawn == plan.slots and plan.q_lens == [1] * len(plan.slots) and not plan.copies:
+            return Drawn(self._replay(plan))
+        return Drawn(self._run(plan))
+
+    def _replay(self, plan: StepPlan) -> torch.Tensor:
+        count = len(plan.slots)
+        size = padded_size(count, self._sizes)
+        assert size is not None, f"{count} rows, {self._most_rows} at most"
+        rows = np.zeros(size, dtype=np.int64)
+        rows[:count] = plan.slots
+        self._decode.rows[:size].copy_(to_device(rows, self.device))
+        self._graphs.replay(size)
+        return self._decode.tokens[:count]
+
+    def _run(self, plan: StepPlan) -> torch.Tensor:
+        """A step of any shape, not from a graph."""
+        assert self._pool is not None, "launch before allocate_kv"
+        ragged = lay_out(plan, self.block_size)
+        batch = Batch.on_device(ragged, self.device)
+        slots = to_device(np.asarray(plan.slots, dtype=np.int64), self.device)
+        drawn = to_device(np.asarray(plan.drawn, dtype=np.int64), self.device)
+        if plan.fed:
+            ends = np.cumsum(plan.q_lens)[plan.fed] - 1
+            fed = to_device(np.asarray(plan.slots, dtype=np.int64)[plan.fed], self.device)
+            batch.token_ids.index_copy_(0, to_device(ends, self.device), self._table.last_tokens[fed])
+        if plan.copies:
+            self._pool.copy(*batch.copied_slots)
+        self._paged.begin(batch)
+        logits = self._model.forward(batch.token_ids, batch.positions, self._paged, batch.logits_at)
+        ends = np.asarray(ragged.kv_lens, dtype=np.int64)
+        self._table.seq_lens.index_copy_(0, slots, to_device(ends, self.device).int())
+        return self._drawn(logits, drawn)
+
+    def _drawn(self, logits: torch.Tensor | None, slots: torch.Tensor) -> torch.Tensor:
+        tokens = torch.zeros(len(slots), dtype=torch.int64, device=self.device)
+        if not len(slots):
+            return tokens
+        if logits is not None:
+            inputs = self._table.sampling(slots, self._table.seq_lens[slots])
+            self._kernels.sample(logits[: len(slots)].float(), inputs, tokens)
+        if self._group is not None:
+            self._group.broadcast(tokens)
+        self._table.last_tokens.index_copy_(0, slots, tokens)
+        return tokens
