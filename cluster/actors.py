@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError
 from ..kvcache.cache import CachedBlock
 from ..replica.messages import ReplicaDescription
 from ..router.backend import AbsentReplica
+from .autoscale import Demand
 from .logs import set_up_logging
 from .loop import fast_loop
 from .spec import CacheWorth, ClusterSpec, Doors, Failed, Listening, Member, RankSpec, Rendezvous, Started
@@ -68,6 +69,9 @@ class Router(Protocol):
 
     async def worths(self) -> list[CacheWorth]:
         """What would be lost with each replica."""
+
+    async def demand(self) -> Demand:
+        """What waits here, and what works on it."""
 
     def tell_absent(self, absent: Sequence[AbsentReplica]) -> None:
         """These should serve and do not: to be shown."""
@@ -215,6 +219,10 @@ class RouterProcess:
     def worths(self) -> list[CacheWorth]:
         """What would be lost with each replica."""
         return self._do(self._present.worths())
+
+    def demand(self) -> Demand:
+        """What waits here, and what works on it."""
+        return self._do(self._present.demand())
 
     def watch(self) -> Failed | None:
         """Returns when the router stopped serving, with the reason; None when it still serves after WATCH_S."""

@@ -347,6 +347,12 @@ def _simulate_arguments(parser: Parser) -> None:
     _number(parser, "--decode-step-ms", float, "one decode step of one replica (default: the mocker's curve)")
     parser.add_argument("--calibrate", metavar="URL", help="take both rates from the replicas of this running cluster")
     _number(parser, "--ttft-target", float, "also find how many replicas hold this mean, in seconds")
+    parser.add_argument(
+        "--autoscale",
+        metavar="MIN:MAX",
+        help="let the number of our replicas follow demand (target: --ttft-target, else 1 s), beside fixed numbers",
+    )
+    _number(parser, "--start-s", float, "seconds until a replica that is added serves (default: 30)")
     _number(parser, "--seed", int, "of all that is drawn (default: 0)")
     parser.add_argument("--json", metavar="FILE", help="write the results for programs")
     parser.add_argument("--plot", metavar="FILE", help="draw them: .png, .svg, or .html with nothing else needed")

@@ -33,6 +33,17 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$", description="name of the cluster on this machine")
     ] = "default"
     replicas: Annotated[int, Meta(ge=1, le=4096, description="number of replicas")] = 2
+    autoscale: Annotated[
+        str,
+        Meta(
+            pattern=r"^(\d+:\d+)?$",
+            description="MIN:MAX replicas, between which their number follows what waits; MIN may be 0: the first "
+            "request then waits for a start; empty: it stays as it is",
+        ),
+    ] = ""
+    ttft_target_s: Annotated[
+        float, Meta(gt=0, description="autoscaling adds replicas when a prompt would wait longer for its first token")
+    ] = 1.0
     routers: Annotated[
         int, Meta(ge=1, le=64, description="router processes on one port, each of which hears all replicas")
     ] = 1
@@ -162,11 +173,21 @@ ROOMS: tuple[str, ...] = tuple(field.name for field in msgspec.structs.fields(Se
 
 
 _RESTART = "end it with homing stop and serve again"
+_SHARED = ("publish_events", "events_curve_keys", "events_curve_clients", "heartbeat_interval_s")
+_OF_THE_CLUSTER = (
+    "name",
+    "routers",
+    "autoscale",
+    "ttft_target_s",
+    "ray_address",
+    "state_dir",
+    "log_level",
+    "stop_timeout_s",
+)
 #: What replicas are not started with, or what they share with routers that go on, and what to do instead.
 FIXED: dict[str, str] = (
     {name: _RESTART for name, setting in SETTINGS.items() if setting.room == "router"}
-    | dict.fromkeys(("publish_events", "events_curve_keys", "events_curve_clients", "heartbeat_interval_s"), _RESTART)
-    | dict.fromkeys(("name", "routers", "ray_address", "state_dir", "log_level", "stop_timeout_s"), _RESTART)
+    | dict.fromkeys((*_SHARED, *_OF_THE_CLUSTER), _RESTART)
     | {"replicas": "say homing scale"}
 )
 

@@ -17,6 +17,7 @@ import ray
 
 from ..replica.messages import ReplicaDescription
 from .absences import tell_absences
+from .autoscale import Autoscaler, ScalingTerms, expected_wait_s, terms_of
 from .gangs import Gangs, RunningGang
 from .keeper import Kept, KeptGang
 from .logs import set_up_logging
@@ -40,6 +41,8 @@ from .spec import KEEPER, CacheWorth, ClusterSpec, ClusterStatus, Failed, GangSt
 log = logging.getLogger(__name__)
 
 NOTICES_KEPT = 1000
+#: How often the autoscaler looks; it was tuned so.
+AUTOSCALE_LOOK_S = 1.0
 #: How often a draining replica's requests are counted.
 DRAIN_POLL_S = 0.1
 
@@ -87,6 +90,8 @@ class Controller:
         self._spawn(self._routers.keep(self._keeper, kept.routers))
         self._spawn(tell_absences(self._fleet.gangs.values, self._errors, self._routers.tell_absent))
         self._began.set()
+        if (terms := scaling_terms(self._spec)) is not None:
+            self._spawn(self._autoscale(Autoscaler(terms)))
         while True:
             self._act()
             await self._sleep()
@@ -248,6 +253,18 @@ class Controller:
         self._fleet.warmed(order.replica_id, order.generation, time.monotonic())
         self._changed()
 
+    async def _autoscale(self, scaler: Autoscaler) -> None:
+        """Look, and scale when it is time, for ever."""
+        while True:
+            await asyncio.sleep(AUTOSCALE_LOOK_S)
+            demand = await self._routers.demand()
+            if demand is None:
+                continue
+            wanted = scaler.decide(self._fleet.wanted, demand, time.monotonic())
+            if wanted != self._fleet.wanted:
+                self._notice("info", f"autoscaled held={demand.held_requests} wait_s={expected_wait_s(demand):.2f}")
+                await self.scale(wanted)
+
     async def _weigh(self) -> None:
         """Ask the routers what would be lost with each replica."""
         worths = await self._routers.worths()
@@ -331,6 +348,11 @@ def _loss(worth: CacheWorth | None) -> str:
     if worth is None:
         return ""
     return f" unique_blocks={worth.unique_blocks} pinned_blocks={worth.pinned_blocks}"
+
+
+def scaling_terms(spec: ClusterSpec) -> ScalingTerms | None:
+    """Between which bounds the number of replicas follows demand; None: it stays. Raises ValueError."""
+    return terms_of(spec.settings.cluster.autoscale, spec.settings.cluster.ttft_target_s)
 
 
 def _pacing(spec: ClusterSpec) -> Pacing:

@@ -18,6 +18,7 @@ from ..events.keys import reader_keys, server_keys
 from ..replica.config import ReplicaSettings
 from ..router.backend import AbsentReplica
 from .actors import RankServer, Router, node_address
+from .autoscale import Demand
 from .gangs import socket_folder
 from .model import find_model
 from .spec import CacheWorth, ClusterSpec, Doors, Failed, Listening, Member, RankSpec
@@ -156,6 +157,21 @@ class HomingRouter:
         """Requests of this router that are not over there."""
         assert self._service is not None, "a question before the start"
         return self._service.in_flight(replica_id)
+
+    async def demand(self) -> Demand:
+        """What waits here, and what works on it. A router that knows no model yet wants a replica to learn it from."""
+        assert self._service is not None, "a question before the start"
+        view = self._service.view()
+        serving = [replica for replica in view.replicas if replica.state == "serving"]
+        return Demand(
+            held_requests=view.waiting if self._service.model() is not None else 1,
+            held_tokens=self._service.waiting_tokens(),
+            queued_tokens=sum(replica.queued_prefill_tokens for replica in serving),
+            running=sum(replica.running + replica.waiting for replica in serving),
+            slots=len(serving) * self._spec.settings.replica.max_running_requests,
+            prefill_tokens_per_s=sum(replica.prefill_tokens_per_s for replica in serving),
+            serving=len(serving),
+        )
 
     async def worths(self) -> list[CacheWorth]:
         """What would be lost with each replica."""

@@ -17,6 +17,7 @@ from ray.exceptions import RayActorError
 
 from ..router.backend import AbsentReplica
 from .actors import death, within
+from .autoscale import Demand, together
 from .planner import Pacing
 from .spec import CacheWorth, ClusterSpec, Failed, Listening, Member
 
@@ -105,6 +106,12 @@ class Routers:
             if worths is not None:
                 return worths
         return []
+
+    async def demand(self) -> Demand | None:
+        """What waits and works, in all routers' eyes; None when none of them answers."""
+        answers: list[Demand | None] = await asyncio.gather(*(self._ask(seat, "demand") for seat in self._seats))
+        views = [answer for answer in answers if answer is not None]
+        return together(views) if views else None
 
     async def stop(self) -> None:
         """End them in good order."""

@@ -20,6 +20,7 @@ import msgspec
 from ..router.errors import KeysFileInvalid
 from ..router.tenants import read_tenants
 from . import local_ray
+from .autoscale import terms_of
 from .client import get_json, is_ready
 from .config import Settings, state_folder
 from .console import Console, program
@@ -74,6 +75,7 @@ class Run:
 def serve(settings: Settings, out: TextIO, *, detached: bool = False) -> int:
     """Serve until a signal; returns the exit code. Raises ClusterError when it cannot start."""
     settings = with_api_keys(named(settings))
+    _check_bounds(settings)
     console = Console(out, program=program())
     console.opening(settings)
     notebook = Notebook(state_folder(settings))
@@ -85,6 +87,17 @@ def serve(settings: Settings, out: TextIO, *, detached: bool = False) -> int:
         model_dir = None if settings.cluster.ray_address else _local_model(settings)
         with _silenced(), _ray(settings, console, notebook, note, detached) as run:
             return _serve(run, model_dir)
+
+
+def _check_bounds(settings: Settings) -> None:
+    """Raises SettingsError."""
+    cluster = settings.cluster
+    try:
+        terms = terms_of(cluster.autoscale, cluster.ttft_target_s)
+    except ValueError as error:
+        raise SettingsError(f"autoscale: {error}") from error
+    if terms is not None and not max(1, terms.least) <= cluster.replicas <= terms.most:
+        raise SettingsError(f"replicas: {cluster.replicas} are wanted at first, autoscale allows {cluster.autoscale}")
 
 
 def _local_model(settings: Settings) -> Path:

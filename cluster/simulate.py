@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from math import ceil
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -42,10 +43,12 @@ from ..router.simulate.workload import Chats, conversations, repeated
 from .analyze.command import opened
 from .analyze.options import Options
 from .analyze.trace import format_of, write_trace
+from .autoscale import terms_of
 from .client import cluster_url, get_json
-from .config import Settings
+from .config import ClusterSettings, Settings
 from .errors import SettingsError
 from .plots import Line, LineChart, Mark, Page, PointChart, Points, Table, check_plot_path, write_plot
+from .simulated_scaling import run_scaled
 
 #: Ours, what it must not lose to, the peers that do best somewhere, and the bound.
 DEFAULT_POLICIES = "expected-ttft,least-loaded,sglang,dynamo,dynamo-scale8,dynamo-credit4,llm-d,hash,rr,oracle"
@@ -79,6 +82,8 @@ class Order:
     requests: int | None = None
     rounds: int = 1
     ttft_target: float | None = None
+    autoscale: str = ""
+    start_s: float = 30.0  #: until an added replica serves
     prefill_rate: float | None = None
     decode_step_ms: float | None = None
     seed: int = 0
@@ -229,6 +234,8 @@ class Bar:
 
 
 def _run(order: Order, bar: Bar) -> Outcome:
+    if order.autoscale:
+        return _scaled(order, bar)
     if order.scenario is not None:
         scenario = find(order.scenario)
         staged = stage(scenario, Rates, policy=order.policies[0], seed=order.seed, channel=_channel(order))
@@ -247,6 +254,37 @@ def _run(order: Order, bar: Bar) -> Outcome:
     results = _compare(order.policies, staged, bar)
     if order.ttft_target is not None:
         heading += f"\nreplicas for a mean TTFT of {order.ttft_target} s: " + _needed(order, staged, bar)
+    return Outcome(heading, results)
+
+
+def _scaled(order: Order, bar: Bar) -> Outcome:
+    """Our policy with a number of replicas that follows demand, beside as many as that is in the mean, and the most."""
+    try:
+        terms = terms_of(order.autoscale, order.ttft_target or ClusterSettings().ttft_target_s)
+    except ValueError as error:
+        raise SettingsError(f"--autoscale {error}") from error
+    assert terms is not None, "nothing bounds the replicas"
+    if order.scenario is not None:
+        raise SettingsError("--autoscale goes with a trace or drawn conversations, not with --scenario")
+    setup, about = _setup(order), facts(_arrivals(order))
+
+    def arrivals() -> Iterator[Arrival]:
+        return compress(_arrivals(order), order.speed)
+
+    def show(done: int) -> None:
+        bar.show(f"autoscale {order.autoscale}", done, about.requests)
+
+    scaled = run_scaled(setup, arrivals(), terms, start_s=order.start_s, cpu_s=time.process_time, show=show)
+    results = [replace(scaled.result, policy=f"autoscale {order.autoscale}")]
+    for count in sorted({max(1, ceil(scaled.mean_replicas)), terms.most}):
+        fixed = replace(setup, replicas=count)
+        result = _one(fixed, Staged(fixed, arrivals, (), None), bar, about.requests)
+        results.append(replace(result, policy=f"fixed {count}"))
+    heading = (
+        f"{order.trace.name if order.trace else 'drawn conversations'}: {about.requests} requests, "
+        f"{about.rate_per_s * order.speed:.2f} a second; {order.autoscale} replicas, "
+        f"{scaled.mean_replicas:.2f} in the mean, at most {scaled.highest}, {scaled.steps} steps"
+    )
     return Outcome(heading, results)
 
 

@@ -351,6 +351,11 @@ class Dispatcher:
         return len(self._queue)
 
     @property
+    def waiting_tokens(self) -> int:
+        """Of the prompts of held requests, and of what they have generated elsewhere."""
+        return sum([len(flight.tokens) // 4 for flight in self._flights.values() if flight.wire_id is None])
+
+    @property
     def in_flight(self) -> int:
         """Requests sent to replicas and not over."""
         return len(self._by_wire)

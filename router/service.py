@@ -194,10 +194,14 @@ class RouterService:
                 return self._refused[replica_id].message
             member = self._members.get(replica_id)
             if member is None:
-                return f"{replica_id} is gone"
+                return ""  # it left meanwhile, or this router has not been told of it yet
             if member.joined and (self._feed_of(member) == "live" or not self._follows_events):
                 return ""
             await asyncio.sleep(EXACT_POLL_S)
+
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of held requests."""
+        return self._dispatcher.waiting_tokens if self._dispatcher is not None else 0
 
     def unique_blocks(self) -> dict[str, int]:
         """By replica: blocks that no other one holds, as far as is known here. Walks the whole index."""

@@ -19,7 +19,7 @@ from .delivery import Channel, Listener, delivery_of, learn
 from .faults import Fault
 from .replica import Progress, SimulatedReplica, Work
 from .results import Tally
-from .steering import Steering
+from .steering import Homing, Steering
 from .workload import Arrival
 
 
@@ -55,7 +55,9 @@ class Simulation:
         self._agenda = Agenda()
         self.delivery = delivery_of(channel or Channel(), self._agenda, self._heard, rng or Random(0))
         self._due: dict[str, float] = {}
+        self._draining: set[str] = set()
         self.last_arrival_s = 0.0
+        self._arrived = False  #: all of them
         self._epochs: dict[str, int] = {}
         self._last_id = 0
         self._turn = 0
@@ -90,6 +92,7 @@ class Simulation:
             self._arrive(arrival)
             yield self.tally.requests
         self.last_arrival_s = self.now
+        self._arrived = True
         self._agenda.until(float("inf"))
 
     # What faults do
@@ -104,6 +107,7 @@ class Simulation:
     def kill(self, name: str) -> None:
         """A replica dies; its requests go on elsewhere."""
         lost = self._take_down(name)
+        self._draining.discard(name)
         for router in self._routers:
             router.steering.leave(name)
             self._requeue(router, lost)
@@ -124,6 +128,34 @@ class Simulation:
                 self.delivery.follow_on(router, replica)
             self._requeue(router, lost)
         self._pump_all()
+
+    def drain(self, name: str) -> None:
+        """Routers of ours send nothing new there, and it ends when it has nothing left to do."""
+        for router in self._routers:
+            if isinstance(router.steering, Homing):  # peers know no drain
+                router.steering.rest(name)
+        self._draining.add(name)
+        self._end_if_idle(self.replicas[name])
+
+    def every(self, seconds: float, call: Callable[[float], None]) -> None:
+        """Have this called with the time, again and again for as long as requests arrive or run."""
+
+        def again() -> None:
+            call(self.now)
+            if not self._arrived or self.waiting or any(replica.requests for replica in self.replicas.values()):
+                self._agenda.at(self.now + seconds, again)
+
+        self._agenda.at(self.now + seconds, again)
+
+    @property
+    def waiting(self) -> list[Work]:
+        """Requests that routers hold."""
+        return [work for router in self._routers for work in router.waiting]
+
+    @property
+    def draining(self) -> frozenset[str]:
+        """Replicas that take nothing new."""
+        return frozenset(self._draining)
 
     def restart_router(self, number: int) -> None:
         """A router loses all it knew. Ours gets every replica's snapshot; a peer starts with nothing."""
@@ -162,7 +194,7 @@ class Simulation:
         self._turn = (self._turn + 1) % len(self._routers)
         router = self._routers[self._turn]
         self.tally.requests += 1
-        if not any(replica.fits(arrival) for replica in self.replicas.values()):
+        if self.replicas and not any(replica.fits(arrival) for replica in self.replicas.values()):
             self.tally.rejected += 1
             return
         self._last_id += 1
@@ -209,6 +241,12 @@ class Simulation:
         self._schedule(replica)
         self._tell(replica, progress)
         self._tokens(replica, progress)
+        self._end_if_idle(replica)
+
+    def _end_if_idle(self, replica: SimulatedReplica) -> None:
+        if replica.replica_id in self._draining and not replica.requests:
+            self._draining.discard(replica.replica_id)
+            self.kill(replica.replica_id)
 
     def _tell(self, replica: SimulatedReplica, progress: Progress) -> None:
         """What the step that has just ended changed is on its way to the routers."""

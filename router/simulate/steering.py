@@ -117,6 +117,10 @@ class Homing:
     def restarted(self, replica: str) -> bool:  # noqa: ARG002
         return True  # by the epoch in whatever it sends
 
+    def rest(self, replica: str) -> None:
+        """Send it nothing new: it drains."""
+        self.placement.loads.rest(replica, "draining")
+
     def place(self, request_id: int, arrival: Arrival, generated: int, now: float) -> Placed | None:
         placement = self.placement
         placement.reservations.expire(now)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from homing.cluster.autoscale import Demand
 from homing.cluster.spec import CacheWorth, ClusterSpec, Doors, Failed, Listening, Member, RankSpec
 from homing.events.messages import EventEndpoints
 from homing.kvcache.cache import CachedBlock
@@ -96,6 +97,20 @@ class FakeRouter:
 
     async def in_flight(self, replica_id: str) -> int:
         return 0
+
+    async def demand(self) -> Demand:
+        """As many held requests as the file `held` says; nothing runs, so that an autoscaler finds it idle."""
+        held = self._told.with_name("held")
+        count = int(held.read_text()) if held.exists() else 0
+        return Demand(
+            held_requests=count,
+            held_tokens=count,
+            queued_tokens=0,
+            running=0,
+            slots=1,
+            prefill_tokens_per_s=len(self._members),
+            serving=len(self._members),
+        )
 
     async def worths(self) -> list[CacheWorth]:
         """The higher its number, the more a replica is worth."""

@@ -273,3 +273,17 @@ def test_a_killed_controller_comes_back_and_takes_over_what_runs(start: Callable
     assert {process.pid for process in local_ray.children() if "RouterProcess" in process.name()} == routers
     os.kill(after["r2"][1][0], signal.SIGKILL)
     assert cluster.told("r0", "r1", "r2", but_not=after["r2"][0])["r0"] == before["r0"]
+
+
+def test_a_held_request_wakes_a_cluster_that_was_scaled_to_zero(start: Callable[..., Cluster]) -> None:
+    """And while it waits there are as many replicas as the bounds allow, no more."""
+    cluster = start(replicas="1", autoscale="0:2")
+    cluster.told("r0")
+    cluster.ask("scale", 0)
+    cluster.told()
+
+    (cluster.folder / "held").write_text("1")
+    cluster.told("r0")
+    until(lambda: True if cluster.status().wanted == 1 else None, "one is wanted")
+
+    assert cluster.settled().wanted == 1

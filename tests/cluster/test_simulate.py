@@ -188,3 +188,13 @@ def answering(answers: dict[str, object]) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
         thread.join()
+
+
+def test_the_number_of_replicas_follows_demand_beside_fixed_numbers(trace: Path) -> None:
+    """The autoscaler of production; what it costs is told in replicas."""
+    told = output([*QUICK, "--speed", "4", "--autoscale", "1:4", "--start-s", "5", "--ttft-target", "0.2"])
+
+    assert "1:4 replicas" in told
+    assert told.splitlines()[3].startswith("autoscale 1:4")
+    with pytest.raises(SettingsError, match="MIN:MAX"):
+        output([*QUICK, "--autoscale", "4:1"])
