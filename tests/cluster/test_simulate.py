@@ -55,6 +55,17 @@ def test_the_results_can_be_read_by_programs(tmp_path: Path) -> None:
     assert [row["finished"] for row in found[0]] == [150, 150]
 
 
+def test_a_higher_rate_draws_more_users_not_faster_ones(tmp_path: Path) -> None:
+    """Pauses stay as they are, so that turns of one conversation do not overlap, as they would at a higher speed."""
+    exact = []
+    for words in (["--rate", "400"], ["--speed", "100"]):
+        many = ["simulate", "--policies", "expected-ttft", "--replicas", "64", "--requests", "1500", *words]
+        output([*many, "--json", str(tmp_path / "found.json")])
+        exact.append(json.loads((tmp_path / "found.json").read_text())["results"][0]["exact_rate"])
+
+    assert exact[0] > 0.99 > exact[1]
+
+
 def test_a_page_is_drawn(tmp_path: Path) -> None:
     """Self-contained: nothing is fetched."""
     pytest.importorskip("matplotlib")
