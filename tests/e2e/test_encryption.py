@@ -1,13 +1,19 @@
 """A cluster whose sockets are encrypted: it serves, `homing watch` with the keys follows, and without them is told."""
 
+import contextlib
 import subprocess
+import sys
+from hashlib import sha256
 from pathlib import Path
 
+import httpx
+import psutil
 import pytest
 
+from homing.cluster.local_ray import RAY_ENVIRONMENT
 from homing.events import load_pair
 
-from .running import HOMING, PATIENCE_S, environment, homing, serving, until
+from .running import HOMING, PATIENCE_S, Serving, environment, homing, serving, until
 
 pytestmark = pytest.mark.cluster
 
@@ -28,22 +34,63 @@ def watched(state: Path, url: str, *words: str, until_seen: str) -> str:
     return "".join(lines)
 
 
+API_KEY = "sk-nobody-may-read-this-anywhere"
+WRONG_KEY = "sk-a-typo-of-a-key-is-nearly-a-key"
+
+#: Ray's own table of actors, which its dashboard and state commands show.
+ASK_ACTORS = """
+import sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+print(ray._private.state.actors())
+"""
+
+
+def told(running: Serving) -> dict[str, str]:
+    """Everything that a cluster says of itself to others on this machine, by where it does."""
+    found = {"output": "".join(running.output)}
+    for process in running.family():
+        with contextlib.suppress(psutil.Error):
+            found[f"command line of {process.pid}"] = " ".join(process.cmdline())
+            found[f"environment of {process.pid}"] = str(process.environ())
+    for folder in (Path(running.note()["run_dir"]), running.state):
+        files = [path for path in folder.rglob("*") if path.is_file() and "keys" not in path.parts]
+        found |= {str(path): path.read_text(errors="replace") for path in files}
+    loopback = environment(running.state) | RAY_ENVIRONMENT | {"RAY_AUTH_MODE": "token"}
+    command = [sys.executable, "-P", "-c", ASK_ACTORS, running.note()["ray_address"]]
+    found["Ray's actors"] = subprocess.run(command, env=loopback, capture_output=True, text=True, check=True).stdout
+    return found
+
+
 def test_an_encrypted_cluster_serves_and_tells_its_events_only_to_who_has_keys(tmp_path: Path) -> None:
-    """Settings, controller, membership, both kinds of connection and the command line, all at once."""
+    """Settings, controller, membership, both kinds of connection and the command line, all at once.
+
+    And no secret stands where others can read it: not in logs, command lines, environments or Ray's state.
+    """
     keys = tmp_path / "keys"
     assert homing(tmp_path, "keys", str(keys)).returncode == 0
-    with serving(tmp_path, "--replicas", "1", "--events-curve-keys", str(keys)) as running:
-        answer = running.post("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 4})
+    tenants = keys / "tenants.yaml"
+    tenants.write_text(f"keys: [{{key_sha256: {sha256(API_KEY.encode()).hexdigest()}, tenant: ann}}]")
+    flags = ["--events-curve-keys", str(keys), "--api-keys-file", str(tenants), "--log-level", "debug"]
+    with serving(tmp_path, "--replicas", "1", "--access-log", str(tmp_path / "access.log"), *flags) as running:
+        answer, refused = asked(running, API_KEY), asked(running, WRONG_KEY)
         with_keys = watched(tmp_path, running.url, "--events-curve-keys", str(keys), until_seen="live")
         without = watched(tmp_path, running.url, until_seen="refused")
         endpoints = running.replicas()["r0"]["event_endpoints"]
-        words = " ".join(" ".join(process.cmdline()) for process in running.family())
         until(lambda: True if running.idle() else None, "idle")
+        said = told(running)
 
     secrets = {load_pair(path).secret.decode() for path in keys.glob("*.key_secret")}
-    assert answer["usage"]["completion_tokens"] == 4
+    assert len(secrets) == 2
+    assert (answer.status_code, refused.status_code) == (200, 401)
     assert endpoints["curve_key"] in (keys / "server.key").read_text()
     assert "refused" not in with_keys
     assert "does not know our key" in without
-    assert len(secrets) == 2
-    assert not [secret for secret in secrets if secret in words + "".join(running.output)]
+    assert "Controller" in said["Ray's actors"]
+    assert [where for where, text in said.items() if any(each in text for each in (*secrets, API_KEY, WRONG_KEY))] == []
+    assert "ann" in said[str(tmp_path / "access.log")]
+
+
+def asked(running: Serving, key: str) -> httpx.Response:
+    body = {"prompt": "Once upon a time", "max_tokens": 4}
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.post(f"{running.url}/v1/completions", json=body, headers=headers, timeout=60, trust_env=False)

@@ -1,7 +1,9 @@
 """Tenants over HTTP, down to a real replica's cache: what is kept, shared, and emptied by a reset. Without Ray."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,9 @@ from ..replica.clients import PATIENCE_S, SEED, served
 from ..router.http.conftest import LoadedText
 
 DEMO = Path(homing.__file__).parent / "replica" / "demo" / "model"
+BLOCK_TOKENS = 16
 #: Small enough to be overrun by a few prompts; one tenant may pin half of it.
-CACHE = {"block_size": 16, "num_kv_blocks": 21, "pin_tenant_share": 0.5, "hash_algorithm": "sha256"}
+CACHE = {"block_size": BLOCK_TOKENS, "num_kv_blocks": 21, "pin_tenant_share": 0.5, "hash_algorithm": "sha256"}
 KEYS = [("ann", "lab"), ("bob", "lab"), ("eve", None), ("root", None)]
 
 
@@ -35,16 +38,18 @@ def text_model() -> Iterator[TextModel]:
     model.close()
 
 
-@pytest.fixture
-async def http(tmp_path: Path, text_model: TextModel) -> AsyncIterator[httpx.AsyncClient]:
+@asynccontextmanager
+async def stack(
+    folder: Path, text_model: TextModel, cache: dict[str, Any], max_model_len: int
+) -> AsyncIterator[httpx.AsyncClient]:
     """A router with four tenants before one replica of the demo model; blocks are named by sha256."""
-    keys = tmp_path / "keys.yaml"
+    keys = folder / "keys.yaml"
     keys.write_text(yaml.safe_dump({"keys": [key_entry(name, group) for name, group in KEYS]}))
     settings = RouterSettings(api_keys_file=str(keys))
-    sockets = tmp_path / "s"
+    sockets = folder / "s"
     sockets.mkdir()
-    with served(DEMO, sockets, kvcache=CACHE, settings={"max_model_len": 256}) as replica:
-        metrics, kvcache = RouterMetrics(), KvCacheSettings(**CACHE)
+    with served(DEMO, sockets, kvcache=cache, settings={"max_model_len": max_model_len}) as replica:
+        metrics, kvcache = RouterMetrics(), KvCacheSettings(**cache)
         service = RouterService(settings, kvcache, router_id="router", model_dir=DEMO, observer=metrics)
         service.start(asyncio.get_running_loop())
         server = RouterServer(settings, service, metrics=metrics, texts=LoadedText(text_model))
@@ -57,6 +62,13 @@ async def http(tmp_path: Path, text_model: TextModel) -> AsyncIterator[httpx.Asy
             yield client
         await server.stop()
         service.close()
+
+
+@pytest.fixture
+async def http(tmp_path: Path, text_model: TextModel) -> AsyncIterator[httpx.AsyncClient]:
+    """With a pool that a few prompts overrun."""
+    async with stack(tmp_path, text_model, CACHE, 256) as client:
+        yield client
 
 
 def key_entry(name: str, group: str | None) -> dict[str, Any]:
@@ -137,3 +149,44 @@ async def test_a_reset_empties_the_cache_pins_included(http: httpx.AsyncClient):
 
     assert (done.status_code, done.json()["replicas"]) == (200, ["r0"])
     assert cached(again) == 0
+
+
+#: Of each kind of request whose times are compared.
+ROUNDS = 8
+
+
+async def test_a_tenant_cannot_tell_by_time_or_work_what_another_one_has_cached(
+    tmp_path: Path, text_model: TextModel
+) -> None:
+    """Who asks for a guess of somebody else's prompt waits as long as for any other: by ranks, in turns, so that load
+    on this machine falls on all alike. That the same comparison tells a tenant's own hits shows that it could."""
+    cache = CACHE | {"num_kv_blocks": 2048}
+    times: dict[str, list[float]] = {"guessed": [], "new": [], "own": []}
+    async with stack(tmp_path, text_model, cache, 2048) as http:
+        for number in range(ROUNDS):
+            secret = f"The secret of number {number}. " * 80
+            await timed(http, "ann", secret)
+            for kind, key, prompt in (
+                ("guessed", "eve", secret),
+                ("new", "eve", secret.replace("secret", "matter")),
+                ("own", "ann", secret),
+            ):
+                seconds, tokens = await timed(http, key, prompt)
+                times[kind].append(seconds)
+                # A caller's own prompts begin alike: fewer tokens than a block may be copied from one to the next.
+                assert (tokens >= BLOCK_TOKENS) == (kind == "own"), f"{kind}: {tokens} tokens were cached"
+
+    assert 0.05 < share_faster(times["guessed"], times["new"]) < 0.95, times
+    assert share_faster(times["own"], times["new"]) > 0.8, times
+
+
+async def timed(http: httpx.AsyncClient, key: str, prompt: str) -> tuple[float, int]:
+    """How long one token took, and how much of the prompt was cached."""
+    began = time.perf_counter()
+    answer = await ask(http, key, prompt, max_tokens=1)
+    return time.perf_counter() - began, cached(answer)
+
+
+def share_faster(some: Sequence[float], others: Sequence[float]) -> float:
+    """Of all pairs, those in which the first is faster: a half where nothing tells them apart."""
+    return sum(one < other for one in some for other in others) / (len(some) * len(others))
