@@ -12,7 +12,7 @@ ARGS ?=
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast check lint types format wheel wheel-check compat clients bench-core bench-events bench-eviction bench-partial bench-decision bench-router bench-routing test-slow chaos clean
+.PHONY: help setup serve test test-fast check lint types format wheel wheel-check compat clients bench-core bench-events bench-eviction bench-partial bench-decision bench-router bench-routing test-slow chaos audit clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,11 @@ test-slow: $(VENV)/.dev ## Run the slow tests, too
 
 chaos: $(VENV)/.dev ## Faults under load, each answer checked token for token (ARGS="--seed N --minutes M --faults a,b")
 	@$(BIN)/python -m tests.chaos.run $(ARGS)
+
+audit: ## Look every pinned package up in the advisories of PyPI (needs the internet; fails where it cannot ask)
+	@$(PYTHON) -m venv .venv-audit
+	@.venv-audit/bin/pip install --disable-pip-version-check --quiet pip-audit
+	@.venv-audit/bin/pip-audit --strict --disable-pip --no-deps --requirement constraints.txt
 
 lint: $(VENV)/.dev ## Check style and layout of the code
 	@$(BIN)/ruff check .
