@@ -25,6 +25,10 @@ from .request import Phase, RequestKey, RequestState
 #: Logits of every position are wanted for prompt logprobs: [chunk, vocab] float32, 156 MB at a vocabulary of 152k.
 PROMPT_LOGPROBS_CHUNK = 256
 
+#: A request waits while another computes at least so many tokens that it needs, too: together in one step they would be
+#: computed twice. For fewer the wait costs more; a step's fixed cost is about this many tokens on a CPU.
+WORTH_WAITING_TOKENS = 128
+
 _NO_MATCH = PrefixMatch(blocks=(), tokens=0)
 _by_urgency = attrgetter("urgency")
 
@@ -82,7 +86,14 @@ class Backlog:
 class Scheduler:
     """The waiting and the running requests of one replica, and the blocks of the latter."""
 
-    def __init__(self, limits: Limits, cache: PrefixCache, hasher: BlockHasher) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        cache: PrefixCache,
+        hasher: BlockHasher,
+        *,
+        worth_waiting_tokens: int = WORTH_WAITING_TOKENS,
+    ) -> None:
         capacity = cache.free_blocks * hasher.block_size
         assert limits.max_model_len <= capacity, f"max_model_len {limits.max_model_len}, pool of {capacity} tokens"
         self.limits = limits
@@ -90,6 +101,7 @@ class Scheduler:
         self._cache = cache
         self._hasher = hasher
         self._capacity_blocks = cache.free_blocks
+        self._worth_waiting_blocks = max(1, worth_waiting_tokens // hasher.block_size)
         self._requests: dict[RequestKey, RequestState] = {}
         #: Both sorted by urgency.
         self._waiting: list[RequestState] = []
@@ -245,31 +257,52 @@ class Scheduler:
         return -(-request.num_tokens // self._hasher.block_size) - len(request.blocks)
 
     def _admit(self, budget: int) -> Iterable[ScheduledRow]:
-        """Start waiting requests in order; the first that does not fit holds up those behind it, or it would starve."""
-        while budget and self._waiting and len(self._running) < self.limits.running:
-            request = self._waiting[0]
-            if request.in_flight:  # preempted a moment ago: its newest token is not known yet
+        """Start waiting requests in order; the first that does not fit holds up those behind it, or it would starve.
+
+        One whose prefix is being computed is passed over: it holds up nobody, and soon finds its blocks.
+        """
+        passed = 0
+        while budget and passed < len(self._waiting) and len(self._running) + passed < self.limits.running:
+            request = self._waiting[passed]
+            if request.in_flight or self._hopeless(request):  # in flight: its newest token is not known yet
                 return
-            match = None if self._hopeless(request) else self._start(request)
-            if match is None:
+            match = self._match(request)
+            if self._is_being_computed(request, match):
+                passed += 1
+                continue
+            if not self._start(request, match):
                 return
             row = self._row(request, budget, _copy_for(request, match))
             budget -= row.count
             yield row
+
+    def _is_being_computed(self, request: RequestState, match: PrefixMatch) -> bool:
+        """A running request is about to compute what this one lacks, and enough of it to be worth a wait."""
+        if not self._cache.enabled or not request.may_use_cache:
+            return False
+        first = len(match.blocks)
+        last = first + self._worth_waiting_blocks - 1
+        if last >= len(request.hashes):
+            return False
+        name = request.hashes[last]  # which names all before it, too
+        return any(
+            other.committed_blocks == first and last < len(other.hashes) and other.hashes[last] == name
+            for other in self._running
+            if not other.decoding
+        )
 
     def _hopeless(self, request: RequestState) -> bool:
         """No more room than at the last try: spares a look-up of a long prompt in every step that it waits."""
         tried = request.refused_at_free
         return tried is not None and self._cache.free_blocks <= tried and bool(self._running)
 
-    def _start(self, request: RequestState) -> PrefixMatch | None:
-        """What the cache gave it; None: there is no room."""
-        match = self._match(request)
+    def _start(self, request: RequestState, match: PrefixMatch) -> bool:
+        """Give it what the cache has and blocks for the rest; False: there is no room."""
         needed = -(-request.num_tokens // self._hasher.block_size) - len(match.blocks)
         blocks = self._acquire(match, needed)
         if blocks is None:
             request.refused_at_free = self._cache.free_blocks
-            return None
+            return False
         request.refused_at_free = None
         request.blocks = blocks
         request.computed = match.tokens
@@ -279,7 +312,7 @@ class Scheduler:
         self._waiting.remove(request)
         request.phase = Phase.RUNNING
         insort(self._running, request, key=_by_urgency)
-        return match
+        return True
 
     def _acquire(self, match: PrefixMatch, needed: int) -> list[Block] | None:
         """Blocks for a request; when nothing runs whose end would give room, pins end before their time."""

@@ -1,6 +1,7 @@
 """The scheduler against a model whose every token can be computed by hand."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -30,6 +31,7 @@ class Bench:
     running: int = 8
     enabled: bool = True
     partial_block_reuse: bool = True
+    worth_waiting: int = 128
     ended: dict[int, RequestState] = field(default_factory=dict)
     rows: list[ScheduledRow] = field(default_factory=list)
 
@@ -40,7 +42,7 @@ class Bench:
         )
         self.model = FakeModel(self.blocks + 1, self.block_size)
         limits = Limits(self.running, self.budget, self.blocks * self.block_size)
-        self.scheduler = Scheduler(limits, self.cache, self.hasher)
+        self.scheduler = Scheduler(limits, self.cache, self.hasher, worth_waiting_tokens=self.worth_waiting)
         self.number = 0
 
     def add(self, prompt: list[int], **options) -> RequestState:
@@ -224,6 +226,38 @@ def test_a_block_is_not_shared_before_its_kv_is_there(bench: Bench) -> None:
     bench.check_end()
 
 
+def test_a_request_waits_for_a_prefix_that_another_computes() -> None:
+    """Eight callers of one system prompt at once: it is computed once, in chunks here, and those behind go ahead."""
+    bench = Bench(budget=5, worth_waiting=4)
+    first = bench.add([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    second = bench.add([1, 2, 3, 4, 5, 6, 7, 8, 5])
+    other = bench.add([6, 6])
+
+    bench.step()
+    assert [(row.request, row.start, row.count) for row in bench.rows] == [(first, 0, 5)]
+    bench.step()
+    assert [(row.request, row.start, row.count) for row in bench.rows] == [(first, 5, 4), (other, 0, 1)]
+    bench.step()
+
+    assert (second, 8, 1) in [(row.request, row.start, row.count) for row in bench.rows]
+    bench.run()
+    bench.check_end()
+
+
+def test_nobody_waits_for_a_few_tokens_or_without_a_cache() -> None:
+    """A step's fixed cost would be more than what is saved; without a cache the blocks would never come."""
+    for options in ({"worth_waiting": 6}, {"worth_waiting": 4, "enabled": False}):
+        bench = Bench(**options)
+        bench.add([1, 2, 3, 4, 5])
+        bench.add([1, 2, 3, 4, 6])
+
+        bench.step()
+
+        assert [row.start for row in bench.rows] == [0, 0]
+        bench.run()
+        bench.check_end()
+
+
 def test_the_least_urgent_is_preempted_and_gets_its_tokens_all_the_same() -> None:
     """Preemption by recomputation: the youngest gives way, waits at the front, and nobody notices in the tokens."""
     bench = Bench(blocks=6)
@@ -352,10 +386,11 @@ class Schedules(RuleBasedStateMachine):
         budget=st.integers(1, 12),
         running=st.integers(1, 5),
         enabled=st.booleans(),
-        partial=st.booleans(),
+        partial_block_reuse=st.booleans(),
+        worth_waiting=st.sampled_from([1, 4, 128]),
     )
-    def start(self, blocks: int, block_size: int, budget: int, running: int, enabled: bool, partial: bool) -> None:
-        self.bench = Bench(blocks, block_size, budget, running, enabled, partial)
+    def start(self, **limits: Any) -> None:
+        self.bench = Bench(**limits)
         self.refused = self.aborted = 0
 
     @rule(
