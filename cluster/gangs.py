@@ -163,12 +163,9 @@ class Gangs:
         gang.ranks = await self._keeper.start_ranks.remote(gang.generation, cluster.log_level)
         for index, rank in enumerate(gang.ranks):
             gang.tasks.append(asyncio.create_task(self._watch(gang, index, rank)))
-        world, sharing = len(gang.ranks), _ranks_per_node(gang.spec)
+        world = len(gang.ranks)
         meeting = await gang.ranks[0].rendezvous.remote(gang.spec.host)
-        specs = [
-            RankSpec(gang.spec, gang.replica_id, gang.generation, rank, world, meeting, sharing)
-            for rank in range(world)
-        ]
+        specs = [RankSpec(gang.spec, gang.replica_id, gang.generation, rank, world, meeting) for rank in range(world)]
         results: list[Started | Failed] = await asyncio.gather(
             *(rank.start.remote(spec) for rank, spec in zip(gang.ranks, specs, strict=True))
         )
@@ -232,9 +229,3 @@ def _described(gang: RunningGang, results: Sequence[Started | Failed | None]) ->
     description = started[0].description
     assert description is not None, "rank 0 describes no replica"
     return msgspec.structs.replace(description, pids=gang.pids, node=started[0].node)
-
-
-def _ranks_per_node(spec: ClusterSpec) -> int:
-    ranks = spec.settings.cluster.replicas * spec.settings.replica.tensor_parallel_size
-    nodes = sum(1 for node in ray.nodes() if node["Alive"])
-    return max(1, -(-ranks // max(1, nodes)))

@@ -12,10 +12,7 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from ..events.keys import reader_keys, server_keys
-from ..replica.config import ReplicaSettings
 from ..router.backend import AbsentReplica
 from .actors import RankServer, Router, node_address
 from .autoscale import Demand
@@ -34,7 +31,7 @@ def make_rank(spec: RankSpec) -> RankServer:
     from ..replica.server import ReplicaServer
     from ..replica.worker import GangSpec, RankWorker
 
-    cluster, settings = spec.cluster, rank_settings(spec)
+    cluster, settings = spec.cluster, spec.cluster.settings.replica
     model_dir = Path(cluster.model_dir) if cluster.model_dir else find_model(settings)
     gang = GangSpec(rank=spec.rank, size=spec.world, host=spec.rendezvous.host, port=spec.rendezvous.port)
     if spec.rank > 0:
@@ -64,14 +61,6 @@ def large_pages() -> None:
     small pages 130 to 220 ms after SIGKILL on two busy cores, 65 ms where the KV pool is in large ones.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
-
-def rank_settings(spec: RankSpec) -> ReplicaSettings:
-    """The replica's settings, with as many threads as the ranks of this node leave for each."""
-    settings = spec.cluster.settings.replica
-    if settings.cpu_threads:
-        return settings
-    return msgspec.structs.replace(settings, cpu_threads=max(1, _cores() // spec.ranks_on_node))
 
 
 def make_router(spec: ClusterSpec) -> Router:
@@ -209,7 +198,3 @@ class HomingRouter:
             self._service.close()
         if self._stopped is not None:
             self._stopped.set()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

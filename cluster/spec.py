@@ -50,7 +50,6 @@ class RankSpec:
     rank: int
     world: int
     rendezvous: Rendezvous
-    ranks_on_node: int  #: who share the cores of this node
 
 
 @dataclass(slots=True, frozen=True)

@@ -42,5 +42,5 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         int, Meta(ge=1, description="token budget of one step; longer prefills run in chunks")
     ] = 2048
     cpu_threads: Annotated[
-        int, Meta(ge=0, description="torch threads per rank on CPU; 0: cores divided by ranks, at least 1")
+        int, Meta(ge=0, description="torch threads per rank on CPU; 0: the cores that others leave idle, at least 1")
     ] = 0

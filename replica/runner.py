@@ -1,6 +1,5 @@
 """One rank's model and KV memory: a plan goes in, logits come out. Knows nothing of requests, sockets or sampling."""
 
-import os
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from .models.loading import DTYPES
 from .models.spec import ModelSpec
 from .plan import StepPlan, lay_out
 from .ranks import RankGroup
+from .threads import ThreadChoice, ThreadKeeper, read_cpu_times, usable_cores
 
 
 def resolve_device(settings: ReplicaSettings) -> torch.device:
@@ -25,17 +25,14 @@ def resolve_device(settings: ReplicaSettings) -> torch.device:
     return torch.device("cuda" if available and settings.device != "cpu" else "cpu")
 
 
-def cpu_threads(settings: ReplicaSettings, cores: int) -> int:
-    """torch threads of one rank: as set, or an even share of the cores."""
-    return settings.cpu_threads or max(1, cores // settings.tensor_parallel_size)
-
-
-def set_cpu_threads(settings: ReplicaSettings) -> None:
-    """Set torch's threads for this process; call once, before the first step.
-
-    Threads beyond the cores are disastrous: a product of 0.5 ms took 5 ms with two threads on contended cores.
-    """
-    torch.set_num_threads(cpu_threads(settings, os.cpu_count() or 1))
+def thread_keeper(settings: ReplicaSettings, cores: int | None = None) -> ThreadKeeper:
+    """torch's threads of one rank: as set, or as many as other processes leave of its share of the cores."""
+    cores = cores or usable_cores()
+    if settings.cpu_threads:
+        fixed = ThreadChoice(cores, settings.cpu_threads, settings.cpu_threads)
+        return ThreadKeeper(fixed, torch.set_num_threads, lambda: None)
+    most = max(1, cores // settings.tensor_parallel_size)
+    return ThreadKeeper(ThreadChoice(cores, most), torch.set_num_threads, read_cpu_times)
 
 
 class ModelRunner:

@@ -47,7 +47,7 @@ from .port import Delivery, RequestPort
 from .ranks import RankGroup
 from .rates import Rates
 from .resident.runner import ResidentRunner, load_runner
-from .runner import ModelRunner, set_cpu_threads
+from .runner import ModelRunner, thread_keeper
 from .scheduler import Limits
 from .startup import measure_rates, number_of_blocks, resolve_limits
 from .worker import GangExecutor, GangSpec, LocalExecutor, PlanChannel, join_gang, share_endpoint
@@ -104,6 +104,7 @@ class ReplicaServer:
         self._gang = gang
         self._keys = keys
         self._load_runner = load_runner
+        self._threads = thread_keeper(settings)
         self._hasher = BlockHasher(kvcache.block_size, cluster_seed, kvcache.hash_algorithm)
         self._epoch = randbits(63)
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -124,7 +125,7 @@ class ReplicaServer:
 
     def run(self) -> None:
         """Serve until `stop`. Raises EngineBroken or RankLost when the replica has to be rebuilt."""
-        set_cpu_threads(self._settings)  # OpenMP counts threads per calling thread, and `start` may have run in another
+        self._threads.begin()  # OpenMP counts threads per calling thread, and `start` may have run in another
         error: ReplicaError | None = None
         try:
             while not self._stopping.is_set():
@@ -219,8 +220,10 @@ class ReplicaServer:
         )
 
     def _load(self) -> Model:
-        set_cpu_threads(self._settings)
+        self._threads.begin()
+        self._threads.look()
         runner, executor, workers = self._join_and_load()
+        self._threads.look()
         self._closers.append(executor.close)
         size = self._kvcache.block_size
         num_blocks = number_of_blocks(self._kvcache, runner.spec, runner.device)
@@ -285,6 +288,7 @@ class ReplicaServer:
             self._publisher.report(self._engine.load())
             self._poller.poll(int(self._events.heartbeat_interval_s * 1000))
             return
+        self._threads.look()
         result = self._engine.step()
         self._publish(result)
         if self._engine.failures_in_a_row >= MAX_FAILURES:

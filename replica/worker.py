@@ -21,7 +21,7 @@ from .errors import RankLost, StartupError
 from .plan import StepPlan
 from .ranks import Backend, RankGroup
 from .resident.runner import Drawn, ResidentRunner, load_runner
-from .runner import ModelRunner, resolve_device, set_cpu_threads
+from .runner import ModelRunner, resolve_device, thread_keeper
 
 log = logging.getLogger(__name__)
 
@@ -179,12 +179,13 @@ class RankWorker:
         self._model_dir = model_dir
         self._gang = gang
         self._stopping = threading.Event()
+        self._threads = thread_keeper(settings)
         self._runner: ModelRunner | None = None
         self._link: _WorkerLink | None = None
 
     def start(self) -> None:
         """Join the gang, load, say hello. Blocks until all ranks have met."""
-        set_cpu_threads(self._settings)
+        self._threads.begin()
         group = join_gang(self._gang, self._settings)
         endpoint = share_endpoint(group, "", self._settings)
         self._runner = load_runner(self._settings, self._model_dir, self._block_size, group)
@@ -195,9 +196,10 @@ class RankWorker:
         """Run plans until rank 0 or `stop` says so. Raises RankLost when rank 0 is gone."""
         assert self._link is not None, "run before start"
         assert self._runner is not None, "run before start"
-        set_cpu_threads(self._settings)  # OpenMP counts threads per calling thread, and `start` may have run in another
+        self._threads.begin()  # OpenMP counts threads per calling thread, and `start` may have run in another
         try:
             while not self._stopping.is_set():
+                self._threads.look()
                 frames = self._link.receive(timeout_s=0.2)
                 if frames and not self._obey(self._runner, *frames):
                     return

@@ -118,8 +118,11 @@ def adapter_problem(config: Any) -> str | None:
     if unfixed:
         return f"rope type {', '.join(unfixed)} changes its frequencies with the batch, or is not known"
     kinds = set(getattr(config, "layer_types", None) or ()) - set(LAYER_KINDS)
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk is not None and chunk >= config.max_position_embeddings:
+        kinds.discard("chunked_attention")  # with one chunk it is full attention
     if kinds:
-        return f"layers of kind {', '.join(sorted(kinds))} keep state that is not paged KV"
+        return f"layers of kind {', '.join(sorted(kinds))} need more than causal attention over paged KV"
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
     return None

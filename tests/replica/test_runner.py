@@ -6,7 +6,7 @@ import torch
 from homing.replica.config import ReplicaSettings
 from homing.replica.errors import StartupError
 from homing.replica.plan import BlockCopy, PlanRow, plan_of_rows
-from homing.replica.runner import ModelRunner, cpu_threads, resolve_device
+from homing.replica.runner import ModelRunner, resolve_device, thread_keeper
 
 from .toys import BLOCK_SIZE, ToyScheduler, make_runner
 
@@ -120,14 +120,15 @@ def test_absent_cuda_is_refused_by_name():
 
 
 @pytest.mark.parametrize(
-    ("settings", "cores", "threads"),
-    [
-        ({}, 8, 8),
-        ({"tensor_parallel_size": 2}, 8, 4),
-        ({"tensor_parallel_size": 4}, 2, 1),
-        ({"cpu_threads": 3}, 8, 3),
-    ],
+    ("settings", "most"), [({}, 8), ({"tensor_parallel_size": 2}, 4), ({"tensor_parallel_size": 16}, 1)]
 )
-def test_threads_are_shared_between_ranks(settings, cores, threads):
-    """More threads than cores are ten times slower, so 0 means an even share."""
-    assert cpu_threads(ReplicaSettings(**settings), cores) == threads
+def test_threads_are_at_most_a_rank_s_share_of_the_cores(settings, most):
+    """Ranks of one replica compute at the same time, so each may take its share at most."""
+    assert thread_keeper(ReplicaSettings(**settings), 8)._choice.most == most
+
+
+def test_threads_that_were_set_stay():
+    """Whoever sets them knows what else runs."""
+    choice = thread_keeper(ReplicaSettings(cpu_threads=3), 8)._choice
+
+    assert (choice.threads, choice.most) == (3, 3)
