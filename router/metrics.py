@@ -103,6 +103,8 @@ class HttpNumbers(Collector):
         self.itl = Histogram(ITL_BUCKETS)
         self.prompt_tokens = 0
         self.completion_tokens = 0
+        #: sequences over
+        self.outcomes = dict.fromkeys(("finished", "failed", "cancelled"), 0)
 
     def describe(self) -> Sequence[Metric]:
         """See prometheus_client: the names are those of `collect`."""
@@ -134,6 +136,10 @@ class HttpNumbers(Collector):
         yield CounterMetricFamily(
             "homing_completion_tokens", "Tokens generated for them.", value=self.completion_tokens
         )
+        outcomes = CounterMetricFamily("homing_routing_outcomes", "Sequences over, by outcome.", labels=["outcome"])
+        for outcome, count in self.outcomes.items():
+            outcomes.add_metric([outcome], count)
+        yield outcomes
 
 
 class TenantNumbers(Collector):
@@ -188,8 +194,6 @@ class RouterMetrics:
         for result in ("exact", "low", "high"):
             self._router_totals[f"predictions_{result}"] = predictions.labels(result)
         self._router_seen = RouterCounters()
-        outcomes = Counter("homing_routing_outcomes", "Sequences over, by outcome.", ["outcome"], registry=registry)
-        self._outcomes = {outcome: outcomes.labels(outcome) for outcome in ("finished", "failed", "cancelled")}
         self._told: dict[str, LoadReport] = {}  #: the last report of each replica that is in the metrics
         self._untold: dict[str, LoadReport] = {}  #: a later one: reports come with every step, readers seldom
         self._known: set[str] = set()
@@ -282,7 +286,7 @@ class RouterMetrics:
 
     def request_finished(self, record: FinishedRequest) -> None:
         """A sequence is over (`Observer`)."""
-        self._outcomes[record.outcome].inc()
+        self._numbers.outcomes[record.outcome] += 1
 
     def load_reported(self, replica_id: str, report: LoadReport) -> None:
         """A replica told its load and totals; reports of an epoch must come in order."""

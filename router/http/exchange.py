@@ -59,37 +59,20 @@ class Wire(Protocol):
         """The next request may be answered."""
 
 
-class Exchange:
+class Exchange(msgspec.Struct, eq=False):
     """A request under way. Used in the loop's thread."""
 
-    __slots__ = (
-        "_wire",
-        "account",
-        "gone",
-        "id",
-        "notes",
-        "on_gone",
-        "over",
-        "request",
-        "started_at",
-        "status",
-        "when_over",
-    )
-
-    def __init__(
-        self, request: Request, wire: Wire, exchange_id: str, started_at: float, when_over: Callable[["Exchange"], None]
-    ) -> None:
-        self.request = request
-        self.id = exchange_id
-        self.started_at = started_at  #: monotonic seconds: its head was there
-        self.when_over = when_over
-        self.status: int | None = None  #: None: no head was sent
-        self.over = False
-        self.gone = False  #: the client left before the end
-        self.on_gone: Callable[[], None] | None = None  #: called once, when it leaves
-        self.account: Account | None = None
-        self.notes: Headers = ()  #: headers that the answer carries, whatever it is
-        self._wire = wire
+    request: Request
+    wire: Wire
+    id: str
+    started_at: float  #: monotonic seconds: its head was there
+    when_over: Callable[["Exchange"], None]
+    status: int | None = None  #: None: no head was sent
+    over: bool = False
+    gone: bool = False  #: the client left before the end
+    on_gone: Callable[[], None] | None = None  #: called once, when it leaves
+    account: Account | None = None
+    notes: Headers = ()  #: headers that the answer carries, whatever it is
 
     def respond(self, body: bytes, *, status: int = 200, content_type: str = JSON, headers: Headers = ()) -> None:
         """The whole answer."""
@@ -97,8 +80,8 @@ class Exchange:
             return
         assert self.status is None, f"answered twice: {self.status}, then {status}"
         self.status = status
-        self._wire.send_head(self, [("content-type", content_type), *headers, *self.notes], len(body))
-        self._wire.send_body(body)
+        self.wire.send_head(self, [("content-type", content_type), *headers, *self.notes], len(body))
+        self.wire.send_body(body)
         self._finish()
 
     def begin_stream(self, headers: Headers) -> None:
@@ -106,19 +89,19 @@ class Exchange:
         if self.over:
             return
         self.status = 200
-        self._wire.send_head(
+        self.wire.send_head(
             self, [("content-type", EVENTS), ("cache-control", "no-cache"), *headers, *self.notes], None
         )
 
     def send(self, data: bytes) -> None:
         """A piece of the stream; never empty."""
         if not self.over:
-            self._wire.send_chunk(data)
+            self.wire.send_chunk(data)
 
     def end(self) -> None:
         """The end of the stream."""
         if not self.over:
-            self._wire.end_stream()
+            self.wire.end_stream()
             self._finish()
 
     def lose(self) -> None:
@@ -135,4 +118,4 @@ class Exchange:
         self.over = True
         self.on_gone = None
         self.when_over(self)
-        self._wire.exchange_over()
+        self.wire.exchange_over()

@@ -54,44 +54,23 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     discard: bool = False  #: `max_tokens: 0`: one token is generated for the prompt's sake and not shown
 
 
-class Choice:
+class Choice(msgspec.Struct, eq=False):
     """One sequence under way; its token stream's sink."""
 
-    __slots__ = (
-        "answer",
-        "cached",
-        "ending",
-        "generated",
-        "generation",
-        "index",
-        "last_token_at",
-        "parts",
-        "pinned",
-        "predicted",
-        "prompt",
-        "prompt_logprobs",
-        "stream",
-        "tokens",
-    )
-
-    def __init__(
-        self, generation: "Generation", index: int, prompt: Prompt, stream: TokenStream, answer: AnswerText
-    ) -> None:
-        self.generation = generation
-        self.index = index
-        self.prompt = prompt
-        self.stream = stream
-        self.answer = answer
-        self.generated = 0
-        self.cached = 0
-        self.predicted = 0
-        self.pinned: int | None = None
-        self.last_token_at: float | None = None
-        self.ending: Ending | None = None
-        self.prompt_logprobs: list[PositionLogprobs | None] | None = None
-        # Of an answer that is sent whole:
-        self.parts: list[str] = []
-        self.tokens: list[TokenAt] = []
+    generation: "Generation"
+    index: int
+    prompt: Prompt
+    stream: TokenStream
+    answer: AnswerText
+    generated: int = 0
+    cached: int = 0
+    predicted: int = 0
+    pinned: int | None = None
+    last_token_at: float | None = None
+    ending: Ending | None = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    parts: list[str] = []  #: of an answer that is sent whole
+    tokens: list[TokenAt] = []  #: the same
 
     @property
     def text(self) -> str:
@@ -340,11 +319,9 @@ class Generation:
 
     def headers(self) -> Headers:
         """What the answer's head tells of all this."""
-        first = self.choices[:: self._job.choices_per_prompt]
+        account = self._exchange.account or self._account()
         pinned = [choice.pinned for choice in self.choices if choice.pinned is not None]
-        return answer_headers(
-            self.replicas(), sum([choice.cached for choice in first]), sum(pinned) if pinned else None
-        )
+        return answer_headers(account.replicas, account.cached_tokens, sum(pinned) if pinned else None)
 
     def replicas(self) -> str:
         """Where the choices run, each replica once."""
