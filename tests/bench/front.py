@@ -83,6 +83,8 @@ def loads(scale: float, *, ids: bool) -> dict[str, Load]:
         return {
             "plain": plain,
             "16 KB": Load(path=COMPLETIONS, bodies=long, connections=32, requests=int(3_000 * scale)),
+            "alone, 128": alone([rng.randrange(300, 3000) for _ in range(128)], int(600 * scale)),
+            "alone, 32000": alone([rng.randrange(300, 3000) for _ in range(32_000)], int(200 * scale)),
         }
     return {
         "plain": Load(
@@ -102,13 +104,24 @@ def loads(scale: float, *, ids: bool) -> dict[str, Load]:
     }
 
 
+def alone(prompt: list[int], requests: int) -> Load:
+    """One stream at a time, each prompt with an end of its own: what the router adds to the first token."""
+    bodies = [
+        json.dumps({"model": "demo", "prompt": [*prompt[:-1], last], "max_tokens": ANSWER, "stream": True}).encode()
+        for last in range(300, 308)
+    ]
+    return Load(path=COMPLETIONS, bodies=bodies, connections=1, requests=requests, stream=True)
+
+
 @dataclass
 class Row:
     """One router's figures for one load."""
 
     rates: list[float] = field(default_factory=list)
     cpu_us: list[float] = field(default_factory=list)  #: a request, or a chunk of a paced stream
-    p99_ms: list[float] = field(default_factory=list)  #: time to first token of paced streams, else of whole answers
+    #: time to first token of streams, else of whole answers
+    p50_ms: list[float] = field(default_factory=list)
+    p99_ms: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -298,7 +311,9 @@ def measure(subject: Subject, kind: str) -> None:
         raise SystemExit(f"{subject.name}: {result.failed} of {result.requests} requests failed")
     row.rates.append(result.requests / result.seconds)
     row.cpu_us.append(spent / (result.chunks if load.stream else result.requests) * 1e6)
-    row.p99_ms.append(percentile(result.ttft_s if load.stream else result.latency_s, 0.99) * 1e3)
+    times = result.ttft_s if load.stream else result.latency_s
+    row.p50_ms.append(percentile(times, 0.5) * 1e3)
+    row.p99_ms.append(percentile(times, 0.99) * 1e3)
     memory = [each.memory_info().rss for each in [subject.process, *subject.process.children(recursive=True)]]
     subject.memory_mb = max(subject.memory_mb, sum(memory) / 1e6)
 
@@ -320,6 +335,7 @@ def report(subjects: Sequence[Subject]) -> list[dict[str, object]]:
                     "load": kind,
                     "requests_per_s": round(max(row.rates)),
                     "cpu_us": round(median(row.cpu_us), 1),
+                    "p50_ms": round(median(row.p50_ms), 2),
                     "p99_ms": round(median(row.p99_ms), 2),
                     "memory_mb": round(subject.memory_mb),
                 }
@@ -329,10 +345,12 @@ def report(subjects: Sequence[Subject]) -> list[dict[str, object]]:
 
 def print_table(rows: Sequence[dict[str, object]]) -> None:
     """CPU is per request, for paced streams per chunk; p99 is TTFT for streams, else the whole answer's."""
-    print(f"{'router':28} {'load':8} {'req/s':>8} {'us CPU':>8} {'p99 ms':>8} {'MB':>6}")
+    print(f"{'router':28} {'load':12} {'req/s':>8} {'us CPU':>8} {'p50 ms':>8} {'p99 ms':>8} {'MB':>6}")
     for row in sorted(rows, key=lambda each: str(each["load"])):
-        figures = f"{row['requests_per_s']:8} {row['cpu_us']:8} {row['p99_ms']:8} {row['memory_mb']:6}"
-        print(f"{row['router']:28} {row['load']:8} {figures}")
+        figures = (
+            f"{row['requests_per_s']:8} {row['cpu_us']:8} {row['p50_ms']:8} {row['p99_ms']:8} {row['memory_mb']:6}"
+        )
+        print(f"{row['router']:28} {row['load']:12} {figures}")
 
 
 def start_all(
@@ -368,7 +386,7 @@ def main() -> None:
         for subject in subjects:
             warm_up(subject)
         for _ in range(options.rounds):
-            for kind in texts:
+            for kind in texts | ids:
                 for subject in subjects:
                     if kind in subject.loads:
                         measure(subject, kind)

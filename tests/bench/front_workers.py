@@ -53,11 +53,18 @@ class Work(msgspec.Struct, gc=False):
 class FastReplica:
     """An engine without a model and without cost: one output per due request and step."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, folder: Path) -> None:
+        """`folder` is for its sockets: with `homing serve`, too, those of a node are files."""
+        folder.mkdir()
         self.socket = zmq.Context.instance().socket(zmq.ROUTER)
-        self.socket.bind("tcp://127.0.0.1:*")
+        self.socket.bind(f"ipc://{folder / 'requests'}")
         self._publisher = EventPublisher(
-            EventsSettings(publish_events=True), host="127.0.0.1", block_size=BLOCK, epoch=1, medium="CPU"
+            EventsSettings(publish_events=True),
+            host="127.0.0.1",
+            block_size=BLOCK,
+            epoch=1,
+            medium="CPU",
+            ipc_dir=folder,
         )
         self.description = description_of(
             name,
@@ -155,7 +162,7 @@ class FastReplica:
 
 def engine(file: Path) -> None:
     """Two fake replicas in one process, until it is killed."""
-    replicas = [FastReplica("r0"), FastReplica("r1")]
+    replicas = [FastReplica(name, file.parent / name) for name in ("r0", "r1")]
     poller = zmq.Poller()
     for replica in replicas:
         poller.register(replica.socket, zmq.POLLIN)
