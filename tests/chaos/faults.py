@@ -16,7 +16,7 @@ import psutil
 
 from ..e2e.nodes import below, start
 from .client import fetch
-from .shapes import Cluster, Shape
+from .shapes import Cluster, Shape, wait_for
 from .tunnel import Fate, Weather, weather_of
 
 
@@ -80,10 +80,15 @@ async def kill_router(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
 
 @contextlib.asynccontextmanager
 async def kill_controller(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
-    """SIGKILL to the controller."""
+    """SIGKILL to the controller; over when there is another one."""
     (controller,) = cluster.actors("Controller")
     controller.kill()
     yield NOBODY
+
+    async def returned() -> bool:
+        return any(each.pid != controller.pid for each in cluster.actors("Controller"))
+
+    await wait_for(returned, "another controller")
 
 
 @contextlib.asynccontextmanager

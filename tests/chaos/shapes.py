@@ -35,6 +35,8 @@ FLAGS: dict[Shape, tuple[str, ...]] = {
 FOREIGN_TOKEN_S = 0.005
 #: What a fault may take to be over: a rebuild takes seconds, on a busy machine many.
 PATIENCE_S = 60.0
+#: For a cluster to start on a machine that others keep busy.
+START_PATIENCE_S = 300.0
 POLL_S = 0.025
 #: Which of a replica's sockets a fate befalls: its events, or all there are.
 SOCKETS = {"cut": r"-(events|state)$", "delay": r"-(events|state)$", "drop": r"-(events|state)$", "split": r"-\w+$"}
@@ -173,7 +175,7 @@ def cluster(shape: Shape, state: Path) -> Iterator[Cluster]:
             flags += ["--replicas", str(REPLICAS)]
         if nodes is not None:
             flags += ["--ray-address", nodes.address]
-        running = stack.enter_context(serving(state, *flags))
+        running = stack.enter_context(serving(state, *flags, patience_s=START_PATIENCE_S))
         yield Cluster(running, shape, nodes=nodes, engines=engines, engine_loop=loop)
 
 

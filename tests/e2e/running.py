@@ -31,9 +31,9 @@ LONG_PROMPTS = tuple(f"{number}. This is a long prompt that nobody else sends. "
 T = TypeVar("T")
 
 
-def until(ask: Callable[[], T | None], what: str) -> T:
+def until(ask: Callable[[], T | None], what: str, patience_s: float = PATIENCE_S) -> T:
     """The first answer that is not None."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         if (answer := ask()) is not None:
             return answer
@@ -140,7 +140,7 @@ class Serving:
 
 
 @contextlib.contextmanager
-def serving(state: Path, *flags: str) -> Iterator[Serving]:
+def serving(state: Path, *flags: str, patience_s: float = PATIENCE_S) -> Iterator[Serving]:
     """`homing serve --port 0` in the foreground until the block ends."""
     command = [*HOMING, "serve", "--port", "0", *flags]
     with subprocess.Popen(
@@ -151,7 +151,7 @@ def serving(state: Path, *flags: str) -> Iterator[Serving]:
         reader = threading.Thread(target=lambda: running.output.extend(process.stdout or ()), daemon=True)
         reader.start()
         try:
-            note = until(lambda: ready_note(state, process), "the banner")
+            note = until(lambda: ready_note(state, process), "the banner", patience_s)
             running.url = note["url"]
             yield running
         finally:
