@@ -615,7 +615,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(2, retries=2, max_waiting=20)
+        self.world = World(2, retries=2, max_waiting=20, silence_s=2.0)  # who takes no step for so long is stuck
         self.requests: dict[FlightId, GenerationRequest] = {}
         self.cancelled: set[FlightId] = set()
         self.names = 2
