@@ -8,8 +8,9 @@ Another batch computes the same logits with other roundings, which must not chan
 distribution of the whole vocabulary they would: every error shifts all later borders, and in the tail borders lie
 closer than errors. So a token is chosen in steps, each among few groups, and each with a number of its own.
 
-Order: repetition, frequency and presence penalty, logit bias, banned ids; then temperature, top-k, top-p of what top-k
-left, min-p. A token that ties with the last one kept is kept too, so that no set depends on how ties are sorted.
+Order: repetition, frequency and presence penalty, logit bias, banned ids, the mask of allowed ones; then temperature,
+top-k, top-p of what top-k left, min-p. A token that ties with the last one kept is kept too, so that no set depends on
+how ties are sorted.
 """
 
 import math
@@ -45,6 +46,8 @@ class SamplingRow:
     prompt_ids: Sequence[int]  #: read for the repetition penalty only
     generated_ids: Sequence[int]  #: read for penalties only
     banned_ids: Sequence[int] = ()  #: never drawn now, such as the stop ids before `min_tokens`
+    #: [vocab] True for each token that may follow, at least for one; None: any. Where a grammar comes in.
+    allowed: torch.Tensor | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -124,7 +127,7 @@ def _edited(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
 def _edits(row: SamplingRow) -> bool:
     params = row.params
     penalised = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-    return penalised or bool(params.logit_bias) or len(row.banned_ids) > 0
+    return penalised or bool(params.logit_bias) or len(row.banned_ids) > 0 or row.allowed is not None
 
 
 def _edit(logits: torch.Tensor, row: SamplingRow) -> None:
@@ -144,6 +147,8 @@ def _edit(logits: torch.Tensor, row: SamplingRow) -> None:
         logits[biased] += torch.tensor(list(params.logit_bias.values()), device=logits.device, dtype=logits.dtype)
     if row.banned_ids:
         logits[torch.tensor(row.banned_ids, device=logits.device)] = -math.inf
+    if row.allowed is not None:
+        logits.masked_fill_(~row.allowed.to(logits.device), -math.inf)
 
 
 def _ids(ids: Sequence[int]) -> npt.NDArray[np.int64]:

@@ -194,6 +194,21 @@ def test_banned_tokens_are_never_drawn():
     assert set(draw(logits, 200, banned=(2,))) == {0, 1, 3}
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_allowed_tokens_are_drawn(temperature):
+    """A grammar leaves few tokens, mostly unlikely ones; rows without a mask in the same batch are as before."""
+    logits = torch.zeros(2, 6)
+    logits[:, 2] = 30.0
+    allowed = torch.tensor([True, False, False, False, True, False])
+    masked = SamplingRow(SamplingParams(max_tokens=9, temperature=temperature), 0, (), (), allowed=allowed)
+    free = SamplingRow(SamplingParams(max_tokens=9, temperature=temperature), 0, (), ())
+
+    first, second = sample(logits, [masked, free])
+
+    assert first.token_id in (0, 4)
+    assert second.token_id == 2
+
+
 def test_logprobs_are_of_the_raw_model():
     """Before temperature, penalties and bans, as the API promises; likeliest first."""
     logits = logits_of(6)
