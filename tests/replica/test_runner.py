@@ -91,7 +91,7 @@ def test_recomputed_request_goes_on_as_before(checkpoint, reference):
     assert resumed == answer[4:]
 
 
-#: Norm of the error over a prompt's logits, in shares of theirs. Measured: 0.008 and 0.001, transformers' a little more.
+#: Norm of the error over a prompt's logits, in shares of theirs. Measured: 0.008 and 0.001, transformers' too.
 BOUNDS = {"bfloat16": 0.015, "float16": 0.002}
 
 
