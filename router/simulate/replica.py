@@ -6,7 +6,8 @@ block) but goes from event to event: steps that prefill are taken one by one, st
 all running requests advance at the same pace. One cached unit is one block of the workload; tokens inside it are not
 told apart.
 
-What it leaves out: generated tokens take blocks but are never shared, and a leap keeps the decode pace of its start.
+What it leaves out: generated tokens take blocks but are never shared, a request does not wait for a prefix that a
+running one computes, and a leap keeps the decode pace of its start.
 """
 
 from collections import deque
