@@ -42,14 +42,21 @@ class ModelRunner:
     block_size: int
 
     def __init__(
-        self, settings: ReplicaSettings, model_dir: Path, block_size: int, group: RankGroup | None = None
+        self,
+        settings: ReplicaSettings,
+        model_dir: Path,
+        block_size: int,
+        group: RankGroup | None = None,
+        *,
+        model: Model | None = None,
     ) -> None:
-        """Load the weights from a Hugging Face folder. Raises StartupError when this model cannot run here."""
+        """Load the weights from a Hugging Face folder, unless there is a model already. Raises StartupError."""
         self.block_size = block_size
         self._attention_backend = settings.attention_backend
         self.device = resolve_device(settings)
         self._group = group if group is not None and group.size > 1 else None
-        self._model: Model = resolve(settings, model_dir, self._group, device=self.device)
+        loaded = model or resolve(settings, model_dir, self._group, device=self.device)
+        self._model: Model = loaded
         self._pool: KvPool | None = None
         self._attention: AttentionBackend | None = None
         self.spec = self._model.spec

@@ -4,7 +4,7 @@ Reads `*.safetensors`, sharded or not; memory-mapped, so a share costs only its 
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -13,6 +13,18 @@ from .models.errors import WeightsMissing
 
 #: Rows (outputs) or columns (inputs) of a linear layer's weight.
 ROWS, COLUMNS = 0, 1
+
+
+class Weights(Protocol):
+    """Tensors by the names that transformers gives them, of one dtype, on one device."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def whole(self, name: str) -> torch.Tensor: ...
+
+    def share(self, name: str, dim: int, index: int, parts: int) -> torch.Tensor: ...
+
+    def span(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor: ...
 
 
 class Checkpoint:

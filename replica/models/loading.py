@@ -10,6 +10,7 @@ from transformers import AutoConfig
 
 from ..config import ReplicaSettings
 from ..ranks import RankGroup
+from ..weights import Checkpoint
 from .base import Model
 from .errors import TensorParallelUnsupported, UnsupportedModel
 from .native import NativeModel, native_problem
@@ -27,7 +28,7 @@ def load(settings: ReplicaSettings, model_dir: Path, group: RankGroup | None, *,
     problem = _native_refusal(settings, config)
     if problem is None:
         logger.info("model_provider provider=native model_type=%s dtype=%s", config.model_type, dtype)
-        return NativeModel(config, model_dir, eos, dtype, device, group)
+        return NativeModel(config, Checkpoint(model_dir, dtype, device), eos, dtype, device, group)
     if settings.model_provider == "native":
         raise UnsupportedModel(f"the native decoder cannot run {model_dir.name}: {problem}; use model_provider: auto")
     if group is not None and group.size > 1:

@@ -6,7 +6,6 @@ provider takes over.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from ..kernels.choice import choose_kernels
 from ..ranks import RankGroup
-from ..weights import COLUMNS, ROWS, Checkpoint
+from ..weights import COLUMNS, ROWS, Weights
 from .base import Attend, AttentionRule, QkvAttend, Rotary
 from .errors import TensorParallelUnsupported
 from .families import FAMILIES, split_problem
@@ -97,7 +96,7 @@ class DecoderLayer:
 class _LayerReader:
     """Reads one layer's share of a checkpoint."""
 
-    def __init__(self, config: Any, checkpoint: Checkpoint, share: Share, index: int) -> None:
+    def __init__(self, config: Any, checkpoint: Weights, share: Share, index: int) -> None:
         self._config = config
         self._index = index
         self._checkpoint = checkpoint
@@ -171,7 +170,7 @@ class NativeModel:
     def __init__(
         self,
         config: Any,
-        folder: Path,
+        checkpoint: Weights,
         eos_token_ids: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
@@ -187,7 +186,6 @@ class NativeModel:
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._epsilon = config.rms_norm_eps
         self._frequencies = inverse_frequencies(config.rope_parameters, self._head_dim).to(device)
-        checkpoint = Checkpoint(folder, dtype, device)
         self._embedding = checkpoint.whole("model.embed_tokens.weight")
         self._norm = checkpoint.whole("model.norm.weight")
         self._head = self._read_head(checkpoint, config.tie_word_embeddings)
@@ -244,7 +242,7 @@ class NativeModel:
     def _summed(self, x: torch.Tensor) -> torch.Tensor:
         return self._group.all_reduce(x) if self._group else x
 
-    def _read_head(self, checkpoint: Checkpoint, tied: bool) -> Linear:
+    def _read_head(self, checkpoint: Weights, tied: bool) -> Linear:
         """This rank's part of the vocabulary; parts are equally long, the last ones padded with zeros."""
         name = "model.embed_tokens.weight" if tied or "lm_head.weight" not in checkpoint else "lm_head.weight"
         width = -(-len(self._embedding) // self._share.ranks)

@@ -14,6 +14,7 @@ from ..attention.base import Batch
 from ..attention.paged import PagedAttention
 from ..config import ReplicaSettings
 from ..kernels.choice import choose_kernels
+from ..models.base import Model
 from ..plan import StepPlan, lay_out
 from ..ranks import RankGroup
 from ..runner import ModelRunner, resolve_device
@@ -65,9 +66,11 @@ class ResidentRunner(ModelRunner):
         model_dir: Path,
         block_size: int,
         group: RankGroup | None = None,
+        *,
+        model: Model | None = None,
         graphs: Graphs | None = None,
     ) -> None:
-        super().__init__(settings, model_dir, block_size, group)
+        super().__init__(settings, model_dir, block_size, group, model=model)
         self._most_rows = min(settings.max_running_requests, settings.max_batched_tokens)
         self._max_model_len = settings.max_model_len or self.spec.max_positions
         self._kernels = choose_kernels(self.device)

@@ -1,0 +1,144 @@
+"""The GPU check: ceilings, correctness and speed on one GPU, within 540 s and without network.
+
+    python tests/gpu/check.py [--out FILE] [--stages a,b] [--device cpu --tiny]
+
+Each stage runs in a process of its own with a time bound, so that one that hangs or breaks the device costs only
+itself, and the file is written after each. `--device cpu --tiny` runs all the code on toy shapes. Needs msgspec and
+xxhash beside torch, transformers and Triton; what a stage needs beyond that, it says.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+TOTAL_S = 540
+NAMES = ("ceilings", "kernels", "steps", "decode", "prefill", "workload", "replicas")
+PACKAGES = ("torch", "triton", "transformers", "numpy", "msgspec", "flash-attn", "ray")
+
+
+def main() -> int:
+    """Run the stages; 0 when nothing failed and everything that must hold holds."""
+    options = arguments()
+    if options.run is not None:
+        return run_stage(options)
+    started = time.monotonic()
+    report = {"machine": machine(options.device), "versions": versions(), "command": shlex.join(sys.argv), "stages": {}}
+    for name in options.stages.split(","):
+        left = TOTAL_S - (time.monotonic() - started)
+        report["stages"][name] = outcome = guarded(name, options, left)
+        print_stage(name, outcome)
+        if options.out is not None:
+            options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    broken = [name for name, outcome in report["stages"].items() if not holds(outcome)]
+    print(f"failed: {', '.join(broken)}" if broken else "all stages hold")
+    return bool(broken)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Check and measure homing on one GPU")
+    parser.add_argument("--out", type=Path, help="write the results as JSON, after each stage")
+    parser.add_argument("--stages", default=",".join(NAMES))
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tiny", action="store_true", help="toy shapes: tests the check itself")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def guarded(name: str, options: argparse.Namespace, left_s: float) -> dict[str, Any]:
+    """Run a stage in a child process, at most as long as its bound and the whole check allow."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "homing").symlink_to(ROOT)
+        found = Path(folder) / "found.json"
+        command = [sys.executable, str(HERE / "check.py"), "--run", name, "--device", options.device]
+        command += ["--out", str(found), *(["--tiny"] if options.tiny else [])]
+        path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+        # Deterministic cuBLAS, which the kernels' tests ask for.
+        environment = os.environ | {"PYTHONPATH": path, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        try:
+            done = subprocess.run(
+                command, env=environment, timeout=min(bound_s(name), max(left_s, 1)), text=True, check=False
+            )
+            outcome = json.loads(found.read_text()) if found.exists() else {"error": f"ended with {done.returncode}"}
+        except subprocess.TimeoutExpired:
+            outcome = {"error": f"not done after {time.monotonic() - started:.0f} s"}
+    return outcome | {"seconds": round(time.monotonic() - started, 1)}
+
+
+def bound_s(name: str) -> int:
+    """Seconds that a stage may take; loading a kernel for the first time compiles it."""
+    return {"ceilings": 40, "kernels": 110, "steps": 90, "decode": 110, "prefill": 70, "workload": 90}.get(name, 110)
+
+
+def run_stage(options: argparse.Namespace) -> int:
+    """In the child: run one stage and leave its figures, or why there are none, in a file."""
+    sys.path.insert(0, str(HERE))
+    import torch
+    from stages import STAGES, Setup, Skipped
+
+    torch.set_num_threads(1)
+    try:
+        figures = STAGES[options.run](Setup(torch.device(options.device), options.tiny))
+        outcome: dict[str, Any] = {"figures": [asdict(figure) for figure in figures]}
+    except Skipped as reason:
+        outcome = {"skipped": str(reason)}
+    except Exception:
+        outcome = {"error": traceback.format_exc()}
+    options.out.write_text(json.dumps(outcome))
+    return 0
+
+
+def holds(outcome: dict[str, Any]) -> bool:
+    """Whether a stage ran, and no figure of it that must hold does not."""
+    failed = [figure for figure in outcome.get("figures", []) if figure["met"] is False]
+    return "error" not in outcome and not failed
+
+
+def print_stage(name: str, outcome: dict[str, Any]) -> None:
+    print(f"## {name} ({outcome['seconds']} s)")
+    for figure in outcome.get("figures", []):
+        goal = "" if figure["goal"] is None else f"  goal {figure['goal']:g}"
+        met = {None: "", True: "  holds", False: "  MISSED"}[figure["met"]]
+        print(f"{figure['name']:44} {figure['value']:12.4g} {figure['unit']}{goal}{met}")
+    for kind in ("skipped", "error"):
+        if kind in outcome:
+            print(f"{kind}: {outcome[kind]}")
+    sys.stdout.flush()
+
+
+def machine(device: str) -> str:
+    """What it ran on."""
+    if device == "cpu":
+        return f"{platform.machine()}, {os.cpu_count()} cores, no GPU"
+    asked = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"unknown GPU ({error})"
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Models of real shapes with random weights, made on the device: no download, no disk."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from homing.replica.config import ReplicaSettings
+from homing.replica.models.native import NativeModel
+from homing.replica.resident.runner import ResidentRunner
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen3-0.6B": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151_936,
+        "tie_word_embeddings": True,
+    },
+    "Qwen3-8B": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12_288,
+        "vocab_size": 151_936,
+        "tie_word_embeddings": False,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 96,
+        "vocab_size": 211,
+        "tie_word_embeddings": False,
+    },
+}
+MAX_POSITIONS = 40_960
+_NOWHERE = Path("none")
+
+
+class RandomWeights:
+    """As `homing.replica.weights.Weights`: normal numbers whose spread keeps activations near 1, norms of 1."""
+
+    def __init__(self, config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self._dtype, self._device = dtype, device
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def whole(self, name: str) -> torch.Tensor:
+        shape = self._shapes[name]
+        tensor = torch.ones(shape, dtype=self._dtype, device=self._device)
+        return tensor.normal_(0, 1.0 if "embed" in name else shape[-1] ** -0.5) if len(shape) > 1 else tensor
+
+    def share(self, name: str, dim: int, index: int, parts: int) -> torch.Tensor:
+        return self.whole(name).chunk(parts, dim)[index]
+
+    def span(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+        return self.whole(name).narrow(dim, start, min(stop, self._shapes[name][dim]) - start)
+
+
+@dataclass(slots=True, frozen=True)
+class Sizes:
+    """Work of a shape, as in the roofline of the design notes."""
+
+    body: int  #: parameters of all layers
+    head: int
+    kv_bytes_per_token: int
+    attention_flops_per_pair: int
+
+    def decode_bytes(self, context_tokens: int) -> int:
+        """What a step of decodes has to read."""
+        return 2 * (self.body + self.head) + context_tokens * self.kv_bytes_per_token
+
+    def prefill_flops(self, tokens: int) -> float:
+        """Of one prompt; its last token alone passes the head."""
+        return 2 * self.body * tokens + self.attention_flops_per_pair * tokens**2 / 2
+
+
+def sizes(name: str) -> Sizes:
+    shape = SHAPES[name]
+    hidden, layers, dim = shape["hidden_size"], shape["num_hidden_layers"], shape["head_dim"]
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    layer = 2 * hidden * heads * dim + 2 * hidden * kv_heads * dim + 3 * hidden * shape["intermediate_size"]
+    return Sizes(layers * layer, shape["vocab_size"] * hidden, 4 * layers * kv_heads * dim, 4 * layers * heads * dim)
+
+
+def random_runner(name: str, device: torch.device, blocks: int, block_size: int, **limits: Any) -> ResidentRunner:
+    """A resident runner of this shape; bfloat16 on CUDA, float32 on CPU."""
+    config = AutoConfig.for_model("qwen3", max_position_embeddings=MAX_POSITIONS, **SHAPES[name])
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        model = NativeModel(config, RandomWeights(config, dtype, device), (), dtype, device)
+    settings = ReplicaSettings(device="cuda" if device.type == "cuda" else "cpu", **limits)
+    runner = ResidentRunner(settings, _NOWHERE, block_size, model=model)
+    runner.allocate_kv(blocks)
+    return runner

@@ -1,0 +1,416 @@
+"""The stages of the GPU check: each takes a setup and returns rows. What a stage needs that is absent, it says."""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from models import MAX_POSITIONS, random_runner, sizes
+
+from homing.kvcache.cache import PrefixCache
+from homing.kvcache.hashing import BlockHash, BlockHasher, join_hashes, token_bytes
+from homing.replica.config import ReplicaSettings
+from homing.replica.engine import Engine, EngineModel
+from homing.replica.messages import Generate, SamplingParams
+from homing.replica.overlap import OverlappedEngine
+from homing.replica.plan import PlanRow, SlotStart, StepPlan, plan_of_rows
+from homing.replica.rates import Rates
+from homing.replica.resident.graphs import EagerGraphs
+from homing.replica.resident.runner import ResidentRunner
+from homing.replica.runner import ModelRunner
+from homing.replica.scheduler import Limits
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(slots=True, frozen=True)
+class Setup:
+    """Where the stages run, and how large."""
+
+    device: torch.device
+    tiny: bool
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+
+@dataclass(slots=True, frozen=True)
+class Figure:
+    """One result. `met` says whether a goal, or what must hold, holds; None: nothing was asked."""
+
+    name: str
+    value: float
+    unit: str
+    goal: float | None = None
+    met: bool | None = None
+
+
+class Skipped(Exception):  # noqa: N818
+    """A stage cannot run here; the message says what is missing."""
+
+
+def seconds(setup: Setup, run: Callable[[], object], repeats: int) -> float:
+    """Of one run: the mean of `repeats` after two that warm up."""
+    for _ in range(2):
+        run()
+    setup.wait()
+    started = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    setup.wait()
+    return (time.perf_counter() - started) / repeats
+
+
+# --- (a) ceilings ---
+
+
+def ceilings(setup: Setup) -> list[Figure]:
+    """What this machine can do at best: reading, copying, multiplying, launching."""
+    count = 1 << (16 if setup.tiny else 32)
+    source = torch.ones(count // 2, dtype=torch.bfloat16, device=setup.device)
+    target = torch.empty_like(source)
+    copied = 2 * source.nbytes / seconds(setup, lambda: target.copy_(source), 10)
+    words = source.view(torch.int32)
+    read = source.nbytes / seconds(setup, lambda: words.amax(), 10)
+    edge = 64 if setup.tiny else 8192
+    left, right = (torch.randn(edge, edge, device=setup.device).bfloat16() for _ in range(2))
+    multiplied = 2 * edge**3 / seconds(setup, lambda: left @ right, 10)
+    small = torch.zeros(16, device=setup.device)
+    return [
+        Figure("copy", copied / 1e12, "TB/s"),
+        Figure("read", read / 1e12, "TB/s"),
+        Figure("matmul bfloat16", multiplied / 1e12, "TFLOP/s"),
+        Figure("eager launch", seconds(setup, lambda: small.add_(1), 1000) * 1e6, "us"),
+        *_graph_launch(setup, small),
+    ]
+
+
+def _graph_launch(setup: Setup, small: torch.Tensor) -> list[Figure]:
+    if not setup.cuda:
+        return []
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(1000):
+            small.add_(1)
+    return [Figure("graph node", seconds(setup, graph.replay, 10) * 1e3, "us")]
+
+
+# --- (b) correctness ---
+
+
+def kernels(setup: Setup) -> list[Figure]:
+    """The kernels' own tests, on this device: against float64, poisoned, with padding rows."""
+    if find_spec("pytest") is None or find_spec("hypothesis") is None:
+        raise Skipped("pytest and hypothesis are needed")
+    chosen = ["-k", "test_activation"] if setup.tiny else []
+    folder = ROOT / "tests" / "replica" / "kernels"
+    # Not the project's own settings and conftest, which need more packages.
+    flags = ["-q", "-c", "/dev/null", "--rootdir", str(ROOT), "--confcutdir", str(folder)]
+    flags += ["--import-mode=importlib", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *flags, *chosen, str(folder)], capture_output=True, text=True, check=False
+    )
+    print(done.stdout[-6000:], done.stderr[-2000:])
+    return [Figure("kernel tests", float(done.returncode == 0), "passed", met=done.returncode == 0)]
+
+
+def steps(setup: Setup) -> list[Figure]:
+    """Same tokens from graphs and eager steps, from cached and computed prefixes, launched ahead and one by one."""
+    found = []
+    for provider in ("native", "transformers"):
+        folder = _toy_checkpoint()
+        plain = _answers(Engine, _toy(ModelRunner, folder, provider, setup), cached=True)
+        variants = {
+            "overlapped = plain": _answers(OverlappedEngine, _toy(ResidentRunner, folder, provider, setup), True),
+            "graph = eager": _answers(OverlappedEngine, _toy(_EagerRunner, folder, provider, setup), True),
+            "cached = uncached": _answers(Engine, _toy(ModelRunner, folder, provider, setup), cached=False),
+        }
+        for name, answers in variants.items():
+            same = sum(answers[number] == plain[number] for number in plain)
+            found.append(Figure(f"{provider}: {name}", same, f"of {len(plain)} answers", met=same == len(plain)))
+    return [*found, _graph_bits(setup)]
+
+
+class _EagerRunner(ResidentRunner):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options, graphs=EagerGraphs())
+
+
+def _toy_checkpoint() -> Path:
+    sys.path.insert(0, str(ROOT / "tests" / "replica"))
+    from toys import save_checkpoint
+
+    return save_checkpoint(Path(tempfile.mkdtemp()), "qwen3", head_dim=64)
+
+
+def _toy(kind: type[ModelRunner], folder: Path, provider: Any, setup: Setup) -> ModelRunner:
+    device: Any = "cuda" if setup.cuda else "cpu"
+    settings = ReplicaSettings(
+        dtype="float32", device=device, model_provider=provider, max_running_requests=6, max_model_len=200
+    )
+    runner = kind(settings, folder, 16)
+    runner.allocate_kv(40)
+    return runner
+
+
+def _answers(kind: type[Engine], runner: ModelRunner, cached: bool) -> dict[int, list[int]]:
+    random = Random(3)
+    shared = [random.randrange(3, 200) for _ in range(40)]
+    prompts = [shared[: random.randrange(40)] + [random.randrange(3, 200) for _ in range(9)] for _ in range(8)]
+    engine, hasher = _engine(kind, runner, blocks=39, budget=48, running=6, cached=cached)
+    requests = [
+        _request(number, prompt, hasher, 12, temperature=(0.0, 0.8)[number % 2], seed=number)
+        for number, prompt in enumerate(prompts)
+    ]
+    return _run(engine, requests)
+
+
+def _graph_bits(setup: Setup) -> Figure:
+    """The same decode step of a random model from a graph and eagerly: what it leaves behind, bit by bit."""
+    name = "tiny" if setup.tiny else "Qwen3-0.6B"
+    pools = []
+    for graphs in (None, EagerGraphs()):
+        runner = random_runner(name, setup.device, 40, 16, max_running_requests=8, max_model_len=128)
+        if graphs is not None:
+            for size in runner._sizes:
+                graphs.capture(size, lambda size=size, runner=runner: runner._decode.run(size))  # type: ignore[misc]
+            runner._graphs = graphs
+        tokens = [runner.launch(plan).tokens() for plan in _decode_plans(rows=5, context=40, block_size=16, steps=4)]
+        assert runner._pool is not None
+        pools.append((tokens, [tensor.clone() for tensor in (*runner._pool.keys, *runner._pool.values)]))
+    (tokens, left), (others, right) = pools
+    same = tokens == others and all(torch.equal(a[1:], b[1:]) for a, b in zip(left, right, strict=True))
+    return Figure("graph = eager, bitwise", float(same), "equal", met=same)
+
+
+# --- (c) speed ---
+
+
+def decode(setup: Setup) -> list[Figure]:
+    """Decode steps at the points of the roofline, as a share of the time that reading weights and KV takes."""
+    read = 1e9 * ceilings(setup)[1].value * 1e3
+    found = []
+    for name, points, goals in _decode_points(setup):
+        most = max(rows * (context + 64) for rows, context in points)
+        runner = random_runner(
+            name, setup.device, most // 64 + 600, 64, max_running_requests=max(rows for rows, _ in points)
+        )
+        for rows, context in points:
+            step_s = _decode_seconds(setup, runner, rows, context)
+            share = sizes(name).decode_bytes(rows * context) / read / step_s
+            goal = goals if rows >= 64 else None
+            label = f"{name} decode {rows} x {context}"
+            found.append(Figure(label, rows / step_s, "tok/s"))
+            met = None if goal is None else share >= goal
+            found.append(Figure(f"{label}, of the roof", share, "share", goal, met))
+        del runner
+        _free(setup)
+    return found
+
+
+def _decode_points(setup: Setup) -> list[tuple[str, list[tuple[int, int]], float]]:
+    if setup.tiny:
+        return [("tiny", [(1, 64), (3, 64)], 0.0)]
+    points = [(1, 1024), (1, 4096), (64, 1024), (64, 4096), (256, 1024)]
+    return [("Qwen3-0.6B", [*points, (256, 4096)], 0.6), ("Qwen3-8B", points, 0.8)]
+
+
+def _decode_seconds(setup: Setup, runner: ResidentRunner, rows: int, context: int) -> float:
+    count = 3 if setup.tiny else 30
+    plans = _decode_plans(rows, context, runner.block_size, 3 + count)
+    for plan in plans[:3]:
+        runner.launch(plan)
+    setup.wait()
+    started = time.perf_counter()
+    last = None
+    for plan in plans[3:]:
+        last = runner.launch(plan)
+    assert last is not None
+    last.tokens()
+    return (time.perf_counter() - started) / count
+
+
+def _decode_plans(rows: int, context: int, block_size: int, steps: int) -> list[StepPlan]:
+    """Steps of rows that stand at `context`; their KV is whatever the pool holds."""
+    per_row = -(-(context + steps) // block_size)
+    tables = [list(range(1 + row * per_row, 1 + (row + 1) * per_row)) for row in range(rows)]
+    slots = list(range(1, rows + 1))
+    plans = []
+    for step in range(steps):
+        base = plan_of_rows(step, [PlanRow([7], context + step, table) for table in tables])
+        plans.append(
+            StepPlan(
+                step=step,
+                token_ids=base.token_ids,
+                q_lens=base.q_lens,
+                starts=base.starts,
+                block_tables=base.block_tables,
+                logits_at=base.logits_at,
+                slots=slots,
+                drawn=slots,
+                fed=list(range(rows)) if step else [],
+                started=[] if step else [SlotStart(slot, 1, slot, 0.8, 0, 1.0, 0.0) for slot in slots],
+            )
+        )
+    return plans
+
+
+def prefill(setup: Setup) -> list[Figure]:
+    """Prompts of one length, one at a time, in FLOP/s of the model's own arithmetic."""
+    found = []
+    names = ["tiny"] if setup.tiny else ["Qwen3-0.6B", "Qwen3-8B"]
+    for name in names:
+        lengths = [64] if setup.tiny else [1024, 4096, 32_768]
+        runner = random_runner(name, setup.device, max(lengths) // 64 + 3, 64, max_running_requests=1)
+        for length in lengths:
+            plan = plan_of_rows(0, [PlanRow([7] * length, 0, list(range(1, length // 64 + 2)))])
+            took = seconds(setup, lambda runner=runner, plan=plan: runner.forward(plan), 3)
+            rate = sizes(name).prefill_flops(length) / took / 1e12
+            goal = 0.6 * 790 if (name, length) == ("Qwen3-8B", 4096) else None
+            label = f"{name} prefill {length}"
+            found.append(Figure(f"{label}, arithmetic", rate, "TFLOP/s", goal, None if goal is None else rate >= goal))
+            found.append(Figure(label, length / took, "tok/s"))
+        del runner
+        _free(setup)
+    return found
+
+
+def workload(setup: Setup) -> list[Figure]:
+    """nano-vllm's: 256 requests of 100 to 1,024 tokens in and as many out, all there from the start."""
+    found = []
+    for name in ["tiny"] if setup.tiny else ["Qwen3-0.6B", "Qwen3-8B"]:
+        count, least, most = (6, 4, 20) if setup.tiny else (256, 100, 1024)
+        blocks, size = (60, 16) if setup.tiny else (9_000, 64)
+        limits = {"max_running_requests": count, "max_batched_tokens": 64 if setup.tiny else 16_384}
+        runner = random_runner(name, setup.device, blocks + 1, size, **limits, max_model_len=2 * most + 2)
+        random = Random(0)
+        engine, hasher = _engine(
+            OverlappedEngine, runner, blocks, limits["max_batched_tokens"], count, cached=True, longest=2 * most + 2
+        )
+        requests = [
+            _request(
+                number,
+                [random.randrange(3, 200) for _ in range(random.randint(least, most))],
+                hasher,
+                random.randint(least, most),
+                temperature=0.6,
+                seed=number,
+            )
+            for number in range(count)
+        ]
+        started = time.perf_counter()
+        answers = _run(engine, requests)
+        took = time.perf_counter() - started
+        rate = sum(map(len, answers.values())) / took
+        goal = 23_000 if name == "Qwen3-0.6B" else None
+        found.append(
+            Figure(f"{name} nano-vllm workload", rate, "output tok/s", goal, None if goal is None else rate >= goal)
+        )
+        del runner, engine
+        _free(setup)
+    return found
+
+
+# --- (d) replicas ---
+
+
+def replicas(setup: Setup) -> list[Figure]:
+    """Two replicas on halves of the device behind the router: both answer, and a repeated prompt goes home."""
+    missing = [name for name in ("ray", "zmq", "httptools") if find_spec(name) is None]
+    if missing:
+        raise Skipped(f"not installed: {', '.join(missing)}; carry their wheels")
+    from serving import two_replicas
+
+    return [Figure(name, value, unit, met=met) for name, value, unit, met in two_replicas(setup.cuda)]
+
+
+# --- shared ---
+
+
+def _engine(
+    kind: type[Engine],
+    runner: ModelRunner,
+    blocks: int,
+    budget: int,
+    running: int,
+    cached: bool,
+    longest: int = 200,
+) -> tuple[Engine, BlockHasher]:
+    hasher = BlockHasher(runner.block_size, seed=3)
+    engine = kind(
+        limits=Limits(running, budget, min(longest, blocks * runner.block_size, MAX_POSITIONS)),
+        model=EngineModel(runner.spec.vocab_size, ()),
+        cache=PrefixCache(blocks + 1, runner.block_size, enabled=cached),
+        hasher=hasher,
+        executor=_Direct(runner),
+        rates=Rates(1000.0, 0.01),
+        epoch=1,
+    )
+    return engine, hasher
+
+
+class _Direct:
+    """Runs and launches plans; the product's executor needs ZeroMQ to import."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.launch = getattr(runner, "launch", None)
+
+    def execute(self, plan: StepPlan) -> torch.Tensor:
+        logits = self._runner.forward(plan)
+        assert logits is not None
+        return logits
+
+
+def _request(number: int, prompt: Sequence[int], hasher: BlockHasher, max_tokens: int, **sampling: Any) -> Generate:
+    root, data = BlockHash(b"r" * 16), token_bytes(prompt)
+    return Generate(
+        request_id=number,
+        token_ids=data,
+        prompt_tokens=len(prompt),
+        root=root,
+        block_hashes=join_hashes(hasher.chain(root, data)),
+        sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling),
+    )
+
+
+def _run(engine: Engine, requests: Sequence[Generate]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = defaultdict(list)
+    for request in requests:
+        engine.add("check", request)
+    while engine.has_work:
+        result = engine.step()
+        if result.error is not None:
+            raise result.error
+        for output in result.outputs.get("check", []):
+            found[output.request_id] += output.token_ids
+    return dict(found)
+
+
+def _free(setup: Setup) -> None:
+    if setup.cuda:
+        torch.cuda.empty_cache()
+
+
+STAGES: dict[str, Callable[[Setup], list[Figure]]] = {
+    "ceilings": ceilings,
+    "kernels": kernels,
+    "steps": steps,
+    "decode": decode,
+    "prefill": prefill,
+    "workload": workload,
+    "replicas": replicas,
+}

@@ -1,0 +1,56 @@
+"""The GPU check runs where there is no GPU, on toy shapes: a GPU's minutes are not for finding typing errors."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # it is a script beside its modules, so that it runs from a checkout without setup
+
+import stages  # noqa: E402
+
+TINY = stages.Setup(torch.device("cpu"), tiny=True)
+
+
+@pytest.mark.parametrize("stage", ["ceilings", "steps", "decode", "prefill", "workload"])
+def test_stage_runs_on_cpu(stage):
+    """All of its code; figures mean nothing here, but what must hold does hold."""
+    figures = stages.STAGES[stage](TINY)
+
+    assert figures
+    assert all(figure.value > 0 and figure.met is not False for figure in figures)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="the kernels are Triton's")
+def test_kernels_are_tested_by_their_own_tests():
+    """Without the project's own pytest settings, whose plugins a GPU machine may lack."""
+    (figure,) = stages.kernels(TINY)
+
+    assert figure.met
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_two_replicas_are_served_and_asked():
+    """As `homing serve` runs them, with halves of a GPU where there is one."""
+    figures = stages.replicas(TINY)
+
+    assert [figure.met for figure in figures] == [None, True, True]
+
+
+def test_stage_that_breaks_costs_only_itself(tmp_path):
+    """The others' results are kept, and the check says that it failed."""
+    out = tmp_path / "check.json"
+    command = [sys.executable, str(HERE / "check.py"), "--device", "cpu", "--tiny", "--out", str(out)]
+
+    done = subprocess.run([*command, "--stages", "none,ceilings"], capture_output=True, timeout=280, check=False)
+
+    found = json.loads(out.read_text())["stages"]
+    assert done.returncode == 1
+    assert "KeyError" in found["none"]["error"]
+    assert found["ceilings"]["figures"]
