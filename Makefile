@@ -12,11 +12,7 @@ ARGS ?=
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-<<<<<<< HEAD
-.PHONY: help setup serve test test-fast check lint types format wheel wheel-check compat clients bench-core bench-events bench-eviction bench-partial bench-decision bench-router bench-engine bench-routing test-slow chaos audit clean
-=======
-.PHONY: help setup serve test test-fast check lint types format wheel wheel-check compat clients bench-core bench-events bench-eviction bench-partial bench-decision bench-router bench-routing test-slow chaos audit gpu-check clean
->>>>>>> 48f7fa5 (Check and measure a GPU with one command, tried on CPU with toy shapes)
+.PHONY: help setup serve test test-fast check lint types format wheel wheel-check compat clients bench-core bench-events bench-eviction bench-partial bench-decision bench-router bench-engine bench-routing test-slow chaos audit gpu-check clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
