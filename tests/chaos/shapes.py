@@ -34,7 +34,7 @@ FLAGS: dict[Shape, tuple[str, ...]] = {
 #: A token of an engine that is not ours, so that streams last.
 FOREIGN_TOKEN_S = 0.005
 #: What a fault may take to be over: a rebuild takes seconds, on a busy machine many.
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 #: For a cluster to start on a machine that others keep busy.
 START_PATIENCE_S = 300.0
 POLL_S = 0.025
