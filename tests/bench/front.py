@@ -149,10 +149,10 @@ def free_port() -> int:
 
 
 @contextmanager
-def started(*command: str | Path, quiet: bool = True) -> Iterator[psutil.Process]:
+def started(*command: str | Path, quiet: bool = True, folder: Path | None = None) -> Iterator[psutil.Process]:
     """A process that lives as long as the block."""
     output = subprocess.DEVNULL if quiet else None
-    process = subprocess.Popen([*map(str, command)], stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    process = subprocess.Popen([*map(str, command)], stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=folder)
     try:
         yield psutil.Process(process.pid)
     finally:
