@@ -68,6 +68,7 @@ class Controller:
         self._versions: dict[int, ClusterSpec] = {1: spec}
         self._fleet = Fleet(_pacing(spec), spec.settings.cluster.replicas, Labels())
         self._errors: dict[str, str] = {}
+        self._draining: set[int] = set()  #: generations that have not come to their end
         self._notices: deque[Notice] = deque(maxlen=NOTICES_KEPT)
         #: Numbers go on rising in the next life of this actor.
         self._last_notice = time.time_ns() // 1000
@@ -195,10 +196,14 @@ class Controller:
         for action in self._fleet.reconcile(time.monotonic()):
             match action:
                 case Publish(members):
-                    self._told = self._spawn(self._routers.publish(tuple(_member(each) for each in members)))
-                case KillGang(_, generation, reason):
+                    self._told = self._spawn(self._routers.publish(tuple(self._member(each) for each in members)))
+                case KillGang(replica_id, generation, reason):
+                    if generation in self._draining:
+                        self._draining.discard(generation)
+                        self._notice("warning", f"drain_cut_short replica={replica_id} reason={reason!r}")
                     self._spawn(self._end(generation, reason))
                 case Drain():
+                    self._draining.add(action.generation)
                     self._spawn(self._drain(action, self._told))
                 case WarmUp():
                     self._spawn(self._warm_up(action, self._told))
@@ -237,6 +242,9 @@ class Controller:
             return
         while await self._routers.in_flight(order.replica_id):  # noqa: ASYNC110 - the routers are other processes
             await asyncio.sleep(DRAIN_POLL_S)
+        if order.generation not in self._draining:
+            return  # it died, or its time was up
+        self._draining.discard(order.generation)
         self._fleet.drained(order.replica_id, order.generation)
         self._notice("info", f"replica_drained replica={order.replica_id} generation={order.generation}")
         self._changed()
@@ -327,6 +335,12 @@ class Controller:
             version=gang.version,
         )
 
+    def _member(self, enrolled: Enrolled) -> Member:
+        spec = self._versions[enrolled.version]
+        return Member(
+            enrolled.description, spec.settings.kvcache, spec.model_dir, version=enrolled.version, role=enrolled.role
+        )
+
     def _notice(self, level: str, text: str) -> None:
         self._last_notice += 1
         self._notices.append(Notice(self._last_notice, level, text))
@@ -335,19 +349,20 @@ class Controller:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(work)
         self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        task.add_done_callback(self._ended)
         return task
 
-
-def _member(enrolled: Enrolled) -> Member:
-    return Member(enrolled.description, enrolled.role)
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("controller_task_failed", exc_info=error)
 
 
 def _loss(worth: CacheWorth | None) -> str:
     """What goes with a replica: nobody else holds it."""
     if worth is None:
         return ""
-    return f" unique_blocks={worth.unique_blocks} pinned_blocks={worth.pinned_blocks}"
+    return f" unique_tokens={worth.unique_tokens} pinned_blocks={worth.pinned_blocks}"
 
 
 def scaling_terms(spec: ClusterSpec) -> ScalingTerms | None:

@@ -97,10 +97,6 @@ class Keeper:
         """It has ended."""
         self._gangs.pop(generation, None)
 
-    def forget_router(self, seat: int) -> None:
-        """It has ended."""
-        self._routers.pop(seat, None)
-
     def _rank(self, gang: KeptGang, index: int, bundle: dict[str, float], log_level: str) -> Any:
         actor = ray.remote(ReplicaRank).options(
             name=f"{gang.replica_id}.{index}.{gang.generation}",

@@ -7,13 +7,14 @@ import asyncio
 import os
 import secrets
 from collections.abc import Sequence
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from tempfile import gettempdir
 from typing import TYPE_CHECKING
 
 from ..events.keys import reader_keys, server_keys
-from ..router.backend import AbsentReplica
+from ..router.backend import AbsentReplica, ClusterView, RouterCounters
 from .actors import RankServer, Router, node_address
 from .autoscale import Demand
 from .gangs import socket_folder
@@ -21,6 +22,8 @@ from .model import find_model
 from .spec import CacheWorth, ClusterSpec, Doors, Failed, Listening, Member, RankSpec
 
 if TYPE_CHECKING:
+    from ..router.generations import Enrolment, Generations, Terms
+    from ..router.metrics import RouterMetrics
     from ..router.server import RouterServer
     from ..router.service import RouterService
 
@@ -74,7 +77,8 @@ class HomingRouter:
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec
         self._stopped: asyncio.Event | None = None
-        self._service: RouterService | None = None
+        self._router_id = f"router-{secrets.token_hex(4)}"
+        self._service: Generations | None = None
         self._server: RouterServer | None = None
         self._loading: asyncio.Task[None] | None = None
         self._settled = False
@@ -82,22 +86,24 @@ class HomingRouter:
     async def start(self, doors: Doors, members: Sequence[Member], seed: int) -> Listening:
         """Learn what these replicas hold, then listen: until then nothing can be steered. Raises AddressInUse."""
         from ..router.accounts import SharedAccounts
+        from ..router.generations import Generations
         from ..router.metrics import RouterMetrics
         from ..router.server import RouterServer
-        from ..router.service import RouterService
 
         settings = self._spec.settings
         self._stopped = asyncio.Event()
         metrics = RouterMetrics()
-        self._service = RouterService(
-            settings.router,
-            settings.kvcache,
-            router_id=f"router-{secrets.token_hex(4)}",
-            observer=metrics,
-            model_dir=Path(self._spec.model_dir) if self._spec.model_dir else None,
-            heartbeat_interval_s=settings.events.heartbeat_interval_s,
-            keys=reader_keys(settings.events),
-            follows_events=settings.events.publish_events,
+        self._service = Generations(
+            partial(self._make_service, metrics),
+            ClusterView(
+                router_id=self._router_id,
+                policy=settings.router.policy,
+                waiting=0,
+                in_flight=0,
+                replicas=[],
+                refused=[],
+                counters=RouterCounters(),
+            ),
         )
         self._service.start(asyncio.get_running_loop())
         accounts = (
@@ -115,6 +121,23 @@ class HomingRouter:
         direct = await self._server.start(doors.host, doors.direct_port) if doors.shared else 0
         return Listening(port, direct)
 
+    def _make_service(self, observer: "RouterMetrics", terms: "Terms", counters: RouterCounters) -> "RouterService":
+        """For replicas of one generation."""
+        from ..router.service import RouterService
+
+        settings = self._spec.settings
+        return RouterService(
+            settings.router,
+            terms.cache,
+            router_id=self._router_id,
+            observer=observer,
+            model_dir=terms.model_dir,
+            heartbeat_interval_s=settings.events.heartbeat_interval_s,
+            keys=reader_keys(settings.events),
+            follows_events=settings.events.publish_events,
+            counters=counters,
+        )
+
     @property
     def _accounts_file(self) -> Path:
         """One for each start of a cluster. A router that stops leaves it to the others."""
@@ -125,10 +148,10 @@ class HomingRouter:
         """These replicas are there, and no others."""
         assert self._service is not None, "membership before start"
         assert self._server is not None, "membership before start"
-        resting = {member.description.replica_id: member.role for member in members if member.role != "serving"}
-        self._service.apply_membership([member.description for member in members], seed, resting)
+        self._service.apply_membership([_enrolment(member) for member in members], seed)
+        for path in {member.description.model.path: None for member in members}:
+            await self._server.load_text(path)
         if members:
-            await self._server.load_text(members[0].description.model.path)
             self._settle()
 
     def tell_absent(self, absent: Sequence[AbsentReplica]) -> None:
@@ -165,12 +188,11 @@ class HomingRouter:
     async def worths(self) -> list[CacheWorth]:
         """What would be lost with each replica."""
         assert self._service is not None, "a question before the start"
-        unique, block_size = self._service.unique_blocks(), self._spec.settings.kvcache.block_size
+        unique = self._service.unique_tokens()
         return [
             CacheWorth(
                 replica_id=replica.replica_id,
-                unique_blocks=unique.get(replica.replica_id, 0),
-                unique_tokens=unique.get(replica.replica_id, 0) * block_size,
+                unique_tokens=unique.get(replica.replica_id, 0),
                 pinned_blocks=replica.pinned_blocks,
                 prefill_tokens_per_s=replica.prefill_tokens_per_s,
             )
@@ -198,3 +220,11 @@ class HomingRouter:
             self._service.close()
         if self._stopped is not None:
             self._stopped.set()
+
+
+def _enrolment(member: Member) -> "Enrolment":
+    from ..router.generations import Enrolment, Terms
+
+    model_dir = Path(member.model_dir) if member.model_dir else None
+    rest = None if member.role == "serving" else member.role
+    return Enrolment(member.description, Terms(member.version, member.cache, model_dir), rest)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from ..kvcache.config import KvCacheSettings
 from ..replica.messages import ReplicaDescription
 from .config import Settings
 
@@ -37,6 +38,9 @@ class Member:
     """A replica as routers are told of it."""
 
     description: ReplicaDescription
+    cache: KvCacheSettings  #: that it was started with
+    model_dir: str | None  #: of its model, as `ClusterSpec` has it
+    version: int = 1  #: of the settings that it was started with
     role: Role = "serving"
 
 
@@ -92,8 +96,7 @@ class CacheWorth:
     """What would be lost with a replica, as a router sees it."""
 
     replica_id: str
-    unique_blocks: int  #: that no other replica holds
-    unique_tokens: int
+    unique_tokens: int  #: cached ones that no other replica holds
     pinned_blocks: int
     prefill_tokens_per_s: float
 

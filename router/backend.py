@@ -235,6 +235,12 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
 class Backend(Protocol):
     """The routing side as the HTTP front sees it. All methods are called on the service's event loop."""
 
+    def choose(self) -> "Backend":
+        """Who takes the next request, for as long as that takes: its model is what the prompt is tokenized for.
+
+        Raises `NoReplica`.
+        """
+
     def model(self) -> ModelLimits | None:
         """Limits of the served model; None until a replica joined."""
 

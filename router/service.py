@@ -80,6 +80,7 @@ class RouterService:
         follows_events: bool = True,
         keys: KeyPair | None = None,
         foreign: ForeignTerms | None = None,
+        counters: RouterCounters | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: Random | None = None,
     ) -> None:
@@ -87,7 +88,7 @@ class RouterService:
 
         `follows_events` False: replicas publish none, so there is nothing to wait for.
         `keys`: CURVE keys that replicas which encrypt know. `foreign`: what is expected of engines that are not ours;
-        without it the membership may list none.
+        without it the membership may list none. `counters` are shared with other services of the process.
         """
         self._settings = settings
         self._cache = cache
@@ -118,7 +119,7 @@ class RouterService:
         self._todo: deque[Instruction] = deque()
         self._outbox: list[Send] = []  #: of this turn of the loop, in order
         self._running = False  #: instructions are being carried out
-        self.counters = RouterCounters()
+        self.counters = counters or RouterCounters()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin work in this loop. Once."""
@@ -208,6 +209,10 @@ class RouterService:
         return self._dispatcher.index.unique() if self._dispatcher is not None else {}
 
     # For the HTTP front
+
+    def choose(self) -> "RouterService":
+        """Who takes the next request: there is but one."""
+        return self
 
     def model(self) -> ModelLimits | None:
         """Limits of the served model; None until a replica was let in."""

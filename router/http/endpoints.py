@@ -135,7 +135,7 @@ async def explain(front: Front, exchange: Exchange) -> None:
         asks = caller(exchange, who, body)
         job = await chat.job(front, await front.served(body.model), body, asks.salt)
     metering.charge(front, exchange, who, [len(prompt.token_ids) for prompt in job.prompts])
-    respond(exchange, front.backend.explain(generation_request(job, job.prompts[0], asks, 0, None)))
+    respond(exchange, job.served.backend.explain(generation_request(job, job.prompts[0], asks, 0, None)))
 
 
 async def tokenize(front: Front, exchange: Exchange) -> None:

@@ -67,6 +67,7 @@ class Served(msgspec.Struct, frozen=True, gc=False):
     name: str  #: as clients call it
     limits: ModelLimits
     text: TextModel
+    backend: Backend  #: who takes what is tokenized for it
 
 
 class Front:
@@ -110,7 +111,10 @@ class Front:
 
     def limits(self) -> ModelLimits:
         """Limits of the served model. Raises NoReplica as long as none joined."""
-        limits = self.backend.model()
+        return self._limits_of(self.backend)
+
+    def _limits_of(self, backend: Backend) -> ModelLimits:
+        limits = backend.model()
         if limits is None:
             raise NoReplica("no replica has joined yet", retry_after_s=1.0)
         return limits
@@ -121,10 +125,11 @@ class Front:
 
     async def served(self, name: str | None) -> Served:
         """The model that a client asks for by `name`. Raises ModelNotFound, NoReplica, TokenizerUnavailable."""
-        limits, served = self.limits(), self._served
+        backend, served = self.backend.choose(), self._served
+        limits = self._limits_of(backend)
         ours = self.model_name(limits) if served is None or served.limits is not limits else served.name
         if name is not None and name != ours:
             raise ModelNotFound(f"model {name!r} does not exist here; this server has {ours!r}", param="model")
-        if served is None or served.limits is not limits:
-            served = self._served = Served(ours, limits, await self.texts.get(limits.path))
+        if served is None or served.limits is not limits or served.backend is not backend:
+            served = self._served = Served(ours, limits, await self.texts.get(limits.path), backend)
         return served

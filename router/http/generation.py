@@ -216,7 +216,7 @@ class Generation:
 
     def _open_prompt(self, prompt: Prompt, caller: Caller, deadline: float) -> None:
         for index in range(self._job.choices_per_prompt):
-            stream = self.front.backend.generate(generation_request(self._job, prompt, caller, index, deadline))
+            stream = self._job.served.backend.generate(generation_request(self._job, prompt, caller, index, deadline))
             answer = AnswerText(self._job.served.text.detokenizer(), self._job.stops)
             self.choices.append(Choice(self, len(self.choices), prompt, stream, answer))
 

@@ -114,7 +114,7 @@ class FakeRouter:
 
     async def worths(self) -> list[CacheWorth]:
         """The higher its number, the more a replica is worth."""
-        return [CacheWorth(name, 1, int(name[1:]), 0, 1.0) for name in self._members]
+        return [CacheWorth(name, int(name[1:]), 0, 1.0) for name in self._members]
 
     def tell_absent(self, absent: Sequence[AbsentReplica]) -> None:
         with self._told.with_name("absent").open("a") as file:

@@ -104,6 +104,9 @@ class FakeBackend:
         """What was asked, in order."""
         return [stream.request for stream in self.streams]
 
+    def choose(self) -> "FakeBackend":
+        return self
+
     def model(self) -> ModelLimits | None:
         return self.limits
 

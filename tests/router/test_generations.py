@@ -1,0 +1,165 @@
+"""Generations: a request belongs to replicas that name blocks as it does; the others are another index and queue."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+
+from homing.events.messages import EventEndpoints
+from homing.kvcache.config import KvCacheSettings
+from homing.replica.messages import ModelLimits, Parity, ReplicaDescription
+from homing.router.backend import ClusterView, RouterCounters
+from homing.router.errors import NoReplica
+from homing.router.generations import Enrolment, Generations, Terms
+from homing.router.load import Rest
+
+VIEW = ClusterView(
+    router_id="me", policy="p", waiting=0, in_flight=0, replicas=[], refused=[], counters=RouterCounters()
+)
+
+
+class FakeService:
+    """Notes what it is told."""
+
+    def __init__(self, terms: Terms, counters: RouterCounters) -> None:
+        self.terms = terms
+        self.members: list[str] = []
+        self.resting: Mapping[str, Rest] = {}
+        self.closed = False
+
+    def start(self, loop: object) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+    def apply_membership(
+        self, replicas: Sequence[ReplicaDescription], cluster_seed: int, resting: Mapping[str, Rest]
+    ) -> None:
+        self.members, self.resting = [replica.replica_id for replica in replicas], resting
+
+    def model(self) -> ModelLimits:
+        return ModelLimits(name=str(self.terms.version), path="", vocab_size=1, max_model_len=1, eos_token_ids=())
+
+    def in_flight(self, replica_id: str) -> int:
+        return 3 if replica_id in self.members else 0
+
+    def unique_blocks(self) -> dict[str, int]:
+        return dict.fromkeys(self.members, 2)
+
+    def view(self) -> ClusterView:
+        return msgspec.structs.replace(VIEW, waiting=1, in_flight=2)
+
+
+def member(name: str, version: int = 1, block_size: int = 16, rest: Rest | None = None) -> Enrolment:
+    parity = Parity(
+        tokenizer_digest="",
+        template_digest="",
+        block_size=block_size,
+        hash_algorithm="",
+        model_root=b"",
+        canary=b"",
+    )
+    description = ReplicaDescription(
+        replica_id=name,
+        epoch=1,
+        request_endpoint="",
+        event_endpoints=EventEndpoints(events="", replay="", state="", snapshot=""),
+        parity=parity,
+        model=ModelLimits(name="m", path="", vocab_size=1, max_model_len=1, eos_token_ids=()),
+        num_blocks=1,
+        max_running_requests=1,
+        max_batched_tokens=1,
+        tensor_parallel_size=1,
+        prefill_tokens_per_s=1,
+        decode_step_s=1,
+    )
+    return Enrolment(description, Terms(version, KvCacheSettings(block_size=block_size), Path("m")), rest)
+
+
+class World:
+    """Generations over fakes."""
+
+    def __init__(self) -> None:
+        self.services: list[FakeService] = []
+        self.generations = Generations(self._make, VIEW, Random(1))
+        self.loop = asyncio.new_event_loop()
+        self.generations.start(self.loop)
+
+    def _make(self, terms: Terms, counters: RouterCounters) -> Any:
+        self.services.append(FakeService(terms, counters))
+        return self.services[-1]
+
+    def publish(self, *members: Enrolment) -> None:
+        self.generations.apply_membership(members, 7)
+
+    def chosen(self, requests: int) -> Counter[int]:
+        return Counter(self.generations.choose().terms.version for _ in range(requests))  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    made.loop.close()
+
+
+def test_before_the_first_replica_there_is_nobody_to_ask(world: World) -> None:
+    """503, as with a single service."""
+    assert world.generations.model() is None
+    assert not world.generations.exact()
+    with pytest.raises(NoReplica):
+        world.generations.choose()
+
+
+def test_versions_that_name_blocks_alike_share_an_index(world: World) -> None:
+    """Most updates change no name: hits go on, and requests of the old replica continue on the new one."""
+    world.publish(member("r0"), member("r1", version=2))
+
+    assert [service.members for service in world.services] == [["r0", "r1"]]
+
+
+def test_replicas_that_name_blocks_otherwise_are_kept_apart(world: World) -> None:
+    """A router that mixed them up would compute every prompt anew, or refuse the new ones."""
+    world.publish(member("r0"), member("r1"), member("r2", version=2, block_size=32, rest="warming"))
+
+    assert [service.members for service in world.services] == [["r0", "r1"], ["r2"]]
+    assert world.services[1].resting == {"r2": "warming"}
+    assert world.chosen(20) == {1: 20}
+    assert world.generations.unique_tokens() == {"r0": 32, "r1": 32, "r2": 64}
+    assert world.generations.in_flight("r2") == 3
+    view = world.generations.view()
+    assert (view.waiting, view.in_flight) == (2, 4)
+
+
+def test_new_requests_are_dealt_out_by_how_many_take_them(world: World) -> None:
+    """The first of the new ones must not get everything, nor nothing."""
+    world.publish(*(member(f"r{n}") for n in range(3)), member("r3", version=2, block_size=32))
+
+    assert 200 < world.chosen(1000)[2] < 300
+
+
+def test_a_generation_ends_with_its_last_replica_but_for_the_newest(world: World) -> None:
+    """The newest holds requests until replicas come: a cluster may have been scaled to none."""
+    world.publish(member("r0"), member("r1", version=2, block_size=32))
+    world.publish(member("r1", version=2, block_size=32))
+    assert [service.closed for service in world.services] == [True, False]
+
+    world.publish()
+
+    assert [service.closed for service in world.services] == [True, False]
+    assert world.chosen(3) == {2: 3}
+    world.publish(member("r0", version=2, block_size=32))
+    assert len(world.services) == 2
+
+
+def test_a_replica_of_a_known_version_is_judged_by_that_version(world: World) -> None:
+    """One node with another tokenizer must be refused by its generation, not get one of its own."""
+    world.publish(member("r0"), member("r1", block_size=32))
+
+    assert [service.members for service in world.services] == [["r0", "r1"]]
