@@ -17,6 +17,10 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="type of weights and KV; auto: the checkpoint's on CUDA, float32 on CPU"),
     ] = "auto"
+    quantization: Annotated[
+        Literal["none", "int8"],
+        Meta(description="int8: the native decoder's linears on CPU in 8 bits, but for the vocabulary's head"),
+    ] = "none"
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda where there is one")] = "auto"
     model_provider: Annotated[
         Literal["auto", "native", "transformers"],

@@ -262,7 +262,9 @@ class ReplicaServer:
         )
 
     def _parity(self, dtype: str) -> Parity:
-        return parity(self._model_dir, cache_identity(self._model_dir, dtype, self._kvcache), self._hasher)
+        # KV that was computed in 8 bits is other KV.
+        computed = dtype if self._settings.quantization == "none" else f"{dtype} {self._settings.quantization}"
+        return parity(self._model_dir, cache_identity(self._model_dir, computed, self._kvcache), self._hasher)
 
     def _model_limits(self, model: Model) -> ModelLimits:
         spec = model.runner.spec

@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from ..kernels.base import Kernels
-from .layers import Linear
+from .layers import Int8Linear, Linear
 
 
 @dataclass(slots=True, frozen=True)
 class GatedMlp:
     """down(silu(gate(x)) * up(x)), on flat [T, hidden] activations."""
 
-    gate_up: Linear
-    down: Linear
+    gate_up: Linear | Int8Linear
+    down: Linear | Int8Linear
 
     def __call__(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         return self.down(kernels.silu_mul(self.gate_up(x)))

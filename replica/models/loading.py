@@ -13,6 +13,7 @@ from ..ranks import RankGroup
 from ..weights import Checkpoint
 from .base import Model
 from .errors import TensorParallelUnsupported, UnsupportedModel
+from .layers import Int8Linear, Linear, int8_problem
 from .native import NativeModel, native_problem
 
 logger = logging.getLogger(__name__)
@@ -28,9 +29,12 @@ def load(settings: ReplicaSettings, model_dir: Path, group: RankGroup | None, *,
     problem = _native_refusal(settings, config)
     if problem is None:
         logger.info("model_provider provider=native model_type=%s dtype=%s", config.model_type, dtype)
-        return NativeModel(config, Checkpoint(model_dir, dtype, device), eos, dtype, device, group)
+        weights = Checkpoint(model_dir, dtype, device)
+        return NativeModel(config, weights, eos, dtype, device, group, _linear(settings, device))
     if settings.model_provider == "native":
         raise UnsupportedModel(f"the native decoder cannot run {model_dir.name}: {problem}; use model_provider: auto")
+    if settings.quantization != "none":
+        raise UnsupportedModel(f"quantization: {settings.quantization} is for the native decoder alone ({problem})")
     if group is not None and group.size > 1:
         raise TensorParallelUnsupported(
             f"models of the transformers provider run on one rank ({problem}); set tensor_parallel_size: 1"
@@ -39,6 +43,15 @@ def load(settings: ReplicaSettings, model_dir: Path, group: RankGroup | None, *,
     from .hf import TransformersModel  # imports transformers' modelling code, which the native provider does without
 
     return TransformersModel(config, model_dir, eos, dtype, device)
+
+
+def _linear(settings: ReplicaSettings, device: torch.device) -> type[Linear | Int8Linear]:
+    if settings.quantization == "none":
+        return Linear
+    reason = f"it is for cpu, not for {device.type}" if device.type != "cpu" else int8_problem()
+    if reason is not None:
+        raise UnsupportedModel(f"quantization: int8 cannot be used: {reason}; use quantization: none")
+    return Int8Linear
 
 
 def _native_refusal(settings: ReplicaSettings, config: Any) -> str | None:

@@ -18,7 +18,7 @@ from .base import Attend, AttentionRule, QkvAttend, Rotary
 from .errors import TensorParallelUnsupported
 from .families import FAMILIES, split_problem
 from .feedforward import Feedforward, GatedMlp, Mixture
-from .layers import Linear, rms_norm, rotate
+from .layers import Int8Linear, Linear, rms_norm, rotate
 from .rope import FIXED_KINDS, inverse_frequencies
 from .spec import KvShape, ModelSpec
 
@@ -84,10 +84,10 @@ class DecoderLayer:
     """One layer's weights and its attention rule."""
 
     input_norm: torch.Tensor
-    qkv: Linear
+    qkv: Linear | Int8Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    out: Linear
+    out: Linear | Int8Linear
     mlp_norm: torch.Tensor
     feedforward: Feedforward
     rule: AttentionRule
@@ -96,7 +96,10 @@ class DecoderLayer:
 class _LayerReader:
     """Reads one layer's share of a checkpoint."""
 
-    def __init__(self, config: Any, checkpoint: Weights, share: Share, index: int) -> None:
+    def __init__(
+        self, config: Any, checkpoint: Weights, share: Share, index: int, linear: type[Linear | Int8Linear]
+    ) -> None:
+        self._linear = linear
         self._config = config
         self._index = index
         self._checkpoint = checkpoint
@@ -146,7 +149,7 @@ class _LayerReader:
     def _norm_if_any(self, name: str) -> torch.Tensor | None:
         return self._norm(name) if f"{self._prefix}{name}.weight" in self._checkpoint else None
 
-    def _by_outputs(self, parts: list[tuple[str, tuple[int, int]]]) -> Linear:
+    def _by_outputs(self, parts: list[tuple[str, tuple[int, int]]]) -> Linear | Int8Linear:
         """Linears of one input fused into one; each is cut to its share before they are joined."""
 
         def joined(kind: str) -> torch.Tensor:
@@ -154,14 +157,14 @@ class _LayerReader:
             return torch.cat(list(shares))
 
         biased = f"{self._prefix}{parts[0][0]}.bias" in self._checkpoint
-        return Linear(joined("weight"), joined("bias") if biased else None)
+        return self._linear(joined("weight"), joined("bias") if biased else None)
 
-    def _by_inputs(self, name: str) -> Linear:
+    def _by_inputs(self, name: str) -> Linear | Int8Linear:
         """A linear whose partial results are summed over ranks; only rank 0 adds the bias."""
         name = self._prefix + name
         weight = self._checkpoint.share(f"{name}.weight", COLUMNS, self._share.rank, self._share.ranks)
         biased = self._share.rank == 0 and f"{name}.bias" in self._checkpoint
-        return Linear(weight, self._checkpoint.whole(f"{name}.bias") if biased else None)
+        return self._linear(weight, self._checkpoint.whole(f"{name}.bias") if biased else None)
 
 
 class NativeModel:
@@ -175,6 +178,7 @@ class NativeModel:
         dtype: torch.dtype,
         device: torch.device,
         group: RankGroup | None = None,
+        linear: type[Linear | Int8Linear] = Linear,
     ) -> None:
         """`config`: as transformers reads it, with `native_problem(config) is None`.
 
@@ -190,7 +194,7 @@ class NativeModel:
         self._norm = checkpoint.whole("model.norm.weight")
         self._head = self._read_head(checkpoint, config.tie_word_embeddings)
         self._layers = [
-            _LayerReader(config, checkpoint, share, index).read(AttentionRule(self._head_dim**-0.5, window))
+            _LayerReader(config, checkpoint, share, index, linear).read(AttentionRule(self._head_dim**-0.5, window))
             for index, window in enumerate(layer_windows(config))
         ]
         self.spec = ModelSpec(

@@ -11,9 +11,10 @@ from homing.replica.config import ReplicaSettings
 from homing.replica.demo import demo_model_path
 from homing.replica.models.errors import ModelError, UnsupportedModel, WeightsMissing
 from homing.replica.models.families import split_problem
-from homing.replica.models.layers import Linear, packing_problem
+from homing.replica.models.layers import Int8Linear, Linear, int8_problem, packing_problem
 from homing.replica.models.native import NativeModel, layer_windows, native_problem
 from homing.replica.models.rope import inverse_frequencies
+from homing.replica.plan import PlanRow, plan_of_rows
 from homing.replica.runner import ModelRunner
 
 from .toys import BLOCK_SIZE, ToyScheduler, make_runner
@@ -300,6 +301,40 @@ def test_packed_linear_equals_the_plain_one(dtype, rows):
 
     tolerance = 1e-4 if dtype == torch.float32 else 0.1
     torch.testing.assert_close(y, torch.nn.functional.linear(x, weight, bias), rtol=1e-2, atol=tolerance)
+
+
+@pytest.mark.skipif(int8_problem() is not None, reason="no 8-bit linears on this processor")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_eight_bits_are_near_and_the_same_alone_as_in_a_batch(dtype):
+    """A token must not depend on its neighbours, or a continued request would go astray."""
+    generator = torch.Generator().manual_seed(1)
+    x, weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((9, 96), (40, 96), (40,)))
+    x[3] = 0
+
+    with torch.inference_mode():
+        linear = Int8Linear(weight, bias)
+        y, alone = linear(x), torch.cat([linear(row[None]) for row in x])
+
+    exact = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
+    assert torch.equal(y, alone)
+    assert (y - exact).norm() < 0.02 * exact.norm()
+
+
+@pytest.mark.skipif(int8_problem() is not None, reason="no 8-bit linears on this processor")
+def test_a_model_in_eight_bits_gives_nearly_the_same_logits(checkpoint):
+    """Four linears a layer, each with an error of its own."""
+    folder = checkpoint("llama")
+    plan = plan_of_rows(0, [PlanRow(list(range(3, 40)), 0, [1, 2, 3, 4, 5])], logits_at=range(37))
+
+    exact, rounded = (make_runner(folder, quantization=kind).forward(plan) for kind in ("none", "int8"))
+
+    assert 0 < (rounded - exact).norm() < 0.05 * exact.norm()
+
+
+def test_eight_bits_are_refused_where_they_are_not_computed(checkpoint):
+    """Serving in another precision than asked for would go unseen."""
+    with pytest.raises(UnsupportedModel, match="quantization"):
+        make_runner(checkpoint("gpt2"), quantization="int8")
 
 
 def test_packing_is_used_here():
