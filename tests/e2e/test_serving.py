@@ -106,7 +106,8 @@ from homing.kvcache.hashing import wire_hash
 ray.init(address=sys.argv[1], namespace="homing-default", log_to_driver=False, logging_level="ERROR")
 found = {}
 short = lambda name: None if name is None else wire_hash(name)
-for name in ray.util.list_named_actors():
+ranks = [name for name in ray.util.list_named_actors() if name.count(".") == 2]  # replica, rank, generation
+for name in ranks:
     blocks = ray.get(ray.get_actor(name).residents.remote())
     found[name.split(".")[0]] = [[short(block.block_hash), short(block.parent)] for block in blocks]
 print("RESIDENTS", json.dumps(found))
