@@ -26,11 +26,12 @@ log = logging.getLogger(__name__)
 SEND_HIGH_WATER_MARK = 10_000
 #: A larger frame ends the connection. The largest answers are logprobs of a whole prompt.
 MAX_REPLY_BYTES = 1024 * 1024 * 1024
-#: A peer that answers no ping for so long is lost: a frozen replica holds a stream up for both together at most, here
-#: 1.25 s. A thread of libzmq answers, which needs no lock of Python's, so that a busy replica does, too. Shorter times
-#: were not tried: a machine's own pauses reach hundreds of milliseconds.
+#: A peer that answers no ping for so long is lost: a frozen replica stays in use for both together at most, 0.95 s. A
+#: thread of libzmq answers, which needs no lock of Python's, so that a busy replica does, too: with 1 s none was given
+#: up by mistake at a load average of 60 on two cores. Shorter times were not tried: a virtual machine's own pauses
+#: reach hundreds of milliseconds.
 PING_INTERVAL_MS = 250
-PING_TIMEOUT_MS = 1000
+PING_TIMEOUT_MS = 700
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)

@@ -7,8 +7,7 @@ import pytest
 
 from .plan import Strike
 from .report import table, violations
-from .run import SOAK as SOAKED
-from .run import Findings, one_cluster, soak
+from .run import SOAK, Findings, one_cluster, soak
 
 pytestmark = pytest.mark.cluster
 
@@ -33,4 +32,4 @@ def test_faults_under_load_cost_no_answer_and_leave_nothing_behind() -> None:
 @pytest.mark.timeout(60 * SOAK_MINUTES + 600)
 def test_nothing_leaks_in_ten_minutes_of_faults() -> None:
     """The hour's soak of `make chaos ARGS="--soak-minutes 60"`, in the form that a test run can bear."""
-    check(soak(1, SOAK_MINUTES, SOAKED))
+    check(soak(1, SOAK_MINUTES, SOAK))
