@@ -113,10 +113,11 @@ class HttpConnection(asyncio.Protocol):
     def _reset(self) -> None:
         self._url = b""
         self._headers: dict[str, str] = {}
+        self._fields = self._headers  #: where the next field goes
         self._fields_bytes = 0
         self._body: list[bytes] = []
         self._body_bytes = 0
-        self._in_head = True
+        self._in_head = True  #: or in trailers
 
     # asyncio
 
@@ -175,7 +176,7 @@ class HttpConnection(asyncio.Protocol):
         """One header."""
         key, text = _KNOWN_NAMES.get(name) or name.decode("latin-1").lower(), value.decode("latin-1")
         self._fields_bytes += len(name) + len(value)
-        headers = self._headers
+        headers = self._fields
         headers[key] = text if key not in headers else f"{headers[key]},{text}"
 
     def on_headers_complete(self) -> None:
@@ -191,9 +192,16 @@ class HttpConnection(asyncio.Protocol):
             self._continue_due = self._parser.get_http_version() == "1.1"
             self._invite()
 
+    def on_chunk_header(self) -> None:
+        """A chunk's content comes next or, behind the last chunk, trailers.
+
+        Those are bounded as a head is, and dropped: nobody here takes the word of a field that comes after the body.
+        """
+        self._in_head, self._head_bytes, self._fields = True, 0, {}
+
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
-        self._continue_due = False
+        self._continue_due = self._in_head = False
         self._body_bytes += len(body)
         if self._body_bytes > self._host.limits.max_body_bytes:
             raise BodyTooLarge(f"the body has more than {self._host.limits.max_body_bytes} bytes")
