@@ -2,12 +2,13 @@
 
 A *generation* is a `RouterService` with index, queue and flow of its own; a request belongs to the one that it was
 tokenized for, from the first token to the last. New requests are dealt out by how many replicas of each take any, so
-that neither is left idle nor overrun. Versions that name blocks alike share a generation. Knows no HTTP and no Ray.
+that neither is left idle nor overrun. Replicas of one that is being replaced drain until nothing is held for them,
+either. Versions that name blocks alike share a generation. Knows no HTTP and no Ray.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -16,7 +17,7 @@ import msgspec
 
 from ..kvcache.config import KvCacheSettings
 from ..replica.messages import ModelLimits, Parity, ReplicaDescription
-from .backend import AbsentReplica, ClusterView, Explanation, GenerationRequest, RouterCounters
+from .backend import AbsentReplica, ClusterView, Explanation, GenerationRequest, ReplicaView, RouterCounters
 from .errors import NoReplica
 from .load import Rest
 from .service import RouterService
@@ -90,11 +91,8 @@ class Generations:
             generation = self._of(member)
             generation.members = (*generation.members, member)
         for generation in self._generations:
-            resting: Mapping[str, Rest] = {
-                each.description.replica_id: each.rest for each in generation.members if each.rest is not None
-            }
             descriptions = [each.description for each in generation.members]
-            generation.service.apply_membership(descriptions, cluster_seed, resting)
+            generation.service.apply_membership(descriptions, cluster_seed, self._resting(generation))
         self._retire()
 
     def tell_absent(self, absent: Sequence[AbsentReplica]) -> None:
@@ -109,8 +107,12 @@ class Generations:
         return ""
 
     def in_flight(self, replica_id: str) -> int:
-        """Requests that were sent there and are not over."""
-        return sum(generation.service.in_flight(replica_id) for generation in self._generations)
+        """Requests that were sent there and are not over, and held ones that can go nowhere else."""
+        return sum(
+            generation.service.in_flight(replica_id)
+            + (generation.service.waiting() if self._is_left_by(replica_id, generation) else 0)
+            for generation in self._generations
+        )
 
     def waiting_tokens(self) -> int:
         """Prompt tokens of held requests."""
@@ -162,11 +164,13 @@ class Generations:
     def view(self) -> ClusterView:
         """All generations as one cluster."""
         views = [generation.service.view() for generation in self._generations]
+        members = [member for generation in self._generations for member in generation.members]
+        draining = {member.description.replica_id for member in members if member.rest == "draining"}
         return msgspec.structs.replace(
             self._view,
             waiting=sum(view.waiting for view in views),
             in_flight=sum(view.in_flight for view in views),
-            replicas=[replica for view in views for replica in view.replicas],
+            replicas=[_shown(replica, draining) for view in views for replica in view.replicas],
             refused=[refused for view in views for refused in view.refused],
             absent=list(self._absent),
         )
@@ -184,6 +188,24 @@ class Generations:
             generation.service.end_requests()
 
     # Generations
+
+    def _is_replaced(self, generation: _Generation) -> bool:
+        """Whether others alone take new requests. What it holds was tokenized for it, and must go before it does."""
+        return not generation.takers and any(each.takers for each in self._generations)
+
+    def _resting(self, generation: _Generation) -> dict[str, Rest]:
+        """Who gets nothing more. Of a generation that is being replaced, those who drain still get what it holds."""
+        replaced = self._is_replaced(generation)
+        return {
+            member.description.replica_id: member.rest
+            for member in generation.members
+            if member.rest == "warming" or (member.rest == "draining" and not replaced)
+        }
+
+    def _is_left_by(self, replica_id: str, generation: _Generation) -> bool:
+        return self._is_replaced(generation) and any(
+            member.description.replica_id == replica_id for member in generation.members
+        )
 
     def _of(self, member: Enrolment) -> _Generation:
         """The generation of the member's version, which may be a new one."""
@@ -211,5 +233,12 @@ class Generations:
         for generation in gone:
             self._generations.remove(generation)
             self._by_version = {v: each for v, each in self._by_version.items() if each is not generation}
-            generation.service.close()
+            generation.service.close("its replicas were replaced before the request was done: send it again")
             log.info("generation_ends generations=%d", len(self._generations))
+
+
+def _shown(replica: ReplicaView, draining: Collection[str]) -> ReplicaView:
+    """Who drains and still gets what was held is draining, to those who look."""
+    if replica.state != "serving" or replica.replica_id not in draining:
+        return replica
+    return msgspec.structs.replace(replica, state="draining")

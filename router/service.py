@@ -63,6 +63,7 @@ TICK_S = 0.05
 #: A snapshot takes milliseconds; a publisher that has not said anything by then will not soon.
 EXACT_PATIENCE_S = 10.0
 EXACT_POLL_S = 0.005
+SHUTTING_DOWN = "the server is shutting down"
 
 
 class RouterService:
@@ -137,14 +138,14 @@ class RouterService:
         )
         self._timer = loop.call_later(TICK_S, self._on_tick)
 
-    def close(self) -> None:
-        """End every request with `RouterClosed` and give all sockets back. Harmless when repeated."""
+    def close(self, reason: str = SHUTTING_DOWN) -> None:
+        """End every request with `RouterClosed` for this reason, give all sockets back. Harmless when repeated."""
         if self._closed or self._shell is None:
             return
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        self.end_requests()
+        self.end_requests(reason)
         for member in self._members.values():
             self._run(member.leave())
         self._members.clear()
@@ -199,6 +200,10 @@ class RouterService:
             if member.joined and (self._feed_of(member) == "live" or not self._follows_events):
                 return ""
             await asyncio.sleep(EXACT_POLL_S)
+
+    def waiting(self) -> int:
+        """Held requests."""
+        return self._dispatcher.waiting if self._dispatcher is not None else 0
 
     def waiting_tokens(self) -> int:
         """Prompt tokens of held requests."""
@@ -263,7 +268,7 @@ class RouterService:
         return ClusterView(
             router_id=self._router_id,
             policy=self._policy.name,
-            waiting=self._dispatcher.waiting if self._dispatcher else 0,
+            waiting=self.waiting(),
             in_flight=self._dispatcher.in_flight if self._dispatcher else 0,
             replicas=[self._replica_view(member) for member in self._members.values()],
             absent=[replica for replica in self._absent if replica.replica_id not in self._members],
@@ -290,10 +295,10 @@ class RouterService:
             raise ReplicaLost(f"{', '.join(unknown)} did not say whether the cache was reset")
         return list(outcomes)
 
-    def end_requests(self) -> None:
+    def end_requests(self, reason: str = SHUTTING_DOWN) -> None:
         """End every request with `RouterClosed`: its client is told, its replica works on it no more."""
         if self._dispatcher is not None:
-            self._run(self._dispatcher.fail_all(lambda: RouterClosed("the server is shutting down"), self._clock()))
+            self._run(self._dispatcher.fail_all(lambda: RouterClosed(reason), self._clock()))
             self._send_out()
 
     # Membership

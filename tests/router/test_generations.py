@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,11 +13,18 @@ import pytest
 
 from homing.events.messages import EventEndpoints
 from homing.kvcache.config import KvCacheSettings
+from homing.kvcache.hashing import HASH_BYTES
 from homing.replica.messages import ModelLimits, Parity, ReplicaDescription
 from homing.router.backend import ClusterView, RouterCounters
+from homing.router.config import RouterSettings
 from homing.router.errors import NoReplica
 from homing.router.generations import Enrolment, Generations, Terms
 from homing.router.load import Rest
+from homing.router.membership import text_digests
+from homing.router.policy import QUEUE_AHEAD
+from homing.router.service import RouterService
+
+from .fakes import CACHE, SEED, Reading, SocketReplica, parity_of, request_of, until
 
 VIEW = ClusterView(
     router_id="me", policy="p", waiting=0, in_flight=0, replicas=[], refused=[], counters=RouterCounters()
@@ -31,12 +39,17 @@ class FakeService:
         self.members: list[str] = []
         self.resting: Mapping[str, Rest] = {}
         self.closed = False
+        self.held = 0
 
     def start(self, loop: object) -> None:
         pass
 
-    def close(self) -> None:
+    def close(self, reason: str) -> None:
+        assert "again" in reason
         self.closed = True
+
+    def waiting(self) -> int:
+        return self.held
 
     def apply_membership(
         self, replicas: Sequence[ReplicaDescription], cluster_seed: int, resting: Mapping[str, Rest]
@@ -80,6 +93,11 @@ def member(name: str, version: int = 1, block_size: int = 16, rest: Rest | None 
         decode_step_s=1,
     )
     return Enrolment(description, Terms(version, KvCacheSettings(block_size=block_size), Path("m")), rest)
+
+
+def service(terms: Terms, counters: RouterCounters, folder: Path) -> RouterService:
+    settings = RouterSettings(replica_silence_s=30.0)
+    return RouterService(settings, terms.cache, router_id="me", model_dir=folder, counters=counters, rng=Random(1))
 
 
 class World:
@@ -156,6 +174,63 @@ def test_a_generation_ends_with_its_last_replica_but_for_the_newest(world: World
     assert world.chosen(3) == {2: 3}
     world.publish(member("r0", version=2, block_size=32))
     assert len(world.services) == 2
+
+
+def test_who_drains_still_gets_what_its_generation_holds(world: World) -> None:
+    """It was tokenized for these replicas and can go nowhere else: else it would wait for their end, and fail then."""
+    world.publish(member("r0", rest="draining"), member("r1"), member("r2", version=2, block_size=32, rest="warming"))
+    assert [service.resting for service in world.services] == [{"r0": "draining"}, {"r2": "warming"}]
+    world.services[0].held = 5
+    assert world.generations.in_flight("r0") == 3
+
+    world.publish(member("r0", rest="draining"), member("r2", version=2, block_size=32))
+
+    assert [service.resting for service in world.services] == [{}, {}]
+    assert world.generations.in_flight("r0") == 8
+    assert world.chosen(20) == {2: 20}
+
+
+def test_what_is_held_waits_for_new_replicas_where_nobody_else_takes_any(world: World) -> None:
+    """A cluster that is scaled to none holds its requests; handed to those who drain, they would keep them for ever."""
+    world.publish(member("r0", rest="draining"))
+    world.services[0].held = 5
+
+    assert world.services[0].resting == {"r0": "draining"}
+    assert world.generations.in_flight("r0") == 3
+
+
+async def test_a_replaced_generation_ends_with_nothing_held(tmp_path: Path) -> None:
+    """Over real sockets: one slow replica with more requests than it takes, then another model."""
+    generations = Generations(lambda terms, counters: service(terms, counters, tmp_path), VIEW, Random(1))
+    generations.start(asyncio.get_running_loop())
+    parity = parity_of(text_digests(tmp_path))
+    old, new = SocketReplica("r0", step_s=0.01), SocketReplica("r1")
+    old.description = msgspec.structs.replace(old.description, parity=parity, max_running_requests=1)
+    new.description = msgspec.structs.replace(
+        new.description, parity=msgspec.structs.replace(parity, model_root=b"x" * HASH_BYTES)
+    )
+    first = Enrolment(old.description, Terms(1, CACHE, tmp_path))
+    second = Enrolment(new.description, Terms(2, CACHE, tmp_path))
+    try:
+        old.start()
+        new.start()
+        generations.apply_membership([first], SEED)
+        await until(lambda: [replica.state for replica in generations.view().replicas] == ["serving"])
+        early = [Reading(generations.generate(request_of([seed] * 50, seed=seed))) for seed in range(12)]
+        await until(lambda: generations.view().replicas[0].waiting >= QUEUE_AHEAD)
+        late = [Reading(generations.generate(request_of([seed] * 50, seed=seed))) for seed in range(12, 24)]
+        held = generations.view().waiting
+        generations.apply_membership([replace(first, rest="draining"), second], SEED)
+        assert generations.view().replicas[0].state == "draining"
+        await until(lambda: not generations.in_flight("r0"))
+        generations.apply_membership([second], SEED)
+
+        assert held > 0
+        assert [sum([len(delta.token_ids) async for delta in each]) for each in early + late] == [8] * 24
+    finally:
+        generations.close()
+        await old.stop()
+        await new.stop()
 
 
 def test_a_replica_of_a_known_version_is_judged_by_that_version(world: World) -> None:
