@@ -165,6 +165,7 @@ class Generations:
         """All generations as one cluster."""
         views = [generation.service.view() for generation in self._generations]
         members = [member for generation in self._generations for member in generation.members]
+        present = {member.description.replica_id for member in members}
         draining = {member.description.replica_id for member in members if member.rest == "draining"}
         return msgspec.structs.replace(
             self._view,
@@ -172,7 +173,7 @@ class Generations:
             in_flight=sum(view.in_flight for view in views),
             replicas=[_shown(replica, draining) for view in views for replica in view.replicas],
             refused=[refused for view in views for refused in view.refused],
-            absent=list(self._absent),
+            absent=[replica for replica in self._absent if replica.replica_id not in present],
         )
 
     async def reset_caches(self) -> list[str]:

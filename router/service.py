@@ -20,7 +20,6 @@ from ..kvcache.config import KvCacheSettings
 from ..kvcache.hashing import BlockHash, BlockHasher
 from ..replica.messages import ModelLimits, ReplicaDescription
 from .backend import (
-    AbsentReplica,
     ClusterView,
     Explanation,
     FeedState,
@@ -108,7 +107,6 @@ class RouterService:
         self._dispatcher: Dispatcher | None = None
         self._members: dict[str, Member | ForeignMember] = {}
         self._refused: dict[str, RefusedReplica] = {}
-        self._absent: tuple[AbsentReplica, ...] = ()
         self._silent: set[str] = set()
         self._streams: dict[FlightId, RequestStream] = {}
         self._shell: Shell | None = None
@@ -179,10 +177,6 @@ class RouterService:
         for description in difference.joined:
             self._let_in(description, cluster_seed, resting.get(description.replica_id))
         self._run(instructions)
-
-    def tell_absent(self, absent: Sequence[AbsentReplica]) -> None:
-        """Who is wanted and does not serve: to be shown, no more."""
-        self._absent = tuple(absent)
 
     def in_flight(self, replica_id: str) -> int:
         """Requests that were sent there and are not over."""
@@ -271,7 +265,6 @@ class RouterService:
             waiting=self.waiting(),
             in_flight=self._dispatcher.in_flight if self._dispatcher else 0,
             replicas=[self._replica_view(member) for member in self._members.values()],
-            absent=[replica for replica in self._absent if replica.replica_id not in self._members],
             refused=[*self._refused.values(), *filter(None, (each.refused_replica for each in self._members.values()))],
             counters=self.counters,
         )

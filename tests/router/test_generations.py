@@ -15,7 +15,7 @@ from homing.events.messages import EventEndpoints
 from homing.kvcache.config import KvCacheSettings
 from homing.kvcache.hashing import HASH_BYTES
 from homing.replica.messages import ModelLimits, Parity, ReplicaDescription
-from homing.router.backend import ClusterView, RouterCounters
+from homing.router.backend import AbsentReplica, ClusterView, RouterCounters
 from homing.router.config import RouterSettings
 from homing.router.errors import NoReplica
 from homing.router.generations import Enrolment, Generations, Terms
@@ -188,6 +188,19 @@ def test_who_drains_still_gets_what_its_generation_holds(world: World) -> None:
     assert [service.resting for service in world.services] == [{}, {}]
     assert world.generations.in_flight("r0") == 8
     assert world.chosen(20) == {2: 20}
+
+
+def test_a_replica_that_is_missing_is_shown_until_it_is_there(world: World) -> None:
+    """Whoever looks during a rebuild must not think that it was never wanted, nor that one is there and missing."""
+    absent = [
+        AbsentReplica(replica_id=name, state="rebuilding", reason="the process died", since=5.0)
+        for name in ("r0", "r9")
+    ]
+    world.publish(member("r0"))
+
+    world.generations.tell_absent(absent)
+
+    assert world.generations.view().absent == absent[1:]
 
 
 def test_what_is_held_waits_for_new_replicas_where_nobody_else_takes_any(world: World) -> None:

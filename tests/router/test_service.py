@@ -11,7 +11,7 @@ import pytest
 
 from homing.events.messages import LoadReport
 from homing.replica.messages import CacheReset, Generate, Pin, Refused, ResetCache
-from homing.router.backend import AbsentReplica, FeedState, FinishedRequest, GenerationRequest, ReplicaView, TokenDelta
+from homing.router.backend import FeedState, FinishedRequest, GenerationRequest, ReplicaView, TokenDelta
 from homing.router.config import RouterSettings
 from homing.router.errors import CacheInUse, DeadlineExceeded, NoReplica, PromptTooLong, ReplicaLost, RouterClosed
 from homing.router.load import Rest
@@ -185,18 +185,6 @@ async def test_a_router_is_exact_once_it_knows_what_every_replica_holds(pair: Cl
     assert late.view("r0").indexed_blocks == pair.view("r0").indexed_blocks
     assert late.view("r1").indexed_blocks == pair.view("r1").indexed_blocks
     late.service.close()
-
-
-async def test_a_replica_that_is_missing_is_shown_until_it_is_there(pair: Cluster) -> None:
-    """Whoever looks during a rebuild must not think that it was never wanted."""
-    absent = [
-        AbsentReplica(replica_id=name, state="rebuilding", reason="the process died", since=5.0)
-        for name in ("r0", "r9")
-    ]
-
-    pair.service.tell_absent(absent)
-
-    assert pair.service.view().absent == absent[1:]
 
 
 async def test_a_replica_killed_in_mid_stream_is_survived(pair: Cluster) -> None:
