@@ -38,8 +38,10 @@ def request_body(prompt: str | None, file: str | None, *, raw: bool) -> dict[str
 def _read(file: Path) -> dict[str, Any]:
     try:
         body = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"--body {file}: {error}") from error
+    except OSError as error:
+        raise SettingsError(f"--body {file} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise SettingsError(f"--body {file} holds no JSON: {error}") from error
     if not isinstance(body, dict):
         raise SettingsError(f"--body {file}: a request is a JSON object")
     return body
@@ -49,7 +51,8 @@ def render(found: Mapping[str, Any]) -> str:
     """The whole page."""
     chosen = found["chosen"]
     where = f"{chosen}: {found['why']}" if chosen else f"nowhere yet, {found['why']}"
-    lines = [f"{found['prompt_tokens']} tokens in {found['prompt_blocks']} full blocks · policy {found['policy']}"]
+    blocks = f"{found['prompt_blocks']} full block{'' if found['prompt_blocks'] == 1 else 's'}"
+    lines = [f"{found['prompt_tokens']} tokens in {blocks} · policy {found['policy']}"]
     lines += ["", *table(COLUMNS, [_row(score) for score in sorted(found["replicas"], key=by_name)], right=NUMBERS)]
     return "\n".join([*lines, "", f"→ {where}"])
 

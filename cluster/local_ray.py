@@ -42,6 +42,13 @@ def run_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="homing-", dir=base))
 
 
+def sockets_folder(folder: Path) -> Path:
+    """Where routers and ranks put sockets and shared files. It is made for all of them, as any may be the first."""
+    sockets = folder / "s"
+    sockets.mkdir(mode=0o700, exist_ok=True)
+    return sockets
+
+
 def start_local(settings: Settings, folder: Path) -> None:
     """Start a Ray of our own in `folder`. Logical CPUs are as many as our ranks want: they only steer placement."""
     os.environ.update(RAY_ENVIRONMENT)

@@ -215,6 +215,7 @@ def _draw_lines(axes: "Axes", chart: LineChart) -> None:
             marker=MARKERS[family % len(MARKERS)],
             markevery=max(1, len(line.x) // MARKERS_PER_LINE),
             linestyle="--" if line.dashed else "-",
+            zorder=3 - place / len(chart.lines),  # the first is what the page is about: never hidden by the others
         )
     for mark in chart.marks:
         axes.axvline(mark.x, color="#555555", linestyle=":", linewidth=1.5)

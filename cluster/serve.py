@@ -185,7 +185,7 @@ def _start_controller(run: Run, model_dir: Path | None) -> tuple[Any, Any]:
     from .parts import make_rank, make_router
 
     node = ray.get_runtime_context().get_node_id()
-    sockets = run.folder / "s" if run.folder else None
+    sockets = local_ray.sockets_folder(run.folder) if run.folder else None
     spec = ClusterSpec(
         settings=run.settings,
         seed=secrets.randbits(64),

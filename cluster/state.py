@@ -136,7 +136,8 @@ class Notebook:
 
 def addressed(notes: Sequence[Note]) -> str:
     """What runs, in words, each with the flag that chooses it."""
-    words = [f"{note.name} at {note.url or note.phase} (--name {note.name})" for note in notes]
+    places = [f"at {note.url}" if note.url else f"still {note.phase}" for note in notes]
+    words = [f"{note.name} {place} (--name {note.name})" for note, place in zip(notes, places, strict=True)]
     return f"{'is' if len(words) == 1 else 'are'} {', '.join(words)}"
 
 

@@ -123,7 +123,8 @@ def _totals(view: dict[str, Any]) -> str:
     counters = view["counters"]
     return (
         f"{counters['requests']} requests, {counters['finished']} finished, {view['in_flight']} running, "
-        f"{view['waiting']} waiting, {counters['failed']} failed, {counters['continued']} continued elsewhere; "
+        f"{view['waiting']} waiting, {counters['failed']} failed, {counters['cancelled']} cancelled, "
+        f"{counters['continued']} continued elsewhere; "
         f"{counters['delivered_cached_tokens']} prompt tokens came from caches"
     )
 

@@ -58,6 +58,11 @@ def test_the_readme_shows_what_is_printed() -> None:
     assert [len(shape(line)) for line in sample[3:5]] == [len(shape(line)) for line in printed[3:5]]
 
 
+def test_one_block_is_not_many() -> None:
+    """The demo's first prompt has one."""
+    assert render({**FOUND, "prompt_blocks": 1}).startswith("1009 tokens in 1 full block ·")
+
+
 def test_a_held_request_goes_nowhere() -> None:
     """Late binding is a decision, too."""
     held = {**FOUND, "chosen": None, "why": "held: r0 saturated"}
@@ -76,3 +81,12 @@ def test_a_question_is_a_prompt_or_a_body(tmp_path: Path) -> None:
     for prompt, file in ((None, None), ("hi", str(body)), (None, str(tmp_path)), (None, str(tmp_path / "none"))):
         with pytest.raises(SettingsError):
             request_body(prompt, file, raw=False)
+
+
+def test_a_file_that_is_no_json_is_told_so(tmp_path: Path) -> None:
+    """Where the parser stopped says nothing to whoever gave the wrong file."""
+    body = tmp_path / "README.md"
+    body.write_text("# no JSON")
+
+    with pytest.raises(SettingsError, match="holds no JSON"):
+        request_body(None, str(body), raw=False)

@@ -60,7 +60,7 @@ def test_who_asks_for_a_name_that_does_not_run_is_told_what_does(notebook: Noteb
         assert notebook.running("green").url == "http://h:1"
         assert [note.name for note in notebook.others("green")] == ["blue"]
 
-    assert str(caught.value).endswith("there are blue at starting (--name blue), green at http://h:1 (--name green)")
+    assert str(caught.value).endswith("there are blue still starting (--name blue), green at http://h:1 (--name green)")
 
 
 def test_a_reused_pid_is_not_taken_for_the_cluster(notebook: Notebook) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 from homing.cluster.status import hit_rates, render
 
+COUNTERS = ("requests", "finished", "failed", "cancelled", "continued", "delivered_cached_tokens")
 METRICS = """\
 # TYPE homing_prefix_cache_queries_tokens_total counter
 homing_prefix_cache_queries_tokens_total{replica="r0"} 200.0
@@ -37,7 +38,7 @@ def test_a_replica_that_was_never_asked_has_no_hit_rate() -> None:
 
 def test_every_replica_is_a_line_with_its_load_and_hit_rate() -> None:
     """One look must be enough."""
-    counters = dict.fromkeys(("requests", "finished", "failed", "continued", "delivered_cached_tokens"), 7)
+    counters = dict.fromkeys(COUNTERS, 7)
     view = {
         "policy": "expected-ttft",
         "in_flight": 1,
@@ -53,7 +54,7 @@ def test_every_replica_is_a_line_with_its_load_and_hit_rate() -> None:
     assert lines[3].split() == ["r0", "serving", "live", "2", "127.0.0.1", "3", "4", "25%", "40", "blocks", "75%"]
     assert lines[4].split()[-1] == "-"
     assert lines[5].split() == ["r3", "rebuilding", *["-"] * 8]
-    assert "7 prompt tokens came from caches" in lines[7]
+    assert "7 failed, 7 cancelled, 7 continued elsewhere; 7 prompt tokens came from caches" in lines[7]
     assert lines[8] == "r3 has been rebuilding for 12 s: the process died"
     assert lines[9] == "refused r2: another tokenizer"
 
@@ -64,9 +65,7 @@ def test_several_routers_tell_each_what_they_did() -> None:
         {"policy": "p", "in_flight": 0, "waiting": 0, "replicas": [], "absent": [], "refused": []} for _ in range(2)
     ]
     for count, view in enumerate(views):
-        view["counters"] = dict.fromkeys(
-            ("requests", "finished", "failed", "continued", "delivered_cached_tokens"), count
-        )
+        view["counters"] = dict.fromkeys(COUNTERS, count)
 
     page = render("default", "http://h:1", views, {}, ["http://h:2", "http://h:3"], now=0.0)
 
