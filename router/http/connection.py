@@ -239,7 +239,9 @@ class HttpConnection(asyncio.Protocol):
             self.close()
             return
         fields = [f"{name}: {value}" for name, value in self._headers.items() if name not in _PROPOSAL]
-        head = b"%b %b HTTP/1.1\r\n%b\r\n\r\n" % (method, self._url, "\r\n".join(fields).encode("latin-1"))
+        version = self._parser.get_http_version()  # a client of 1.0 reads no chunks, and waits for the end
+        lines = [f" HTTP/{version}", *fields, "", ""]
+        head = method + b" " + self._url + "\r\n".join(lines).encode("latin-1")
         self._renew()
         self.data_received(head + rest)
 
@@ -276,10 +278,10 @@ class HttpConnection(asyncio.Protocol):
         lines = [_STATUS_LINES[exchange.status], self._host.date, f"x-request-id: {exchange.id}\r\n"]
         lines += [f"{name}: {value}\r\n" for name, value in headers]
         lines += [f"{name}: {value}\r\n" for name, value in self._host.headers_for(request)]
-        if length is not None:
-            lines.append(f"content-length: {length}\r\n")
-        elif self._chunked:
+        if self._chunked:
             lines.append("transfer-encoding: chunked\r\n")
+        elif length is not None and exchange.status != HTTPStatus.NO_CONTENT:  # RFC 9110, 8.6
+            lines.append(f"content-length: {length}\r\n")
         if ends:
             lines.append("connection: close\r\n")
         elif request.http_1_0:

@@ -259,6 +259,16 @@ async def test_a_connection_is_kept_as_the_client_wants(rig: Rig, version: str, 
         assert await client.reader.read() == b""
 
 
+async def test_an_old_client_that_proposes_an_upgrade_is_answered_as_an_old_one(rig: Rig):
+    """HTTP/1.0 knows no connection that stays open by itself: the client waits for its end."""
+    client = await rig.client()
+    client.send(get("/", "connection: upgrade", "upgrade: h2c", version="1.0"))
+
+    _, headers, _ = await client.answer()
+    assert headers["connection"] == "close"
+    assert rig.handler.seen[0].http_1_0
+
+
 async def test_an_upgrade_is_answered_in_plain_http(rig: Rig):
     """Java's client asks every server for HTTP/2 and takes 1.1 for an answer."""
     client = await rig.client()

@@ -53,6 +53,7 @@ async def test_a_preflight_is_answered_before_any_endpoint(front: Front, backend
         plain = await client.get("/health", headers={"origin": PAGE})
 
     assert response.status_code == 204
+    assert "content-length" not in response.headers, "RFC 9110, 8.6"
     assert response.headers["access-control-allow-origin"] == PAGE
     assert response.headers["access-control-allow-headers"] == "authorization"
     assert "POST" in response.headers["access-control-allow-methods"]
