@@ -94,20 +94,39 @@ class CacheCounters(msgspec.Struct, frozen=True, kw_only=True):
     partial_hit_tokens: int = 0  #: of `hit_tokens`, those copied out of a block that then differs
 
 
+class PrefillWork(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What is computed, or to be computed, of one prompt or several."""
+
+    prompts: int
+    tokens: int
+    pairs: float  #: for each of those tokens, the computed ones of its prompt before it
+    context: float  #: for each of those tokens, the cached ones before it
+
+
 class PrefillCost(msgspec.Struct, frozen=True, array_like=True):
     """Seconds of a prefill by parts, as fitted to measured steps."""
 
     prompt_s: float  #: for each prompt, however short its uncached rest
     token_s: float  #: for each token computed
-    pair_s: float  #: for each token computed and each token before it
+    pair_s: float  #: for each token computed and each computed one before it
+    context_s: float = 0.0  #: for each token computed and each cached one before it
 
     def seconds(self, cached: int, tokens: int) -> float:
         """For `tokens` behind `cached` ones."""
-        return self.prompt_s + tokens * (self.token_s + self.pair_s * (cached + tokens / 2))
+        return self.prompt_s + tokens * (self.token_s + self.pair_s * (tokens / 2) + self.context_s * cached)
 
-    def total(self, prompts: int, tokens: int, pairs: float) -> float:
-        """For several prompts; `pairs`: for each token those before it."""
-        return prompts * self.prompt_s + tokens * self.token_s + pairs * self.pair_s
+    def total(self, work: PrefillWork) -> float:
+        """For several prompts."""
+        return (
+            work.prompts * self.prompt_s
+            + work.tokens * self.token_s
+            + work.pairs * self.pair_s
+            + work.context * self.context_s
+        )
+
+    def times(self, factor: float) -> "PrefillCost":
+        """On a replica that takes so many times as long."""
+        return PrefillCost(self.prompt_s * factor, self.token_s * factor, self.pair_s * factor, self.context_s * factor)
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,6 +151,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     pinned_blocks: int = 0  #: distinct ones, in use or not
     prefill_cost: PrefillCost | None = None  #: None: only the rate is known
     queued_prefill_s: float | None = None  #: to compute `queued_prefill_tokens`, by that cost; None: not known
+    queued_prefill: PrefillWork | None = None  #: those tokens by parts; None: not known
+    prefill_sums: list[float] | None = None  #: prefill.py: of all steps since the start; None: not measured
 
 
 class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):

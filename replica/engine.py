@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from ..events.messages import CacheCounters, LoadReport
+from ..events.prefill import PrefillSpan, work_of
 from ..kvcache.cache import PrefixCache
 from ..kvcache.hashing import BlockHasher
 from .batch import Wanted, plan_of_step, wanted_logits
@@ -141,10 +142,10 @@ class Engine:
 
     def _measure(self, rows: Sequence[ScheduledRow], seconds: float) -> None:
         prefills = [row for row in rows if not row.decodes]
-        tokens = sum([row.count for row in prefills])
-        pairs = sum([row.count * (row.start + row.count / 2) for row in prefills])
-        self._prefilled_tokens += tokens
-        self.rates.observe(tokens, len(rows) - len(prefills), seconds, prompts=len(prefills), pairs=pairs)
+        spans = [PrefillSpan(row.request.cached_now, row.start, row.end) for row in prefills]
+        work = work_of(spans)
+        self._prefilled_tokens += work.tokens
+        self.rates.observe(work, len(rows) - len(prefills), seconds)
 
     def expire_pins(self) -> None:
         """End the pins whose time is over. `step` does; an idle engine has to be told."""
@@ -160,7 +161,7 @@ class Engine:
             ts=self._wall_clock(),
             running=backlog.running,
             waiting=backlog.waiting,
-            queued_prefill_tokens=backlog.queued_prefill_tokens,
+            queued_prefill_tokens=backlog.queued_prefill.tokens,
             decode_context_tokens=backlog.decode_context_tokens,
             free_blocks=self._cache.free_blocks,
             cached_free_blocks=self._cache.cached_free_blocks,
@@ -172,7 +173,9 @@ class Engine:
             draining=self.draining,
             pinned_blocks=len(self._cache.pins),
             prefill_cost=cost,
-            queued_prefill_s=cost.total(backlog.waiting, backlog.queued_prefill_tokens, backlog.queued_prefill_pairs),
+            queued_prefill_s=cost.total(backlog.queued_prefill),
+            queued_prefill=backlog.queued_prefill,
+            prefill_sums=self.rates.prefill_sums,
         )
 
     def _counters(self) -> CacheCounters:

@@ -6,8 +6,8 @@ jump on one odd step.
 
 from dataclasses import dataclass, field
 
-from ..events.messages import PrefillCost
-from .cost import PrefillCostFit
+from ..events.messages import PrefillCost, PrefillWork
+from ..events.prefill import FADING, PrefillSums, fit
 
 #: A step with fewer prompt tokens measures the fixed cost of a step, not the prefill rate: after a prefix hit of
 #: nearly all of a prompt the "rate" would seem a tenth of the true one. Not tuned.
@@ -24,7 +24,9 @@ class Rates:
 
     prefill_tokens_per_s: float
     decode_step_s: float
-    _fit: PrefillCostFit = field(default_factory=PrefillCostFit)
+    _lately: PrefillSums = field(default_factory=lambda: PrefillSums(FADING))
+    _since_start: PrefillSums = field(default_factory=PrefillSums)
+    _cost: PrefillCost | None = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -32,28 +34,33 @@ class Rates:
     @property
     def prefill_cost(self) -> PrefillCost:
         """What a prefill costs, by parts."""
-        return self._fit.cost(self.prefill_tokens_per_s)
+        cost = self._cost
+        if cost is None:
+            cost = self._cost = fit(self._lately.values, self.prefill_tokens_per_s)
+        return cost
 
-    def observe(
-        self, prefill_tokens: int, decode_rows: int, seconds: float, *, prompts: int = 1, pairs: float = 0.0
-    ) -> None:
-        """Learn from one step that computed so many tokens of so many prompts and decoded so many requests.
+    @property
+    def prefill_sums(self) -> list[float]:
+        """Of all prefills since the start, for whoever puts several replicas' together."""
+        return self._since_start.values
 
-        `pairs`: for each prompt token computed, the number of those before it.
-        """
+    def observe(self, work: PrefillWork, decode_rows: int, seconds: float) -> None:
+        """Learn from one step that did so much prefill and decoded so many requests."""
         if seconds <= 0:
             return
-        if prefill_tokens == 0 and decode_rows:
+        if work.tokens == 0 and decode_rows:
             self.decode_step_s += DECODE_WEIGHT * (seconds - self.decode_step_s)
-        elif prefill_tokens:
+        elif work.tokens:
             prefill_s = seconds - self._share_of_decode(decode_rows, seconds)
-            self.learn(prompts, prefill_tokens, pairs, prefill_s)
-            if prefill_tokens >= MIN_PREFILL_TOKENS:
-                self._observe_prefill(prefill_tokens, prefill_s)
+            self.learn(work, prefill_s)
+            if work.tokens >= MIN_PREFILL_TOKENS:
+                self._observe_prefill(work.tokens, prefill_s)
 
-    def learn(self, prompts: int, tokens: int, pairs: float, seconds: float) -> None:
+    def learn(self, work: PrefillWork, seconds: float) -> None:
         """What a prefill alone took, for its cost by parts."""
-        self._fit.observe(prompts, tokens, pairs, seconds)
+        self._lately.observe(work, seconds)
+        self._since_start.observe(work, seconds)
+        self._cost = None
 
     def check(self) -> None:
         """Both rates are divided by: they stay above zero."""

@@ -61,6 +61,8 @@ class RequestState:
     committed_blocks: int = 0
     #: Prompt tokens taken from the cache at the first admission; None before it.
     cached_tokens: int | None = None
+    #: Of `computed`, those that the last admission took from the cache.
+    cached_now: int = 0
     #: What the cache would give it, as of its arrival: for the load report while it waits.
     expected_cached: int = 0
     #: Free blocks when it last did not fit; None when it was not tried or has run since.

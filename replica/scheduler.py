@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
+from ..events.messages import PrefillWork
+from ..events.prefill import PrefillSpan, work_of
 from ..kvcache.cache import PrefixCache, PrefixMatch
 from ..kvcache.hashing import BlockHasher
 from ..kvcache.pool import Block
@@ -78,8 +80,7 @@ class Backlog:
 
     running: int
     waiting: int
-    queued_prefill_tokens: int
-    queued_prefill_pairs: float  #: for each of those tokens the number of tokens before it
+    queued_prefill: PrefillWork
     decode_context_tokens: int
 
 
@@ -192,13 +193,13 @@ class Scheduler:
     def backlog(self) -> Backlog:
         """Sums over all requests; a waiting one counts what the cache did not have when it came."""
         decoding = [request for request in self._running if request.decoding]
-        spans = [(request.computed, request.num_tokens) for request in self._running if not request.decoding]
-        spans += [(request.expected_cached, request.num_tokens) for request in self._waiting]
+        prefilling = [request for request in self._running if not request.decoding]
+        spans = [PrefillSpan(each.cached_now, each.computed, each.num_tokens) for each in prefilling]
+        spans += [PrefillSpan(each.expected_cached, each.expected_cached, each.num_tokens) for each in self._waiting]
         return Backlog(
             running=len(self._running),
             waiting=len(self._waiting),
-            queued_prefill_tokens=sum(end - start for start, end in spans),
-            queued_prefill_pairs=sum((end - start) * (start + end) / 2 for start, end in spans),
+            queued_prefill=work_of(spans),
             decode_context_tokens=sum(request.computed for request in decoding),
         )
 
@@ -305,7 +306,7 @@ class Scheduler:
             return False
         request.refused_at_free = None
         request.blocks = blocks
-        request.computed = match.tokens
+        request.computed = request.cached_now = match.tokens
         request.committed_blocks = len(match.blocks)
         if request.cached_tokens is None:
             request.cached_tokens = min(match.tokens, request.prompt_tokens)

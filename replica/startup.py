@@ -7,6 +7,7 @@ from statistics import median
 
 import torch
 
+from ..events.messages import PrefillWork
 from ..kvcache.config import KvCacheSettings
 from ..kvcache.sizing import blocks_that_fit
 from .config import ReplicaSettings
@@ -74,7 +75,7 @@ def measure_rates(
     # Two lengths tell a prompt's fixed cost from that of its tokens.
     for count, durations in ((few, short), (tokens, long)):
         for duration in durations:
-            rates.learn(1, count, count * count / 2, duration)
+            rates.learn(PrefillWork(1, count, count * count / 2, 0.0), duration)
     return rates
 
 

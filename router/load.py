@@ -10,16 +10,20 @@ which it will have been worked down: that comes nearer by itself.
 """
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 import msgspec
 
 from ..events.messages import CacheCounters, LoadReport, PrefillCost
 from ..replica.messages import ReplicaDescription
+from .costs import CostPool
 
 #: A replica that does nothing for so many of the longest steps that it could make is stuck. Not tuned: a step's length
 #: is estimated, and other processes may take most of the machine.
 STALLED_STEPS = 4
+#: Seconds until what all replicas have measured is put together again: it changes slowly, and every view with it.
+PRICED_EVERY_S = 1.0
 
 #: Why a replica that is there takes no new requests: it is about to leave, or its cache is being filled.
 Rest = Literal["draining", "warming"]
@@ -71,6 +75,7 @@ class _Replica:
     heard_at: float
     moved_at: float  #: when its engine did something: publishers repeat the last report while it does not
     report: LoadReport | None = None
+    cost: PrefillCost | None = None  #: by what all have measured; None: it has sent no sums
     rest: Rest | None = None
     pending: dict[int, Pending] = field(default_factory=dict)  # ids rise, so insertion order is their order
     pending_tokens: int = 0
@@ -102,6 +107,8 @@ class LoadBook:
         self._router_id = router_id
         self._silence_s = silence_s
         self._replicas: dict[str, _Replica] = {}
+        self._pool = CostPool()
+        self._priced_at = -inf
 
     def __contains__(self, replica: str) -> bool:
         return replica in self._replicas
@@ -114,6 +121,7 @@ class LoadBook:
     def leave(self, replica: str) -> None:
         """A replica is gone."""
         del self._replicas[replica]
+        self._pool.leave(replica)
 
     def replicas(self) -> tuple[str, ...]:
         """Who has joined, in the order of joining."""
@@ -131,13 +139,15 @@ class LoadBook:
             entry.moved_at = now
         entry.heard_at = now
         entry.view = None
+        if report.prefill_sums is not None:
+            self._pool.report(replica, report.prefill_sums, report.prefill_tokens_per_s, now)
         accepted = report.accepted.get(self._router_id)
         arrived = [] if accepted is None else [known for known in entry.pending if known <= accepted]
         for request_id in arrived:
             entry.arrive(request_id)
         if arrived or _differs(report, before):
             on_the_way_s = sum([sent.prefill_s for sent in entry.pending.values()])
-            entry.busy_until = now + _queued_s(report, entry.description) + on_the_way_s
+            entry.busy_until = now + _queued_s(entry, report) + on_the_way_s
 
     def heard(self, replica: str, now: float) -> None:
         """Tokens are a sign of life too."""
@@ -194,6 +204,7 @@ class LoadBook:
 
     def view(self, replica: str, now: float) -> ReplicaLoad:
         """The load that a decision made now must count with."""
+        self._price(now)
         entry = self._replicas[replica]
         silent = now - entry.heard_at > self._silence_s or self._is_stuck(entry, now)
         view = entry.view
@@ -203,6 +214,7 @@ class LoadBook:
 
     def views(self, now: float) -> list[ReplicaLoad]:
         """Of all replicas, in the order of joining. In one loop: a fleet has hundreds, and most have not changed."""
+        self._price(now)
         silence_s, found = self._silence_s, []
         for entry in self._replicas.values():
             view, silent = entry.view, now - entry.heard_at > silence_s
@@ -210,6 +222,14 @@ class LoadBook:
                 view = entry.view = _view(entry, silent)
             found.append(view)
         return found
+
+    def _price(self, now: float) -> None:
+        if now - self._priced_at < PRICED_EVERY_S:
+            return
+        self._priced_at = now
+        for replica, cost in self._pool.costs().items():
+            entry = self._replicas[replica]
+            entry.cost, entry.view = cost, None
 
     def check(self) -> None:
         """Assert every invariant."""
@@ -240,7 +260,7 @@ def _view(entry: _Replica, silent: bool) -> ReplicaLoad:
         total_blocks=report.total_blocks,
         prefill_tokens_per_s=report.prefill_tokens_per_s or about.prefill_tokens_per_s,
         decode_step_s=report.decode_step_s or about.decode_step_s,
-        prefill_cost=report.prefill_cost or _plain_cost(report.prefill_tokens_per_s or about.prefill_tokens_per_s),
+        prefill_cost=entry.cost or report.prefill_cost or _plain_cost(entry, report),
         max_running_requests=about.max_running_requests,
         max_batched_tokens=about.max_batched_tokens,
         draining=entry.rest == "draining" or report.draining,
@@ -263,10 +283,12 @@ def _differs(report: LoadReport, before: LoadReport | None) -> bool:
     return before is None or (report.step, report.queued_prefill_tokens) != (before.step, before.queued_prefill_tokens)
 
 
-def _queued_s(report: LoadReport, about: ReplicaDescription) -> float:
+def _queued_s(entry: _Replica, report: LoadReport) -> float:
+    if entry.cost is not None and report.queued_prefill is not None:
+        return entry.cost.total(report.queued_prefill)
     if report.queued_prefill_s is not None:
         return report.queued_prefill_s
-    return report.queued_prefill_tokens / (report.prefill_tokens_per_s or about.prefill_tokens_per_s)
+    return report.queued_prefill_tokens * _plain_cost(entry, report).token_s
 
 
 def _idle(description: ReplicaDescription) -> LoadReport:
@@ -288,6 +310,7 @@ def _idle(description: ReplicaDescription) -> LoadReport:
     )
 
 
-def _plain_cost(tokens_per_s: float) -> PrefillCost:
+def _plain_cost(entry: _Replica, report: LoadReport) -> PrefillCost:
     """Every token costs the same."""
+    tokens_per_s = report.prefill_tokens_per_s or entry.description.prefill_tokens_per_s
     return PrefillCost(prompt_s=0.0, token_s=1 / tokens_per_s, pair_s=0.0)

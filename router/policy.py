@@ -6,8 +6,8 @@ Pure: candidates in, decision out; randomness comes in. No sockets, no clock, no
 
     time until what is queued there is prefilled, as the replica reported it, less the time since, and with what was
       sent there since
-    + time to prefill this prompt's uncached tokens, by the replica's measured cost of a prompt, of a token and of a
-      pair of tokens
+    + time to prefill this prompt's uncached tokens, by the replica's measured cost of a prompt, of a token, of a
+      pair of tokens and of a token's cached context
     + decode interference: one decode step for each step that the prefill takes, when anything decodes there
     + wait for a slot and for free blocks, by the pace at which its running requests end
 

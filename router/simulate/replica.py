@@ -19,7 +19,8 @@ from itertools import count
 from typing import Protocol
 
 from ...events.changes import AllCleared, Change, RemovedBlocks, StoredBlocks
-from ...events.messages import CacheCounters, LoadReport, PrefillCost
+from ...events.messages import CacheCounters, LoadReport, PrefillCost, PrefillWork
+from ...events.prefill import PrefillSpan, work_of
 from ...kvcache.cache import CachedBlock, PrefixCache, PrefixMatch
 from ...kvcache.eviction import EvictionName, eviction_policy
 from ...kvcache.hashing import BlockHash
@@ -30,6 +31,7 @@ from .workload import Arrival
 #: Parent of every first block, and the content of every block: names are unique, so nothing collides.
 ROOT = BlockHash(bytes(16))
 _UNIT = bytes(4)
+_NO_WORK = PrefillWork(0, 0, 0.0, 0.0)
 
 
 class Meter(Protocol):
@@ -42,12 +44,14 @@ class Meter(Protocol):
     def prefill_cost(self) -> PrefillCost:
         """By parts."""
 
-    def observe(
-        self, prefill_tokens: int, decode_rows: int, seconds: float, *, prompts: int = 1, pairs: float = 0.0
-    ) -> None:
+    @property
+    def prefill_sums(self) -> list[float]:
+        """Of all prefills since the start."""
+
+    def observe(self, work: PrefillWork, decode_rows: int, seconds: float) -> None:
         """One step took so long."""
 
-    def learn(self, prompts: int, tokens: int, pairs: float, seconds: float) -> None:
+    def learn(self, work: PrefillWork, seconds: float) -> None:
         """A prefill at warm-up took so long."""
 
 
@@ -150,8 +154,7 @@ class SimulatedReplica:
         self._since = 0.0
         self._step_s = 0.0
         self._rows: list[tuple[Work, int]] = []
-        self._waiting_tokens = 0
-        self._waiting_pairs = 0.0
+        self._waiting_work = _NO_WORK
         self._context_base = 0  # context tokens of the decoding requests, less the clock for each
 
     def _own_cache(self) -> PrefixCache:
@@ -207,7 +210,7 @@ class SimulatedReplica:
             steps = round((now - self._since) / self._step_s)
             seconds = steps * self._step_s
             if steps:
-                self._meter.observe(0, len(self._decoding), self._step_s)
+                self._meter.observe(_NO_WORK, len(self._decoding), self._step_s)
             self._pass(steps, finished)
         self.totals.busy_s += seconds
         # As in the engine: what the next step evicts belongs to the next step's events.
@@ -216,9 +219,8 @@ class SimulatedReplica:
         return progress
 
     def _measure(self, seconds: float) -> None:
-        tokens = sum([count for _, count in self._rows])
-        pairs = sum([count * (work.computed + count / 2) for work, count in self._rows])
-        self._meter.observe(tokens, len(self._decoding), seconds, prompts=len(self._rows), pairs=pairs)
+        spans = [PrefillSpan(work.cached, work.computed, work.computed + count) for work, count in self._rows]
+        self._meter.observe(work_of(spans), len(self._decoding), seconds)
 
     def lose_all(self) -> list[Work]:
         """The replica dies: what it had, as it was, oldest first."""
@@ -230,18 +232,18 @@ class SimulatedReplica:
     def report(self, now: float) -> LoadReport:
         """The load as it is now."""
         cache, totals, stats = self.cache, self.totals, self.cache.counters
-        prefilling = sum([work.prefill_tokens - work.computed for work in self._prefilling])
-        pairs = self._waiting_pairs + sum([_pairs(work.computed, work.prefill_tokens) for work in self._prefilling])
+        begun = [PrefillSpan(work.cached, work.computed, work.prefill_tokens) for work in self._prefilling]
+        queued = _added(self._waiting_work, work_of(begun))
         cost = self._meter.prefill_cost
-        queued = prefilling + self._waiting_tokens
         return LoadReport(
             epoch=self.epoch,
             step=totals.steps,
             ts=now,
             running=len(self._prefilling) + len(self._decoding),
             waiting=len(self._waiting),
-            queued_prefill_tokens=queued,
-            queued_prefill_s=cost.total(len(self._waiting), queued, pairs) if queued else 0.0,
+            queued_prefill_tokens=queued.tokens,
+            queued_prefill_s=cost.total(queued),
+            queued_prefill=queued,
             decode_context_tokens=self._context_base + self._clock * len(self._decoding),
             free_blocks=cache.free_blocks,
             cached_free_blocks=cache.cached_free_blocks,
@@ -256,6 +258,7 @@ class SimulatedReplica:
             ),
             accepted=self.accepted.copy(),
             prefill_cost=cost,
+            prefill_sums=self._meter.prefill_sums,
         )
 
     @property
@@ -279,8 +282,8 @@ class SimulatedReplica:
         held = {block.block_id for work in running for block in work.blocks}
         free = self.cache.free_blocks
         assert len(held) + free == self.cache.total_blocks, f"{len(held)} held and {free} free of all blocks"
-        waiting = sum(work.prefill_tokens - work.expected_cached for work in self._waiting)
-        assert waiting == self._waiting_tokens, f"{self._waiting_tokens} tokens counted as waiting, {waiting} wait"
+        waiting = work_of(map(_awaited, self._waiting))
+        assert waiting == self._waiting_work, f"{self._waiting_work} is counted as waiting, {waiting} waits"
         assert (self.next_at is None) == (self._phase is _Phase.IDLE), f"{self._phase} and due at {self.next_at}"
         assert self.next_at is not None or not self.requests, f"{self.requests} requests and nothing due"
 
@@ -334,8 +337,7 @@ class SimulatedReplica:
     def _enqueue(self, work: Work) -> None:
         work.prefill_tokens = work.arrival.tokens + work.generated
         work.expected_cached = self._match(work).tokens * self.limits.block_tokens
-        self._waiting_tokens += work.prefill_tokens - work.expected_cached
-        self._waiting_pairs += _pairs(work.expected_cached, work.prefill_tokens)
+        self._waiting_work = _added(self._waiting_work, work_of([_awaited(work)]))
 
     def _match(self, work: Work) -> PrefixMatch:
         hashes = work.hashes
@@ -361,8 +363,7 @@ class SimulatedReplica:
         work.cached = work.computed = match.tokens * self.limits.block_tokens
         if work.cached_tokens is None:
             work.cached_tokens = work.cached
-        self._waiting_tokens -= work.prefill_tokens - work.expected_cached
-        self._waiting_pairs -= _pairs(work.expected_cached, work.prefill_tokens)
+        self._waiting_work = _added(self._waiting_work, work_of([_awaited(work)]), -1)
         self._prefilling.append(work)
         return True
 
@@ -471,6 +472,15 @@ class SimulatedReplica:
         finished.append(work)
 
 
-def _pairs(start: int, end: int) -> float:
-    """For each token from `start` to `end` the number of those before it."""
-    return (end - start) * (start + end) / 2
+def _awaited(work: Work) -> PrefillSpan:
+    """What a waiting request will compute, as of its arrival."""
+    return PrefillSpan(work.expected_cached, work.expected_cached, work.prefill_tokens)
+
+
+def _added(left: PrefillWork, right: PrefillWork, times: int = 1) -> PrefillWork:
+    return PrefillWork(
+        left.prompts + times * right.prompts,
+        left.tokens + times * right.tokens,
+        left.pairs + times * right.pairs,
+        left.context + times * right.context,
+    )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
+from ...events.messages import PrefillWork
 from ...kvcache.cache import PrefixCache
 from ...kvcache.eviction import eviction_policy
 from ..policy import make_policy
@@ -73,7 +74,7 @@ def warm(setup: Setup, rates: tuple[float, float]) -> Meter:
     meter, longest = setup.meter(*rates), setup.limits.max_batched_tokens
     for tokens in (longest // 8, longest):
         for _ in range(3):
-            meter.learn(1, tokens, tokens * tokens / 2, setup.model.prefill_s(0, tokens))
+            meter.learn(PrefillWork(1, tokens, tokens * tokens / 2, 0.0), setup.model.prefill_s(0, tokens))
     return meter
 
 

@@ -2,9 +2,10 @@
 
 A cell's loads are shares of what the oracle can do with a backlog (`capacity_per_s`). Cells run in worker processes;
 each finished one is appended to `--cells` as a line of JSON, so that an interrupted run goes on where it was. The
-tables come from that file alone.
+tables come from that file alone. `--again POLICY...` simulates these anew in every cell, and no others: after a change
+of ours, which the others' replicas and load know nothing of.
 
-    python tests/bench/routing_grid.py TRACE... [--requests 3000] [--processes 2] [--cells grid.jsonl]
+    python tests/bench/routing_grid.py TRACE... [--requests 3000] [--processes 2] [--cells grid.jsonl] [--again POLICY]
 """
 
 import gc
@@ -108,6 +109,12 @@ def run_cells(cells: Sequence[Cell], store: Path, processes: int) -> None:
             print(f"{number}/{len(todo)} {found[0]['cell']}", flush=True)
 
 
+def forget(store: Path, policies: Sequence[str]) -> None:
+    """Their rows leave the store; capacities are known from the others'."""
+    kept = [row for row in load_rows(store) if row["policy"] not in policies]
+    store.write_text("".join([json.dumps(row) + "\n" for row in kept]), encoding="utf-8")
+
+
 def load_rows(store: Path) -> list[dict[str, Any]]:
     """All lines of the store."""
     return [json.loads(line) for line in store.read_text(encoding="utf-8").splitlines()] if store.exists() else []
@@ -171,7 +178,10 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, nargs="+", default=REPLICAS)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--cells", type=Path, default=Path("grid.jsonl"), help="where finished cells are kept")
+    parser.add_argument("--again", nargs="+", default=(), help="policies whose stored cells are simulated anew")
     given = parser.parse_args()
+    if given.again:
+        forget(given.cells, given.again)
     cells = [
         Cell(trace, given.requests, replicas, blocks)
         for replicas in given.replicas

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from homing.events.messages import PrefillWork
 from homing.kvcache.cache import PrefixCache
 from homing.kvcache.hashing import BlockHasher
 from homing.replica.batch import plan_of_step, wanted_logits
@@ -372,8 +373,12 @@ def test_the_backlog_counts_uncached_prompt_tokens_and_decode_context() -> None:
     backlog = bench.scheduler.backlog()
 
     assert (backlog.running, backlog.waiting) == (2, 1)
-    assert backlog.queued_prefill_tokens == (9 - 3) + (4 - 2)
-    assert backlog.queued_prefill_pairs == sum([3.5, 4.5, 5.5, 6.5, 7.5, 8.5]) + sum([2.5, 3.5])
+    assert backlog.queued_prefill == PrefillWork(
+        prompts=1,
+        tokens=(9 - 3) + (4 - 2),
+        pairs=sum([3.5, 4.5, 5.5, 6.5, 7.5, 8.5]) + sum([0.5, 1.5]),
+        context=2 * 2,
+    )
     assert backlog.decode_context_tokens == 4
 
 

@@ -2,7 +2,9 @@
 
 import pytest
 
-from homing.router.load import LoadBook, Pending
+from homing.events.messages import PrefillCost, PrefillWork
+from homing.events.prefill import PrefillSums
+from homing.router.load import PRICED_EVERY_S, LoadBook, Pending
 
 from .fakes import description_of, report_of
 
@@ -181,3 +183,19 @@ def test_a_replica_that_does_not_say_how_long_its_queue_takes_is_taken_at_its_ra
     book.report("r0", report_of(step=1, queued_prefill_tokens=5000), now=1.0)
 
     assert book.view("r0", now=1.0).busy_until == 1.5
+
+
+def test_a_queue_is_priced_by_what_all_replicas_have_measured(book: LoadBook) -> None:
+    """What a replica's own fit says of a long prompt may be seconds off; it is taken only where there is no better."""
+    work, sums = PrefillWork(1, 100, 0.0, 0.0), PrefillSums()
+    for _ in range(100):
+        sums.observe(work, 0.1)
+    own = PrefillCost(0.0, 1.0, 0.0)
+    book.report("r0", report_of(step=1, prefill_cost=own, prefill_sums=sums.values), now=0.0)
+    cost = book.view("r0", now=PRICED_EVERY_S).prefill_cost
+
+    report = report_of(step=2, queued_prefill_tokens=100, queued_prefill_s=100.0, queued_prefill=work, prefill_cost=own)
+    book.report("r0", report, now=2.0)
+
+    assert cost.seconds(0, 100) == pytest.approx(0.1, rel=0.02)
+    assert book.view("r0", now=2.0).busy_until == pytest.approx(2.1, rel=0.01)
