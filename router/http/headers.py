@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from hashlib import sha256
 
 import msgspec
 
@@ -9,6 +10,8 @@ from ..tenants import Tenant
 
 REQUEST_ID = "x-request-id"
 SESSION_HEADERS = ("x-session-affinity", "x-correlation-id")
+#: Tens of thousands of sessions are remembered (policy.py), and a head may have 64 KB.
+MAX_SESSION_CHARS = 64
 _PRINTABLE = re.compile(r"[\x21-\x7e]{1,256}")
 
 
@@ -27,10 +30,10 @@ def request_id(given: str | None, random_bits: Callable[[int], int]) -> str:
 
 
 def session(headers: Mapping[str, str]) -> str | None:
-    """The conversation that the request belongs to, where the client tells."""
+    """The conversation that the request belongs to, where the client tells; a digest where its name is long."""
     for name in SESSION_HEADERS:
         if value := headers.get(name):
-            return value
+            return value if len(value) <= MAX_SESSION_CHARS else sha256(value.encode()).hexdigest()
     return None
 
 
