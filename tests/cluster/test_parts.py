@@ -1,0 +1,48 @@
+"""What the processes of replicas are prepared with."""
+
+import os
+import subprocess
+import sys
+
+from homing.cluster.parts import TORCH_ENVIRONMENT
+
+#: Runs a packed layer over 400 row counts, as steps do, and prints by how many MB the process grew.
+GROWTH = """
+import sys
+if sys.argv[1] == "prepared":
+    from homing.cluster.parts import prepare_torch
+    prepare_torch()
+import psutil, torch
+from homing.replica.models.layers import Linear
+torch.set_num_threads(1)
+layer, x, process = Linear(torch.randn(1024, 256)), torch.zeros(401, 256), psutil.Process()
+with torch.inference_mode():
+    layer(x)
+    before = process.memory_info().rss
+    for rows in range(400, 0, -1):  # shrinking: holes that answers leave do not count
+        layer(x[:rows])
+print((process.memory_info().rss - before) >> 20)
+"""
+
+
+def grown_mb(how: str) -> int:
+    """By how many MB a process grew."""
+    done = subprocess.run([sys.executable, "-c", GROWTH, how], capture_output=True, text=True, timeout=120, check=True)
+    return int(done.stdout)
+
+
+def test_a_replica_does_not_keep_what_was_compiled_for_every_batch_size():
+    """Each row count of a step is a shape of its own to oneDNN; kept by the thousand they are most of the memory."""
+    kept, prepared = grown_mb("as torch has it"), grown_mb("prepared")
+
+    assert prepared < kept / 2, f"{prepared} MB with the caches bounded, {kept} without"
+
+
+def test_an_operators_own_value_stands():
+    """Whoever tunes oneDNN for a machine knows it better."""
+    code = "import os, homing.cluster.parts as parts; parts.prepare_torch(); print(os.environ['LRU_CACHE_CAPACITY'])"
+    own = os.environ | dict.fromkeys(TORCH_ENVIRONMENT, "7")
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=own)
+
+    assert done.stdout.strip() == "7"
