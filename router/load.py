@@ -92,12 +92,19 @@ class _Replica:
         self.pending_blocks += sent.blocks
         self.view = None
 
-    def arrive(self, request_id: int) -> None:
+    def arrive(self, request_id: int) -> Pending | None:
         sent = self.pending.pop(request_id, None)
         if sent is not None:
             self.pending_tokens -= sent.uncached_tokens
             self.pending_blocks -= sent.blocks
             self.view = None
+        return sent
+
+    def end(self, request_id: int) -> None:
+        sent = self.arrive(request_id)
+        if sent is not None:  # taken back before the replica told of it: it never will, so nothing else corrects this
+            self.busy_until -= sent.prefill_s
+        self.in_flight.discard(request_id)
 
 
 class LoadBook:
@@ -168,8 +175,7 @@ class LoadBook:
         """The request has left the replica; harmless when it, or the replica, is gone already."""
         entry = self._replicas.get(replica)
         if entry is not None:
-            entry.arrive(request_id)
-            entry.in_flight.discard(request_id)
+            entry.end(request_id)
 
     def rest(self, replica: str, rest: Rest | None) -> None:
         """Send nothing new there, and why; None: it takes requests."""
@@ -202,11 +208,14 @@ class LoadBook:
         age_s = now - entry.moved_at
         return age_s > self._silence_s and age_s > STALLED_STEPS * _longest_step_s(entry)
 
+    def _is_silent(self, entry: _Replica, now: float) -> bool:
+        return now - entry.heard_at > self._silence_s or self._is_stuck(entry, now)
+
     def view(self, replica: str, now: float) -> ReplicaLoad:
         """The load that a decision made now must count with."""
         self._price(now)
         entry = self._replicas[replica]
-        silent = now - entry.heard_at > self._silence_s or self._is_stuck(entry, now)
+        silent = self._is_silent(entry, now)
         view = entry.view
         if view is None or view.silent != silent:
             view = entry.view = _view(entry, silent)
@@ -217,7 +226,8 @@ class LoadBook:
         self._price(now)
         silence_s, found = self._silence_s, []
         for entry in self._replicas.values():
-            view, silent = entry.view, now - entry.heard_at > silence_s
+            # Who moved lately is neither silent nor stuck, and nearly all did.
+            view, silent = entry.view, now - entry.moved_at > silence_s and self._is_silent(entry, now)
             if view is None or view.silent != silent:
                 view = entry.view = _view(entry, silent)
             found.append(view)

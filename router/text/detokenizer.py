@@ -69,12 +69,13 @@ class WindowDetokenizer:
     replacement characters may differ, since byte-fallback decoders judge a run of byte tokens as one.
     """
 
-    __slots__ = ("_decode", "_ids", "_shown")
+    __slots__ = ("_decode", "_ids", "_shown", "_unfinished")
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
         self._ids: list[int] = []  #: the window: `_shown` ids whose text is out, then held ones
         self._shown = 0
+        self._unfinished = 0  #: ids held because they end inside a character; a space that is stripped is none
 
     def push(self, token_ids: Sequence[int]) -> str:
         """See `Detokenizer.push`."""
@@ -82,16 +83,16 @@ class WindowDetokenizer:
 
     def _push_one(self, token_id: int) -> str:
         self._ids.append(token_id)
-        held = len(self._ids) - self._shown
-        return self._advance(patient=held < MAX_HELD_TOKENS)
+        return self._advance(patient=self._unfinished + 1 < MAX_HELD_TOKENS)
 
     def _advance(self, *, patient: bool) -> str:
         before = self._decode(self._ids[: self._shown]) if self._shown else ""
         text = self._decode(self._ids)
         if len(text) <= len(before) or (patient and text.endswith(REPLACEMENT)):
+            self._unfinished += text.endswith(REPLACEMENT)
             return ""
         del self._ids[: self._shown]
-        self._shown = len(self._ids)
+        self._shown, self._unfinished = len(self._ids), 0
         return text[len(before) :]
 
     def flush(self) -> str:

@@ -74,6 +74,7 @@ def test_a_report_that_is_repeated_is_no_sign_that_anything_moves(book: LoadBook
     assert book.stalled(now=4.9) == ["r0"]
     assert book.view("r0", now=4.9).silent
     assert not book.view("r1", now=4.9).silent
+    assert [load.silent for load in book.views(now=4.9)] == [True, False]
 
 
 def test_a_step_may_take_as_long_as_its_budget_does(book: LoadBook) -> None:
@@ -156,6 +157,14 @@ def test_what_is_sent_to_an_idle_replica_begins_then(book: LoadBook) -> None:
     book.dispatched("r0", 1, Pending(100, 7, 0.5), now=60.0)
 
     assert book.view("r0", now=60.0).busy_until == 60.5
+
+
+def test_a_request_that_is_taken_back_is_not_waited_for(book: LoadBook) -> None:
+    """An idle replica repeats its report, so nothing else would say that the seconds are free again."""
+    book.dispatched("r0", 1, Pending(10_000, 625, prefill_s=10.0), now=1.0)
+    book.ended("r0", 1)
+
+    assert book.view("r0", now=1.0).busy_until <= 1.0
 
 
 def test_a_report_says_anew_how_long_the_queue_is(book: LoadBook) -> None:

@@ -2,7 +2,7 @@
 
 from itertools import islice
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
@@ -66,6 +66,7 @@ def encode_fallback(text: str) -> list[int]:
 
 
 @FIXTURE
+@example(text=" 𐀀", sizes=[])  # a space that shows nothing, then a character of four bytes
 @given(text=st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from(" 🦊sé")), max_size=30), sizes=sizes)
 def test_window_deltas_join_to_the_whole_decode(text, sizes):
     """For every text that is valid Unicode, whatever the tokens' boundaries (a model's own U+FFFD included)."""
