@@ -10,6 +10,7 @@ import html
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import floor, log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -267,8 +268,14 @@ def _draw_points(axes: "Axes", chart: PointChart) -> None:
 def _log_x(axes: "Axes") -> None:
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(_short_number)
-    axes.xaxis.set_minor_formatter("")
+    axes.xaxis.set_minor_formatter(lambda value, _: _between_tens(value, axes.get_xlim()))
     axes.grid(axis="x", which="minor", linewidth=0.4)
+
+
+def _between_tens(value: float, span: tuple[float, float]) -> str:
+    """Twos and fives have a number where powers of ten alone would be too few."""
+    leading = round(value / 10 ** floor(log10(value)))
+    return _short_number(value) if leading in (2, 5) and span[1] < 100 * span[0] else ""
 
 
 def _percent(axes: "Axes", values: Sequence[float]) -> None:

@@ -53,6 +53,8 @@ from .simulated_scaling import run_scaled
 #: Ours, what it must not lose to, the peers that do best somewhere, and the bound.
 DEFAULT_POLICIES = "expected-ttft,least-loaded,sglang,dynamo,dynamo-scale8,dynamo-credit4,llm-d,hash,rr,oracle"
 _HEADER = ("policy", "mean", "p50", "p90", "p99", "hits", "regret", "imbalance", "exact", "held", "moved", "sim/s")
+#: Of a line over time in a picture.
+_COURSE_POINTS = 48
 _BAR_WIDTH = 30
 _BAR_EVERY_S = 0.25
 
@@ -205,7 +207,7 @@ def page(outcome: Outcome) -> Page:
                 "Prompt tokens from a cache",
                 "seconds since the start",
                 "share",
-                lines([result.hits_over_time for result in results]),
+                lines([_calmed(result.hits_over_time) for result in results]),
                 marks,
                 percent=True,
             ),
@@ -213,6 +215,13 @@ def page(outcome: Outcome) -> Page:
         tables=[Table(outcome.heading, _HEADER, [_cells(result) for result in results])],
         notes=["Times are virtual; the method and its limits: docs/simulate.md."],
     )
+
+
+def _calmed(course: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Means over neighbouring windows, so few that lines of ten policies can be told apart."""
+    width = -(-len(course) // _COURSE_POINTS) or 1
+    groups = [course[first : first + width] for first in range(0, len(course), width)]
+    return [(group[0][0], mean([value for _, value in group])) for group in groups]
 
 
 class Bar:

@@ -45,6 +45,17 @@ def test_the_words_of_a_chart_stay_text_in_svg(tmp_path: Path):
         assert expected in words
 
 
+def test_a_short_log_axis_has_more_numbers_than_powers_of_ten(tmp_path: Path):
+    """Times to a first token lie within a decade or two; one number alone gives no scale."""
+    path = tmp_path / "plot.svg"
+    points = PointChart("Waiting", "seconds", ["homing"], [Points("mean", [0.13]), Points("p99", [0.7])])
+
+    write_plot(path, Page("", [points]))
+
+    words = set(" ".join(ElementTree.parse(path).getroot().itertext()).split())
+    assert {"0.2", "0.5"} <= words
+
+
 def test_the_page_needs_nothing_else_and_escapes_what_it_is_given(tmp_path: Path):
     """It is mailed around: no script, no link to another file; text of a log must not become markup."""
     path = tmp_path / "plot.html"
