@@ -12,11 +12,13 @@ Pure: candidates in, decision out; randomness comes in. No sockets, no clock, no
     + wait for a slot and for free blocks, by the pace at which its running requests end
 
 To that comes what the choice costs others: computing again what another replica holds takes time from all who come
-after. A queue that is busy a share b of the time passes a second of extra work on to 1 / (1 - b) seconds in all, so
+after. A queue that is busy a share b of the time passes a second of extra work on to 1 / (1 - b) seconds in all, and
+who comes while a replica is idle goes there and loses nothing. If a is the share of the time in which none is,
 
-    + (time to prefill this prompt here - time it would take with the longest prefix any replica holds) * b / (1 - b)
+    + (time to prefill this prompt here - time it would take with the longest prefix any replica holds) * a / (1 - b)
 
 Without it a loaded cluster tips over: queues make holders look bad, so prefixes are computed anew, which makes queues.
+With b for a, as if every replica were alone with its own arrivals, prompts queue at holders beside idle replicas.
 
 Replicas whose cost lies within the estimate's own error of the least count as equal. Among those the one that has to
 compute least wins, then the session's, then the one with the fewest requests, then with the fewest occupied blocks,
@@ -51,7 +53,7 @@ TYPICAL_OUTPUT_TOKENS = 128
 #: Requests that an engine may have waiting before it counts as saturated: enough to fill the next step.
 QUEUE_AHEAD = 4
 SESSIONS_KEPT = 65_536
-#: Decisions over which the busy share is averaged (an older one has lost 63 % of its weight). Not tuned.
+#: Decisions over which the busy shares are averaged (an older one has lost 63 % of its weight). Not tuned.
 BUSY_MEMORY = 100
 #: A share of 1 would make needless work cost without end; an average over so many decisions cannot tell more from it.
 #: Simulated in three cells of docs/simulate.md at 95 % of capacity: 0.95 gave 18, 1 and -3 % more mean TTFT.
@@ -192,23 +194,25 @@ def expected_ttft_s(load: ReplicaLoad, cached_tokens: int, uncached_tokens: int,
 
 
 class BusyShare:
-    """How often a replica has prefills queued when a request comes, over the last decisions: the utilisation."""
+    """How often a replica has prefills queued when a request comes, and how often all have: over the last decisions."""
 
-    __slots__ = ("_share",)
+    __slots__ = ("_all", "_each")
 
     def __init__(self) -> None:
-        self._share = 0.0
+        self._each = 0.0  #: the utilisation
+        self._all = 0.0
 
-    def observe(self, candidates: Sequence[Candidate]) -> None:
+    def observe(self, prompt: Prompt, candidates: Sequence[Candidate]) -> None:
         """Learn from what one decision saw."""
-        busy = sum([candidate.load.queued_prefill_tokens > 0 for candidate in candidates])
-        self._share += (busy / len(candidates) - self._share) / BUSY_MEMORY
+        free = [candidate for candidate in candidates if not candidate.load.queued_prefill_tokens]
+        self._each += (1 - len(free) / len(candidates) - self._each) / BUSY_MEMORY
+        none_idle = all(obstacle(prompt, candidate) is not None for candidate in free)
+        self._all += (none_idle - self._all) / BUSY_MEMORY
 
     @property
     def passed_on(self) -> float:
         """Seconds that others lose by a second of extra work."""
-        share = min(self._share, BUSY_LIMIT)
-        return share / (1 - share)
+        return min(self._all, BUSY_LIMIT) / (1 - min(self._each, BUSY_LIMIT))
 
 
 class Scored:
@@ -228,7 +232,7 @@ class Scored:
         """The candidate with the least cost."""
         decision = self._look(prompt, candidates, rng)
         if candidates:
-            self._busy.observe(candidates)
+            self._busy.observe(prompt, candidates)
         return decision
 
     def explain(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Explanation:

@@ -195,6 +195,28 @@ def test_a_busy_cluster_does_not_compute_anew_what_a_replica_holds() -> None:
     assert table["r0"].why.startswith("sooner, but others lose ")
 
 
+def test_a_busy_cluster_with_an_idle_replica_computes_anew() -> None:
+    """Whoever comes goes to the idle one and loses nothing; a queue at the holder beside it helps nobody."""
+    busy = [candidate(f"b{index}", queued_prefill_tokens=2000) for index in range(7)]
+    policy = ExpectedTtft()
+
+    for _ in range(300):
+        policy.decide(PROMPT, [candidate("r0"), *busy], Random(0))
+
+    assert chosen(policy, [candidate("r0"), candidate("r1", 62, queued_prefill_tokens=2000)]) == "r0"
+
+
+def test_a_replica_that_takes_nothing_is_no_idle_one() -> None:
+    """A draining replica has no queue, but nobody who comes can go there."""
+    busy = [candidate(f"b{index}", queued_prefill_tokens=2000) for index in range(7)]
+    policy = ExpectedTtft()
+
+    for _ in range(300):
+        policy.decide(PROMPT, [candidate("r0", draining=True), *busy], Random(0))
+
+    assert chosen(policy, [candidate("r0"), candidate("r1", 62, queued_prefill_tokens=2000)]) == "r1"
+
+
 def test_asking_for_an_explanation_teaches_nothing() -> None:
     """A dry run must not change what the next request gets."""
     candidates = [candidate("r0"), candidate("r1", 62, queued_prefill_tokens=2000)]
