@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 import ray
@@ -31,7 +32,7 @@ WATCH_S = 10.0
 
 
 class RankServer(Protocol):
-    """What one rank runs: a replica's server (rank 0) or a worker beside it."""
+    """What one rank runs: a replica's server (rank 0) or a worker beside it. One thread makes, starts and runs it."""
 
     def start(self) -> ReplicaDescription | None:
         """Load and measure; blocks until ready. Rank 0 describes the replica."""
@@ -113,15 +114,9 @@ class ReplicaRank:
 
     def start(self, spec: RankSpec) -> Started | Failed:
         """Load the model and serve. A failure is a value: it is for the user, and a traceback through Ray is not."""
-        try:
-            self._server = self._make(spec)
-            description = self._server.start()
-        except Exception as error:
-            log.exception("rank_failed_to_start replica=%s rank=%d", spec.replica_id, spec.rank)
-            self._started = Failed(describe(error))
-            return self._started
-        threading.Thread(target=self._run, args=(self._server,), name="rank", daemon=True).start()
-        self._started = Started(os.getpid(), node_address(), description)
+        begun: Future[Started | Failed] = Future()
+        threading.Thread(target=self._live, args=(spec, begun), name="rank", daemon=True).start()
+        self._started = begun.result()
         return self._started
 
     def started(self) -> Started | Failed | None:
@@ -154,9 +149,25 @@ class ReplicaRank:
             self._server.stop()
             self._ended.wait(5)
 
-    def _run(self, server: RankServer) -> None:
+    def _live(self, spec: RankSpec, begun: "Future[Started | Failed]") -> None:
+        """A rank's life in one thread, from its loading on; replica/threads.py says what a second one would cost."""
+        started = self._begin(spec)
+        begun.set_result(started)
+        if isinstance(started, Started):
+            self._run()
+
+    def _begin(self, spec: RankSpec) -> Started | Failed:
         try:
-            server.run()
+            self._server = self._make(spec)
+            return Started(os.getpid(), node_address(), self._server.start())
+        except Exception as error:
+            log.exception("rank_failed_to_start replica=%s rank=%d", spec.replica_id, spec.rank)
+            return Failed(describe(error))
+
+    def _run(self) -> None:
+        assert self._server is not None, "a run before the start"
+        try:
+            self._server.run()
         except Exception as error:
             log.exception("rank_failed")
             self._reason = describe(error)

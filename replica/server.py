@@ -74,7 +74,7 @@ class Model:
 
 
 class ReplicaServer:
-    """Rank 0 of one replica. `start`, then `run` in the same or another thread, `stop` from anywhere."""
+    """Rank 0 of one replica. `start`, then `run`, best in one thread (threads.py says why); `stop` from anywhere."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class ReplicaServer:
 
     def run(self) -> None:
         """Serve until `stop`. Raises EngineBroken or RankLost when the replica has to be rebuilt."""
-        self._threads.begin()  # OpenMP counts threads per calling thread, and `start` may have run in another
+        self._threads.begin()  # a count of threads belongs to its thread, and `start` may have run in another
         error: ReplicaError | None = None
         try:
             while not self._stopping.is_set():

@@ -2,7 +2,12 @@
 
 Two threads that take turns on one core cost a product of 0.5 ms 5 ms, for each waits for the other at every operation,
 while a core that stands idle costs less than a half. So a core that others take is given up at once, and one that is
-free is taken when it was free twice. Pure but for `read_cpu_times` and `usable_cores`; no torch.
+free is taken when it was free twice.
+
+All of them belong to one thread, which loads, measures and serves. OpenMP gives each thread that computes a team of its
+own, which stays while the thread does; when the teams together are more threads than the cores, their members sleep
+between operations instead of spinning. On two cores a decoding step took 22 ms instead of 16 while a thread that had
+loaded the model kept a team beside the one that served. Pure but for `read_cpu_times` and `usable_cores`; no torch.
 """
 
 import math

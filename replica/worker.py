@@ -196,7 +196,7 @@ class RankWorker:
         """Run plans until rank 0 or `stop` says so. Raises RankLost when rank 0 is gone."""
         assert self._link is not None, "run before start"
         assert self._runner is not None, "run before start"
-        self._threads.begin()  # OpenMP counts threads per calling thread, and `start` may have run in another
+        self._threads.begin()  # a count of threads belongs to its thread, and `start` may have run in another
         try:
             while not self._stopping.is_set():
                 self._threads.look()

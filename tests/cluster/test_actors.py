@@ -1,0 +1,62 @@
+"""What a rank's process does without Ray: one thread for the rank, and a failure told as a value."""
+
+import threading
+
+from homing.cluster.actors import ReplicaRank
+from homing.cluster.config import Settings
+from homing.cluster.spec import ClusterSpec, Failed, RankSpec, Rendezvous, Started
+from homing.replica.config import ReplicaSettings
+from homing.replica.messages import ReplicaDescription
+
+from .fakes import FakeRank
+
+
+class ThreadedRank(FakeRank):
+    """Notes in which thread each part of its life happens."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        super().__init__(spec)
+        self.threads = [threading.get_ident()]
+        self.running = threading.Event()
+
+    def start(self) -> ReplicaDescription | None:
+        self.threads.append(threading.get_ident())
+        return super().start()
+
+    def run(self) -> None:
+        self.threads.append(threading.get_ident())
+        self.running.set()
+        super().run()
+
+
+def rank_spec(model: str) -> RankSpec:
+    """Rank 0 of one, of this model."""
+    settings = Settings(replica=ReplicaSettings(model=model))
+    cluster = ClusterSpec(settings=settings, seed=7, model_dir="", run_dir=None, host="127.0.0.1")
+    return RankSpec(cluster, "r0", 1, 0, 1, Rendezvous("127.0.0.1", 1))
+
+
+def test_a_rank_is_made_started_and_run_in_one_thread() -> None:
+    """A second one that computes, if only while it loads, slows every step down for good: see replica/threads.py."""
+    made: list[ThreadedRank] = []
+
+    def make(spec: RankSpec) -> ThreadedRank:
+        made.append(ThreadedRank(spec))
+        return made[-1]
+
+    actor = ReplicaRank(make)
+    started = actor.start(rank_spec("m"))
+    made[0].running.wait(30)
+    actor.stop()
+
+    assert isinstance(started, Started)
+    assert len(made[0].threads) == 3
+    assert len({*made[0].threads, threading.get_ident()}) == 2
+
+
+def test_a_rank_that_cannot_start_says_why() -> None:
+    """In its own words; it does not run."""
+    actor = ReplicaRank(FakeRank)
+
+    assert actor.start(rank_spec("broken")) == Failed("ValueError: the weights are torn")
+    assert actor.started() == Failed("ValueError: the weights are torn")
