@@ -4,6 +4,7 @@ A connection for each request, so that what one request suffers is not laid at a
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -142,11 +143,16 @@ async def undisturbed(url: str, plan: Plan, *, timeout_s: float) -> dict[int, An
 class Load:
     """All clients of a plan, each asking its router until told to stop."""
 
-    def __init__(self, plan: Plan, urls: tuple[str, ...], *, timeout_s: float) -> None:
-        """Clients n and n + 1, one of which streams, ask the same one of `urls`; the next two the next."""
+    def __init__(self, plan: Plan, urls: tuple[str, ...], *, timeout_s: float, pause_s: float = 0.0) -> None:
+        """Clients n and n + 1, one of which streams, ask the same one of `urls`; the next two the next.
+
+        Each waits for `pause_s` after an answer, until it is told to hurry.
+        """
         self._plan = plan
         self._urls = urls
         self._timeout_s = timeout_s
+        self._pause_s = pause_s
+        self._hurrying = asyncio.Event()
         self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []
         self.log: list[Seen] = []
@@ -160,9 +166,14 @@ class Load:
         clients = [client for _ in range(times) for client in self._plan.clients]
         await asyncio.gather(*(self._once(client, turn) for turn, client in enumerate(clients)))
 
+    def hurry(self) -> None:
+        """No more pauses."""
+        self._hurrying.set()
+
     async def end(self) -> None:
         """Every client gets the answer that it waits for, and asks no more."""
         self._stopping = True
+        self.hurry()
         await asyncio.gather(*self._tasks)
 
     async def _ask(self, client: Client) -> None:
@@ -170,6 +181,8 @@ class Load:
         while not self._stopping:
             await self._once(client, turn)
             turn += 1
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._hurrying.wait(), self._pause_s)
 
     async def _once(self, client: Client, turn: int) -> None:
         question = self._plan.questions[client.questions[turn % len(client.questions)]]

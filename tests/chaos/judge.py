@@ -4,14 +4,15 @@ What is required of every accepted request: its right answer, token for token, o
 before its deadline. A connection may only be cut by the router that was killed.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
-from .log import Answer, Books, Census, Seen, Sighting, Struck
+from .log import Answer, Books, Census, Reading, Seen, Sighting, Struck
 
 #: Between the deadline that the router holds and the time when its client has read that.
 GRACE_S = 2.0
@@ -19,6 +20,11 @@ GRACE_S = 2.0
 NULL_BLOCKS = 1
 #: Tokens that were on their way when the fault came still arrive.
 AT_ONCE_S = 0.02
+#: A soak is read in so many parts.
+PARTS = 6
+#: What a number may gain in the second half of a soak without being said to creep, and the share of it.
+SPARE = {"KiB": 16 * 1024, "files": 8, "sockets": 8, "threads": 4, "processes": 4}
+SPARE_SHARE = 0.03
 #: Descriptors that a process may gain without being said to leak: ZeroMQ and Ray open some late.
 SPARE_FILES = 8
 
@@ -220,15 +226,42 @@ def leaks(before: Sequence[Census], after: Sequence[Census]) -> list[str]:
     return found
 
 
-def slope_kib_per_min(samples: Sequence[tuple[float, int]]) -> float:
-    """Least squares over (seconds, KiB) of one process; 0 for fewer than two moments."""
-    count = len(samples)
-    mean_s = sum(at for at, _ in samples) / max(count, 1)
-    mean_kib = sum(kib for _, kib in samples) / max(count, 1)
-    spread = sum((at - mean_s) ** 2 for at, _ in samples)
-    if spread == 0:
-        return 0.0
-    return 60 * sum((at - mean_s) * (kib - mean_kib) for at, kib in samples) / spread
+@dataclass(slots=True, frozen=True)
+class Course:
+    """What became of one number in a soak: medians of the first sixth of the time, of the fourth, and of the last."""
+
+    subject: str
+    metric: str
+    first: float
+    middle: float
+    last: float
+
+
+def courses(readings: Sequence[Reading]) -> list[Course]:
+    """Of all that was there from the first look to the last one, as most of a soak's processes are."""
+    looks = sorted({each.at_s for each in readings})
+    if len(looks) < PARTS:
+        return []
+    by_name: dict[tuple[str, str], list[Reading]] = defaultdict(list)
+    for each in readings:
+        by_name[each.subject, each.metric].append(each)
+    part_s = (looks[-1] - looks[0]) / PARTS
+    ends = [(looks[0] + part * part_s, looks[0] + (part + 1) * part_s) for part in (0, PARTS // 2, PARTS - 1)]
+    return [
+        Course(*name, *(median(each.value for each in found if since <= each.at_s <= till) for since, till in ends))
+        for name, found in by_name.items()
+        if (found[0].at_s, found[-1].at_s) == (looks[0], looks[-1])
+        and all(any(since <= each.at_s <= till for each in found) for since, till in ends)
+    ]
+
+
+def creeps(found: Sequence[Course]) -> list[str]:
+    """Numbers that were still growing in the second half. Caches and pools fill in the first."""
+    return [
+        f"{each.subject}: {each.metric} grew from {each.middle:.0f} to {each.last:.0f} in the second half"
+        for each in found
+        if each.metric in SPARE and each.last - each.middle > max(SPARE[each.metric], SPARE_SHARE * each.middle)
+    ]
 
 
 # All of one round

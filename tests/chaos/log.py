@@ -64,6 +64,18 @@ class Census:
     title: str
     files: int  #: open descriptors
     kibibytes: int  #: resident memory
+    threads: int = 0
+    sockets: int = 0  #: of the open descriptors
+
+
+@dataclass(slots=True, frozen=True)
+class Reading:
+    """One number that a soak watches: of a process (its class and pid), of a folder, or of a replica's pool."""
+
+    at_s: float
+    subject: str
+    metric: str
+    value: int
 
 
 @dataclass(slots=True, frozen=True)

@@ -3,8 +3,8 @@
 Knows nothing of clusters, sockets or clocks: the same seed gives the same plan anywhere.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -55,6 +55,7 @@ class Strike:
     fault: str
     after_s: float
     draw: float  #: 0 ≤ draw < 1: which of those that it could hit
+    quiet_s: float = 0.0  #: before that, the clients take their time for so long
 
 
 @dataclass(slots=True, frozen=True)
@@ -87,6 +88,16 @@ def strikes(seed: int, faults: Sequence[str]) -> Iterator[Strike]:
         rng.shuffle(order)
         for fault in order:
             yield Strike(fault, after_s=rng.uniform(1.0, 2.0), draw=rng.random())
+
+
+def spread(drawn: Iterable[Strike], quiet_s: float, spared: Collection[str]) -> Iterator[Strike]:
+    """Strikes with rests between them; those of the `spared` kinds always hit the last of those they could.
+
+    So the first replica lives from the first strike to the last one, and the course of its memory can be read.
+    """
+    for strike in drawn:
+        draw = (1 + strike.draw) / 2 if strike.fault in spared else strike.draw
+        yield replace(strike, quiet_s=quiet_s, draw=draw)
 
 
 def _question(rng: Random, number: int, max_tokens: int) -> Question:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from .judge import Outcome, Row
+from .judge import Course, Outcome, Row
 
 HEADER = (
     *("fault", "requests", "wrong", "errors", "cut"),
@@ -36,6 +36,16 @@ def cells(row: Row) -> tuple[str, ...]:
         _seconds(row.out_s),
         _seconds(row.rebuilt_s),
     )
+
+
+def courses(found: Sequence[Course]) -> str:
+    """How a soak's numbers went, those that moved and all memory."""
+    lines = [
+        f"{each.subject}: {each.metric} {each.first:.0f} first, {each.middle:.0f} midway, {each.last:.0f} last"
+        for each in found
+        if each.metric == "KiB" or each.first != each.last
+    ]
+    return "\n".join(lines)
 
 
 def violations(rows: Sequence[Row]) -> str:

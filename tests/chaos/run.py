@@ -1,10 +1,10 @@
 """Strikes clusters under load and prints what came of it; `make chaos`.
 
-    python -m tests.chaos.run [--seed N] [--minutes M] [--faults a,b] [--soak-minutes M]
+    python -m tests.chaos.run [--seed N] [--minutes M] [--faults a,b] [--soak-minutes M [--rest-s S] [--csv FILE]]
 
 Each fault strikes once, in an order that the seed draws; with `--minutes` they go on striking until the time is over.
-`--soak-minutes` does the same with one cluster that stays up, and looks for leaks. Exit code 1: a requirement is
-violated. Times are printed and required of nobody: they are this machine's.
+`--soak-minutes` does the same with one cluster that stays up, rests between strikes, and looks for leaks. Exit code
+1: a requirement is violated. Times are printed and required of nobody: they are this machine's.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import os
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice, takewhile
@@ -24,12 +23,13 @@ from random import Random
 from homing.cluster.state import wait_gone
 
 from ..e2e.running import shared_memory
+from . import report
 from .client import Load, undisturbed
 from .faults import FAULTS
-from .judge import Round, Row, leaks, rebuilt_s, row, slope_kib_per_min
-from .log import Census, Sighting, Struck
-from .plan import Plan, Strike, make_plan, strikes
-from .report import table, violations
+from .judge import Course, Round, Row, courses, creeps, leaks, rebuilt_s, row
+from .ledger import Ledger
+from .log import Sighting, Struck
+from .plan import Plan, Strike, make_plan, spread, strikes
 from .shapes import POLL_S, Cluster, Shape, cluster, prepared, wait_for
 
 #: What each request asks for itself.
@@ -38,6 +38,10 @@ TIMEOUT_S = 45.0
 TAIL_S = 1.0
 #: For processes to end once `homing serve` has.
 GONE_S = 5.0
+#: How long a client waits after an answer while nothing strikes: four of them keep a sixth of a core busy.
+REST_PAUSE_S = 8.0
+#: They fill more than the pools of a soak's cluster.
+SOAK_QUESTIONS = 96
 #: What a soak consists of: every kind of fault that one cluster of the plain shape can have again and again.
 SOAK = ("kill-rank-0", "freeze", "slow", "flush", "full-disk", "overload")
 
@@ -48,7 +52,7 @@ class Findings:
 
     rows: list[Row]
     left: list[str]  #: what leaked, or was left behind
-    slopes: list[str]  #: how memory grew, where that was watched for long enough
+    courses: list[Course]  #: of a soak
 
 
 def main() -> int:
@@ -58,7 +62,8 @@ def main() -> int:
     if unknown := set(names) - set(FAULTS):
         sys.exit(f"no such faults: {', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
     if options.soak_minutes:
-        found = [soak(options.seed, options.soak_minutes, [name for name in names if name in SOAK])]
+        wanted = strikes(options.seed, [name for name in names if name in SOAK])
+        found = [soak(options.seed, options.soak_minutes, wanted, rest_s=options.rest_s, csv=options.csv)]
     else:
         found = list(all_shapes(options.seed, names, options.minutes * 60))
     return publish(found, options.seed)
@@ -71,16 +76,17 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=0.0, help="go on for so long; 0: each fault once")
     parser.add_argument("--faults", default="", help=f"of {', '.join(FAULTS)}; all by default")
     parser.add_argument("--soak-minutes", type=float, default=0.0, help="one cluster for so long, looking for leaks")
+    parser.add_argument("--rest-s", type=float, default=0.0, help="of a soak: little load for so long between strikes")
+    parser.add_argument("--csv", type=Path, help="of a soak: what every process and folder holds, twice a minute")
     return parser
 
 
 def publish(found: Sequence[Findings], seed: int) -> int:
     """Print everything; returns the exit code."""
     rows = [row for findings in found for row in findings.rows]
-    print(f"\nseed {seed}, load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n{table(rows)}")
-    for words in (words for findings in found for words in findings.slopes):
-        print(words)
-    wrong = [*filter(None, [violations(rows)]), *(words for findings in found for words in findings.left)]
+    print(f"\nseed {seed}, load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n{report.table(rows)}")
+    print(*(report.courses(findings.courses) for findings in found if findings.courses), sep="\n")
+    wrong = [*filter(None, [report.violations(rows)]), *(words for findings in found for words in findings.left)]
     print("\n".join(["", "violated:", *wrong] if wrong else ["", "every requirement holds"]))
     return 1 if wrong else 0
 
@@ -96,73 +102,76 @@ def all_shapes(seed: int, names: Sequence[str], seconds: float) -> Iterator[Find
             return
 
 
-def soak(seed: int, minutes: float, names: Sequence[str]) -> Findings:
-    """One cluster for long."""
-    deadline = time.monotonic() + 60 * minutes
-    return one_cluster(
-        "pair", seed, takewhile(lambda _: time.monotonic() < deadline, strikes(seed, names)), soaking=True
-    )
-
-
-def one_cluster(shape: Shape, seed: int, wanted: Iterable[Strike], *, soaking: bool = False) -> Findings:
-    """Start one, let faults strike it, take it down, and look for what is left."""
-    print(f"{shape}: starting", flush=True)
-    with tempfile.TemporaryDirectory(prefix="chaos-") as state:
-        with cluster(shape, Path(state)) as target:
-            family, folder = target.serving.family(), target.serving.note()["run_dir"]
-            findings = asyncio.run(rounds(target, make_plan(seed), wanted, Random(seed)))
-            family += target.serving.family()
-        if not soaking:
-            findings.slopes.clear()
-        findings.left += [f"process {each.pid} is left" for each in wait_gone(family, GONE_S)]
-        findings.left += [f"{name} is left in shared memory" for name in shared_memory(family)]
-        findings.left += [f"{folder} is left"] if folder and Path(folder).exists() else []
+def soak(
+    seed: int, minutes: float, drawn: Iterator[Strike], *, rest_s: float = 0.0, csv: Path | None = None
+) -> Findings:
+    """One cluster for long, whose first replica is never killed. `csv` is where its course is written."""
+    wanted = lasting(60 * minutes, spread(drawn, rest_s, spared=("kill-rank-0",)))
+    with taken_down("small") as (target, findings):
+        asyncio.run(_soak(target, findings, make_plan(seed, questions=SOAK_QUESTIONS), wanted, csv))
     return findings
 
 
-async def rounds(target: Cluster, plan: Plan, wanted: Iterable[Strike], rng: Random) -> Findings:
+def lasting(seconds: float, drawn: Iterator[Strike]) -> Iterator[Strike]:
+    """Strikes, until so long after the first one was asked for."""
+    deadline = time.monotonic() + seconds
+    yield from takewhile(lambda _: time.monotonic() < deadline, drawn)
+
+
+def one_cluster(shape: Shape, seed: int, wanted: Iterable[Strike]) -> Findings:
+    """Start one and let faults strike it."""
+    with taken_down(shape) as (target, findings):
+        asyncio.run(rounds(target, findings, make_plan(seed), wanted, Random(seed)))
+    return findings
+
+
+@contextlib.contextmanager
+def taken_down(shape: Shape) -> Iterator[tuple[Cluster, Findings]]:
+    """A cluster of this shape, and what is left of it afterwards."""
+    print(f"{shape}: starting", flush=True)
+    findings = Findings([], [], [])
+    with tempfile.TemporaryDirectory(prefix="chaos-") as state:
+        with cluster(shape, Path(state)) as target:
+            family, folder = target.serving.family(), target.serving.note()["run_dir"]
+            yield target, findings
+            family += target.serving.family()
+        findings.left += [f"process {each.pid} is left" for each in wait_gone(family, GONE_S)]
+        findings.left += [f"{name} is left in shared memory" for name in shared_memory(family)]
+        findings.left += [f"{folder} is left"] if folder and Path(folder).exists() else []
+
+
+async def rounds(target: Cluster, found: Findings, plan: Plan, wanted: Iterable[Strike], rng: Random) -> None:
     """Several faults, one after another."""
-    found, memory = Findings([], [], []), Memory()
     oracle = await undisturbed(target.url, plan, timeout_s=TIMEOUT_S)
     async with prepared(target, rng):
         before = target.census()
         for strike in wanted:
             lived = await one_round(target, plan, strike)
             found.rows.append(row(lived, oracle, timeout_s=TIMEOUT_S))
-            memory.note(target.census())
             print(f"  {strike.fault}: {len(lived.log)} requests, load average {os.getloadavg()[0]:.1f}", flush=True)
-        found.left += leaks(before, target.census())
-    found.slopes += memory.slopes()
-    return found
+            if words := report.violations(found.rows[-1:]):
+                print(words, flush=True)
+        found.left += leaks(before, target.census()) if found.rows else ["nothing struck: nothing was tested"]
 
 
-class Memory:
-    """Resident memory of each process over time."""
-
-    def __init__(self) -> None:
-        self._samples: dict[tuple[str, int], list[tuple[float, int]]] = defaultdict(list)
-
-    def note(self, found: Sequence[Census]) -> None:
-        """One look at all."""
-        for each in found:
-            self._samples[each.title, each.pid].append((time.monotonic(), each.kibibytes))
-
-    def slopes(self) -> list[str]:
-        """In words, for those that were there from the first look to the last."""
-        longest = max(map(len, self._samples.values()), default=0)
-        return [
-            f"{title} ({pid}): {samples[-1][1]} KiB, {slope_kib_per_min(samples[len(samples) // 2 :]):+.0f} KiB/min"
-            for (title, pid), samples in self._samples.items()
-            if len(samples) == longest
-        ]
+async def _soak(target: Cluster, found: Findings, plan: Plan, wanted: Iterable[Strike], csv: Path | None) -> None:
+    """The same, and what everything holds meanwhile."""
+    ledger = Ledger(target, csv)
+    async with ledger.kept():
+        await rounds(target, found, plan, wanted, Random(0))
+    await ledger.look()
+    found.courses += courses(ledger.readings)
+    found.left += creeps(found.courses)
 
 
 async def one_round(target: Cluster, plan: Plan, strike: Strike) -> Round:
     """One fault under load, until all is well again."""
-    load = target.load = Load(plan, target.urls(), timeout_s=TIMEOUT_S)
+    load = target.load = Load(plan, target.urls(), timeout_s=TIMEOUT_S, pause_s=REST_PAUSE_S if strike.quiet_s else 0.0)
     sightings: list[Sighting] = []
-    watching = asyncio.create_task(_watch(target, sightings))
     load.begin()
+    await asyncio.sleep(strike.quiet_s)
+    load.hurry()
+    watching = asyncio.create_task(_watch(target, sightings))
     await asyncio.sleep(strike.after_s)
     struck = await _strike(target, strike)
     trouble = await _wait(lambda: _mended(target, struck, sightings), "all replicas serve again under load")

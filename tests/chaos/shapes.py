@@ -19,7 +19,7 @@ from .client import Load, fetch
 from .log import Books, Census, Sighting
 from .tunnel import Fate, Tunnel
 
-Shape = Literal["pair", "ranks", "routers", "tunnels", "tiny", "nodes", "backends"]
+Shape = Literal["pair", "ranks", "routers", "tunnels", "tiny", "nodes", "backends", "small"]
 
 REPLICAS = 2
 FLAGS: dict[Shape, tuple[str, ...]] = {
@@ -30,6 +30,8 @@ FLAGS: dict[Shape, tuple[str, ...]] = {
     "tiny": ("--num-kv-blocks", "64"),
     "nodes": (),
     "backends": (),
+    # So that a soak evicts all the time: its questions fill more than this.
+    "small": ("--num-kv-blocks", "512"),
 }
 #: A token of an engine that is not ours, so that streams last.
 FOREIGN_TOKEN_S = 0.005
@@ -103,7 +105,9 @@ class Cluster:
                 title = _title(process)
                 if title.startswith("ray::") or process.pid == self.serving.pid:
                     rss = process.memory_info().rss // 1024
-                    found.append(Census(process.pid, title, process.num_fds(), rss))
+                    links = _links(process.pid)
+                    sockets = sum(link.startswith("socket:") for link in links)
+                    found.append(Census(process.pid, title, len(links), rss, process.num_threads(), sockets))
         return found
 
     async def sightings(self, now_s: float) -> list[Sighting]:
@@ -211,6 +215,15 @@ async def prepared(found: Cluster, rng: Random) -> AsyncIterator[Cluster]:
     finally:
         for tunnel in (tunnel for tunnels in found.tunnels.values() for tunnel in tunnels):
             await tunnel.close()
+
+
+def _links(pid: int) -> list[str]:
+    """Where its open descriptors lead, those that are not closed meanwhile."""
+    found = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(str(path.readlink()))
+    return found
 
 
 def _title(process: psutil.Process) -> str:

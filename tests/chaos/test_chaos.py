@@ -5,8 +5,8 @@ Times are printed, not asserted: they are the machine's.
 
 import pytest
 
-from .plan import Strike
-from .report import table, violations
+from . import report
+from .plan import Strike, strikes
 from .run import SOAK, Findings, one_cluster, soak
 
 pytestmark = pytest.mark.cluster
@@ -15,8 +15,8 @@ SOAK_MINUTES = 10.0
 
 
 def check(found: Findings) -> None:
-    print(table(found.rows), *found.slopes, sep="\n")
-    assert violations(found.rows) == ""
+    print(report.table(found.rows), report.courses(found.courses), sep="\n")
+    assert report.violations(found.rows) == ""
     assert found.left == []
 
 
@@ -32,4 +32,4 @@ def test_faults_under_load_cost_no_answer_and_leave_nothing_behind() -> None:
 @pytest.mark.timeout(60 * SOAK_MINUTES + 600)
 def test_nothing_leaks_in_ten_minutes_of_faults() -> None:
     """The hour's soak of `make chaos ARGS="--soak-minutes 60"`, in the form that a test run can bear."""
-    check(soak(1, SOAK_MINUTES, SOAK))
+    check(soak(1, SOAK_MINUTES, strikes(1, SOAK)))

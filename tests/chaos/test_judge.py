@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 from .judge import (
     NULL_BLOCKS,
     SPARE_FILES,
+    Course,
     Outcome,
     Round,
     book_faults,
+    courses,
+    creeps,
     difference,
     gap_at_s,
     gap_before_s,
@@ -24,9 +27,8 @@ from .judge import (
     rebuilt_s,
     router_back_s,
     row,
-    slope_kib_per_min,
 )
-from .log import Answer, Books, Census, Seen, Sighting, Struck
+from .log import Answer, Books, Census, Reading, Seen, Sighting, Struck
 from .report import table, violations
 
 ROUTER = "http://127.0.0.1:1"
@@ -228,11 +230,42 @@ def test_more_processes_and_more_files_are_leaks_and_another_process_is_none() -
     assert len(leaks([router], [replace(router, files=60 + SPARE_FILES + 1)])) == 1
 
 
-def test_a_slope_is_in_kib_a_minute() -> None:
-    """Flat is flat, however it jitters in between."""
-    assert slope_kib_per_min([(0.0, 100), (60.0, 160), (120.0, 220)]) == pytest.approx(60)
-    assert slope_kib_per_min([(0.0, 100), (60.0, 100)]) == 0.0
-    assert slope_kib_per_min([(5.0, 100)]) == 0.0
+def course(*values: int, metric: str = "KiB", subject: str = "rank 1") -> list[Reading]:
+    return [Reading(30.0 * look, subject, metric, value) for look, value in enumerate(values)]
+
+
+def test_a_course_has_the_medians_of_the_first_the_fourth_and_the_last_sixth() -> None:
+    """One look at a moment when much was going on must not pass for a leak."""
+    readings = course(*(10, 11, 12), *(20,) * 6, *(30, 31, 99), *(40,) * 3, *(50, 51, 52))
+
+    assert courses(readings) == [Course("rank 1", "KiB", 11.0, 31.0, 51.0)]
+
+
+def test_only_what_lived_all_the_time_has_a_course() -> None:
+    """A replica that was killed and rebuilt starts anew."""
+    lived, came = course(*range(12)), course(*range(12), subject="rank 2")[3:]
+
+    assert [each.subject for each in courses(lived + came)] == ["rank 1"]
+    assert courses(course(1, 2, 3)) == []
+
+
+@pytest.mark.parametrize(
+    ("metric", "middle", "last", "creeps_up"),
+    [
+        ("KiB", 100_000, 140_000, True),
+        ("KiB", 100_000, 110_000, False),
+        ("KiB", 1_000_000, 1_020_000, False),
+        ("files", 60, 64, False),
+        ("files", 60, 80, True),
+        ("threads", 30, 40, True),
+        ("free_blocks", 10, 500, False),
+    ],
+)
+def test_what_still_grows_in_the_second_half_creeps(metric: str, middle: int, last: int, creeps_up: bool) -> None:
+    """Caches fill first, and what stands still afterwards is no leak."""
+    found = creeps([Course("rank 1", metric, 0.0, middle, last)])
+
+    assert bool(found) == creeps_up
 
 
 def test_a_row_tells_what_is_violated_and_the_table_shows_it() -> None:
