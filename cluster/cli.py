@@ -151,7 +151,7 @@ def run(words: Sequence[str], out: TextIO) -> int:
         case "status":
             from .status import status
 
-            return status(settings_of(arguments), out, as_json=arguments.json)
+            return status(settings_of(arguments), out, url=arguments.url, as_json=arguments.json)
         case "simulate":
             from .simulate import order_of, simulate
 
@@ -159,7 +159,7 @@ def run(words: Sequence[str], out: TextIO) -> int:
             settings = settings_of(argparse.Namespace(model=arguments.model, config=arguments.config))
             return simulate(order_of(vars(arguments)), settings, out, sys.stderr)
         case "explain":
-            from .explain import explain, request_body
+            from .explain import explain, read_key, request_body
 
             body = request_body(arguments.prompt, arguments.body, raw=arguments.raw)
             return explain(
@@ -167,7 +167,7 @@ def run(words: Sequence[str], out: TextIO) -> int:
                 out,
                 body,
                 url=arguments.url,
-                api_key=arguments.api_key,
+                api_key=read_key(arguments.api_key_file, sys.stdin),
                 as_json=arguments.json,
             )
         case _:
@@ -307,7 +307,12 @@ def _lookup_arguments(parser: Parser) -> None:
         _add_setting(parser, SETTINGS[name])
 
 
+def _url_argument(parser: Parser) -> None:
+    parser.add_argument("--url", metavar="URL", help="of a cluster; without it, the one that runs here")
+
+
 def _status_arguments(parser: Parser) -> None:
+    _url_argument(parser)
     _lookup_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print what /cluster answers, for programs")
 
@@ -363,7 +368,7 @@ def _number(parser: Parser, flag: str, kind: type, text: str) -> None:
 
 
 def _watch_arguments(parser: Parser) -> None:
-    parser.add_argument("url", metavar="URL", nargs="?", help="of a cluster; without it, the one that runs here")
+    _url_argument(parser)
     _lookup_arguments(parser)
     _add_setting(parser, SETTINGS["events_curve_keys"])
     parser.add_argument("--replica", metavar="ID", action="append", help="follow only this replica; may be given again")
@@ -383,8 +388,12 @@ def _explain_arguments(parser: Parser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="sent as one user message; --raw: as it is")
     parser.add_argument("--raw", action="store_true", help="no chat template: the prompt of a completion")
     parser.add_argument("--body", metavar="FILE", help="JSON body of a chat or completion request, instead of a prompt")
-    parser.add_argument("--api-key", metavar="KEY", help="whose request it is: tenants share no cached blocks")
-    parser.add_argument("--url", metavar="URL", help="of a cluster; without it, the one that runs here")
+    parser.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="with the key of whose request it is (-: standard input): tenants share no cached blocks",
+    )
+    _url_argument(parser)
     _lookup_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print what /explain answers, for programs")
 

@@ -12,6 +12,7 @@ from .errors import ClusterError, NotRunning
 from .state import Notebook
 
 TIMEOUT_S = 10.0
+_REMEDY = "a router that died is back within seconds, else the output of homing serve says why"
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
@@ -25,8 +26,10 @@ def cluster_url(settings: Settings, url: str | None = None) -> str:
     return note.url
 
 
-def router_urls(settings: Settings) -> tuple[str, ...]:
-    """The cluster's address, then that of each router where there are several. Raises NotRunning."""
+def router_urls(settings: Settings, url: str | None = None) -> tuple[str, ...]:
+    """`url`, or the cluster's address and then that of each router where there are several. Raises NotRunning."""
+    if url:
+        return (cluster_url(settings, url),)
     note = Notebook(state_folder(settings)).running(settings.cluster.name)
     return (cluster_url(settings), *note.router_urls)
 
@@ -63,7 +66,9 @@ def _ask(request: urllib.request.Request) -> str:
     except urllib.error.HTTPError as error:
         raise ClusterError(f"{url} answered {error.code} {_message(error) or error.reason}") from error
     except (OSError, ValueError) as error:
-        raise ClusterError(f"{url} cannot be asked: {getattr(error, 'reason', error)}") from error
+        reason = getattr(error, "reason", error)
+        words = reason.strerror or str(reason) if isinstance(reason, OSError) else str(reason)
+        raise ClusterError(f"{url} cannot be asked: {words}; {_REMEDY}") from error
     return text
 
 

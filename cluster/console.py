@@ -81,7 +81,7 @@ class Console:
         api_key = curve_keys = ""
         if settings.router.api_keys_file:
             headers += " -H 'authorization: Bearer KEY'"
-            api_key = " --api-key KEY"
+            api_key = " --api-key-file FILE"
         if settings.events.events_curve_keys:
             curve_keys = f" --events-curve-keys {settings.events.events_curve_keys}"
         rule = "─" * min(100, shutil.get_terminal_size().columns)

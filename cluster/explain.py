@@ -35,6 +35,17 @@ def request_body(prompt: str | None, file: str | None, *, raw: bool) -> dict[str
     return {"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}
 
 
+def read_key(file: str | None, standard_input: TextIO) -> str | None:
+    """The key in a file (`-`: standard input); never on the command line, which everybody on the machine can read."""
+    if file is None:
+        return None
+    try:
+        text = standard_input.read() if file == "-" else Path(file).read_text()
+    except OSError as error:
+        raise SettingsError(f"--api-key-file {file} cannot be read: {error.strerror}") from error
+    return text.strip()
+
+
 def _read(file: Path) -> dict[str, Any]:
     try:
         body = json.loads(file.read_text())

@@ -153,7 +153,7 @@ class HomingRouter:
 
     @property
     def _accounts_file(self) -> Path:
-        """One for each start of a cluster. A router that stops leaves it to the others."""
+        """One for each start of a cluster; routers that stop, which all do together, remove it."""
         name = sha256(b"homing-accounts" + self._spec.seed.to_bytes(8, "big")).hexdigest()[:16]
         return Path(self._spec.run_dir or gettempdir()) / f"homing-{name}.accounts"
 

@@ -16,16 +16,19 @@ QUERIES, HITS = "homing_prefix_cache_queries_tokens_total", "homing_prefix_cache
 RIGHT = frozenset({"ranks", "running", "waiting", "kv used", "cached", "hit rate"})
 
 
-def status(settings: Settings, out: TextIO, *, as_json: bool) -> int:
-    """Print the state of the running cluster. Raises NotRunning."""
-    url, *routers = router_urls(settings)
-    views = [get_json(f"{each}/cluster") for each in routers or [url]]
+def status(settings: Settings, out: TextIO, *, url: str | None, as_json: bool) -> int:
+    """Print the state of the cluster at `url`, or of the one that runs here. Raises NotRunning."""
+    found, *routers = router_urls(settings, url)
+    views = [get_json(f"{each}/cluster") for each in routers or [found]]
     if as_json:
         json.dump(views[0] if len(views) == 1 else views, out, indent=2)
         print(file=out)
         return 0
-    rates = hit_rates(get_text(f"{url}/metrics"))
-    print(render(settings.cluster.name, url, views, rates, routers, now=time.time()), file=out)
+    rates = hit_rates(get_text(f"{found}/metrics"))
+    name = None if url else settings.cluster.name
+    print(render(name, found, views, rates, routers, now=time.time()), file=out)
+    if url:
+        return 0
     if others := Notebook(state_folder(settings)).others(settings.cluster.name):
         print(f"beside it there {addressed(others)}", file=out)
     return 0
@@ -42,7 +45,7 @@ def hit_rates(metrics: str) -> dict[str, float]:
 
 
 def render(
-    name: str,
+    name: str | None,
     url: str,
     views: Sequence[dict[str, Any]],
     rates: Mapping[str, float],
@@ -52,10 +55,11 @@ def render(
 ) -> str:
     """The whole page: the replicas as the first router sees them, and what each of `routers` has done.
 
-    `now`: seconds since 1970.
+    `name`: None for one that is known by its address alone. `now`: seconds since 1970.
     """
     view = views[0]
-    lines = [f"{name} · {url} · {_models(view)} · policy {view['policy']}", ""]
+    title = [url] if name is None else [name, url]
+    lines = [" · ".join([*title, _models(view), f"policy {view['policy']}"]), ""]
     lines += table(
         COLUMNS,
         [
@@ -105,7 +109,7 @@ def _row(replica: dict[str, Any], rate: float | None) -> tuple[str, ...]:
         str(replica["running"]),
         str(replica["waiting"]),
         f"{used / total:.0%}" if total else "-",
-        f"{replica['indexed_blocks']} blocks",
+        f"{replica['indexed_blocks']} block{'' if replica['indexed_blocks'] == 1 else 's'}",
         "-" if rate is None else f"{rate:.0%}",
     )
 

@@ -29,6 +29,7 @@ class SharedAccounts:
     def __init__(self, path: Path, *, seat: int, seats: int) -> None:
         """Makes the file where it is not there. Raises OSError."""
         assert 0 <= seat < seats, f"router {seat} of {seats}"
+        self._path = path
         self._record = DIGEST_BYTES + (_RATES + seats) * _DOUBLE
         self._seat = seat
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -42,8 +43,9 @@ class SharedAccounts:
         return {tenant: self._book(content, places[tenant]) for tenant in tenants}
 
     def close(self) -> None:
-        """Books are of no use any more."""
+        """With the cluster: the file goes, and who has it open yet still has it. A router that dies leaves it."""
         os.close(self._file)
+        self._path.unlink(missing_ok=True)
 
     def _enrol(self, tenants: Sequence[bytes]) -> dict[bytes, int]:
         """Where each tenant's record begins; a tenant without one gets it at the end."""

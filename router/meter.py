@@ -109,13 +109,14 @@ class Meter:
         self.generated_tokens = 0
         self.refusals: Counter[str] = Counter()  #: by the limit that was met
         self._book = book = Book() if book is None else book
+        self._running = 0
         self._requests = _bucket(limits.requests_per_minute, book.requests)
         self._tokens = _bucket(limits.tokens_per_minute, book.tokens)
 
     @property
     def running(self) -> int:
         """Requests that this router runs."""
-        return int(self._book.running[self._book.seat])
+        return self._running
 
     def check(self, prompts: Sequence[int], now: float) -> None:
         """Whether a request with prompts of so many tokens might begin now. Raises RateLimited and PromptOverLimit."""
@@ -143,10 +144,11 @@ class Meter:
 
     def end(self, generated_tokens: int, now: float) -> None:
         """A request is over, however it ended."""
-        assert self.running > 0, f"tenant {self.tenant}: more requests end than began"
+        assert self._running > 0, f"tenant {self.tenant}: more requests end than began"
+        self._running -= 1
         self.generated_tokens += generated_tokens
         with self._book.lock:
-            self._book.running[self._book.seat] -= 1
+            self._book_running(-1)
             if self._tokens is not None:
                 self._tokens.take(generated_tokens, now)
 
@@ -156,13 +158,19 @@ class Meter:
         return {name: _standing(bucket, now) for name, bucket in buckets.items() if bucket is not None}
 
     def _book_request(self, requests: int, prompt_tokens: int, now: float) -> None:
-        self._book.running[self._book.seat] += requests
+        self._running += requests
+        self._book_running(requests)
         self.requests += requests
         self.prompt_tokens += prompt_tokens
         if self._requests is not None:
             self._requests.take(requests, now)
         if self._tokens is not None:
             self._tokens.take(prompt_tokens, now)
+
+    def _book_running(self, requests: int) -> None:
+        """Not below 0: whoever took the seat over meanwhile has declared over what this router still runs."""
+        book = self._book
+        book.running[book.seat] = max(0.0, book.running[book.seat] + requests)
 
     def _refuse(self, limit: str, value: int, retry_after_s: float) -> None:
         self.refusals[limit] += 1

@@ -59,6 +59,18 @@ def test_every_replica_is_a_line_with_its_load_and_hit_rate() -> None:
     assert lines[9] == "refused r2: another tokenizer"
 
 
+def test_a_cluster_elsewhere_is_known_by_its_address_alone() -> None:
+    """The name in our settings is another cluster's; and one block is not many."""
+    one = replica("r0") | {"indexed_blocks": 1}
+    view = {"policy": "p", "in_flight": 0, "waiting": 0, "replicas": [one], "absent": [], "refused": []}
+    view["counters"] = dict.fromkeys(COUNTERS, 0)
+
+    lines = render(None, "http://h:1", [view], {}, now=0.0).splitlines()
+
+    assert lines[0] == "http://h:1 · demo · policy p"
+    assert "1 block " in lines[3]
+
+
 def test_several_routers_tell_each_what_they_did() -> None:
     """Counters are per process: a sum would hide a router that gets nothing."""
     views = [

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.cluster
 def watched(state: Path, url: str, *words: str, until_seen: str) -> str:
     """What `homing watch` printed up to a word."""
     with subprocess.Popen(
-        [*HOMING, "watch", url, *words], env=environment(state), stdout=subprocess.PIPE, text=True
+        [*HOMING, "watch", "--url", url, *words], env=environment(state), stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         lines: list[str] = []

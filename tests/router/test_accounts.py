@@ -88,6 +88,31 @@ def test_a_router_that_dies_loses_nothing_but_its_running_requests(path: Path) -
         other.check([5], 0.0)
 
 
+def test_a_router_that_lives_on_beside_its_successor_ends_its_requests(path: Path) -> None:
+    """It was believed dead, as when its machine stood still: its last requests end, and the number is never below 0."""
+    old = account(path, seat=0, max_running=2)
+    old.begin([5], 0.0)
+    successor = account(path, seat=0, max_running=2)
+    old.end(7, 0.0)
+
+    assert (old.running, successor.running) == (0, 0)
+    successor.begin([5], 0.0)
+    successor.begin([5], 0.0)
+    with pytest.raises(RateLimited, match="max_running"):
+        successor.check([5], 0.0)
+
+
+def test_the_file_goes_with_the_cluster(path: Path) -> None:
+    """In a joined Ray it lies among the files of others; routers that stop a moment later mind nothing."""
+    first, second = (SharedAccounts(path, seat=seat, seats=2) for seat in (0, 1))
+    book = second.books([ACME])[ACME]
+    first.close()
+    assert not path.exists()
+
+    Meter("acme", TenantLimits(), book).begin([5], 0.0)
+    second.close()
+
+
 def test_tenants_that_come_with_a_later_keys_file_get_accounts(path: Path) -> None:
     """A router reads the file when it starts; those that run know nothing of new tenants, and lose none of theirs."""
     first = account(path, seat=0, requests_per_minute=1)
