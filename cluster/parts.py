@@ -13,7 +13,10 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ..events.keys import reader_keys, server_keys
+from ..kvcache.config import KvCacheSettings
 from ..router.backend import AbsentReplica, ClusterView, RouterCounters
 from .actors import RankServer, Router, node_address
 from .autoscale import Demand
@@ -35,6 +38,7 @@ def make_rank(spec: RankSpec) -> RankServer:
     from ..replica.worker import GangSpec, RankWorker
 
     cluster, settings = spec.cluster, spec.cluster.settings.replica
+    kvcache = of_its_part(cluster.settings.kvcache, cluster.settings.cluster.gpus_per_rank)
     model_dir = Path(cluster.model_dir) if cluster.model_dir else find_model(settings)
     gang = GangSpec(rank=spec.rank, size=spec.world, host=spec.rendezvous.host, port=spec.rendezvous.port)
     if spec.rank > 0:
@@ -44,7 +48,7 @@ def make_rank(spec: RankSpec) -> RankServer:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return ReplicaServer(
         settings,
-        cluster.settings.kvcache,
+        kvcache,
         cluster.settings.events,
         model_dir=model_dir,
         replica_id=spec.replica_id,
@@ -55,6 +59,13 @@ def make_rank(spec: RankSpec) -> RankServer:
         node=node_address(),
         keys=server_keys(cluster.settings.events),
     )
+
+
+def of_its_part(cache: KvCacheSettings, gpus_per_rank: float) -> KvCacheSettings:
+    """The settings of a rank that may have less than a whole GPU: then its memory is that part of one."""
+    if not 0 < gpus_per_rank < 1:
+        return cache
+    return msgspec.structs.replace(cache, gpu_memory_utilization=cache.gpu_memory_utilization * gpus_per_rank)
 
 
 #: What torch reads when it is imported.

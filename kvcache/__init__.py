@@ -25,7 +25,7 @@ from .hashing import (
 from .media import MediaItem, block_extras
 from .pins import PinBook, PinLimits, PinStats
 from .pool import TRANSITIONS, Block, BlockId, BlockState, Transition
-from .sizing import blocks_that_fit, bytes_per_block, kv_budget_bytes, kv_heads_per_rank
+from .sizing import MemoryReading, blocks_that_fit, bytes_per_block, kv_budget_bytes, kv_heads_per_rank
 from .trace import MOONCAKE_BLOCK_TOKENS, TraceRequest, read_trace, trace_request
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "KvCacheSettings",
     "Lru",
     "MediaItem",
+    "MemoryReading",
     "PartialHit",
     "PinBook",
     "PinLimits",

@@ -22,8 +22,21 @@ class KvCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Meta(description="which cached block goes first when room is needed: the longest idle, or the least promising"),
     ] = "hit-density"
     kv_cache_bytes: Annotated[
-        int, Meta(ge=0, description="KV memory of one rank in bytes; 0: by device (512 MiB on CPU)")
+        int,
+        Meta(
+            ge=0,
+            description="KV memory of one rank in bytes; 0: 512 MiB on CPU, on CUDA what gpu_memory_utilization leaves",
+        ),
     ] = 0
+    gpu_memory_utilization: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="share of a rank's GPU, or of its part of one (gpus_per_rank below 1), that weights, graphs, "
+            "the largest step (it is run to see) and KV take together; the rest is for the driver and NCCL",
+        ),
+    ] = 0.9
     num_kv_blocks: Annotated[int, Meta(ge=0, description="number of KV blocks; 0: what fits into kv_cache_bytes")] = 0
     pin_tenant_share: Annotated[
         float, Meta(ge=0, le=1, description="share of the KV blocks that one tenant may pin; 0: pins are refused")

@@ -1,6 +1,22 @@
 """How many KV blocks fit into memory. Pure arithmetic: asks no device and knows no model but by its numbers."""
 
+from dataclasses import dataclass
+
 from .errors import PoolTooSmall
+
+
+@dataclass(slots=True, frozen=True)
+class MemoryReading:
+    """One rank's device memory after it ran its largest steps, in bytes."""
+
+    total_bytes: int
+    free_bytes: int  #: nobody's now; what this rank's allocator merely keeps for reuse was given back before
+    held_bytes: int  #: by this rank for good: weights, tables, graphs
+    peak_bytes: int  #: that the largest step took on top of it, for as long as it ran
+
+    def share_bytes(self, utilization: float) -> int:
+        """What this rank's KV may take of the memory that it was given; negative when that is too little."""
+        return int(self.total_bytes * utilization) - self.held_bytes - self.peak_bytes
 
 
 def kv_heads_per_rank(kv_heads: int, tensor_parallel_size: int) -> int:
@@ -28,9 +44,13 @@ def bytes_per_block(
     return 2 * block_size * heads * head_dim * dtype_bytes * layers
 
 
-def kv_budget_bytes(*, memory_bytes: int, utilization: float, weights_bytes: int, activation_bytes: int) -> int:
-    """Bytes of one rank's memory that are left for KV; never negative."""
-    return max(0, int(memory_bytes * utilization) - weights_bytes - activation_bytes)
+def kv_budget_bytes(reading: MemoryReading, utilization: float) -> int:
+    """Bytes of one rank's memory that are left for KV; never negative.
+
+    No more than its share of the device leaves, so that ranks that start side by side on one device cannot take what is
+    another's, and no more than is free, whoever has the rest.
+    """
+    return max(0, min(reading.share_bytes(utilization), reading.free_bytes - reading.peak_bytes))
 
 
 def blocks_that_fit(kv_bytes: int, block_bytes: int) -> int:

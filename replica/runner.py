@@ -1,13 +1,16 @@
 """One rank's model and KV memory: a plan goes in, logits come out. Knows nothing of requests, sockets or sampling."""
 
+from dataclasses import astuple
 from pathlib import Path
 
 import torch
 
+from ..kvcache.sizing import MemoryReading
 from .attention.base import AttentionBackend, Batch, KvPool, attend_of
 from .attention.choice import choose_attention
 from .config import ReplicaSettings
 from .errors import StartupError
+from .memory import DeviceMemory, memory_of
 from .models import resolve
 from .models.base import Model
 from .models.loading import DTYPES
@@ -49,20 +52,45 @@ class ModelRunner:
         group: RankGroup | None = None,
         *,
         model: Model | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
         """Load the weights from a Hugging Face folder, unless there is a model already. Raises StartupError."""
         self.block_size = block_size
         self._attention_backend = settings.attention_backend
         self.device = resolve_device(settings)
         self._group = group if group is not None and group.size > 1 else None
+        self._memory = memory or memory_of(self.device)
         loaded = model or resolve(settings, model_dir, self._group, device=self.device)
         self._model: Model = loaded
         self._pool: KvPool | None = None
         self._attention: AttentionBackend | None = None
         self.spec = self._model.spec
 
+    @torch.inference_mode()
     def allocate_kv(self, num_blocks: int) -> None:
-        """Make room for the KV of `num_blocks` blocks (zeroed; block 0 is the null block); call before `forward`."""
+        """Make room for the KV of `num_blocks` blocks (zeroed; block 0 is the null block); call before `forward`.
+
+        What an earlier call made is given back first.
+        """
+        self._release()
+        self._allocate(num_blocks)
+        if self._memory is not None:
+            self._memory.begin()
+
+    def readings(self) -> list[MemoryReading]:
+        """How each rank's memory looks since `allocate_kv`, in rank order; empty on other ranks. Ask all of them."""
+        assert self._memory is not None, f"nothing is measured on {self.device}"
+        own = self._memory.read()
+        if self._group is None:
+            return [own]
+        parts = self._group.gather(torch.tensor(astuple(own), device=self.device))
+        return [MemoryReading(*part.tolist()) for part in parts or ()]
+
+    def _release(self) -> None:
+        """Drop what `_allocate` made."""
+        self._pool, self._attention = None, None
+
+    def _allocate(self, num_blocks: int) -> None:
         self._pool = KvPool(self.spec, num_blocks, self.block_size, DTYPES[self.spec.dtype], self.device)
         self._attention = choose_attention(self._pool, self.device, self._attention_backend)
 

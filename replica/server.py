@@ -44,9 +44,8 @@ from .messages import (
 )
 from .overlap import OverlappedEngine
 from .port import Delivery, RequestPort
-from .ranks import RankGroup
 from .rates import Rates
-from .resident.runner import ResidentRunner, load_runner
+from .resident.runner import ResidentRunner, RunnerLoader, load_runner
 from .runner import ModelRunner, thread_keeper
 from .scheduler import Limits
 from .startup import measure_rates, number_of_blocks, resolve_limits
@@ -58,7 +57,6 @@ log = logging.getLogger(__name__)
 MAX_FAILURES = 3
 
 T = TypeVar("T")
-RunnerLoader = Callable[[ReplicaSettings, Path, int, RankGroup | None], ModelRunner]
 
 
 @dataclass(slots=True, frozen=True)
@@ -226,7 +224,7 @@ class ReplicaServer:
         self._threads.look()
         self._closers.append(executor.close)
         size = self._kvcache.block_size
-        num_blocks = number_of_blocks(self._kvcache, runner.spec, runner.device)
+        num_blocks = number_of_blocks(self._kvcache, self._settings, runner.spec, executor, runner.device)
         limits = resolve_limits(self._settings, runner.spec, num_blocks=num_blocks, block_size=size)
         executor.allocate(num_blocks)
         rates = measure_rates(executor, limits, size)

@@ -2,39 +2,116 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from statistics import median
+from typing import Protocol
 
 import torch
 
 from ..events.messages import PrefillWork
 from ..kvcache.config import KvCacheSettings
-from ..kvcache.sizing import blocks_that_fit
+from ..kvcache.sizing import MemoryReading, blocks_that_fit, kv_budget_bytes
 from .config import ReplicaSettings
 from .engine import Executor
 from .errors import StartupError
+from .messages import SamplingParams
 from .models.spec import ModelSpec
-from .plan import PlanRow, plan_of_rows
+from .plan import PlanRow, StepPlan, plan_of_rows
 from .rates import Rates
-from .scheduler import Limits
+from .sampler import SamplingRow, prompt_logprobs, sample
+from .scheduler import PROMPT_LOGPROBS_CHUNK, Limits
 
 log = logging.getLogger(__name__)
 
 CPU_KV_BYTES = 512 * 1024 * 1024
-#: Share of the free device memory that KV gets; the rest is for activations. Not tuned: no GPU run was made yet.
-CUDA_KV_SHARE = 0.85
+#: Enough for steps whose results nobody reads: the null block, and one for all tokens of all requests.
+TRIAL_BLOCKS = 2
 #: Long enough that a step's fixed cost hardly shows, short enough not to delay a start.
 WARM_UP_TOKENS = 256
 WARM_UP_REPEATS = 3
+REMEDY = "lower max_batched_tokens or max_running_requests, or share the weights (tensor_parallel_size)"
 
 
-def number_of_blocks(settings: KvCacheSettings, spec: ModelSpec, device: torch.device) -> int:
-    """KV blocks of this rank, the null block included. Raises PoolTooSmall."""
-    if settings.num_kv_blocks:
-        return settings.num_kv_blocks
-    return blocks_that_fit(
-        settings.kv_cache_bytes or _default_kv_bytes(device), spec.bytes_per_block(settings.block_size)
-    )
+class TrialExecutor(Executor, Protocol):
+    """An executor whose ranks can also say how much memory they have left."""
+
+    def allocate(self, num_blocks: int) -> None:
+        """A KV pool on all ranks, in place of the one before."""
+        ...
+
+    def readings(self) -> list[MemoryReading]:
+        """Of all ranks, since `allocate`."""
+        ...
+
+
+def number_of_blocks(
+    cache: KvCacheSettings,
+    settings: ReplicaSettings,
+    spec: ModelSpec,
+    executor: TrialExecutor,
+    device: torch.device,
+) -> int:
+    """KV blocks of every rank, the null block included. Raises PoolTooSmall, StartupError."""
+    if cache.num_kv_blocks:
+        return cache.num_kv_blocks
+    block_bytes = spec.bytes_per_block(cache.block_size)
+    if cache.kv_cache_bytes or device.type == "cpu":
+        return blocks_that_fit(cache.kv_cache_bytes or CPU_KV_BYTES, block_bytes)
+    longest = settings.max_model_len or spec.max_positions
+    limits = Limits(settings.max_running_requests, settings.max_batched_tokens, longest)
+    return blocks_left(trial(executor, limits, cache.block_size), cache.gpu_memory_utilization, block_bytes)
+
+
+def trial(executor: TrialExecutor, limits: Limits, block_size: int) -> list[MemoryReading]:
+    """Run the largest steps that the limits allow; what all ranks' memory looked like. Raises StartupError."""
+    try:
+        executor.allocate(TRIAL_BLOCKS)
+        for plan in largest_steps(limits, block_size):
+            _draw(executor.execute(plan), limits.running)
+    except torch.OutOfMemoryError as error:
+        raise StartupError(f"the largest step does not fit beside the weights: {REMEDY} ({error})") from error
+    return executor.readings()
+
+
+def largest_steps(limits: Limits, block_size: int) -> list[StepPlan]:
+    """A whole step for the end of one longest prompt, all logits of a chunk wanted; and one that all requests share."""
+    last = limits.max_model_len - 1
+    alone = min(limits.max_batched_tokens, last)
+    prompt = PlanRow([0] * alone, last - alone, [1] * -(-last // block_size))
+    share = min(limits.max_batched_tokens // limits.running, last)
+    shared = [PlanRow([0] * share, 0, [1] * -(-share // block_size))] * limits.running
+    return [
+        plan_of_rows(0, [prompt], range(max(0, alone - PROMPT_LOGPROBS_CHUNK), alone)),
+        plan_of_rows(1, shared),
+    ]
+
+
+def _draw(logits: torch.Tensor, running: int) -> None:
+    """All that a step's logits may have to go through."""
+    filtered = SamplingParams(max_tokens=1, top_p=0.5, logit_bias={0: 1.0})
+    prompt_logprobs(logits, [0] * len(logits), 1)
+    sample(logits[:running], [SamplingRow(filtered, 0, (), ())] * min(running, len(logits)))
+
+
+def blocks_left(readings: Sequence[MemoryReading], utilization: float, block_bytes: int) -> int:
+    """Blocks for which every rank has room: those of the one with the least. Raises StartupError."""
+    budgets = [kv_budget_bytes(reading, utilization) for reading in readings]
+    for rank, (reading, budget) in enumerate(zip(readings, budgets, strict=True)):
+        log.info("kv_memory_measured rank=%d kv_bytes=%d %s", rank, budget, _told(reading))
+    rank = budgets.index(min(budgets))
+    if budgets[rank] < 2 * block_bytes:
+        short = readings[rank].free_bytes < readings[rank].share_bytes(utilization)
+        others = "; another process holds memory of this GPU" if short else ""
+        raise StartupError(
+            f"gpu_memory_utilization {utilization:g} leaves {budgets[rank]} bytes for KV on rank {rank}, two blocks "
+            f"take {2 * block_bytes} ({_told(readings[rank])}){others}: raise it, {REMEDY}"
+        )
+    return blocks_that_fit(budgets[rank], block_bytes)
+
+
+def _told(reading: MemoryReading) -> str:
+    return " ".join(f"{name}={value}" for name, value in asdict(reading).items())
 
 
 def resolve_limits(settings: ReplicaSettings, spec: ModelSpec, *, num_blocks: int, block_size: int) -> Limits:
@@ -77,10 +154,3 @@ def measure_rates(
         for duration in durations:
             rates.learn(PrefillWork(1, count, count * count / 2, 0.0), duration)
     return rates
-
-
-def _default_kv_bytes(device: torch.device) -> int:
-    if device.type == "cpu":
-        return CPU_KV_BYTES
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free * CUDA_KV_SHARE)

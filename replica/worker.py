@@ -16,16 +16,17 @@ import zmq
 
 from ..events.binding import tcp_address
 from ..kvcache.cache import CachedBlock
+from ..kvcache.sizing import MemoryReading
 from .config import ReplicaSettings
 from .errors import RankLost, StartupError
 from .plan import StepPlan
 from .ranks import Backend, RankGroup
-from .resident.runner import Drawn, ResidentRunner, load_runner
+from .resident.runner import Drawn, ResidentRunner, RunnerLoader, load_runner
 from .runner import ModelRunner, resolve_device, thread_keeper
 
 log = logging.getLogger(__name__)
 
-HELLO, ALLOCATE, STEP, LAUNCH, STOP = b"hello", b"allocate", b"step", b"launch", b"stop"
+HELLO, ALLOCATE, READ, STEP, LAUNCH, STOP = b"hello", b"allocate", b"read", b"step", b"launch", b"stop"
 #: A rank whose connection is silent for so long is gone; heartbeats come from ZeroMQ's own threads, so that a long
 #: step is no silence.
 SILENCE_S = 10
@@ -78,6 +79,9 @@ class LocalExecutor:
     def allocate(self, num_blocks: int) -> None:
         self._runner.allocate_kv(num_blocks)
 
+    def readings(self) -> list[MemoryReading]:
+        return self._runner.readings()
+
     def execute(self, plan: StepPlan) -> torch.Tensor:
         logits = self._runner.forward(plan)
         assert logits is not None, "rank 0 has the logits"
@@ -102,6 +106,11 @@ class GangExecutor:
     def allocate(self, num_blocks: int) -> None:
         self._channel.send(ALLOCATE, msgspec.msgpack.encode(num_blocks))
         self._runner.allocate_kv(num_blocks)
+
+    def readings(self) -> list[MemoryReading]:
+        """Of all ranks."""
+        self._channel.send(READ)
+        return self._runner.readings()
 
     def execute(self, plan: StepPlan) -> torch.Tensor:
         """Raises RankLost for whatever goes wrong: after half a step the ranks are out of step for good."""
@@ -172,12 +181,21 @@ class PlanChannel:
 class RankWorker:
     """A rank above 0: loads its share of the weights and runs what rank 0 sends, until told to stop."""
 
-    def __init__(self, settings: ReplicaSettings, *, block_size: int, model_dir: Path, gang: GangSpec) -> None:
+    def __init__(
+        self,
+        settings: ReplicaSettings,
+        *,
+        block_size: int,
+        model_dir: Path,
+        gang: GangSpec,
+        load_runner: RunnerLoader = load_runner,
+    ) -> None:
         assert 0 < gang.rank < gang.size, f"rank {gang.rank} of {gang.size} is no worker"
         self._settings = settings
         self._block_size = block_size
         self._model_dir = model_dir
         self._gang = gang
+        self._load_runner = load_runner
         self._stopping = threading.Event()
         self._threads = thread_keeper(settings)
         self._runner: ModelRunner | None = None
@@ -188,7 +206,7 @@ class RankWorker:
         self._threads.begin()
         group = join_gang(self._gang, self._settings)
         endpoint = share_endpoint(group, "", self._settings)
-        self._runner = load_runner(self._settings, self._model_dir, self._block_size, group)
+        self._runner = self._load_runner(self._settings, self._model_dir, self._block_size, group)
         self._link = _WorkerLink(endpoint, self._gang.rank)
         log.info("worker_ready rank=%d endpoint=%s", self._gang.rank, endpoint)
 
@@ -228,6 +246,9 @@ class RankWorker:
             return False
         if kind == ALLOCATE:
             runner.allocate_kv(msgspec.msgpack.decode(payload, type=int))
+            return True
+        if kind == READ:
+            runner.readings()
             return True
         plan = msgspec.msgpack.decode(payload, type=StepPlan)
         try:

@@ -35,6 +35,10 @@ class Graphs(Protocol):
         """Run it again on what its tensors hold now."""
         ...
 
+    def clear(self) -> None:
+        """Forget all, and give back what they keep."""
+        ...
+
 
 class EagerGraphs:
     """Replays by calling."""
@@ -47,6 +51,9 @@ class EagerGraphs:
 
     def replay(self, size: int) -> None:
         self._runs[size]()
+
+    def clear(self) -> None:
+        self._runs.clear()
 
 
 class CudaGraphs:
@@ -75,6 +82,10 @@ class CudaGraphs:
 
     def replay(self, size: int) -> None:
         self._graphs[size].replay()
+
+    def clear(self) -> None:
+        self._graphs.clear()
+        self._pool = None
 
 
 def graphs_for(device: torch.device) -> Graphs:

@@ -5,6 +5,9 @@ requests: a plan says which slot a row is.
 """
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,7 @@ from ..attention.base import Batch
 from ..attention.paged import PagedAttention
 from ..config import ReplicaSettings
 from ..kernels.choice import choose_kernels
+from ..memory import DeviceMemory
 from ..models.base import Model
 from ..plan import StepPlan, lay_out
 from ..ranks import RankGroup
@@ -48,6 +52,9 @@ class Drawn:
         return found
 
 
+RunnerLoader = Callable[[ReplicaSettings, Path, int, RankGroup | None], ModelRunner]
+
+
 def load_runner(
     settings: ReplicaSettings, model_dir: Path, block_size: int, group: RankGroup | None = None
 ) -> ModelRunner:
@@ -55,6 +62,16 @@ def load_runner(
     wanted = settings.overlap_steps
     resident = wanted == "on" or (wanted == "auto" and resolve_device(settings).type == "cuda")
     return (ResidentRunner if resident else ModelRunner)(settings, model_dir, block_size, group)
+
+
+@dataclass(slots=True, frozen=True)
+class _Resident:
+    """What goes with one pool of KV."""
+
+    paged: PagedAttention
+    table: RequestTable
+    mirror: TableMirror
+    decode: DecodeStep
 
 
 class ResidentRunner(ModelRunner):
@@ -69,57 +86,67 @@ class ResidentRunner(ModelRunner):
         *,
         model: Model | None = None,
         graphs: Graphs | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
-        super().__init__(settings, model_dir, block_size, group, model=model)
+        super().__init__(settings, model_dir, block_size, group, model=model, memory=memory)
         self._most_rows = min(settings.max_running_requests, settings.max_batched_tokens)
         self._max_model_len = settings.max_model_len or self.spec.max_positions
         self._kernels = choose_kernels(self.device)
         self._graphs = graphs if graphs is not None else graphs_for(self.device)
         self._sizes = graph_sizes(self._most_rows)
-        self._mirror = TableMirror(block_size)
+        self._resident: _Resident | None = None
 
-    @torch.inference_mode()
-    def allocate_kv(self, num_blocks: int) -> None:
-        """As `ModelRunner.allocate_kv`; also the table, and a graph for each size, largest first."""
-        super().allocate_kv(num_blocks)
+    def _release(self) -> None:
+        self._graphs.clear()
+        self._resident = None
+        super()._release()
+
+    def _allocate(self, num_blocks: int) -> None:
+        """Also the table, and a graph for each size, largest first."""
+        super()._allocate(num_blocks)
         assert self._pool is not None
         if not isinstance(self._attention, PagedAttention):
             self._attention = PagedAttention(self._pool, self._kernels)
-        self._paged = self._attention
         pages = min(num_blocks, -(-self._max_model_len // self.block_size) + 1)
-        self._table = RequestTable(self._most_rows, pages, self.device)
-        self._decode = DecodeStep(
+        table = RequestTable(self._most_rows, pages, self.device)
+        decode = DecodeStep(
             self._model,
-            self._paged,
+            self._attention,
             self._kernels,
-            self._table,
+            table,
             most=self._most_rows,
             block_size=self.block_size,
             group=self._group,
         )
+        self._resident = _Resident(self._attention, table, TableMirror(self.block_size), decode)
         for size in reversed(self._sizes):  # the largest first: the others fit into its memory
-            self._graphs.capture(size, lambda size=size: self._decode.run(size))  # type: ignore[misc]
+            self._graphs.capture(size, partial(decode.run, size))
         log.info("graphs_captured sizes=%d largest=%d", len(self._sizes), self._most_rows)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Drawn:
         """Start a step whose rows have slots. All ranks must be called with the same plan."""
-        self._table.apply(self._mirror.delta(plan))
+        resident = self._there()
+        resident.table.apply(resident.mirror.delta(plan))
         if plan.drawn == plan.slots and plan.q_lens == [1] * len(plan.slots) and not plan.copies:
-            return Drawn(self._replay(plan))
-        return Drawn(self._run(plan))
+            return Drawn(self._replay(plan, resident.decode))
+        return Drawn(self._run(plan, resident))
 
-    def _replay(self, plan: StepPlan) -> torch.Tensor:
+    def _there(self) -> _Resident:
+        assert self._resident is not None, "launch before allocate_kv"
+        return self._resident
+
+    def _replay(self, plan: StepPlan, decode: DecodeStep) -> torch.Tensor:
         count = len(plan.slots)
         size = padded_size(count, self._sizes)
         assert size is not None, f"{count} rows, {self._most_rows} at most"
         rows = np.zeros(size, dtype=np.int64)
         rows[:count] = plan.slots
-        self._decode.rows[:size].copy_(to_device(rows, self.device))
+        decode.rows[:size].copy_(to_device(rows, self.device))
         self._graphs.replay(size)
-        return self._decode.tokens[:count]
+        return decode.tokens[:count]
 
-    def _run(self, plan: StepPlan) -> torch.Tensor:
+    def _run(self, plan: StepPlan, resident: _Resident) -> torch.Tensor:
         """A step of any shape, not from a graph."""
         assert self._pool is not None, "launch before allocate_kv"
         ragged = lay_out(plan, self.block_size)
@@ -129,23 +156,23 @@ class ResidentRunner(ModelRunner):
         if plan.fed:
             ends = np.cumsum(plan.q_lens)[plan.fed] - 1
             fed = to_device(np.asarray(plan.slots, dtype=np.int64)[plan.fed], self.device)
-            batch.token_ids.index_copy_(0, to_device(ends, self.device), self._table.last_tokens[fed])
+            batch.token_ids.index_copy_(0, to_device(ends, self.device), resident.table.last_tokens[fed])
         if plan.copies:
             self._pool.copy(*batch.copied_slots)
-        self._paged.begin(batch)
-        logits = self._model.forward(batch.token_ids, batch.positions, self._paged, batch.logits_at)
+        resident.paged.begin(batch)
+        logits = self._model.forward(batch.token_ids, batch.positions, resident.paged, batch.logits_at)
         ends = np.asarray(ragged.kv_lens, dtype=np.int64)
-        self._table.seq_lens.index_copy_(0, slots, to_device(ends, self.device).int())
-        return self._drawn(logits, drawn)
+        resident.table.seq_lens.index_copy_(0, slots, to_device(ends, self.device).int())
+        return self._drawn(logits, drawn, resident.table)
 
-    def _drawn(self, logits: torch.Tensor | None, slots: torch.Tensor) -> torch.Tensor:
+    def _drawn(self, logits: torch.Tensor | None, slots: torch.Tensor, table: RequestTable) -> torch.Tensor:
         tokens = torch.zeros(len(slots), dtype=torch.int64, device=self.device)
         if not len(slots):
             return tokens
         if logits is not None:
-            inputs = self._table.sampling(slots, self._table.seq_lens[slots])
+            inputs = table.sampling(slots, table.seq_lens[slots])
             self._kernels.sample(logits[: len(slots)].float(), inputs, tokens)
         if self._group is not None:
             self._group.broadcast(tokens)
-        self._table.last_tokens.index_copy_(0, slots, tokens)
+        table.last_tokens.index_copy_(0, slots, tokens)
         return tokens

@@ -4,7 +4,10 @@ import os
 import subprocess
 import sys
 
-from homing.cluster.parts import TORCH_ENVIRONMENT
+import pytest
+
+from homing.cluster.parts import TORCH_ENVIRONMENT, of_its_part
+from homing.kvcache.config import KvCacheSettings
 
 #: Runs a packed layer over 400 row counts, as steps do, and prints by how many MB the process grew.
 GROWTH = """
@@ -46,3 +49,11 @@ def test_an_operators_own_value_stands():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=own)
 
     assert done.stdout.strip() == "7"
+
+
+@pytest.mark.parametrize(("gpus", "share"), [(0.0, 0.8), (1.0, 0.8), (2.0, 0.8), (0.5, 0.4), (0.25, 0.2)])
+def test_rank_with_a_part_of_a_gpu_takes_that_part_of_its_memory(gpus, share):
+    """Otherwise the first of two replicas on one GPU would leave the second nothing."""
+    cache = KvCacheSettings(gpu_memory_utilization=0.8)
+
+    assert of_its_part(cache, gpus).gpu_memory_utilization == pytest.approx(share)

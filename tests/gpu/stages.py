@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
@@ -186,7 +187,7 @@ def _graph_bits(setup: Setup) -> Figure:
         runner = random_runner(name, setup.device, 40, 16, max_running_requests=8, max_model_len=128)
         if graphs is not None:
             for size in runner._sizes:
-                graphs.capture(size, lambda size=size, runner=runner: runner._decode.run(size))  # type: ignore[misc]
+                graphs.capture(size, partial(runner._there().decode.run, size))
             runner._graphs = graphs
         tokens = [runner.launch(plan).tokens() for plan in _decode_plans(rows=5, context=40, block_size=16, steps=4)]
         assert runner._pool is not None

@@ -2,7 +2,14 @@
 
 import pytest
 
-from homing.kvcache import PoolTooSmall, blocks_that_fit, bytes_per_block, kv_budget_bytes, kv_heads_per_rank
+from homing.kvcache import (
+    MemoryReading,
+    PoolTooSmall,
+    blocks_that_fit,
+    bytes_per_block,
+    kv_budget_bytes,
+    kv_heads_per_rank,
+)
 
 
 def llama_70b(tensor_parallel_size: int = 1) -> int:
@@ -53,16 +60,32 @@ def test_heads_that_do_not_divide_are_refused(heads: int, ranks: int):
         kv_heads_per_rank(heads, ranks)
 
 
-def test_the_budget_is_what_weights_and_activations_leave():
+def test_the_budget_is_what_weights_and_the_largest_step_leave():
     """Utilization is of all memory, as users set it."""
-    left = kv_budget_bytes(memory_bytes=1_000, utilization=0.9, weights_bytes=500, activation_bytes=100)
+    reading = MemoryReading(total_bytes=1_000, free_bytes=450, held_bytes=500, peak_bytes=100)
 
-    assert left == 300
+    assert kv_budget_bytes(reading, 0.9) == 300
+
+
+def test_no_more_is_taken_than_is_free():
+    """Another process may hold a part that the setting grants."""
+    reading = MemoryReading(total_bytes=1_000, free_bytes=250, held_bytes=500, peak_bytes=100)
+
+    assert kv_budget_bytes(reading, 0.9) == 150
+
+
+def test_ranks_on_halves_of_a_device_leave_each_other_theirs():
+    """Whichever of two is first finds all of it free."""
+    first = MemoryReading(total_bytes=1_000, free_bytes=700, held_bytes=200, peak_bytes=50)
+    taken = kv_budget_bytes(first, 0.45)
+    second = MemoryReading(total_bytes=1_000, free_bytes=500 - taken, held_bytes=200, peak_bytes=50)
+
+    assert taken == kv_budget_bytes(second, 0.45) == 200
 
 
 def test_a_budget_is_never_negative():
     """The error then comes from counting blocks, with both numbers in it."""
-    assert kv_budget_bytes(memory_bytes=100, utilization=0.9, weights_bytes=500, activation_bytes=0) == 0
+    assert kv_budget_bytes(MemoryReading(100, 100, 500, 0), 0.9) == 0
 
 
 def test_memory_for_a_single_block_is_refused_with_advice():

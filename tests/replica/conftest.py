@@ -1,5 +1,6 @@
 """Random checkpoints and transformers' answers to them, made once a session. Loads torch only for tests that ask."""
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,3 +46,11 @@ def reference() -> Callable[[Path, list[list[int]], int], list[list[int]]]:
         return known[key]
 
     return answers
+
+
+@pytest.fixture
+def free_port() -> int:
+    """Where the ranks of a gang may meet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

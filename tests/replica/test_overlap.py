@@ -274,6 +274,9 @@ class EveryBatchPadded:
     def replay(self, size: int) -> None:
         self.runs[self.most]()
 
+    def clear(self) -> None:
+        self.runs = {}
+
 
 def answers(kind: type[Engine], runner: ModelRunner, prompts: Sequence[Sequence[int]], blocks: int) -> dict:
     hasher = BlockHasher(runner.block_size, seed=3)
