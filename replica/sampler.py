@@ -165,8 +165,7 @@ def _tensor(values: npt.NDArray[np.int64] | npt.NDArray[np.float32], like: torch
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """One token for each row from its distribution, by the uniforms of its seed and position: [rows] int64."""
     temperatures = torch.tensor([row.params.temperature for row in rows], device=logits.device)
-    scaled = logits / temperatures[:, None]
-    scaled -= scaled.amax(-1, keepdim=True)
+    scaled = _scaled(logits, temperatures[:, None])
     floors = torch.tensor([_floor(scaled[index], row.params) for index, row in enumerate(rows)], device=logits.device)
     weights = torch.where(scaled >= floors[:, None], scaled.exp(), 0.0)
     levels = [_grouped(weights)]
@@ -179,6 +178,22 @@ def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     for step, groups in enumerate(reversed(levels)):
         chosen = chosen * FAN_OUT + _choose(groups[each, chosen], points[:, step, None])
     return chosen
+
+
+def _scaled(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """Logits over the temperature, shifted so that each row's greatest is 0.
+
+    Where the greatest is no finite number (an edit overflowed, or every token is banned), the likeliest token is
+    certain: one request's odd parameters must not fail a step for all.
+    """
+    scaled = logits / temperatures
+    greatest = scaled.amax(-1, keepdim=True)
+    scaled -= greatest
+    odd = (~greatest[:, 0].isfinite()).nonzero()[:, 0]
+    if len(odd):
+        scaled[odd] = -math.inf
+        scaled[odd, logits[odd].argmax(-1)] = 0.0
+    return scaled
 
 
 def _grouped(weights: torch.Tensor) -> torch.Tensor:

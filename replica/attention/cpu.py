@@ -83,6 +83,7 @@ class _Row:
     kv_len: int
     first_page: int
     pages: int
+    sees_all: bool  #: no key is hidden by a window
 
 
 def split_work(batch: Batch, block_size: int, group_pages: int, window: int | None) -> Work:
@@ -105,18 +106,22 @@ def _rows(batch: Batch, block_size: int, window: int | None) -> list[_Row]:
     for index, (q_len, kv_len) in enumerate(zip(batch.q_lens, batch.kv_lens, strict=True)):
         first_seen = 0 if window is None else max(0, kv_len - q_len - window + 1)
         first_page = first_seen // block_size
-        rows.append(_Row(index, start, q_len, kv_len, first_page, -(-kv_len // block_size) - first_page))
+        pages = -(-kv_len // block_size) - first_page
+        rows.append(_Row(index, start, q_len, kv_len, first_page, pages, sees_all=not first_seen))
         start += q_len
     return rows
 
 
 def _families(rows: list[_Row], tables: Tables) -> list[tuple[list[_Row], int]]:
-    """Rows that begin with the same pages, with the number of these; and all others, who share nothing."""
+    """Rows that begin with the same pages, with the number of these; and all others, who share nothing.
+
+    Shared pages are read without hiding any key, so a row whose window begins inside its first page is alone, too.
+    """
     by_block: dict[int, list[_Row]] = {}
     for row in rows:
-        if row.first_page == 0:
+        if row.sees_all:
             by_block.setdefault(int(tables[row.index, 0]), []).append(row)
-    alone = [row for row in rows if row.first_page]
+    alone = [row for row in rows if not row.sees_all]
     families = []
     for members in by_block.values():
         shared = _shared_pages(members, tables)

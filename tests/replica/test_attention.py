@@ -1,7 +1,7 @@
 """Every backend equals attention written out as mathematics, and that equals a dense computation."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -94,7 +94,21 @@ RULES = {
     "sinks": AttentionRule(0.3, sinks=torch.tensor([0.1, -1.0, 2.0, 0.5])),
     "all": AttentionRule(0.3, window=6, softcap=2.0, sinks=torch.tensor([0.1, -1.0, 2.0, 0.5])),
 }
-SHAPES = {"grouped": Shape(), "one group": Shape(kv_heads=1), "no group": Shape(kv_heads=4), "mla": Shape(value_dim=6)}
+SHAPES = {
+    "grouped": Shape(),
+    "one group": Shape(kv_heads=1),
+    "no group": Shape(kv_heads=4),
+    "mla": Shape(value_dim=6),
+    "dims of no power of two": Shape(key_dim=10, value_dim=5),
+    "three KV heads": Shape(heads=12, kv_heads=3),
+    "six KV heads": Shape(heads=6, kv_heads=6),
+    "eight KV heads": Shape(heads=16, kv_heads=8),
+}
+
+
+def fitted(rule: AttentionRule, shape: Shape) -> AttentionRule:
+    """The rule with as many sinks as the shape has heads."""
+    return rule if rule.sinks is None else replace(rule, sinks=torch.linspace(-1, 2, shape.heads))
 
 
 def paged_attention(pool: KvPool) -> PagedAttention:
@@ -107,6 +121,7 @@ def paged_attention(pool: KvPool) -> PagedAttention:
 def test_backend_equals_the_reference(shape, rule, backend):
     """Prefill from zero, chunks after a prefix, and decode rows of different lengths in one step, in any order."""
     batch = batch_of([(22, 1), (40, 1), (0, 9), (6, 5), (0, 1), (3, 1), (16, 16)])
+    rule = fitted(rule, shape)
 
     got, pool = run(backend, batch, shape, rule)
     wanted, reference_pool = run(ReferenceAttention, batch, shape, rule)
@@ -130,16 +145,20 @@ def test_cpu_backend_equals_the_reference_for_any_lengths(lengths, window, group
     torch.testing.assert_close(got, run(ReferenceAttention, batch, Shape(), rule)[0], rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 1), st.integers(0, 40)), min_size=1, max_size=8),
     st.integers(1, 12),
     st.sampled_from(list(RULES)),
     st.sampled_from(list(SHAPES)),
     st.sampled_from([1, 700, 1 << 20]),
+    st.none() | st.integers(1, 90),
 )
-def test_rows_that_share_a_prefix_get_what_each_would_get_alone(rows, pages, rule, shape, group_bytes):
-    """Decoding rows read the pages that their tables begin with once; two families here, and rows of any length."""
+def test_rows_that_share_a_prefix_get_what_each_would_get_alone(rows, pages, rule, shape, group_bytes, window):
+    """Decoding rows read the pages that their tables begin with once; two families here, and rows of any length.
+
+    A window may begin anywhere, also inside the first of the shared pages.
+    """
     plans, block = [], 1 + 2 * pages
     for family, own in rows:
         count = own // BLOCK + 1
@@ -147,10 +166,23 @@ def test_rows_that_share_a_prefix_get_what_each_would_get_alone(rows, pages, rul
         plans.append(PlanRow([1], pages * BLOCK + own, [*prefix, *range(block, block + count)]))
         block += count
     batch = Batch.on_device(lay_out(plan_of_rows(0, plans), BLOCK), CPU)
+    asked = replace(fitted(RULES[rule], SHAPES[shape]), window=window)
 
-    got, _ = run(partial(ScratchAttention, group_bytes=group_bytes), batch, SHAPES[shape], RULES[rule])
+    got, _ = run(partial(ScratchAttention, group_bytes=group_bytes), batch, SHAPES[shape], asked)
 
-    torch.testing.assert_close(got, run(ReferenceAttention, batch, SHAPES[shape], RULES[rule])[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got, run(ReferenceAttention, batch, SHAPES[shape], asked)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [40, 41, 43, 44])
+def test_window_that_begins_inside_a_shared_page_hides_the_keys_before_it(window):
+    """Four rows of 41 to 44 tokens on eight shared pages: of the first page some see less than others."""
+    plans = [PlanRow([1], 40 + i, [*range(1, 9), *range(9 + 3 * i, 12 + 3 * i)]) for i in range(4)]
+    batch = Batch.on_device(lay_out(plan_of_rows(0, plans), BLOCK), CPU)
+    rule = AttentionRule(0.4, window=window)
+
+    got, _ = run(ScratchAttention, batch, Shape(), rule)
+
+    torch.testing.assert_close(got, run(ReferenceAttention, batch, Shape(), rule)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_a_shared_prefix_is_gathered_once():

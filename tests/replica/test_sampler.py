@@ -20,7 +20,7 @@ def logits_of(seed: int, rows: int = 1, vocab: int = VOCAB) -> torch.Tensor:
 
 
 def row(position: int = 0, prompt=(), generated=(), banned=(), **params) -> SamplingRow:
-    return SamplingRow(SamplingParams(max_tokens=99, **params), position, prompt, generated, banned)
+    return SamplingRow(SamplingParams(max_tokens=99, **params), position, prompt, generated, tuple(banned))
 
 
 def draw(logits: torch.Tensor, count: int, **params) -> list[int]:
@@ -192,6 +192,37 @@ def test_banned_tokens_are_never_drawn():
     logits[0, 2] = 30.0
 
     assert set(draw(logits, 200, banned=(2,))) == {0, 1, 3}
+
+
+FILTERS = [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.5, "top_k": 3, "min_p": 0.2}]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"banned": range(VOCAB)},
+        {"logit_bias": {7: 3.4e38}, "temperature": 0.5},
+        {"logit_bias": {7: 3.4e38, 8: 3.4e38}, "temperature": 0.5},
+        {"repetition_penalty": 1e-300, "generated": (2, 7)},
+        {"temperature": 1e30},
+        {"temperature": 1e-5},
+    ],
+    ids=str,
+)
+def test_parameters_that_overflow_harm_nobody(odd, filters):
+    """A penalty may divide by next to nothing and stop ids may be the whole vocabulary; others share the batch."""
+    logits = logits_of(3, rows=2)
+    neighbour = row(seed=4, top_p=0.8)
+
+    strange, unharmed = sample(logits, [row(**odd, **filters), neighbour])
+
+    assert 0 <= strange.token_id < VOCAB
+    assert unharmed == sample(logits[1:], [neighbour])[0]
+    if "logit_bias" in odd:
+        assert strange.token_id == 7
+    if odd.get("temperature") == 1e-5:
+        assert strange.token_id == int(logits[0].argmax())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
