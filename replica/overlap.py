@@ -132,7 +132,11 @@ class OverlappedEngine(Engine):
             slots=slots,
             drawn=[slot_of[id(row)] for row in wanted.samplers],
             fed=[index for index, row in enumerate(rows) if row.end > len(row.request.tokens)],
-            started=[_start(slot_of[id(row)], row.request) for row in rows if id(row.request) in begun],
+            started=[
+                _start(slot_of[id(row)], row.request, self._model.vocab_size)
+                for row in rows
+                if id(row.request) in begun
+            ],
         )
 
     def _land(self, flight: Flight, result: StepResult) -> None:
@@ -158,14 +162,14 @@ class OverlappedEngine(Engine):
         self._landed_at = now
 
 
-def _start(slot: int, request: RequestState) -> SlotStart:
+def _start(slot: int, request: RequestState, vocab_size: int) -> SlotStart:
     params = request.sampling
     return SlotStart(
         slot=slot,
         prompt_tokens=request.prompt_tokens,
         seed=params.seed,
         temperature=params.temperature,
-        top_k=params.top_k,
+        top_k=min(params.top_k, vocab_size),  # the device has 32 bits for it
         top_p=params.top_p,
         min_p=params.min_p,
     )

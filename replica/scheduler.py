@@ -43,6 +43,7 @@ class Limits:
     max_batched_tokens: int
     #: Longest prompt plus answer; never more than the pool holds.
     max_model_len: int
+    worth_waiting_tokens: int = WORTH_WAITING_TOKENS
 
     @property
     def running(self) -> int:
@@ -87,14 +88,7 @@ class Backlog:
 class Scheduler:
     """The waiting and the running requests of one replica, and the blocks of the latter."""
 
-    def __init__(
-        self,
-        limits: Limits,
-        cache: PrefixCache,
-        hasher: BlockHasher,
-        *,
-        worth_waiting_tokens: int = WORTH_WAITING_TOKENS,
-    ) -> None:
+    def __init__(self, limits: Limits, cache: PrefixCache, hasher: BlockHasher) -> None:
         capacity = cache.free_blocks * hasher.block_size
         assert limits.max_model_len <= capacity, f"max_model_len {limits.max_model_len}, pool of {capacity} tokens"
         self.limits = limits
@@ -102,7 +96,7 @@ class Scheduler:
         self._cache = cache
         self._hasher = hasher
         self._capacity_blocks = cache.free_blocks
-        self._worth_waiting_blocks = max(1, worth_waiting_tokens // hasher.block_size)
+        self._worth_waiting_blocks = max(1, limits.worth_waiting_tokens // hasher.block_size)
         self._requests: dict[RequestKey, RequestState] = {}
         #: Both sorted by urgency.
         self._waiting: list[RequestState] = []
@@ -278,7 +272,11 @@ class Scheduler:
             yield row
 
     def _is_being_computed(self, request: RequestState, match: PrefixMatch) -> bool:
-        """A running request is about to compute what this one lacks, and enough of it to be worth a wait."""
+        """A running request is about to compute what this one lacks, and enough of it to be worth a wait.
+
+        Or computes it in a step that is in flight; it then may decode already. Whoever is admitted comes after all rows
+        of running requests, so the one that is waited for goes on in every step.
+        """
         if not self._cache.enabled or not request.may_use_cache:
             return False
         first = len(match.blocks)
@@ -289,7 +287,7 @@ class Scheduler:
         return any(
             other.committed_blocks == first and last < len(other.hashes) and other.hashes[last] == name
             for other in self._running
-            if not other.decoding
+            if other.in_flight or not other.decoding
         )
 
     def _hopeless(self, request: RequestState) -> bool:

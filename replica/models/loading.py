@@ -80,7 +80,10 @@ def weights_dtype(settings: ReplicaSettings, config: Any, device: torch.device) 
 
 
 def eos_token_ids(model_dir: Path, config: Any) -> tuple[int, ...]:
-    """Ids that end an answer: the generation configuration's where there is one, else the model's."""
+    """Ids that end an answer: the generation configuration's where there is one, else the model's.
+
+    Those that the vocabulary does not have can neither be drawn nor banned: they are left out.
+    """
     path = model_dir / "generation_config.json"
     generation = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
     ids = generation.get("eos_token_id")
@@ -88,4 +91,8 @@ def eos_token_ids(model_dir: Path, config: Any) -> tuple[int, ...]:
         ids = getattr(config, "eos_token_id", None)
     if ids is None:
         return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)
+    named = (ids,) if isinstance(ids, int) else tuple(ids)
+    known = tuple(token for token in named if 0 <= token < getattr(config, "vocab_size", token + 1))
+    if known != named:
+        logger.warning("eos_ids_ignored ids=%s reason='not in the vocabulary'", sorted(set(named) - set(known)))
+    return known

@@ -37,6 +37,7 @@ class Rig:
     block_size: int = 2
     budget: int = 64
     running: int = 8
+    worth_waiting: int = 128
     hasher_of: Callable[[int], BlockHasher] = lambda block_size: BlockHasher(block_size, seed=3)
     enabled: bool = True
     outputs: dict[tuple[str, int], list[TokenOutput]] = field(default_factory=lambda: defaultdict(list))
@@ -48,7 +49,7 @@ class Rig:
         self.clock = FakeClock(tick=0.02)
         self.executor = FakeExecutor(FakeModel(self.blocks + 1, self.block_size))
         self.engine = Engine(
-            limits=Limits(self.running, self.budget, self.blocks * self.block_size),
+            limits=Limits(self.running, self.budget, self.blocks * self.block_size, self.worth_waiting),
             model=EngineModel(VOCAB, (EOS,)),
             cache=self.cache,
             hasher=self.hasher,
@@ -645,11 +646,12 @@ REQUEST = st.tuples(
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(REQUEST, min_size=1, max_size=8),
-    st.integers(6, 16),
+    st.integers(1, 16),
     st.integers(1, 4),
     st.integers(1, 20),
     st.integers(1, 5),
     st.integers(0, 7),
+    st.sampled_from([1, 4, 128]),
 )
 def test_whatever_the_schedule_everybody_gets_the_tokens_of_an_undisturbed_run(
     requests: list[tuple[int, list[int], int, int]],
@@ -658,9 +660,10 @@ def test_whatever_the_schedule_everybody_gets_the_tokens_of_an_undisturbed_run(
     budget: int,
     running: int,
     pinning: int,
+    worth_waiting: int,
 ) -> None:
-    """Budget, chunks, cache hits, preemption and pins (of the first few requests) are matters of speed alone."""
-    rig = Rig(blocks=blocks, block_size=block_size, budget=budget, running=running)
+    """Budget, chunks, cache hits, waits, preemption and pins (of the first few requests) are matters of speed alone."""
+    rig = Rig(blocks=blocks, block_size=block_size, budget=budget, running=running, worth_waiting=worth_waiting)
     expected = {}
     for number, (shared, own, max_tokens, steps_before) in enumerate(requests):
         prompt = [*range(shared), *own]

@@ -12,6 +12,7 @@ from homing.replica.demo import demo_model_path
 from homing.replica.models.errors import ModelError, UnsupportedModel, WeightsMissing
 from homing.replica.models.families import split_problem
 from homing.replica.models.layers import Int8Linear, Linear, int8_problem, packing_problem
+from homing.replica.models.loading import eos_token_ids
 from homing.replica.models.native import NativeModel, layer_windows, native_problem
 from homing.replica.models.rope import inverse_frequencies
 from homing.replica.plan import PlanRow, plan_of_rows
@@ -280,6 +281,14 @@ def test_spec_tells_memory_and_limits(checkpoint):
     assert spec.bytes_per_block(BLOCK_SIZE) == 2 * 2 * 2 * 16 * 4 * 8
     assert (spec.layers, spec.kv_heads, spec.head_dim, spec.vocab_size, spec.max_positions) == (2, 2, 16, 211, 256)
     assert (spec.eos_token_ids, spec.dtype) == ((2,), "float32")
+
+
+def test_end_ids_outside_the_vocabulary_are_left_out(tmp_path):
+    """Nobody can draw them; banning them before `min_tokens` would fail the step for all."""
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 211, 128009, 5]}')
+
+    assert eos_token_ids(tmp_path, AutoConfig.for_model("llama", vocab_size=211)) == (2, 5)
+    assert eos_token_ids(tmp_path, AutoConfig.for_model("llama", vocab_size=212)) == (2, 211, 5)
 
 
 def test_adapter_reports_the_same_spec(checkpoint):

@@ -78,6 +78,7 @@ class Rig:
     block_size: int = 2
     budget: int = 64
     running: int = 8
+    worth_waiting: int = 128
     outputs: dict[int, list[TokenOutput]] = field(default_factory=lambda: defaultdict(list))
     refused: list[int] = field(default_factory=list)
 
@@ -87,7 +88,7 @@ class Rig:
         self.cache = PrefixCache(self.blocks + 1, self.block_size, pin_limits=limits)
         self.launcher = FakeLauncher(FakeModel(self.blocks + 1, self.block_size))
         self.engine = OverlappedEngine(
-            limits=Limits(self.running, self.budget, self.blocks * self.block_size),
+            limits=Limits(self.running, self.budget, self.blocks * self.block_size, self.worth_waiting),
             model=EngineModel(VOCAB, (EOS,)),
             cache=self.cache,
             hasher=self.hasher,
@@ -211,28 +212,64 @@ def test_request_that_needs_the_host_makes_steps_plain_while_it_lives(rig):
     assert [bool(plan.slots) for plan in rig.launcher.model.plans].count(False) == 3
 
 
+def test_who_comes_while_the_last_chunk_of_its_prefix_is_in_flight_waits_for_it():
+    """Its blocks are announced a step later; computing them again would cost the whole prompt."""
+    rig = Rig(worth_waiting=4)
+    rig.add(1, [1, 2, 3, 4, 5, 6, 7, 8, 9], ignore_eos=True)
+    rig.step()
+    rig.add(2, [1, 2, 3, 4, 5, 6, 7, 8, 5], ignore_eos=True)
+
+    meanwhile = rig.step().rows
+    rig.run()
+
+    assert meanwhile == 1
+    assert [rig.outputs[number][0].cached_tokens for number in (1, 2)] == [0, 8]
+    assert [rig.tokens(number)[0] for number in (1, 2)] == [
+        undisturbed([1, 2, 3, 4, 5, 6, 7, 8, last], 1)[0] for last in (9, 5)
+    ]
+
+
+@pytest.mark.parametrize("where", ["fail_next", "fail_landing", "aborted"])
+def test_who_waits_for_a_prefix_in_flight_goes_on_when_it_never_comes(where):
+    """The step fails, or the one who computes it is aborted: nothing was announced, all is computed."""
+    rig = Rig(worth_waiting=4, budget=4)
+    rig.add(1, [1, 2, 3, 4, 5, 6, 7, 8, 9], ignore_eos=True)
+    rig.step()
+    rig.add(2, [1, 2, 3, 4, 5, 6, 7, 8, 5], ignore_eos=True)
+    rig.step()
+    if where == "aborted":
+        rig.engine.abort("a", [1])
+    else:
+        setattr(rig.launcher, where, 1)
+    rig.run()
+
+    assert rig.refused == ([] if where == "aborted" else [1])
+    assert rig.tokens(2) == undisturbed([1, 2, 3, 4, 5, 6, 7, 8, 5], 4)
+
+
 REQUEST = st.tuples(
     st.integers(0, 6),
     st.lists(st.integers(0, 2), min_size=1, max_size=5),
     st.integers(1, 6),
     st.integers(0, 3),
-    st.sampled_from(["greedy", "greedy", "greedy", "biased", "pinned", "aborted"]),
+    st.sampled_from(["greedy", "greedy", "greedy", "biased", "echo", "pinned", "aborted"]),
 )
 
 
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(REQUEST, min_size=1, max_size=8),
-    st.integers(6, 16),
+    st.integers(1, 16),
     st.integers(1, 4),
     st.integers(1, 20),
     st.integers(1, 5),
+    st.sampled_from([1, 4, 128]),
 )
 def test_whatever_the_schedule_everybody_gets_the_tokens_of_an_undisturbed_run(
-    requests, blocks, block_size, budget, running
+    requests, blocks, block_size, budget, running, worth_waiting
 ):
-    """Chunks, cache hits, preemption of rows in flight, aborts and steps that need the host, in any order."""
-    rig = Rig(blocks=blocks, block_size=block_size, budget=budget, running=running)
+    """Chunks, cache hits, waits, preemption of rows in flight, aborts and steps that need the host, in any order."""
+    rig = Rig(blocks=blocks, block_size=block_size, budget=budget, running=running, worth_waiting=worth_waiting)
     expected: dict[int, list[int]] = {}
     aborted: dict[int, list[int]] = {}
     for number, (shared, own, max_tokens, steps_before, kind) in enumerate(requests):
@@ -242,7 +279,7 @@ def test_whatever_the_schedule_everybody_gets_the_tokens_of_an_undisturbed_run(
         for _ in range(steps_before):
             rig.step()
         rig.engine.abort("a", aborted)
-        bias = {"logit_bias": {200 % VOCAB: 0.0}} if kind == "biased" else {}
+        bias = {"biased": {"logit_bias": {200 % VOCAB: 0.0}}, "echo": {"prompt_logprobs": 0}}.get(kind, {})
         pins = (Pin(tenant=b"t" * 16, num_tokens=len(prompt), ttl_s=60.0),) if kind == "pinned" else ()
         rig.add(number, prompt, max_tokens=max_tokens, ignore_eos=True, pins=pins, **bias)
         (aborted if kind == "aborted" else expected)[number] = undisturbed(prompt, max_tokens)

@@ -11,8 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from homing.events.messages import PrefillWork
 from homing.kvcache.cache import PrefixCache
 from homing.kvcache.hashing import BlockHasher
+from homing.kvcache.pins import PinLimits
 from homing.replica.batch import plan_of_step, wanted_logits
 from homing.replica.errors import PromptTooLong
+from homing.replica.messages import Pin
 from homing.replica.plan import BlockCopy
 from homing.replica.request import Phase, RequestState
 from homing.replica.scheduler import Limits, ScheduledRow, Scheduler
@@ -39,16 +41,21 @@ class Bench:
     def __post_init__(self) -> None:
         self.hasher = BlockHasher(self.block_size, seed=7)
         self.cache = PrefixCache(
-            self.blocks + 1, self.block_size, enabled=self.enabled, partial_block_reuse=self.partial_block_reuse
+            self.blocks + 1,
+            self.block_size,
+            enabled=self.enabled,
+            partial_block_reuse=self.partial_block_reuse,
+            pin_limits=PinLimits(tenant_share=1.0, total_share=1.0),
         )
         self.model = FakeModel(self.blocks + 1, self.block_size)
-        limits = Limits(self.running, self.budget, self.blocks * self.block_size)
-        self.scheduler = Scheduler(limits, self.cache, self.hasher, worth_waiting_tokens=self.worth_waiting)
+        limits = Limits(self.running, self.budget, self.blocks * self.block_size, self.worth_waiting)
+        self.scheduler = Scheduler(limits, self.cache, self.hasher)
         self.number = 0
 
-    def add(self, prompt: list[int], **options) -> RequestState:
+    def add(self, prompt: list[int], *, pinned: bool = False, **options) -> RequestState:
         self.number += 1
         request = request_state(self.number, prompt, self.hasher, **options)
+        request.pins = (Pin(len(prompt), 60.0, b"t" * 16),) if pinned else ()
         self.scheduler.add(request)
         return request
 
@@ -69,7 +76,16 @@ class Bench:
                 self.advance(row.request, token)
         return len(rows)
 
+    def fail(self) -> int:
+        """A step that raises: its requests end. How many."""
+        rows = self.scheduler.schedule()
+        for row in rows:
+            self.scheduler.finish(row.request)
+        return len(rows)
+
     def advance(self, request: RequestState, token: int) -> None:
+        if request.pins and not request.answered:
+            self.scheduler.pin(request, now=0.0)
         self.scheduler.append(request, token)
         request.answered = True
         full = request.num_tokens >= self.scheduler.limits.max_model_len
@@ -92,7 +108,7 @@ class Bench:
 
     def check_end(self) -> None:
         """Nothing is held, and everybody got what an undisturbed run yields."""
-        assert self.cache.free_blocks == self.cache.total_blocks
+        assert self.cache.free_blocks + self.cache.pinned_idle_blocks == self.cache.total_blocks
         for request in self.ended.values():
             prompt = list(request.tokens[: request.prompt_tokens])
             limit = self.scheduler.limits.max_model_len - len(prompt)
@@ -259,6 +275,60 @@ def test_nobody_waits_for_a_few_tokens_or_without_a_cache() -> None:
         bench.check_end()
 
 
+LONG = [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def two_of_one_prefix() -> tuple[Bench, RequestState, RequestState]:
+    """The first computes it in chunks, the second waits for that."""
+    bench = Bench(budget=4, worth_waiting=4)
+    leader, waiter = bench.add([*LONG, 9]), bench.add([*LONG, 5])
+    bench.step()
+    assert (leader.phase, waiter.phase) == (Phase.RUNNING, Phase.WAITING)
+    return bench, leader, waiter
+
+
+def test_who_waits_for_a_prefix_goes_on_when_its_computer_is_aborted() -> None:
+    """With what was computed until then; nobody else would ever compute the rest."""
+    bench, leader, waiter = two_of_one_prefix()
+
+    bench.scheduler.finish(leader)
+    bench.step()
+
+    assert [(row.request, row.start) for row in bench.rows] == [(waiter, 4)]
+    bench.run()
+    bench.check_end()
+
+
+def test_who_waits_for_a_prefix_goes_on_when_the_step_fails() -> None:
+    """Blocks of a failed step are not committed, so what the waiter gets is what was there before."""
+    bench, _, waiter = two_of_one_prefix()
+
+    failed = bench.fail()
+    bench.step()
+
+    assert failed == 1
+    assert [(row.request, row.start) for row in bench.rows] == [(waiter, 4)]
+    bench.run()
+    bench.check_end()
+
+
+def test_who_waits_for_a_prefix_goes_on_when_its_computer_is_preempted() -> None:
+    """A decode takes the leader's blocks; it comes back before the waiter, and both end."""
+    bench = Bench(blocks=8, budget=3, worth_waiting=4)
+    bench.add([9, 9], max_tokens=9)
+    bench.step()
+    leader, waiter = bench.add([*LONG, 9], max_tokens=1), bench.add([*LONG, 5], max_tokens=1)
+
+    phases = set()
+    while len(bench.scheduler):
+        phases.add((leader.phase, waiter.phase))
+        assert bench.step()
+
+    assert leader.preemptions == 1
+    assert (Phase.RUNNING, Phase.WAITING) in phases
+    bench.check_end()
+
+
 def test_the_least_urgent_is_preempted_and_gets_its_tokens_all_the_same() -> None:
     """Preemption by recomputation: the youngest gives way, waits at the front, and nobody notices in the tokens."""
     bench = Bench(blocks=6)
@@ -383,7 +453,7 @@ def test_the_backlog_counts_uncached_prompt_tokens_and_decode_context() -> None:
 
 
 class Schedules(RuleBasedStateMachine):
-    """Random arrivals, steps and aborts over random limits."""
+    """Random arrivals, pins, steps, failures and aborts over random limits, in pools down to one block: all end."""
 
     @initialize(
         blocks=st.integers(1, 12),
@@ -404,10 +474,12 @@ class Schedules(RuleBasedStateMachine):
         max_tokens=st.integers(1, 9),
         priority=st.integers(0, 1),
         echo=st.sampled_from([None, None, None, 0]),
+        pinned=st.sampled_from([False, False, True]),
     )
-    def add(self, shared: int, own: list[int], max_tokens: int, priority: int, echo: int | None) -> None:
+    def add(self, shared: int, own: list[int], max_tokens: int, priority: int, echo: int | None, pinned: bool) -> None:
+        options = {"max_tokens": max_tokens, "priority": priority, "prompt_logprobs": echo, "pinned": pinned}
         try:
-            self.bench.add([*range(shared), *own], max_tokens=max_tokens, priority=priority, prompt_logprobs=echo)
+            self.bench.add([*range(shared), *own], **options)
         except PromptTooLong:
             self.refused += 1
 
@@ -415,6 +487,10 @@ class Schedules(RuleBasedStateMachine):
     def step(self, count: int) -> None:
         for _ in range(count):
             assert self.bench.step() or not len(self.bench.scheduler)
+
+    @rule()
+    def step_fails(self) -> None:
+        self.aborted += self.bench.fail()
 
     def pick(self, data: st.DataObject) -> RequestState:
         return data.draw(st.sampled_from(list(self.bench.scheduler.requests())))
