@@ -154,7 +154,7 @@ class Serving:
             settings.router,
             settings.kvcache,
             router_id=f"router-{secrets.token_hex(4)}",
-            observer=self._metrics,
+            observer=self._metrics.of(self._limits.name),
             model_dir=self._model_dir,
             heartbeat_interval_s=settings.events.heartbeat_interval_s,
             follows_events=bool(settings.router.events),

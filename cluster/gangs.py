@@ -228,4 +228,5 @@ def _described(gang: RunningGang, results: Sequence[Started | Failed | None]) ->
     gang.pids = tuple(result.pid for result in started)
     description = started[0].description
     assert description is not None, "rank 0 describes no replica"
-    return msgspec.structs.replace(description, pids=gang.pids, node=started[0].node)
+    model = msgspec.structs.replace(description.model, name=gang.spec.settings.router.served_model_name)
+    return msgspec.structs.replace(description, model=model, pids=gang.pids, node=started[0].node)

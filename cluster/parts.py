@@ -124,10 +124,12 @@ class HomingRouter:
                 policy=settings.router.policy,
                 waiting=0,
                 in_flight=0,
+                models=[],
                 replicas=[],
                 refused=[],
                 counters=RouterCounters(),
             ),
+            [settings.router.served_model_name],
         )
         self._service.start(asyncio.get_running_loop())
         accounts = (
@@ -145,8 +147,10 @@ class HomingRouter:
         direct = await self._server.start(doors.host, doors.direct_port) if doors.shared else 0
         return Listening(port, direct)
 
-    def _make_service(self, observer: "RouterMetrics", terms: "Terms", counters: RouterCounters) -> "RouterService":
-        """For replicas of one generation."""
+    def _make_service(
+        self, metrics: "RouterMetrics", model: str, terms: "Terms", counters: RouterCounters
+    ) -> "RouterService":
+        """For replicas of one generation of a model."""
         from ..router.service import RouterService
 
         settings = self._spec.settings
@@ -154,7 +158,7 @@ class HomingRouter:
             settings.router,
             terms.cache,
             router_id=self._router_id,
-            observer=observer,
+            observer=metrics.of(model),
             model_dir=terms.model_dir,
             heartbeat_interval_s=settings.events.heartbeat_interval_s,
             keys=reader_keys(settings.events),
@@ -200,8 +204,8 @@ class HomingRouter:
         view = self._service.view()
         serving = [replica for replica in view.replicas if replica.state == "serving"]
         return Demand(
-            held_requests=view.waiting if self._service.model() is not None else 1,
-            held_tokens=self._service.waiting_tokens(),
+            held_requests=view.waiting if self._service.models() else 1,
+            held_tokens=self._service.waiting_tokens(self._spec.settings.router.served_model_name),
             queued_tokens=sum(replica.queued_prefill_tokens for replica in serving),
             running=sum(replica.running + replica.waiting for replica in serving),
             slots=len(serving) * self._spec.settings.replica.max_running_requests,

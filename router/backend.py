@@ -3,6 +3,7 @@
 Types alone: no sockets, no HTTP, no tokenizer. `RouterService` (service.py) is the real `Backend`.
 """
 
+from collections.abc import Iterable
 from typing import Literal, Protocol
 
 import msgspec
@@ -162,7 +163,7 @@ class RefusedReplica(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterCounters(msgspec.Struct, kw_only=True):
-    """Totals since the router's start; plain numbers that metrics read."""
+    """Totals of one model since the router's start; plain numbers that metrics read."""
 
     requests: int = 0  #: accepted by `generate`
     finished: int = 0  #: ended with a finish reason
@@ -186,6 +187,14 @@ class RouterCounters(msgspec.Struct, kw_only=True):
     predictions_exact: int = 0  #: the first token came with the cached tokens predicted, or a partial block more
     predictions_low: int = 0  #: a whole block or more beyond what was predicted
     predictions_high: int = 0  #: fewer than predicted
+
+
+def total(counters: Iterable[RouterCounters]) -> RouterCounters:
+    """Those of several models together."""
+    each = list(counters)
+    return RouterCounters(
+        **{field: sum(getattr(one, field) for one in each) for field in RouterCounters.__struct_fields__}
+    )
 
 
 class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,6 +228,17 @@ class Observer(Protocol):
         """A hole in a replica's event stream was noticed; it is being repaired."""
 
 
+class ModelView(msgspec.Struct, frozen=True, kw_only=True):
+    """One model as the router sees it now."""
+
+    name: str  #: as requests call it
+    max_model_len: int | None  #: None: no replica has joined yet
+    serving: int  #: replicas
+    waiting: int  #: requests held by the router
+    in_flight: int  #: requests sent to replicas
+    counters: RouterCounters
+
+
 class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     """What /cluster shows."""
 
@@ -226,26 +246,18 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     waiting: int  #: requests held by the router
     in_flight: int  #: requests sent to replicas
+    models: list[ModelView]
     replicas: list[ReplicaView]
     absent: list[AbsentReplica] = []  #: those that are not in `replicas`, but should be
     refused: list[RefusedReplica]
-    counters: RouterCounters
+    counters: RouterCounters  #: of all models together
 
 
-class Backend(Protocol):
-    """The routing side as the HTTP front sees it. All methods are called on the service's event loop."""
-
-    def choose(self) -> "Backend":
-        """Who takes the next request, for as long as that takes: its model is what the prompt is tokenized for.
-
-        Raises `NoReplica`.
-        """
+class ModelBackend(Protocol):
+    """Who takes requests for one model. All methods are called on the service's event loop."""
 
     def model(self) -> ModelLimits | None:
-        """Limits of the served model; None until a replica joined."""
-
-    def exact(self) -> bool:
-        """Whether the index has been exact for every replica at once, since the start."""
+        """Limits of the model, and the name under which it is served; None until a replica joined."""
 
     def generate(self, request: GenerationRequest) -> TokenStream:
         """Accept a request. Raises `NoReplica` (503), `QueueFull` (429) or `PromptTooLong` (400)."""
@@ -253,14 +265,31 @@ class Backend(Protocol):
     def explain(self, request: GenerationRequest) -> Explanation:
         """The table of the decision that `generate` would take now; changes nothing. Raises `NoReplica`."""
 
+
+class Backend(Protocol):
+    """The routing side as the HTTP front sees it. All methods are called on the service's event loop."""
+
+    def choose(self, model: str | None) -> ModelBackend:
+        """Who takes the next request for the model of this name (None: the only one), for as long as that takes: the
+        model that it tells is what the prompt is tokenized for.
+
+        Raises `ModelNotFound` (404), `InvalidRequest` where there are several and none is named, and `NoReplica`.
+        """
+
+    def models(self) -> list[ModelLimits]:
+        """Of every model that can be tokenized for: a replica of it has joined."""
+
+    def exact(self) -> bool:
+        """Whether the index has been exact for every replica at once, since the start."""
+
     def view(self) -> ClusterView:
         """The cluster as the router sees it now."""
 
     def end_requests(self) -> None:
         """End every request that is under way with `RouterClosed`. Harmless when repeated."""
 
-    async def reset_caches(self) -> list[str]:
-        """Have every replica forget its cached blocks; returns their ids.
+    async def reset_caches(self, model: str | None = None) -> list[str]:
+        """Have every replica (of this model) forget its cached blocks; returns their ids.
 
-        Raises `NoReplica`, `CacheInUse` (409) or `ReplicaLost`.
+        Raises `ModelNotFound`, `NoReplica`, `CacheInUse` (409) or `ReplicaLost`.
         """

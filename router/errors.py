@@ -37,6 +37,7 @@
 """
 # ruff: noqa: N818 - these names say what happened to a request; clients read them in docs and logs without "Error".
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 
@@ -244,6 +245,10 @@ class ModelNotFound(RouterError):
     http_status = 404
     error_type = "invalid_request_error"
     code = "model_not_found"
+
+    def __init__(self, model: str, served: Iterable[str]) -> None:
+        there = ", ".join(map(repr, served)) or "no model yet"
+        super().__init__(f"model {model!r} does not exist here; this server has {there}", param="model")
 
 
 class UnknownPath(RouterError):

@@ -1,15 +1,16 @@
-"""Replicas that name blocks in different ways behind one front: while a model or its block size is being replaced.
+"""Replicas that name blocks in different ways behind one front: several models, and what takes a model's place.
 
 A *generation* is a `RouterService` with index, queue and flow of its own; a request belongs to the one that it was
-tokenized for, from the first token to the last. New requests are dealt out by how many replicas of each take any, so
-that neither is left idle nor overrun. Replicas of one that is being replaced drain until nothing is held for them,
-either. Versions that name blocks alike share a generation. Knows no HTTP and no Ray.
+tokenized for, from the first token to the last. A model has one; while it, or its block size, is being replaced, it has
+more: new requests are dealt out by how many replicas of each take any, so that neither is left idle nor overrun.
+Replicas of one that is being replaced drain until nothing is held for them, either. Versions that name blocks alike
+share a generation; models never do. Knows no HTTP and no Ray.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
@@ -17,11 +18,10 @@ import msgspec
 
 from ..kvcache.config import KvCacheSettings
 from ..replica.messages import ModelLimits, Parity, ReplicaDescription
-from .backend import AbsentReplica, ClusterView, Explanation, GenerationRequest, ReplicaView, RouterCounters
-from .errors import NoReplica
+from .backend import AbsentReplica, ClusterView, ModelView, ReplicaView, RouterCounters, total
+from .errors import InvalidRequest, ModelNotFound, NoReplica
 from .load import Rest
 from .service import RouterService
-from .stream import RequestStream
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +44,37 @@ class Enrolment:
     rest: Rest | None = None
 
 
-#: Makes a service that has not been started, which counts in these counters.
-ServiceMaker = Callable[[Terms, RouterCounters], RouterService]
+#: Makes a service for the model of this name, which has not been started and counts in these counters.
+ServiceMaker = Callable[[str, Terms, RouterCounters], RouterService]
+
+
+@dataclass(slots=True)
+class _Model:
+    name: str  #: as requests call it
+    generations: "list[_Generation]" = field(default_factory=list)  #: the oldest first
+    counters: RouterCounters = field(default_factory=RouterCounters)
+
+    def limits(self) -> ModelLimits | None:
+        """Of the newest generation that takes requests; None until a replica was let in."""
+        takers = [generation for generation in self.generations if generation.takers] or self.generations
+        return takers[-1].service.model() if takers else None
+
+    def view(self, views: Iterable[ClusterView]) -> ModelView:
+        """All its generations as one, from what each shows."""
+        limits, views = self.limits(), list(views)
+        return ModelView(
+            name=self.name,
+            max_model_len=limits.max_model_len if limits else None,
+            serving=sum(replica.state == "serving" for view in views for replica in view.replicas),
+            waiting=sum(view.waiting for view in views),
+            in_flight=sum(view.in_flight for view in views),
+            counters=self.counters,
+        )
 
 
 @dataclass(slots=True)
 class _Generation:
+    model: _Model
     service: RouterService
     parity: Parity  #: of its first replica
     members: tuple[Enrolment, ...] = ()
@@ -61,18 +86,17 @@ class _Generation:
 
 
 class Generations:
-    """A `Backend` of one or, during an update, several generations."""
+    """A `Backend` of the models that are served, each of one or, during an update, several generations."""
 
-    def __init__(self, make: ServiceMaker, view: ClusterView, rng: Random | None = None) -> None:
-        """`view` is shown before the first replica joins."""
+    def __init__(self, make: ServiceMaker, view: ClusterView, names: Iterable[str], rng: Random | None = None) -> None:
+        """`view` is shown before the first replica joins; `names` are those of the models that are to be served."""
         self._make = make
         self._view = view
         self._rng = rng or Random()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._generations: list[_Generation] = []  #: the oldest first
+        self._models = {name: _Model(name) for name in names}
         self._by_version: dict[int, _Generation] = {}
         self._absent: tuple[AbsentReplica, ...] = ()
-        self.counters = view.counters
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin work in this loop. Once."""
@@ -93,7 +117,8 @@ class Generations:
         for generation in self._generations:
             descriptions = [each.description for each in generation.members]
             generation.service.apply_membership(descriptions, cluster_seed, self._resting(generation))
-        self._retire()
+        for model in self._models.values():
+            self._retire(model)
 
     def tell_absent(self, absent: Sequence[AbsentReplica]) -> None:
         """Who is wanted and does not serve: to be shown, no more."""
@@ -114,9 +139,9 @@ class Generations:
             for generation in self._generations
         )
 
-    def waiting_tokens(self) -> int:
-        """Prompt tokens of held requests."""
-        return sum(generation.service.waiting_tokens() for generation in self._generations)
+    def waiting_tokens(self, model: str) -> int:
+        """Prompt tokens of held requests for this model."""
+        return sum(generation.service.waiting_tokens() for generation in self._models[model].generations)
 
     def unique_tokens(self) -> dict[str, int]:
         """By replica: cached tokens that no other one holds."""
@@ -133,37 +158,31 @@ class Generations:
 
     # For the HTTP front
 
-    def choose(self) -> RouterService:
-        """Who takes the next request. Raises NoReplica."""
-        if not self._generations:
+    def choose(self, model: str | None) -> RouterService:
+        """Who takes the next request for this model. Raises ModelNotFound, InvalidRequest and NoReplica."""
+        generations = self._named(model).generations
+        if not generations:
             raise NoReplica("no replica has joined yet", retry_after_s=1.0)
-        if len(self._generations) == 1:
-            return self._generations[0].service
-        weights = [generation.takers for generation in self._generations]
+        if len(generations) == 1:
+            return generations[0].service
+        weights = [generation.takers for generation in generations]
         if not any(weights):
-            return self._generations[-1].service
-        return self._rng.choices(self._generations, weights)[0].service
+            return generations[-1].service
+        return self._rng.choices(generations, weights)[0].service
 
-    def model(self) -> ModelLimits | None:
-        """Of the newest generation that takes requests; None until a replica was let in."""
-        takers = [generation for generation in self._generations if generation.takers] or self._generations
-        return takers[-1].service.model() if takers else None
+    def models(self) -> list[ModelLimits]:
+        """Of every model of which a replica was let in."""
+        return [limits for model in self._models.values() if (limits := model.limits()) is not None]
 
     def exact(self) -> bool:
         """Whether every index has been exact since the start."""
-        return bool(self._generations) and all(each.service.exact() for each in self._generations if each.members)
-
-    def generate(self, request: GenerationRequest) -> RequestStream:
-        """Accept a request that is tokenized for the generation that `choose` gives."""
-        return self.choose().generate(request)
-
-    def explain(self, request: GenerationRequest) -> Explanation:
-        """The table of the decision that `generate` would take now."""
-        return self.choose().explain(request)
+        generations = self._generations
+        return bool(generations) and all(each.service.exact() for each in generations if each.members)
 
     def view(self) -> ClusterView:
         """All generations as one cluster."""
-        views = [generation.service.view() for generation in self._generations]
+        shown = {name: [each.service.view() for each in model.generations] for name, model in self._models.items()}
+        views = [view for of_model in shown.values() for view in of_model]
         members = [member for generation in self._generations for member in generation.members]
         present = {member.description.replica_id for member in members}
         draining = {member.description.replica_id for member in members if member.rest == "draining"}
@@ -171,14 +190,17 @@ class Generations:
             self._view,
             waiting=sum(view.waiting for view in views),
             in_flight=sum(view.in_flight for view in views),
+            models=[model.view(shown[name]) for name, model in self._models.items()],
+            counters=total(model.counters for model in self._models.values()),
             replicas=[_shown(replica, draining) for view in views for replica in view.replicas],
             refused=[refused for view in views for refused in view.refused],
             absent=[replica for replica in self._absent if replica.replica_id not in present],
         )
 
-    async def reset_caches(self) -> list[str]:
-        """Have every replica forget its cached blocks; returns their ids."""
-        present = [generation for generation in self._generations if generation.members]
+    async def reset_caches(self, model: str | None = None) -> list[str]:
+        """Have every replica (of this model) forget its cached blocks; returns their ids."""
+        generations = self._generations if model is None else self._named(model).generations
+        present = [generation for generation in generations if generation.members]
         if not present:
             raise NoReplica("no replica is connected", retry_after_s=1.0)
         return [name for generation in present for name in await generation.service.reset_caches()]
@@ -190,9 +212,25 @@ class Generations:
 
     # Generations
 
+    @property
+    def _generations(self) -> list[_Generation]:
+        return [generation for model in self._models.values() for generation in model.generations]
+
+    def _named(self, name: str | None) -> _Model:
+        if name is not None:
+            model = self._models.get(name)
+        elif len(self._models) == 1:
+            (model,) = self._models.values()
+        else:
+            there = ", ".join(map(repr, self._models))
+            raise InvalidRequest(f"field 'model': several models are served here, say which: {there}", param="model")
+        if model is None:
+            raise ModelNotFound(name or "", self._models)
+        return model
+
     def _is_replaced(self, generation: _Generation) -> bool:
         """Whether others alone take new requests. What it holds was tokenized for it, and must go before it does."""
-        return not generation.takers and any(each.takers for each in self._generations)
+        return not generation.takers and any(each.takers for each in generation.model.generations)
 
     def _resting(self, generation: _Generation) -> dict[str, Rest]:
         """Who gets nothing more. Of a generation that is being replaced, those who drain still get what it holds."""
@@ -212,30 +250,35 @@ class Generations:
         """The generation of the member's version, which may be a new one."""
         version, parity = member.terms.version, member.description.parity
         if version not in self._by_version:
-            known = [each for each in self._generations if each.parity == parity]
-            self._by_version[version] = known[-1] if known else self._begin(member)
+            name = member.description.model.name
+            assert name in self._models, (
+                f"{member.description.replica_id} is of {name!r}, served are {list(self._models)}"
+            )
+            model = self._models[name]
+            known = [each for each in model.generations if each.parity == parity]
+            self._by_version[version] = known[-1] if known else self._begin(model, member)
         return self._by_version[version]
 
-    def _begin(self, member: Enrolment) -> _Generation:
+    def _begin(self, model: _Model, member: Enrolment) -> _Generation:
         assert self._loop is not None, "a generation before the start"
-        service = self._make(member.terms, self.counters)
+        service = self._make(model.name, member.terms, model.counters)
         service.start(self._loop)
-        generation = _Generation(service, member.description.parity)
-        self._generations.append(generation)
-        if len(self._generations) > 1:
-            log.info("generation_begins version=%d generations=%d", member.terms.version, len(self._generations))
+        generation = _Generation(model, service, member.description.parity)
+        model.generations.append(generation)
+        if len(model.generations) > 1:
+            log.info("generation_begins model=%s version=%d", model.name, member.terms.version)
         return generation
 
-    def _retire(self) -> None:
+    def _retire(self, model: _Model) -> None:
         """End generations that nobody is of any more. The last one stays: it holds requests until replicas come."""
-        gone = [each for each in self._generations if not each.members]
-        if len(gone) == len(self._generations):
+        gone = [each for each in model.generations if not each.members]
+        if len(gone) == len(model.generations):
             gone = gone[:-1]
         for generation in gone:
-            self._generations.remove(generation)
+            model.generations.remove(generation)
             self._by_version = {v: each for v, each in self._by_version.items() if each is not generation}
             generation.service.close("its replicas were replaced before the request was done: send it again")
-            log.info("generation_ends generations=%d", len(self._generations))
+            log.info("generation_ends model=%s generations=%d", model.name, len(model.generations))
 
 
 def _shown(replica: ReplicaView, draining: Collection[str]) -> ReplicaView:

@@ -8,12 +8,13 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ..events.messages import CacheCounters, LoadReport
-from .backend import ClusterView, FinishedRequest, RouterCounters
+from .backend import ClusterView, FinishedRequest, ReplicaView, RouterCounters
 from .meter import Meter
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -93,18 +94,52 @@ class Histogram:
         return list(zip(names, accumulate(self._counts), strict=True)), self._sum
 
 
+class ModelMetrics:
+    """What happens with one model: the front records into it, and it is the `Observer` of the model's services."""
+
+    __slots__ = ("_replicas", "completion_tokens", "inter_token", "itl", "name", "outcomes", "prompt_tokens", "ttft")
+
+    def __init__(self, name: str, replicas: "ReplicaMetrics") -> None:
+        self.name = name
+        self.ttft = Histogram(TTFT_BUCKETS)
+        self.itl = Histogram(ITL_BUCKETS)
+        #: a token delta came so many seconds after the one before
+        self.inter_token = self.itl.observe
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        #: sequences over
+        self.outcomes = dict.fromkeys(("finished", "failed", "cancelled"), 0)
+        self._replicas = replicas
+
+    def first_token(self, seconds: float) -> None:
+        """A choice's first token came so long after the request."""
+        self.ttft.observe(seconds)
+
+    def tokens(self, prompt: int, completion: int) -> None:
+        """An HTTP request is over; it had so many tokens."""
+        self.prompt_tokens += prompt
+        self.completion_tokens += completion
+
+    def request_finished(self, record: FinishedRequest) -> None:
+        """A sequence is over (`Observer`)."""
+        self.outcomes[record.outcome] += 1
+
+    def load_reported(self, replica_id: str, report: LoadReport) -> None:
+        """A replica told its load and totals; reports of an epoch must come in order (`Observer`)."""
+        self._replicas.load_reported((self.name, replica_id), report)
+
+    def events_gap(self, replica_id: str) -> None:
+        """A hole in a replica's event stream was noticed; it is being repaired (`Observer`)."""
+        self._replicas.events_gap((self.name, replica_id))
+
+
 class HttpNumbers(Collector):
     """What the front counts for each request and each token, as plain numbers; shown when somebody asks."""
 
     def __init__(self) -> None:
         self.requests: dict[tuple[str, int], int] = {}
         self.durations: dict[str, Histogram] = {}
-        self.ttft = Histogram(TTFT_BUCKETS)
-        self.itl = Histogram(ITL_BUCKETS)
-        self.prompt_tokens = 0
-        self.completion_tokens = 0
-        #: sequences over
-        self.outcomes = dict.fromkeys(("finished", "failed", "cancelled"), 0)
+        self.models: dict[str, ModelMetrics] = {}
 
     def describe(self) -> Sequence[Metric]:
         """See prometheus_client: the names are those of `collect`."""
@@ -124,22 +159,32 @@ class HttpNumbers(Collector):
         for endpoint, histogram in self.durations.items():
             durations.add_metric([endpoint], *histogram.sample())
         yield durations
-        yield _histogram(
+        yield from self._of_models()
+
+    def _of_models(self) -> Iterator[Metric]:
+        ttft = HistogramMetricFamily(
             "homing_time_to_first_token_seconds",
             "From the arrival of a request to its first token, per choice.",
-            self.ttft,
+            labels=["model"],
         )
-        yield _histogram(
-            "homing_inter_token_latency_seconds", "Between one token delta of a choice and the next.", self.itl
+        itl = HistogramMetricFamily(
+            "homing_inter_token_latency_seconds",
+            "Between one token delta of a choice and the next.",
+            labels=["model"],
         )
-        yield CounterMetricFamily("homing_prompt_tokens", "Prompt tokens of HTTP requests.", value=self.prompt_tokens)
-        yield CounterMetricFamily(
-            "homing_completion_tokens", "Tokens generated for them.", value=self.completion_tokens
+        prompt = CounterMetricFamily("homing_prompt_tokens", "Prompt tokens of HTTP requests.", labels=["model"])
+        completion = CounterMetricFamily("homing_completion_tokens", "Tokens generated for them.", labels=["model"])
+        outcomes = CounterMetricFamily(
+            "homing_routing_outcomes", "Sequences over, by outcome.", labels=["model", "outcome"]
         )
-        outcomes = CounterMetricFamily("homing_routing_outcomes", "Sequences over, by outcome.", labels=["outcome"])
-        for outcome, count in self.outcomes.items():
-            outcomes.add_metric([outcome], count)
-        yield outcomes
+        for name, model in self.models.items():
+            ttft.add_metric([name], *model.ttft.sample())
+            itl.add_metric([name], *model.itl.sample())
+            prompt.add_metric([name], model.prompt_tokens)
+            completion.add_metric([name], model.completion_tokens)
+            for outcome, count in model.outcomes.items():
+                outcomes.add_metric([name, outcome], count)
+        yield from (ttft, itl, prompt, completion, outcomes)
 
 
 class TenantNumbers(Collector):
@@ -171,10 +216,90 @@ class TenantNumbers(Collector):
         yield running
 
 
-def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:
-    family = HistogramMetricFamily(name, text)
-    family.add_metric([], *histogram.sample())
-    return family
+#: Model and replica, whose labels they are.
+ReplicaKey = tuple[str, str]
+
+
+class ReplicaMetrics:
+    """What replicas report of themselves, and what the router knows of each."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        labels = ["model", "replica"]
+        self._running = Gauge("homing_requests_running", "Requests in a replica's batch.", labels, registry=registry)
+        self._waiting = Gauge("homing_requests_waiting", "Requests queued at a replica.", labels, registry=registry)
+        self._queued = Gauge(
+            "homing_queued_prefill_tokens", "Uncached prompt tokens not yet computed.", labels, registry=registry
+        )
+        self._usage = Gauge(
+            "homing_kv_cache_usage_ratio",
+            "Share of KV blocks in use by requests or pinned.",
+            labels,
+            registry=registry,
+        )
+        self._state = Gauge(
+            "homing_replica_state", "1 for the state a replica is in.", [*labels, "state"], registry=registry
+        )
+        self._pinned = Gauge("homing_pinned_blocks", "Blocks kept by pins.", labels, registry=registry)
+        self._indexed = Gauge(
+            "homing_index_blocks", "Blocks of a replica in the router's index.", labels, registry=registry
+        )
+        self.totals = {field: Counter(name, text, labels, registry=registry) for field, name, text in _CACHE_COUNTERS}
+        self._gaps = Counter("homing_events_gaps", "Holes noticed in event streams.", labels, registry=registry)
+        self._told: dict[ReplicaKey, LoadReport] = {}  #: the last report of each replica that is in the metrics
+        self._untold: dict[ReplicaKey, LoadReport] = {}  #: a later one: reports come with every step, readers seldom
+        self._known: set[ReplicaKey] = set()
+
+    def load_reported(self, replica: ReplicaKey, report: LoadReport) -> None:
+        """See `ModelMetrics`."""
+        before = self._untold.get(replica)
+        if before is not None and before.epoch != report.epoch:
+            self._tell(replica)
+        self._untold[replica] = report
+
+    def events_gap(self, replica: ReplicaKey) -> None:
+        """See `ModelMetrics`."""
+        self._gaps.labels(*replica).inc()
+
+    def observe(self, views: Sequence[ReplicaView]) -> None:
+        """Bring the gauges up to date."""
+        self.tell_all()
+        self._state.clear()
+        present: set[ReplicaKey] = set()
+        for view in views:
+            replica = (view.model, view.replica_id)
+            present.add(replica)
+            self._running.labels(*replica).set(view.running)
+            self._waiting.labels(*replica).set(view.waiting)
+            self._queued.labels(*replica).set(view.queued_prefill_tokens)
+            self._indexed.labels(*replica).set(view.indexed_blocks)
+            self._state.labels(*replica, view.state).set(1)
+        self._forget_gauges(present)
+
+    def tell_all(self) -> None:
+        """Show what was reported."""
+        for replica in list(self._untold):
+            self._tell(replica)
+
+    def _tell(self, replica: ReplicaKey) -> None:
+        report = self._untold.pop(replica)
+        before = self._told.get(replica)
+        same_start = before is not None and before.epoch == report.epoch
+        old = before.counters if before and same_start else CacheCounters()
+        self._told[replica] = report
+        for field, counter in self.totals.items():
+            counter.labels(*replica).inc(max(0, getattr(report.counters, field) - getattr(old, field)))
+        self._running.labels(*replica).set(report.running)
+        self._waiting.labels(*replica).set(report.waiting)
+        self._queued.labels(*replica).set(report.queued_prefill_tokens)
+        self._pinned.labels(*replica).set(report.pinned_blocks)
+        self._usage.labels(*replica).set(1 - report.free_blocks / max(report.total_blocks, 1))
+
+    def _forget_gauges(self, present: set[ReplicaKey]) -> None:
+        """A replica that went has no load; its totals stay."""
+        for replica in self._known - present:
+            for gauge in (self._running, self._waiting, self._queued, self._usage, self._pinned, self._indexed):
+                gauge.remove(*replica)
+        self._known = present
 
 
 class RouterMetrics:
@@ -185,18 +310,8 @@ class RouterMetrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._http_metrics()
-        self._replica_metrics()
-        registry = self.registry
-        self._router_totals = {field: Counter(name, text, registry=registry) for field, name, text in _ROUTER_COUNTERS}
-        predictions = Counter(
-            "homing_predictions", "Predictions of cached tokens, by how they came out.", ["result"], registry=registry
-        )
-        for result in ("exact", "low", "high"):
-            self._router_totals[f"predictions_{result}"] = predictions.labels(result)
-        self._router_seen = RouterCounters()
-        self._told: dict[str, LoadReport] = {}  #: the last report of each replica that is in the metrics
-        self._untold: dict[str, LoadReport] = {}  #: a later one: reports come with every step, readers seldom
-        self._known: set[str] = set()
+        self.replicas = ReplicaMetrics(self.registry)
+        self._routing_metrics()
 
     def _http_metrics(self) -> None:
         registry = self.registry
@@ -204,8 +319,6 @@ class RouterMetrics:
         registry.register(self._numbers)
         self._tenants = TenantNumbers()
         registry.register(self._tenants)
-        #: a token delta came so many seconds after the one before
-        self.inter_token = self._numbers.itl.observe
         self._gone = Counter(
             "homing_client_disconnects", "Clients that left before their answer ended.", registry=registry
         )
@@ -217,36 +330,32 @@ class RouterMetrics:
         )
         self._broken = Counter("homing_streams_broken", "Streams that ended in an error event.", registry=registry)
 
-    def _replica_metrics(self) -> None:
-        registry, replica = self.registry, ["replica"]
-        self._running = Gauge("homing_requests_running", "Requests in a replica's batch.", replica, registry=registry)
-        self._waiting = Gauge("homing_requests_waiting", "Requests queued at a replica.", replica, registry=registry)
-        self._held = Gauge("homing_router_requests_held", "Requests held by the router.", registry=registry)
+    def _routing_metrics(self) -> None:
+        registry, model = self.registry, ["model"]
+        self._held = Gauge("homing_router_requests_held", "Requests held by the router.", model, registry=registry)
         self._in_flight = Gauge(
-            "homing_router_requests_in_flight", "Requests sent to replicas and not over.", registry=registry
+            "homing_router_requests_in_flight", "Requests sent to replicas and not over.", model, registry=registry
         )
-        self._queued = Gauge(
-            "homing_queued_prefill_tokens", "Uncached prompt tokens not yet computed.", replica, registry=registry
+        self._serving = Gauge(
+            "homing_replicas_serving", "Replicas of a model that take requests.", model, registry=registry
         )
-        self._usage = Gauge(
-            "homing_kv_cache_usage_ratio",
-            "Share of KV blocks in use by requests or pinned.",
-            replica,
+        self.totals = {field: Counter(name, text, model, registry=registry) for field, name, text in _ROUTER_COUNTERS}
+        self._predictions = Counter(
+            "homing_predictions",
+            "Predictions of cached tokens, by how they came out.",
+            ["model", "result"],
             registry=registry,
         )
-        self._state = Gauge(
-            "homing_replica_state", "1 for the state a replica is in.", ["replica", "state"], registry=registry
-        )
-        self._pinned = Gauge("homing_pinned_blocks", "Blocks kept by pins.", replica, registry=registry)
-        self._indexed = Gauge(
-            "homing_index_blocks", "Blocks of a replica in the router's index.", replica, registry=registry
-        )
-        self._cache_totals = {
-            field: Counter(name, text, replica, registry=registry) for field, name, text in _CACHE_COUNTERS
-        }
-        self._gaps = Counter("homing_events_gaps", "Holes noticed in event streams.", replica, registry=registry)
+        self._seen: dict[str, RouterCounters] = {}  #: by model
 
     # HTTP front
+
+    def of(self, model: str) -> ModelMetrics:
+        """Where what happens with this model is recorded."""
+        found = self._numbers.models.get(model)
+        if found is None:
+            found = self._numbers.models[model] = ModelMetrics(model, self.replicas)
+        return found
 
     def watch_tenants(self, meters: Sequence[Meter]) -> None:
         """Show what these count."""
@@ -260,15 +369,6 @@ class RouterMetrics:
         if histogram is None:
             histogram = numbers.durations[endpoint] = Histogram(DURATION_BUCKETS)
         histogram.observe(duration_s)
-
-    def first_token(self, seconds: float) -> None:
-        """A choice's first token came so long after the request."""
-        self._numbers.ttft.observe(seconds)
-
-    def tokens(self, prompt: int, completion: int) -> None:
-        """An HTTP request is over; it had so many tokens."""
-        self._numbers.prompt_tokens += prompt
-        self._numbers.completion_tokens += completion
 
     def client_cut(self, reason: str) -> None:
         """The server cut a client off that did not read."""
@@ -284,64 +384,26 @@ class RouterMetrics:
 
     # Routing side
 
-    def request_finished(self, record: FinishedRequest) -> None:
-        """A sequence is over (`Observer`)."""
-        self._numbers.outcomes[record.outcome] += 1
-
-    def load_reported(self, replica_id: str, report: LoadReport) -> None:
-        """A replica told its load and totals; reports of an epoch must come in order."""
-        before = self._untold.get(replica_id)
-        if before is not None and before.epoch != report.epoch:
-            self._tell(replica_id)
-        self._untold[replica_id] = report
-
-    def _tell(self, replica_id: str) -> None:
-        report = self._untold.pop(replica_id)
-        before = self._told.get(replica_id)
-        same_start = before is not None and before.epoch == report.epoch
-        old = before.counters if before and same_start else CacheCounters()
-        self._told[replica_id] = report
-        for field, counter in self._cache_totals.items():
-            counter.labels(replica_id).inc(max(0, getattr(report.counters, field) - getattr(old, field)))
-        self._running.labels(replica_id).set(report.running)
-        self._waiting.labels(replica_id).set(report.waiting)
-        self._queued.labels(replica_id).set(report.queued_prefill_tokens)
-        self._pinned.labels(replica_id).set(report.pinned_blocks)
-        self._usage.labels(replica_id).set(1 - report.free_blocks / max(report.total_blocks, 1))
-
-    def _tell_all(self) -> None:
-        for replica_id in list(self._untold):
-            self._tell(replica_id)
-
-    def events_gap(self, replica_id: str) -> None:
-        """A hole in a replica's event stream was noticed; it is being repaired."""
-        self._gaps.labels(replica_id).inc()
-
     def observe_cluster(self, view: ClusterView) -> None:
         """Bring gauges and the routing side's totals up to date; called before each rendering."""
-        self._tell_all()
-        self._held.set(view.waiting)
-        self._in_flight.set(view.in_flight)
-        self._state.clear()
-        for replica in view.replicas:
-            self._running.labels(replica.replica_id).set(replica.running)
-            self._waiting.labels(replica.replica_id).set(replica.waiting)
-            self._queued.labels(replica.replica_id).set(replica.queued_prefill_tokens)
-            self._indexed.labels(replica.replica_id).set(replica.indexed_blocks)
-            self._state.labels(replica.replica_id, replica.state).set(1)
-        self._forget_gauges({replica.replica_id for replica in view.replicas})
-        for field, counter in self._router_totals.items():
-            counter.inc(max(0, getattr(view.counters, field) - getattr(self._router_seen, field)))
-            setattr(self._router_seen, field, getattr(view.counters, field))
+        self.replicas.observe(view.replicas)
+        for model in view.models:
+            self._held.labels(model.name).set(model.waiting)
+            self._in_flight.labels(model.name).set(model.in_flight)
+            self._serving.labels(model.name).set(model.serving)
+            self._add(model.name, model.counters)
 
-    def _forget_gauges(self, present: set[str]) -> None:
-        """A replica that went has no load; its totals stay."""
-        for replica_id in self._known - present:
-            for gauge in (self._running, self._waiting, self._queued, self._usage, self._pinned, self._indexed):
-                gauge.remove(replica_id)
-        self._known = present
+    def _add(self, model: str, counters: RouterCounters) -> None:
+        """What came to the totals of this model since they were last looked at."""
+        seen = self._seen.get(model, RouterCounters())
+        self._seen[model] = msgspec.structs.replace(counters)
+        for field, counter in self.totals.items():
+            counter.labels(model).inc(max(0, getattr(counters, field) - getattr(seen, field)))
+        for result in ("exact", "low", "high"):
+            field = f"predictions_{result}"
+            self._predictions.labels(model, result).inc(max(0, getattr(counters, field) - getattr(seen, field)))
 
     def render(self) -> bytes:
         """Everything in Prometheus' text format."""
-        self._tell_all()
+        self.replicas.tell_all()
         return generate_latest(self.registry)

@@ -25,6 +25,7 @@ from .backend import (
     FeedState,
     FinishedRequest,
     GenerationRequest,
+    ModelView,
     Observer,
     RefusedReplica,
     ReplicaState,
@@ -44,7 +45,7 @@ from .dispatcher import (
     Naming,
     Send,
 )
-from .errors import CacheInUse, NoReplica, ParityMismatch, ReplicaLost, RouterClosed, RouterError
+from .errors import CacheInUse, ModelNotFound, NoReplica, ParityMismatch, ReplicaLost, RouterClosed, RouterError
 from .followed import Shell
 from .foreign.member import ForeignMember
 from .foreign.probe import ForeignTerms
@@ -209,9 +210,17 @@ class RouterService:
 
     # For the HTTP front
 
-    def choose(self) -> "RouterService":
-        """Who takes the next request: there is but one."""
+    def choose(self, model: str | None) -> "RouterService":
+        """Who takes the next request: there is but one. Raises ModelNotFound for a model of another name."""
+        limits = self.model()
+        if model is not None and limits is not None and model != limits.name:
+            raise ModelNotFound(model, [limits.name])
         return self
+
+    def models(self) -> list[ModelLimits]:
+        """Of the only model, once a replica was let in."""
+        limits = self.model()
+        return [] if limits is None else [limits]
 
     def model(self) -> ModelLimits | None:
         """Limits of the served model; None until a replica was let in."""
@@ -259,22 +268,36 @@ class RouterService:
 
     def view(self) -> ClusterView:
         """The cluster as this router sees it now."""
+        waiting, in_flight = self.waiting(), self._dispatcher.in_flight if self._dispatcher else 0
+        replicas = [self._replica_view(member) for member in self._members.values()]
+        models = [
+            ModelView(
+                name=limits.name,
+                max_model_len=limits.max_model_len,
+                serving=sum(replica.state == "serving" for replica in replicas),
+                waiting=waiting,
+                in_flight=in_flight,
+                counters=self.counters,
+            )
+            for limits in self.models()
+        ]
         return ClusterView(
             router_id=self._router_id,
             policy=self._policy.name,
-            waiting=self.waiting(),
-            in_flight=self._dispatcher.in_flight if self._dispatcher else 0,
-            replicas=[self._replica_view(member) for member in self._members.values()],
+            waiting=waiting,
+            in_flight=in_flight,
+            models=models,
+            replicas=replicas,
             refused=[*self._refused.values(), *filter(None, (each.refused_replica for each in self._members.values()))],
             counters=self.counters,
         )
 
-    async def reset_caches(self) -> list[str]:
+    async def reset_caches(self, model: str | None = None) -> list[str]:
         """Have every replica forget its cached blocks; returns their ids.
 
-        Nothing is asked while requests of this router run. Raises NoReplica, CacheInUse or ReplicaLost.
+        Nothing is asked while requests of this router run. Raises ModelNotFound, NoReplica, CacheInUse or ReplicaLost.
         """
-        dispatcher = self._open_dispatcher()
+        dispatcher = self.choose(model)._open_dispatcher()
         members = [member for member in self._members.values() if member.joined]
         if not members:
             raise NoReplica("no replica is connected", retry_after_s=1.0)

@@ -58,7 +58,7 @@ class ChatShape:
     def __init__(self, served: Served, body: ChatBody, answer_id: str, created: int) -> None:
         self.id = f"chatcmpl-{answer_id}"
         self.created = created
-        self.model = served.name
+        self.model = served.limits.name
         self._piece_of = served.text.piece
         self._logprobs = bool(body.logprobs)
         self._top = body.top_logprobs or 0

@@ -93,7 +93,7 @@ class CompletionShape:
     def __init__(self, served: Served, body: CompletionBody, answer_id: str, created: int) -> None:
         self.id = f"cmpl-{answer_id}"
         self.created = created
-        self.model = served.name
+        self.model = served.limits.name
         self._text = served.text
         self._logprobs = body.logprobs
         self._echo = bool(body.echo)

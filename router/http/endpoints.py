@@ -8,7 +8,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ... import __version__
-from ..errors import InvalidJson, InvalidRequest, ModelNotFound, NoReplica, NotAllowed
+from ...replica.messages import ModelLimits
+from ..errors import InvalidJson, InvalidRequest, NoReplica, NotAllowed
 from ..metrics import CONTENT_TYPE
 from ..tenants import Tenant
 from . import chat, completions, metering, validate
@@ -20,7 +21,7 @@ from .front import Front, Served
 from .generation import Answer, Generation, Job, generation_request
 from .headers import Caller, session
 from .openapi import document
-from .schema import CHAT, COMPLETION, DETOKENIZE, TOKENIZE, Body, ChatBody, CompletionBody, TokenizeBody
+from .schema import CHAT, COMPLETION, DETOKENIZE, RESET, TOKENIZE, Body, ChatBody, CompletionBody, TokenizeBody
 from .sse import EventStream
 
 Decoded = TypeVar("Decoded")
@@ -169,32 +170,35 @@ async def detokenize(front: Front, exchange: Exchange) -> None:
     respond(exchange, Detokenized(served.text.decode(body.tokens)))
 
 
-def _card(front: Front) -> ModelCard:
-    limits = front.limits()
-    return ModelCard(id=front.model_name(limits), created=front.started_at, max_model_len=limits.max_model_len)
+def _card(front: Front, limits: ModelLimits) -> ModelCard:
+    return ModelCard(id=limits.name, created=front.started_at, max_model_len=limits.max_model_len)
 
 
 async def models(front: Front, exchange: Exchange) -> None:
-    """GET /v1/models: the served model; none before a replica joined."""
+    """GET /v1/models: the served models; one of which no replica has joined yet is not among them."""
     tenant(front, exchange)
-    respond(exchange, ModelList([] if front.backend.model() is None else [_card(front)]))
+    respond(exchange, ModelList([_card(front, limits) for limits in front.backend.models()]))
 
 
 async def model(front: Front, exchange: Exchange) -> None:
     """GET /v1/models/{id}."""
     tenant(front, exchange)
-    name = exchange.request.path.removeprefix(f"{MODELS}/")
-    card = _card(front)
-    if name != card.id:
-        raise ModelNotFound(f"model {name!r} does not exist here; this server has {card.id!r}", param="model")
-    respond(exchange, card)
+    limits = front.backend.choose(exchange.request.path.removeprefix(f"{MODELS}/")).model()
+    if limits is None:
+        raise NoReplica("no replica has joined yet", retry_after_s=1.0)
+    respond(exchange, _card(front, limits))
 
 
 async def reset_prefix_cache(front: Front, exchange: Exchange) -> None:
-    """POST /reset_prefix_cache: every replica forgets its cached blocks; an admin's to ask, 409 while requests run."""
+    """POST /reset_prefix_cache: every replica (of `model`, where the body names one) forgets its cached blocks.
+
+    An admin's to ask; 409 while requests run.
+    """
     if not tenant(front, exchange).admin:
         raise NotAllowed("a reset empties everybody's cache: it takes a key with 'admin: true'")
-    respond(exchange, {"status": "ok", "replicas": await front.backend.reset_caches()})
+    body = exchange.request.body
+    name = decode(body, RESET).model if body else None
+    respond(exchange, {"status": "ok", "replicas": await front.backend.reset_caches(name)})
 
 
 async def health(_front: Front, exchange: Exchange) -> None:
@@ -203,16 +207,19 @@ async def health(_front: Front, exchange: Exchange) -> None:
 
 
 async def ready(front: Front, exchange: Exchange) -> None:
-    """GET /ready: a request would be answered now; 503 otherwise."""
-    serving = sum(replica.state == "serving" for replica in front.backend.view().replicas)
-    limits = front.backend.model()
-    if limits is None or not serving:
+    """GET /ready: a request for some model would be answered now; 503 otherwise.
+
+    One model's outage must not have a load balancer take the others away: the answer says how many serve of each.
+    """
+    serving = {view.name: view.serving for view in front.backend.view().models}
+    served = [limits for limits in front.backend.models() if serving.get(limits.name)]
+    if not served:
         raise NoReplica("no replica can serve now", retry_after_s=1.0)
     if not front.backend.exact():
         raise NoReplica("the prefix index is not exact yet", retry_after_s=1.0)
-    if not front.texts.loaded(limits.path):
+    if not all(front.texts.loaded(limits.path) for limits in served):
         raise NoReplica("the model's tokenizer is being loaded", retry_after_s=1.0)
-    respond(exchange, {"status": "ready", "replicas": serving})
+    respond(exchange, {"status": "ready", "replicas": sum(serving.values()), "models": serving})
 
 
 async def metrics(front: Front, exchange: Exchange) -> None:

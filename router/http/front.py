@@ -11,11 +11,11 @@ from random import Random
 import msgspec
 
 from ...replica.messages import ModelLimits
-from ..backend import Backend
+from ..backend import Backend, ModelBackend
 from ..config import RouterSettings
-from ..errors import ModelNotFound, NoReplica
+from ..errors import NoReplica
 from ..meter import Book, Meter
-from ..metrics import RouterMetrics
+from ..metrics import ModelMetrics, RouterMetrics
 from ..tenants import Tenants
 from ..text.tokenizer import TextModel
 
@@ -64,10 +64,10 @@ class TextModels:
 class Served(msgspec.Struct, frozen=True, gc=False):
     """The model that a request is for."""
 
-    name: str  #: as clients call it
     limits: ModelLimits
     text: TextModel
-    backend: Backend  #: who takes what is tokenized for it
+    metrics: ModelMetrics
+    backend: ModelBackend  #: who takes what is tokenized for it
 
 
 class Front:
@@ -102,34 +102,21 @@ class Front:
         self.wall = wall
         self.random_bits = random_bits or Random().getrandbits
         self.started_at = int(wall())
-        self._served: Served | None = None  #: the last one asked for
+        self._served: dict[str, Served] = {}  #: by name, the last one asked for
 
     def _meters(self, accounts: Accounts | None) -> dict[bytes, Meter]:
         named = self.tenants.named()
         books = accounts([tenant.digest for tenant in named]) if accounts is not None else {}
         return {tenant.digest: Meter(tenant.name, tenant.limits, books.get(tenant.digest)) for tenant in named}
 
-    def limits(self) -> ModelLimits:
-        """Limits of the served model. Raises NoReplica as long as none joined."""
-        return self._limits_of(self.backend)
-
-    def _limits_of(self, backend: Backend) -> ModelLimits:
+    async def served(self, name: str | None) -> Served:
+        """The model that a client asks for by `name`. Raises ModelNotFound, NoReplica, TokenizerUnavailable."""
+        backend = self.backend.choose(name)
         limits = backend.model()
         if limits is None:
             raise NoReplica("no replica has joined yet", retry_after_s=1.0)
-        return limits
-
-    def model_name(self, limits: ModelLimits) -> str:
-        """The model's name as clients know it."""
-        return self.settings.served_model_name or limits.name
-
-    async def served(self, name: str | None) -> Served:
-        """The model that a client asks for by `name`. Raises ModelNotFound, NoReplica, TokenizerUnavailable."""
-        backend, served = self.backend.choose(), self._served
-        limits = self._limits_of(backend)
-        ours = self.model_name(limits) if served is None or served.limits is not limits else served.name
-        if name is not None and name != ours:
-            raise ModelNotFound(f"model {name!r} does not exist here; this server has {ours!r}", param="model")
+        served = self._served.get(limits.name)
         if served is None or served.limits is not limits or served.backend is not backend:
-            served = self._served = Served(ours, limits, await self.texts.get(limits.path), backend)
+            text, metrics = await self.texts.get(limits.path), self.metrics.of(limits.name)
+            served = self._served[limits.name] = Served(limits, text, metrics, backend)
         return served

@@ -99,12 +99,12 @@ class Choice(msgspec.Struct, eq=False):
 
     def _measure(self, generation: "Generation") -> bool:
         """Note when tokens came; True for the first ones."""
-        front, last = generation.front, self.last_token_at
-        now = self.last_token_at = front.monotonic()
+        last = self.last_token_at
+        now = self.last_token_at = generation.front.monotonic()
         if last is None:
             generation.first_token(now)
             return True
-        front.metrics.inter_token(now - last)
+        generation.metrics.inter_token(now - last)
         return False
 
     def _first(self, delta: TokenDelta) -> TextDelta:
@@ -174,10 +174,23 @@ def generation_request(
 class Generation:
     """The running choices of a job, from `begin` until every choice ended, one failed, or the client left."""
 
-    __slots__ = ("_exchange", "_job", "_left", "_meter", "_tenant", "_ttft_s", "answer", "choices", "front", "over")
+    __slots__ = (
+        "_exchange",
+        "_job",
+        "_left",
+        "_meter",
+        "_tenant",
+        "_ttft_s",
+        "answer",
+        "choices",
+        "front",
+        "metrics",
+        "over",
+    )
 
     def __init__(self, front: Front, job: Job, exchange: Exchange, answer: Answer) -> None:
         self.front = front
+        self.metrics = job.served.metrics
         self.answer = answer
         self.choices: list[Choice] = []
         self.over = False
@@ -225,7 +238,7 @@ class Generation:
     def first_token(self, now: float) -> None:
         """A choice got its first token."""
         ttft_s = now - self._exchange.started_at
-        self.front.metrics.first_token(ttft_s)
+        self.metrics.first_token(ttft_s)
         if self._ttft_s is None:
             self._ttft_s = ttft_s
 
@@ -277,7 +290,7 @@ class Generation:
         self.over = True
         self._cancel()
         account = self._exchange.account = self._account()
-        self.front.metrics.tokens(account.prompt_tokens, account.output_tokens)
+        self.metrics.tokens(account.prompt_tokens, account.output_tokens)
         meter, self._meter = self._meter, None
         if meter is not None:
             meter.end(account.output_tokens, self.front.monotonic())

@@ -13,7 +13,7 @@ from ... import __version__
 from ..backend import ClusterView, Explanation
 from . import answers
 from .errors import ErrorBody
-from .schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from .schema import ChatBody, CompletionBody, DetokenizeBody, ResetBody, TokenizeBody
 
 
 class Status(msgspec.Struct):
@@ -32,6 +32,7 @@ class Ready(Status):
     """Requests would be answered now."""
 
     replicas: int
+    models: dict[str, int]
 
 
 class Emptied(Status):
@@ -50,20 +51,28 @@ class Operation:
     bodies: tuple[type, ...] = ()
     answer: type | None = None
     media: str = "application/json"
+    body_required: bool = True
 
 
 OPERATIONS = (
-    Operation("/v1/models", "get", "the served model", answer=answers.ModelList),
-    Operation("/v1/models/{model}", "get", "the served model by its name", answer=answers.ModelCard),
+    Operation("/v1/models", "get", "the served models", answer=answers.ModelList),
+    Operation("/v1/models/{model}", "get", "a served model by its name", answer=answers.ModelCard),
     Operation("/v1/completions", "post", "completion, streamed or whole", (CompletionBody,), answers.Completion),
     Operation("/v1/chat/completions", "post", "chat, streamed or whole", (ChatBody,), answers.ChatCompletion),
     Operation("/tokenize", "post", "text or chat to token ids", (TokenizeBody,), answers.Tokenized),
     Operation("/detokenize", "post", "token ids to text", (DetokenizeBody,), answers.Detokenized),
     Operation("/explain", "post", "the routing decision of a body", (CompletionBody, ChatBody), Explanation),
-    Operation("/reset_prefix_cache", "post", "every replica forgets its cached blocks", answer=Emptied),
+    Operation(
+        "/reset_prefix_cache",
+        "post",
+        "every replica, or those of a model, forget their cached blocks",
+        (ResetBody,),
+        Emptied,
+        body_required=False,
+    ),
     Operation("/cluster", "get", "the cluster as the router sees it", answer=ClusterView),
     Operation("/health", "get", "the process answers", answer=Status),
-    Operation("/ready", "get", "a request would be answered now", answer=Ready),
+    Operation("/ready", "get", "a request for some model would be answered now", answer=Ready),
     Operation("/metrics", "get", "for Prometheus", media="text/plain"),
     Operation("/version", "get", "the package's version", answer=Version),
     Operation("/openapi.json", "get", "this document"),
@@ -114,7 +123,7 @@ def _operation(operation: Operation) -> dict[str, Any]:
     if operation.bodies:
         kinds = [_reference(kind) for kind in operation.bodies]
         schema = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
-        told["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        told["requestBody"] = {"required": operation.body_required, "content": {"application/json": {"schema": schema}}}
     if "{model}" in operation.path:
         told["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
     return told

@@ -145,6 +145,12 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tokens: list[NonNegative]
 
 
+class ResetBody(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /reset_prefix_cache: of which model; without one, of all."""
+
+    model: str | None = None
+
+
 #: What fields take whose decoder names no choices, by the end of their path.
 EXPECTED = {
     "cache_control.ttl": "give seconds above 0, or one of '5m' and '1h'",
@@ -156,3 +162,4 @@ COMPLETION = msgspec.json.Decoder(CompletionBody)
 CHAT = msgspec.json.Decoder(ChatBody)
 TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
+RESET = msgspec.json.Decoder(ResetBody)

@@ -200,7 +200,7 @@ async def serve(port: int, members: Sequence[object], text: str) -> None:
     from tests.router.fakes import BLOCK, SEED
 
     settings, metrics = RouterSettings(access_log=os.devnull), RouterMetrics()
-    service = RouterService(settings, KvCacheSettings(block_size=BLOCK), router_id="bench", observer=metrics)
+    service = RouterService(settings, KvCacheSettings(block_size=BLOCK), router_id="bench", observer=metrics.of("demo"))
     service.start(asyncio.get_running_loop())
     texts = None if text == "tokenizer" else TextModels(stand_in)
     server = RouterServer(settings, service, metrics=metrics, texts=texts)

@@ -50,7 +50,7 @@ async def stack(
     sockets.mkdir()
     with served(DEMO, sockets, kvcache=cache, settings={"max_model_len": max_model_len}) as replica:
         metrics, kvcache = RouterMetrics(), KvCacheSettings(**cache)
-        service = RouterService(settings, kvcache, router_id="router", model_dir=DEMO, observer=metrics)
+        service = RouterService(settings, kvcache, router_id="router", model_dir=DEMO, observer=metrics.of("demo"))
         service.start(asyncio.get_running_loop())
         server = RouterServer(settings, service, metrics=metrics, texts=LoadedText(text_model))
         port = await server.start("127.0.0.1", 0)
@@ -124,7 +124,7 @@ async def test_more_than_the_budget_is_refused_told_and_counted(http: httpx.Asyn
         for key, name in (("ann", "A fox"), ("ann", "An owl"), ("eve", "An owl"))
     ]
     async with asyncio.timeout(PATIENCE_S):  # totals come with the next load report
-        while 'homing_pins_refused_total{replica="r0"} 2.0' not in (await http.get("/metrics")).text:  # noqa: ASYNC110
+        while 'homing_pins_refused_total{model="demo",replica="r0"} 2.0' not in (await http.get("/metrics")).text:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     blocks = (await http.get("/cluster")).json()["replicas"][0]["pinned_blocks"]
 

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,7 +18,7 @@ from homing.kvcache.hashing import HASH_BYTES
 from homing.replica.messages import ModelLimits, Parity, ReplicaDescription
 from homing.router.backend import AbsentReplica, ClusterView, RouterCounters
 from homing.router.config import RouterSettings
-from homing.router.errors import NoReplica
+from homing.router.errors import InvalidRequest, ModelNotFound, NoReplica
 from homing.router.generations import Enrolment, Generations, Terms
 from homing.router.load import Rest
 from homing.router.membership import text_digests
@@ -27,14 +28,15 @@ from homing.router.service import RouterService
 from .fakes import CACHE, SEED, Reading, SocketReplica, parity_of, request_of, until
 
 VIEW = ClusterView(
-    router_id="me", policy="p", waiting=0, in_flight=0, replicas=[], refused=[], counters=RouterCounters()
+    router_id="me", policy="p", waiting=0, in_flight=0, models=[], replicas=[], refused=[], counters=RouterCounters()
 )
 
 
 class FakeService:
     """Notes what it is told."""
 
-    def __init__(self, terms: Terms, counters: RouterCounters) -> None:
+    def __init__(self, model: str, terms: Terms, counters: RouterCounters) -> None:
+        self.name = model
         self.terms = terms
         self.members: list[str] = []
         self.resting: Mapping[str, Rest] = {}
@@ -57,7 +59,7 @@ class FakeService:
         self.members, self.resting = [replica.replica_id for replica in replicas], resting
 
     def model(self) -> ModelLimits:
-        return ModelLimits(name=str(self.terms.version), path="", vocab_size=1, max_model_len=1, eos_token_ids=())
+        return ModelLimits(name=self.name, path="", vocab_size=1, max_model_len=1, eos_token_ids=())
 
     def in_flight(self, replica_id: str) -> int:
         return 3 if replica_id in self.members else 0
@@ -69,7 +71,9 @@ class FakeService:
         return msgspec.structs.replace(VIEW, waiting=1, in_flight=2)
 
 
-def member(name: str, version: int = 1, block_size: int = 16, rest: Rest | None = None) -> Enrolment:
+def member(
+    name: str, version: int = 1, block_size: int = 16, rest: Rest | None = None, model: str = "fox"
+) -> Enrolment:
     parity = Parity(
         tokenizer_digest="",
         template_digest="",
@@ -84,7 +88,7 @@ def member(name: str, version: int = 1, block_size: int = 16, rest: Rest | None 
         request_endpoint="",
         event_endpoints=EventEndpoints(events="", replay="", state="", snapshot=""),
         parity=parity,
-        model=ModelLimits(name="m", path="", vocab_size=1, max_model_len=1, eos_token_ids=()),
+        model=ModelLimits(name=model, path="", vocab_size=1, max_model_len=1, eos_token_ids=()),
         num_blocks=1,
         max_running_requests=1,
         max_batched_tokens=1,
@@ -95,7 +99,7 @@ def member(name: str, version: int = 1, block_size: int = 16, rest: Rest | None 
     return Enrolment(description, Terms(version, KvCacheSettings(block_size=block_size), Path("m")), rest)
 
 
-def service(terms: Terms, counters: RouterCounters, folder: Path) -> RouterService:
+def service(model: str, terms: Terms, counters: RouterCounters, folder: Path) -> RouterService:
     settings = RouterSettings(replica_silence_s=30.0)
     return RouterService(settings, terms.cache, router_id="me", model_dir=folder, counters=counters, rng=Random(1))
 
@@ -103,21 +107,22 @@ def service(terms: Terms, counters: RouterCounters, folder: Path) -> RouterServi
 class World:
     """Generations over fakes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *names: str) -> None:
         self.services: list[FakeService] = []
-        self.generations = Generations(self._make, VIEW, Random(1))
+        self.generations = Generations(self._make, VIEW, names or ("fox",), Random(1))
         self.loop = asyncio.new_event_loop()
         self.generations.start(self.loop)
 
-    def _make(self, terms: Terms, counters: RouterCounters) -> Any:
-        self.services.append(FakeService(terms, counters))
+    def _make(self, model: str, terms: Terms, counters: RouterCounters) -> Any:
+        self.services.append(FakeService(model, terms, counters))
         return self.services[-1]
 
     def publish(self, *members: Enrolment) -> None:
         self.generations.apply_membership(members, 7)
 
-    def chosen(self, requests: int) -> Counter[int]:
-        return Counter(self.generations.choose().terms.version for _ in range(requests))  # type: ignore[attr-defined]
+    def chosen(self, requests: int, model: str | None = None) -> Counter[int]:
+        taken = (self.generations.choose(model) for _ in range(requests))
+        return Counter(service.terms.version for service in taken)  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -129,10 +134,10 @@ def world() -> Iterator[World]:
 
 def test_before_the_first_replica_there_is_nobody_to_ask(world: World) -> None:
     """503, as with a single service."""
-    assert world.generations.model() is None
+    assert world.generations.models() == []
     assert not world.generations.exact()
     with pytest.raises(NoReplica):
-        world.generations.choose()
+        world.generations.choose(None)
 
 
 def test_versions_that_name_blocks_alike_share_an_index(world: World) -> None:
@@ -214,7 +219,7 @@ def test_what_is_held_waits_for_new_replicas_where_nobody_else_takes_any(world: 
 
 async def test_a_replaced_generation_ends_with_nothing_held(tmp_path: Path) -> None:
     """Over real sockets: one slow replica with more requests than it takes, then another model."""
-    generations = Generations(lambda terms, counters: service(terms, counters, tmp_path), VIEW, Random(1))
+    generations = Generations(partial(service, folder=tmp_path), VIEW, ["fake"], Random(1))
     generations.start(asyncio.get_running_loop())
     parity = parity_of(text_digests(tmp_path))
     old, new = SocketReplica("r0", step_s=0.01), SocketReplica("r1")
@@ -229,9 +234,11 @@ async def test_a_replaced_generation_ends_with_nothing_held(tmp_path: Path) -> N
         new.start()
         generations.apply_membership([first], SEED)
         await until(lambda: [replica.state for replica in generations.view().replicas] == ["serving"])
-        early = [Reading(generations.generate(request_of([seed] * 50, seed=seed))) for seed in range(12)]
+        early = [Reading(generations.choose(None).generate(request_of([seed] * 50, seed=seed))) for seed in range(12)]
         await until(lambda: generations.view().replicas[0].waiting >= QUEUE_AHEAD)
-        late = [Reading(generations.generate(request_of([seed] * 50, seed=seed))) for seed in range(12, 24)]
+        late = [
+            Reading(generations.choose(None).generate(request_of([seed] * 50, seed=seed))) for seed in range(12, 24)
+        ]
         held = generations.view().waiting
         generations.apply_membership([replace(first, rest="draining"), second], SEED)
         assert generations.view().replicas[0].state == "draining"
@@ -251,3 +258,50 @@ def test_a_replica_of_a_known_version_is_judged_by_that_version(world: World) ->
     world.publish(member("r0"), member("r1", block_size=32))
 
     assert [service.members for service in world.services] == [["r0", "r1"]]
+
+
+def test_models_never_share_a_generation(world: World) -> None:
+    """Two models may name blocks alike (the same weights twice); their replicas still answer for one alone."""
+    two = World("fox", "owl")
+    two.publish(member("r0"), member("r1", version=2, model="owl"))
+
+    assert [(service.name, service.members) for service in two.services] == [("fox", ["r0"]), ("owl", ["r1"])]
+    assert (two.chosen(5, "fox"), two.chosen(5, "owl")) == ({1: 5}, {2: 5})
+    assert [limits.name for limits in two.generations.models()] == ["fox", "owl"]
+    two.loop.close()
+
+
+def test_a_model_is_asked_for_by_its_name() -> None:
+    """A misspelt name is told what there is; with several, one that names none is told so, too."""
+    two = World("fox", "owl")
+    two.publish(member("r0"))
+
+    with pytest.raises(ModelNotFound, match="model 'ox' does not exist here; this server has 'fox', 'owl'"):
+        two.generations.choose("ox")
+    with pytest.raises(InvalidRequest, match=r"field .model.: several .* .fox., .owl."):
+        two.generations.choose(None)
+    two.loop.close()
+
+
+def test_one_models_outage_is_not_anothers() -> None:
+    """A model without replicas answers 503 or holds what it has; the other's queue, index and end are its own."""
+    two = World("fox", "owl")
+    two.publish(member("r0"))
+
+    with pytest.raises(NoReplica):
+        two.generations.choose("owl")
+    two.publish(member("r1", version=2, model="owl"))
+
+    assert [service.closed for service in two.services] == [False, False]
+    assert two.chosen(3, "fox") == {1: 3}
+    seen = {model.name: (model.waiting, model.in_flight) for model in two.generations.view().models}
+    assert seen == {"fox": (1, 2), "owl": (1, 2)}
+    two.loop.close()
+
+
+def test_a_model_that_is_replaced_keeps_its_requests_from_the_others() -> None:
+    """Who drains still gets what its own model holds, whatever others have."""
+    two = World("fox", "owl")
+    two.publish(member("r0", rest="draining"), member("r1", version=2, model="owl"))
+
+    assert two.services[0].resting == {"r0": "draining"}

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from homing.events.messages import CacheCounters, LoadReport
-from homing.router.backend import ClusterView, RouterCounters
+from homing.router.backend import ClusterView, ModelView, RouterCounters
 from homing.router.metrics import HttpNumbers, RouterMetrics, TenantNumbers
 
 from .http.fakes import replica_view
@@ -35,7 +35,17 @@ def report(epoch: int, hits: int) -> LoadReport:
 def view(*replicas: str, regret: int = 0) -> ClusterView:
     rows = [replica_view(replica_id, "serving") for replica_id in replicas]
     counters = RouterCounters(regret_tokens=regret)
-    return ClusterView(router_id="x", policy="p", waiting=4, in_flight=0, replicas=rows, refused=[], counters=counters)
+    model = ModelView(name="demo", max_model_len=None, serving=1, waiting=4, in_flight=0, counters=counters)
+    return ClusterView(
+        router_id="x",
+        policy="p",
+        waiting=4,
+        in_flight=0,
+        models=[model],
+        replicas=rows,
+        refused=[],
+        counters=counters,
+    )
 
 
 def test_replica_totals_go_on_after_a_rebuild():
@@ -43,21 +53,24 @@ def test_replica_totals_go_on_after_a_rebuild():
     metrics = RouterMetrics()
 
     for epoch, hits in ((1, 10), (1, 15), (2, 3), (2, 3)):
-        metrics.load_reported("r0", report(epoch, hits))
+        metrics.of("demo").load_reported("r0", report(epoch, hits))
     metrics.render()
 
-    assert metrics.registry.get_sample_value("homing_prefix_cache_hits_tokens_total", {"replica": "r0"}) == 18
-    assert metrics.registry.get_sample_value("homing_kv_cache_usage_ratio", {"replica": "r0"}) == 0.75
+    assert (
+        metrics.registry.get_sample_value("homing_prefix_cache_hits_tokens_total", {"model": "demo", "replica": "r0"})
+        == 18
+    )
+    assert metrics.registry.get_sample_value("homing_kv_cache_usage_ratio", {"model": "demo", "replica": "r0"}) == 0.75
 
 
 def test_an_idle_replicas_pool_is_not_in_use():
     """The view counts the null block, which nobody can use, among the blocks: only a report knows the usable ones."""
     metrics = RouterMetrics()
 
-    metrics.load_reported("r0", msgspec.structs.replace(report(1, 0), free_blocks=100))
+    metrics.of("demo").load_reported("r0", msgspec.structs.replace(report(1, 0), free_blocks=100))
     metrics.observe_cluster(view("r0"))
 
-    assert metrics.registry.get_sample_value("homing_kv_cache_usage_ratio", {"replica": "r0"}) == 0
+    assert metrics.registry.get_sample_value("homing_kv_cache_usage_ratio", {"model": "demo", "replica": "r0"}) == 0
 
 
 def test_the_routing_sides_totals_are_taken_over():
@@ -67,19 +80,42 @@ def test_the_routing_sides_totals_are_taken_over():
     for regret in (5, 5, 8):
         metrics.observe_cluster(view("r0", regret=regret))
 
-    assert metrics.registry.get_sample_value("homing_routing_regret_tokens_total") == 8
-    assert metrics.registry.get_sample_value("homing_router_requests_held") == 4
+    assert metrics.registry.get_sample_value("homing_routing_regret_tokens_total", {"model": "demo"}) == 8
+    assert metrics.registry.get_sample_value("homing_router_requests_held", {"model": "demo"}) == 4
+
+
+def test_models_are_counted_apart():
+    """Two models have replicas, latencies and tokens of their own; a mean over both says nothing of either."""
+    metrics = RouterMetrics()
+
+    for name, hits in (("fox", 3), ("owl", 5)):
+        model = metrics.of(name)
+        model.load_reported("r0", report(1, hits))
+        model.first_token(0.1)
+        model.tokens(10, hits)
+    metrics.render()
+
+    value = metrics.registry.get_sample_value
+    for name, hits in (("fox", 3), ("owl", 5)):
+        assert value("homing_prefix_cache_hits_tokens_total", {"model": name, "replica": "r0"}) == hits
+        assert value("homing_completion_tokens_total", {"model": name}) == hits
+        assert value("homing_time_to_first_token_seconds_count", {"model": name}) == 1
 
 
 def test_predictions_are_counted_by_how_they_came_out():
     """The share of exact ones says whether decisions rest on facts."""
     metrics = RouterMetrics()
-    seen = msgspec.structs.replace(view("r0"), counters=RouterCounters(predictions_exact=99, predictions_high=1))
+    seen = view("r0")
+    (model,) = seen.models
+    counters = RouterCounters(predictions_exact=99, predictions_high=1)
+    seen.models[:] = [msgspec.structs.replace(model, counters=counters)]
 
     metrics.observe_cluster(seen)
 
     value = metrics.registry.get_sample_value
-    counted = [value("homing_predictions_total", {"result": result}) for result in ("exact", "low", "high")]
+    counted = [
+        value("homing_predictions_total", {"model": "demo", "result": result}) for result in ("exact", "low", "high")
+    ]
     assert counted == [99, 0, 1]
 
 
@@ -87,23 +123,23 @@ def test_a_replica_that_went_has_no_load():
     """Its last gauges would stand for ever on dashboards; its totals are history and stay."""
     metrics = RouterMetrics()
     metrics.observe_cluster(view("r0", "r1"))
-    metrics.load_reported("r1", report(1, 7))
+    metrics.of("demo").load_reported("r1", report(1, 7))
 
     metrics.observe_cluster(view("r0"))
 
     value = metrics.registry.get_sample_value
-    assert value("homing_requests_running", {"replica": "r1"}) is None
-    assert value("homing_replica_state", {"replica": "r1", "state": "serving"}) is None
-    assert value("homing_requests_running", {"replica": "r0"}) == 2
-    assert value("homing_prefix_cache_hits_tokens_total", {"replica": "r1"}) == 7
+    assert value("homing_requests_running", {"model": "demo", "replica": "r1"}) is None
+    assert value("homing_replica_state", {"model": "demo", "replica": "r1", "state": "serving"}) is None
+    assert value("homing_requests_running", {"model": "demo", "replica": "r0"}) == 2
+    assert value("homing_prefix_cache_hits_tokens_total", {"model": "demo", "replica": "r1"}) == 7
 
 
 def test_every_router_total_has_a_field_to_come_from():
     """A renamed field must not silence its metric."""
     metrics = RouterMetrics()
 
-    assert set(metrics._router_totals) <= {field.name for field in msgspec.structs.fields(RouterCounters)}
-    assert set(metrics._cache_totals) == {field.name for field in msgspec.structs.fields(CacheCounters)}
+    assert set(metrics.totals) <= {field.name for field in msgspec.structs.fields(RouterCounters)}
+    assert set(metrics.replicas.totals) == {field.name for field in msgspec.structs.fields(CacheCounters)}
 
 
 def test_the_documented_table_is_the_real_one():

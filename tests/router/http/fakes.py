@@ -4,18 +4,21 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from homing.kvcache.hashing import token_array
 from homing.replica.messages import ModelLimits, PositionLogprobs, TokenLogprob
 from homing.router.backend import (
     ClusterView,
     Explanation,
     GenerationRequest,
+    ModelView,
     ReplicaView,
     RouterCounters,
     TokenDelta,
     TokenSink,
 )
-from homing.router.errors import RouterClosed, RouterError
+from homing.router.errors import ModelNotFound, RouterClosed, RouterError
 
 #: What a stream yields: deltas, an error that breaks it, or `PAUSE`, after which nothing comes until cancelled.
 Item = TokenDelta | RouterError | str
@@ -104,8 +107,13 @@ class FakeBackend:
         """What was asked, in order."""
         return [stream.request for stream in self.streams]
 
-    def choose(self) -> "FakeBackend":
+    def choose(self, model: str | None) -> "FakeBackend":
+        if model is not None and self.limits is not None and model != self.limits.name:
+            raise ModelNotFound(model, [self.limits.name])
         return self
+
+    def models(self) -> list[ModelLimits]:
+        return [] if self.limits is None else [self.limits]
 
     def model(self) -> ModelLimits | None:
         return self.limits
@@ -136,6 +144,7 @@ class FakeBackend:
             policy="fake",
             waiting=0,
             in_flight=len(self.streams),
+            models=[model_view(each, self.state) for each in self.models()],
             replicas=[] if self.limits is None else [replica_view("r0", self.state)],
             refused=[],
             counters=RouterCounters(requests=len(self.streams)),
@@ -145,7 +154,8 @@ class FakeBackend:
         for stream in self.streams:
             stream.end(RouterClosed("the server is shutting down"))
 
-    async def reset_caches(self) -> list[str]:
+    async def reset_caches(self, model: str | None = None) -> list[str]:
+        self.choose(model)
         if self.refusal is not None:
             raise self.refusal
         return ["r0"]
@@ -154,6 +164,27 @@ class FakeBackend:
         """Nothing is left running: what the front opened, it closed."""
         still_open = [stream.request.trace_id for stream in self.streams if not stream.cancelled.is_set()]
         assert not still_open, f"streams left open: {still_open}"
+
+
+def model_view(limits: ModelLimits, state: str) -> ModelView:
+    """A model of one replica."""
+    return ModelView(
+        name=limits.name,
+        max_model_len=limits.max_model_len,
+        serving=int(state == "serving"),
+        waiting=0,
+        in_flight=0,
+        counters=RouterCounters(),
+    )
+
+
+def total_view(views: list[ClusterView]) -> ClusterView:
+    """Several clusters as one."""
+    return msgspec.structs.replace(
+        views[0],
+        models=[model for view in views for model in view.models],
+        replicas=[replica for view in views for replica in view.replicas],
+    )
 
 
 def replica_view(replica_id: str, state: str) -> ReplicaView:
