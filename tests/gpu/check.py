@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,10 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TOTAL_S = 540
+#: Of these, for the end of a stage that is out of time, and for writing.
+ENDING_S = 15
+#: A stage that has less does not start: importing torch takes that long.
+LEAST_S = 10
 NAMES = ("ceilings", "kernels", "steps", "decode", "prefill", "workload", "replicas")
 PACKAGES = ("torch", "triton", "transformers", "numpy", "msgspec", "flash-attn", "ray")
 
@@ -37,7 +42,7 @@ def main() -> int:
     started = time.monotonic()
     report = {"machine": machine(options.device), "versions": versions(), "command": shlex.join(sys.argv), "stages": {}}
     for name in options.stages.split(","):
-        left = TOTAL_S - (time.monotonic() - started)
+        left = TOTAL_S - ENDING_S - (time.monotonic() - started)
         report["stages"][name] = outcome = guarded(name, options, left)
         print_stage(name, outcome)
         if options.out is not None:
@@ -59,6 +64,8 @@ def arguments() -> argparse.Namespace:
 
 def guarded(name: str, options: argparse.Namespace, left_s: float) -> dict[str, Any]:
     """Run a stage in a child process, at most as long as its bound and the whole check allow."""
+    if left_s < LEAST_S:
+        return {"error": f"no time left: the stages before took all of {TOTAL_S} s", "seconds": 0.0}
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "homing").symlink_to(ROOT)
@@ -68,14 +75,23 @@ def guarded(name: str, options: argparse.Namespace, left_s: float) -> dict[str, 
         path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
         # Deterministic cuBLAS, which the kernels' tests ask for.
         environment = os.environ | {"PYTHONPATH": path, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-        try:
-            done = subprocess.run(
-                command, env=environment, timeout=min(bound_s(name), max(left_s, 1)), text=True, check=False
-            )
-            outcome = json.loads(found.read_text()) if found.exists() else {"error": f"ended with {done.returncode}"}
-        except subprocess.TimeoutExpired:
-            outcome = {"error": f"not done after {time.monotonic() - started:.0f} s"}
+        with subprocess.Popen(command, env=environment, start_new_session=True) as child:
+            try:
+                status = child.wait(min(bound_s(name), left_s))
+                outcome = json.loads(found.read_text()) if found.exists() else {"error": f"ended with {status}"}
+            except subprocess.TimeoutExpired:
+                end_group(child)
+                outcome = {"error": f"not done after {time.monotonic() - started:.0f} s"}
     return outcome | {"seconds": round(time.monotonic() - started, 1)}
+
+
+def end_group(child: "subprocess.Popen[bytes]") -> None:
+    """End a stage and all that it started: what serves gets a moment to take its replicas along."""
+    os.killpg(child.pid, signal.SIGINT)
+    try:
+        child.wait(ENDING_S - 5)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
 
 
 def bound_s(name: str) -> int:

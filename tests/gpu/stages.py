@@ -11,7 +11,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from models import MAX_POSITIONS, random_runner, sizes
@@ -29,6 +29,7 @@ from homing.replica.resident.runner import ResidentRunner
 from homing.replica.runner import ModelRunner
 from homing.replica.scheduler import Limits
 
+Runner = TypeVar("Runner", bound=ModelRunner)
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -142,7 +143,10 @@ def steps(setup: Setup) -> list[Figure]:
         for name, answers in variants.items():
             same = sum(answers[number] == plain[number] for number in plain)
             found.append(Figure(f"{provider}: {name}", same, f"of {len(plain)} answers", met=same == len(plain)))
-    return [*found, _graph_bits(setup)]
+        found.append(_graph_bits(provider, partial(_toy, ResidentRunner, folder, provider, setup)))
+    shape = "tiny" if setup.tiny else "Qwen3-0.6B"
+    limits = {"max_running_requests": 8, "max_model_len": 128}
+    return [*found, _graph_bits(shape, partial(random_runner, shape, setup.device, 40, 16, **limits))]
 
 
 class _EagerRunner(ResidentRunner):
@@ -157,7 +161,7 @@ def _toy_checkpoint() -> Path:
     return save_checkpoint(Path(tempfile.mkdtemp()), "qwen3", head_dim=64)
 
 
-def _toy(kind: type[ModelRunner], folder: Path, provider: Any, setup: Setup) -> ModelRunner:
+def _toy(kind: type[Runner], folder: Path, provider: Any, setup: Setup) -> Runner:
     device: Any = "cuda" if setup.cuda else "cpu"
     settings = ReplicaSettings(
         dtype="float32", device=device, model_provider=provider, max_running_requests=6, max_model_len=200
@@ -179,12 +183,11 @@ def _answers(kind: type[Engine], runner: ModelRunner, cached: bool) -> dict[int,
     return _run(engine, requests)
 
 
-def _graph_bits(setup: Setup) -> Figure:
-    """The same decode step of a random model from a graph and eagerly: what it leaves behind, bit by bit."""
-    name = "tiny" if setup.tiny else "Qwen3-0.6B"
+def _graph_bits(name: str, made: Callable[[], ResidentRunner]) -> Figure:
+    """The same decode steps of one model from graphs and eagerly: what they leave behind, bit by bit."""
     pools = []
     for graphs in (None, EagerGraphs()):
-        runner = random_runner(name, setup.device, 40, 16, max_running_requests=8, max_model_len=128)
+        runner = made()
         if graphs is not None:
             for size in runner._sizes:
                 graphs.capture(size, partial(runner._there().decode.run, size))
@@ -194,7 +197,7 @@ def _graph_bits(setup: Setup) -> Figure:
         pools.append((tokens, [tensor.clone() for tensor in (*runner._pool.keys, *runner._pool.values)]))
     (tokens, left), (others, right) = pools
     same = tokens == others and all(torch.equal(a[1:], b[1:]) for a, b in zip(left, right, strict=True))
-    return Figure("graph = eager, bitwise", float(same), "equal", met=same)
+    return Figure(f"{name}: graph = eager, bitwise", float(same), "equal", met=same)
 
 
 # --- (c) speed ---

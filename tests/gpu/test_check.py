@@ -1,17 +1,22 @@
 """The GPU check runs where there is no GPU, on toy shapes: a GPU's minutes are not for finding typing errors."""
 
+import argparse
 import json
+import os
 import subprocess
 import sys
+import uuid
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # it is a script beside its modules, so that it runs from a checkout without setup
 
+import check  # noqa: E402
 import stages  # noqa: E402
 
 TINY = stages.Setup(torch.device("cpu"), tiny=True)
@@ -54,3 +59,37 @@ def test_stage_that_breaks_costs_only_itself(tmp_path):
     assert done.returncode == 1
     assert "KeyError" in found["none"]["error"]
     assert found["ceilings"]["figures"]
+
+
+def test_the_whole_check_has_an_end():
+    """Stages may take more than there is all together; a GPU is lent for ten minutes."""
+    assert check.TOTAL_S <= 540
+    assert sum(map(check.bound_s, check.NAMES)) > check.TOTAL_S
+
+    late = check.guarded("ceilings", argparse.Namespace(device="cpu", tiny=True), left_s=check.LEAST_S - 1)
+
+    assert "no time left" in late["error"]
+    assert not check.holds(late)
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_stage_that_is_out_of_time_takes_along_what_it_started(monkeypatch):
+    """Replicas that nobody asks any more would hold the GPU of the stages after it."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv("GPU_CHECK_MARK", mark)
+
+    outcome = check.guarded("replicas", argparse.Namespace(device="cpu", tiny=True), left_s=check.LEAST_S)
+    left = [process for process in psutil.process_iter() if process.pid != os.getpid() and carries(process, mark)]
+    psutil.wait_procs(left, timeout=20)
+
+    assert "not done" in outcome["error"]
+    assert not [process for process in left if process.is_running()]
+
+
+def carries(process: psutil.Process, mark: str) -> bool:
+    """Whether a process was started with this mark in its environment."""
+    try:
+        return mark in process.environ().values()
+    except psutil.Error:
+        return False
