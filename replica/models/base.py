@@ -53,6 +53,8 @@ class Model(Protocol):
     """A loaded model, or one rank's share of it."""
 
     spec: ModelSpec
+    #: Why its steps cannot be captured in a graph; None: nothing is known against it.
+    uncapturable: str | None
 
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_at: torch.Tensor

@@ -66,3 +66,8 @@ class Mixture:
 
 
 Feedforward = GatedMlp | Mixture
+
+
+def uncapturable(feedforward: Feedforward) -> str | None:
+    """Why a graph cannot hold it, or None."""
+    return "how many tokens an expert takes is read back" if isinstance(feedforward, Mixture) else None

@@ -131,6 +131,9 @@ def adapter_problem(config: Any) -> str | None:
 class TransformersModel:
     """A causal model of transformers on one rank."""
 
+    #: Only a trial can tell what foreign code does.
+    uncapturable: str | None = None
+
     def __init__(
         self, config: Any, folder: Path, eos_token_ids: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> None:

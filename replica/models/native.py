@@ -17,7 +17,7 @@ from ..weights import COLUMNS, ROWS, Weights
 from .base import Attend, AttentionRule, QkvAttend, Rotary
 from .errors import TensorParallelUnsupported
 from .families import FAMILIES, split_problem
-from .feedforward import Feedforward, GatedMlp, Mixture
+from .feedforward import Feedforward, GatedMlp, Mixture, uncapturable
 from .layers import Int8Linear, Linear, rms_norm, rotate
 from .rope import FIXED_KINDS, inverse_frequencies
 from .spec import KvShape, ModelSpec
@@ -197,6 +197,7 @@ class NativeModel:
             _LayerReader(config, checkpoint, share, index, linear).read(AttentionRule(self._head_dim**-0.5, window))
             for index, window in enumerate(layer_windows(config))
         ]
+        self.uncapturable = next(filter(None, (uncapturable(layer.feedforward) for layer in self._layers)), None)
         self.spec = ModelSpec(
             kv_shapes=(KvShape(share.kv_heads, self._head_dim, self._head_dim),) * len(self._layers),
             vocab_size=len(self._embedding),

@@ -24,11 +24,18 @@ def padded_size(rows: int, sizes: Sequence[int]) -> int | None:
     return sizes[place] if place < len(sizes) else None
 
 
+class NotCaptured(Exception):  # noqa: N818
+    """A step does what a graph cannot hold, such as reading a value back; the message is the device's."""
+
+
 class Graphs(Protocol):
     """Captured steps by batch size."""
 
     def capture(self, size: int, run: Callable[[], None]) -> None:
-        """Keep `run` for replays. It may be called several times now, on whatever its tensors hold."""
+        """Keep `run` for replays. It may be called several times now, on whatever its tensors hold.
+
+        Raises NotCaptured.
+        """
         ...
 
     def replay(self, size: int) -> None:
@@ -74,9 +81,16 @@ class CudaGraphs:
         torch.cuda.synchronize()
         gc.collect()  # a tensor freed by the collector during capture would break it
         graph = torch.cuda.CUDAGraph()
-        # Another thread of this process (a metrics reader, say) may touch CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            run()
+        current = torch.cuda.current_stream()
+        try:
+            # Another thread of this process (a metrics reader, say) may touch CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                run()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            torch.cuda.set_stream(current)  # a capture that cannot be ended leaves its own in place
+            raise NotCaptured(f"{type(error).__name__}: {error}") from error
         self._pool = graph.pool()
         self._graphs[size] = graph
 

@@ -23,7 +23,7 @@ from ..plan import StepPlan, lay_out
 from ..ranks import RankGroup
 from ..runner import ModelRunner, resolve_device
 from .decode import DecodeStep
-from .graphs import Graphs, graph_sizes, graphs_for, padded_size
+from .graphs import EagerGraphs, Graphs, NotCaptured, graph_sizes, graphs_for, padded_size
 from .mirror import TableMirror
 from .table import RequestTable, to_device
 
@@ -102,7 +102,7 @@ class ResidentRunner(ModelRunner):
         super()._release()
 
     def _allocate(self, num_blocks: int) -> None:
-        """Also the table, and a graph for each size, largest first."""
+        """Also the table, and a graph for each size."""
         super()._allocate(num_blocks)
         assert self._pool is not None
         if not isinstance(self._attention, PagedAttention):
@@ -119,9 +119,24 @@ class ResidentRunner(ModelRunner):
             group=self._group,
         )
         self._resident = _Resident(self._attention, table, TableMirror(self.block_size), decode)
-        for size in reversed(self._sizes):  # the largest first: the others fit into its memory
+        self._capture(decode)
+
+    def _capture(self, decode: DecodeStep) -> None:
+        """A graph for each size, the largest first: the others fit into its memory. Steps that have none are called."""
+        problem = self._model.uncapturable
+        if problem is None:
+            try:
+                for size in reversed(self._sizes):
+                    self._graphs.capture(size, partial(decode.run, size))
+                log.info("graphs_captured sizes=%d largest=%d", len(self._sizes), self._most_rows)
+                return
+            except NotCaptured as error:
+                problem = str(error)
+        log.warning("graphs_unusable reason=%r", problem)
+        self._graphs.clear()
+        self._graphs = EagerGraphs()
+        for size in self._sizes:
             self._graphs.capture(size, partial(decode.run, size))
-        log.info("graphs_captured sizes=%d largest=%d", len(self._sizes), self._most_rows)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Drawn:

@@ -20,6 +20,7 @@ from homing.replica.messages import Pin, TokenOutput
 from homing.replica.overlap import OverlappedEngine
 from homing.replica.plan import StepPlan
 from homing.replica.rates import Rates
+from homing.replica.resident.graphs import NotCaptured
 from homing.replica.resident.runner import ResidentRunner
 from homing.replica.runner import ModelRunner
 from homing.replica.scheduler import Limits
@@ -371,6 +372,55 @@ def test_resident_steps_give_the_tokens_of_plain_steps(provider, model, checkpoi
     assert ahead == plain
     assert padded == plain
     assert sum(map(len, plain.values())) > 40
+
+
+@dataclass
+class Refusing:
+    """Graphs that take the larger sizes only, as a device does whose step reads something back."""
+
+    captured: list[int] = field(default_factory=list)
+    cleared: int = 0
+
+    def capture(self, size: int, run: Callable[[], None]) -> None:
+        run()
+        if size < 4:
+            raise NotCaptured("operation not permitted when stream is capturing")
+        self.captured.append(size)
+
+    def replay(self, size: int) -> None:
+        raise AssertionError(f"size {size} was replayed from a graph that is no use")
+
+    def clear(self) -> None:
+        self.cleared += 1
+
+
+def test_steps_that_no_graph_takes_are_called(checkpoint, prompts, caplog):
+    """All sizes, so that one request's tokens come by one way whatever the batch; the log says why."""
+    folder = checkpoint("llama")
+    graphs = Refusing()
+
+    with caplog.at_level("WARNING"):
+        runner = runner_of(ResidentRunner, folder, 14, graphs=graphs)
+    ahead = answers(OverlappedEngine, runner, prompts, 14)
+
+    assert ahead == answers(Engine, runner_of(ModelRunner, folder, 14), prompts, 14)
+    assert graphs.captured == [4]
+    assert graphs.cleared == 2
+    assert "graphs_unusable reason='operation not permitted when stream is capturing'" in caplog.text
+
+
+def test_experts_that_run_on_what_chose_them_are_not_captured(checkpoint, prompts, caplog):
+    """Their shapes depend on the data: a graph would replay the first step's."""
+    folder = checkpoint("mixtral", num_local_experts=4)
+    graphs = Refusing()
+
+    with caplog.at_level("WARNING"):
+        runner = runner_of(ResidentRunner, folder, 14, graphs=graphs)
+    ahead = answers(OverlappedEngine, runner, prompts, 14)
+
+    assert ahead == answers(Engine, runner_of(ModelRunner, folder, 14), prompts, 14)
+    assert not graphs.captured
+    assert "graphs_unusable reason='how many tokens an expert takes is read back'" in caplog.text
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
