@@ -1,0 +1,323 @@
+"""Random schedules, an engine that runs them, and what transformers alone would have answered.
+
+A schedule is what a replica may meet: prompts that branch off inside blocks, arrivals at any step, few tokens a step,
+pools too small for all, aborts, several choices of one prompt, every parameter of sampling.
+"""
+
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from homing.kvcache.cache import PrefixCache
+from homing.kvcache.hashing import BlockHasher
+from homing.replica.config import ReplicaSettings
+from homing.replica.engine import Engine, EngineModel
+from homing.replica.messages import Generate, PositionLogprobs, SamplingParams, TokenOutput
+from homing.replica.overlap import OverlappedEngine
+from homing.replica.plan import StepPlan
+from homing.replica.rates import Rates
+from homing.replica.request import Phase
+from homing.replica.resident.runner import Drawn, ResidentRunner
+from homing.replica.runner import ModelRunner
+from homing.replica.sampler import SamplingRow, banned_before, prompt_logprobs, sample
+from homing.replica.scheduler import Limits
+from homing.replica.worker import LocalExecutor
+
+from .fakes import generate
+from .toys import BLOCK_SIZE, NUM_BLOCKS
+
+SEEDS = 1 << 64
+HANG = 5_000
+#: A list, as newer models have; a sixth of the vocabulary, so that answers do end by it.
+EOS = (2, *range(60, 95))
+STOPS = tuple(range(100, 160))
+#: What the device can draw without the host.
+ON_DEVICE: dict[str, dict[str, Any]] = {
+    "greedy": {"ignore_eos": True},
+    "greedy until the end": {},
+    "temperature": {"temperature": 0.8, "seed": 5, "ignore_eos": True},
+    "top-k and top-p": {"temperature": 1.0, "seed": 1 << 63, "top_p": 0.9, "top_k": 20, "ignore_eos": True},
+    "top-k of all": {"temperature": 1.3, "seed": SEEDS - 1, "top_k": 1 << 40},
+    "min-p": {"temperature": 1.5, "seed": 3, "min_p": 0.05, "ignore_eos": True},
+    "stop ids": {"temperature": 1.0, "seed": 8, "stop_token_ids": STOPS, "ignore_eos": True},
+}
+WITH_HOST: dict[str, dict[str, Any]] = {
+    "repetition and presence": {"temperature": 0.6, "seed": 3, "repetition_penalty": 1.2, "presence_penalty": 0.3},
+    "frequency": {"temperature": 1.0, "seed": 4, "frequency_penalty": 1.5, "top_p": 0.95, "ignore_eos": True},
+    "greedy with penalties": {"repetition_penalty": 1.5, "frequency_penalty": -0.5, "ignore_eos": True},
+    "bias": {"temperature": 1.0, "seed": 6, "logit_bias": {5: 4.0, 9: -100.0, 210: 3.0}, "ignore_eos": True},
+    "greedy bias": {"logit_bias": {7: 9.0, 8: -9.0}},
+    "min tokens": {"temperature": 1.0, "seed": 2, "min_tokens": 2, "stop_token_ids": STOPS},
+    "echo": {"prompt_logprobs": 1, "ignore_eos": True},
+    "drawn echo": {"temperature": 0.9, "seed": 1, "prompt_logprobs": 0, "min_p": 0.01},
+}
+SAMPLINGS = ON_DEVICE | WITH_HOST
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of a schedule, or several choices of one."""
+
+    prompt: tuple[int, ...]
+    sampling: str
+    max_tokens: int
+    steps_before: int
+    abort_after: int | None = None  #: steps after its arrival
+    choices: int = 1
+    logprobs: int | None = None
+    priority: int = 0
+
+    def params(self, choice: int = 0) -> SamplingParams:
+        """Of one of the choices; the router gives each a seed of its own in the same way."""
+        wanted = {"temperature": 0.0, "seed": 0} | SAMPLINGS[self.sampling]
+        wanted["seed"] = (wanted["seed"] + choice) % SEEDS
+        minimum = min(wanted.pop("min_tokens", 0), self.max_tokens)
+        return SamplingParams(max_tokens=self.max_tokens, min_tokens=minimum, logprobs=self.logprobs, **wanted)
+
+
+def asks_with(samplings: Sequence[str], logprobs: Sequence[int | None]) -> st.SearchStrategy[list[Ask]]:
+    """Few words, so that prefixes are shared and diverge anywhere."""
+    ask = st.builds(
+        lambda shared, own, *rest: Ask((*range(40, 40 + shared), *own), *rest),
+        st.integers(0, 30),
+        st.lists(st.integers(3, 6), min_size=1, max_size=9).map(tuple),
+        st.sampled_from(samplings),
+        st.integers(1, 10),
+        st.integers(0, 6),
+        st.sampled_from([None, None, None, 0, 2, 5]),
+        st.sampled_from([1, 1, 1, 2, 3]),
+        st.sampled_from(logprobs),
+        st.integers(0, 1),
+    )
+    return st.lists(ask, min_size=2, max_size=6)
+
+
+#: Half of the schedules are such that every step can be launched ahead.
+ASKS = asks_with(tuple(ON_DEVICE), (None,)) | asks_with(tuple(SAMPLINGS), (None, 0, 2))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a replica may be: its budget of tokens a step, its pool, when requests wait for each other's prefix."""
+
+    budget: int = 64
+    blocks: int = 40
+    worth_waiting: int = 128
+
+
+SETUPS = st.builds(Setup, st.integers(3, 40), st.integers(7, 14), st.sampled_from([8, 16, 128]))
+
+
+@cache
+def runner_of(folder: Path, provider: str, resident: bool) -> ModelRunner:
+    """One for all examples: what stands in its blocks from an example before must not matter."""
+    kind = ResidentRunner if resident else ModelRunner
+    settings = ReplicaSettings(
+        dtype="float32", device="cpu", model_provider=provider, max_running_requests=4, max_model_len=200
+    )
+    runner = kind(settings, folder, BLOCK_SIZE)
+    runner.allocate_kv(NUM_BLOCKS)
+    return runner
+
+
+class Watched(LocalExecutor):
+    """Counts what a schedule really brought about."""
+
+    def __init__(self, runner: ModelRunner, seen: Counter[str]) -> None:
+        super().__init__(runner)
+        self._seen = seen
+
+    def execute(self, plan: StepPlan) -> torch.Tensor:
+        self._watch(plan)
+        return super().execute(plan)
+
+    def launch(self, plan: StepPlan) -> Drawn:
+        self._watch(plan)
+        self._seen["step launched ahead"] += bool(plan.fed)
+        return super().launch(plan)
+
+    def _watch(self, plan: StepPlan) -> None:
+        ends = set(torch.tensor(plan.q_lens).cumsum(0).sub(1).tolist())
+        self._seen["chunk of a prompt"] += not ends <= set(plan.logits_at)
+        self._seen["decodes beside a prefill"] += len({count == 1 for count in plan.q_lens}) == 2
+        self._seen["copy inside a block"] += len(plan.copies)
+
+
+@dataclass
+class Got:
+    """What one choice was told."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    finish_reason: str | None = None
+
+
+class Schedule:
+    """An engine of one kind and provider that runs a schedule."""
+
+    def __init__(self, runner: ModelRunner, setup: Setup) -> None:
+        size = runner.block_size
+        resident = isinstance(runner, ResidentRunner)
+        self.seen: Counter[str] = Counter()
+        self.hasher = BlockHasher(size, seed=3)
+        self.cache = PrefixCache(setup.blocks + 1, size)
+        self.engine: Engine = (OverlappedEngine if resident else Engine)(
+            limits=Limits(4, setup.budget, setup.blocks * size, setup.worth_waiting),
+            model=EngineModel(runner.spec.vocab_size, EOS),
+            cache=self.cache,
+            hasher=self.hasher,
+            executor=Watched(runner, self.seen),
+            rates=Rates(1000.0, 0.01),
+            epoch=11,
+        )
+        self.got: dict[int, Got] = defaultdict(Got)
+        self._asked: dict[int, Ask] = {}
+        self._steps = 0
+        self._aborts: dict[int, int] = {}
+
+    def run(self, asks: Sequence[Ask]) -> dict[tuple[Ask, int], Got]:
+        """All of it, to the last token; by ask and choice."""
+        numbers: dict[tuple[int, int], int] = {}
+        for place, ask in enumerate(asks):
+            self._step(ask.steps_before)
+            for choice in range(ask.choices):
+                numbers[place, choice] = self.add(ask, choice)
+        self.finish()
+        return {
+            (replace(asks[place], steps_before=place), choice): self.got[number]
+            for (place, choice), number in numbers.items()
+        }
+
+    def add(self, ask: Ask, choice: int = 0, generated: Sequence[int] = ()) -> int:
+        """A request's number; `generated`: what another engine gave it before."""
+        number = len(self._asked)
+        self._asked[number] = ask
+        self.engine.add("a", self._request(number, ask, choice, generated))
+        if ask.abort_after is not None:
+            self._aborts[number] = self._steps + ask.abort_after
+        return number
+
+    def _request(self, number: int, ask: Ask, choice: int, generated: Sequence[int]) -> Generate:
+        made = generate(number, [*ask.prompt, *generated], self.hasher, prompt_tokens=len(ask.prompt))
+        return Generate(
+            request_id=number,
+            token_ids=made.token_ids,
+            prompt_tokens=made.prompt_tokens,
+            root=made.root,
+            block_hashes=made.block_hashes,
+            sampling=ask.params(choice),
+            priority=ask.priority,
+        )
+
+    def finish(self) -> None:
+        """Run until nothing is left; whatever was held is free again."""
+        while self.engine.has_work:
+            assert self._steps < HANG, "requests never end"
+            self._step(1)
+        assert len(self.engine.scheduler) == 0
+        assert self.cache.free_blocks == self.cache.total_blocks
+        if isinstance(self.engine, OverlappedEngine):
+            self.engine._slots.assign(())
+            assert len(self.engine._slots._free) == self.engine.scheduler.limits.running
+        counters = self.engine.load().counters
+        self.seen["preemption"] += counters.preemptions
+        self.seen["prefix hit"] += counters.hit_tokens > counters.partial_hit_tokens
+
+    def _step(self, count: int) -> None:
+        for _ in range(count):
+            self._abort_what_is_due()
+            for output in self.engine.step().outputs["a"]:
+                self._take(output)
+            self.engine.scheduler.check()
+            self._steps += 1
+
+    def _abort_what_is_due(self) -> None:
+        due = {number for number, when in self._aborts.items() if when <= self._steps}
+        for request in self.engine.scheduler.requests():
+            if request.key.request_id in due:
+                self.seen[f"abort of a {request.phase.value} request"] += 1
+                self.seen["abort of a row in flight"] += bool(request.in_flight)
+        self.engine.abort("a", due)
+
+    def _take(self, output: TokenOutput) -> None:
+        got, ask = self.got[output.request_id], self._asked[output.request_id]
+        got.tokens += output.token_ids
+        got.logprobs += output.logprobs or []
+        got.prompt_logprobs = got.prompt_logprobs or output.prompt_logprobs
+        got.finish_reason = output.finish_reason
+        self.seen[f"sampling: {ask.sampling}"] += 1
+        self.seen["several choices"] += ask.choices > 1
+        self.seen["end by a token"] += output.finish_reason == "stop"
+        self.seen["logprobs"] += bool(output.logprobs)
+        request = self.engine.scheduler.get(("a", output.request_id))  # type: ignore[arg-type]
+        if request is not None and request.phase is Phase.RUNNING:
+            self.seen["hit on what came after it"] += (request.cached_tokens or 0) > request.expected_cached
+
+
+class Oracle:
+    """transformers' model, one request at a time; greedy answers are its `generate`'s."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self._model.eval().generation_config.eos_token_id = None
+        self._known: dict[tuple[Any, ...], Got] = {}
+
+    def answer(self, ask: Ask, choice: int = 0) -> Got:
+        """What an undisturbed run gives."""
+        params = ask.params(choice)
+        key = (ask.prompt, ask.sampling, ask.max_tokens, ask.logprobs, choice)
+        if key not in self._known:
+            got = self._greedy(ask, params) if ask.sampling == "greedy" else self._drawn(ask, params)
+            if params.prompt_logprobs is not None:
+                got.prompt_logprobs = self._echo(ask, params.prompt_logprobs)
+            self._known[key] = got
+        return self._known[key]
+
+    @torch.inference_mode()
+    def _greedy(self, ask: Ask, params: SamplingParams) -> Got:
+        out = self._model.generate(
+            torch.tensor([ask.prompt]),
+            attention_mask=torch.ones(1, len(ask.prompt), dtype=torch.int64),
+            max_new_tokens=ask.max_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        tokens = out.sequences[0, len(ask.prompt) :].tolist()
+        logprobs = prompt_logprobs(torch.cat(out.logits), tokens, params.logprobs or 0)
+        return Got(tokens, logprobs if params.logprobs is not None else [], None, "length")
+
+    @torch.inference_mode()
+    def _drawn(self, ask: Ask, params: SamplingParams) -> Got:
+        got, ends = Got(finish_reason="length"), set(params.stop_token_ids) | (set() if params.ignore_eos else set(EOS))
+        for position in range(ask.max_tokens):
+            logits = self._model(torch.tensor([[*ask.prompt, *got.tokens]])).logits[:, -1]
+            banned = banned_before(params, position, EOS)
+            (drawn,) = sample(logits, [SamplingRow(params, position, ask.prompt, array("I", got.tokens), banned)])
+            got.tokens.append(drawn.token_id)
+            got.logprobs += [drawn.logprobs] if drawn.logprobs else []
+            if drawn.token_id in ends:
+                got.finish_reason = "stop"
+                break
+        return got
+
+    @torch.inference_mode()
+    def _echo(self, ask: Ask, top: int) -> list[PositionLogprobs | None]:
+        logits = self._model(torch.tensor([ask.prompt])).logits[0]
+        return [None, *prompt_logprobs(logits[:-1], ask.prompt[1:], top)]
+
+
+@cache
+def oracle_of(folder: Path) -> Oracle:
+    """One for all examples."""
+    return Oracle(folder)
