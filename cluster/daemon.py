@@ -21,7 +21,7 @@ def detach(settings: Settings, words: Sequence[str], out: TextIO) -> int:
     """Start `homing` with these words in the background; returns 0 once it serves, else what it ended with."""
     notebook = Notebook(state_folder(settings))
     name = settings.cluster.name
-    notebook.folder.mkdir(parents=True, exist_ok=True)
+    notebook.make_folder()
     note = notebook.read(name)
     if note is not None and note.process() is not None:
         raise AlreadyRunning(f"cluster {name!r} is running already (pid {note.pid}); end it with homing stop")
@@ -39,6 +39,7 @@ def _spawn(words: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
     # -P: a file in the current folder must not stand in for a module of the daemon's.
     command = [sys.executable, "-P", "-m", "homing.cluster.cli", *words, "--background"]
     with log.open("wb") as output:
+        log.chmod(0o600)
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )

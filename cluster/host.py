@@ -19,6 +19,8 @@ import psutil
 
 #: Without one of these nothing is served.
 PACKAGES = ("ray", "torch", "transformers", "tokenizers", "safetensors", "pyzmq", "msgspec", "xxhash", "httptools")
+#: Of Ray, where its variable names no other.
+DEFAULT_TOKEN = Path.home() / ".ray" / "auth_token"
 #: Larger than the kernel's `struct timex` on every platform.
 TIMEX_BYTES = 512
 CLOCK_UNSYNCHRONIZED = 5
@@ -52,7 +54,7 @@ class Host:
 
 def look(disks: Mapping[str, Path]) -> Host:
     """This machine; `disks` are folders by what they are used for."""
-    token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or DEFAULT_TOKEN)
     return Host(
         python=sys.version_info[:2],
         packages={name: _version(name) for name in PACKAGES},

@@ -19,6 +19,7 @@ import psutil
 
 from .config import Settings
 from .errors import ClusterError, DoesNotFit
+from .host import DEFAULT_TOKEN
 from .state import wait_gone
 
 #: Ray's own least; nothing of ours goes through its object store.
@@ -37,7 +38,10 @@ RAY_ENVIRONMENT = {
 
 
 def run_folder() -> Path:
-    """A new short folder for the sockets and files of one local cluster."""
+    """A new short folder for the sockets and files of one local cluster, which nobody else may enter.
+
+    Ray opens its own folder, inside, and the sockets in it to everybody.
+    """
     base = "/tmp" if Path("/tmp").is_dir() else None
     return Path(tempfile.mkdtemp(prefix="homing-", dir=base))
 
@@ -52,6 +56,7 @@ def sockets_folder(folder: Path) -> Path:
 def start_local(settings: Settings, folder: Path) -> None:
     """Start a Ray of our own in `folder`. Logical CPUs are as many as our ranks want: they only steer placement."""
     os.environ.update(RAY_ENVIRONMENT)
+    _outlive_the_raylet()
     _adopt_orphans()
     import ray
 
@@ -64,8 +69,9 @@ def start_local(settings: Settings, folder: Path) -> None:
             log_to_driver=cluster.log_level == "debug",
             logging_level=logging.ERROR,
             namespace=f"homing-{cluster.name}",
-            _temp_dir=str(folder),
+            _temp_dir=str(folder / "ray"),
         )
+    guard(DEFAULT_TOKEN)
     wanted, there = ranks * cluster.gpus_per_rank, ray.cluster_resources().get("GPU", 0.0)
     if wanted > there:
         raise DoesNotFit(
@@ -76,6 +82,7 @@ def start_local(settings: Settings, folder: Path) -> None:
 def join(settings: Settings) -> None:
     """Join the Ray cluster at `ray_address`. Raises ClusterError when nobody answers there or the token is refused."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    _outlive_the_raylet()
     import ray
 
     cluster = settings.cluster
@@ -117,6 +124,12 @@ def visit(ray_address: str, name: str, *, ours: bool) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+def guard(token: Path) -> None:
+    """Let nobody else read the token that Ray makes, by default for everybody."""
+    if token.is_file() and token.stat().st_uid == os.getuid():
+        token.chmod(token.stat().st_mode & 0o700)
 
 
 def address() -> str:
@@ -199,6 +212,15 @@ def _kill(process: psutil.Process) -> None:
         process.kill()
     except psutil.NoSuchProcess:
         return
+
+
+def _outlive_the_raylet() -> None:
+    """Let a broken connection to the raylet not end this process on the spot. Before Ray is imported.
+
+    Ray 2.60 ends a process whose raylet is gone; whether it is, it tells in a driver by the parent process, and that of
+    a detached `homing serve` is gone indeed: one in three ended while it shut down, and left Ray's helpers and folder.
+    """
+    os.environ["RAY_RAYLET_PID"] = str(os.getpid())
 
 
 def _adopt_orphans() -> None:

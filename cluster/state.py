@@ -52,6 +52,10 @@ class Notebook:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    def make_folder(self) -> None:
+        """Where it is not there. Nobody else may enter: a note says what is to be ended and removed."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
     def path(self, name: str) -> Path:
         """Where the note of `name` lies."""
         return self.folder / f"{name}.json"
@@ -91,7 +95,7 @@ class Notebook:
     @contextmanager
     def claim(self, note: Note) -> Iterator[None]:
         """Hold the name while the body runs. Raises AlreadyRunning."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.make_folder()
         self._create(note)
         try:
             yield

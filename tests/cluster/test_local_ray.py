@@ -7,7 +7,7 @@ import pytest
 
 from homing.cluster.config import load_settings
 from homing.cluster.errors import ClusterError
-from homing.cluster.local_ray import join, sockets_folder
+from homing.cluster.local_ray import guard, join, run_folder, sockets_folder
 
 
 def test_an_address_where_nobody_listens_is_told_at_once_with_the_remedy() -> None:
@@ -18,6 +18,20 @@ def test_an_address_where_nobody_listens_is_told_at_once_with_the_remedy() -> No
 
         with pytest.raises(ClusterError, match=f"no Ray cluster answers at {address}.*ray start --head"):
             join(load_settings({"ray_address": address}, environ={}))
+
+
+def test_nobody_else_may_enter_the_run_folder_or_read_the_token(tmp_path: Path) -> None:
+    """Ray makes its folder, the sockets in it and its token for everybody; with them code can be run."""
+    folder, token = run_folder(), tmp_path / "auth_token"
+    mode = folder.stat().st_mode & 0o777
+    folder.rmdir()
+    token.write_text("secret")
+    token.chmod(0o644)
+    guard(token)
+    guard(tmp_path / "none")
+
+    assert mode == 0o700
+    assert token.stat().st_mode & 0o777 == 0o600
 
 
 def test_the_folder_for_sockets_is_there_before_any_process_uses_it(tmp_path: Path) -> None:

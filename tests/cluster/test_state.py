@@ -48,6 +48,13 @@ def test_a_stale_note_is_swept_away_with_what_its_process_left(notebook: Noteboo
     assert not left.exists()
 
 
+def test_nobody_else_may_write_notes(notebook: Notebook) -> None:
+    """A note says which process is to be ended, and which folder to be removed with it."""
+    with notebook.claim(own_note("default", "demo", None)):
+        assert notebook.folder.stat().st_mode & 0o777 == 0o700
+        assert notebook.path("default").stat().st_mode & 0o777 == 0o600
+
+
 def test_who_asks_for_a_name_that_does_not_run_is_told_what_does(notebook: Notebook) -> None:
     """Without `--name` one asks for `default`, which nobody may have started."""
     with pytest.raises(NotRunning, match=r"no cluster 'default' is running; start one with: homing serve$"):

@@ -1,6 +1,7 @@
 """A cluster whose sockets are encrypted: it serves, `homing watch` with the keys follows, and without them is told."""
 
 import contextlib
+import stat
 import subprocess
 import sys
 from hashlib import sha256
@@ -10,6 +11,7 @@ import httpx
 import psutil
 import pytest
 
+from homing.cluster.host import DEFAULT_TOKEN
 from homing.cluster.local_ray import RAY_ENVIRONMENT
 from homing.events import load_pair
 
@@ -61,10 +63,27 @@ def told(running: Serving) -> dict[str, str]:
     return found
 
 
+def reachable(running: Serving) -> set[str]:
+    """Addresses on which a process of the cluster listens."""
+    found = set()
+    for process in running.family():
+        with contextlib.suppress(psutil.Error):
+            listening = [each for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN]
+            found |= {each.laddr.ip.removeprefix("::ffff:") for each in listening}
+    return found
+
+
+def openings(running: Serving) -> dict[str, str]:
+    """What others on this machine may do with the cluster's folders and Ray's token."""
+    paths = [Path(running.note()["run_dir"]), DEFAULT_TOKEN]
+    return {str(path): stat.filemode(path.stat().st_mode)[4:] for path in paths}
+
+
 def test_an_encrypted_cluster_serves_and_tells_its_events_only_to_who_has_keys(tmp_path: Path) -> None:
     """Settings, controller, membership, both kinds of connection and the command line, all at once.
 
-    And no secret stands where others can read it: not in logs, command lines, environments or Ray's state.
+    And no secret stands where others can read it: not in logs, command lines, environments or Ray's state. Nobody from
+    another machine reaches anything, and nobody else on this one the sockets of Ray.
     """
     keys = tmp_path / "keys"
     assert homing(tmp_path, "keys", str(keys)).returncode == 0
@@ -77,16 +96,19 @@ def test_an_encrypted_cluster_serves_and_tells_its_events_only_to_who_has_keys(t
         without = watched(tmp_path, running.url, until_seen="refused")
         endpoints = running.replicas()["r0"]["event_endpoints"]
         until(lambda: True if running.idle() else None, "idle")
-        said = told(running)
+        said, addresses, opened = told(running), reachable(running), openings(running)
 
     secrets = {load_pair(path).secret.decode() for path in keys.glob("*.key_secret")}
     assert len(secrets) == 2
+    secrets |= {API_KEY, WRONG_KEY, DEFAULT_TOKEN.read_text().strip()}
+    assert addresses == {"127.0.0.1"}
+    assert set(opened.values()) == {"------"}
     assert (answer.status_code, refused.status_code) == (200, 401)
     assert endpoints["curve_key"] in (keys / "server.key").read_text()
     assert "refused" not in with_keys
     assert "does not know our key" in without
     assert "Controller" in said["Ray's actors"]
-    assert [where for where, text in said.items() if any(each in text for each in (*secrets, API_KEY, WRONG_KEY))] == []
+    assert [where for where, text in said.items() if any(each in text for each in secrets)] == []
     assert "ann" in said[str(tmp_path / "access.log")]
 
 
