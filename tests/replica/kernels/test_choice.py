@@ -1,5 +1,9 @@
-"""Kernels are chosen by device and by what is installed."""
+"""Kernels are chosen by device and by what is installed; their tests run wherever Triton can be had."""
 
+import importlib.util
+import platform
+
+import pytest
 import torch
 
 from homing.replica.kernels.choice import choose_kernels, triton_problem
@@ -15,3 +19,16 @@ def test_triton_serves_cuda_alone():
 def test_cpu_gets_plain_torch():
     """Triton may be installed all the same, for its interpreter."""
     assert choose_kernels(torch.device("cpu")).name == "torch"
+
+
+@pytest.mark.skipif((platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="Triton has no build for it")
+def test_triton_is_there_to_be_tested():
+    """`make setup` installs it, with a GPU or without; if it were absent, kernels would go untested unseen."""
+    assert importlib.util.find_spec("triton") is not None
+
+
+def test_fresh_tensors_are_poisoned():
+    """Outputs that a kernel leaves out must show; on memory that happens to hold zeros they would not."""
+    assert bool(torch.empty(1000).isnan().all())
+    assert bool(torch.empty(10, dtype=torch.bfloat16).isnan().all())
+    assert bool((torch.empty(1000, dtype=torch.int64) == torch.iinfo(torch.int64).max).all())

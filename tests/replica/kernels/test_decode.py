@@ -4,6 +4,8 @@ from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from homing.replica.kernels import decode as kernel
 from homing.replica.models.base import AttentionRule
@@ -22,6 +24,7 @@ SHAPES = {
     "group of 20": Shape(heads=20, kv_heads=1),
     "values shorter": Shape(key_dim=96, value_dim=64),
     "bfloat16": Shape(dtype=torch.bfloat16),
+    "bfloat16, page 256": Shape(dtype=torch.bfloat16, page=256),
     "bfloat16, page 64, head dim 128": Shape(dtype=torch.bfloat16, page=64, key_dim=128, value_dim=128),
 }
 
@@ -49,14 +52,15 @@ def test_equals_attention_in_float64(implementation, shape, device):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("lengths", [[5, 0, 70, 0, 33, 0, 0, 0], [0, 0, 9], [0, 1]], ids=str)
-def test_padding_rows_are_zero_and_touch_no_other(implementation, lengths, device):
+@pytest.mark.parametrize("page", [16, 64, 256])
+@pytest.mark.parametrize("lengths", [[5, 0, 70, 0, 33, 0, 0, 0], [0, 0, 9], [0, 1], [0, 0]], ids=str)
+def test_padding_rows_are_zero_and_touch_no_other(implementation, lengths, page, device):
     """A batch is padded to the size of its graph; garbage there would be NaN in every later layer."""
-    out, wanted = decode(implementation, Shape(), lengths, device)
+    out, wanted = decode(implementation, Shape(page=page), lengths, device)
 
     padding = torch.tensor(lengths) == 0
     assert torch.equal(out[padding.to(device)], torch.zeros_like(out[padding.to(device)]))
-    assert error(out[~padding.to(device)], wanted) < TOLERANCE[torch.float32]
+    assert not any(lengths) or error(out[~padding.to(device)], wanted) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -97,6 +101,58 @@ def test_plan_covers_every_key_once_and_fills_the_programs(device):
     assert size % kernel.TILE == 0
     assert first[0] == 0
     assert first[-1] <= plan.most_chunks
+
+
+def spans_of(plan, lengths, window):
+    """Which keys each row's chunks read, as the kernel reads the plan."""
+    size, first = int(plan.chunk_len), plan.first_chunk.tolist()
+    found = []
+    for row, length in enumerate(lengths):
+        start = length - min(length, window or length)
+        chunks = range(first[row + 1] - first[row])
+        found.append([key for n in chunks for key in range(start + n * size, min(start + (n + 1) * size, length))])
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(0, 700), min_size=1, max_size=9),
+    st.sampled_from([1, 2, 3, 8]),
+    st.sampled_from([None, 1, 64, 100, 1000]),
+)
+def test_any_plan_covers_each_row_s_keys_once_and_fits_its_buffers(lengths, kv_heads, window):
+    """No length is read on the host, so the bound on chunks must hold for all."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    plan = kernel.plan_decode(torch.tensor(lengths, dtype=torch.int32, device=device), kv_heads, window)
+
+    seen = [list(range(length - min(length, window or length), length)) for length in lengths]
+    assert spans_of(plan, lengths, window) == seen
+    assert int(plan.first_chunk[-1]) <= plan.most_chunks
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.lists(st.integers(0, 90), min_size=1, max_size=6).filter(any),
+    st.sampled_from([16, 64, 256]),
+    st.sampled_from([None, 1, 20]),
+    st.sampled_from([(2, 1), (3, 3), (6, 2)]),
+)
+def test_equals_float64_for_any_lengths(lengths, page, window, heads):
+    """Splits at any place: tiles of 16, so that even short rows have several chunks."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shape = Shape(*heads, key_dim=16, value_dim=16, page=page)
+    rows = paged(shape, lengths, device)
+    q = torch.randn(len(lengths), shape.heads, 16, generator=torch.Generator().manual_seed(1)).to(device)
+    out = torch.full((len(lengths), shape.heads, 16), torch.nan, device=device)
+
+    plan = kernel.plan_decode(rows.seq_lens, shape.kv_heads, window, tile=16)
+    kernel.decode(q, rows, plan, 0.25, out, tile=16)
+
+    real = rows.seq_lens > 0
+    wanted = exact(q[real], rows, [min(length, 1) for length in lengths], 0.25, window)
+    assert error(out[real], wanted) < TOLERANCE[torch.float32]
+    assert bool((out[~real] == 0).all())
 
 
 def test_plan_of_windowed_layers_counts_what_they_see(device):

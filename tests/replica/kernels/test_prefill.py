@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from homing.replica.kernels import prefill as kernel
 from homing.replica.models.base import AttentionRule
@@ -17,6 +19,7 @@ SHAPES = {
     "no group": Shape(heads=2),
     "values shorter": Shape(key_dim=96, value_dim=64),
     "bfloat16": Shape(dtype=torch.bfloat16),
+    "bfloat16, page 256": Shape(dtype=torch.bfloat16, page=256),
 }
 
 
@@ -63,3 +66,33 @@ def test_every_query_has_a_tile(queries, q_lens, device):
     out, wanted = prefill(run, Shape(), q_lens, lengths, device)
 
     assert error(out, wanted) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_without_queries_alone_are_no_error(implementation, device):
+    """Nothing is there to be written."""
+    out, _ = prefill(implementation().prefill, Shape(), [0, 0, 0], [0, 0, 0], device)
+
+    assert out.shape == (0, 4, 64)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=4),
+    st.sampled_from([16, 64, 256]),
+    st.sampled_from([None, 1, 20, 100]),
+)
+def test_equals_float64_for_any_lengths(rows, page, window):
+    """Cached parts and new ones of any length, empty rows among them."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    q_lens = [count for count, _ in rows]
+    lengths = [count and count + before for count, before in rows]
+
+    def run(q, paged_rows, first, rule, out):
+        kernel.prefill(q, paged_rows, first, rule.scale, rule.window, out, queries=16, tile=16)
+
+    out, wanted = prefill(
+        run, Shape(heads=2, kv_heads=1, key_dim=16, value_dim=16, page=page), q_lens, lengths, device, window
+    )
+
+    assert not len(out) or error(out, wanted) < TOLERANCE[torch.float32]

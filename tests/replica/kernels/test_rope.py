@@ -24,7 +24,9 @@ def turn(x, angles):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("norms", [True, False])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "page"), [(4, 2, 64, 16), (5, 1, 96, 8), (3, 3, 128, 64)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "page"), [(4, 2, 64, 16), (5, 1, 96, 8), (3, 3, 128, 64), (2, 1, 64, 256)]
+)
 def test_equals_float64(implementation, dtype, norms, heads, kv_heads, dim, page, device):
     """Head counts that do not fill a program, head dims that are no power of two; a padding token stores nothing."""
     generator = torch.Generator().manual_seed(3)
@@ -47,3 +49,21 @@ def test_equals_float64(implementation, dtype, norms, heads, kv_heads, dim, page
     for pages in (keys, values):
         others = [slot for slot in range(PAGES * page) if slot not in SLOTS]
         assert bool((pages.flatten(0, 1)[others] == 7).all())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_no_tokens_store_nothing(implementation, device):
+    """A batch of padding alone."""
+    keys, values = (torch.full((2, 16, 1, 64), 7.0, device=device) for _ in range(2))
+    wave = torch.empty(0, 32, device=device)
+
+    queries = implementation().rotate_and_store(
+        torch.empty(0, 4 * 64, device=device),
+        Rotary(wave, wave, None, None, 1e-6),
+        torch.empty(0, dtype=torch.int64, device=device),
+        keys,
+        values,
+    )
+
+    assert queries.shape == (0, 2, 64)
+    assert bool((keys == 7).all() and (values == 7).all())

@@ -1,5 +1,8 @@
 """The device's sampler draws the tokens that `sampler.sample` draws."""
 
+from bisect import bisect_right
+from itertools import accumulate
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +12,10 @@ from homing.replica.kernels.base import SamplingInputs
 from homing.replica.kernels.fused import TritonKernels
 from homing.replica.kernels.sampling import levels_of
 from homing.replica.messages import SamplingParams
+from homing.replica.philox import uniforms
 from homing.replica.sampler import SamplingRow, sample
+
+from .layouts import IMPLEMENTATIONS
 
 KINDS = {
     "greedy": {"temperature": 0.0},
@@ -84,6 +90,56 @@ def test_draws_what_the_cpu_draws_for_any_numbers(seed, position, temperature, t
     got, wanted = both(logits, [SamplingRow(params, position, (), ())], device)
 
     assert got == wanted
+
+
+def drawn_in_float64(logits: torch.Tensor, row: SamplingRow) -> int:
+    """By the definition: filters on a sorted list, then one of at most 16 groups at each level, in float64."""
+    params = row.params
+    scaled = logits.double() / params.temperature
+    weights = (scaled - scaled.max()).exp()
+    order = weights.argsort(descending=True)
+    kept = order[: params.top_k] if params.top_k else order
+    held = weights[kept].cumsum(0)
+    kept = kept[: int((held < params.top_p * held[-1]).sum()) + 1] if params.top_p < 1 else kept
+    weights = weights.where(torch.isin(torch.arange(len(weights)), kept), 0)
+    weights = weights.where(weights >= params.min_p, 0)
+    levels = levels_of(len(weights))
+    points = uniforms([params.seed], [row.position], levels)[0]
+    chosen = 0
+    for level, point in enumerate(points):
+        width = 16 ** (levels - 1 - level)
+        groups = [float(weights[(chosen * 16 + i) * width :][:width].sum()) for i in range(16)]
+        upto = list(accumulate(groups))
+        chosen = chosen * 16 + bisect_right(upto, point * upto[-1])
+    return chosen
+
+
+@pytest.mark.parametrize("vocab", [5, 211, 4100])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_draws_what_the_definition_draws_in_float64(implementation, vocab, device):
+    """The same numbers, sorted lists and sums in double precision; greedy rows and padding between them."""
+    kinds = [kind for kind in KINDS if vocab < 4000 or kind in MIXED]
+    logits = 3 * torch.randn(len(kinds), vocab, generator=torch.Generator().manual_seed(vocab))
+    rows = rows_of([KINDS[kind] for kind in kinds], seed=1)
+    out = torch.empty(len(rows), dtype=torch.int64, device=device)
+
+    implementation().sample(logits.to(device), inputs_of(rows, device), out)
+
+    wanted = [
+        int(line.argmax()) if row.params.temperature == 0 else drawn_in_float64(line, row)
+        for line, row in zip(logits, rows, strict=True)
+    ]
+    assert out.tolist() == wanted
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_no_rows_are_no_error(implementation, device):
+    """A step of chunks alone draws nothing."""
+    out = torch.empty(0, dtype=torch.int64, device=device)
+
+    implementation().sample(torch.empty(0, 50, device=device), inputs_of([], device), out)
+
+    assert out.tolist() == []
 
 
 def test_ties_are_kept_together(device):

@@ -1,0 +1,30 @@
+"""A request continued elsewhere from its generated ids yields the tokens that it would have yielded."""
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from .schedules import SAMPLINGS, Ask, Schedule, Setup, runner_of
+
+KINDS = tuple(product(("native", "transformers"), (False, True)))
+PROMPT = (*range(40, 61), 3, 4)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_continued_request_goes_on_as_if_it_had_never_moved(checkpoint: Callable[..., Path], sampling: str) -> None:
+    """From any place, by either provider and either engine, whatever the sampling, beside other continuations."""
+    ask = Ask(PROMPT, sampling, max_tokens=8, steps_before=0, choices=1)
+    schedules = {kind: Schedule(runner_of(checkpoint("llama"), *kind), Setup(budget=30, blocks=30)) for kind in KINDS}
+    wholes = [next(iter(schedule.run([ask]).values())) for schedule in schedules.values()]
+    tokens = wholes[0].tokens
+    assert all(whole.tokens == tokens for whole in wholes)
+
+    for kind, schedule in schedules.items():
+        numbers = {cut: schedule.add(ask, generated=tokens[:cut]) for cut in range(1, len(tokens))}
+        schedule.finish()
+
+        for cut, number in numbers.items():
+            got = schedule.got[number]
+            assert (tokens[:cut] + got.tokens, got.finish_reason) == (tokens, wholes[0].finish_reason), (kind, cut)
