@@ -2,6 +2,10 @@
 
 Built from an explicit host and port: no environment variables, no torchrun, no process-wide default group. gloo on CPU;
 nccl on CUDA has the same calls, but has not been run yet for want of a GPU.
+
+In a CUDA graph nccl's calls become its nodes: `wait` makes the stream wait there, not the host, and what a
+call allocates comes from the graph's memory. The first call of a group connects the ranks, so it must come before any
+capture (a capture's warm-up runs see to it), and graphs must be given up before their group.
 """
 
 from collections.abc import Iterator

@@ -86,6 +86,10 @@ class ModelRunner:
         parts = self._group.gather(torch.tensor(astuple(own), device=self.device))
         return [MemoryReading(*part.tolist()) for part in parts or ()]
 
+    def close(self) -> None:
+        """Give back the KV, and the graphs before the group of ranks that they call: otherwise its end may hang."""
+        self._release()
+
     def _release(self) -> None:
         """Drop what `_allocate` made."""
         self._pool, self._attention = None, None

@@ -93,7 +93,7 @@ class LocalExecutor:
         return self._runner.launch(plan)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        self._runner.close()
 
 
 class GangExecutor:
@@ -133,6 +133,7 @@ class GangExecutor:
 
     def close(self) -> None:
         self._channel.close()
+        self._runner.close()
 
 
 class PlanChannel:
@@ -223,6 +224,7 @@ class RankWorker:
                     return
         finally:
             self._link.close()
+            self._runner.close()
             self._runner = None
 
     def stop(self) -> None:

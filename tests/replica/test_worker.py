@@ -12,7 +12,7 @@ import pytest
 from homing.replica.errors import RankLost
 from homing.replica.worker import GangSpec
 
-from .clients import PATIENCE_S, served
+from .clients import PATIENCE_S, Client, served
 
 RANK = Path(__file__).with_name("gang_rank.py")
 
@@ -63,6 +63,26 @@ def test_two_ranks_answer_like_one_and_end_together(
         assert worker.wait(PATIENCE_S) == 0
     assert [client.tokens(number) for number in range(len(prompts))] == reference(folder, prompts, 8)
     assert (described.tensor_parallel_size, described.pids[1]) == (2, worker.pid)
+
+
+def test_two_ranks_that_launch_ahead_draw_what_one_rank_draws_step_by_step(
+    folder: Path, tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    """Rank 0 alone draws; the others hear of it on the device, within the step, and the host tells nobody."""
+    port = free_port()
+
+    def drawn(client: Client) -> list[list[int]]:
+        for number, prompt in enumerate(prompts):
+            client.ask(number, prompt, max_tokens=9, temperature=0.9, top_p=0.95, seed=number)
+        client.wait(*range(len(prompts)))
+        return [client.tokens(number) for number in range(len(prompts))]
+
+    with rank_process(folder, 1, port, "on"), served(folder, tmp_path, **rank_0(port, "on")) as two:
+        ahead = drawn(two.client())
+    with served(folder, tmp_path, settings={"overlap_steps": "off"}) as one:
+        plain = drawn(one.client())
+
+    assert ahead == plain
 
 
 def test_both_ranks_copy_the_tokens_that_prompts_share_inside_a_block(
