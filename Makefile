@@ -12,7 +12,7 @@ ARGS ?=
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast check lint types format wheel wheel-check compat clients bench-core bench-events bench-eviction bench-partial bench-decision bench-router bench-engine bench-routing test-slow chaos audit gpu-check clean
+.PHONY: help setup serve test test-fast check lint types format wheel wheel-check compat clients bench-core bench-events bench-eviction bench-partial bench-decision bench-router bench-engine bench-step bench-routing test-slow chaos audit gpu-check clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -124,6 +124,9 @@ bench-engine: $(VENV)/.dev $(if $(PEERS),.venv-engine-peers/.done) ## One worklo
 
 bench-routing: $(VENV)/.dev ## What the routing policy is worth: one workload through a real cluster, per policy
 	@$(BIN)/python tests/bench/routing.py $(if $(OUT),--out $(OUT))
+
+bench-step: $(VENV)/.dev ## What the host does for a decode step that is launched ahead (OUT=FILE writes JSON)
+	@$(BIN)/python tests/bench/step.py $(if $(OUT),--out $(OUT))
 
 gpu-check: $(VENV)/.dev ## Check and measure on one GPU in 540 s at most (OUT=FILE writes JSON, ARGS="--device cpu --tiny" tries it without)
 	@$(BIN)/python tests/gpu/check.py $(if $(OUT),--out $(OUT)) $(ARGS)

@@ -22,7 +22,7 @@ def plan_of_step(step: int, rows: Sequence[ScheduledRow], logits_at: Sequence[in
         PlanRow(
             token_ids=_known_tokens(row),
             start=row.start,
-            block_table=[block.block_id for block in row.request.blocks],
+            block_table=row.request.block_table(),
         )
         for row in rows
     ]

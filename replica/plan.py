@@ -4,6 +4,7 @@ Rank 0 makes a `StepPlan` and sends it to all ranks; each rank lays out the same
 knows no torch, no sockets and nothing of requests. All rows are joined along one token axis, without padding.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,6 +12,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+from ..kvcache.hashing import token_bytes
 
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
@@ -21,7 +24,7 @@ class PlanRow(NamedTuple):
 
     token_ids: Sequence[int]
     start: int
-    block_table: Sequence[int]  #: from position 0 on, at least as far as this step's last token
+    block_table: Sequence[int]  #: from position 0 on, at least as far as this step's last token; best an array("i")
 
 
 class BlockCopy(NamedTuple):
@@ -51,7 +54,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     token_ids: bytes  #: uint32 LE, all rows joined
     q_lens: list[int]  #: tokens to compute per row, each at least 1
     starts: list[int]  #: position of each row's first token of this step
-    block_tables: list[list[int]]
+    block_tables: list[bytes]  #: int32 LE: a row has hundreds of blocks, and each step tells them all
     logits_at: list[int]  #: flat token indexes whose logits are wanted, in order
     #: Done before the forward; all are read before the first is written, as one's target may be another's source.
     copies: list[BlockCopy] = []
@@ -83,16 +86,25 @@ def plan_of_rows(
     q_lens = [len(row.token_ids) for row in rows]
     if logits_at is None:
         logits_at = [int(end) - 1 for end in np.cumsum(q_lens)]
-    joined = np.fromiter((token for row in rows for token in row.token_ids), dtype="<u4", count=sum(q_lens))
     return StepPlan(
         step=step,
-        token_ids=joined.tobytes(),
+        token_ids=b"".join([token_bytes(row.token_ids) for row in rows]),
         q_lens=q_lens,
         starts=[row.start for row in rows],
-        block_tables=[list(row.block_table) for row in rows],
+        block_tables=[_table_bytes(row.block_table) for row in rows],
         logits_at=list(logits_at),
         copies=list(copies),
     )
+
+
+def _table_bytes(table: Sequence[int]) -> bytes:
+    ids = table if isinstance(table, array) else array("i", table)
+    return ids.tobytes()
+
+
+def block_ids(table: bytes) -> Int32s:
+    """One row of `StepPlan.block_tables`."""
+    return np.frombuffer(table, dtype="<i4")
 
 
 @dataclass(slots=True, frozen=True)
@@ -140,10 +152,11 @@ def _copied_slots(copies: Sequence[BlockCopy], block_size: int) -> Int64s:
     return np.repeat(blocks * block_size, counts, axis=1) + offsets
 
 
-def _padded_tables(tables: Sequence[Sequence[int]], used: Sequence[int]) -> Int32s:
+def _padded_tables(tables: Sequence[bytes], used: Sequence[int]) -> Int32s:
     """Block tables as one array, each cut to the number of blocks it uses."""
     padded = np.zeros((len(tables), max(used, default=0)), dtype=np.int32)
     for row, (table, count) in enumerate(zip(tables, used, strict=True)):
-        assert count <= len(table), f"row {row} needs {count} blocks, its table has {len(table)}"
-        padded[row, :count] = table[:count]
+        ids = block_ids(table)
+        assert count <= len(ids), f"row {row} needs {count} blocks, its table has {len(ids)}"
+        padded[row, :count] = ids[:count]
     return padded

@@ -51,6 +51,8 @@ class RequestState:
 
     phase: Phase = Phase.WAITING
     blocks: list[Block] = field(default_factory=list)
+    #: Their ids, as far as `block_table` was asked for: each step tells them all, and they only grow.
+    told_blocks: "array[int]" = field(default_factory=lambda: array("i"))
     #: Tokens whose KV is in `blocks`.
     computed: int = 0
     #: Rows that were launched and have not landed; `computed` counts them already, since steps run in order.
@@ -109,6 +111,13 @@ class RequestState:
         """Prompt logprobs need the logits of every prompt position, so nothing may be skipped until they are out."""
         return self.sampling.prompt_logprobs is None or self.answered
 
+    def block_table(self) -> "array[int]":
+        """Ids of all blocks, in order; to be read only."""
+        table = self.told_blocks
+        if len(table) < len(self.blocks):
+            table.extend(block.block_id for block in self.blocks[len(table) :])
+        return table
+
     def append(self, token_id: int, hasher: BlockHasher) -> None:
         """Add a generated token; a block that it fills gets its hash."""
         self.tokens.append(token_id)
@@ -126,6 +135,7 @@ class RequestState:
     def rewind(self) -> None:
         """Forget the KV: the blocks were given back."""
         self.blocks = []
+        self.told_blocks = array("i")
         self.computed = 0
         self.committed_blocks = 0
         if self.prompt_logprobs is not None and not self.answered:
@@ -138,6 +148,8 @@ class RequestState:
         full = len(self.tokens) // block_size
         assert len(self.hashes) == full, f"{name}: {len(self.hashes)} hashes for {full} full blocks"
         assert 0 <= self.pending <= self.in_flight, f"{name}: {self.pending} tokens pending of {self.in_flight} rows"
+        told = list(self.told_blocks)
+        assert told == [block.block_id for block in self.blocks[: len(told)]], f"{name}: tells blocks it does not hold"
         if self.phase is not Phase.RUNNING:
             assert not self.blocks, f"{name}: {self.phase.value} with {len(self.blocks)} blocks"
             return

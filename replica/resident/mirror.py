@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..plan import Int64s, SlotStart, StepPlan
+from ..plan import Int64s, SlotStart, StepPlan, block_ids
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,8 +51,10 @@ class TableMirror:
         ):
             known, end = self._known[slot], start + count
             needed = -(-end // self.block_size)
-            pages += [(slot, column, table[column]) for column in range(known.pages, needed)]
-            known.pages = max(known.pages, needed)
+            if needed > known.pages:
+                ids: list[int] = block_ids(table)[known.pages : needed].tolist()
+                pages += [(slot, column, block) for column, block in enumerate(ids, known.pages)]
+                known.pages = needed
             if known.seq_len != start:
                 seq_lens.append((slot, start))
             known.seq_len = end

@@ -78,7 +78,7 @@ def test_plan_survives_the_wire(rows, step, copies):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"token_ids": b"\0" * 8}, {"starts": []}, {"q_lens": [0]}, {"logits_at": [3]}, {"block_tables": [[5]]}]
+    [{"token_ids": b"\0" * 8}, {"starts": []}, {"q_lens": [0]}, {"logits_at": [3]}, {"block_tables": [b"\5\0\0\0"]}]
     + [{"copies": [BlockCopy(*copy)]} for copy in ((0, 7, 1), (7, 0, 1), (7, 8, 0), (7, 8, BLOCK))],
 )
 def test_plan_that_contradicts_itself_is_caught(changes):

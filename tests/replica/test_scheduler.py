@@ -15,7 +15,7 @@ from homing.kvcache.pins import PinLimits
 from homing.replica.batch import plan_of_step, wanted_logits
 from homing.replica.errors import PromptTooLong
 from homing.replica.messages import Pin
-from homing.replica.plan import BlockCopy
+from homing.replica.plan import BlockCopy, block_ids
 from homing.replica.request import Phase, RequestState
 from homing.replica.scheduler import Limits, ScheduledRow, Scheduler
 
@@ -188,7 +188,7 @@ def test_one_admission_s_source_may_be_the_next_one_s_block() -> None:
 
     first, second = bench.model.plans[-1].copies
     assert (first.tokens, second.tokens) == (2, 3)
-    assert first.source in {block for table in bench.model.plans[-1].block_tables for block in table}
+    assert first.source in {block for table in bench.model.plans[-1].block_tables for block in block_ids(table)}
     bench.run()
     bench.check_end()
 
