@@ -141,6 +141,29 @@ async def test_a_group_shares_its_cached_blocks_and_nobody_else_does(http: httpx
     assert hits["eve"] == 0
 
 
+async def held(http: httpx.AsyncClient, key: str, prompt: str) -> int:
+    """Blocks of the prompt that /explain says are there."""
+    answer = await http.post("/explain", json={"prompt": prompt}, headers={"authorization": f"Bearer {key}"})
+    (row,) = answer.raise_for_status().json()["replicas"]
+    return int(row["held_blocks"] + row["expected_blocks"])
+
+
+async def test_no_other_page_tells_what_a_tenant_asked(http: httpx.AsyncClient):
+    """`/explain` answers about the caller's own blocks; what is open to all has no words, tokens or hashes in it."""
+    secret = long("A fox")
+    await ask(http, "ann", secret)
+    async with asyncio.timeout(PATIENCE_S):
+        while not await held(http, "ann", secret):  # noqa: ASYNC110 - the index learns it from events
+            await asyncio.sleep(0.02)
+    answers = {key: await held(http, key, secret) for key in ("bob", "eve")}
+    pages = [(await http.get(path)).text for path in ("/cluster", "/metrics", "/health", "/ready", "/v1/models")]
+    tokens = (await http.post("/tokenize", json={"prompt": secret}, headers={"authorization": "Bearer ann"})).json()
+
+    assert answers["bob"] >= 6
+    assert answers["eve"] == 0
+    assert [page for page in pages if "forest" in page or str(tokens["tokens"][:8])[1:-1] in page] == []
+
+
 async def test_a_reset_empties_the_cache_pins_included(http: httpx.AsyncClient):
     """As a benchmark asks for it before its run, by the admin's key."""
     await ask(http, "ann", long("A fox"), cache_control={"type": "ephemeral"})

@@ -1,0 +1,68 @@
+"""SECURITY.md against the source: what it says of sockets holds for each file that has one; what it names is there."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "SECURITY.md").read_text()
+ROOMS = ("cluster", "events", "kvcache", "replica", "router")
+SOURCES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+#: Modules that turn bytes into objects of any type, and calls that do so inside of others.
+PICKLES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+PICKLING = re.compile(r"\b(send_pyobj|recv_pyobj|\w+_object_list|all_gather_object|gather_object|torch\.load)\(")
+MAKES_A_SOCKET = re.compile(r"\.socket\((zmq\.[A-Z]+|kind)")
+BOUNDED = re.compile(r"maxmsgsize = |zmq\.MAXMSGSIZE")
+#: Its one socket is libzmq's own, inside the process.
+WITHIN_THE_PROCESS = {"events/gate.py"}
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def with_sockets() -> list[Path]:
+    return [
+        path for path in SOURCES if MAKES_A_SOCKET.search(path.read_text()) and name(path) not in WITHIN_THE_PROCESS
+    ]
+
+
+def imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield (node.module or "").split(".")[0]
+
+
+def test_nothing_of_ours_reads_or_writes_pickles() -> None:
+    """Whoever sends a pickle runs code. Ray's own calls use them, behind its token: the page says so."""
+    found = [f"{name(path)}: {module}" for path in SOURCES for module in imported(path) if module in PICKLES]
+    found += [f"{name(path)}: {call}" for path in SOURCES for call in PICKLING.findall(path.read_text())]
+
+    assert found == []
+    assert "actor calls are pickles" in PAGE
+
+
+def test_the_page_lists_every_file_with_a_zeromq_socket() -> None:
+    """One that is added is a way in, and comes with its limit and its fuzzing, or this fails."""
+    listed = set(re.findall(r"`((?:events|replica|router)/\w+\.py)`", PAGE.split("## Sockets")[1].split("## ")[0]))
+
+    assert listed == {name(path) for path in with_sockets()}
+
+
+@pytest.mark.parametrize("path", with_sockets(), ids=name)
+def test_every_socket_has_a_largest_frame(path: Path) -> None:
+    """What is longer ends its connection, before it fills the memory."""
+    assert BOUNDED.search(path.read_text())
+
+
+def test_the_tests_that_the_page_names_are_there() -> None:
+    """A promise is as good as what holds it."""
+    named = set(re.findall(r"`(tests/[\w/]+\.py)`", PAGE))
+
+    assert len(named) >= 8
+    assert [path for path in sorted(named) if not (ROOT / path).is_file()] == []
