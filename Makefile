@@ -12,7 +12,7 @@ ARGS ?=
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast check lint types format wheel wheel-check compat clients bench-core bench-events bench-eviction bench-partial bench-decision bench-router bench-engine bench-step bench-routing test-slow chaos audit gpu-check clean
+.PHONY: help setup serve test test-fast check lint types format wheel wheel-check compat clients bench-core bench-events bench-eviction bench-partial bench-warm-up bench-decision bench-router bench-engine bench-step bench-routing test-slow chaos audit gpu-check clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -101,6 +101,9 @@ bench-eviction: $(VENV)/.dev ## Hit rates of the eviction policies beside the op
 
 bench-partial: $(VENV)/.dev ## What copying inside blocks saves, and what a copy costs
 	@$(BIN)/python tests/bench/partial_blocks.py
+
+bench-warm-up: $(VENV)/.dev ## What warming new replicas up is worth, simulated (TRACE=FILE: on that trace)
+	@$(BIN)/python tests/bench/warm_up.py $(if $(TRACE),--trace $(TRACE)) $(ARGS)
 
 bench-decision: $(VENV)/.dev ## Cost of a routing decision (OUT=FILE writes JSON)
 	@$(BIN)/python tests/bench/decision.py $(if $(OUT),--out $(OUT))

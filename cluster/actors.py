@@ -22,7 +22,7 @@ from ..router.backend import AbsentReplica
 from .autoscale import Demand
 from .logs import set_up_logging
 from .loop import fast_loop
-from .spec import CacheWorth, ClusterSpec, Doors, Failed, Listening, Member, RankSpec, Rendezvous, Started
+from .spec import CacheWorth, ClusterSpec, Doors, Failed, Listening, Member, RankSpec, Rendezvous, Started, Wanted
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +62,8 @@ class Router(Protocol):
     async def apply_membership(self, members: Sequence[Member], seed: int) -> None:
         """These replicas are there, and no others."""
 
-    async def warm_up(self, replica_id: str) -> Failed | None:
-        """Returns when it can be sent requests and its cache holds what it should, or why it never will."""
+    async def warm_up(self, replica_id: str) -> Failed | Wanted | None:
+        """Returns when it can be sent requests and its cache is warm, or wanted sooner, or why it never will."""
 
     async def in_flight(self, replica_id: str) -> int:
         """Requests of this router that are not over there."""
@@ -219,8 +219,8 @@ class RouterProcess:
         """Route to these replicas and no others, from now on."""
         self._do(self._present.apply_membership(members, self._spec.seed))
 
-    def warm_up(self, replica_id: str) -> Failed | None:
-        """Returns when it can be sent requests and its cache holds what it should, or why it never will."""
+    def warm_up(self, replica_id: str) -> Failed | Wanted | None:
+        """Returns when it can be sent requests and its cache is warm, or wanted sooner, or why it never will."""
         return self._do(self._present.warm_up(replica_id))
 
     def in_flight(self, replica_id: str) -> int:

@@ -85,7 +85,11 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Meta(description="an update starts a replica before it drains one; without, it needs no room for one more"),
     ] = True
     warm_up_s: Annotated[
-        float, Meta(gt=0, description="a replica that comes to others takes requests after so long at the latest")
+        float,
+        Meta(
+            gt=0,
+            description="a replica that comes to others takes requests after so long at the latest, however warm",
+        ),
     ] = 10.0
     stop_timeout_s: Annotated[float, Meta(gt=0, description="time to take everything down before it is killed")] = 20.0
     state_dir: Annotated[

@@ -253,11 +253,13 @@ class Controller:
         """Until the routers have let it in; one that they refuse is of no use."""
         if told is not None:
             await told
+        began = time.monotonic()
         refusal = await self._routers.warm_up(order.replica_id, self._fleet.pacing.warm_up_s)
         gang = self._gangs.get(order.generation) if self._gangs is not None else None
         if refusal and gang is not None:
             self.gang_failed(gang, refusal)
             return
+        self._notice("info", f"replica_warmed replica={order.replica_id} after_s={time.monotonic() - began:.1f}")
         self._fleet.warmed(order.replica_id, order.generation, time.monotonic())
         self._changed()
 

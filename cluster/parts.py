@@ -22,7 +22,7 @@ from .actors import RankServer, Router, node_address
 from .autoscale import Demand
 from .gangs import socket_folder
 from .model import find_model
-from .spec import CacheWorth, ClusterSpec, Doors, Failed, Listening, Member, RankSpec
+from .spec import CacheWorth, ClusterSpec, Doors, Failed, Listening, Member, RankSpec, Wanted
 
 if TYPE_CHECKING:
     from ..router.generations import Enrolment, Generations, Terms
@@ -187,11 +187,15 @@ class HomingRouter:
         assert self._service is not None, "absences before start"
         self._service.tell_absent(absent)
 
-    async def warm_up(self, replica_id: str) -> Failed | None:
-        """Returns when it can be sent requests, or why it never will."""
+    async def warm_up(self, replica_id: str) -> Failed | Wanted | None:
+        """Returns when it can be sent requests and its cache is warm, or wanted sooner, or why it never will."""
         assert self._service is not None, "a question before the start"
         refusal = await self._service.until_joined(replica_id)
-        return Failed(f"the router refused it: {refusal}") if refusal else None
+        if refusal:
+            return Failed(f"the router refused it: {refusal}")
+        settings = self._spec.settings
+        share = settings.router.warm_up_share / settings.cluster.routers  # each fills as much with what it knows of
+        return None if await self._service.warm_up(replica_id, share) else Wanted()
 
     async def in_flight(self, replica_id: str) -> int:
         """Requests of this router that are not over there."""

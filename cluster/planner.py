@@ -264,6 +264,7 @@ class Fleet:
     def reconcile(self, now: float) -> list[Action]:
         """What to do now, in this order: who is gone leaves routing before anything else happens."""
         self._expire(now)
+        self._hurry(now)
         self._shrink(now)
         self._roll(now)
         actions: list[Action] = self._publish()
@@ -342,6 +343,12 @@ class Fleet:
             else:
                 reason = f"not ready after {limit:g} s ({gang.reason or gang.phase.value})"
                 self.failed(gang.replica_id, gang.generation, reason, now)
+
+    def _hurry(self, now: float) -> None:
+        """Where nobody serves any more, nobody is warmed up."""
+        for gang in self._in(Phase.WARMING):
+            if not self._in(Phase.READY):
+                self.warmed(gang.replica_id, gang.generation, now)
 
     def _serves(self, gang: Gang) -> None:
         gang.phase, gang.reason = Phase.READY, ""

@@ -19,7 +19,7 @@ from ..router.backend import AbsentReplica
 from .actors import death, within
 from .autoscale import Demand, together
 from .planner import Pacing
-from .spec import CacheWorth, ClusterSpec, Failed, Listening, Member
+from .spec import CacheWorth, ClusterSpec, Failed, Listening, Member, Wanted
 
 log = logging.getLogger(__name__)
 
@@ -89,10 +89,21 @@ class Routers:
                 seat.actor.tell_absent.remote(absent)
 
     async def warm_up(self, replica_id: str, timeout_s: float) -> str:
-        """Until every router can send it requests and its cache is warm; in words why one refuses it, or empty."""
-        asked = (self._ask(seat, "warm_up", replica_id, timeout_s=timeout_s) for seat in self._seats)
-        answers: list[Failed | None] = await asyncio.gather(*asked)
-        return next((answer.message for answer in answers if answer is not None), "")
+        """Until every router can send it requests and its cache is warm; in words why one refuses it, or empty.
+
+        Sooner when one of them wants it at once: it has let the replica in by then, as the others will.
+        """
+        questions = (self._ask(seat, "warm_up", replica_id, timeout_s=timeout_s) for seat in self._seats)
+        asked = [asyncio.ensure_future(question) for question in questions]
+        try:
+            for answered in asyncio.as_completed(asked):
+                answer: Failed | Wanted | None = await answered
+                if answer is not None:
+                    return answer.message if isinstance(answer, Failed) else ""
+        finally:
+            for question in asked:
+                question.cancel()
+        return ""
 
     async def in_flight(self, replica_id: str) -> int:
         """Requests at this replica that routers wait for."""

@@ -92,6 +92,11 @@ class Failed:
 
 
 @dataclass(slots=True, frozen=True)
+class Wanted:
+    """A replica is to serve now, however warm it is: requests wait that it could take."""
+
+
+@dataclass(slots=True, frozen=True)
 class CacheWorth:
     """What would be lost with a replica, as a router sees it."""
 

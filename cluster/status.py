@@ -102,7 +102,7 @@ def _row(replica: dict[str, Any], rate: float | None) -> tuple[str, ...]:
     used = total - replica["free_blocks"] if replica["report_age_s"] is not None else 0
     return (
         replica["replica_id"],
-        replica["state"],
+        _state(replica),
         replica["feed"],
         str(len(replica["pids"])),
         replica["node"],
@@ -112,6 +112,14 @@ def _row(replica: dict[str, Any], rate: float | None) -> tuple[str, ...]:
         f"{replica['indexed_blocks']} block{'' if replica['indexed_blocks'] == 1 else 's'}",
         "-" if rate is None else f"{rate:.0%}",
     )
+
+
+def _state(replica: dict[str, Any]) -> str:
+    """With how far a warm-up is."""
+    state, warm_up = str(replica["state"]), replica.get("warm_up")
+    if not warm_up or not warm_up["planned_tokens"]:
+        return state
+    return f"{state} {warm_up['done_tokens'] / warm_up['planned_tokens']:.0%}"
 
 
 def _absent_row(replica: dict[str, Any]) -> tuple[str, ...]:

@@ -61,7 +61,7 @@ class PartialHit:
 class PrefixMatch:
     """A look-up's result, to be acquired before anything else is asked of the cache.
 
-    `PrefixMatch((), 0)` stands for a request that takes nothing from the cache; it is not counted as a query.
+    `PrefixMatch((), 0)` stands for a request that takes nothing from the cache. Without `query_tokens` it is uncounted.
     """
 
     blocks: tuple[Block, ...]
@@ -254,11 +254,15 @@ class PrefixCache:
         for block in match.blocks:
             block.ref_count += 1
             block.hits += 1
+        if match.query_tokens:
+            self._count(match)
+        return [*match.blocks, *self._take(new_blocks)]
+
+    def _count(self, match: PrefixMatch) -> None:
         self.counters.query_tokens += match.query_tokens
         self.counters.hit_tokens += match.tokens
         self.counters.partial_hit_tokens += match.partial.tokens if match.partial else 0
         self.counters.collisions += match.collisions
-        return [*match.blocks, *self._take(new_blocks)]
 
     def allocate(self, count: int) -> list[Block] | None:
         """`count` more blocks for a running request. None, and no effect, without room."""

@@ -229,7 +229,7 @@ class Engine:
         first = not request.answered
         pinned = self.scheduler.pin(request, self._clock()) if first and request.pins else None
         self.scheduler.append(request, sampled.token_id)
-        self._generated_tokens += 1
+        self._generated_tokens += not request.warm_up
         request.untold.append(sampled.token_id)
         if sampled.logprobs:
             request.untold_logprobs.append(sampled.logprobs)

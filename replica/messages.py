@@ -65,6 +65,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_d
     pins: tuple[Pin, ...] = ()
     #: after the first token, outputs may wait until they hold so many: for answers that nobody reads as they come
     tokens_per_output: int = 1
+    warm_up: bool = False  #: asked by the router itself, to fill the cache: counts as nobody's query
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):

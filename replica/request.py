@@ -48,6 +48,8 @@ class RequestState:
     #: Prefixes of the prompt to keep when it is computed.
     pins: tuple[Pin, ...] = ()
     tokens_per_output: int = 1
+    #: Nobody asked for it: it fills the cache, and is in no count of queries, hits and generated tokens.
+    warm_up: bool = False
 
     phase: Phase = Phase.WAITING
     blocks: list[Block] = field(default_factory=list)

@@ -12,7 +12,7 @@ arrival, and is kept across preemptions.
 
 from bisect import insort
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from ..events.messages import PrefillWork
@@ -324,7 +324,8 @@ class Scheduler:
         if not request.may_use_cache:
             return _NO_MATCH
         known = len(request.tokens)
-        return self._cache.match(request.root, request.hashes, request.token_bytes(0, known), known)
+        match = self._cache.match(request.root, request.hashes, request.token_bytes(0, known), known)
+        return replace(match, query_tokens=0) if request.warm_up else match
 
     def _row(self, request: RequestState, budget: int, copy: BlockCopy | None = None) -> ScheduledRow:
         count = min(request.uncomputed, budget)

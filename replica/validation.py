@@ -55,6 +55,7 @@ class Admissible:
             trace_id=request.trace_id,
             pins=request.pins,
             tokens_per_output=request.tokens_per_output,
+            warm_up=request.warm_up,
         )
 
     def _tokens(self, request: Generate) -> "array[int]":

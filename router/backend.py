@@ -115,6 +115,13 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 ReplicaState = Literal["joining", "warming", "serving", "draining", "silent"]
 
 
+class WarmUpProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a replica is filled with hot prefixes, in prompt tokens; what prefixes share counts with each of them."""
+
+    done_tokens: int
+    planned_tokens: int
+
+
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     """One replica as the router sees it now."""
 
@@ -142,6 +149,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     url: str | None = None  #: of the server of a foreign replica; None: a replica of ours
     trouble: str = ""  #: why that server cannot be reached, in words
     unplaced_blocks: int = 0  #: blocks that it announced without saying of which prompt: not credited
+    warm_up: WarmUpProgress | None = None  #: by this router; None: it is not being warmed up
 
 
 class AbsentReplica(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,6 +195,9 @@ class RouterCounters(msgspec.Struct, kw_only=True):
     predictions_exact: int = 0  #: the first token came with the cached tokens predicted, or a partial block more
     predictions_low: int = 0  #: a whole block or more beyond what was predicted
     predictions_high: int = 0  #: fewer than predicted
+    warm_up_requests: int = 0  #: that filled the caches of new replicas; nowhere else are they counted
+    warm_up_tokens: int = 0  #: prompt tokens that replicas computed for them
+    warm_ups_cut: int = 0  #: that ended before they were through: requests were held, or its time was over
 
 
 def total(counters: Iterable[RouterCounters]) -> RouterCounters:

@@ -73,6 +73,18 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         float, Meta(gt=0, description="blocks expected at dispatch are forgotten after so long")
     ] = 30.0
     retries: Annotated[int, Meta(ge=0, le=16, description="how often a request is continued on another replica")] = 3
+    warm_up_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="share of a new replica's cache that is filled with the hottest prefixes before it takes "
+            "requests; 0: none",
+        ),
+    ] = 0.25
+    warm_up_bytes: Annotated[
+        int, Meta(ge=0, description="memory for the last prompts, of which the hottest prefixes are taken; 0: none")
+    ] = 8 * 1024 * 1024
     pin_ttl_s: Annotated[
         float, Meta(gt=0, description="how long cache_control keeps a prefix whose ttl is not given")
     ] = 300.0

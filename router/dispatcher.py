@@ -15,6 +15,7 @@ it; one that goes on does not wait for its tenant's turn again. Every accepted r
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heapify, heappop, heappush
 from random import Random
 from typing import Literal, NewType
@@ -39,6 +40,7 @@ from .backend import (
     FeedState,
     FinishedRequest,
     GenerationRequest,
+    ReplicaScore,
     RouterCounters,
     TextOutput,
     TokenDelta,
@@ -54,10 +56,12 @@ from .errors import (
     RouterError,
 )
 from .fair_queue import FairQueue
+from .heat import HeatBook
 from .load import LoadBook, Rest
 from .placement import Placement, regret_tokens
 from .policy import Candidate, Decision, Policy, Prompt
 from .reservations import Reservations
+from .warming import WarmUps
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +114,9 @@ class Cancelled(msgspec.Struct, frozen=True, gc=False):
 
 #: Deadlines of requests that are over and still noted, beside as many as there are requests.
 DEADLINES_SPARE = 1024
+#: Nobody is warmed up while prompts wait so long for their turn at all others. Of 0.02 to 0.5 s and no limit, this gave
+#: the least mean TTFT where two modelled replicas get a third under different loads (docs/simulate.md).
+PRESSING_WAIT_S = 0.5
 #: Roots of tenants that are remembered; more are forgotten together.
 ROOTS_KEPT = 4096
 
@@ -132,6 +139,7 @@ class DispatcherLimits:
     max_waiting_requests: int
     retries: int
     request_timeout_s: float
+    warm_up_bytes: int = 0  #: of prompts that are remembered, so that new replicas can be filled with the hottest
 
 
 class _Flight(msgspec.Struct, eq=False):
@@ -185,6 +193,8 @@ class Dispatcher:
         self._chains = ChainBook(naming.hasher)
         self._roots: dict[bytes, BlockHash] = {}  #: by salt
         self._limits = limits
+        self.heat = HeatBook(naming.hasher.block_size, limits.warm_up_bytes)
+        self.warm_ups = WarmUps(counters)
         self._flights: dict[FlightId, _Flight] = {}
         self._by_wire: dict[int, _Flight] = {}
         self._queue = FairQueue()
@@ -199,6 +209,7 @@ class Dispatcher:
         assert not len(self.placement), f"{len(self.placement)} replicas are still named in the old way"
         self._naming = naming
         self._chains = ChainBook(naming.hasher)
+        self.heat = HeatBook(naming.hasher.block_size, self._limits.warm_up_bytes)
         self._roots.clear()
         for flight in self._flights.values():
             flight.root = self._root(flight.request.salt)
@@ -212,9 +223,21 @@ class Dispatcher:
         return self.pump(now)
 
     def rest(self, replica: str, rest: Rest | None, now: float) -> list[Instruction]:
-        """Send it nothing new, and why; None: it takes requests. What runs there goes on."""
+        """Send it nothing new, and why; None: it takes requests. What runs there goes on, but for a warm-up."""
         self.loads.rest(replica, rest)
-        return self.pump(now)
+        stopped = [] if rest == "warming" else self._stop_warm_up(replica)
+        return stopped + self.pump(now)
+
+    def warm_up(self, replica: str, share: float, now: float) -> list[Instruction]:
+        """Fill a share of the cache of a replica that rests for it with what is hot, unless it is wanted at once."""
+        if replica in self.warm_ups or self.is_pressed(now) or not self._rests_to_be_filled(replica, now):
+            return []
+        room = int(share * self.loads.description(replica).num_blocks) - self.index.count(replica)
+        held, kept = partial(self.index.holds, replica), self.index.__contains__
+        hottest = self.heat.hottest(max(0, room), held=held, kept=kept)
+        log.info("warm_up_begins replica=%s prefixes=%d", replica, len(hottest))
+        self.warm_ups.begin(replica, hottest)
+        return self._warm_on(replica)
 
     def report(self, replica: str, report: LoadReport, now: float) -> list[Instruction]:
         """The replica's own word on its load: there may be room for who waits."""
@@ -243,6 +266,7 @@ class Dispatcher:
 
     def replica_lost(self, replica: str, now: float) -> tuple[list[int], list[Instruction]]:
         """Its requests go on elsewhere. Returns their wire ids too, in case it turns out to be alive."""
+        self.warm_ups.stop(replica)
         self.placement.leave(replica)
         self.counters.replicas_lost += 1
         orphans = [flight for flight in self._by_wire.values() if flight.replica == replica]
@@ -261,6 +285,7 @@ class Dispatcher:
         self._flights[flight.flight_id] = flight
         instructions = displaced + self._enqueue(flight, now)
         heappush(self._deadlines, (flight.deadline, flight.flight_id))
+        self.heat.note(flight.root, flight.tokens, flight.hashes)
         self.counters.requests += 1
         if flight.wire_id is None:
             flight.held = True
@@ -285,6 +310,8 @@ class Dispatcher:
             self.counters.unknown_outputs += 1
             return []
         self.loads.heard(replica, now)
+        if replica in self.warm_ups and not isinstance(reply, TextOutput):
+            return self._warm_on(replica) if self.warm_ups.answered(replica, reply) else []
         sent = len(self._by_wire)
         match reply:
             case TokenBatch(outputs=outputs):
@@ -302,6 +329,7 @@ class Dispatcher:
         self.counters.unsent += 1
         flight = self._by_wire.get(message.request_id) if isinstance(message, Generate) else None
         if flight is None:
+            self.warm_ups.stop(replica)
             return []
         flight.excluded.add(replica)
         return self._move_on(flight, ReplicaLost(f"replica {replica} cannot be reached"), now) + self.pump(now)
@@ -316,6 +344,8 @@ class Dispatcher:
                 break
             instructions.append(sent)
             self._queue.take(flight.uncached_tokens)
+        if self.warm_ups and self.is_pressed(now):
+            instructions += [done for replica in self.warm_ups.replicas() for done in self._stop_warm_up(replica)]
         return instructions
 
     def expire(self, now: float) -> list[Instruction]:
@@ -341,9 +371,18 @@ class Dispatcher:
         """The table of the decision that `submit` would take now. Raises PromptTooLong."""
         flight = self._new_flight(request, now)
         prompt, candidates = self._situation(flight, now)
-        return self.policy.explain(prompt, candidates, Random(0))
+        table = self.policy.explain(prompt, candidates, Random(0))
+        return msgspec.structs.replace(table, replicas=[self._with_progress(row) for row in table.replicas])
 
     # What others look at
+
+    def is_pressed(self, now: float) -> bool:
+        """Whether requests wait that one replica more could take at once: held here, or queued wherever they can go."""
+        return bool(self._queue) or all(
+            view.queued_prefill_tokens and view.busy_until - now > PRESSING_WAIT_S
+            for view in self.loads.views(now)
+            if not view.draining and not view.warming and not view.silent
+        )
 
     @property
     def waiting(self) -> int:
@@ -369,6 +408,10 @@ class Dispatcher:
         """Assert every invariant."""
         self.placement.check()
         self._chains.check()
+        self.heat.check()
+        for replica in self.warm_ups.replicas():
+            assert replica in self.placement, f"{replica} has left, and is being warmed up"
+            assert self.loads.in_flight(replica) == 0, f"requests were sent to {replica}, which is being warmed up"
         held = [flight for flight in self._flights.values() if flight.wire_id is None]
         self._queue.check()
         assert len(held) == len(self._queue), f"{len(self._queue)} in the queue, {len(held)} wait"
@@ -491,6 +534,34 @@ class Dispatcher:
             trace_id=request.trace_id,
             pins=request.pins,
             tokens_per_output=request.tokens_per_delta,
+        )
+
+    # Warm-ups
+
+    def _rests_to_be_filled(self, replica: str, now: float) -> bool:
+        return replica in self.placement and self.loads.view(replica, now).warming
+
+    def _warm_on(self, replica: str) -> list[Instruction]:
+        """Send it the next of what it is to be filled with."""
+        self._last_wire += 1
+        request = self.warm_ups.next(replica, self._last_wire)
+        if request is None:
+            log.info("warm_up_ends replica=%s", replica)
+        return [Send(replica, request)] if request is not None else []
+
+    def _stop_warm_up(self, replica: str) -> list[Instruction]:
+        if replica not in self.warm_ups:
+            return []
+        log.info("warm_up_cut replica=%s progress=%s", replica, self.warm_ups.progress(replica))
+        wire_id = self.warm_ups.stop(replica)
+        return [Send(replica, Abort(request_ids=[wire_id]))] if wire_id is not None else []
+
+    def _with_progress(self, row: ReplicaScore) -> ReplicaScore:
+        progress = self.warm_ups.progress(row.replica_id)
+        if progress is None:
+            return row
+        return msgspec.structs.replace(
+            row, why=f"{row.why}: {progress.done_tokens} of {progress.planned_tokens} tokens computed"
         )
 
     # Replies

@@ -131,6 +131,13 @@ class Generations:
                 return await generation.service.until_joined(replica_id)
         return ""
 
+    async def warm_up(self, replica_id: str, share: float) -> bool:
+        """See `RouterService.warm_up`."""
+        for generation in self._generations:
+            if any(member.description.replica_id == replica_id for member in generation.members):
+                return await generation.service.warm_up(replica_id, share)
+        return True
+
     def in_flight(self, replica_id: str) -> int:
         """Requests that were sent there and are not over, and held ones that can go nowhere else."""
         return sum(

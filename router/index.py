@@ -202,6 +202,10 @@ class PrefixIndex:
         """Whether the replica holds this block (its prefix aside)."""
         return bool(self._holders.get(block, 0) & self._bits[replica])
 
+    def __contains__(self, block: int) -> bool:
+        """Whether any replica holds this block."""
+        return block in self._holders
+
     def count(self, replica: str) -> int:
         """Number of blocks that the replica holds."""
         return self._counts[replica]

@@ -62,6 +62,9 @@ _ROUTER_COUNTERS = (
     ("predicted_cached_tokens", "homing_routing_predicted_cached_tokens", "Cached tokens predicted at dispatch."),
     ("delivered_cached_tokens", "homing_routing_delivered_cached_tokens", "Cached tokens that replicas reported."),
     ("regret_tokens", "homing_routing_regret_tokens", "Cached tokens of the best holder forgone, over decisions."),
+    ("warm_up_requests", "homing_warm_up_requests", "Requests of the router's own that filled new replicas' caches."),
+    ("warm_up_tokens", "homing_warm_up_tokens", "Prompt tokens that replicas computed for them."),
+    ("warm_ups_cut", "homing_warm_ups_cut", "Warm-ups ended before they were through."),
 )
 
 

@@ -196,6 +196,16 @@ class RouterService:
                 return ""
             await asyncio.sleep(EXACT_POLL_S)
 
+    async def warm_up(self, replica_id: str, share: float) -> bool:
+        """Fill a share of its cache with what is hot, until that is done. False: it is wanted more than it is warm."""
+        dispatcher = self._dispatcher
+        if dispatcher is None:
+            return True
+        self._run(dispatcher.warm_up(replica_id, share, self._clock()))
+        while replica_id in dispatcher.warm_ups:  # noqa: ASYNC110 - it ends for many reasons, none of which is awaited
+            await asyncio.sleep(EXACT_POLL_S)
+        return not dispatcher.is_pressed(self._clock())
+
     def waiting(self) -> int:
         """Held requests."""
         return self._dispatcher.waiting if self._dispatcher is not None else 0
@@ -382,7 +392,12 @@ class RouterService:
             naming,
             loads=LoadBook(self._router_id, settings.replica_silence_s),
             reservations=Reservations(settings.reservation_timeout_s),
-            limits=DispatcherLimits(settings.max_waiting_requests, settings.retries, settings.request_timeout_s),
+            limits=DispatcherLimits(
+                settings.max_waiting_requests,
+                settings.retries,
+                settings.request_timeout_s,
+                warm_up_bytes=settings.warm_up_bytes if settings.warm_up_share else 0,
+            ),
             counters=self.counters,
             rng=self._rng,
         )
@@ -522,6 +537,7 @@ def _view(about: ReplicaDescription, dispatcher: Dispatcher, now: float) -> Repl
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         decode_step_s=load.decode_step_s,
         pinned_blocks=load.pinned_blocks,
+        warm_up=dispatcher.warm_ups.progress(name),
         report_age_s=loads.age_s(name, now) if loads.has_reported(name) else None,
     )
 

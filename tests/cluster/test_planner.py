@@ -275,6 +275,21 @@ def test_a_replica_that_comes_to_others_is_warmed_up_for_a_bounded_time() -> Non
     assert fleet.reconcile(7) == [Publish((serving("r0", 1), serving("r1", 2)))]
 
 
+def test_nobody_is_warmed_up_where_nobody_serves() -> None:
+    """The last one that served died: requests wait for the one that could."""
+    fleet = Fleet(Pacing(warm_up_s=5), wanted=1)
+    bring_up(fleet)
+    fleet.scale(2)
+    fleet.reconcile(1)
+    fleet.placed("r1", 2, 1)
+    fleet.ready("r1", 2, describe_replica("r1", 2), 2)
+    fleet.reconcile(2)
+
+    fleet.failed("r0", 1, "rank 0 died", 3)
+
+    assert fleet.reconcile(3)[0] == Publish((serving("r1", 2),))
+
+
 def test_a_planner_that_takes_over_starts_nothing_that_runs() -> None:
     """After the death of a controller: what drains goes on draining, what is missing is started under a free name."""
     fleet = Fleet(PACING, wanted=2, labels=Labels(generation=9))

@@ -71,6 +71,22 @@ def test_a_cluster_elsewhere_is_known_by_its_address_alone() -> None:
     assert "1 block " in lines[3]
 
 
+def test_a_warm_up_shows_how_far_it_is() -> None:
+    """Or a new replica would look stuck. Another router's says nothing of it."""
+    warm_up = {"done_tokens": 300, "planned_tokens": 1200}
+    replicas = [
+        replica("r0") | {"state": "warming", "warm_up": warm_up},
+        replica("r1") | {"state": "warming", "warm_up": None},
+    ]
+    view = {"policy": "p", "in_flight": 0, "waiting": 0, "replicas": replicas, "absent": [], "refused": []}
+    view["counters"] = dict.fromkeys(COUNTERS, 0)
+
+    lines = render("default", "http://h:1", [view], {}, now=0.0).splitlines()
+
+    assert "warming 25%" in lines[3]
+    assert lines[4].split()[:3] == ["r1", "warming", "live"]
+
+
 def test_several_routers_tell_each_what_they_did() -> None:
     """Counters are per process: a sum would hide a router that gets nothing."""
     views = [

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from .running import Serving, homing, serving, until
+from .running import LONG_PROMPTS, Serving, homing, serving, until
 
 pytestmark = pytest.mark.cluster
 
@@ -61,6 +61,26 @@ def control(running: Serving, *words: str) -> str:
     done = homing(running.state, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_a_replacement_holds_the_hot_prompts_before_its_first_request(running: Serving) -> None:
+    """What the one that leaves had cached would else be computed anew, by requests that wait for it."""
+    before = running.cluster()["counters"]
+    for _ in range(2):
+        for prompt in LONG_PROMPTS[:3]:
+            running.post("/v1/completions", {"prompt": prompt, "max_tokens": 1})
+
+    for name in sorted(running.serving(2)):
+        control(running, "drain", name, "--replace")
+    counters = running.cluster()["counters"]
+    answers = [
+        running.post("/v1/completions", {"prompt": f"{prompt} And?", "max_tokens": 1}) for prompt in LONG_PROMPTS[:3]
+    ]
+
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    assert counters["warm_up_requests"] >= 3
+    assert counters["requests"] == before["requests"] + 6
+    assert min(cached) > 500, cached
 
 
 def test_replicas_come_and_go_and_no_request_fails(running: Serving) -> None:

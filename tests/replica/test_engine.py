@@ -492,6 +492,23 @@ def test_the_load_report_counts_what_is_here(rig: Rig) -> None:
     assert load.counters.query_tokens == 3
 
 
+def test_what_fills_the_cache_is_counted_as_nobodys_traffic(rig: Rig) -> None:
+    """Hit rates tell of users. The work itself is work, and later prompts find it."""
+    for request_id in (1, 2):
+        warm_up = rig.request(request_id, [1, 2, 3, 4, 5], max_tokens=1)
+        rig.engine.add("a", msgspec.structs.replace(warm_up, warm_up=True))
+        rig.run()
+    counted = rig.engine.load().counters
+
+    rig.add(3, [1, 2, 3, 4, 9], max_tokens=1)
+    rig.run()
+
+    assert (counted.query_tokens, counted.hit_tokens, counted.generated_tokens) == (0, 0, 0)
+    assert counted.prefilled_tokens == 5 + 1
+    after = rig.engine.load().counters
+    assert (after.query_tokens, after.hit_tokens, after.generated_tokens) == (5, 4, 1)
+
+
 def test_a_step_that_raises_ends_its_own_requests_and_commits_nothing(rig: Rig) -> None:
     """Its KV may be half written. Requests that were not in the step go on, and so does the engine."""
     rig = Rig(running=1)

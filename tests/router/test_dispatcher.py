@@ -9,10 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from homing.kvcache.hashing import token_array, wire_hash
+from homing.kvcache.hashing import tenant_root, token_array, wire_hash, wire_hashes
 from homing.replica.messages import Abort, Generate, Refused, TokenBatch, TokenOutput
 from homing.router.backend import FinishedRequest, GenerationRequest, RouterCounters, TokenDelta
 from homing.router.dispatcher import (
+    PRESSING_WAIT_S,
     Cancelled,
     Deliver,
     Dispatcher,
@@ -35,7 +36,7 @@ from homing.router.errors import (
     RouterClosed,
     RouterError,
 )
-from homing.router.load import LoadBook
+from homing.router.load import LoadBook, Rest
 from homing.router.policy import make_policy
 from homing.router.reservations import Reservations
 
@@ -54,7 +55,7 @@ class World:
             Naming(HASHER, ROOT, LIMITS),
             loads=LoadBook("me", silence_s),
             reservations=Reservations(30.0),
-            limits=DispatcherLimits(max_waiting, retries, request_timeout_s=600.0),
+            limits=DispatcherLimits(max_waiting, retries, request_timeout_s=600.0, warm_up_bytes=1 << 20),
             counters=RouterCounters(),
             rng=Random(seed),
         )
@@ -67,9 +68,9 @@ class World:
         for index in range(replicas):
             self.join(f"r{index}")
 
-    def join(self, name: str) -> None:
+    def join(self, name: str, rest: Rest | None = None) -> None:
         self.replicas[name] = FakeReplica(name)
-        self.run(self.dispatcher.join(description_of(name), self.now))
+        self.run(self.dispatcher.join(description_of(name), self.now, rest))
         self.dispatcher.set_feed(name, "live")
 
     def lose(self, name: str) -> None:
@@ -610,6 +611,118 @@ def test_a_burst_of_siblings_neither_scatters_nor_herds(capsys: pytest.CaptureFi
     assert all(record.outcome == "finished" for record in world.records.values())
 
 
+def warming(world: World, share: float = 1.0) -> None:
+    """Twelve requests of two kinds, all answered; then a new replica begins to be filled."""
+    for seed in range(12):
+        world.submit(request_of([*([seed % 2 + 1] * 256), seed], seed=seed, salt=bytes([seed % 2])))
+    world.settle()
+    world.join("new", "warming")
+    world.run(world.dispatcher.warm_up("new", share, world.now))
+
+
+def test_a_new_replica_is_filled_with_what_is_hot_before_it_serves(world: World) -> None:
+    """One request at a time, behind all others, under the roots of the tenants who asked; nobody's traffic."""
+    warming(world)
+    before = msgspec.structs.replace(world.dispatcher.counters)
+    sent = []
+    while "new" in world.dispatcher.warm_ups:
+        sent.append(world.sent("new"))
+        assert len(world.on_wire["new"]) == 1
+        world.step("new")
+    world.run(world.dispatcher.rest("new", None, world.now))
+
+    counters = world.dispatcher.counters
+    assert [(each.warm_up, each.sampling.max_tokens, len(each.token_ids)) for each in sent] == [(True, 1, 1024)] * 2
+    assert {each.root for each in sent} == {tenant_root(ROOT, salt=bytes([kind])) for kind in range(2)}
+    assert min(each.priority for each in sent) > 10**9
+    assert (counters.warm_up_requests, counters.warm_up_tokens, counters.warm_ups_cut) == (2, 512, 0)
+    assert (counters.finished, counters.unknown_outputs) == (before.finished, before.unknown_outputs)
+    assert counters.delivered_cached_tokens == before.delivered_cached_tokens
+    assert world.dispatcher.index.match(wire_hashes(sent[0].block_hashes))["new"] == 16
+
+
+def test_a_warm_up_takes_no_more_than_its_share_and_tells_how_far_it_is(world: World) -> None:
+    """The pool is for requests to come; and who asks why nothing goes there hears it."""
+    warming(world, share=0.017)  # of 1,000 blocks, one prefix of 16
+
+    table = world.dispatcher.explain(request_of(PROMPT), world.now)
+    why = next(row.why for row in table.replicas if row.replica_id == "new")
+    first = len(world.sent("new").token_ids) // 4
+    world.step("new")
+
+    assert why == "warming up: 0 of 256 tokens computed"
+    assert first == 256
+    assert "new" not in world.dispatcher.warm_ups
+
+
+def test_a_warm_up_ends_at_once_when_a_request_is_held() -> None:
+    """A replica that could serve must not be kept from it."""
+    world = World(1)
+    warming(world)
+    world.run(world.dispatcher.rest("r0", "draining", world.now))
+
+    flight = world.submit(request_of(PROMPT))
+    world.run(world.dispatcher.expire(world.now))
+
+    assert flight in world.held
+    assert isinstance(world.on_wire["new"][-1], Abort)
+    assert "new" not in world.dispatcher.warm_ups
+    assert world.dispatcher.counters.warm_ups_cut == 1
+    assert world.dispatcher.warm_up("new", 1.0, world.now) == []
+    world.run(world.dispatcher.rest("new", None, world.now))
+    world.settle()
+    assert world.tokens(flight) == answer(request_of(PROMPT))
+
+
+def test_a_warm_up_ends_when_requests_queue_wherever_they_can_go(world: World) -> None:
+    """A replica more takes them off the others at once, cold as it is; it is filled by what it serves, then."""
+    warming(world)
+    seconds = PRESSING_WAIT_S + 1
+    for name in ("r0", "r1"):
+        assert "new" in world.dispatcher.warm_ups
+        queued = {"queued_prefill_tokens": 10_000, "queued_prefill_s": seconds, "step": 9}
+        world.run(world.dispatcher.report(name, world.replicas[name].load("me", **queued), world.now))
+
+    assert world.dispatcher.is_pressed(world.now)
+    assert isinstance(world.on_wire["new"][-1], Abort)
+    world.now += seconds
+    assert not world.dispatcher.is_pressed(world.now)
+    assert world.dispatcher.warm_up("new", 1.0, world.now) != []
+
+
+def test_a_warm_up_ends_with_its_time_with_its_replica_and_where_it_cannot_be_sent(world: World) -> None:
+    """And what is still under way then disturbs nobody."""
+    for end in ("serves", "is lost", "is not reached"):
+        warming(world)
+        if end == "serves":
+            world.run(world.dispatcher.rest("new", None, world.now))
+            assert isinstance(world.on_wire["new"][-1], Abort)
+        elif end == "is not reached":
+            world.run(world.dispatcher.unsendable("new", world.sent("new"), world.now))
+        world.lose("new")
+        assert "new" not in world.dispatcher.warm_ups
+        assert not world.errors
+
+
+def test_a_prefix_that_the_new_replica_refuses_is_passed_over(world: World) -> None:
+    """One that it has no room for says nothing of the others."""
+    warming(world)
+    first = world.on_wire.pop("new")[0]
+
+    refused = Refused(request_id=first.request_id, reason="prompt_too_long", message="no")
+    world.run(world.dispatcher.on_reply("new", refused, world.now))
+
+    assert world.sent("new").root != first.root
+    world.step("new")
+    assert world.dispatcher.counters.warm_up_requests == 1
+
+
+def test_only_who_rests_for_it_is_warmed_up(world: World) -> None:
+    """Whoever serves is filled by what it serves."""
+    assert world.dispatcher.warm_up("r0", 1.0, world.now) == []
+    assert world.dispatcher.warm_up("unknown", 1.0, world.now) == []
+
+
 class DispatcherMachine(RuleBasedStateMachine):
     """Whatever is lost, refused, cancelled or late: a request yields exactly its tokens or a clear error."""
 
@@ -620,7 +733,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.cancelled: set[FlightId] = set()
         self.names = 2
 
-    @rule(tokens=st.integers(1, 60), count=st.integers(1, 5), priority=st.integers(0, 2), late=st.booleans())
+    @rule(tokens=st.integers(1, 300), count=st.integers(1, 5), priority=st.integers(0, 2), late=st.booleans())
     def submit(self, tokens, count, priority, late):
         request = request_of(
             list(range(tokens)),
@@ -649,6 +762,19 @@ class DispatcherMachine(RuleBasedStateMachine):
     def join(self):
         self.world.join(f"r{self.names}")
         self.names += 1
+
+    @precondition(lambda self: len(self.world.replicas) < 4)
+    @rule()
+    def come_to_be_warmed_up(self):
+        self.world.join(f"r{self.names}", "warming")
+        self.world.run(self.world.dispatcher.warm_up(f"r{self.names}", 1.0, self.world.now))
+        self.names += 1
+
+    @precondition(lambda self: self.world.replicas)
+    @rule(data=st.data())
+    def serve(self, data):
+        name = data.draw(st.sampled_from(sorted(self.world.replicas)))
+        self.world.run(self.world.dispatcher.rest(name, None, self.world.now))
 
     @precondition(lambda self: any(self.world.on_wire.values()))
     @rule(data=st.data(), retry=st.booleans(), unsendable=st.booleans())

@@ -42,6 +42,11 @@ class FakeService:
         self.resting: Mapping[str, Rest] = {}
         self.closed = False
         self.held = 0
+        self.warmed: list[tuple[str, float]] = []
+
+    async def warm_up(self, replica_id: str, share: float) -> bool:
+        self.warmed.append((replica_id, share))
+        return not self.held
 
     def start(self, loop: object) -> None:
         pass
@@ -132,6 +137,14 @@ def world() -> Iterator[World]:
     made.loop.close()
 
 
+@pytest.fixture
+def two() -> Iterator[World]:
+    """With two models."""
+    made = World("fox", "owl")
+    yield made
+    made.loop.close()
+
+
 def test_before_the_first_replica_there_is_nobody_to_ask(world: World) -> None:
     """503, as with a single service."""
     assert world.generations.models() == []
@@ -193,6 +206,21 @@ def test_who_drains_still_gets_what_its_generation_holds(world: World) -> None:
     assert [service.resting for service in world.services] == [{}, {}]
     assert world.generations.in_flight("r0") == 8
     assert world.chosen(20) == {2: 20}
+
+
+def test_a_replica_is_filled_by_its_own_generation(world: World) -> None:
+    """Token ids of one model mean nothing to another."""
+    world.publish(member("r0"), member("r1", version=2, block_size=32, rest="warming"))
+
+    def warm_up(name: str, share: float) -> bool:
+        return world.loop.run_until_complete(world.generations.warm_up(name, share))
+
+    assert warm_up("r1", 0.25)
+    assert warm_up("nobody", 0.25)
+    world.services[1].held = 1
+    assert not warm_up("r1", 0.5)
+
+    assert [service.warmed for service in world.services] == [[], [("r1", 0.25), ("r1", 0.5)]]
 
 
 def test_a_replica_that_is_missing_is_shown_until_it_is_there(world: World) -> None:
@@ -260,32 +288,27 @@ def test_a_replica_of_a_known_version_is_judged_by_that_version(world: World) ->
     assert [service.members for service in world.services] == [["r0", "r1"]]
 
 
-def test_models_never_share_a_generation(world: World) -> None:
+def test_models_never_share_a_generation(two: World) -> None:
     """Two models may name blocks alike (the same weights twice); their replicas still answer for one alone."""
-    two = World("fox", "owl")
     two.publish(member("r0"), member("r1", version=2, model="owl"))
 
     assert [(service.name, service.members) for service in two.services] == [("fox", ["r0"]), ("owl", ["r1"])]
     assert (two.chosen(5, "fox"), two.chosen(5, "owl")) == ({1: 5}, {2: 5})
     assert [limits.name for limits in two.generations.models()] == ["fox", "owl"]
-    two.loop.close()
 
 
-def test_a_model_is_asked_for_by_its_name() -> None:
+def test_a_model_is_asked_for_by_its_name(two: World) -> None:
     """A misspelt name is told what there is; with several, one that names none is told so, too."""
-    two = World("fox", "owl")
     two.publish(member("r0"))
 
     with pytest.raises(ModelNotFound, match="model 'ox' does not exist here; this server has 'fox', 'owl'"):
         two.generations.choose("ox")
     with pytest.raises(InvalidRequest, match=r"field .model.: several .* .fox., .owl."):
         two.generations.choose(None)
-    two.loop.close()
 
 
-def test_one_models_outage_is_not_anothers() -> None:
+def test_one_models_outage_is_not_anothers(two: World) -> None:
     """A model without replicas answers 503 or holds what it has; the other's queue, index and end are its own."""
-    two = World("fox", "owl")
     two.publish(member("r0"))
 
     with pytest.raises(NoReplica):
@@ -296,12 +319,10 @@ def test_one_models_outage_is_not_anothers() -> None:
     assert two.chosen(3, "fox") == {1: 3}
     seen = {model.name: (model.waiting, model.in_flight) for model in two.generations.view().models}
     assert seen == {"fox": (1, 2), "owl": (1, 2)}
-    two.loop.close()
 
 
-def test_a_model_that_is_replaced_keeps_its_requests_from_the_others() -> None:
+def test_a_model_that_is_replaced_keeps_its_requests_from_the_others(two: World) -> None:
     """Who drains still gets what its own model holds, whatever others have."""
-    two = World("fox", "owl")
     two.publish(member("r0", rest="draining"), member("r1", version=2, model="owl"))
 
     assert two.services[0].resting == {"r0": "draining"}

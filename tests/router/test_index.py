@@ -78,6 +78,8 @@ class IndexMachine(RuleBasedStateMachine):
     def consistent(self):
         self.index.check()
         assert len(self.index) == len(set().union(*self.oracle.values()))
+        assert all(block in self.index for held in self.oracle.values() for block in held)
+        assert -1 not in self.index
         assert self.index.unique() == {replica: len(self.alone(replica)) for replica in self.oracle}
 
     def alone(self, replica):

@@ -336,6 +336,28 @@ async def test_a_replica_that_warms_up_joins_and_is_asked_later(pair: Cluster) -
     assert (await pair.ask(request_of(PROMPT)))[0] == "r0"
 
 
+async def test_a_new_replica_has_what_is_hot_before_it_serves(pair: Cluster) -> None:
+    """Over the sockets of a replica, whose cache and events are then those of anybody's requests."""
+    for seed in range(4):
+        await pair.ask(request_of([*PROMPT, seed], seed=seed))
+    new = pair.add("r2")
+    pair.resting = {"r2": "warming"}
+    pair.publish()
+    await pair.service.until_joined("r2")
+    finished = pair.service.counters.finished
+
+    await pair.service.warm_up("r2", 0.5)
+
+    await pair.indexed("r2", 8)
+    assert len(new.core.resident) == 8
+    assert pair.service.counters.warm_up_tokens == 128
+    assert (pair.service.counters.finished, pair.service.in_flight("r2")) == (finished, 0)
+    pair.resting = {"r0": "draining", "r1": "draining"}
+    pair.publish()
+    _, deltas = await pair.ask(request_of([*PROMPT, 9], seed=9))
+    assert deltas[0].cached_tokens == 128
+
+
 async def test_a_replica_that_is_refused_never_joins(pair: Cluster) -> None:
     """Whoever waits for it hears why."""
     odd = pair.add("odd")

@@ -1,0 +1,183 @@
+"""What warming a new replica up is worth: replicas come to a modelled cluster cold, or with the hottest prefixes.
+
+    python tests/bench/warm_up.py [--trace FILE] [--share 0.25] [--scenes replace,add,lost] [--speeds 2,5,8]
+
+`replace`: four replicas are replaced one after the other, as by a rolling update: each new one serves before an old one
+drains. `add`: two replicas, at half that speed, get a third. `lost`: one of four dies, and another one has loaded 30 s
+later. *warm* is what production does: for 10 s at most, and until a request is held or prompts wait for their turn at
+all others. *stubborn* lets them wait. Modelled replicas, placement and the choice of hot prefixes are those of
+production; a warm-up takes as long as its prefills do. Figures are of the requests answered from the first change on,
+until all are that came by a minute after the last.
+"""
+
+from argparse import ArgumentParser
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Literal, get_args
+
+from homing.kvcache.trace import MOONCAKE_BLOCK_TOKENS, read_trace
+from homing.replica.rates import Rates
+from homing.router.dispatcher import PRESSING_WAIT_S
+from homing.router.heat import HeatBook
+from homing.router.simulate import Arrival, ReplicaLimits, Setup, Simulation, compress, from_trace
+from homing.router.simulate.replica import ROOT, SimulatedReplica, Work
+from homing.router.simulate.results import Tally
+from homing.router.simulate.runs import router_of, warm
+from homing.router.simulate.steering import Homing
+from homing.router.simulate.workload import Chats, conversations
+
+BLOCK_TOKENS = MOONCAKE_BLOCK_TOKENS
+LIMITS = ReplicaLimits(blocks=2048, block_tokens=BLOCK_TOKENS)
+#: How often the controller of the model looks.
+LOOK_S = 0.05
+START_S = 30.0
+#: As `warm_up_s` and `warm_up_bytes` are by default.
+LONGEST_S, MEMORY_BYTES = 10.0, 8 << 20
+BEGIN_S, APART_S, AFTER_S = 120.0, 60.0, 60.0
+
+Scene = Literal["replace", "add", "lost"]
+Rule = Literal["cold", "warm", "stubborn"]
+
+
+@dataclass(slots=True)
+class Newcomer:
+    """A replica that has loaded, and is being warmed up beside the simulation."""
+
+    replica: SimulatedReplica
+    since: float
+    instead_of: str
+    busy_until: float
+    prefixes: list[tuple[int, ...]] | None = None
+
+
+class Changing:
+    """A simulation whose replicas change."""
+
+    def __init__(self, scene: Scene, rule: Rule, share: float) -> None:
+        self._rule, self._share = rule, share
+        count = 2 if scene == "add" else 4
+        self._setup = setup = Setup(limits=LIMITS, meter=Rates, replicas=count)
+        self._newcomers: dict[str, Newcomer] = {}
+        self._book = HeatBook(BLOCK_TOKENS, MEMORY_BYTES)
+        self._dies_at = BEGIN_S if scene == "lost" else None
+        first = BEGIN_S + START_S if scene == "lost" else BEGIN_S
+        replaced = count if scene == "replace" else 1
+        #: when one has loaded, and whose place it takes
+        self._due = [(first + APART_S * n, f"r{n}" if scene == "replace" else "") for n in range(replaced)]
+        self._ends = self._due[-1][0] + AFTER_S
+        self._counting = False
+        self.warm_s = self.warm_tokens = 0.0
+        self.simulation = Simulation(
+            self._join, lambda name: router_of(setup, name), replicas=count, channel=setup.channel, rng=Random(0)
+        )
+        self.simulation.every(LOOK_S, self._look)
+
+    def run(self, arrivals: Iterable[Arrival]) -> Tally:
+        """Until the last request of the window is answered."""
+        for _ in self.simulation.run(self._noted(arrivals)):
+            pass
+        return self.simulation.tally
+
+    def _noted(self, arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
+        for arrival in arrivals:
+            if arrival.at_s > self._ends:
+                return
+            hashes = b"".join(block.to_bytes(16, "big") for block in arrival.blocks)
+            self._book.note(ROOT, bytes(4 * arrival.tokens), hashes)
+            yield arrival
+
+    def _look(self, now: float) -> None:
+        simulation = self.simulation
+        if now >= BEGIN_S and not self._counting:
+            self._counting, simulation.tally = True, Tally()
+        if self._dies_at is not None and now >= self._dies_at:
+            self._dies_at = None
+            simulation.kill("r0")
+        while self._due and self._due[0][0] <= now:
+            instead_of = self._due.pop(0)[1]
+            name = f"new{len(self._due)}"
+            self._newcomers[name] = Newcomer(self._replica(name, 1), now, instead_of, now)
+        for name, newcomer in list(self._newcomers.items()):
+            if not self._warms_on(newcomer, now):
+                self.warm_s += now - newcomer.since
+                simulation.join(name)
+                if newcomer.instead_of:
+                    simulation.drain(newcomer.instead_of)
+
+    def _warms_on(self, newcomer: Newcomer, now: float) -> bool:
+        """Begin what is due by now; False when it is done, or should be."""
+        if self._rule == "cold" or now - newcomer.since >= LONGEST_S or self.simulation.waiting:
+            return False
+        if self._rule == "warm" and self._is_pressed(now):
+            return False
+        if newcomer.prefixes is None:
+            newcomer.prefixes = self._hottest()
+        while newcomer.prefixes and newcomer.busy_until <= now:
+            self._compute(newcomer, newcomer.prefixes.pop(0))
+        return bool(newcomer.prefixes) or newcomer.busy_until > now
+
+    def _is_pressed(self, now: float) -> bool:
+        simulation = self.simulation
+        staying = [each for name, each in simulation.replicas.items() if name not in simulation.draining]
+        return all((each.report(now).queued_prefill_s or 0.0) > PRESSING_WAIT_S for each in staying)
+
+    def _hottest(self) -> list[tuple[int, ...]]:
+        (steering,) = self.simulation.steerings
+        assert isinstance(steering, Homing)
+        room, kept = int(self._share * LIMITS.blocks), steering.placement.index.__contains__
+        return [prefix.names for prefix in self._book.hottest(room, held=lambda _: False, kept=kept)]
+
+    def _compute(self, newcomer: Newcomer, blocks: tuple[int, ...]) -> None:
+        replica = newcomer.replica
+        before = replica.totals.prefilled_tokens
+        replica.add(Work(0, "", Arrival(0.0, len(blocks) * BLOCK_TOKENS, 1, blocks), 0.0), newcomer.busy_until)
+        while (due := replica.next_at) is not None:
+            replica.advance(due)
+            newcomer.busy_until = due
+        self.warm_tokens += replica.totals.prefilled_tokens - before
+
+    def _replica(self, name: str, epoch: int) -> SimulatedReplica:
+        model, tokens = self._setup.model, LIMITS.max_batched_tokens
+        rates = tokens / model.prefill_s(0, tokens), model.decode_step_s(0.0)
+        return SimulatedReplica(name, model, LIMITS, warm(self._setup, rates), epoch=epoch)
+
+    def _join(self, name: str, epoch: int) -> SimulatedReplica:
+        newcomer = self._newcomers.pop(name, None)
+        return newcomer.replica if newcomer is not None else self._replica(name, epoch)
+
+
+def workload(trace: Path | None, speed: float) -> Iterator[Arrival]:
+    """From the trace, or drawn: users of 40 assistants, who stay for five turns."""
+    if trace is not None:
+        return compress(from_trace(read_trace(trace.read_text(encoding="utf-8").splitlines())), speed)
+    return conversations(Chats(requests=1_000_000, rate_per_s=4.0 * speed, assistants=40, system_tokens=4096))
+
+
+def main() -> None:
+    """Print the table."""
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trace", type=Path, help="in Mooncake's format; else conversations are drawn")
+    parser.add_argument("--share", type=float, default=0.25, help="of a new replica's cache, at most")
+    parser.add_argument("--scenes", default=",".join(get_args(Scene)))
+    parser.add_argument("--speeds", default="2,5,8", help="1: 4 requests a second are drawn")
+    args = parser.parse_args()
+    print("| | speed | | TTFT mean | p90 | p99 | hits | warm-up | tokens |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for scene in args.scenes.split(","):
+        for speed in map(float, args.speeds.split(",")):
+            for rule in get_args(Rule):
+                run = Changing(scene, rule, args.share)
+                tally = run.run(workload(args.trace, speed / 2 if scene == "add" else speed))
+                ttft = tally.ttft
+                print(
+                    f"| {scene} | {speed:g} | {rule} | {ttft.mean:.3f} s | {ttft.quantile(0.9):.2f} s "
+                    f"| {ttft.quantile(0.99):.2f} s | {tally.hit_tokens / max(1, tally.prompt_tokens):.1%} "
+                    f"| {run.warm_s:.1f} s | {run.warm_tokens:,.0f} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
