@@ -8,8 +8,9 @@ from typing import Literal
 import torch
 
 from ..errors import StartupError
-from ..kernels.choice import choose_kernels
+from ..kernels.choice import choose_kernels, compiled_problem
 from .base import AttentionBackend, KvPool
+from .compiled import CompiledAttention
 from .cpu import ScratchAttention
 from .flash import FLASH3_MODULES, FlashAttention, load_flash2, load_flash3
 from .paged import PagedAttention
@@ -17,12 +18,14 @@ from .reference import ReferenceAttention
 
 logger = logging.getLogger(__name__)
 
-Name = Literal["flash3", "flash2", "triton", "cpu-scratch", "reference"]
+Name = Literal["flash3", "flash2", "triton", "cpu-compiled", "cpu-scratch", "reference"]
 #: Best first. The last one works everywhere.
-NAMES: tuple[Name, ...] = ("flash3", "flash2", "triton", "cpu-scratch", "reference")
+NAMES: tuple[Name, ...] = ("flash3", "flash2", "triton", "cpu-compiled", "cpu-scratch", "reference")
 #: What FlashAttention's kernels are built for.
 FLASH_DTYPES = ("bfloat16", "float16")
 FLASH_MAX_DIM = 256
+#: What kernels for the CPU are compiled for.
+COMPILED_DTYPES = ("bfloat16", "float32")
 
 
 @dataclass(slots=True, frozen=True)
@@ -35,6 +38,7 @@ class Facts:
     head_dims: tuple[int, ...]  #: of keys and values, all that occur
     block_size: int
     installed: frozenset[str]  #: of triton, flash_attn, flash_attn_3
+    compiled_problem: str | None  #: why kernels cannot be compiled for the CPU
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,8 +58,10 @@ def problems(name: Name, facts: Facts) -> list[str]:
             return _flash_problems(facts, "flash_attn", (8, 0))
         case "triton":
             return _triton_problems(facts, (7, 5))
+        case "cpu-compiled":
+            return [*_off_cpu(facts), *_compiled_problems(facts)]
         case "cpu-scratch":
-            return [] if facts.device == "cpu" else [f"works on cpu, not on {facts.device}"]
+            return _off_cpu(facts)
         case "reference":
             return []
 
@@ -69,6 +75,17 @@ def choose(facts: Facts) -> Choice:
             return Choice(name, refused)
         refused[name] = found
     raise AssertionError("the last backend works everywhere")
+
+
+def _off_cpu(facts: Facts) -> list[str]:
+    return [] if facts.device == "cpu" else [f"works on cpu, not on {facts.device}"]
+
+
+def _compiled_problems(facts: Facts) -> list[str]:
+    found = (
+        [] if facts.dtype in COMPILED_DTYPES else [f"dtype {facts.dtype} is not one of {', '.join(COMPILED_DTYPES)}"]
+    )
+    return found if facts.compiled_problem is None else [*found, facts.compiled_problem]
 
 
 def _triton_problems(facts: Facts, least: tuple[int, int]) -> list[str]:
@@ -123,6 +140,7 @@ def facts_of(pool: KvPool, device: torch.device) -> Facts:
         head_dims=tuple(sorted(dims)),
         block_size=pool.block_size,
         installed=installed_packages(),
+        compiled_problem=compiled_problem() if device.type == "cpu" else None,
     )
 
 
@@ -151,6 +169,8 @@ def _made(name: Name, pool: KvPool, device: torch.device) -> AttentionBackend:
             return FlashAttention(pool, choose_kernels(device), load_flash2())
         case "triton":
             return PagedAttention(pool, choose_kernels(device))
+        case "cpu-compiled":
+            return CompiledAttention(pool, choose_kernels(device))
         case "cpu-scratch":
             return ScratchAttention(pool)
         case "reference":

@@ -86,6 +86,11 @@ class _Row:
     sees_all: bool  #: no key is hidden by a window
 
 
+def split_prefills(batch: Batch, block_size: int, window: int | None, first: int) -> list[PrefillItem]:
+    """The rows from number `first` on, each as a prefill."""
+    return [_prefill_item(row, batch, block_size, window) for row in _rows(batch, block_size, window)[first:]]
+
+
 def split_work(batch: Batch, block_size: int, group_pages: int, window: int | None) -> Work:
     """Group a batch's rows; a group of decode rows gathers at most `group_pages`, unless its only row needs more."""
     rows = _rows(batch, block_size, window)
@@ -198,13 +203,20 @@ class ScratchAttention:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
+        self._pool.write(layer, self._began.slots, k, v)
+        return self._read(layer, q, rule)
+
+    @property
+    def _began(self) -> Batch:
         assert self._batch is not None, "attend before begin"
-        self._pool.write(layer, self._batch.slots, k, v)
-        work = self._work_for(layer, self._batch, rule.window)
-        out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+        return self._batch
+
+    def _read(self, layer: int, q: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+        """Attention over what is stored by now."""
+        work = self._work_for(layer, self._began, rule.window)
+        out = q.new_empty(q.shape[0], q.shape[1], self._pool.values[layer].shape[3])
         for prefill in work.prefills:
-            end = prefill.start + prefill.q_len
-            self._prefill(layer, prefill, q[prefill.start : end], rule, out[prefill.start : end])
+            self._prefill(layer, prefill, q, rule, out)
         for decode in work.decodes:
             out[decode.tokens] = self._decode(layer, decode, q[decode.tokens], rule)
         return out
@@ -218,7 +230,8 @@ class ScratchAttention:
         return work
 
     def _prefill(self, layer: int, item: PrefillItem, q: torch.Tensor, rule: AttentionRule, out: torch.Tensor) -> None:
-        """One row's queries [q_len, heads, dim], tile by tile, all heads at once."""
+        """One row's part of the queries [T, heads, dim], tile by tile, all heads at once."""
+        q, out = (x[item.start : item.start + item.q_len] for x in (q, out))
         k, v = self._gather(layer, item.blocks, "")
         kv_heads = k.shape[1]
         keys, values = k.permute(1, 2, 0), v.transpose(0, 1)

@@ -1,5 +1,6 @@
-"""Which kernels serve a device: Triton where it is installed and the device is CUDA, else plain torch."""
+"""Which kernels serve a device: Triton on CUDA, compiled by numba on a CPU, plain torch where these cannot be used."""
 
+import functools
 import importlib.util
 import logging
 
@@ -18,13 +19,33 @@ def triton_problem(device: torch.device, installed: bool) -> str | None:
     return None if installed else "Triton is not installed: pip install triton"
 
 
+@functools.cache
+def compiled_problem() -> str | None:
+    """Why kernels cannot be compiled for this machine's CPU, or None."""
+    if importlib.util.find_spec("numba") is None:
+        return "numba is not installed: pip install numba"
+    try:
+        from .cpu.team import openmp
+
+        openmp()
+    except (ImportError, OSError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 def choose_kernels(device: torch.device) -> Kernels:
     """Kernels for `device`; logs the reason."""
-    problem = triton_problem(device, importlib.util.find_spec("triton") is not None)
+    on_cpu = device.type == "cpu"
+    problem = compiled_problem() if on_cpu else triton_problem(device, importlib.util.find_spec("triton") is not None)
     if problem is not None:
         log.info("kernels_chosen kernels=torch reason=%r", problem)
         return TorchKernels()
-    from .fused import TritonKernels  # needs Triton
+    log.info("kernels_chosen kernels=%s device=%s", "compiled" if on_cpu else "triton", device)
+    # Each needs its package.
+    if on_cpu:
+        from .compiled import CompiledKernels
 
-    log.info("kernels_chosen kernels=triton device=%s", device)
+        return CompiledKernels()
+    from .fused import TritonKernels
+
     return TritonKernels()

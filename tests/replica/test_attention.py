@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from homing.replica.attention.base import AttentionBackend, Batch, KvPool
+from homing.replica.attention.compiled import CompiledAttention
 from homing.replica.attention.cpu import ScratchAttention, split_work
 from homing.replica.attention.paged import PagedAttention
 from homing.replica.attention.reference import ReferenceAttention, attention, visible
+from homing.replica.kernels.compiled import CompiledKernels
 from homing.replica.kernels.fallback import TorchKernels
 from homing.replica.models.base import AttentionRule
 from homing.replica.models.spec import KvShape, ModelSpec
@@ -115,7 +117,11 @@ def paged_attention(pool: KvPool) -> PagedAttention:
     return PagedAttention(pool, TorchKernels())
 
 
-@pytest.mark.parametrize("backend", [ScratchAttention, paged_attention])
+def compiled_attention(pool: KvPool) -> CompiledAttention:
+    return CompiledAttention(pool, CompiledKernels())
+
+
+@pytest.mark.parametrize("backend", [ScratchAttention, paged_attention, compiled_attention])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_backend_equals_the_reference(shape, rule, backend):

@@ -6,6 +6,7 @@ import torch
 
 from homing.replica.attention.base import KvPool
 from homing.replica.attention.choice import Facts, choose, choose_attention, problems
+from homing.replica.attention.compiled import CompiledAttention
 from homing.replica.attention.cpu import ScratchAttention
 from homing.replica.attention.reference import ReferenceAttention
 from homing.replica.errors import StartupError
@@ -15,7 +16,7 @@ EVERYTHING = frozenset(("triton", "flash_attn", "flash_attn_3"))
 
 
 def facts(**changes) -> Facts:
-    hopper = Facts("cuda", (9, 0), "bfloat16", (128,), 16, EVERYTHING)
+    hopper = Facts("cuda", (9, 0), "bfloat16", (128,), 16, EVERYTHING, None)
     return Facts(**{field: changes.get(field, getattr(hopper, field)) for field in Facts.__slots__})
 
 
@@ -32,7 +33,9 @@ def facts(**changes) -> Facts:
         ({"head_dims": (100,)}, "triton"),
         ({"installed": frozenset(("flash_attn",))}, "reference"),
         ({"capability": (7, 0)}, "reference"),
-        ({"device": "cpu", "capability": (0, 0)}, "cpu-scratch"),
+        ({"device": "cpu", "capability": (0, 0)}, "cpu-compiled"),
+        ({"device": "cpu", "capability": (0, 0), "dtype": "float16"}, "cpu-scratch"),
+        ({"device": "cpu", "capability": (0, 0), "compiled_problem": "no numba"}, "cpu-scratch"),
         ({"device": "mps", "capability": (0, 0)}, "reference"),
     ],
 )
@@ -68,7 +71,8 @@ def test_cpu_gets_its_backend_and_can_have_the_reference():
     """`auto` never takes the slow one where there is a better one; who names it gets it."""
     cpu = torch.device("cpu")
 
-    assert isinstance(choose_attention(pool(), cpu), ScratchAttention)
+    assert isinstance(choose_attention(pool(), cpu), CompiledAttention)
+    assert type(choose_attention(pool(), cpu, "cpu-scratch")) is ScratchAttention
     assert isinstance(choose_attention(pool(), cpu, "reference"), ReferenceAttention)
 
 

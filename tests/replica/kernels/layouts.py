@@ -6,10 +6,13 @@ from dataclasses import dataclass
 import torch
 
 from homing.replica.kernels.base import Kernels, PagedRows
+from homing.replica.kernels.compiled import CompiledKernels
 from homing.replica.kernels.fallback import TorchKernels
 from homing.replica.kernels.fused import TritonKernels
 
 IMPLEMENTATIONS: tuple[type[Kernels], ...] = (TorchKernels, TritonKernels)
+if not torch.cuda.is_available():
+    IMPLEMENTATIONS += (CompiledKernels,)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 
 

@@ -16,9 +16,9 @@ def test_triton_serves_cuda_alone():
     assert "cpu" in (triton_problem(torch.device("cpu"), installed=True) or "")
 
 
-def test_cpu_gets_plain_torch():
+def test_cpu_gets_compiled_kernels():
     """Triton may be installed all the same, for its interpreter."""
-    assert choose_kernels(torch.device("cpu")).name == "torch"
+    assert choose_kernels(torch.device("cpu")).name == "compiled"
 
 
 @pytest.mark.skipif((platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="Triton has no build for it")

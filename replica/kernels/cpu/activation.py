@@ -1,0 +1,43 @@
+"""silu(gate) * up, where both lie in one row."""
+
+import functools
+
+import numpy as np
+import torch
+from numba import carray
+
+from .scalars import Storage, exponential, kernel, pointer, storage_of
+from .team import run, share_of, threads_for
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """As `base.Kernels.silu_mul`."""
+    storage = storage_of(gate_up.dtype)
+    assert storage is not None, gate_up.dtype
+    tokens, features = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(tokens, features, dtype=gate_up.dtype)
+    arguments = np.array([gate_up.data_ptr(), out.data_ptr(), tokens, features, gate_up.stride(0)], dtype=np.int64)
+    run(_compiled(storage), arguments, threads_for(gate_up.nbytes))
+    return out
+
+
+@functools.cache
+def _compiled(storage: Storage):
+    kind, size, widen, narrow = storage.kind, storage.size, storage.widen, storage.narrow
+    share = share_of()
+
+    @kernel
+    def silu_mul(data):
+        given = carray(data, (5,), np.int64)
+        features = given[3]
+        first, stop = share(given[2])
+        for token in range(first, stop):
+            row = given[0] + token * given[4] * size
+            gates = carray(pointer(row), (features,), kind)
+            ups = carray(pointer(row + features * size), (features,), kind)
+            out = carray(pointer(given[1] + token * features * size), (features,), kind)
+            for i in range(features):
+                gate = widen(gates[i])
+                out[i] = narrow(gate / (np.float32(1) + exponential(-gate)) * widen(ups[i]))
+
+    return silu_mul

@@ -1,0 +1,60 @@
+"""The residual sum and the norm that follows it: one pass writes the sum, one the norm, a token at a time."""
+
+import functools
+import math
+
+import numpy as np
+import torch
+from numba import carray
+
+from .scalars import Storage, kernel, pointer, storage_of
+from .team import run, share_of, threads_for
+
+
+def add_rms_norm(
+    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `base.Kernels.add_rms_norm`."""
+    storage = storage_of(x.dtype)
+    assert storage is not None, x.dtype
+    tokens, features = x.shape
+    normed = torch.empty(tokens, features, dtype=x.dtype)
+    added = x if delta is None else delta
+    summed = x if delta is None else torch.empty(tokens, features, dtype=x.dtype)
+    addresses = x.data_ptr(), added.data_ptr(), weight.data_ptr(), summed.data_ptr(), normed.data_ptr()
+    arguments = np.array([*addresses, tokens, features, x.stride(0), added.stride(0), 0], dtype=np.int64)
+    arguments.view(np.float64)[9] = epsilon
+    run(_compiled(storage, delta is not None), arguments, threads_for(normed.nbytes))
+    return summed, normed
+
+
+@functools.cache
+def _compiled(storage: Storage, adds: bool):
+    kind, size, widen, narrow = storage.kind, storage.size, storage.widen, storage.narrow
+    share = share_of()
+
+    @kernel
+    def add_rms_norm(data):
+        given = carray(data, (10,), np.int64)
+        epsilon = np.float32(carray(data, (10,), np.float64)[9])
+        tokens, features = given[5], given[6]
+        weight = carray(pointer(given[2]), (features,), kind)
+        first, stop = share(tokens)
+        for token in range(first, stop):
+            x = carray(pointer(given[0] + token * given[7] * size), (features,), kind)
+            row = x
+            squares = np.float32(0)
+            if adds:
+                delta = carray(pointer(given[1] + token * given[8] * size), (features,), kind)
+                row = carray(pointer(given[3] + token * features * size), (features,), kind)
+                for i in range(features):
+                    row[i] = narrow(widen(x[i]) + widen(delta[i]))
+            for i in range(features):
+                value = widen(row[i])  # the norm of what the next layer will see
+                squares += value * value
+            inverse = np.float32(1) / math.sqrt(squares / np.float32(features) + epsilon)
+            normed = carray(pointer(given[4] + token * features * size), (features,), kind)
+            for i in range(features):
+                normed[i] = narrow(widen(row[i]) * inverse * widen(weight[i]))
+
+    return add_rms_norm

@@ -1,0 +1,114 @@
+"""Numbers as memory holds them, for compiled kernels: bfloat16 as bits, addresses, exponentials. Knows no tensors."""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import cfunc, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+#: Sums may be taken in any order, or no loop over features would use vector registers. NaN and infinity keep their
+#: meaning: hidden from no kernel.
+FAST_MATH = {"reassoc", "contract", "nsz", "arcp"}
+HIGH_BITS, ROUNDING = np.uint32(16), np.uint32(0x7FFF)
+
+#: exp as in Cephes' expf: log2(e), ln 2 in two parts, and the polynomial's coefficients.
+LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
+P0, P1, P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
+P3, P4, P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+HALF, ONE = np.float32(0.5), np.float32(1.0)
+#: Beyond these the power of two would leave float32's exponents.
+LEAST, GREATEST = np.float32(-87.0), np.float32(88.0)
+
+
+@dataclass(slots=True, frozen=True)
+class Storage:
+    """How values of one dtype lie in memory, and the way to float32 and back."""
+
+    kind: Any  #: numpy's
+    widen: Callable[[Any], Any]
+    narrow: Callable[[Any], Any]
+
+    @property
+    def size(self) -> int:
+        """Bytes of one value."""
+        return int(np.dtype(self.kind).itemsize)
+
+
+def kernel(function: Any) -> Any:
+    """Compile a kernel: it gets the address of its arguments, and every thread of a team calls it."""
+    return cfunc(types.void(types.voidptr), fastmath=FAST_MATH, error_model="numpy")(function)
+
+
+@intrinsic
+def pointer(_, _address):
+    """An address as what `carray` takes."""
+
+    def generate(_context, builder, _signature, arguments):
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def bits_of(_, _value):
+    """The bits of a float32."""
+
+    def generate(_context, builder, _signature, arguments):
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
+
+
+@intrinsic
+def float_of(_, _bits):
+    """The float32 of these bits."""
+
+    def generate(_context, builder, _signature, arguments):
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.uint32), generate
+
+
+@functools.cache
+def storage_of(dtype: torch.dtype) -> Storage | None:
+    """None: kernels have no such dtype."""
+    if dtype == torch.bfloat16:
+        return Storage(np.uint16, _from_bfloat16, _to_bfloat16)
+    if dtype == torch.float32:
+        return Storage(np.float32, _same, _same)
+    return None
+
+
+@njit(fastmath=FAST_MATH, error_model="numpy")
+def exponential(x):
+    """exp(x) of a float32, to a few units in the last place; vectorizes, as a call of libm does not."""
+    x = min(max(x, LEAST), GREATEST)
+    power = np.float32(math.floor(x * LOG2_E + HALF))
+    rest = x - power * LN2_HIGH - power * LN2_LOW
+    polynomial = ((((P0 * rest + P1) * rest + P2) * rest + P3) * rest + P4) * rest + P5
+    scale = float_of(np.uint32(np.int32(power) + np.int32(127)) << np.uint32(23))
+    return (polynomial * rest * rest + rest + ONE) * scale
+
+
+@njit(error_model="numpy")
+def _from_bfloat16(bits):
+    return float_of(np.uint32(np.uint32(bits) << HIGH_BITS))
+
+
+@njit(error_model="numpy")
+def _to_bfloat16(value):
+    """To the nearest, ties to even."""
+    bits = bits_of(value)
+    return np.uint16(np.uint32(bits + ROUNDING + ((bits >> HIGH_BITS) & np.uint32(1))) >> HIGH_BITS)
+
+
+@njit(error_model="numpy")
+def _same(value):
+    return np.float32(value)
