@@ -23,6 +23,8 @@ from .spec import KvShape, ModelSpec
 
 IMPLEMENTATION = "homing_paged"
 _SLOT = "homing_slot"
+#: What a refusal tells beside its own reason.
+NEEDED = "docs/models.md says what is served: attention through transformers' AttentionInterface, without a mask"
 
 #: Rope kinds whose frequencies are fixed at load, beside ours. longrope and dynamic take them from the longest position
 #: of the whole packed batch, so one long request would change every other's.
@@ -179,11 +181,11 @@ class TransformersModel:
         except ModelError:
             raise
         except Exception as error:
-            raise UnsupportedModel(f"a trial step of {config.model_type} failed: {error!r}") from error
+            raise UnsupportedModel(f"a trial step of {config.model_type} failed: {error!r}; {NEEDED}") from error
         if trial.calls != list(range(config.num_hidden_layers)):
             raise UnsupportedModel(
                 f"{config.model_type} has {config.num_hidden_layers} layers and called paged attention for layers "
-                f"{trial.calls}; only models with one such call per layer can be served"
+                f"{trial.calls}; only models with one such call per layer can be served; {NEEDED}"
             )
         self._refuse_hidden_windows(config)
         return trial
@@ -202,4 +204,6 @@ def _loaded(folder: Path, dtype: torch.dtype) -> Any:
             folder, dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UnsupportedModel(f"transformers cannot load {folder} with paged attention: {error!r}") from error
+        raise UnsupportedModel(
+            f"transformers cannot load {folder} with paged attention: {error!r}; {NEEDED}"
+        ) from error

@@ -1,7 +1,7 @@
 """One rank above 0 in a process of its own: joins the group, then runs every plan that arrives on standard input.
 
-Arguments: folder, rank, size, port, block size, number of blocks. Frames: 4 bytes little-endian length, then a msgpack
-`StepPlan`; the end of the input ends it.
+Arguments: folder, quantization, rank, size, port, block size, number of blocks. Frames: 4 bytes little-endian length,
+then a msgpack `StepPlan`; the end of the input ends it.
 """
 
 import sys
@@ -16,10 +16,11 @@ from homing.replica.ranks import RankGroup
 from homing.replica.runner import ModelRunner
 
 
-def main(folder: str, rank: int, size: int, port: int, block_size: int, num_blocks: int) -> None:
+def main(folder: str, quantization: str, rank: int, size: int, port: int, block_size: int, num_blocks: int) -> None:
     torch.set_num_threads(1)
     group = RankGroup.join(rank, size, host="127.0.0.1", port=port, backend="gloo", timeout_s=120)
-    settings = ReplicaSettings(dtype="float32", device="cpu", tensor_parallel_size=size)
+    values = {"dtype": "float32", "device": "cpu", "tensor_parallel_size": size, "quantization": quantization}
+    settings = msgspec.convert(values, ReplicaSettings)
     runner = ModelRunner(settings, Path(folder), block_size, group)
     runner.allocate_kv(num_blocks)
     while header := sys.stdin.buffer.read(4):
@@ -28,4 +29,4 @@ def main(folder: str, rank: int, size: int, port: int, block_size: int, num_bloc
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(*sys.argv[1:3], *map(int, sys.argv[3:]))

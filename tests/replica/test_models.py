@@ -1,5 +1,6 @@
 """Every provider gives transformers' own greedy answers, token for token, whatever the steps look like."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ from transformers import AutoConfig
 from homing.replica.config import ReplicaSettings
 from homing.replica.demo import demo_model_path
 from homing.replica.models.errors import ModelError, UnsupportedModel, WeightsMissing
-from homing.replica.models.families import split_problem
+from homing.replica.models.families import FAMILIES, split_problem
 from homing.replica.models.layers import Int8Linear, Linear, int8_problem, packing_problem
 from homing.replica.models.loading import eos_token_ids
 from homing.replica.models.native import NativeModel, layer_windows, native_problem
@@ -246,18 +247,46 @@ def test_native_is_refused_by_name_when_it_was_asked_for(checkpoint):
         make_runner(checkpoint("gpt2"), "native")
 
 
-@pytest.mark.parametrize(
-    ("model_type", "overrides", "reason"),
-    [
-        ("bloom", {}, "one such call per layer"),
-        ("falcon", {}, "homing_paged"),
-        ("llama", {"rope_parameters": DEFAULT_ROPE | {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
-    ],
-)
-def test_adapter_refuses_what_paged_attention_cannot_give(model_type, overrides, reason, checkpoint):
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 64,
+}
+STATES = "linear_attention need more than causal attention"
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "bloom": ("bloom", {}, "one such call per layer"),
+    "falcon": ("falcon", {}, "AttentionInterface"),
+    "mpt": ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2}, "AttentionInterface"),
+    "xglm": ("xglm", {}, "one such call per layer"),
+    "qwen3_next": ("qwen3_next", {"head_dim": 16, **QWEN_EXPERTS, "shared_expert_intermediate_size": 32}, STATES),
+    "mamba": ("mamba", {}, STATES),
+    "mamba2": ("mamba2", {"num_heads": 4, "head_dim": 32, "n_groups": 1, "state_size": 16}, STATES),
+    "jamba": ("jamba", {"num_experts": 2, "mamba_d_state": 8}, STATES),
+    "lfm2 with convolutions": ("lfm2", {"layer_types": ["conv", "full_attention"]}, "conv need more"),
+    "llama4 in chunks": ("llama4_text", {**MIXTURE, "attention_chunk_size": 64}, "chunked_attention need more"),
+    "dynamic rope": ("llama", {"rope_parameters": DEFAULT_ROPE | {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+    "longrope": ("phi3", {"rope_parameters": LONG_ROPE}, "longrope"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_adapter_refuses_what_paged_attention_cannot_give(name, checkpoint):
     """A model that bypasses our attention, or whose rotation depends on the batch, would answer wrongly in silence."""
+    model_type, overrides, reason = REFUSED[name]
+
     with pytest.raises(UnsupportedModel, match=reason):
         make_runner(checkpoint(model_type, **overrides), "transformers")
+
+
+def test_models_that_are_said_to_run_or_not_are_those_that_are_tested():
+    """Fifty types through transformers' code; who reads the page must not find out by trying."""
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+
+    assert len(BREADTH) == 50
+    for name in (*BREADTH, *FAMILIES, *(model_type for model_type, _, _ in REFUSED.values())):
+        assert f"`{name}`" in page, name
 
 
 def test_folder_without_weights_is_named(tmp_path, checkpoint):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -14,11 +15,12 @@ import torch
 from homing.replica.config import ReplicaSettings
 from homing.replica.errors import RankLost
 from homing.replica.models.errors import TensorParallelUnsupported
+from homing.replica.models.layers import int8_problem
 from homing.replica.plan import PlanRow, StepPlan, plan_of_rows
 from homing.replica.ranks import RankGroup
 from homing.replica.runner import ModelRunner
 
-from .toys import BLOCK_SIZE, NUM_BLOCKS, ToyScheduler
+from .toys import BLOCK_SIZE, NUM_BLOCKS, ToyScheduler, make_runner
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 
@@ -32,17 +34,17 @@ def free_port() -> int:
 class Gang:
     """Rank 0 in this process, the others in processes of their own that run every plan it runs."""
 
-    def __init__(self, folder: Path, size: int) -> None:
+    def __init__(self, folder: Path, size: int, quantization: Literal["none", "int8"] = "none") -> None:
         port = free_port()
         self.workers = [
             subprocess.Popen(
-                [sys.executable, WORKER, folder, *map(str, (rank, size, port, BLOCK_SIZE, NUM_BLOCKS))],
+                [sys.executable, WORKER, folder, quantization, *map(str, (rank, size, port, BLOCK_SIZE, NUM_BLOCKS))],
                 stdin=subprocess.PIPE,
             )
             for rank in range(1, size)
         ]
         group = RankGroup.join(0, size, host="127.0.0.1", port=port, backend="gloo", timeout_s=120)
-        settings = ReplicaSettings(dtype="float32", device="cpu", tensor_parallel_size=size)
+        settings = ReplicaSettings(dtype="float32", device="cpu", tensor_parallel_size=size, quantization=quantization)
         self.runner = ModelRunner(settings, folder, BLOCK_SIZE, group)
         self.runner.allocate_kv(NUM_BLOCKS)
 
@@ -56,9 +58,9 @@ class Gang:
 
 
 @contextmanager
-def gang(folder: Path, size: int) -> Iterator[Gang]:
+def gang(folder: Path, size: int, quantization: Literal["none", "int8"] = "none") -> Iterator[Gang]:
     """A gang whose processes are gone afterwards, whatever happened."""
-    made = Gang(folder, size)
+    made = Gang(folder, size, quantization)
     try:
         yield made
     finally:
@@ -79,7 +81,15 @@ def gang(folder: Path, size: int) -> Iterator[Gang]:
         pytest.param("llama", {"attention_bias": True, "mlp_bias": True}, 2, marks=pytest.mark.slow),
         pytest.param("qwen3", {"head_dim": 32, "tie_word_embeddings": True}, 2, marks=pytest.mark.slow),
         pytest.param("llama", {}, 4, marks=pytest.mark.slow),
+        pytest.param("mistral", {"sliding_window": 11}, 4, marks=pytest.mark.slow),
+        pytest.param("qwen3", {"head_dim": 32, "tie_word_embeddings": True}, 4, marks=pytest.mark.slow),
         pytest.param("mixtral", {"num_local_experts": 4}, 2, marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3_moe",
+            {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+            4,
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "qwen2_moe",
             {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
@@ -100,6 +110,22 @@ def test_split_model_answers_as_the_whole(model_type, overrides, size, checkpoin
     assert made.runner.spec.kv_heads == 1
     assert codes == [None] * (size - 1)
     assert [worker.returncode for worker in made.workers] == [0] * (size - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(int8_problem() is not None, reason="no 8-bit linears on this processor")
+@pytest.mark.parametrize("size", [2, 4])
+def test_eight_bits_on_ranks_are_as_near_as_on_one(size, checkpoint):
+    """Each rank scales its own part of what goes into a linear, so the logits are others; the error is no larger."""
+    folder = checkpoint("llama")
+    plan = plan_of_rows(0, [PlanRow(list(range(3, 40)), 0, [1, 2, 3, 4, 5])], logits_at=range(37))
+    exact, alone = (make_runner(folder, quantization=kind).forward(plan) for kind in ("none", "int8"))
+
+    with gang(folder, size, "int8") as made:
+        split = made.forward(plan)
+
+    assert 0 < (split - exact).norm() < 0.05 * exact.norm()
+    assert (split - exact).norm() < 1.5 * (alone - exact).norm()
 
 
 def test_step_without_logits_keeps_ranks_together(checkpoint):
@@ -137,7 +163,7 @@ class Alone:
 
 
 @pytest.mark.parametrize(
-    ("provider", "size", "reason"), [("native", 3, "4 attention heads"), ("transformers", 2, "one")]
+    ("provider", "size", "reason"), [("native", 3, "4 attention heads"), ("transformers", 2, "tensor_parallel_size: 1")]
 )
 def test_impossible_split_is_refused_by_name(provider, size, reason, checkpoint):
     """Before weights are read, and with what to change."""
