@@ -11,7 +11,7 @@ import msgspec
 
 from ..errors import InvalidRequest, MissingKey, RouterError, UnknownKey, WrongMethod
 from .exchange import Exchange
-from .schema import EXPECTED
+from .schema import EXPECTED, NOT_YET
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,10 @@ def fail(exchange: Exchange, error: RouterError) -> None:
         exchange.respond(error_body(error), status=error.http_status, headers=error_headers(error).items())
 
 
+def _unknown(name: str) -> str:
+    return f"asks for {NOT_YET[name]}, which is not supported yet" if name in NOT_YET else "is not known here"
+
+
 def from_msgspec(error: msgspec.ValidationError, within: str = "") -> InvalidRequest:
     """What a decoder found in a body, or in its field `within`, as the caller's error with the field's name."""
     text = str(error)
@@ -67,7 +71,7 @@ def from_msgspec(error: msgspec.ValidationError, within: str = "") -> InvalidReq
     where = ".".join(filter(None, (within, path[1] if path else "")))
     if field := _FIELD_OF_OBJECT.search(text):
         name = f"{where}.{field[2]}" if where else field[2]
-        what = "is not known here" if field[1] == "contains unknown" else "is required"
+        what = _unknown(field[2]) if field[1] == "contains unknown" else "is required"
         return InvalidRequest(f"field {name!r} {what}", param=name)
     reason = text.split(" - at ")[0].replace("`", "").replace(" | null", "")
     if not where:

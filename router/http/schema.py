@@ -151,6 +151,20 @@ class ResetBody(msgspec.Struct, forbid_unknown_fields=True):
     model: str | None = None
 
 
+_NOT_YET = {
+    "structured output": "structured_outputs guided_json guided_regex guided_choice guided_grammar "
+    "guided_decoding_backend guided_whitespace_pattern json_schema regex ebnf grammar structural_tag",
+    "calling functions": "functions function_call",
+    "a LoRA adapter": "lora lora_name lora_path lora_request adapter adapter_id",
+    "speculative decoding": "prediction speculative_config speculative_model num_speculative_tokens",
+    "anything but text": "modalities audio images image_data multi_modal_data mm_processor_kwargs",
+    "prompts as embeddings": "prompt_embeds",
+    "searching the web": "web_search_options",
+    "beam search": "use_beam_search",
+}
+#: What is wanted by fields that other servers know and this one does not yet.
+NOT_YET = {name: what for what, names in _NOT_YET.items() for name in names.split()}
+
 #: What fields take whose decoder names no choices, by the end of their path.
 EXPECTED = {
     "cache_control.ttl": "give seconds above 0, or one of '5m' and '1h'",

@@ -163,7 +163,10 @@ def check_chat(body: ChatBody) -> None:
     if body.max_tokens == 0:
         raise InvalidRequest("field 'max_tokens': expected int >= 1", param="max_tokens")
     if body.response_format and body.response_format.type != "text":
-        raise InvalidRequest("field 'response_format': only {'type': 'text'} is supported", param="response_format")
+        raise InvalidRequest(
+            "field 'response_format': only {'type': 'text'} is supported, structured output is not yet",
+            param="response_format",
+        )
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("field 'top_logprobs': needs 'logprobs': true", param="top_logprobs")
     if body.tool_choice not in (None, "auto", "none"):

@@ -10,6 +10,7 @@ from homing.replica.config import ReplicaSettings
 from homing.replica.errors import StartupError
 from homing.replica.models.loading import DTYPES
 from homing.replica.plan import BlockCopy, PlanRow, plan_of_rows
+from homing.replica.resident.runner import ResidentRunner
 from homing.replica.runner import ModelRunner, resolve_device, thread_keeper
 
 from .toys import BLOCK_SIZE, ToyScheduler, make_runner
@@ -91,6 +92,29 @@ def test_recomputed_request_goes_on_as_before(checkpoint, reference):
     resumed = ToyScheduler(make_runner(folder).forward, chunk=7).generate([prompt + answer[:4]], 5)[0]
 
     assert resumed == answer[4:]
+
+
+@pytest.mark.parametrize("provider", ["native", "transformers"])
+@pytest.mark.parametrize("kind", [ModelRunner, ResidentRunner])
+def test_a_row_may_ask_for_several_tokens_of_an_answer(kind, provider, checkpoint):
+    """The seam of speculative decoding: each guess has its logits, and a wrong one leaves nothing behind."""
+    settings = ReplicaSettings(dtype="float32", device="cpu", model_provider=provider, max_model_len=64)
+    runner = kind(settings, checkpoint("llama"), BLOCK_SIZE)
+    runner.allocate_kv(10)
+    prompt, answer, other = list(range(3, 16)), [20, 21, 22, 23], [40, 41]
+    neighbour = PlanRow([5], 0, [9])
+    one_by_one = []
+    for at, row in enumerate([prompt, *([token] for token in answer)]):
+        start = len(prompt) + at - 1 if at else 0
+        one_by_one.append(runner.forward(plan_of_rows(at, [PlanRow(row, start, [1, 2, 3])]))[0])
+
+    runner.forward(plan_of_rows(10, [PlanRow(prompt, 0, [4, 5, 6])]))
+    guessed = PlanRow([answer[0], *other], 13, [4, 5, 6])
+    guesses = runner.forward(plan_of_rows(11, [neighbour, guessed], logits_at=[1, 2, 3]))
+    corrected = runner.forward(plan_of_rows(12, [PlanRow(answer[1:], 14, [4, 5, 6])], logits_at=[0, 1, 2]))
+
+    torch.testing.assert_close(guesses[0], one_by_one[1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(corrected, torch.stack(one_by_one[2:]), rtol=1e-4, atol=1e-4)
 
 
 #: Norm of the error over a prompt's logits, in shares of theirs; docs/models.md states them. Measured over the models

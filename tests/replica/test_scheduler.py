@@ -1,6 +1,6 @@
 """The scheduler against a model whose every token can be computed by hand."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -218,6 +218,20 @@ def test_with_copying_switched_off_whole_blocks_alone_are_taken() -> None:
 
     assert last.cached_tokens == 4
     assert not any(plan.copies for plan in bench.model.plans)
+
+
+def test_a_row_may_be_settled_short(bench: Bench) -> None:
+    """The seam of speculative decoding: of several tokens asked for, those not taken are as if never asked for."""
+    request = bench.add([1, 2, 3, 4, 5, 6, 7])
+    (row,) = bench.scheduler.schedule()
+    bench.model.run(plan_of_step(0, [row], []))
+
+    bench.scheduler.complete(replace(row, count=3))
+
+    bench.scheduler.check()
+    assert request.computed == 3
+    assert request.committed_blocks == 1
+    bench.run()
 
 
 def test_generated_blocks_are_cached(bench: Bench) -> None:

@@ -86,6 +86,40 @@ BAD_COMPLETIONS = [
 ]
 
 
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+#: What comes later: each field, and a word of what it wants.
+NOT_YET = [
+    ({"response_format": SCHEMA}, "response_format", "structured output"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "structured output"),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, "structured_outputs", "structured output"),
+    *(
+        ({f"guided_{kind}": "x"}, f"guided_{kind}", "structured output")
+        for kind in ("json", "regex", "choice", "grammar")
+    ),
+    ({"tool_choice": "required"}, "tool_choice", "only 'auto' and 'none'"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "only 'auto' and 'none'"),
+    ({"functions": [{"name": "f"}]}, "functions", "calling functions"),
+    ({"lora_request": {"lora_name": "a"}}, "lora_request", "LoRA"),
+    ({"lora_path": "a"}, "lora_path", "LoRA"),
+    ({"prediction": {"type": "content", "content": "x"}}, "prediction", "speculative decoding"),
+    ({"speculative_config": {"num_speculative_tokens": 3}}, "speculative_config", "speculative decoding"),
+    ({"modalities": ["text", "audio"]}, "modalities", "anything but text"),
+    ({"audio": {"voice": "v", "format": "wav"}}, "audio", "anything but text"),
+    *(
+        ({"messages": [{"role": "user", "content": [part]}]}, "messages[0].content[0].type", "only text parts")
+        for part in (
+            {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+            {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+            {"type": "video_url", "video_url": {"url": "x"}},
+            {"type": "file", "file": {"file_id": "f"}},
+        )
+    ),
+    ({"prompt_embeds": "AAAA"}, "prompt_embeds", "prompts as embeddings"),
+    ({"web_search_options": {}}, "web_search_options", "searching the web"),
+    ({"use_beam_search": True}, "use_beam_search", "beam search"),
+]
+
+
 def check_shape(response: httpx.Response) -> dict:
     """OpenAI's error object."""
     assert response.headers["content-type"] == "application/json"
@@ -94,6 +128,38 @@ def check_shape(response: httpx.Response) -> dict:
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
     return error
+
+
+@pytest.mark.parametrize(("changes", "param", "what"), NOT_YET)
+async def test_what_comes_later_is_refused_by_field_and_by_what_is_missing(client, backend, changes, param, what):
+    """Nobody should look for a typing error in a field that other servers know."""
+    response = await client.post(CHAT, json={"messages": MESSAGES} | changes)
+
+    error = check_shape(response)
+    assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert what in error["message"]
+    assert backend.requests == []
+
+
+async def test_an_adapter_is_a_model_that_does_not_exist(client: httpx.AsyncClient, backend: FakeBackend):
+    """That is how vLLM's and SGLang's clients ask for one: the base model's answer must not pass for its."""
+    response = await client.post(CHAT, json={"messages": MESSAGES, "model": "demo:my-adapter"})
+
+    error = check_shape(response)
+    assert (response.status_code, error["param"], error["code"]) == (404, "model", "model_not_found")
+    assert backend.requests == []
+
+
+LATER = "embeddings responses moderations rerank score audio/transcriptions images/generations files batches"
+
+
+@pytest.mark.parametrize("path", f"{LATER} load_lora_adapter unload_lora_adapter".split())
+async def test_endpoints_that_come_later_are_not_found(client: httpx.AsyncClient, path):
+    """In the shape that clients read, with the path."""
+    response = await client.post(f"/v1/{path}", json={"model": "demo", "input": "x"})
+
+    assert response.status_code == 404
+    assert f"/v1/{path}" in check_shape(response)["message"]
 
 
 @pytest.mark.parametrize(("changes", "param"), BAD_CHATS)
