@@ -54,6 +54,7 @@ from .errors import (
     ReplicaLost,
     RequestFailed,
     RouterError,
+    Superseded,
 )
 from .fair_queue import FairQueue
 from .heat import HeatBook
@@ -366,6 +367,17 @@ class Dispatcher:
         """End every request, as the router shuts down."""
         flights = list(self._flights.values())
         return [done for flight in flights for done in self._abort(flight) + self._fail(flight, error(), now)]
+
+    def supersede(self, now: float) -> list[Instruction]:
+        """Others have the place of our replicas for good. Who has no token yet has not failed: it may begin anew."""
+        begun = [flight for flight in self._flights.values() if flight.generated]
+        instructions = [done for each in begun for done in self._abort(each) + self._fail(each, Superseded(), now)]
+        for flight in list(self._flights.values()):
+            instructions += self._abort(flight)
+            self._forget(flight)
+            self.counters.cancelled += 1
+            instructions.append(Failed(flight.flight_id, Superseded(), _record(flight, "cancelled", None, now)))
+        return instructions
 
     def explain(self, request: GenerationRequest, now: float) -> Explanation:
         """The table of the decision that `submit` would take now. Raises PromptTooLong."""

@@ -26,6 +26,7 @@
     │   └── DeadlineExceeded 504  the request's time is over
     ├── NoReplica            503  no replica serves and the request may not wait
     ├── RouterClosed         503  the router is shutting down
+    ├── Superseded           503  the model was replaced while the request ran; who has no token yet begins anew
     ├── TokenizerUnavailable 503  the model's folder has no tokenizer that can serve
     ├── KeysFileInvalid      500  the operator's: the file of API keys cannot be used; never meets a client
     ├── BackendsInvalid      500  the operator's: addresses of foreign replicas that do not fit; never meets a client
@@ -144,6 +145,17 @@ class RouterClosed(RouterError):
     http_status = 503
     error_type = "service_unavailable"
     code = "shutting_down"
+
+
+class Superseded(RouterError):
+    """The replicas that a request was tokenized for are gone for good, and others have their place."""
+
+    http_status = 503
+    error_type = "service_unavailable"
+    code = "model_replaced"
+
+    def __init__(self) -> None:
+        super().__init__("the model was replaced before the request was done: send it again", retry_after_s=1.0)
 
 
 class ParityMismatch(RouterError):

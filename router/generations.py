@@ -284,7 +284,7 @@ class Generations:
         for generation in gone:
             model.generations.remove(generation)
             self._by_version = {v: each for v, each in self._by_version.items() if each is not generation}
-            generation.service.close("its replicas were replaced before the request was done: send it again")
+            generation.service.supersede()
             log.info("generation_ends model=%s generations=%d", model.name, len(model.generations))
 
 

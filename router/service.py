@@ -45,7 +45,16 @@ from .dispatcher import (
     Naming,
     Send,
 )
-from .errors import CacheInUse, ModelNotFound, NoReplica, ParityMismatch, ReplicaLost, RouterClosed, RouterError
+from .errors import (
+    CacheInUse,
+    ModelNotFound,
+    NoReplica,
+    ParityMismatch,
+    ReplicaLost,
+    RouterClosed,
+    RouterError,
+    Superseded,
+)
 from .followed import Shell
 from .foreign.member import ForeignMember
 from .foreign.probe import ForeignTerms
@@ -112,7 +121,7 @@ class RouterService:
         self._streams: dict[FlightId, RequestStream] = {}
         self._shell: Shell | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._closed = False
+        self._closed = self._superseded = False
         self._follows_events = follows_events
         self._exact = not follows_events
         self._first_member_at: float | None = None
@@ -137,14 +146,21 @@ class RouterService:
         )
         self._timer = loop.call_later(TICK_S, self._on_tick)
 
-    def close(self, reason: str = SHUTTING_DOWN) -> None:
-        """End every request with `RouterClosed` for this reason, give all sockets back. Harmless when repeated."""
+    def supersede(self) -> None:
+        """Close, as other replicas have the place of ours: requests end with `Superseded`, later ones, too."""
+        self._superseded = True
+        if self._dispatcher is not None:
+            self._run(self._dispatcher.supersede(self._clock()))
+        self.close()
+
+    def close(self) -> None:
+        """End every request with `RouterClosed`, give all sockets back. Harmless when repeated."""
         if self._closed or self._shell is None:
             return
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        self.end_requests(reason)
+        self.end_requests()
         for member in self._members.values():
             self._run(member.leave())
         self._members.clear()
@@ -260,7 +276,7 @@ class RouterService:
         return self._dispatcher.feed(member.replica_id)
 
     def generate(self, request: GenerationRequest) -> RequestStream:
-        """Accept a request. Raises NoReplica, QueueFull, PromptTooLong or RouterClosed."""
+        """Accept a request. Raises NoReplica, QueueFull, PromptTooLong, RouterClosed or Superseded."""
         dispatcher = self._open_dispatcher()
         try:
             flight, instructions = dispatcher.submit(request, self._clock())
@@ -321,10 +337,10 @@ class RouterService:
             raise ReplicaLost(f"{', '.join(unknown)} did not say whether the cache was reset")
         return list(outcomes)
 
-    def end_requests(self, reason: str = SHUTTING_DOWN) -> None:
+    def end_requests(self) -> None:
         """End every request with `RouterClosed`: its client is told, its replica works on it no more."""
         if self._dispatcher is not None:
-            self._run(self._dispatcher.fail_all(lambda: RouterClosed(reason), self._clock()))
+            self._run(self._dispatcher.fail_all(lambda: RouterClosed(SHUTTING_DOWN), self._clock()))
             self._send_out()
 
     # Membership
@@ -407,7 +423,7 @@ class RouterService:
 
     def _open_dispatcher(self) -> Dispatcher:
         if self._closed:
-            raise RouterClosed("the router is shutting down")
+            raise Superseded if self._superseded else RouterClosed(SHUTTING_DOWN)
         if self._dispatcher is None:
             raise NoReplica("no replica has joined yet", retry_after_s=1.0)
         return self._dispatcher

@@ -7,7 +7,7 @@ through: what is not a `RouterError` is logged with its traceback and answered 5
 import asyncio
 import logging
 
-from ..errors import RouterError, UnknownPath, WrongMethod
+from ..errors import RouterError, Superseded, UnknownPath, WrongMethod
 from .access import AccessLog
 from .connection import HttpConnection
 from .cors import CorsPolicy
@@ -40,10 +40,7 @@ class App:
         if self._cors is not None and self._cors.is_preflight(request):
             exchange.respond(b"", status=204, headers=self._cors.preflight(request))
             return exchange
-        task = start(self._run(exchange))
-        if task is not None:
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+        self._begin(exchange)
         return exchange
 
     def refuse(self, request: Request, wire: HttpConnection, error: RouterError) -> None:
@@ -52,7 +49,18 @@ class App:
 
     def _exchange(self, request: Request, wire: HttpConnection) -> Exchange:
         exchange_id = request_id(request.headers.get(REQUEST_ID), self._front.random_bits)
-        return Exchange(request, wire, exchange_id, self._front.monotonic(), self._over)
+        return Exchange(request, wire, exchange_id, self._front.monotonic(), self._over, again=self._begin_anew)
+
+    def _begin(self, exchange: Exchange) -> None:
+        task = start(self._run(exchange))
+        if task is not None:
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    def _begin_anew(self, exchange: Exchange) -> None:
+        """In a turn of its own: who says that the model was replaced is in the middle of replacing it."""
+        log.info("request_begins_anew request_id=%s", exchange.id)
+        asyncio.get_running_loop().call_soon(self._begin, exchange)
 
     def headers_for(self, request: Request) -> Headers:
         """Headers that every answer to this request carries."""
@@ -63,6 +71,8 @@ class App:
             await find(exchange.request)(self._front, exchange)
         except ClientGoneError:
             return
+        except Superseded:
+            exchange.begin_anew()
         except RouterError as error:
             fail(exchange, error)
         except Exception as error:

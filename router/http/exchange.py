@@ -73,6 +73,7 @@ class Exchange(msgspec.Struct, eq=False):
     on_gone: Callable[[], None] | None = None  #: called once, when it leaves
     account: Account | None = None
     notes: Headers = ()  #: headers that the answer carries, whatever it is
+    again: Callable[["Exchange"], None] | None = None  #: has its endpoint called once more
 
     def respond(self, body: bytes, *, status: int = 200, content_type: str = JSON, headers: Headers = ()) -> None:
         """The whole answer."""
@@ -103,6 +104,13 @@ class Exchange(msgspec.Struct, eq=False):
         if not self.over:
             self.wire.end_stream()
             self._finish()
+
+    def begin_anew(self) -> None:
+        """Nothing was sent, and what it was asked of is gone: as if the request came just now."""
+        assert self.status is None, f"to begin anew, answered {self.status}"
+        assert self.again is not None, "nobody calls the endpoint again"
+        self.on_gone = None
+        self.again(self)
 
     def lose(self) -> None:
         """The client left. Harmless when the exchange is over."""

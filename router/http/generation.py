@@ -13,7 +13,7 @@ import msgspec
 from ...kvcache.hashing import token_bytes
 from ...replica.messages import Pin, PositionLogprobs, SamplingParams
 from ..backend import GenerationRequest, TokenDelta, TokenStream
-from ..errors import RequestFailed, RouterError
+from ..errors import RequestFailed, RouterError, Superseded
 from ..meter import Meter
 from ..text.answer import AnswerText, Ending, TextDelta
 from ..text.logprobs import TokenAt
@@ -254,7 +254,11 @@ class Generation:
 
     def fail(self, error: RouterError) -> None:
         """A choice broke, and with it the answer."""
-        if not self.over:
+        if self.over:
+            return
+        if isinstance(error, Superseded) and all(choice.last_token_at is None for choice in self.choices):
+            self._begin_anew()
+        else:
             self.break_off(error)
 
     def break_off(self, error: RouterError) -> None:
@@ -269,6 +273,16 @@ class Generation:
         """The same, by a fault of ours."""
         log.exception("answer_crashed request_id=%s", self._exchange.id)
         self.break_off(RouterError(f"internal error: {type(cause).__name__}"))
+
+    def _begin_anew(self) -> None:
+        """Nothing came yet: whoever serves the model now may as well answer, and nobody need know."""
+        self.over = True
+        self._cancel()
+        meter, self._meter = self._meter, None
+        if meter is not None:
+            metering.undo(self.front, self._exchange, meter, [len(prompt.token_ids) for prompt in self._job.prompts])
+        self._let_go()
+        self._exchange.begin_anew()
 
     def _lose(self) -> None:
         """The client left."""

@@ -35,6 +35,7 @@ from homing.router.errors import (
     RequestFailed,
     RouterClosed,
     RouterError,
+    Superseded,
 )
 from homing.router.load import LoadBook, Rest
 from homing.router.policy import make_policy
@@ -587,6 +588,23 @@ def test_a_shutdown_ends_every_request_by_name(world: World) -> None:
     world.run(world.dispatcher.fail_all(lambda: RouterClosed("bye"), world.now))
 
     assert all(isinstance(world.errors[flight], RouterClosed) for flight in flights)
+
+
+def test_only_who_has_no_token_may_begin_anew_when_its_model_is_replaced() -> None:
+    """Another model would go on with another story. Who begins anew has not failed: nobody hears of it."""
+    world = World(1)
+    begun = world.submit(request_of(PROMPT))
+    world.step("r0")
+    sent = world.submit(request_of([*PROMPT, 1], seed=2))
+
+    world.run(world.dispatcher.supersede(world.now))
+
+    assert isinstance(world.errors[begun], Superseded)
+    assert isinstance(world.errors[sent], Superseded)
+    assert [world.records[each].outcome for each in (begun, sent)] == ["failed", "cancelled"]
+    assert (world.dispatcher.counters.failed, world.dispatcher.counters.cancelled) == (1, 1)
+    assert sum(isinstance(message, Abort) for message in world.on_wire["r0"]) == 2
+    world.dispatcher.check()
 
 
 def test_a_burst_of_siblings_neither_scatters_nor_herds(capsys: pytest.CaptureFixture[str]) -> None:

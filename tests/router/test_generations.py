@@ -18,7 +18,7 @@ from homing.kvcache.hashing import HASH_BYTES
 from homing.replica.messages import ModelLimits, Parity, ReplicaDescription
 from homing.router.backend import AbsentReplica, ClusterView, RouterCounters
 from homing.router.config import RouterSettings
-from homing.router.errors import InvalidRequest, ModelNotFound, NoReplica
+from homing.router.errors import InvalidRequest, ModelNotFound, NoReplica, Superseded
 from homing.router.generations import Enrolment, Generations, Terms
 from homing.router.load import Rest
 from homing.router.membership import text_digests
@@ -51,8 +51,7 @@ class FakeService:
     def start(self, loop: object) -> None:
         pass
 
-    def close(self, reason: str) -> None:
-        assert "again" in reason
+    def supersede(self) -> None:
         self.closed = True
 
     def waiting(self) -> int:
@@ -279,6 +278,40 @@ async def test_a_replaced_generation_ends_with_nothing_held(tmp_path: Path) -> N
         generations.close()
         await old.stop()
         await new.stop()
+
+
+async def test_what_is_held_where_no_replica_is_left_may_begin_anew_at_the_next_model(tmp_path: Path) -> None:
+    """An update without room for one more ends the last replica before the first new one is there."""
+    generations = Generations(
+        lambda model, terms, counters: service(model, terms, counters, tmp_path), VIEW, ["fox"], Random(1)
+    )
+    generations.start(asyncio.get_running_loop())
+    parity = parity_of(text_digests(tmp_path))
+    new = msgspec.structs.replace(
+        member("r1").description, parity=msgspec.structs.replace(parity, model_root=b"x" * HASH_BYTES)
+    )
+    old = SocketReplica("r0")
+    limits = msgspec.structs.replace(old.description.model, name="fox")
+    old.description = msgspec.structs.replace(old.description, parity=parity, model=limits)
+    first = Enrolment(old.description, Terms(1, CACHE, tmp_path))
+    try:
+        generations.apply_membership([replace(first, rest="draining")], SEED)
+        chosen = generations.choose("fox")
+        held = Reading(chosen.generate(request_of([1] * 50)))
+        generations.apply_membership([], SEED)
+        assert generations.view().waiting == 1
+
+        generations.apply_membership([Enrolment(new, Terms(2, CACHE, tmp_path))], SEED)
+
+        with pytest.raises(Superseded):
+            [delta async for delta in held]
+        with pytest.raises(Superseded):
+            chosen.generate(request_of([1] * 50))
+        assert generations.choose("fox") is not chosen
+        assert generations.view().counters.failed == 0
+    finally:
+        generations.close()
+        await old.stop()
 
 
 def test_a_replica_of_a_known_version_is_judged_by_that_version(world: World) -> None:
