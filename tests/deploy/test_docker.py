@@ -1,17 +1,20 @@
 """Dockerfiles and compose: linted and checked against the compose specification. Nothing is built here."""
 
 import json
+import re
 import shutil
 import subprocess
+from importlib.metadata import requires
 
 import compose_spec
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from homing import __version__
 from homing.cluster.cli import parse, settings_of
 
-from .files import DEPLOY, read_yaml, serve_commands
+from .files import DEPLOY, pinned, read_yaml, serve_commands
 
 DOCKERFILES = ["Dockerfile.cpu", "Dockerfile.cuda"]
 
@@ -37,6 +40,15 @@ def test_an_image_serves_with_the_token_on_and_holds_none(name: str) -> None:
     assert "RAY_AUTH_MODE=token" in text
     assert "RAY_AUTH_TOKEN=" not in text
     assert settings_of(parse(command[1:])).router.host == "0.0.0.0"
+
+
+def test_everything_that_an_image_installs_is_pinned() -> None:
+    """`ray[default]` brings more than `ray`: unpinned, two builds of one commit differ."""
+    extras = [Requirement(word) for word in requires("ray") or [] if 'extra == "default"' in word]
+    names = [each.name for each in extras if each.marker is None or each.marker.evaluate({"extra": "default"})]
+
+    assert len(names) > 5
+    assert all(pinned(re.sub("[-_]", "[-_]", name)) for name in names)
 
 
 def test_the_compose_file_fits_the_specification() -> None:

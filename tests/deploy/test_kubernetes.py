@@ -112,4 +112,5 @@ def test_the_jobs_command_is_one_that_homing_understands() -> None:
 
     assert words[0] == "homing"
     assert settings.cluster.ray_address == "auto"
+    assert settings.cluster.autoscale == "{minReplicas}:{maxReplicas}".format(**groups()[1])
     assert settings.replica.tensor_parallel_size * settings.cluster.gpus_per_rank <= gpus

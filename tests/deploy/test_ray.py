@@ -1,6 +1,7 @@
 """`ray up` files: Ray itself accepts them, and what the page says of them is in them."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -47,7 +48,9 @@ def test_every_machine_installs_the_same_pinned_versions(name: str) -> None:
     """Ray refuses nodes of another version, and routers refuse replicas of another tokenizer."""
     config = read_yaml(f"ray/{name}.yaml")
     (install,) = [command for command in config["setup_commands"] if "pip install" in command]
+    more = [command for command in config.get("head_setup_commands", ()) if "pip install" in command]
 
+    assert all(re.search(r" [\w-]+==[\d.]+$", command) for command in more)
     assert "--constraint ~/homing/dist/constraints.txt" in install
     assert "homing-*.whl" in install
 
@@ -59,6 +62,15 @@ def test_images_have_the_pinned_ray(name: str) -> None:
 
     assert docker["head_image"] == f"rayproject/ray:{pinned('ray')}-py311"
     assert docker["worker_image"] == f"rayproject/ray:{pinned('ray')}-py311-gpu"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_models_are_kept_where_the_hub_looks_for_them(name: str) -> None:
+    """In a folder that outlives the container, and that a shared file system can be mounted at."""
+    config = read_yaml(f"ray/{name}.yaml")
+    told = "\n".join([*config["setup_commands"], *config.get("docker", {}).get("run_options", [])])
+
+    assert re.search(r"--volume /opt/homing/models:/home/ray/\.cache/huggingface|HF_HOME=\$HOME/homing/models", told)
 
 
 @pytest.mark.parametrize("name", ["aws", "gcp"])
