@@ -14,7 +14,7 @@ from .planner import Gang
 LOOK_S = 0.2
 _PHASES = {"placing": "waiting for a place", "waiting": "waiting before the next attempt"}
 
-Tell = Callable[[tuple[AbsentReplica, ...]], Awaitable[None]]
+Tell = Callable[[tuple[AbsentReplica, ...], frozenset[str]], Awaitable[None]]
 
 
 def absent_replicas(
@@ -38,13 +38,17 @@ def absent_replicas(
 
 
 async def tell_absences(
-    gangs: Callable[[], Iterable[Gang]], losses: Mapping[str, str], tell: Tell, wall: Callable[[], float] = time.time
+    gangs: Callable[[], Iterable[Gang]],
+    losses: Mapping[str, str],
+    off: Callable[[], frozenset[str]],
+    tell: Tell,
+    wall: Callable[[], float] = time.time,
 ) -> None:
-    """Look and tell until cancelled."""
+    """Look and tell until cancelled. `off`: the models of which no replica is wanted, whatever is asked."""
     absent: tuple[AbsentReplica, ...] = ()
     while True:
         absent = absent_replicas(gangs(), losses, absent, wall())
-        await tell(absent)
+        await tell(absent, off())
         await asyncio.sleep(LOOK_S)
 
 

@@ -74,8 +74,8 @@ class Router(Protocol):
     async def demand(self) -> Demand:
         """What waits here, and what works on it."""
 
-    def tell_absent(self, absent: Sequence[AbsentReplica]) -> None:
-        """These should serve and do not: to be shown."""
+    def tell_absent(self, absent: Sequence[AbsentReplica], off: frozenset[str]) -> None:
+        """These should serve and do not: to be shown. Of the models in `off` nobody should."""
 
     async def run(self) -> None:
         """Returns or raises when it stopped serving."""
@@ -211,9 +211,9 @@ class RouterProcess:
         """Where it listens; None: it does not yet."""
         return self._listening
 
-    def tell_absent(self, absent: Sequence[AbsentReplica]) -> None:
-        """Show these as missing, from now on."""
-        self._loop.call_soon_threadsafe(self._present.tell_absent, absent)
+    def tell_absent(self, absent: Sequence[AbsentReplica], off: frozenset[str]) -> None:
+        """Show these as missing, and refuse requests for the models in `off`, from now on."""
+        self._loop.call_soon_threadsafe(self._present.tell_absent, absent, off)
 
     def apply_membership(self, members: Sequence[Member]) -> None:
         """Route to these replicas and no others, from now on."""

@@ -89,7 +89,7 @@ class Controller:
         kept: Kept = await self._keeper.kept.remote()
         await self._take_over(kept)
         self._spawn(self._routers.keep(self._keeper, kept.routers))
-        self._spawn(tell_absences(self._fleet.gangs.values, self._errors, self._routers.tell_absent))
+        self._spawn(tell_absences(self._fleet.gangs.values, self._errors, self._off, self._routers.tell_absent))
         self._began.set()
         if (terms := scaling_terms(self._spec)) is not None:
             self._spawn(self._autoscale(Autoscaler(terms)))
@@ -336,6 +336,13 @@ class Controller:
             last_error=self._errors.get(gang.replica_id, ""),
             version=gang.version,
         )
+
+    def _off(self) -> frozenset[str]:
+        """Models of which no replica is wanted, and which no request starts."""
+        settings = self._spec.settings
+        if self._fleet.wanted or settings.cluster.autoscale:
+            return frozenset()
+        return frozenset([settings.router.served_model_name])
 
     def _member(self, enrolled: Enrolled) -> Member:
         spec = self._versions[enrolled.version]

@@ -182,10 +182,10 @@ class HomingRouter:
         if members:
             self._settle()
 
-    def tell_absent(self, absent: Sequence[AbsentReplica]) -> None:
-        """These should serve and do not: to be shown."""
+    def tell_absent(self, absent: Sequence[AbsentReplica], off: frozenset[str]) -> None:
+        """These should serve and do not: to be shown. Of the models in `off` nobody should."""
         assert self._service is not None, "absences before start"
-        self._service.tell_absent(absent)
+        self._service.tell_absent(absent, off)
 
     async def warm_up(self, replica_id: str) -> Failed | Wanted | None:
         """Returns when it can be sent requests and its cache is warm, or wanted sooner, or why it never will."""

@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 #: A router answers between two steps of its event loop.
 ASK_TIMEOUT_S = 10.0
 
+#: What a router that begins knows of who is missing, and of which models nobody is wanted.
+NOBODY: tuple[tuple[AbsentReplica, ...], frozenset[str]] = ((), frozenset())
+
 Notify = Callable[[str, str], None]
 
 
@@ -37,7 +40,7 @@ class Seat:
     actor: Any = None  #: set exactly while it listens
     direct_port: int = 0  #: kept when the process is another one
     error: str | None = None
-    absent: tuple[AbsentReplica, ...] = ()  #: what its present process was told of them
+    absent: tuple[tuple[AbsentReplica, ...], frozenset[str]] = NOBODY  #: what its present process was told
 
 
 class Routers:
@@ -81,12 +84,12 @@ class Routers:
         self._members = members
         await asyncio.gather(*(self._tell(seat, members) for seat in self._seats))
 
-    async def tell_absent(self, absent: tuple[AbsentReplica, ...]) -> None:
-        """These should serve and do not: to be shown by every router that does not know it yet."""
+    async def tell_absent(self, absent: tuple[AbsentReplica, ...], off: frozenset[str]) -> None:
+        """These should serve and do not, and of these models nobody should: for every router that does not know yet."""
         for seat in self._seats:
-            if seat.actor is not None and seat.absent != absent:
-                seat.absent = absent
-                seat.actor.tell_absent.remote(absent)
+            if seat.actor is not None and seat.absent != (absent, off):
+                seat.absent = (absent, off)
+                seat.actor.tell_absent.remote(absent, off)
 
     async def warm_up(self, replica_id: str, timeout_s: float) -> str:
         """Until every router can send it requests and its cache is warm; in words why one refuses it, or empty.
@@ -165,7 +168,7 @@ class Routers:
                 return found.message
             self._seated(seat, router, found)
             if running:
-                router.tell_absent.remote(())  # what it was told of them is not known any more
+                router.tell_absent.remote(*NOBODY)  # what it was told of them is not known any more
             if running or members != self._members:  # it changed while the router was starting
                 await self._tell(seat, self._members)
             failed: Failed | None = None
@@ -178,7 +181,7 @@ class Routers:
     def _seated(self, seat: Seat, router: Any, found: Listening) -> None:
         self._port = found.port
         self._port_known.set()
-        seat.actor, seat.direct_port, seat.error, seat.absent = router, found.direct_port, None, ()
+        seat.actor, seat.direct_port, seat.error, seat.absent = router, found.direct_port, None, NOBODY
         self._notify("info", f"router_ready router={seat.number} port={found.port}")
 
     async def _ask(self, seat: Seat, question: str, *words: object, timeout_s: float = ASK_TIMEOUT_S) -> Any:

@@ -368,6 +368,11 @@ class Dispatcher:
         flights = list(self._flights.values())
         return [done for flight in flights for done in self._abort(flight) + self._fail(flight, error(), now)]
 
+    def fail_held(self, error: Callable[[], RouterError], now: float) -> list[Instruction]:
+        """End every request that waits here, as nobody will come who takes it."""
+        held = [flight for flight in self._flights.values() if flight.wire_id is None]
+        return [done for flight in held for done in self._fail(flight, error(), now)]
+
     def supersede(self, now: float) -> list[Instruction]:
         """Others have the place of our replicas for good. Who has no token yet has not failed: it may begin anew."""
         begun = [flight for flight in self._flights.values() if flight.generated]

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -24,6 +25,9 @@ from .load import Rest
 from .service import RouterService
 
 log = logging.getLogger(__name__)
+
+#: When a client may ask again for a model that an operator has turned off.
+OFF_RETRY_S = 30.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,6 +56,7 @@ ServiceMaker = Callable[[str, Terms, RouterCounters], RouterService]
 class _Model:
     name: str  #: as requests call it
     generations: "list[_Generation]" = field(default_factory=list)  #: the oldest first
+    off: bool = False  #: no replica of it is wanted, and no request changes that
     counters: RouterCounters = field(default_factory=RouterCounters)
 
     def limits(self) -> ModelLimits | None:
@@ -120,9 +125,12 @@ class Generations:
         for model in self._models.values():
             self._retire(model)
 
-    def tell_absent(self, absent: Sequence[AbsentReplica]) -> None:
-        """Who is wanted and does not serve: to be shown, no more."""
+    def tell_absent(self, absent: Sequence[AbsentReplica], off: Collection[str]) -> None:
+        """Who is wanted and does not serve: to be shown. Of the models in `off` nobody is wanted: to wait is no use."""
         self._absent = tuple(absent)
+        for model in self._models.values():
+            model.off = model.name in off
+            self._turn_away(model)
 
     async def until_joined(self, replica_id: str) -> str:
         """See `RouterService.until_joined`."""
@@ -167,13 +175,14 @@ class Generations:
 
     def choose(self, model: str | None) -> RouterService:
         """Who takes the next request for this model. Raises ModelNotFound, InvalidRequest and NoReplica."""
-        generations = self._named(model).generations
+        named = self._named(model)
+        generations = named.generations
         if not generations:
+            self._check_wanted(named)
             raise NoReplica("no replica has joined yet", retry_after_s=1.0)
-        if len(generations) == 1:
-            return generations[0].service
         weights = [generation.takers for generation in generations]
         if not any(weights):
+            self._check_wanted(named)
             return generations[-1].service
         return self._rng.choices(generations, weights)[0].service
 
@@ -266,6 +275,16 @@ class Generations:
             self._by_version[version] = known[-1] if known else self._begin(model, member)
         return self._by_version[version]
 
+    def _check_wanted(self, model: _Model) -> None:
+        """Raises NoReplica for a model that nobody will start."""
+        if model.off:
+            raise _turned_off(model.name)
+
+    def _turn_away(self, model: _Model) -> None:
+        """What is held for a model that nobody will start waits for nothing."""
+        for generation in model.generations:
+            generation.service.turn_away(partial(_turned_off, model.name) if model.off else None)
+
     def _begin(self, model: _Model, member: Enrolment) -> _Generation:
         assert self._loop is not None, "a generation before the start"
         service = self._make(model.name, member.terms, model.counters)
@@ -286,6 +305,12 @@ class Generations:
             self._by_version = {v: each for v, each in self._by_version.items() if each is not generation}
             generation.service.supersede()
             log.info("generation_ends model=%s generations=%d", model.name, len(model.generations))
+
+
+def _turned_off(model: str) -> NoReplica:
+    return NoReplica(
+        f"{model!r} was scaled to no replica; an operator starts some with: homing scale N", retry_after_s=OFF_RETRY_S
+    )
 
 
 def _shown(replica: ReplicaView, draining: Collection[str]) -> ReplicaView:

@@ -122,6 +122,7 @@ class RouterService:
         self._shell: Shell | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closed = self._superseded = False
+        self._refusal: Callable[[], RouterError] | None = None  #: of what would be held
         self._follows_events = follows_events
         self._exact = not follows_events
         self._first_member_at: float | None = None
@@ -221,6 +222,15 @@ class RouterService:
         while replica_id in dispatcher.warm_ups:  # noqa: ASYNC110 - it ends for many reasons, none of which is awaited
             await asyncio.sleep(EXACT_POLL_S)
         return not dispatcher.is_pressed(self._clock())
+
+    def turn_away(self, refusal: Callable[[], RouterError] | None) -> None:
+        """End with this, now and from now on, what would be held; None: hold it."""
+        self._refusal = refusal
+        self._refuse_held()
+
+    def _refuse_held(self) -> None:
+        if self._refusal is not None and self._dispatcher is not None:
+            self._run(self._dispatcher.fail_held(self._refusal, self._clock()))
 
     def waiting(self) -> int:
         """Held requests."""
@@ -487,6 +497,7 @@ class RouterService:
             now = self._clock()
             self._watch_silence(self._dispatcher, now)
             self._run(self._dispatcher.expire(now))
+            self._refuse_held()
 
     def _watch_silence(self, dispatcher: Dispatcher, now: float) -> None:
         for name in dispatcher.loads.replicas():

@@ -116,7 +116,8 @@ class FakeRouter:
         """The higher its number, the more a replica is worth."""
         return [CacheWorth(name, int(name[1:]), 0, 1.0) for name in self._members]
 
-    def tell_absent(self, absent: Sequence[AbsentReplica]) -> None:
+    def tell_absent(self, absent: Sequence[AbsentReplica], off: frozenset[str]) -> None:
+        self._told.with_name("off").write_text(json.dumps(sorted(off)))
         with self._told.with_name("absent").open("a") as file:
             file.write(json.dumps([[replica.replica_id, replica.state, replica.reason] for replica in absent]) + "\n")
 
@@ -139,3 +140,9 @@ def absences(folder: Path) -> list[list[list[str]]]:
     """Who the fake router was told to be missing, oldest first: [replica id, state, reason] of each."""
     told = folder / "absent"
     return [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
+
+
+def off(folder: Path) -> list[str]:
+    """The models that the fake router was last told to be turned off."""
+    told = folder / "off"
+    return list(json.loads(told.read_text() or "[]")) if told.exists() else []

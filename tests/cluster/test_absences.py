@@ -44,16 +44,21 @@ def test_a_lost_replica_is_being_rebuilt_since_it_was_lost() -> None:
 
 async def test_routers_are_told_again_and_again() -> None:
     """One that was started meanwhile knows nothing; whether it needs to be told is its seat's to know."""
-    told: list[tuple[AbsentReplica, ...]] = []
+    told: list[tuple[tuple[AbsentReplica, ...], frozenset[str]]] = []
     twice = asyncio.Event()
 
-    async def tell(absent: tuple[AbsentReplica, ...]) -> None:
-        told.append(absent)
+    async def tell(absent: tuple[AbsentReplica, ...], off: frozenset[str]) -> None:
+        told.append((absent, off))
         if len(told) == 2:
             twice.set()
 
-    telling = asyncio.ensure_future(tell_absences(lambda: [Gang("r1", 2, Phase.PLACING, 0.0)], {}, tell, lambda: 5.0))
+    off = frozenset(["fox"])
+    telling = asyncio.ensure_future(
+        tell_absences(lambda: [Gang("r1", 2, Phase.PLACING, 0.0)], {}, lambda: off, tell, lambda: 5.0)
+    )
     await asyncio.wait_for(twice.wait(), 20)
     telling.cancel()
 
-    assert told[0] == told[1] != ()
+    assert told[0] == told[1]
+    assert len(told[0][0]) == 1
+    assert told[0][1] == off

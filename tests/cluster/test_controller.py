@@ -275,12 +275,25 @@ def test_a_killed_controller_comes_back_and_takes_over_what_runs(start: Callable
     assert cluster.told("r0", "r1", "r2", but_not=after["r2"][0])["r0"] == before["r0"]
 
 
+def test_routers_are_told_of_a_model_that_nobody_will_start(start: Callable[..., Cluster]) -> None:
+    """Scaled to none by hand, a request would wait until its time is over; with an autoscaler it starts one."""
+    cluster = start(replicas="1", served_model_name="fox")
+    cluster.told("r0")
+
+    cluster.ask("scale", 0)
+    until(lambda: True if fakes.off(cluster.folder) == ["fox"] else None, "it is off")
+    cluster.ask("scale", 1)
+
+    until(lambda: True if fakes.off(cluster.folder) == [] else None, "it is wanted again")
+
+
 def test_a_held_request_wakes_a_cluster_that_was_scaled_to_zero(start: Callable[..., Cluster]) -> None:
     """And while it waits there are as many replicas as the bounds allow, no more."""
     cluster = start(replicas="1", autoscale="0:2")
     cluster.told("r0")
     cluster.ask("scale", 0)
     cluster.told()
+    assert fakes.off(cluster.folder) == []
 
     (cluster.folder / "held").write_text("1")
     cluster.told("r0")

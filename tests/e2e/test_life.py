@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -103,6 +104,23 @@ def test_replicas_come_and_go_and_no_request_fails(running: Serving) -> None:
     assert "r2" not in replicas
     assert len(set(traffic.answers)) == 1
     assert running.cluster()["counters"]["failed"] == 0
+
+
+def test_a_cluster_that_is_scaled_to_none_refuses_at_once(running: Serving) -> None:
+    """Nobody will come for the request: whoever sent it must not wait for its time to be over."""
+    control(running, "scale", "0")
+
+    def refused() -> httpx.Response | None:
+        answer = httpx.post(f"{running.url}/v1/completions", json=STORY, timeout=60, trust_env=False)
+        return answer if "scaled to no replica" in answer.text else None
+
+    refusal = until(refused, "the routers know")
+    control(running, "scale", "2")
+    answer = running.post("/v1/completions", STORY)
+
+    assert refusal.status_code == 503
+    assert refusal.headers["retry-after"] == "30"
+    assert answer["usage"]["completion_tokens"] == 200
 
 
 def test_an_update_that_cannot_work_is_told_and_changes_nothing(running: Serving, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,8 @@ from homing.kvcache.hashing import HASH_BYTES
 from homing.replica.messages import ModelLimits, Parity, ReplicaDescription
 from homing.router.backend import AbsentReplica, ClusterView, RouterCounters
 from homing.router.config import RouterSettings
-from homing.router.errors import InvalidRequest, ModelNotFound, NoReplica, Superseded
-from homing.router.generations import Enrolment, Generations, Terms
+from homing.router.errors import InvalidRequest, ModelNotFound, NoReplica, RouterError, Superseded
+from homing.router.generations import OFF_RETRY_S, Enrolment, Generations, Terms
 from homing.router.load import Rest
 from homing.router.membership import text_digests
 from homing.router.policy import QUEUE_AHEAD
@@ -43,6 +43,10 @@ class FakeService:
         self.closed = False
         self.held = 0
         self.warmed: list[tuple[str, float]] = []
+        self.refusal: Callable[[], RouterError] | None = None
+
+    def turn_away(self, refusal: Callable[[], RouterError] | None) -> None:
+        self.refusal = refusal
 
     async def warm_up(self, replica_id: str, share: float) -> bool:
         self.warmed.append((replica_id, share))
@@ -230,7 +234,7 @@ def test_a_replica_that_is_missing_is_shown_until_it_is_there(world: World) -> N
     ]
     world.publish(member("r0"))
 
-    world.generations.tell_absent(absent)
+    world.generations.tell_absent(absent, ())
 
     assert world.generations.view().absent == absent[1:]
 
@@ -319,6 +323,32 @@ def test_a_replica_of_a_known_version_is_judged_by_that_version(world: World) ->
     world.publish(member("r0"), member("r1", block_size=32))
 
     assert [service.members for service in world.services] == [["r0", "r1"]]
+
+
+def test_a_model_that_was_turned_off_refuses_and_others_do_not(two: World) -> None:
+    """Scaled to none by an operator: to hold a request until its time is over helps nobody."""
+    two.publish(member("r0", rest="draining"), member("r1", version=2, model="owl"))
+
+    two.generations.tell_absent((), {"fox"})
+
+    with pytest.raises(NoReplica, match=r"'fox' was scaled to no replica; .* homing scale") as refused:
+        two.generations.choose("fox")
+    assert refused.value.retry_after_s == OFF_RETRY_S
+    assert two.services[0].refusal is not None
+    assert two.services[1].refusal is None
+    assert two.chosen(3, "owl") == {2: 3}
+    two.publish(member("r0"), member("r1", version=2, model="owl"))
+    assert two.chosen(3, "fox") == {1: 3}
+    two.generations.tell_absent((), ())
+    assert two.services[0].refusal is None
+
+
+def test_a_model_that_was_never_started_and_is_off_says_so(world: World) -> None:
+    """Not that its first replica is about to come."""
+    world.generations.tell_absent((), {"fox"})
+
+    with pytest.raises(NoReplica, match="was scaled to no replica"):
+        world.generations.choose(None)
 
 
 def test_models_never_share_a_generation(two: World) -> None:

@@ -369,6 +369,26 @@ async def test_a_replica_that_is_refused_never_joins(pair: Cluster) -> None:
     assert await pair.service.until_joined("nobody") == ""
 
 
+async def test_what_is_held_is_refused_while_nobody_will_come(pair: Cluster) -> None:
+    """At once, and also what comes to be held later; what runs goes on to its end."""
+    for replica in pair.all:
+        replica.paused = True
+    running = Reading(pair.service.generate(request_of(PROMPT)))
+    pair.resting = {"r0": "draining", "r1": "draining"}
+    pair.publish()
+    held = Reading(pair.service.generate(request_of(PROMPT, seed=2)))
+
+    pair.service.turn_away(lambda: NoReplica("nobody will come"))
+    later = Reading(pair.service.generate(request_of(PROMPT, seed=3)))
+
+    for refused in (held, later):
+        with pytest.raises(NoReplica, match="nobody will come"):
+            [delta async for delta in refused]
+    for replica in pair.all:
+        replica.paused = False
+    assert tokens([delta async for delta in running]) == answer(request_of(PROMPT))
+
+
 async def test_before_the_first_replica_there_is_nothing_to_ask(cluster: Cluster) -> None:
     """503, and no model."""
     assert cluster.service.model() is None
