@@ -18,9 +18,9 @@ Tell = Callable[[tuple[AbsentReplica, ...], frozenset[str]], Awaitable[None]]
 
 
 def absent_replicas(
-    gangs: Iterable[Gang], losses: Mapping[str, str], before: Iterable[AbsentReplica], now: float
+    gangs: Iterable[tuple[str, Gang]], losses: Mapping[str, str], before: Iterable[AbsentReplica], now: float
 ) -> tuple[AbsentReplica, ...]:
-    """Those of the gangs that do not serve. `losses`: why one was last lost; `now`: seconds since 1970.
+    """Those of the gangs, each with its model, that do not serve. `losses`: why one was last lost; `now`: since 1970.
 
     `before` is the last answer: a replica is absent since it was first found so, whatever it waits for.
     """
@@ -28,17 +28,18 @@ def absent_replicas(
     return tuple(
         AbsentReplica(
             replica_id=gang.replica_id,
+            model=model,
             state="rebuilding" if gang.replica_id in losses else "starting",
             reason=_reason(gang, losses.get(gang.replica_id, "")),
             since=since.get(gang.replica_id, now),
         )
-        for gang in gangs
+        for model, gang in gangs
         if gang.description is None
     )
 
 
 async def tell_absences(
-    gangs: Callable[[], Iterable[Gang]],
+    gangs: Callable[[], Iterable[tuple[str, Gang]]],
     losses: Mapping[str, str],
     off: Callable[[], frozenset[str]],
     tell: Tell,

@@ -71,8 +71,8 @@ class Router(Protocol):
     async def worths(self) -> list[CacheWorth]:
         """What would be lost with each replica."""
 
-    async def demand(self) -> Demand:
-        """What waits here, and what works on it."""
+    async def demands(self) -> dict[str, Demand]:
+        """By model: what waits here, and what works on it."""
 
     def tell_absent(self, absent: Sequence[AbsentReplica], off: frozenset[str]) -> None:
         """These should serve and do not: to be shown. Of the models in `off` nobody should."""
@@ -183,7 +183,7 @@ class RouterProcess:
     """
 
     def __init__(self, make: Callable[[ClusterSpec], Router], spec: ClusterSpec) -> None:
-        set_up_logging(spec.settings.cluster.log_level)
+        set_up_logging(spec.common.settings.cluster.log_level)
         self._spec = spec
         self._make = make
         self._router: Router | None = None
@@ -193,11 +193,11 @@ class RouterProcess:
 
     def start(self, port: int, direct_port: int, members: Sequence[Member], seat: int) -> Listening | Failed:
         """Listen on `port` (0: any), with these replicas behind, as router number `seat`."""
-        settings = self._spec.settings
+        settings = self._spec.common.settings
         doors = Doors(settings.router.host, port, direct_port, shared=settings.cluster.routers > 1, seat=seat)
         try:
             self._router = self._make(self._spec)
-            self._listening = self._do(self._router.start(doors, members, self._spec.seed))
+            self._listening = self._do(self._router.start(doors, members, self._spec.common.seed))
             return self._listening
         except Exception as error:
             log.exception("router_failed_to_start")
@@ -217,7 +217,7 @@ class RouterProcess:
 
     def apply_membership(self, members: Sequence[Member]) -> None:
         """Route to these replicas and no others, from now on."""
-        self._do(self._present.apply_membership(members, self._spec.seed))
+        self._do(self._present.apply_membership(members, self._spec.common.seed))
 
     def warm_up(self, replica_id: str) -> Failed | Wanted | None:
         """Returns when it can be sent requests and its cache is warm, or wanted sooner, or why it never will."""
@@ -231,9 +231,9 @@ class RouterProcess:
         """What would be lost with each replica."""
         return self._do(self._present.worths())
 
-    def demand(self) -> Demand:
-        """What waits here, and what works on it."""
-        return self._do(self._present.demand())
+    def demands(self) -> dict[str, Demand]:
+        """By model: what waits here, and what works on it."""
+        return self._do(self._present.demands())
 
     def watch(self) -> Failed | None:
         """Returns when the router stopped serving, with the reason; None when it still serves after WATCH_S."""

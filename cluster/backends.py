@@ -47,6 +47,8 @@ def serve_backends(settings: Settings, out: TextIO, *, detached: bool = False) -
     """Serve until a signal; returns the exit code. Raises ClusterError when it cannot start."""
     if settings.cluster.routers > 1:
         raise SettingsError("routers: with backends there is one router; start homing once more on another port")
+    if settings.models:
+        raise SettingsError("models: with backends there is one model; start homing once more for another one")
     settings = with_api_keys(named(settings))
     try:
         engines = backends(settings.router)
@@ -182,8 +184,7 @@ class Serving:
         settle()
         self._notebook.write(msgspec.structs.replace(self._note, phase="ready", url=url))
         status = ClusterStatus(gangs=(), url=url, router_error=None, notices=(), router_urls=())
-        model = self._settings.router.served_model_name
-        self._console.banner(status, model, self._settings, detached=detached)
+        self._console.banner(status, self._settings, detached=detached)
         while not self._stop.is_set():
             self._show(service)
             await self._pause(POLL_S * 10)

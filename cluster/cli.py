@@ -161,7 +161,7 @@ def run(words: Sequence[str], out: TextIO) -> int:
         case "explain":
             from .explain import explain, read_key, request_body
 
-            body = request_body(arguments.prompt, arguments.body, raw=arguments.raw)
+            body = request_body(arguments.prompt, arguments.body, arguments.asked_model, raw=arguments.raw)
             return explain(
                 settings_of(arguments),
                 out,
@@ -211,7 +211,7 @@ def _control(arguments: argparse.Namespace, out: TextIO) -> int:
     settings = settings_of(argparse.Namespace(**lookup))
     match arguments.command:
         case "scale":
-            return control.scale(settings, out, arguments.replica_count, wait=arguments.wait)
+            return control.scale(settings, out, arguments.model_name, arguments.replica_count, wait=arguments.wait)
         case "drain":
             return control.drain(settings, out, arguments.replica, replace=arguments.replace, wait=arguments.wait)
         case _:
@@ -248,6 +248,7 @@ def _doctor_arguments(parser: Parser) -> None:
 
 
 def _scale_arguments(parser: Parser) -> None:
+    parser.add_argument("model_name", metavar="MODEL", nargs="?", help="name of the model, where there are several")
     parser.add_argument("replica_count", metavar="N", type=_count, help="replicas from now on")
     _control_arguments(parser)
 
@@ -387,6 +388,12 @@ def _watch_arguments(parser: Parser) -> None:
 def _explain_arguments(parser: Parser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="sent as one user message; --raw: as it is")
     parser.add_argument("--raw", action="store_true", help="no chat template: the prompt of a completion")
+    parser.add_argument(
+        SETTINGS["served_model_name"].flag,
+        dest="asked_model",
+        metavar="NAME",
+        help="of the model, where there are several",
+    )
     parser.add_argument("--body", metavar="FILE", help="JSON body of a chat or completion request, instead of a prompt")
     parser.add_argument(
         "--api-key-file",

@@ -102,13 +102,32 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that can be set, by room."""
+    """Everything that can be set, by room.
+
+    Where several models are served, `models` has whole settings for each: its own, and what all share.
+    """
 
     kvcache: KvCacheSettings = KvCacheSettings()
     events: EventsSettings = EventsSettings()
     replica: ReplicaSettings = ReplicaSettings()
     router: RouterSettings = RouterSettings()
     cluster: ClusterSettings = ClusterSettings()
+    models: tuple["Settings", ...] = ()
+
+    @property
+    def each_model(self) -> tuple["Settings", ...]:
+        """The settings of each model, of which there is at least one."""
+        return self.models or (self,)
+
+    @property
+    def ranks(self) -> int:
+        """Processes of this model's replicas, as many as there are at first."""
+        return self.cluster.replicas * self.replica.tensor_parallel_size
+
+    @property
+    def served_name(self) -> str:
+        """The name that requests use for this model."""
+        return self.router.served_model_name
 
 
 @dataclass(slots=True, frozen=True)
@@ -164,8 +183,21 @@ class Given:
     typed: bool
 
 
+@dataclass(slots=True, frozen=True)
+class FileContent:
+    """What a settings file says."""
+
+    shared: dict[str, Given]  #: its sections
+    models: list[dict[str, Given]]  #: what each entry of `models` says; none: there is one model
+
+
+#: Key of a file under which models are listed, and of the name of each.
+MODELS, MODEL_NAME = "models", "name"
+_ROOM_FIELDS = tuple(field for field in msgspec.structs.fields(Settings) if field.name != MODELS)
+
+
 def _declared() -> Iterator[Setting]:
-    for room in msgspec.structs.fields(Settings):
+    for room in _ROOM_FIELDS:
         for field in msgspec.structs.fields(room.type):
             meta = next(arg for arg in get_args(field.type) if isinstance(arg, Meta))
             yield Setting(room.name, field.name, field.type, field.default, meta)
@@ -173,27 +205,22 @@ def _declared() -> Iterator[Setting]:
 
 #: By field name, which is unique over all rooms: a flag needs no room in front.
 SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _declared()}
-ROOMS: tuple[str, ...] = tuple(field.name for field in msgspec.structs.fields(Settings))
+ROOMS: tuple[str, ...] = tuple(field.name for field in _ROOM_FIELDS)
 
 
 _RESTART = "end it with homing stop and serve again"
 _SHARED = ("publish_events", "events_curve_keys", "events_curve_clients", "heartbeat_interval_s")
-_OF_THE_CLUSTER = (
-    "name",
-    "routers",
-    "autoscale",
-    "ttft_target_s",
-    "ray_address",
-    "state_dir",
-    "log_level",
-    "stop_timeout_s",
+_OF_THE_CLUSTER = ("name", "routers", "ray_address", "state_dir", "log_level", "stop_timeout_s")
+#: What all models have in common.
+COMMON = frozenset(
+    {name for name, setting in SETTINGS.items() if setting.room == "router"} | {*_SHARED, *_OF_THE_CLUSTER}
 )
 #: What replicas are not started with, or what they share with routers that go on, and what to do instead.
-FIXED: dict[str, str] = (
-    {name: _RESTART for name, setting in SETTINGS.items() if setting.room == "router"}
-    | dict.fromkeys((*_SHARED, *_OF_THE_CLUSTER), _RESTART)
-    | {"replicas": "say homing scale"}
-)
+FIXED: dict[str, str] = dict.fromkeys((*COMMON, "autoscale", "ttft_target_s"), _RESTART) | {
+    "replicas": "say homing scale"
+}
+#: What is each model's own where several are listed: nobody means one model, or name, for all of them.
+_NAMES = ("model", "served_model_name")
 
 
 def load_settings(
@@ -201,8 +228,46 @@ def load_settings(
 ) -> Settings:
     """Settings from all sources. `flags` maps field names to text. Raises SettingsError for the first mistake."""
     environ = os.environ if environ is None else environ
-    file = file or _file_of(environ)
-    given = (_from_file(file) if file else {}) | _from_environ(environ) | _from_flags(flags or {})
+    content = _read(file or _file_of(environ))
+    shared = content.shared | _from_environ(environ) | _from_flags(flags or {})
+    if content.models and (named := [name for name in _NAMES if name in shared]):
+        raise SettingsError(
+            f"{shared[named[0]].origin}: {named[0]} is each model's own: set it where models are listed"
+        )
+    models = tuple(_settled(shared | own) for own in content.models)
+    return msgspec.structs.replace(_settled(shared), models=models)
+
+
+def changed_settings(
+    running: Mapping[str, Settings], flags: Mapping[str, str], file: Path | None
+) -> dict[str, Settings]:
+    """What models of these names run with, and over it what a file and flags say, for those that are concerned.
+
+    Which model flags mean, and a file without `models`, the flag of `served_model_name` says where there are several.
+    The environment has no say: it is that of whoever types the command, not of the cluster. Raises SettingsError for
+    the first mistake.
+    """
+    content, given, meant = _read(file), _from_flags(flags), flags.get("served_model_name")
+    if meant is not None and meant not in running:
+        raise SettingsError(f"flag --served-model-name: no model {meant!r} runs here; there {_listed(running)}")
+    own = {str(entry["served_model_name"].value): entry for entry in content.models}
+    if own.keys() != running.keys() and own:
+        names = ", ".join(sorted(own.keys() ^ running.keys()))
+        raise SettingsError(
+            f"{file}: models: to add or take away models ({names}), {_RESTART}; there {_listed(running)}"
+        )
+    if meant is None and len(running) > 1 and (given or (content.shared and not own)):
+        raise SettingsError(f"several models run here; say which with --served-model-name; there {_listed(running)}")
+    concerned = list(running) if meant is None else [meant]
+    return {name: _changed(running[name], content.shared | own.get(name, {}) | given) for name in concerned}
+
+
+def _listed(running: Iterable[str]) -> str:
+    names = list(running)
+    return f"{'is' if len(names) == 1 else 'are'} {', '.join(names)}"
+
+
+def _settled(given: Mapping[str, Given]) -> Settings:
     rooms: dict[str, dict[str, Any]] = {room: {} for room in ROOMS}
     for name, source in given.items():
         setting = SETTINGS[name]
@@ -210,12 +275,7 @@ def load_settings(
     return msgspec.convert(rooms, Settings)
 
 
-def changed_settings(running: Settings, flags: Mapping[str, str], file: Path | None) -> Settings:
-    """What a cluster runs with, and over it what a file and flags say. Raises SettingsError for the first mistake.
-
-    The environment has no say: it is that of whoever types the command, not of the cluster.
-    """
-    given = (_from_file(file) if file else {}) | _from_flags(flags)
+def _changed(running: Settings, given: Mapping[str, Given]) -> Settings:
     rooms: dict[str, dict[str, Any]] = {room: {} for room in ROOMS}
     for name, source in given.items():
         setting = SETTINGS[name]
@@ -264,11 +324,60 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Given]:
     }
 
 
-def _from_file(path: Path) -> dict[str, Given]:
+def _read(path: Path | None) -> FileContent:
+    if path is None:
+        return FileContent({}, [])
+    sections = _read_yaml(path)
+    entries = sections.pop(MODELS, None)
+    return FileContent(_sections(path, sections), [] if entries is None else _entries(path, entries))
+
+
+def _entries(path: Path, entries: Any) -> list[dict[str, Given]]:
+    """What is said of each model."""
+    if not isinstance(entries, list) or not entries:
+        raise SettingsError(f"{path}: models must be a list of at least one model, not {entries!r}")
+    models = [_entry(path, f"models[{index}]", entry) for index, entry in enumerate(entries)]
+    names = [model["served_model_name"].value for model in models]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            before = names.index(name)
+            raise SettingsError(f"{path}: models[{index}].name: models[{before}] is called {name!r} already")
+    return models
+
+
+def _entry(path: Path, where: str, entry: Any) -> dict[str, Given]:
+    if not isinstance(entry, dict):
+        raise SettingsError(f"{path}: {where} must map keys to values, not be {entry!r}")
+    for key in (MODEL_NAME, "model"):
+        if not isinstance(entry.get(key), str) or not entry[key]:
+            raise SettingsError(f"{path}: {where}.{key}: give {_WANTED[key]}, not {entry.get(key)!r}")
+    return {
+        _own_key(path, where, str(key)): Given(value, f"{path}, {where}.{key}", typed=True)
+        for key, value in entry.items()
+    }
+
+
+_WANTED = {MODEL_NAME: "the name that requests use", "model": "a Hugging Face name or a local folder"}
+
+
+def _own_key(path: Path, where: str, key: str) -> str:
+    """The setting that a key of a model's entry means."""
+    if key == MODEL_NAME:
+        return "served_model_name"
+    if key in COMMON:
+        raise SettingsError(f"{path}: {where}.{key}: it is common to all models{_where(key)}")
+    if key not in SETTINGS:
+        hint = f"; its settings stand beside {MODEL_NAME}, without sections" if key in ROOMS else ""
+        raise SettingsError(f"{path}: {where}.{key}: no such setting{hint or nearest(key, SETTINGS.keys() - COMMON)}")
+    return key
+
+
+def _sections(path: Path, sections: Mapping[Any, Any]) -> dict[str, Given]:
     given: dict[str, Given] = {}
-    for room, section in _read_yaml(path).items():
+    for room, section in sections.items():
         if room not in ROOMS:
-            raise SettingsError(f"{path}: no section {room!r}{_where(str(room)) or nearest(str(room), ROOMS)}")
+            known = (*ROOMS, MODELS)
+            raise SettingsError(f"{path}: no section {room!r}{_where(str(room)) or nearest(str(room), known)}")
         if section is None:
             continue
         if not isinstance(section, dict):
@@ -288,7 +397,9 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise SettingsError(f"{path}: the top level must map sections ({', '.join(ROOMS)}) to settings")
+        raise SettingsError(
+            f"{path}: the top level must map sections ({', '.join(ROOMS)}) to settings, or list {MODELS}"
+        )
     return content
 
 
@@ -340,8 +451,28 @@ def markdown() -> str:
         "",
         "A flag wins over a variable, a variable over the file, the file over the default. An unknown or malformed",
         "setting is an error that names it, its source and the nearest spelling.",
+        "",
+        "Several models on one cluster are listed in that file, each with the `name` that requests use, its `model`",
+        "and what else is its own; all else is taken from where it is set for all, flags and variables included:",
+        "",
+        "```yaml",
+        "models:",
+        "  - name: small",
+        "    model: Qwen/Qwen3-0.6B",
+        "  - name: large",
+        "    model: Qwen/Qwen3-8B",
+        "    tensor_parallel_size: 2",
+        '    autoscale: "0:4"',
+        "    block_size: 32",
+        "cluster:",
+        "  gpus_per_rank: 1",
+        "```",
+        "",
+        "Common to all models are the settings of the section `router` and "
+        + ", ".join(f"`{name}`" for name in (*_SHARED, *_OF_THE_CLUSTER))
+        + ".",
     ]
-    for room in msgspec.structs.fields(Settings):
+    for room in _ROOM_FIELDS:
         summary = (room.type.__doc__ or "").splitlines()[0]
         lines += ["", f"## {room.name}", "", summary, "", "| key | flag | variable | default | allowed | |"]
         lines += ["|---|---|---|---|---|---|"]

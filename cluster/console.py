@@ -53,9 +53,12 @@ class Console:
 
     def opening(self, settings: Settings) -> None:
         """What is about to be started, and what that opens to others."""
-        ranks = settings.replica.tensor_parallel_size
-        shape = _replicas(settings) + (f" of {ranks} ranks" if ranks > 1 and not settings.router.backend else "")
-        self.line(f"homing {__version__} · model {settings.replica.model} · {shape}")
+        if not settings.models:
+            self.line(f"homing {__version__} · model {settings.replica.model} · {_shape(settings)}")
+        else:
+            self.line(f"homing {__version__} · {len(settings.models)} models")
+        for each in settings.models:
+            self.line(f"  {each.served_name} · model {each.replica.model} · {_shape(each)}")
         for exposure in exposures(settings):
             self.line(f"  warning  {exposure}")
 
@@ -72,10 +75,12 @@ class Console:
                 self.last_notice = notice.seq
                 self.line(f"{time.strftime('%H:%M:%S')} {notice.level:<7} {notice.text}")
 
-    def banner(self, status: ClusterStatus, model: str, settings: Settings, *, detached: bool) -> None:
+    def banner(self, status: ClusterStatus, settings: Settings, *, detached: bool) -> None:
         """How to use what now runs."""
         name = _address_flags(settings)
-        body = json.dumps({"model": model, **REQUEST})
+        body = json.dumps({"model": settings.each_model[0].served_name, **REQUEST})
+        served = ", ".join(f"{each.served_name} on {_replicas(each)}" for each in settings.each_model)
+        model = f" --served-model-name {shlex.quote(settings.models[0].served_name)}" if settings.models else ""
         program, url = self._program, status.url
         headers = "-H 'content-type: application/json'"
         api_key = curve_keys = ""
@@ -89,11 +94,11 @@ class Console:
             ("api", f"{url}/v1   (OpenAI-compatible)"),
             *[("metrics", f"{each}/metrics") for each in status.router_urls or (url,)],
             ("status", f"{program} status{name}"),
-            ("explain", f'{program} explain{name}{api_key} "Tell me a story about a fox."'),
+            ("explain", f'{program} explain{name}{model}{api_key} "Tell me a story about a fox."'),
             ("watch", f"{program} watch{name}{curve_keys}"),
             ("stop", f"{program} stop{name}" if detached else f"Ctrl-C, or: {program} stop{name}"),
         ]
-        self.line(f"{rule}\nhoming is ready: {model} on {_replicas(settings)}\n")
+        self.line(f"{rule}\nhoming is ready: {served}\n")
         self.line("\n".join(f"  {word:<8} {text}" for word, text in rows))
         self.line(f"\n  try it:\n\ncurl {url}/v1/chat/completions {headers} -d '{body}'\n{rule}")
 
@@ -118,6 +123,11 @@ def _address_flags(settings: Settings) -> str:
     name, folder = settings.cluster.name, state_folder(settings)
     name_flag = "" if name == "default" else f" --name {name}"
     return name_flag + (f" --state-dir {shlex.quote(str(folder))}" if settings.cluster.state_dir else "")
+
+
+def _shape(settings: Settings) -> str:
+    ranks = settings.replica.tensor_parallel_size
+    return _replicas(settings) + (f" of {ranks} ranks" if ranks > 1 and not settings.router.backend else "")
 
 
 def _replicas(settings: Settings) -> str:

@@ -6,7 +6,7 @@ decide nothing.
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,32 +14,47 @@ from typing import Any, TextIO
 from . import local_ray
 from .config import Settings, changed_settings, state_folder
 from .console import Console
-from .errors import ClusterError, NoSuchReplica, NotRunning, StartFailed, UpdateAbandoned
+from .errors import ClusterError, NoSuchModel, NoSuchReplica, NotRunning, StartFailed, UpdateAbandoned
 from .model import find_model
 from .preflight import check_folder
-from .spec import CONTROLLER, ClusterSpec, ClusterStatus, Failed
+from .spec import CONTROLLER, ClusterStatus, Failed, ModelSpec
 from .state import Notebook
 
 POLL_S = 0.2
 ANSWER_TIMEOUT_S = 60.0
 
 
-def scale(settings: Settings, out: TextIO, wanted: int, *, wait: bool) -> int:
-    """So many replicas; returns when they serve. Raises NotRunning and StartFailed."""
+def scale(settings: Settings, out: TextIO, model: str | None, wanted: int, *, wait: bool) -> int:
+    """So many replicas of this model (None: the only one); returns when they serve.
+
+    Raises NotRunning, NoSuchModel and StartFailed.
+    """
     with _visit(settings):
         control = Control(out)
-        control.ask("scale", wanted)
-        return control.follow(wait=wait, done=f"{wanted} replicas")
+        name = meant([each.name for each in control.status().models], model)
+        control.ask("scale", name, wanted)
+        return control.follow([name], wait=wait, done=f"{wanted} replicas")
+
+
+def meant(names: Sequence[str], model: str | None) -> str:
+    """Which of the models that run is meant. Raises NoSuchModel."""
+    there = ", ".join(names)
+    if model is None and len(names) > 1:
+        raise NoSuchModel(f"several models run here: {there}; say which, before the number")
+    if model is not None and model not in names:
+        raise NoSuchModel(f"no model {model!r} runs here (there are: {there})")
+    return model or names[0]
 
 
 def drain(settings: Settings, out: TextIO, replica_id: str, *, replace: bool, wait: bool) -> int:
     """End one replica in good order; returns when it is gone. Raises NotRunning and NoSuchReplica."""
     with _visit(settings):
         control = Control(out)
+        models = {gang.model for gang in control.status().gangs if gang.replica_id == replica_id}
         failed: Failed | None = control.ask("drain", replica_id, replace=replace)
         if failed is not None:
             raise NoSuchReplica(failed.message)
-        return control.follow(wait=wait, done=f"{replica_id} is drained")
+        return control.follow(models, wait=wait, done=f"{replica_id} is drained")
 
 
 def update(
@@ -48,15 +63,19 @@ def update(
     """Replace every replica by one with changed settings. Raises NotRunning, SettingsError and UpdateAbandoned."""
     with _visit(settings):
         control = Control(out)
-        running: ClusterSpec = control.ask("current")
-        changed = changed_settings(running.settings, flags, file)
-        if changed == running.settings and not restart:
+        running: dict[str, ModelSpec] = {model.name: model for model in control.ask("current")}
+        changed = changed_settings({name: model.settings for name, model in running.items()}, flags, file)
+        wanted = [
+            _changed_spec(running[name], each)
+            for name, each in changed.items()
+            if restart or each != running[name].settings
+        ]
+        if not wanted:
             print("nothing changes (every replica anew: --restart)", file=out)
             return 0
-        here = not running.settings.cluster.ray_address
-        model_dir = str(_checked_model(changed)) if here else None
-        control.ask("update", dataclasses.replace(running, settings=changed, model_dir=model_dir))
-        return control.follow(wait=wait, done="updated")
+        for spec in wanted:
+            control.ask("update", spec)
+        return control.follow([spec.name for spec in wanted], wait=wait, done="updated")
 
 
 class Control:
@@ -70,8 +89,13 @@ class Control:
         except ValueError as error:
             raise NotRunning("Ray knows no controller of this cluster: it is starting or ending") from error
         self._console = Console(out)
-        notices = self.ask("status").notices
+        notices = self.status().notices
         self._console.last_notice = max((notice.seq for notice in notices), default=0)
+
+    def status(self) -> ClusterStatus:
+        """What the controller knows, with the notices that were not shown yet."""
+        status: ClusterStatus = self.ask("status", self._console.last_notice)
+        return status
 
     def ask(self, question: str, *words: object, **named: object) -> Any:
         """The controller's answer. Raises ClusterError when none comes."""
@@ -82,22 +106,36 @@ class Control:
         except ray.exceptions.RayError as error:
             raise ClusterError(f"the controller does not answer: {str(error).splitlines()[0]}") from error
 
-    def follow(self, *, wait: bool, done: str) -> int:
-        """Show what happens until everything is as it is wanted."""
-        status = self._show()
-        while wait and not status.settled and not status.abandoned:
+    def follow(self, models: Collection[str], *, wait: bool, done: str) -> int:
+        """Show what happens until everything of these models is as it is wanted."""
+        status = self._show(models)
+        while wait and not status.settled and not _abandoned(status):
             time.sleep(POLL_S)
-            status = self._show()
+            status = self._show(models)
             _check(status)
-        if status.abandoned:
-            raise UpdateAbandoned(f"the update was given up, the replicas before it go on: {status.abandoned}")
+        if reason := _abandoned(status):
+            raise UpdateAbandoned(f"the update was given up, the replicas before it go on: {reason}")
         self._console.line(f"{done}: {_serving(status)}" if wait else "told; homing status shows how it goes")
         return 0
 
-    def _show(self) -> ClusterStatus:
-        status: ClusterStatus = self.ask("status", self._console.last_notice)
+    def _show(self, models: Collection[str]) -> ClusterStatus:
+        status = self.status()
         self._console.happened(status.notices)
-        return status
+        return _of(models, status)
+
+
+def _of(models: Collection[str], status: ClusterStatus) -> ClusterStatus:
+    """What is said of these models."""
+    return dataclasses.replace(
+        status,
+        models=tuple(model for model in status.models if model.name in models),
+        gangs=tuple(gang for gang in status.gangs if gang.model in models),
+    )
+
+
+def _abandoned(status: ClusterStatus) -> str:
+    """Why an update was given up; empty: none was."""
+    return next((model.abandoned for model in status.models if model.abandoned), "")
 
 
 def _visit(settings: Settings) -> AbstractContextManager[None]:
@@ -105,6 +143,12 @@ def _visit(settings: Settings) -> AbstractContextManager[None]:
     if note.ray_address is None:
         raise NotRunning(f"cluster {note.name!r} is still starting, or has no replicas of its own (pid {note.pid})")
     return local_ray.visit(note.ray_address, note.name, ours=note.run_dir is not None)
+
+
+def _changed_spec(running: ModelSpec, settings: Settings) -> ModelSpec:
+    """With these settings. Raises what `_checked_model` does."""
+    here = not settings.cluster.ray_address
+    return dataclasses.replace(running, settings=settings, model_dir=str(_checked_model(settings)) if here else None)
 
 
 def _checked_model(settings: Settings) -> Path:

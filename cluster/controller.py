@@ -1,7 +1,7 @@
 """The controller: a Ray actor that carries out what the planner decides and tells it what happened.
 
 It has gangs started and watched, keeps the routers alive and tells them who serves. It decides nothing by itself:
-`planner.Fleet` does. One event loop; nothing in here blocks it for long. When its process dies, Ray starts another one,
+`fleets.Fleets` does. One event loop; nothing in here blocks it for long. When its process dies, Ray starts another one,
 which takes over what runs: the keeper owns it, and remembers what was wanted.
 """
 
@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,8 @@ import ray
 
 from ..replica.messages import ReplicaDescription
 from .absences import tell_absences
-from .autoscale import Autoscaler, ScalingTerms, expected_wait_s, terms_of
+from .autoscale import Autoscaler, Demand, expected_wait_s, terms_of
+from .fleets import FleetMemory, FleetOrder, Fleets
 from .gangs import Gangs, RunningGang
 from .keeper import Kept, KeptGang
 from .logs import set_up_logging
@@ -27,7 +28,6 @@ from .planner import (
     Fleet,
     Gang,
     KillGang,
-    Labels,
     Pacing,
     Phase,
     Publish,
@@ -36,7 +36,18 @@ from .planner import (
     replica_worths,
 )
 from .routers import Routers
-from .spec import KEEPER, CacheWorth, ClusterSpec, ClusterStatus, Failed, GangStatus, Member, Notice
+from .spec import (
+    KEEPER,
+    CacheWorth,
+    ClusterSpec,
+    ClusterStatus,
+    Failed,
+    GangStatus,
+    Member,
+    ModelSpec,
+    ModelStatus,
+    Notice,
+)
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +62,8 @@ DRAIN_POLL_S = 0.1
 class Memory:
     """What a controller that begins has to know, beside what runs."""
 
-    wanted: int
-    version: int
-    fallback: int | None
-    versions: dict[int, ClusterSpec]
+    fleets: dict[str, FleetMemory]  #: by model
+    versions: dict[int, ModelSpec]
     generation: int
     leaving: dict[int, str] = field(default_factory=dict)  #: generations that drain, and why
 
@@ -63,10 +72,10 @@ class Controller:
     """Ray actor with async methods. `run` never returns while all is well."""
 
     def __init__(self, spec: ClusterSpec) -> None:
-        set_up_logging(spec.settings.cluster.log_level)
-        self._spec = spec
-        self._versions: dict[int, ClusterSpec] = {1: spec}
-        self._fleet = Fleet(_pacing(spec), spec.settings.cluster.replicas, Labels())
+        set_up_logging(spec.common.settings.cluster.log_level)
+        #: settings of all models' replicas, each version of one model
+        self._versions = dict(enumerate(spec.models, start=1))
+        self._fleets = Fleets.of(_order(version, model) for version, model in self._versions.items())
         self._errors: dict[str, str] = {}
         self._draining: set[int] = set()  #: generations that have not come to their end
         self._notices: deque[Notice] = deque(maxlen=NOTICES_KEPT)
@@ -74,7 +83,7 @@ class Controller:
         self._last_notice = time.time_ns() // 1000
         self._keeper: Any = None
         self._gangs: Gangs | None = None
-        self._routers = Routers(spec, pacing=self._fleet.pacing, notify=self._notice)
+        self._routers = Routers(spec, pacing=_pacing(spec.common), notify=self._notice)
         self._began = asyncio.Event()
         self._wake = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
@@ -89,10 +98,10 @@ class Controller:
         kept: Kept = await self._keeper.kept.remote()
         await self._take_over(kept)
         self._spawn(self._routers.keep(self._keeper, kept.routers))
-        self._spawn(tell_absences(self._fleet.gangs.values, self._errors, self._off, self._routers.tell_absent))
+        self._spawn(tell_absences(self._fleets.gangs, self._errors, self._off, self._routers.tell_absent))
         self._began.set()
-        if (terms := scaling_terms(self._spec)) is not None:
-            self._spawn(self._autoscale(Autoscaler(terms)))
+        if scalers := _autoscalers(self._versions.values()):
+            self._spawn(self._autoscale(scalers))
         while True:
             self._act()
             await self._sleep()
@@ -100,49 +109,48 @@ class Controller:
     async def status(self, since: int = 0) -> ClusterStatus:
         """Where everything stands, with the notices after number `since`."""
         return ClusterStatus(
-            gangs=tuple(self._gang_status(gang) for gang in self._fleet.gangs.values()),
+            gangs=tuple(self._gang_status(model, gang) for model, gang in self._fleets.gangs()),
             url=self._routers.url,
             router_urls=self._routers.direct_urls,
             router_error=self._routers.error,
             notices=tuple(notice for notice in self._notices if notice.seq > since),
-            wanted=self._fleet.wanted,
-            version=self._fleet.version,
-            settled=self._fleet.settled,
-            abandoned=self._fleet.abandoned,
+            models=tuple(_model_status(model, fleet) for model, fleet in self._fleets.by_model.items()),
         )
 
-    async def scale(self, wanted: int) -> None:
-        """So many replicas from now on; who is too many drains, the least worth first."""
+    async def scale(self, model: str, wanted: int) -> None:
+        """So many replicas of this model from now on; who is too many drains, the least worth first."""
         await self._began.wait()
         await self._weigh()
-        self._notice("info", f"scaled from={self._fleet.wanted} to={wanted}")
-        self._fleet.scale(wanted)
+        fleet = self._fleets.by_model[model]
+        self._notice("info", f"scaled model={model} from={fleet.wanted} to={wanted}")
+        fleet.scale(wanted)
         self._changed()
 
     async def drain(self, replica_id: str, *, replace: bool) -> Failed | None:
         """End one replica in good order, for good or for another one."""
         await self._began.wait()
-        if not self._fleet.drain(replica_id, replace=replace, now=time.monotonic()):
-            names = ", ".join(self._fleet.gangs) or "none"
-            return Failed(f"no replica {replica_id!r} (there are: {names})")
+        fleet = self._fleets.holder(replica_id)
+        if fleet is None or not fleet.drain(replica_id, replace=replace, now=time.monotonic()):
+            return Failed(f"no replica {replica_id!r} (there are: {self._names()})")
         self._changed()
         return None
 
-    async def update(self, spec: ClusterSpec) -> None:
-        """Replace every replica, one after the other, by one with these settings."""
+    async def update(self, spec: ModelSpec) -> None:
+        """Replace every replica of this model, one after the other, by one with these settings."""
         await self._began.wait()
         await self._weigh()
         version = max(self._versions) + 1
         self._versions[version] = spec
-        self._fleet.update(version)
-        self._fleet.pacing = _pacing(spec)
-        self._notice("info", f"update_begins version={version}")
+        fleet = self._fleets.by_model[spec.name]
+        fleet.update(version)
+        fleet.pacing = _pacing(spec)
+        self._notice("info", f"update_begins model={spec.name} version={version}")
         self._changed()
 
-    async def current(self) -> ClusterSpec:
-        """With which settings replicas are started."""
+    async def current(self) -> tuple[ModelSpec, ...]:
+        """With which settings replicas are started, by model."""
         await self._began.wait()
-        return self._versions[self._fleet.version]
+        return tuple(self._versions[fleet.version] for fleet in self._fleets.by_model.values())
 
     async def stop(self) -> None:
         """Take everything down: the routers first, so that no client meets half a cluster."""
@@ -155,18 +163,19 @@ class Controller:
 
     def gang_placed(self, gang: RunningGang) -> None:
         """See `GangFacts`."""
-        self._fleet.placed(gang.replica_id, gang.generation, time.monotonic())
+        self._fleet_of(gang).placed(gang.replica_id, gang.generation, time.monotonic())
 
     def gang_pending(self, gang: RunningGang, reason: str) -> None:
         """See `GangFacts`."""
-        planned = self._fleet.gangs.get(gang.replica_id)
+        fleet = self._fleet_of(gang)
+        planned = fleet.gangs.get(gang.replica_id)
         if planned is not None and planned.generation == gang.generation and planned.reason != reason:
             self._notice("warning", f"replica_pending replica={gang.replica_id} reason={reason!r}")
-        self._fleet.pending(gang.replica_id, gang.generation, reason)
+        fleet.pending(gang.replica_id, gang.generation, reason)
 
     def gang_ready(self, gang: RunningGang, description: ReplicaDescription) -> None:
         """See `GangFacts`."""
-        self._fleet.ready(gang.replica_id, gang.generation, description, time.monotonic())
+        self._fleet_of(gang).ready(gang.replica_id, gang.generation, description, time.monotonic())
         self._notice(
             "info", f"replica_ready replica={gang.replica_id} blocks={description.num_blocks} pids={gang.pids}"
         )
@@ -176,14 +185,15 @@ class Controller:
         """A rank is gone: act in this very moment, not when the loop comes round."""
         if self._stopping:
             return
-        updating = self._fleet.fallback is not None
-        if not self._fleet.failed(gang.replica_id, gang.generation, reason, time.monotonic()):
+        fleet = self._fleet_of(gang)
+        updating = fleet.fallback is not None
+        if not fleet.failed(gang.replica_id, gang.generation, reason, time.monotonic()):
             return
         self._errors[gang.replica_id] = reason
         self._notice(
             "warning", f"replica_lost replica={gang.replica_id} generation={gang.generation} reason={reason!r}"
         )
-        if updating and self._fleet.abandoned:
+        if updating and fleet.abandoned:
             self._notice("error", f"update_abandoned version={gang.version} reason={reason!r}")
         self._changed()
 
@@ -193,7 +203,7 @@ class Controller:
         if self._stopping:
             return
         assert self._gangs is not None, "the gangs are not known yet"
-        for action in self._fleet.reconcile(time.monotonic()):
+        for action in self._fleets.reconcile(time.monotonic()):
             match action:
                 case Publish(members):
                     self._told = self._spawn(self._routers.publish(tuple(self._member(each) for each in members)))
@@ -208,14 +218,15 @@ class Controller:
                 case WarmUp():
                     self._spawn(self._warm_up(action, self._told))
                 case StartGang(replica_id, generation, version):
-                    if not self._fleet.gangs[replica_id].failures:
+                    spec = self._versions[version]
+                    if not self._fleets.by_model[spec.name].gangs[replica_id].failures:
                         self._errors.pop(replica_id, None)  # of another replica that had this name
-                    self._gangs.start(RunningGang(replica_id, generation, version, self._versions[version]))
+                    self._gangs.start(RunningGang(replica_id, generation, version, spec))
         self._remember()
 
     async def _sleep(self) -> None:
         try:
-            await asyncio.wait_for(self._wake.wait(), self._fleet.next_deadline(time.monotonic()))
+            await asyncio.wait_for(self._wake.wait(), self._fleets.next_deadline(time.monotonic()))
         except TimeoutError:
             return
         self._wake.clear()
@@ -245,7 +256,8 @@ class Controller:
         if order.generation not in self._draining:
             return  # it died, or its time was up
         self._draining.discard(order.generation)
-        self._fleet.drained(order.replica_id, order.generation)
+        if fleet := self._fleets.holder(order.replica_id):
+            fleet.drained(order.replica_id, order.generation)
         self._notice("info", f"replica_drained replica={order.replica_id} generation={order.generation}")
         self._changed()
 
@@ -253,46 +265,52 @@ class Controller:
         """Until the routers have let it in; one that they refuse is of no use."""
         if told is not None:
             await told
-        began = time.monotonic()
-        refusal = await self._routers.warm_up(order.replica_id, self._fleet.pacing.warm_up_s)
         gang = self._gangs.get(order.generation) if self._gangs is not None else None
-        if refusal and gang is not None:
+        if gang is None:
+            return  # it has ended since
+        fleet, began = self._fleet_of(gang), time.monotonic()
+        refusal = await self._routers.warm_up(order.replica_id, fleet.pacing.warm_up_s)
+        if refusal:
             self.gang_failed(gang, refusal)
             return
         self._notice("info", f"replica_warmed replica={order.replica_id} after_s={time.monotonic() - began:.1f}")
-        self._fleet.warmed(order.replica_id, order.generation, time.monotonic())
+        fleet.warmed(order.replica_id, order.generation, time.monotonic())
         self._changed()
 
-    async def _autoscale(self, scaler: Autoscaler) -> None:
-        """Look, and scale when it is time, for ever."""
+    async def _autoscale(self, scalers: dict[str, Autoscaler]) -> None:
+        """Look, and scale those models whose time it is, for ever."""
         while True:
             await asyncio.sleep(AUTOSCALE_LOOK_S)
-            demand = await self._routers.demand()
-            if demand is None:
-                continue
-            wanted = scaler.decide(self._fleet.wanted, demand, time.monotonic())
-            if wanted != self._fleet.wanted:
-                self._notice("info", f"autoscaled held={demand.held_requests} wait_s={expected_wait_s(demand):.2f}")
-                await self.scale(wanted)
+            demands = await self._routers.demands()
+            for model, demand in demands.items():
+                if model in scalers:
+                    await self._follow(model, scalers[model], demand)
+
+    async def _follow(self, model: str, scaler: Autoscaler, demand: Demand) -> None:
+        before = self._fleets.by_model[model].wanted
+        wanted = scaler.decide(before, demand, time.monotonic())
+        if wanted != before:
+            wait_s = expected_wait_s(demand)
+            self._notice("info", f"autoscaled model={model} held={demand.held_requests} wait_s={wait_s:.2f}")
+            await self.scale(model, wanted)
 
     async def _weigh(self) -> None:
         """Ask the routers what would be lost with each replica."""
         worths = await self._routers.worths()
-        self._fleet.worths = replica_worths(
+        seconds = replica_worths(
             (worth.replica_id, worth.unique_tokens, worth.prefill_tokens_per_s) for worth in worths
         )
+        for fleet in self._fleets.by_model.values():
+            fleet.worths = seconds
 
     # -- remembering --------------------------------------------------------------------------------------------------
 
     def _remember(self) -> None:
-        fleet = self._fleet
         memory = Memory(
-            wanted=fleet.wanted,
-            version=fleet.version,
-            fallback=fleet.fallback,
+            fleets=self._fleets.memory(),
             versions=dict(self._versions),
-            generation=fleet.labels.generation,
-            leaving={gang.generation: gang.reason for gang in fleet.gangs.values() if gang.phase is Phase.DRAINING},
+            generation=self._fleets.labels.generation,
+            leaving={gang.generation: gang.reason for _, gang in self._fleets.gangs() if gang.phase is Phase.DRAINING},
         )
         if memory != self._remembered:
             self._remembered = memory
@@ -303,30 +321,36 @@ class Controller:
         if memory is None:
             return
         self._versions = memory.versions
-        self._fleet.wanted, self._fleet.version, self._fleet.fallback = memory.wanted, memory.version, memory.fallback
-        self._fleet.pacing = _pacing(memory.versions[memory.version])
-        self._fleet.labels.generation = memory.generation
+        pacings = {model: _pacing(memory.versions[known.version]) for model, known in memory.fleets.items()}
+        self._fleets.resume(memory.fleets, memory.generation, pacings)
         await asyncio.gather(*(self._adopt(gang, memory) for gang in kept.gangs))
-        names = ", ".join(self._fleet.gangs) or "none"
-        self._notice("warning", f"controller_restarted replicas={names}")
+        self._notice("warning", f"controller_restarted replicas={self._names()}")
 
     async def _adopt(self, kept: KeptGang, memory: Memory) -> None:
         assert self._gangs is not None, "the gangs are not known yet"
-        description = await self._gangs.adopt(kept, memory.versions[kept.version])
+        spec = memory.versions[kept.version]
+        description = await self._gangs.adopt(kept, spec)
         if description is None:
             return
         reason = memory.leaving.get(kept.generation, "")
         phase = Phase.DRAINING if reason else Phase.READY
         now = time.monotonic()
         gang = Gang(kept.replica_id, kept.generation, phase, now, kept.version, reason=reason, description=description)
-        self._fleet.adopt(gang)
+        self._fleets.by_model[spec.name].adopt(gang)
 
     # -- small things -------------------------------------------------------------------------------------------------
 
-    def _gang_status(self, gang: Gang) -> GangStatus:
+    def _fleet_of(self, gang: RunningGang) -> Fleet:
+        return self._fleets.by_model[gang.spec.name]
+
+    def _names(self) -> str:
+        return ", ".join(gang.replica_id for _, gang in self._fleets.gangs()) or "none"
+
+    def _gang_status(self, model: str, gang: Gang) -> GangStatus:
         running = self._gangs.get(gang.generation) if self._gangs is not None else None
         return GangStatus(
             replica_id=gang.replica_id,
+            model=model,
             generation=gang.generation,
             phase=gang.phase.value,
             reason=gang.reason,
@@ -339,10 +363,11 @@ class Controller:
 
     def _off(self) -> frozenset[str]:
         """Models of which no replica is wanted, and which no request starts."""
-        settings = self._spec.settings
-        if self._fleet.wanted or settings.cluster.autoscale:
-            return frozenset()
-        return frozenset([settings.router.served_model_name])
+        return frozenset(
+            model
+            for model, fleet in self._fleets.by_model.items()
+            if not fleet.wanted and not self._versions[fleet.version].settings.cluster.autoscale
+        )
 
     def _member(self, enrolled: Enrolled) -> Member:
         spec = self._versions[enrolled.version]
@@ -374,12 +399,23 @@ def _loss(worth: CacheWorth | None) -> str:
     return f" unique_tokens={worth.unique_tokens} pinned_blocks={worth.pinned_blocks}"
 
 
-def scaling_terms(spec: ClusterSpec) -> ScalingTerms | None:
-    """Between which bounds the number of replicas follows demand; None: it stays. Raises ValueError."""
-    return terms_of(spec.settings.cluster.autoscale, spec.settings.cluster.ttft_target_s)
+def _autoscalers(specs: Iterable[ModelSpec]) -> dict[str, Autoscaler]:
+    """For the models whose number of replicas follows demand."""
+    terms = {
+        spec.name: terms_of(spec.settings.cluster.autoscale, spec.settings.cluster.ttft_target_s) for spec in specs
+    }
+    return {model: Autoscaler(bounds) for model, bounds in terms.items() if bounds is not None}
 
 
-def _pacing(spec: ClusterSpec) -> Pacing:
+def _model_status(model: str, fleet: Fleet) -> ModelStatus:
+    return ModelStatus(model, fleet.wanted, fleet.version, fleet.settled, fleet.abandoned)
+
+
+def _order(version: int, spec: ModelSpec) -> FleetOrder:
+    return FleetOrder(spec.name, _pacing(spec), spec.settings.cluster.replicas, version)
+
+
+def _pacing(spec: ModelSpec) -> Pacing:
     cluster = spec.settings.cluster
     return Pacing(
         backoff_s=cluster.restart_backoff_s,

@@ -101,8 +101,8 @@ def _versions(host: Host, settings: Settings) -> Finding:  # noqa: ARG001 - all 
 
 
 def _gpus(host: Host, settings: Settings) -> Finding:
-    cluster, ranks = settings.cluster, settings.cluster.replicas * settings.replica.tensor_parallel_size
-    wanted = ranks * cluster.gpus_per_rank
+    cluster, ranks = settings.cluster, sum(each.ranks for each in settings.each_model)
+    wanted = sum(each.ranks * each.cluster.gpus_per_rank for each in settings.each_model)
     if host.gpus_seen and not host.gpus_usable:
         message = f"the driver sees {host.gpus_seen} GPUs, torch none"
         return Finding(
@@ -118,11 +118,11 @@ def _gpus(host: Host, settings: Settings) -> Finding:
 
 
 def _memory(host: Host, settings: Settings) -> Finding:
-    cluster, cache = settings.cluster, settings.kvcache
-    if cluster.ray_address or cluster.gpus_per_rank:
+    on_cpu = [each for each in settings.each_model if not each.cluster.gpus_per_rank]
+    if settings.cluster.ray_address or not on_cpu:
         return Finding("memory", "ok", f"{host.memory_bytes / GIB:.1f} GiB available here")
-    ranks = cluster.replicas * settings.replica.tensor_parallel_size
-    wanted = ranks * _kv_bytes(cache)
+    ranks = sum(each.ranks for each in on_cpu)
+    wanted = sum(each.ranks * _kv_bytes(each.kvcache) for each in on_cpu)
     message = f"{ranks} ranks want {wanted / GIB:.1f} GiB for KV, {host.memory_bytes / GIB:.1f} GiB are available"
     if wanted > host.memory_bytes:
         return Finding("memory", "error", message, "lower --kv-cache-bytes or --replicas")
@@ -188,7 +188,7 @@ def _disks(host: Host) -> list[Finding]:
 
 def examine_settings(settings: Settings, note: Note | None) -> list[Finding]:
     """What would be refused before anything is started. `note`: of the cluster that runs under this name."""
-    return [_port(settings, note), _model(settings), _doors(settings)]
+    return [_port(settings, note), *(_model(each) for each in settings.each_model), _doors(settings)]
 
 
 def _port(settings: Settings, note: Note | None) -> Finding:
@@ -247,10 +247,13 @@ def examine_view(view: Mapping[str, Any]) -> list[Finding]:
         if row["state"] == "silent" or row["feed"] == "stale":
             message = f"{row['replica_id']} is {row['state']}, its events are {row['feed']}"
             findings.append(Finding("replicas", "warning", message, f"look at its node {row['node']}"))
-    serving = sum(row["state"] == "serving" for row in view["replicas"])
     if not view["refused"]:
         findings.append(Finding("parity", "ok", "tokenizer, template, block size and hashes agree"))
-    return [*findings, Finding("replicas", "ok" if serving else "error", f"{serving} serve")]
+    return [*findings, *(_served(model) for model in view["models"])]
+
+
+def _served(model: Mapping[str, Any]) -> Finding:
+    return Finding("replicas", "ok" if model["serving"] else "error", f"{model['serving']} serve {model['name']}")
 
 
 def _examine_cluster(note: Note | None) -> list[Finding]:
@@ -274,7 +277,7 @@ def _running(settings: Settings) -> Note | None:
 def _folders(settings: Settings) -> dict[str, Path]:
     base = Path("/tmp") if Path("/tmp").is_dir() else Path.cwd()
     folders = {"notes and logs": state_folder(settings), "sockets and Ray's logs": base}
-    if settings.replica.model == DEMO:
+    if all(each.replica.model == DEMO for each in settings.each_model):
         return folders
     # Imported here: the hub's client takes a while and only this path needs it.
     from huggingface_hub.constants import HF_HOME

@@ -9,6 +9,7 @@
     ├── DoesNotFit           the user's: the machine or cluster lacks the CPUs or GPUs that the settings ask for
     ├── StartFailed          a replica or the router could not start; carries its own message
     ├── StopFailed           the cluster did not end in time
+    ├── NoSuchModel          the user's: no model of this name runs, or several do and none is named
     ├── NoSuchReplica        the user's: no replica of this name runs
     ├── UpdateAbandoned      replicas could not start with the changed settings; those before still serve
     ├── LogUnreadable        the user's: a line of a request log is malformed; says which line and which field
@@ -75,6 +76,13 @@ class StartFailed(ClusterError):
 
 class StopFailed(ClusterError):
     """A part of the cluster did not end."""
+
+
+class NoSuchModel(ClusterError):
+    """A model that is to be scaled does not run here, or is not named beside others."""
+
+    http_status = 404
+    exit_code = 2
 
 
 class NoSuchReplica(ClusterError):

@@ -26,13 +26,14 @@ def explain(
     return 0
 
 
-def request_body(prompt: str | None, file: str | None, *, raw: bool) -> dict[str, Any]:
-    """What is asked about: a prompt, sent as one user message or `raw`, or the request body in a file."""
+def request_body(prompt: str | None, file: str | None, model: str | None, *, raw: bool) -> dict[str, Any]:
+    """What is asked about: a prompt for a model, sent as one user message or `raw`, or the request body in a file."""
     if (prompt is None) == (file is None):
         raise SettingsError("explain: give a prompt, or --body FILE with the JSON of a request")
     if file is not None:
         return _read(Path(file))
-    return {"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}
+    named = {} if model is None else {"model": model}
+    return named | ({"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]})
 
 
 def read_key(file: str | None, standard_input: TextIO) -> str | None:

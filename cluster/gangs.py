@@ -22,7 +22,7 @@ from .actors import death, within
 from .errors import StartFailed
 from .keeper import LEAST_CPUS, KeptGang
 from .room import NodeRoom, why_no_room
-from .spec import ClusterSpec, Failed, RankSpec, Started
+from .spec import Failed, ModelSpec, RankSpec, Started
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class RunningGang:
     replica_id: str
     generation: int
     version: int
-    spec: ClusterSpec  #: with the settings of its model and version
+    spec: ModelSpec  #: with the settings of its version
     ranks: list[Any] = field(default_factory=list)
     place: PlacementGroup | None = None
     pids: tuple[int, ...] = ()
@@ -79,7 +79,7 @@ class Gangs:
         self._gangs[gang.generation] = gang
         gang.tasks.append(asyncio.create_task(self._bring_up(gang)))
 
-    async def adopt(self, kept: KeptGang, spec: ClusterSpec) -> ReplicaDescription | None:
+    async def adopt(self, kept: KeptGang, spec: ModelSpec) -> ReplicaDescription | None:
         """Take over a gang that runs already; None, and it is ended, when it does not serve."""
         gang = RunningGang(kept.replica_id, kept.generation, kept.version, spec, kept.ranks, kept.place)
         self._gangs[gang.generation] = gang
@@ -124,7 +124,7 @@ class Gangs:
             if task is not asyncio.current_task():
                 task.cancel()
         await self._keeper.forget_gang.remote(generation)
-        if folder := socket_folder(gang.spec, gang.replica_id, gang.generation):
+        if folder := socket_folder(gang.spec, gang.generation):
             shutil.rmtree(folder, ignore_errors=True)
 
     async def stop(self) -> None:
@@ -194,7 +194,7 @@ class Gangs:
                 return  # `_watch` tells it
 
 
-def bundle_of(spec: ClusterSpec) -> dict[str, float]:
+def bundle_of(spec: ModelSpec) -> dict[str, float]:
     """What one rank reserves. On the one node of a local cluster CPUs steer nothing, and must not hinder."""
     cluster = spec.settings.cluster
     cpus = 0.0 if spec.run_dir else cluster.cpus_per_rank
@@ -202,9 +202,9 @@ def bundle_of(spec: ClusterSpec) -> dict[str, float]:
     return {"CPU": cpus or LEAST_CPUS} | gpus
 
 
-def socket_folder(spec: ClusterSpec, replica_id: str, generation: int) -> Path | None:
+def socket_folder(spec: ModelSpec, generation: int) -> Path | None:
     """Folder of one gang's sockets on the one node; None: it talks TCP. Short: a socket's path ends at 107 bytes."""
-    return Path(spec.run_dir) / f"{replica_id}-{generation}" if spec.run_dir else None
+    return Path(spec.run_dir) / f"g{generation}" if spec.run_dir else None
 
 
 def node_rooms() -> list[NodeRoom]:
@@ -228,5 +228,5 @@ def _described(gang: RunningGang, results: Sequence[Started | Failed | None]) ->
     gang.pids = tuple(result.pid for result in started)
     description = started[0].description
     assert description is not None, "rank 0 describes no replica"
-    model = msgspec.structs.replace(description.model, name=gang.spec.settings.router.served_model_name)
+    model = msgspec.structs.replace(description.model, name=gang.spec.name)
     return msgspec.structs.replace(description, model=model, pids=gang.pids, node=started[0].node)

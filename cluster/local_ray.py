@@ -60,10 +60,11 @@ def start_local(settings: Settings, folder: Path) -> None:
     _adopt_orphans()
     import ray
 
-    cluster, ranks = settings.cluster, settings.cluster.replicas * settings.replica.tensor_parallel_size
+    cluster, ranks = settings.cluster, sum(each.ranks for each in settings.each_model)
+    cpus = sum(each.ranks * each.cluster.cpus_per_rank for each in settings.each_model)
     with _groups_of_their_own():
         ray.init(
-            num_cpus=max(os.cpu_count() or 1, int(ranks * cluster.cpus_per_rank + 0.999) + 1),
+            num_cpus=max(os.cpu_count() or 1, int(cpus + 0.999) + 1),
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             log_to_driver=cluster.log_level == "debug",
@@ -72,11 +73,10 @@ def start_local(settings: Settings, folder: Path) -> None:
             _temp_dir=str(folder / "ray"),
         )
     guard(DEFAULT_TOKEN)
-    wanted, there = ranks * cluster.gpus_per_rank, ray.cluster_resources().get("GPU", 0.0)
+    wanted = sum(each.ranks * each.cluster.gpus_per_rank for each in settings.each_model)
+    there = ray.cluster_resources().get("GPU", 0.0)
     if wanted > there:
-        raise DoesNotFit(
-            f"{ranks} ranks with {cluster.gpus_per_rank:g} GPUs each want {wanted:g} GPUs; here are {there:g}"
-        )
+        raise DoesNotFit(f"{ranks} ranks want {wanted:g} GPUs together; here are {there:g}")
 
 
 def join(settings: Settings) -> None:

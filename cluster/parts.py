@@ -17,7 +17,7 @@ import msgspec
 
 from ..events.keys import reader_keys, server_keys
 from ..kvcache.config import KvCacheSettings
-from ..router.backend import AbsentReplica, ClusterView, RouterCounters
+from ..router.backend import AbsentReplica, ClusterView, ModelView, ReplicaView, RouterCounters
 from .actors import RankServer, Router, node_address
 from .autoscale import Demand
 from .gangs import socket_folder
@@ -37,27 +37,27 @@ def make_rank(spec: RankSpec) -> RankServer:
     from ..replica.server import ReplicaServer
     from ..replica.worker import GangSpec, RankWorker
 
-    cluster, settings = spec.cluster, spec.cluster.settings.replica
-    kvcache = of_its_part(cluster.settings.kvcache, cluster.settings.cluster.gpus_per_rank)
-    model_dir = Path(cluster.model_dir) if cluster.model_dir else find_model(settings)
+    model, settings = spec.model, spec.model.settings.replica
+    kvcache = of_its_part(model.settings.kvcache, model.settings.cluster.gpus_per_rank)
+    model_dir = Path(model.model_dir) if model.model_dir else find_model(settings)
     gang = GangSpec(rank=spec.rank, size=spec.world, host=spec.rendezvous.host, port=spec.rendezvous.port)
     if spec.rank > 0:
-        return RankWorker(settings, block_size=cluster.settings.kvcache.block_size, model_dir=model_dir, gang=gang)
-    folder = socket_folder(cluster, spec.replica_id, spec.generation)
+        return RankWorker(settings, block_size=model.settings.kvcache.block_size, model_dir=model_dir, gang=gang)
+    folder = socket_folder(model, spec.generation)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return ReplicaServer(
         settings,
         kvcache,
-        cluster.settings.events,
+        model.settings.events,
         model_dir=model_dir,
         replica_id=spec.replica_id,
-        cluster_seed=cluster.seed,
-        host=cluster.host or node_address(),
+        cluster_seed=model.seed,
+        host=model.host or node_address(),
         ipc_dir=folder,
         gang=gang if spec.world > 1 else None,
         node=node_address(),
-        keys=server_keys(cluster.settings.events),
+        keys=server_keys(model.settings.events),
     )
 
 
@@ -114,7 +114,7 @@ class HomingRouter:
         from ..router.metrics import RouterMetrics
         from ..router.server import RouterServer
 
-        settings = self._spec.settings
+        settings = self._spec.common.settings
         self._stopped = asyncio.Event()
         metrics = RouterMetrics()
         self._service = Generations(
@@ -129,7 +129,7 @@ class HomingRouter:
                 refused=[],
                 counters=RouterCounters(),
             ),
-            [settings.router.served_model_name],
+            [model.name for model in self._spec.models],
         )
         self._service.start(asyncio.get_running_loop())
         accounts = (
@@ -141,11 +141,16 @@ class HomingRouter:
         if members:
             await self.apply_membership(members, seed)
             await self._service.until_exact()
-        elif self._spec.model_dir:  # the tokenizer is there before any replica is
-            self._loading = asyncio.create_task(self._server.load_text(self._spec.model_dir))
+        else:
+            self._loading = asyncio.create_task(self._load_texts(self._server))
         port = await self._server.start(doors.host, doors.port, shared=doors.shared)
         direct = await self._server.start(doors.host, doors.direct_port) if doors.shared else 0
         return Listening(port, direct)
+
+    async def _load_texts(self, server: "RouterServer") -> None:
+        """The tokenizers are there before any replica is, where their folders are known. What fails is logged there."""
+        folders = [model.model_dir for model in self._spec.models if model.model_dir]
+        await asyncio.gather(*map(server.load_text, folders), return_exceptions=True)
 
     def _make_service(
         self, metrics: "RouterMetrics", model: str, terms: "Terms", counters: RouterCounters
@@ -153,7 +158,7 @@ class HomingRouter:
         """For replicas of one generation of a model."""
         from ..router.service import RouterService
 
-        settings = self._spec.settings
+        settings = self._spec.common.settings
         return RouterService(
             settings.router,
             terms.cache,
@@ -169,16 +174,18 @@ class HomingRouter:
     @property
     def _accounts_file(self) -> Path:
         """One for each start of a cluster; routers that stop, which all do together, remove it."""
-        name = sha256(b"homing-accounts" + self._spec.seed.to_bytes(8, "big")).hexdigest()[:16]
-        return Path(self._spec.run_dir or gettempdir()) / f"homing-{name}.accounts"
+        name = sha256(b"homing-accounts" + self._spec.common.seed.to_bytes(8, "big")).hexdigest()[:16]
+        return Path(self._spec.common.run_dir or gettempdir()) / f"homing-{name}.accounts"
 
     async def apply_membership(self, members: Sequence[Member], seed: int) -> None:
         """These replicas are there, and no others."""
         assert self._service is not None, "membership before start"
         assert self._server is not None, "membership before start"
         self._service.apply_membership([_enrolment(member) for member in members], seed)
-        for path in {member.description.model.path: None for member in members}:
-            await self._server.load_text(path)
+        paths = {member.description.model.path: None for member in members}
+        loaded = await asyncio.gather(*map(self._server.load_text, paths), return_exceptions=True)
+        for failure in filter(None, loaded):
+            raise failure
         if members:
             self._settle()
 
@@ -193,7 +200,7 @@ class HomingRouter:
         refusal = await self._service.until_joined(replica_id)
         if refusal:
             return Failed(f"the router refused it: {refusal}")
-        settings = self._spec.settings
+        settings = self._spec.common.settings
         share = settings.router.warm_up_share / settings.cluster.routers  # each fills as much with what it knows of
         return None if await self._service.warm_up(replica_id, share) else Wanted()
 
@@ -202,20 +209,20 @@ class HomingRouter:
         assert self._service is not None, "a question before the start"
         return self._service.in_flight(replica_id)
 
-    async def demand(self) -> Demand:
-        """What waits here, and what works on it. A router that knows no model yet wants a replica to learn it from."""
+    async def demands(self) -> dict[str, Demand]:
+        """By model: what waits here, and what works on it."""
         assert self._service is not None, "a question before the start"
-        view = self._service.view()
-        serving = [replica for replica in view.replicas if replica.state == "serving"]
-        return Demand(
-            held_requests=view.waiting if self._service.models() else 1,
-            held_tokens=self._service.waiting_tokens(self._spec.settings.router.served_model_name),
-            queued_tokens=sum(replica.queued_prefill_tokens for replica in serving),
-            running=sum(replica.running + replica.waiting for replica in serving),
-            slots=len(serving) * self._spec.settings.replica.max_running_requests,
-            prefill_tokens_per_s=sum(replica.prefill_tokens_per_s for replica in serving),
-            serving=len(serving),
-        )
+        view, service = self._service.view(), self._service
+        slots = {model.name: model.settings.replica.max_running_requests for model in self._spec.models}
+        return {
+            model.name: demand_of(
+                model,
+                [each for each in view.replicas if each.model == model.name and each.state == "serving"],
+                held_tokens=service.waiting_tokens(model.name),
+                slots_each=slots[model.name],
+            )
+            for model in view.models
+        }
 
     async def worths(self) -> list[CacheWorth]:
         """What would be lost with each replica."""
@@ -252,6 +259,19 @@ class HomingRouter:
             self._service.close()
         if self._stopped is not None:
             self._stopped.set()
+
+
+def demand_of(model: ModelView, serving: Sequence[ReplicaView], *, held_tokens: int, slots_each: int) -> Demand:
+    """What waits for a model, and what works on it. Who has met no replica yet wants one to learn the model from."""
+    return Demand(
+        held_requests=model.waiting if model.max_model_len is not None else 1,
+        held_tokens=held_tokens,
+        queued_tokens=sum(replica.queued_prefill_tokens for replica in serving),
+        running=sum(replica.running + replica.waiting for replica in serving),
+        slots=len(serving) * slots_each,
+        prefill_tokens_per_s=sum(replica.prefill_tokens_per_s for replica in serving),
+        serving=len(serving),
+    )
 
 
 def _enrolment(member: Member) -> "Enrolment":

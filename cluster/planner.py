@@ -131,9 +131,9 @@ class Labels:
     generation: int = 0
     taken: set[str] = field(default_factory=set)
 
-    def take_name(self) -> str:
-        """The lowest free name."""
-        name = next(name for index in range(len(self.taken) + 1) if (name := f"r{index}") not in self.taken)
+    def take_name(self, prefix: str = "") -> str:
+        """The lowest free name that begins so."""
+        name = next(name for index in range(len(self.taken) + 1) if (name := f"{prefix}r{index}") not in self.taken)
         self.taken.add(name)
         return name
 
@@ -151,6 +151,7 @@ class Fleet:
     pacing: Pacing
     wanted: int
     labels: Labels = field(default_factory=Labels)
+    prefix: str = ""  #: of its replicas' names
     gangs: dict[str, Gang] = field(default_factory=dict)
     version: int = 1  #: that gangs are started with
     #: to go back to while no gang of `version` has served; None: `version` has proved itself
@@ -416,7 +417,7 @@ class Fleet:
         due = [gang for gang in self._in(Phase.WAITING) if now >= gang.since + self.pacing.pause_s(gang.failures)]
         actions: list[Action] = [self._begin(gang.replica_id, gang.version, now, gang) for gang in due]
         missing = range(self._missing())
-        return actions + [self._begin(self.labels.take_name(), self.version, now) for _ in missing]
+        return actions + [self._begin(self.labels.take_name(self.prefix), self.version, now) for _ in missing]
 
     def _missing(self) -> int:
         """How many gangs to start anew. During an update those that still drain take room, too."""

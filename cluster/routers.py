@@ -49,11 +49,12 @@ class Routers:
     def __init__(self, spec: ClusterSpec, *, pacing: Pacing, notify: Notify) -> None:
         """`notify` gets level and text."""
         self._spec = spec
+        common = spec.common.settings
         self._keeper: Any = None
         self._pacing = pacing
         self._notify = notify
-        self._seats = [Seat(number) for number in range(spec.settings.cluster.routers)]
-        self._port = spec.settings.router.port
+        self._seats = [Seat(number) for number in range(common.cluster.routers)]
+        self._port = common.router.port
         #: Where a free port was asked for, the first router chooses it and the others wait.
         self._port_known = asyncio.Event()
         self._members: tuple[Member, ...] = ()
@@ -121,11 +122,12 @@ class Routers:
                 return worths
         return []
 
-    async def demand(self) -> Demand | None:
-        """What waits and works, in all routers' eyes; None when none of them answers."""
-        answers: list[Demand | None] = await asyncio.gather(*(self._ask(seat, "demand") for seat in self._seats))
-        views = [answer for answer in answers if answer is not None]
-        return together(views) if views else None
+    async def demands(self) -> dict[str, Demand]:
+        """By model: what waits and works, in all routers' eyes; of nothing when none of them answers."""
+        asked = (self._ask(seat, "demands") for seat in self._seats)
+        answers: list[dict[str, Demand]] = [answer for answer in await asyncio.gather(*asked) if answer is not None]
+        models = dict.fromkeys(model for answer in answers for model in answer)
+        return {model: together([answer[model] for answer in answers]) for model in models}
 
     async def stop(self) -> None:
         """End them in good order."""
@@ -205,7 +207,7 @@ class Routers:
             self._notify("error", f"membership_refused router={seat.number} reason={death(error)!r}")
 
     def _address(self, port: int) -> str:
-        router = self._spec.settings.router
+        router = self._spec.common.settings.router
         scheme, host = "https" if router.tls_cert_file else "http", router.host
         here = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
         return f"{scheme}://{here}:{port}"

@@ -9,7 +9,7 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -28,7 +28,7 @@ from .errors import ClusterError, SettingsError, StartFailed
 from .keys import check_keys
 from .model import find_model
 from .preflight import check_folder, check_front
-from .spec import CONTROLLER, KEEPER, ClusterSpec, ClusterStatus
+from .spec import CONTROLLER, KEEPER, ClusterSpec, ClusterStatus, ModelSpec
 from .state import Note, Notebook, own_note
 
 POLL_S = 0.2
@@ -74,30 +74,33 @@ class Run:
 
 def serve(settings: Settings, out: TextIO, *, detached: bool = False) -> int:
     """Serve until a signal; returns the exit code. Raises ClusterError when it cannot start."""
-    settings = with_api_keys(named(settings))
-    _check_bounds(settings)
+    settings = prepared(settings)
+    for each in settings.each_model:
+        _check_bounds(each, f"model {each.served_name}: " if settings.models else "")
     console = Console(out, program=program())
     console.opening(settings)
     notebook = Notebook(state_folder(settings))
     name = settings.cluster.name
     log = str(notebook.log_path(name)) if detached else None
-    note = own_note(name, settings.replica.model, log)
+    note = own_note(name, ", ".join(each.replica.model for each in settings.each_model), log)
     with notebook.claim(note):
         check_front(settings.router)
-        model_dir = None if settings.cluster.ray_address else _local_model(settings)
+        here = not settings.cluster.ray_address
+        folders = [_local_model(each) if here else None for each in settings.each_model]
         with _silenced(), _ray(settings, console, notebook, note, detached) as run:
-            return _serve(run, model_dir)
+            return _serve(run, folders)
 
 
-def _check_bounds(settings: Settings) -> None:
-    """Raises SettingsError."""
+def _check_bounds(settings: Settings, where: str) -> None:
+    """Raises SettingsError. `where`: whose settings they are, in words before the message."""
     cluster = settings.cluster
     try:
         terms = terms_of(cluster.autoscale, cluster.ttft_target_s)
     except ValueError as error:
-        raise SettingsError(f"autoscale: {error}") from error
+        raise SettingsError(f"{where}autoscale: {error}") from error
     if terms is not None and not max(1, terms.least) <= cluster.replicas <= terms.most:
-        raise SettingsError(f"replicas: {cluster.replicas} are wanted at first, autoscale allows {cluster.autoscale}")
+        words = f"{cluster.replicas} are wanted at first, autoscale allows {cluster.autoscale}"
+        raise SettingsError(f"{where}replicas: {words}")
 
 
 def _local_model(settings: Settings) -> Path:
@@ -136,21 +139,27 @@ def _ray(settings: Settings, console: Console, notebook: Notebook, note: Note, d
             local_ray.remove(folder)
 
 
-def _serve(run: Run, model_dir: Path | None) -> int:
-    run.controller, running = _start_controller(run, model_dir)
+def _serve(run: Run, folders: Sequence[Path | None]) -> int:
+    run.controller, running = _start_controller(run, folders)
     try:
         status = _until_ready(run, running)
         if status is None:
             return 0
-        url, model = status.url or "", run.settings.router.served_model_name
+        url = status.url or ""
         run.note = msgspec.structs.replace(run.note, phase="ready", url=url, router_urls=status.router_urls)
         run.notebook.write(run.note)
         run.console.last_notice = max((notice.seq for notice in status.notices), default=0)
-        run.console.banner(status, model, run.settings, detached=run.detached)
+        run.console.banner(status, run.settings, detached=run.detached)
         return _stay(run, running)
     finally:
         run.notebook.write(msgspec.structs.replace(run.note, phase="stopping"))
         _take_down(run)
+
+
+def prepared(settings: Settings) -> Settings:
+    """Settings as all parts of a cluster can take them: each model has a name. Raises SettingsError."""
+    models = tuple(with_api_keys(each) for each in settings.models)
+    return msgspec.structs.replace(with_api_keys(named(settings)), models=models)
 
 
 def with_api_keys(settings: Settings) -> Settings:
@@ -168,7 +177,7 @@ def with_api_keys(settings: Settings) -> Settings:
 
 def named(settings: Settings) -> Settings:
     """Settings in which the model has the name that requests use: by default, of a folder, its last part."""
-    if settings.router.served_model_name:
+    if settings.served_name or settings.models:
         return settings
     folder = Path(settings.replica.model).expanduser()
     name = folder.resolve().name if folder.is_dir() else settings.replica.model
@@ -176,7 +185,7 @@ def named(settings: Settings) -> Settings:
     return msgspec.structs.replace(settings, router=router)
 
 
-def _start_controller(run: Run, model_dir: Path | None) -> tuple[Any, Any]:
+def _start_controller(run: Run, folders: Sequence[Path | None]) -> tuple[Any, Any]:
     """The keeper and the controller; what keeps the cluster running, which never ends while all is well."""
     import ray
 
@@ -186,20 +195,24 @@ def _start_controller(run: Run, model_dir: Path | None) -> tuple[Any, Any]:
 
     node = ray.get_runtime_context().get_node_id()
     sockets = local_ray.sockets_folder(run.folder) if run.folder else None
-    spec = ClusterSpec(
-        settings=run.settings,
-        seed=secrets.randbits(64),
-        model_dir=str(model_dir) if model_dir else None,
-        run_dir=str(sockets) if sockets else None,
-        host="127.0.0.1" if run.folder else None,
-    )
+    seed = secrets.randbits(64)
+    models = [
+        ModelSpec(
+            settings=settings,
+            seed=seed,
+            model_dir=str(folder) if folder else None,
+            run_dir=str(sockets) if sockets else None,
+            host="127.0.0.1" if run.folder else None,
+        )
+        for settings, folder in zip(run.settings.each_model, folders, strict=True)
+    ]
     keeper = ray.remote(Keeper).options(name=KEEPER, num_cpus=0, max_restarts=-1, max_task_retries=-1)
     run.keeper = keeper.remote(make_rank, make_router, node)
     controller = ray.remote(Controller).options(
         name=CONTROLLER, num_cpus=0, max_concurrency=100, max_restarts=-1, max_task_retries=-1
     )
     # Without the keeper's handle among the arguments: Ray could not start a controller anew that has one.
-    run.controller = controller.remote(spec)
+    run.controller = controller.remote(ClusterSpec(tuple(models)))
     return run.controller, run.controller.run.remote()
 
 
@@ -225,7 +238,7 @@ def _all_routed(run: Run, url: str) -> bool:
         raise StartFailed(f"the router refused a replica: {view['refused'][0]['message']}")
     feed = "live" if run.settings.events.publish_events else None
     joined = [r for r in view["replicas"] if r["state"] == "serving" and feed in (None, r["feed"])]
-    return len(joined) == run.settings.cluster.replicas and is_ready(url)
+    return len(joined) == sum(each.cluster.replicas for each in run.settings.each_model) and is_ready(url)
 
 
 def _stay(run: Run, running: Any) -> int:

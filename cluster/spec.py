@@ -15,14 +15,31 @@ Role = Literal["serving", "warming", "draining"]
 
 
 @dataclass(slots=True, frozen=True)
-class ClusterSpec:
-    """What the controller needs to know to build everything."""
+class ModelSpec:
+    """What replicas of one model are started with."""
 
     settings: Settings
     seed: int  #: 64 random bits; the seed of all block hashes of this cluster
     model_dir: str | None  #: where the model lies on every node; None: each node finds it by itself
     run_dir: str | None  #: folder for sockets on the one node; None: several nodes, so TCP
     host: str | None  #: address to bind; None: each node's own
+
+    @property
+    def name(self) -> str:
+        """The name that requests use for the model."""
+        return self.settings.served_name
+
+
+@dataclass(slots=True, frozen=True)
+class ClusterSpec:
+    """What it takes to build everything."""
+
+    models: tuple[ModelSpec, ...]  #: at least one
+
+    @property
+    def common(self) -> ModelSpec:
+        """For what is alike in all of them: `config.COMMON` and all that is no setting, but for the folder."""
+        return self.models[0]
 
 
 @dataclass(slots=True, frozen=True)
@@ -39,7 +56,7 @@ class Member:
 
     description: ReplicaDescription
     cache: KvCacheSettings  #: that it was started with
-    model_dir: str | None  #: of its model, as `ClusterSpec` has it
+    model_dir: str | None  #: of its model, as `ModelSpec` has it
     version: int = 1  #: of the settings that it was started with
     role: Role = "serving"
 
@@ -48,7 +65,7 @@ class Member:
 class RankSpec:
     """What one rank is to be."""
 
-    cluster: ClusterSpec
+    model: ModelSpec
     replica_id: str
     generation: int
     rank: int
@@ -111,6 +128,7 @@ class GangStatus:
     """One replica for somebody who watches."""
 
     replica_id: str
+    model: str  #: its name
     generation: int
     phase: str
     reason: str  #: what is being waited for, or why it failed
@@ -131,6 +149,17 @@ class Notice:
 
 
 @dataclass(slots=True, frozen=True)
+class ModelStatus:
+    """What is wanted of one model."""
+
+    name: str
+    wanted: int  #: replicas
+    version: int  #: of the settings that they are started with
+    settled: bool  #: everything is as it is wanted
+    abandoned: str  #: why the last update was given up
+
+
+@dataclass(slots=True, frozen=True)
 class ClusterStatus:
     """What the controller knows."""
 
@@ -139,7 +168,9 @@ class ClusterStatus:
     router_urls: tuple[str, ...]  #: of each router alone, when there are several
     router_error: str | None
     notices: tuple[Notice, ...]
-    wanted: int = 0  #: replicas
-    version: int = 1  #: of the settings that replicas are started with
-    settled: bool = False  #: everything is as it is wanted
-    abandoned: str = ""  #: why the last update was given up
+    models: tuple[ModelStatus, ...] = ()
+
+    @property
+    def settled(self) -> bool:
+        """Whether everything is as it is wanted."""
+        return all(model.settled for model in self.models)

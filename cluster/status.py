@@ -69,6 +69,8 @@ def render(
         right=RIGHT,
     )
     lines.append("")
+    if len(view["models"]) > 1:
+        lines += [_model(model) for model in view["models"]]
     if routers:
         lines += [f"{each}: {_totals(seen)}" for each, seen in zip(routers, views, strict=True)]
     else:
@@ -91,10 +93,11 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Colle
     return [line(columns), *(line(row) for row in rows)]
 
 
-def by_name(replica: Mapping[str, Any]) -> tuple[int, str]:
-    """Sorts replicas as people count them: r9 before r10."""
+def by_name(replica: Mapping[str, Any]) -> tuple[str, int, str]:
+    """Sorts replicas as people count them: r9 before r10, and each model's together."""
     name: str = replica["replica_id"]
-    return len(name), name
+    kind = name.rstrip("0123456789")
+    return kind, len(name), name
 
 
 def _row(replica: dict[str, Any], rate: float | None) -> tuple[str, ...]:
@@ -142,4 +145,8 @@ def _totals(view: dict[str, Any]) -> str:
 
 
 def _models(view: dict[str, Any]) -> str:
-    return ", ".join(sorted({replica["model"] for replica in view["replicas"]})) or "no replica"
+    return ", ".join(model["name"] for model in view["models"]) or "no replica"
+
+
+def _model(model: dict[str, Any]) -> str:
+    return f"{model['name']}: {model['serving']} serve, {model['in_flight']} running, {model['waiting']} waiting"

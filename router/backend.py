@@ -156,6 +156,7 @@ class AbsentReplica(msgspec.Struct, frozen=True, kw_only=True):
     """A replica that is wanted and does not serve; as the controller told it."""
 
     replica_id: str
+    model: str  #: as requests call it
     state: Literal["starting", "rebuilding"]
     reason: str  #: why it was lost, and what it waits for
     since: float  #: seconds since 1970

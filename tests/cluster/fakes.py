@@ -49,11 +49,11 @@ class FakeRank:
         self._stopped = threading.Event()
 
     def start(self) -> ReplicaDescription | None:
-        if self._spec.cluster.settings.replica.model == "broken":
+        if self._spec.model.settings.replica.model == "broken":
             raise ValueError("the weights are torn")
         if self._spec.rank > 0:
             return None
-        block_size = self._spec.cluster.settings.kvcache.block_size
+        block_size = self._spec.model.settings.kvcache.block_size
         return describe_replica(self._spec.replica_id, self._spec.generation, block_size)
 
     def run(self) -> None:
@@ -79,7 +79,8 @@ class FakeRouter:
     """
 
     def __init__(self, spec: ClusterSpec) -> None:
-        self._told = Path(spec.settings.cluster.state_dir) / "told"
+        self._models = [model.name for model in spec.models]
+        self._told = Path(spec.common.settings.cluster.state_dir) / "told"
         self._stopped = asyncio.Event()
 
     async def start(self, doors: Doors, members: Sequence[Member], seed: int) -> Listening:
@@ -98,23 +99,28 @@ class FakeRouter:
     async def in_flight(self, replica_id: str) -> int:
         return 0
 
-    async def demand(self) -> Demand:
-        """As many held requests as the file `held` says; nothing runs, so that an autoscaler finds it idle."""
+    async def demands(self) -> dict[str, Demand]:
+        """As many held requests for the first model as the file `held` says; nothing runs, so that it is found idle."""
         held = self._told.with_name("held")
         count = int(held.read_text()) if held.exists() else 0
-        return Demand(
-            held_requests=count,
-            held_tokens=count,
-            queued_tokens=0,
-            running=0,
-            slots=1,
-            prefill_tokens_per_s=len(self._members),
-            serving=len(self._members),
-        )
+        demands = {}
+        for name in self._models:
+            serving = sum(member.model.name == name for member in self._members.values())
+            demands[name] = Demand(
+                held_requests=count,
+                held_tokens=count,
+                queued_tokens=0,
+                running=0,
+                slots=1,
+                prefill_tokens_per_s=serving,
+                serving=serving,
+            )
+            count = 0
+        return demands
 
     async def worths(self) -> list[CacheWorth]:
         """The higher its number, the more a replica is worth."""
-        return [CacheWorth(name, int(name[1:]), 0, 1.0) for name in self._members]
+        return [CacheWorth(name, int(name.rpartition("r")[2]), 0, 1.0) for name in self._members]
 
     def tell_absent(self, absent: Sequence[AbsentReplica], off: frozenset[str]) -> None:
         self._told.with_name("off").write_text(json.dumps(sorted(off)))

@@ -4,7 +4,7 @@ import threading
 
 from homing.cluster.actors import ReplicaRank
 from homing.cluster.config import Settings
-from homing.cluster.spec import ClusterSpec, Failed, RankSpec, Rendezvous, Started
+from homing.cluster.spec import Failed, ModelSpec, RankSpec, Rendezvous, Started
 from homing.replica.config import ReplicaSettings
 from homing.replica.messages import ReplicaDescription
 
@@ -32,8 +32,8 @@ class ThreadedRank(FakeRank):
 def rank_spec(model: str) -> RankSpec:
     """Rank 0 of one, of this model."""
     settings = Settings(replica=ReplicaSettings(model=model))
-    cluster = ClusterSpec(settings=settings, seed=7, model_dir="", run_dir=None, host="127.0.0.1")
-    return RankSpec(cluster, "r0", 1, 0, 1, Rendezvous("127.0.0.1", 1))
+    spec = ModelSpec(settings=settings, seed=7, model_dir="", run_dir=None, host="127.0.0.1")
+    return RankSpec(spec, "r0", 1, 0, 1, Rendezvous("127.0.0.1", 1))
 
 
 def test_a_rank_is_made_started_and_run_in_one_thread() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from homing.cluster.config import ROOMS, SETTINGS, Settings, load_settings, markdown, state_folder
+from homing.cluster.config import ROOMS, SETTINGS, Settings, changed_settings, load_settings, markdown, state_folder
 from homing.cluster.errors import SettingsError
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
@@ -19,7 +19,8 @@ def write(folder: Path, text: str) -> Path:
 
 def test_no_two_rooms_declare_a_setting_of_the_same_name() -> None:
     """A flag has no room in front, so a name must be enough."""
-    names = [field.name for room in msgspec.structs.fields(Settings) for field in msgspec.structs.fields(room.type)]
+    rooms = [room.type for room in msgspec.structs.fields(Settings) if room.name in ROOMS]
+    names = [field.name for room in rooms for field in msgspec.structs.fields(room)]
 
     assert len(names) == len(set(names))
     assert set(names) == set(SETTINGS)
@@ -141,3 +142,129 @@ def test_the_settings_page_is_the_generated_one() -> None:
 def test_the_settings_page_has_a_section_for_every_room() -> None:
     """What can be set in a file is documented under the file's own section names."""
     assert all(f"\n## {room}\n" in markdown() for room in ROOMS)
+
+
+MODELS = """
+models:
+  - name: small
+    model: org/small
+    replicas: 3
+  - name: large
+    model: org/large
+    tensor_parallel_size: 2
+    block_size: 32
+    autoscale: "0:4"
+kvcache: {num_kv_blocks: 9}
+cluster: {replicas: 1, gpus_per_rank: 0.5}
+"""
+
+
+def test_each_listed_model_has_its_own_settings_over_those_of_all(tmp_path: Path) -> None:
+    """What an entry does not say is what sections, variables and flags say, as for one model."""
+    settings = load_settings({"max_model_len": "99"}, {"HOMING_DTYPE": "float32"}, write(tmp_path, MODELS))
+
+    small, large = settings.each_model
+    assert [each.served_name for each in (small, large)] == ["small", "large"]
+    assert [each.replica.model for each in (small, large)] == ["org/small", "org/large"]
+    assert [each.cluster.replicas for each in (small, large)] == [3, 1]
+    assert [each.kvcache.block_size for each in (small, large)] == [16, 32]
+    assert (large.cluster.autoscale, large.ranks, small.ranks) == ("0:4", 2, 3)
+    for each in (small, large):
+        assert (each.replica.max_model_len, each.replica.dtype) == (99, "float32")
+        assert (each.kvcache.num_kv_blocks, each.cluster.gpus_per_rank) == (9, 0.5)
+
+
+def test_one_model_needs_no_list() -> None:
+    """Then all is as ever: the settings are its own."""
+    settings = load_settings({}, {})
+
+    assert settings.models == ()
+    assert settings.each_model == (settings,)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("models: {}", ["models must be a list"]),
+        ("models: []", ["models must be a list", "at least one"]),
+        ("models: [demo]", ["models[0] must map keys to values", "'demo'"]),
+        ("models: [{model: a}]", ["models[0].name", "the name that requests use"]),
+        ("models: [{name: a}]", ["models[0].model", "a Hugging Face name or a local folder"]),
+        ("models: [{name: 3, model: a}]", ["models[0].name", "3"]),
+        ("models: [{name: a, model: b}, {name: a, model: c}]", ["models[1].name", "models[0] is called 'a' already"]),
+        ("models: [{name: a, model: b, replica: 2}]", ["models[0].replica:", "stand beside name, without sections"]),
+        ("models: [{name: a, model: b, replcas: 2}]", ["models[0].replcas: no such setting", "did you mean replicas"]),
+        ("models: [{name: a, model: b, port: 2}]", ["models[0].port: it is common to all models", "'router'"]),
+        ("models: [{name: a, model: b, replicas: x}]", ["models[0].replicas", "'x' does not do for replicas"]),
+        ("models: [{name: a, model: b}]\nreplica: {model: c}", ["replica.model", "model is each model's own"]),
+        ("modles: [{name: a, model: b}]", ["no section 'modles'", "did you mean models"]),
+    ],
+)
+def test_a_mistake_in_the_list_is_named_by_its_place(tmp_path: Path, text: str, words: list[str]) -> None:
+    """In a list of ten models, `replicas` alone says little."""
+    with pytest.raises(SettingsError) as caught:
+        load_settings({}, {}, write(tmp_path, text))
+
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["model", "served_model_name"])
+def test_a_model_beside_the_list_is_refused(tmp_path: Path, name: str) -> None:
+    """`homing serve MODEL --config two.yaml` would serve something else than it says."""
+    path = write(tmp_path, MODELS)
+
+    with pytest.raises(SettingsError, match=f"flag --{name.replace('_', '-')}: {name} is each model's own"):
+        load_settings({name: "x"}, {}, path)
+    with pytest.raises(SettingsError, match=f"variable HOMING_{name.upper()}: {name} is each model's own"):
+        load_settings({}, {f"HOMING_{name.upper()}": "x"}, path)
+
+
+def running(tmp_path: Path) -> dict[str, Settings]:
+    return {each.served_name: each for each in load_settings({}, {}, write(tmp_path, MODELS)).models}
+
+
+def test_an_update_changes_the_model_that_is_named(tmp_path: Path) -> None:
+    """Flags mean one model; where there are several they must say which."""
+    before = running(tmp_path)
+
+    changed = changed_settings(before, {"served_model_name": "large", "model": "org/larger"}, None)
+
+    assert list(changed) == ["large"]
+    assert changed["large"].replica.model == "org/larger"
+    assert changed["large"].kvcache == before["large"].kvcache
+    with pytest.raises(SettingsError, match="say which with --served-model-name; there are small, large"):
+        changed_settings(before, {"block_size": "8"}, None)
+    with pytest.raises(SettingsError, match="no model 'x' runs here; there are small, large"):
+        changed_settings(before, {"served_model_name": "x"}, None)
+
+
+def test_an_update_from_a_file_changes_every_model_that_it_lists(tmp_path: Path) -> None:
+    """The file that the cluster was started with, edited: what is the same stays."""
+    before = running(tmp_path)
+    path = write(tmp_path, MODELS.replace("org/small", "org/smaller"))
+
+    changed = changed_settings(before, {}, path)
+
+    assert {name: each.replica.model for name, each in changed.items()} == {
+        "small": "org/smaller",
+        "large": "org/large",
+    }
+    assert changed["large"] == before["large"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("replicas: 3", "replicas: 4", "models[0].replicas: replicas cannot change while the cluster runs; say homing"),
+        ("name: large", "name: huge", "to add or take away models (huge, large), end it with homing stop"),
+        ('autoscale: "0:4"', 'autoscale: "0:5"', "models[1].autoscale: autoscale cannot change"),
+    ],
+)
+def test_what_no_update_can_change_is_refused(tmp_path: Path, old: str, new: str, words: str) -> None:
+    """With what to do instead."""
+    before = running(tmp_path)
+
+    with pytest.raises(SettingsError) as caught:
+        changed_settings(before, {}, write(tmp_path, MODELS.replace(old, new)))
+
+    assert words in str(caught.value)

@@ -17,7 +17,7 @@ STATUS = ClusterStatus(gangs=(), url="http://127.0.0.1:8000", router_urls=(), ro
 
 def banner(settings: Settings, program: str = "homing") -> str:
     out = io.StringIO()
-    Console(out, program=program).banner(STATUS, "demo", settings, detached=True)
+    Console(out, program=program).banner(STATUS, settings, detached=True)
     return out.getvalue()
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from homing.cluster import local_ray
 from homing.cluster.config import changed_settings, load_settings
-from homing.cluster.spec import CONTROLLER, KEEPER, ClusterSpec, ClusterStatus
+from homing.cluster.spec import CONTROLLER, KEEPER, ClusterSpec, ClusterStatus, ModelSpec
 
 from . import fakes
 
@@ -55,28 +55,36 @@ def own_ray() -> Iterator[None]:
 class Cluster:
     """A controller and what can be asked about it."""
 
-    def __init__(self, folder: Path, flags: dict[str, str]) -> None:
+    def __init__(self, folder: Path, *models: dict[str, str]) -> None:
         import ray
 
         from homing.cluster.controller import Controller
         from homing.cluster.keeper import Keeper
 
         self.folder = folder
-        settings = load_settings({"state_dir": str(folder)} | flags, {})
-        self.spec = ClusterSpec(settings=settings, seed=7, model_dir="", run_dir=None, host="127.0.0.1")
+        common = {"state_dir": str(folder), "served_model_name": "fox"}
+        each = [load_settings(common | flags, {}) for flags in models]
+        self.models = tuple(
+            ModelSpec(settings=settings, seed=7, model_dir="", run_dir=None, host="127.0.0.1") for settings in each
+        )
         node = ray.get_runtime_context().get_node_id()
         keeper = ray.remote(Keeper).options(name=KEEPER, num_cpus=0)
         self.keeper: Any = keeper.remote(fakes.FakeRank, fakes.FakeRouter, node)
         actor = ray.remote(Controller).options(
             name=CONTROLLER, num_cpus=0, max_concurrency=100, max_restarts=-1, max_task_retries=-1
         )
-        self.controller: Any = actor.remote(self.spec)
+        self.controller: Any = actor.remote(ClusterSpec(self.models))
         self.running = self.controller.run.remote()
 
     def ask(self, question: str, *words: object, **named: object) -> Any:
         import ray
 
         return ray.get(getattr(self.controller, question).remote(*words, **named), timeout=PATIENCE_S)
+
+    def update(self, name: str, flags: dict[str, str]) -> None:
+        spec = next(model for model in self.models if model.name == name)
+        settings = changed_settings({name: spec.settings}, flags, None)[name]
+        self.ask("update", dataclasses.replace(spec, settings=settings))
 
     def settled(self) -> ClusterStatus:
         return until(lambda: status if (status := self.status()).settled else None, "it settles")
@@ -110,8 +118,8 @@ class Cluster:
 def start(own_ray: None, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     clusters: list[Cluster] = []
 
-    def begin(**flags: str) -> Cluster:
-        clusters.append(Cluster(tmp_path, flags))
+    def begin(*models: dict[str, str], **flags: str) -> Cluster:
+        clusters.append(Cluster(tmp_path, *(models or (flags,))))
         return clusters[-1]
 
     yield begin
@@ -199,10 +207,10 @@ def test_scaling_down_drains_the_replica_that_is_worth_least_and_up_starts_one(s
     cluster = start(replicas="3")
     cluster.told("r0", "r1", "r2")
 
-    cluster.ask("scale", 2)
+    cluster.ask("scale", "fox", 2)
     cluster.settled()
     cluster.told("r1", "r2")
-    cluster.ask("scale", 3)
+    cluster.ask("scale", "fox", 3)
     cluster.settled()
 
     cluster.told("r0", "r1", "r2")
@@ -235,18 +243,17 @@ def test_an_update_replaces_every_replica_and_one_that_cannot_start_changes_noth
     before = cluster.told("r0", "r1")
 
     for flags, words in (({"model": "broken"}, "the weights are torn"), ({"block_size": "32"}, "another block size")):
-        settings = changed_settings(cluster.spec.settings, flags, None)
-        cluster.ask("update", dataclasses.replace(cluster.spec, settings=settings))
-        status = until(lambda: found if (found := cluster.status()).abandoned else None, "it is given up")
-        assert words in status.abandoned
+        cluster.update("fox", flags)
+        given_up = until(lambda: cluster.status().models[0].abandoned or None, "it is given up")
+        assert words in given_up
         cluster.settled()
         assert cluster.told("r0", "r1") == before
-    settings = changed_settings(cluster.spec.settings, {"max_running_requests": "3"}, None)
-    cluster.ask("update", dataclasses.replace(cluster.spec, settings=settings))
+    cluster.update("fox", {"max_running_requests": "3"})
     status = cluster.settled()
 
-    assert cluster.ask("current").settings.replica.max_running_requests == 3
-    assert {gang.version for gang in status.gangs} == {status.version}
+    (current,) = cluster.ask("current")
+    assert current.settings.replica.max_running_requests == 3
+    assert {gang.version for gang in status.gangs} == {status.models[0].version}
     assert not {epoch for epoch, _ in before.values()} & {gang.generation for gang in status.gangs}
 
 
@@ -254,7 +261,7 @@ def test_a_killed_controller_comes_back_and_takes_over_what_runs(start: Callable
     """Neither ranks nor routers are its own: they serve on, and afterwards it still knows what was wanted."""
     cluster = start(replicas="1", routers="2")
     cluster.told("r0")
-    cluster.ask("scale", 2)
+    cluster.ask("scale", "fox", 2)
     cluster.settled()
     before = cluster.told("r0", "r1")
     url = until(lambda: cluster.status().url, "all listen")
@@ -264,12 +271,12 @@ def test_a_killed_controller_comes_back_and_takes_over_what_runs(start: Callable
     controller.kill()
     status = cluster.settled()
     until(lambda: True if cluster.status().url == url else None, "the routers are known again")
-    cluster.ask("scale", 3)
+    cluster.ask("scale", "fox", 3)
     cluster.settled()
     after = cluster.told("r0", "r1", "r2")
 
     assert {name: after[name] for name in before} == before
-    assert status.wanted == 2
+    assert status.models[0].wanted == 2
     assert {process.pid for process in local_ray.children() if "RouterProcess" in process.name()} == routers
     os.kill(after["r2"][1][0], signal.SIGKILL)
     assert cluster.told("r0", "r1", "r2", but_not=after["r2"][0])["r0"] == before["r0"]
@@ -291,12 +298,77 @@ def test_a_held_request_wakes_a_cluster_that_was_scaled_to_zero(start: Callable[
     """And while it waits there are as many replicas as the bounds allow, no more."""
     cluster = start(replicas="1", autoscale="0:2")
     cluster.told("r0")
-    cluster.ask("scale", 0)
+    cluster.ask("scale", "fox", 0)
     cluster.told()
     assert fakes.off(cluster.folder) == []
 
     (cluster.folder / "held").write_text("1")
     cluster.told("r0")
-    until(lambda: True if cluster.status().wanted == 1 else None, "one is wanted")
+    until(lambda: True if cluster.status().models[0].wanted == 1 else None, "one is wanted")
 
-    assert cluster.settled().wanted == 1
+    assert cluster.settled().models[0].wanted == 1
+
+
+TWO = (
+    {"served_model_name": "fox", "cpus_per_rank": "0"},
+    {"served_model_name": "org/owl", "replicas": "1", "tensor_parallel_size": "2", "cpus_per_rank": "0"},
+)
+
+
+def test_each_model_has_replicas_of_its_own(start: Callable[..., Cluster]) -> None:
+    """A rank that dies, a scale and a torn update concern one model; routers are told of all replicas together."""
+    cluster = start(*TWO)
+    before = cluster.told("fox-r0", "fox-r1", "org-owl-r0")
+    assert len(before["org-owl-r0"][1]) == 2
+
+    os.kill(before["org-owl-r0"][1][1], signal.SIGKILL)
+    rebuilt = cluster.told("fox-r0", "fox-r1", "org-owl-r0", but_not=before["org-owl-r0"][0])
+    cluster.ask("scale", "fox", 1)
+    cluster.told("fox-r1", "org-owl-r0")
+    cluster.update("org/owl", {"model": "broken"})
+    until(lambda: cluster.status().models[1].abandoned or None, "the update is given up")
+
+    status = cluster.settled()
+    assert [(model.name, model.wanted, bool(model.abandoned)) for model in status.models] == [
+        ("fox", 1, False),
+        ("org/owl", 1, True),
+    ]
+    assert cluster.told("fox-r1", "org-owl-r0") == {
+        "fox-r1": before["fox-r1"],
+        "org-owl-r0": rebuilt["org-owl-r0"],
+    }
+
+
+def test_a_killed_controller_takes_over_the_replicas_of_all_models(start: Callable[..., Cluster]) -> None:
+    """What was wanted of each, and with which settings, is not forgotten; what comes later has other names."""
+    cluster = start(*TWO)
+    cluster.told("fox-r0", "fox-r1", "org-owl-r0")
+    cluster.ask("scale", "org/owl", 2)
+    cluster.update("fox", {"max_running_requests": "3"})
+    versions = {gang.model: gang.version for gang in cluster.settled().gangs}
+    before = fakes.memberships(cluster.folder)[-1]
+
+    controller = next(process for process in local_ray.children() if "Controller" in process.name())
+    controller.kill()
+    status = cluster.settled()
+    until(lambda: cluster.status().url, "the routers are known again")
+    cluster.ask("scale", "org/owl", 3)
+    cluster.settled()
+
+    assert {(gang.model, gang.version) for gang in status.gangs} == set(versions.items())
+    after = cluster.told(*before, "org-owl-r2")
+    assert {name: after[name] for name in before} == before
+    assert [model.settings.replica.max_running_requests for model in cluster.ask("current")] == [3, 64]
+
+
+def test_a_model_at_rest_is_woken_by_its_own_requests_alone(start: Callable[..., Cluster]) -> None:
+    """Bounds are a model's own, and one without stays as it is."""
+    cluster = start({"replicas": "1", "autoscale": "0:2"}, {"served_model_name": "owl", "replicas": "1"})
+    cluster.told("fox-r0", "owl-r0")
+    cluster.ask("scale", "fox", 0)
+    cluster.told("owl-r0")
+
+    (cluster.folder / "held").write_text("1")
+
+    cluster.told("fox-r0", "owl-r0")
+    assert [model.wanted for model in cluster.settled().models] == [1, 1]

@@ -92,11 +92,18 @@ def test_what_a_running_cluster_tells_is_told_on() -> None:
         "refused": [{"replica_id": "r1", "message": "another tokenizer"}],
         "absent": [{"replica_id": "r2", "reason": "no room"}],
         "replicas": [row, row | {"replica_id": "r3", "feed": "live"}],
+        "models": [{"name": "fox", "serving": 2}, {"name": "owl", "serving": 0}],
     }
 
     found = [(finding.check, finding.level) for finding in examine_view(view)]
 
-    assert found == [("parity", "error"), ("replicas", "error"), ("replicas", "warning"), ("replicas", "ok")]
+    assert found == [
+        ("parity", "error"),
+        ("replicas", "error"),
+        ("replicas", "warning"),
+        ("replicas", "ok"),
+        ("replicas", "error"),
+    ]
 
 
 def test_a_finding_is_a_line_with_its_remedy_below() -> None:

@@ -31,6 +31,10 @@ def replica(name: str) -> dict[str, Any]:
     }
 
 
+def model(name: str, serving: int = 2) -> dict[str, Any]:
+    return {"name": name, "serving": serving, "in_flight": 1, "waiting": 3}
+
+
 def test_a_replica_that_was_never_asked_has_no_hit_rate() -> None:
     """0 % would look like a fault."""
     assert hit_rates(METRICS) == {"r0": 0.75}
@@ -41,6 +45,7 @@ def test_every_replica_is_a_line_with_its_load_and_hit_rate() -> None:
     counters = dict.fromkeys(COUNTERS, 7)
     view = {
         "policy": "expected-ttft",
+        "models": [model("demo")],
         "in_flight": 1,
         "waiting": 0,
         "replicas": [replica("r0"), replica("r1")],
@@ -62,7 +67,15 @@ def test_every_replica_is_a_line_with_its_load_and_hit_rate() -> None:
 def test_a_cluster_elsewhere_is_known_by_its_address_alone() -> None:
     """The name in our settings is another cluster's; and one block is not many."""
     one = replica("r0") | {"indexed_blocks": 1}
-    view = {"policy": "p", "in_flight": 0, "waiting": 0, "replicas": [one], "absent": [], "refused": []}
+    view: dict[str, Any] = {
+        "policy": "p",
+        "models": [model("demo")],
+        "in_flight": 0,
+        "waiting": 0,
+        "replicas": [one],
+        "absent": [],
+        "refused": [],
+    }
     view["counters"] = dict.fromkeys(COUNTERS, 0)
 
     lines = render(None, "http://h:1", [view], {}, now=0.0).splitlines()
@@ -89,8 +102,9 @@ def test_a_warm_up_shows_how_far_it_is() -> None:
 
 def test_several_routers_tell_each_what_they_did() -> None:
     """Counters are per process: a sum would hide a router that gets nothing."""
-    views = [
-        {"policy": "p", "in_flight": 0, "waiting": 0, "replicas": [], "absent": [], "refused": []} for _ in range(2)
+    views: list[dict[str, Any]] = [
+        {"policy": "p", "models": [], "in_flight": 0, "waiting": 0, "replicas": [], "absent": [], "refused": []}
+        for _ in range(2)
     ]
     for count, view in enumerate(views):
         view["counters"] = dict.fromkeys(COUNTERS, count)
@@ -99,3 +113,16 @@ def test_several_routers_tell_each_what_they_did() -> None:
 
     assert "http://h:2: 0 requests" in page
     assert "http://h:3: 1 requests" in page
+
+
+def test_several_models_have_a_line_each_and_their_replicas_stand_together() -> None:
+    """A model without replicas shows nowhere else."""
+    rows = [replica(name) for name in ("owl-r0", "fox-r10", "fox-r9")]
+    view: dict[str, Any] = {"policy": "p", "models": [model("fox"), model("owl", 0)], "in_flight": 0, "waiting": 0}
+    view |= {"replicas": rows, "absent": [], "refused": [], "counters": dict.fromkeys(COUNTERS, 0)}
+
+    lines = render("default", "http://h:1", [view], {}, now=0.0).splitlines()
+
+    assert lines[0] == "default · http://h:1 · fox, owl · policy p"
+    assert [line.split()[0] for line in lines[3:6]] == ["fox-r9", "fox-r10", "owl-r0"]
+    assert lines[7:9] == ["fox: 2 serve, 1 running, 3 waiting", "owl: 0 serve, 1 running, 3 waiting"]

@@ -229,7 +229,7 @@ def test_a_replica_is_filled_by_its_own_generation(world: World) -> None:
 def test_a_replica_that_is_missing_is_shown_until_it_is_there(world: World) -> None:
     """Whoever looks during a rebuild must not think that it was never wanted, nor that one is there and missing."""
     absent = [
-        AbsentReplica(replica_id=name, state="rebuilding", reason="the process died", since=5.0)
+        AbsentReplica(replica_id=name, model="fox", state="rebuilding", reason="the process died", since=5.0)
         for name in ("r0", "r9")
     ]
     world.publish(member("r0"))
