@@ -91,7 +91,15 @@ def test_a_warm_up_shows_how_far_it_is() -> None:
         replica("r0") | {"state": "warming", "warm_up": warm_up},
         replica("r1") | {"state": "warming", "warm_up": None},
     ]
-    view = {"policy": "p", "in_flight": 0, "waiting": 0, "replicas": replicas, "absent": [], "refused": []}
+    view = {
+        "policy": "p",
+        "models": [model("demo")],
+        "in_flight": 0,
+        "waiting": 0,
+        "replicas": replicas,
+        "absent": [],
+        "refused": [],
+    }
     view["counters"] = dict.fromkeys(COUNTERS, 0)
 
     lines = render("default", "http://h:1", [view], {}, now=0.0).splitlines()
