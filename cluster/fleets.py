@@ -105,4 +105,4 @@ class Fleets:
 
 def replica_prefix(model: str) -> str:
     """What names of this model's replicas begin with: fit for file names, headers and labels."""
-    return (re.sub(r"[^A-Za-z0-9_.]+", "-", model).strip("-.") or "model") + "-"
+    return (re.sub(r"[^A-Za-z0-9_]+", "-", model).strip("-") or "model") + "-"

@@ -45,7 +45,7 @@ def test_one_models_replicas_have_short_names_several_are_called_after_theirs() 
 
 @pytest.mark.parametrize(
     ("model", "prefix"),
-    [("fox", "fox-"), ("org/Fox-3.1", "org-Fox-3.1-"), ("ein Fuchs!", "ein-Fuchs-"), ("狐", "model-")],
+    [("fox", "fox-"), ("org/Fox-3.1", "org-Fox-3-1-"), ("ein Fuchs!", "ein-Fuchs-"), ("狐", "model-")],
 )
 def test_a_replicas_name_fits_files_headers_and_labels(model: str, prefix: str) -> None:
     """Model names have slashes, and may have anything."""

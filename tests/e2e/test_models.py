@@ -1,0 +1,143 @@
+"""Two models on one cluster, as a user runs it: each its own replicas, tokenizer and cache, one address for both."""
+
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from homing.replica.demo import demo_model_path
+
+from ..replica.toys import save_checkpoint
+from .running import KEY, Serving, homing, serving, until
+
+pytestmark = pytest.mark.cluster
+
+FOX, OWL = "fox", "forest/owl"
+PROMPT = "A long prompt that is sent again and again. " * 20
+CONFIG = """
+models:
+  - name: {fox}
+    model: demo
+    replicas: 1
+  - name: {owl}
+    model: {folder}
+    replicas: 1
+    block_size: 32
+    tensor_parallel_size: 2
+"""
+
+
+def tiny_llama(folder: Path) -> Path:
+    """A random model that speaks with the demo model's tokenizer."""
+    save_checkpoint(folder, "llama", vocab_size=3072, max_position_embeddings=2048)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(demo_model_path() / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """The demo model and a tiny random one of two ranks."""
+    config = tmp_path_factory.mktemp("config") / "two.yaml"
+    config.write_text(CONFIG.format(fox=FOX, owl=OWL, folder=tiny_llama(config.parent / "tiny")))
+    with serving(tmp_path_factory.mktemp("state"), "--config", str(config)) as running:
+        yield running
+
+
+def ask(running: Serving, model: str | None, **more: Any) -> httpx.Response:
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "model": model} | more
+    headers = {"authorization": f"Bearer {KEY}"}
+    return httpx.post(f"{running.url}/v1/completions", json=body, headers=headers, timeout=60, trust_env=False)
+
+
+def answered(response: httpx.Response) -> tuple[str, str, int]:
+    """The text, who gave it, and how much of the prompt came from a cache."""
+    answer = response.raise_for_status().json()
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return answer["choices"][0]["text"], response.headers["x-homing-replica"], cached
+
+
+def test_both_models_answer_each_from_its_own_cache(both: Serving) -> None:
+    """The same prompt, so that a shared index or tokenizer would show."""
+    with both.client() as client:
+        listed = sorted(model.id for model in client.models.list())
+
+    first = {name: answered(ask(both, name)) for name in (FOX, OWL)}
+    again = {name: answered(ask(both, name)) for name in (FOX, OWL)}
+
+    assert listed == sorted([FOX, OWL])
+    assert first[FOX][0] != first[OWL][0]
+    assert {name: text for name, (text, _, _) in first.items()} == {name: text for name, (text, _, _) in again.items()}
+    assert [(who, cached) for _, who, cached in first.values()] == [("fox-r0", 0), ("forest-owl-r0", 0)]
+    assert all(cached > 100 for _, _, cached in again.values())
+
+
+def test_a_request_must_say_which_model_it_means(both: Serving) -> None:
+    """And hears what there is."""
+    unknown, unnamed = ask(both, "ox"), ask(both, None)
+
+    assert unknown.status_code == 404
+    assert unknown.json()["error"]["message"] == f"model 'ox' does not exist here; this server has '{FOX}', '{OWL}'"
+    assert (unnamed.status_code, unnamed.json()["error"]["param"]) == (400, "model")
+
+
+def test_a_model_is_scaled_by_its_name_and_the_other_one_stays(both: Serving) -> None:
+    """Commands that could mean either refuse; status shows both."""
+    before = both.replicas()["fox-r0"]
+
+    refused = homing(both.state, "scale", "2")
+    scaled = homing(both.state, "scale", OWL, "2")
+    status = homing(both.state, "status").stdout
+    back = homing(both.state, "drain", "forest-owl-r0")
+
+    assert refused.returncode == 2
+    assert f"several models run here: {FOX}, {OWL}" in refused.stderr
+    assert scaled.returncode == 0, scaled.stdout + scaled.stderr
+    assert f"{OWL}: 2 serve" in status
+    assert f"{FOX}: 1 serve" in status
+    assert back.returncode == 0, back.stdout + back.stderr
+    replicas = both.serving(2)
+    assert set(replicas) == {"fox-r0", "forest-owl-r1"}
+    assert replicas["fox-r0"]["epoch"] == before["epoch"]
+
+
+def test_one_model_streams_on_while_the_others_replica_dies_and_is_rebuilt(both: Serving) -> None:
+    """Its only one: the other model's requests wait for nothing."""
+    whole = ask(both, FOX, max_tokens=200).json()["choices"][0]["text"]
+    (owl,) = [replica for name, replica in both.replicas().items() if name.startswith("forest-owl")]
+
+    with both.client() as client:
+        stream = client.completions.create(
+            model=FOX, prompt=PROMPT, max_tokens=200, temperature=0, stream=True, extra_body={"ignore_eos": True}
+        )
+        chunks = [next(stream)]
+        psutil.Process(owl["pids"][1]).send_signal(signal.SIGKILL)
+        until(lambda: True if owl["replica_id"] not in both.replicas() else None, "the dead one is out of routing")
+        meanwhile = answered(ask(both, FOX))
+        chunks += list(stream)
+
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole
+    assert meanwhile[1] == "fox-r0"
+    assert both.serving(2)[owl["replica_id"]]["epoch"] != owl["epoch"]
+    assert answered(ask(both, OWL))[1] == owl["replica_id"]
+
+
+def test_an_update_replaces_the_replicas_of_one_model(both: Serving) -> None:
+    """Of the one that is named; without a name it is refused."""
+    before = both.replicas()
+
+    refused = homing(both.state, "update", "--block-size", "16")
+    updated = homing(both.state, "update", "--served-model-name", OWL, "--block-size", "16")
+
+    assert refused.returncode == 2
+    assert "--served-model-name" in refused.stderr
+    assert updated.returncode == 0, updated.stdout + updated.stderr
+    after = both.serving(2)
+    assert after["fox-r0"]["epoch"] == before["fox-r0"]["epoch"]
+    assert {each["epoch"] for each in after.values()} != {each["epoch"] for each in before.values()}
+    assert answered(ask(both, OWL))[1].startswith("forest-owl")
