@@ -7,6 +7,7 @@ working by itself: a killed process makes the same call fail at once, so one ope
 import asyncio
 import logging
 import os
+import secrets
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -17,6 +18,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from ..kvcache.cache import CachedBlock
+from ..replica.gang import SECRET_BYTES
 from ..replica.messages import ReplicaDescription
 from ..router.backend import AbsentReplica
 from .autoscale import Demand
@@ -106,11 +108,11 @@ class ReplicaRank:
         return os.getpid()
 
     def rendezvous(self, host: str | None) -> Rendezvous:
-        """A free address on this node where the gang can meet."""
+        """A free address on this node where the gang can meet, and what its ranks know each other by."""
         host = host or node_address()
         with socket.socket() as probe:
             probe.bind((host, 0))
-            return Rendezvous(host, probe.getsockname()[1])
+            return Rendezvous(host, probe.getsockname()[1], secrets.token_bytes(SECRET_BYTES))
 
     def start(self, spec: RankSpec) -> Started | Failed:
         """Load the model and serve. A failure is a value: it is for the user, and a traceback through Ray is not."""

@@ -34,13 +34,15 @@ if TYPE_CHECKING:
 def make_rank(spec: RankSpec) -> RankServer:
     """The server of a replica (rank 0), or a worker beside it."""
     prepare_torch()
+    from ..replica.gang import GangSpec
     from ..replica.server import ReplicaServer
-    from ..replica.worker import GangSpec, RankWorker
+    from ..replica.worker import RankWorker
 
     model, settings = spec.model, spec.model.settings.replica
     kvcache = of_its_part(model.settings.kvcache, model.settings.cluster.gpus_per_rank)
     model_dir = Path(model.model_dir) if model.model_dir else find_model(settings)
-    gang = GangSpec(rank=spec.rank, size=spec.world, host=spec.rendezvous.host, port=spec.rendezvous.port)
+    meeting = spec.rendezvous
+    gang = GangSpec(rank=spec.rank, size=spec.world, host=meeting.host, port=meeting.port, secret=meeting.secret)
     if spec.rank > 0:
         return RankWorker(settings, block_size=model.settings.kvcache.block_size, model_dir=model_dir, gang=gang)
     folder = socket_folder(model, spec.generation)

@@ -1,6 +1,6 @@
 """What the processes of one cluster tell each other over Ray: orders and reports. Types alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ..kvcache.config import KvCacheSettings
@@ -48,6 +48,7 @@ class Rendezvous:
 
     host: str
     port: int
+    secret: bytes = field(repr=False)  #: that only these ranks are given
 
 
 @dataclass(slots=True, frozen=True)

@@ -8,6 +8,7 @@ call allocates comes from the graph's memory. The first call of a group connects
 capture (a capture's warm-up runs see to it), and graphs must be given up before their group.
 """
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -42,7 +43,7 @@ class RankGroup:
         timeout = timedelta(seconds=timeout_s)
         make = _gloo if backend == "gloo" else _nccl
         with _rank_lost(f"rank {rank} waited for {size} ranks at {host}:{port}"):
-            store = TCPStore(host, port, size, is_master=rank == 0, timeout=timeout)
+            store = _store(rank, size, host, port, timeout)
             return cls(rank, size, make(PrefixStore("homing", store), rank, size, host, timeout))
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -74,8 +75,17 @@ def _rank_lost(what: str) -> Iterator[None]:
     """Turn what torch raises when a rank is gone or too late into RankLost."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise RankLost(f"{what}: {error}") from error
+
+
+def _store(rank: int, size: int, host: str, port: int, timeout: timedelta) -> Store:
+    if rank:
+        return TCPStore(host, port, size, is_master=False, timeout=timeout)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Torch's own listener would be on every interface, whatever `host` is.
+    listener = socket.create_server((host, port), family=family, backlog=size)
+    return TCPStore(host, port, size, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
 
 
 def _gloo(store: Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:

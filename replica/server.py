@@ -29,6 +29,7 @@ from ..kvcache.pins import PinLimits
 from .config import ReplicaSettings
 from .engine import Engine, EngineModel, StepResult
 from .errors import EngineBroken, ReplicaError, RequestError
+from .gang import GangSpec
 from .identity import cache_identity, parity
 from .messages import (
     CacheReset,
@@ -43,13 +44,14 @@ from .messages import (
     TokenBatch,
 )
 from .overlap import OverlappedEngine
+from .plan_channel import PlanChannel
 from .port import Delivery, RequestPort
 from .rates import Rates
 from .resident.runner import ResidentRunner, RunnerLoader, load_runner
 from .runner import ModelRunner, thread_keeper
 from .scheduler import Limits
 from .startup import measure_rates, number_of_blocks, resolve_limits
-from .worker import GangExecutor, GangSpec, LocalExecutor, PlanChannel, join_gang, share_endpoint
+from .worker import GangExecutor, LocalExecutor, join_gang, share_endpoint
 
 log = logging.getLogger(__name__)
 
@@ -236,7 +238,7 @@ class ReplicaServer:
             runner = self._load_runner(self._settings, self._model_dir, size, None)
             return runner, LocalExecutor(runner), ()
         group = join_gang(self._gang, self._settings)
-        channel = PlanChannel(self._gang.size - 1, self._gang.host)
+        channel = PlanChannel(self._gang)
         try:
             share_endpoint(group, channel.endpoint, self._settings)
             runner = self._load_runner(self._settings, self._model_dir, size, group)

@@ -33,7 +33,7 @@ def rank_spec(model: str) -> RankSpec:
     """Rank 0 of one, of this model."""
     settings = Settings(replica=ReplicaSettings(model=model))
     spec = ModelSpec(settings=settings, seed=7, model_dir="", run_dir=None, host="127.0.0.1")
-    return RankSpec(spec, "r0", 1, 0, 1, Rendezvous("127.0.0.1", 1))
+    return RankSpec(spec, "r0", 1, 0, 1, Rendezvous("127.0.0.1", 1, b""))
 
 
 def test_a_rank_is_made_started_and_run_in_one_thread() -> None:

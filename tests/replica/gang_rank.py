@@ -12,16 +12,18 @@ from homing.events.config import EventsSettings
 from homing.kvcache.config import KvCacheSettings
 from homing.replica.config import ReplicaSettings
 from homing.replica.errors import RankLost
+from homing.replica.gang import GangSpec
 from homing.replica.server import ReplicaServer
-from homing.replica.worker import GangSpec, RankWorker
+from homing.replica.worker import RankWorker
 
 BLOCK_SIZE = 8
+SECRET = bytes(range(32))
 CPU = {"dtype": "float32", "device": "cpu", "cpu_threads": 1}
 
 
 def main(folder: str, rank: int, size: int, port: int, overlap: str) -> int:
     settings = msgspec.convert({"tensor_parallel_size": size, "overlap_steps": overlap, **CPU}, ReplicaSettings)
-    gang = GangSpec(rank=rank, size=size, host="127.0.0.1", port=port)
+    gang = GangSpec(rank=rank, size=size, host="127.0.0.1", port=port, secret=SECRET)
     server: ReplicaServer | RankWorker
     if rank:
         server = RankWorker(settings, block_size=BLOCK_SIZE, model_dir=Path(folder), gang=gang)

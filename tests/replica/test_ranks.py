@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+import psutil
 import pytest
 import torch
 
@@ -171,3 +172,14 @@ def test_impossible_split_is_refused_by_name(provider, size, reason, checkpoint)
 
     with pytest.raises(TensorParallelUnsupported, match=reason):
         ModelRunner(settings, checkpoint("llama"), BLOCK_SIZE, RankGroup(0, size, Alone()))
+
+
+def test_ranks_meet_on_their_own_address_alone() -> None:
+    """Torch's listener is on every interface, where a replica on loopback must not be."""
+    port = free_port()
+    group = RankGroup.join(0, 1, host="127.0.0.1", port=port, backend="gloo", timeout_s=60)
+    listening = [each.laddr for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+
+    assert group.size == 1
+    assert port in {address.port for address in listening}
+    assert {address.ip for address in listening} == {"127.0.0.1"}

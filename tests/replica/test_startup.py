@@ -15,13 +15,15 @@ from homing.kvcache.errors import PoolTooSmall
 from homing.kvcache.sizing import MemoryReading, kv_budget_bytes
 from homing.replica.config import ReplicaSettings
 from homing.replica.errors import StartupError
+from homing.replica.gang import GangSpec
 from homing.replica.models.spec import KvShape, ModelSpec
 from homing.replica.plan import PlanRow, StepPlan, lay_out, plan_of_rows
+from homing.replica.plan_channel import PlanChannel
 from homing.replica.resident.runner import ResidentRunner
 from homing.replica.runner import ModelRunner
 from homing.replica.scheduler import Limits
 from homing.replica.startup import TRIAL_BLOCKS, blocks_left, largest_steps, number_of_blocks
-from homing.replica.worker import GangExecutor, GangSpec, LocalExecutor, PlanChannel, RankWorker, join_gang
+from homing.replica.worker import GangExecutor, LocalExecutor, RankWorker, join_gang
 from homing.replica.worker import share_endpoint as share
 
 from .toys import BLOCK_SIZE
@@ -188,7 +190,7 @@ def test_ranks_agree_on_the_pool_of_the_one_with_the_least(checkpoint, free_port
     settings = ReplicaSettings(
         dtype="float32", device="cpu", tensor_parallel_size=2, max_model_len=60, max_running_requests=3, cpu_threads=1
     )
-    gangs = [GangSpec(rank=rank, size=2, host="127.0.0.1", port=free_port) for rank in range(2)]
+    gangs = [GangSpec(rank=rank, size=2, host="127.0.0.1", port=free_port, secret=bytes(32)) for rank in range(2)]
     runners: dict[int, ModelRunner] = {}
 
     def load(settings, model_dir, block_size, group):
@@ -199,7 +201,7 @@ def test_ranks_agree_on_the_pool_of_the_one_with_the_least(checkpoint, free_port
     worker = RankWorker(settings, block_size=BLOCK_SIZE, model_dir=folder, gang=gangs[1], load_runner=load)
     thread = threading.Thread(target=lambda: (worker.start(), worker.run()))
     thread.start()
-    group, channel = join_gang(gangs[0], settings), PlanChannel(1, "127.0.0.1")
+    group, channel = join_gang(gangs[0], settings), PlanChannel(gangs[0])
     share(group, channel.endpoint, settings)
     executor = GangExecutor(load(settings, folder, BLOCK_SIZE, group), channel)
     channel.wait_for_workers()
@@ -208,10 +210,11 @@ def test_ranks_agree_on_the_pool_of_the_one_with_the_least(checkpoint, free_port
     found = number_of_blocks(cache, settings, runners[0].spec, executor, CUDA)
     executor.allocate(found)
     logits = executor.execute(PROMPT)
+    sizes = [runner._pool.num_blocks for runner in runners.values()]
     executor.close()
     thread.join(60)
 
     assert not thread.is_alive()
     assert found == 150_000 // runners[0].spec.bytes_per_block(BLOCK_SIZE)
-    assert [runner._pool.num_blocks for runner in runners.values()] == [found, found]
+    assert sizes == [found, found]
     assert logits.shape == (1, 211)

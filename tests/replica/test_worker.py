@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from homing.replica.errors import RankLost
-from homing.replica.worker import GangSpec
+from homing.replica.gang import GangSpec
 
 from .clients import PATIENCE_S, Client, served
+from .gang_rank import SECRET
 
 RANK = Path(__file__).with_name("gang_rank.py")
 
@@ -42,7 +43,7 @@ def folder(checkpoint: Callable[..., Path]) -> Path:
 def rank_0(port: int, overlap: str = "off") -> dict[str, object]:
     return {
         "settings": {"tensor_parallel_size": 2, "overlap_steps": overlap},
-        "gang": GangSpec(rank=0, size=2, host="127.0.0.1", port=port),
+        "gang": GangSpec(rank=0, size=2, host="127.0.0.1", port=port, secret=SECRET),
     }
 
 
