@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from homing.cluster.autoscale import terms_of
 from homing.cluster.config import ROOMS, SETTINGS, Settings, changed_settings, load_settings, markdown, state_folder
 from homing.cluster.errors import SettingsError
 
@@ -217,6 +218,14 @@ def test_a_model_beside_the_list_is_refused(tmp_path: Path, name: str) -> None:
         load_settings({name: "x"}, {}, path)
     with pytest.raises(SettingsError, match=f"variable HOMING_{name.upper()}: {name} is each model's own"):
         load_settings({}, {f"HOMING_{name.upper()}": "x"}, path)
+
+
+def test_the_example_of_several_models_is_one() -> None:
+    """The README starts it."""
+    settings = load_settings({}, {}, DOCS.parents[1] / "deploy" / "models.yaml")
+
+    assert [(each.served_name, each.ranks) for each in settings.models] == [("qwen3-0.6b", 1), ("qwen3-8b", 4)]
+    assert [terms_of(each.cluster.autoscale, 1.0) is not None for each in settings.models] == [True, False]
 
 
 def running(tmp_path: Path) -> dict[str, Settings]:
