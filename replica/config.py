@@ -45,6 +45,14 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_batched_tokens: Annotated[
         int, Meta(ge=1, description="token budget of one step; longer prefills run in chunks")
     ] = 2048
+    prefill_step_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="prompt tokens after which a step takes no further prompt, so that the first tokens of all in "
+            "it come sooner; 0: 256 on CPU, max_batched_tokens on CUDA",
+        ),
+    ] = 0
     cpu_threads: Annotated[
         int, Meta(ge=0, description="torch threads per rank on CPU; 0: the cores that others leave idle, at least 1")
     ] = 0

@@ -44,6 +44,9 @@ class Limits:
     #: Longest prompt plus answer; never more than the pool holds.
     max_model_len: int
     worth_waiting_tokens: int = WORTH_WAITING_TOKENS
+    #: Prompt tokens after which a step takes no further prompt: so many keep the processor busy, and sharing the step
+    #: would only delay the first tokens of all in it. None: the budget alone bounds a step.
+    prefill_step_tokens: int | None = None
 
     @property
     def running(self) -> int:
@@ -134,11 +137,13 @@ class Scheduler:
         """
         rows = self._schedule_decodes()
         budget = self.limits.max_batched_tokens - len(rows)
+        # What is left of the budget when prompts fill the step.
+        enough = max(0, budget - (self.limits.prefill_step_tokens or budget))
         for request in self._running:
-            if not request.decoding and budget:
+            if not request.decoding and budget > enough:
                 rows.append(self._row(request, budget))
                 budget -= rows[-1].count
-        return [*rows, *self._admit(budget)]
+        return [*rows, *self._admit(budget, enough)]
 
     def complete(self, row: ScheduledRow) -> None:
         """The KV of this row is there now: full blocks become known to the cache. A finished request is passed over."""
@@ -251,13 +256,13 @@ class Scheduler:
     def _missing_blocks(self, request: RequestState) -> int:
         return -(-request.num_tokens // self._hasher.block_size) - len(request.blocks)
 
-    def _admit(self, budget: int) -> Iterable[ScheduledRow]:
+    def _admit(self, budget: int, enough: int) -> Iterable[ScheduledRow]:
         """Start waiting requests in order; the first that does not fit holds up those behind it, or it would starve.
 
         One whose prefix is being computed is passed over: it holds up nobody, and soon finds its blocks.
         """
         passed = 0
-        while budget and passed < len(self._waiting) and len(self._running) + passed < self.limits.running:
+        while budget > enough and passed < len(self._waiting) and len(self._running) + passed < self.limits.running:
             request = self._waiting[passed]
             if request.in_flight or self._hopeless(request):  # in flight: its newest token is not known yet
                 return

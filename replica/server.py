@@ -227,7 +227,7 @@ class ReplicaServer:
         self._closers.append(executor.close)
         size = self._kvcache.block_size
         num_blocks = number_of_blocks(self._kvcache, self._settings, runner.spec, executor, runner.device)
-        limits = resolve_limits(self._settings, runner.spec, num_blocks=num_blocks, block_size=size)
+        limits = resolve_limits(self._settings, runner.spec, runner.device, num_blocks=num_blocks, block_size=size)
         executor.allocate(num_blocks)
         rates = measure_rates(executor, limits, size)
         return Model(runner, executor, num_blocks, limits, rates, (os.getpid(), *workers))

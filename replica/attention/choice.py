@@ -10,7 +10,6 @@ import torch
 from ..errors import StartupError
 from ..kernels.choice import choose_kernels, compiled_problem
 from .base import AttentionBackend, KvPool
-from .compiled import CompiledAttention
 from .cpu import ScratchAttention
 from .flash import FLASH3_MODULES, FlashAttention, load_flash2, load_flash3
 from .paged import PagedAttention
@@ -170,6 +169,8 @@ def _made(name: Name, pool: KvPool, device: torch.device) -> AttentionBackend:
         case "triton":
             return PagedAttention(pool, choose_kernels(device))
         case "cpu-compiled":
+            from .compiled import CompiledAttention  # needs numba
+
             return CompiledAttention(pool, choose_kernels(device))
         case "cpu-scratch":
             return ScratchAttention(pool)

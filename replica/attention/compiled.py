@@ -9,9 +9,10 @@ from typing import ClassVar
 import torch
 
 from ..kernels.base import Kernels, PagedRows
+from ..kernels.cpu.softmax import causal_softmax
 from ..models.base import AttentionRule, Rotary
 from .base import Batch, KvPool
-from .cpu import PrefillItem, ScratchAttention, split_prefills
+from .cpu import PrefillItem, ScratchAttention, Tile, split_prefills
 
 
 class CompiledAttention(ScratchAttention):
@@ -53,6 +54,11 @@ class CompiledAttention(ScratchAttention):
         for item in self._prefills_for(rule.window):
             self._prefill(layer, item, q, rule, out)
         return out
+
+    def _weighed(self, scores: torch.Tensor, tile: Tile, rule: AttentionRule) -> torch.Tensor:
+        if rule.softcap is not None or rule.sinks is not None:
+            return super()._weighed(scores, tile, rule)
+        return causal_softmax(scores, tile.stop - tile.first, rule.window)
 
     def _prefills_for(self, window: int | None) -> list[PrefillItem]:
         items = self._prefills.get(window)

@@ -243,10 +243,14 @@ class ScratchAttention:
             scores = self._buffer("scores", (kv_heads, queries.shape[1] * count, seen.stop - seen.start), q)
             torch.bmm(queries.flatten(1, 2), keys[:, :, seen], out=scores)
             by_query = scores.view(kv_heads, -1, count, scores.shape[2])
-            _hide(by_query, tile.hidden, rule.softcap)
-            weights = _weights(by_query, None if rule.sinks is None else rule.sinks.view(kv_heads, -1, 1, 1))
+            weights = self._weighed(by_query, tile, rule)
             found = torch.bmm(weights.flatten(1, 2), values[:, seen])
             answers[tile.first : tile.stop] = found.view(kv_heads, -1, count, v.shape[2]).permute(2, 0, 1, 3)
+
+    def _weighed(self, scores: torch.Tensor, tile: Tile, rule: AttentionRule) -> torch.Tensor:
+        """What each key weighs for each query, from scores [kv heads, group, queries, keys], which may be reused."""
+        _hide(scores, tile.hidden, rule.softcap)
+        return _weights(scores, None if rule.sinks is None else rule.sinks.view(len(scores), -1, 1, 1))
 
     def _decode(self, layer: int, item: DecodeItem, q: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
         """One query of each row: [rows, heads, dim]; some KV heads at a time."""

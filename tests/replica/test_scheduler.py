@@ -35,6 +35,7 @@ class Bench:
     enabled: bool = True
     partial_block_reuse: bool = True
     worth_waiting: int = 128
+    prefill_step: int | None = None
     ended: dict[int, RequestState] = field(default_factory=dict)
     rows: list[ScheduledRow] = field(default_factory=list)
 
@@ -48,7 +49,8 @@ class Bench:
             pin_limits=PinLimits(tenant_share=1.0, total_share=1.0),
         )
         self.model = FakeModel(self.blocks + 1, self.block_size)
-        limits = Limits(self.running, self.budget, self.blocks * self.block_size, self.worth_waiting)
+        longest = self.blocks * self.block_size
+        limits = Limits(self.running, self.budget, longest, self.worth_waiting, self.prefill_step)
         self.scheduler = Scheduler(limits, self.cache, self.hasher)
         self.number = 0
 
@@ -289,6 +291,20 @@ def test_nobody_waits_for_a_few_tokens_or_without_a_cache() -> None:
         bench.check_end()
 
 
+def test_prompts_that_fill_a_step_leave_further_ones_to_the_next() -> None:
+    """Each first token comes as soon as its own prompt is done, not when those of all are; no prompt is cut for it."""
+    bench = Bench(prefill_step=4)
+    first, second, third = bench.add([1, 2, 3]), bench.add([4, 5, 6, 7, 8]), bench.add([9])
+
+    bench.step()
+    assert [(row.request, row.count) for row in bench.rows] == [(first, 3), (second, 5)]
+    bench.step()
+
+    assert [(row.request, row.count) for row in bench.rows] == [(first, 1), (second, 1), (third, 1)]
+    bench.run()
+    bench.check_end()
+
+
 LONG = [1, 2, 3, 4, 5, 6, 7, 8]
 
 
@@ -477,6 +493,7 @@ class Schedules(RuleBasedStateMachine):
         enabled=st.booleans(),
         partial_block_reuse=st.booleans(),
         worth_waiting=st.sampled_from([1, 4, 128]),
+        prefill_step=st.sampled_from([None, 1, 3]),
     )
     def start(self, **limits: Any) -> None:
         self.bench = Bench(**limits)

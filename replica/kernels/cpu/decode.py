@@ -12,7 +12,7 @@ from numba import carray, njit
 
 from ...models.base import AttentionRule
 from ..base import PagedRows
-from .scalars import FAST_MATH, Storage, exponential, kernel, pointer, storage_of
+from .scalars import FAST_MATH, Storage, exponential, greatest, kernel, pointer, same, storage_of
 from .team import openmp_threads, run, threads_for
 
 
@@ -109,12 +109,9 @@ def _attend(storage: Storage, key_dim: int, value_dim: int, group: int):
 def _softmax(scores, group, count, longest):
     for head in range(group):
         row = carray(pointer(scores + head * longest * 4), (count,), np.float32)
-        greatest = np.float32(-np.inf)
+        top, total = greatest(row, same), np.float32(0)
         for i in range(count):
-            greatest = max(greatest, row[i])
-        total = np.float32(0)
-        for i in range(count):
-            row[i] = exponential(row[i] - greatest)
+            row[i] = exponential(row[i] - top)
             total += row[i]
         inverse = np.float32(1) / total
         for i in range(count):

@@ -1,7 +1,6 @@
 """Numbers as memory holds them, for compiled kernels: bfloat16 as bits, addresses, exponentials. Knows no tensors."""
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.
 P0, P1, P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
 P3, P4, P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
 HALF, ONE = np.float32(0.5), np.float32(1.0)
+LEAST_INT, GREATEST_INT = np.int32(-0x80000000), np.int32(0x7FFFFFFF)
 #: Beyond these the power of two would leave float32's exponents.
 LEAST, GREATEST = np.float32(-87.0), np.float32(88.0)
 
@@ -82,19 +82,35 @@ def storage_of(dtype: torch.dtype) -> Storage | None:
     if dtype == torch.bfloat16:
         return Storage(np.uint16, _from_bfloat16, _to_bfloat16)
     if dtype == torch.float32:
-        return Storage(np.float32, _same, _same)
+        return Storage(np.float32, same, same)
     return None
 
 
 @njit(fastmath=FAST_MATH, error_model="numpy")
 def exponential(x):
     """exp(x) of a float32, to a few units in the last place; vectorizes, as a call of libm does not."""
-    x = min(max(x, LEAST), GREATEST)
-    power = np.float32(math.floor(x * LOG2_E + HALF))
+    x = LEAST if x < LEAST else x  # so put that NaN stays NaN
+    x = GREATEST if x > GREATEST else x
+    power = np.float32(np.floor(x * LOG2_E + HALF))
     rest = x - power * LN2_HIGH - power * LN2_LOW
     polynomial = ((((P0 * rest + P1) * rest + P2) * rest + P3) * rest + P4) * rest + P5
     scale = float_of(np.uint32(np.int32(power) + np.int32(127)) << np.uint32(23))
     return (polynomial * rest * rest + rest + ONE) * scale
+
+
+@njit(error_model="numpy")
+def greatest(values, widen):
+    """The greatest of some values, by their bits: LLVM takes the maximum of floats one after the other."""
+    found = LEAST_INT
+    for i in range(len(values)):
+        found = max(found, _ordered(np.int32(bits_of(widen(values[i])))))
+    return float_of(np.uint32(_ordered(found)))
+
+
+@njit(error_model="numpy")
+def _ordered(bits):
+    """The bits of a float32 as a number of the same order, and back."""
+    return np.int32(bits ^ (np.int32(bits >> np.int32(31)) & GREATEST_INT))
 
 
 @njit(error_model="numpy")
@@ -110,5 +126,5 @@ def _to_bfloat16(value):
 
 
 @njit(error_model="numpy")
-def _same(value):
+def same(value):
     return np.float32(value)
