@@ -33,6 +33,7 @@ SHARED_MEMORY_BYTES = 80 * MIB
 OPEN_FILES = 4096
 #: KV memory of a rank on CPU when no setting says otherwise (docs/settings.md, `kv_cache_bytes`).
 CPU_KV_BYTES = 512 * MIB
+SEE_STATUS = "homing status shows what each waits for"
 SIGNS = {"ok": "ok", "warning": "!", "error": "✗"}
 
 Level = Literal["ok", "warning", "error"]
@@ -198,7 +199,7 @@ def _port(settings: Settings, note: Note | None) -> Finding:
     try:
         check_front(router)
     except ClusterError as error:
-        return _refused("ports", error)
+        return _refused("ports", error, "choose another --port or --host, or mend what is named")
     return Finding("ports", "ok", f"{router.host}:{router.port} is free")
 
 
@@ -209,7 +210,7 @@ def _model(settings: Settings) -> Finding:
         folder = find_model(settings.replica)
         check_folder(folder, settings)
     except ClusterError as error:
-        return _refused("model", error)
+        return _refused("model", error, "give a whole model folder, or a name on the Hugging Face hub")
     return Finding("model", "ok", f"weights and tokenizer of {settings.replica.model} are whole")
 
 
@@ -219,16 +220,17 @@ def _doors(settings: Settings) -> Finding:
         with_api_keys(settings)
         check_keys(settings.events)
     except ClusterError as error:
-        return _refused("keys", error)
+        return _refused("keys", error, "mend the file that is named: docs/api.md, docs/events.md")
     if opened := exposures(settings):
         message, _, remedy = opened[0].partition(": ")
         return Finding("keys", "warning", message, remedy)
     return Finding("keys", "ok", "listed API keys may ask" if router.api_keys_file else "loopback only")
 
 
-def _refused(check: str, error: ClusterError) -> Finding:
-    """Messages of early refusals end in their remedy."""
-    return Finding(check, "error", str(error))
+def _refused(check: str, error: ClusterError, remedy: str) -> Finding:
+    """Messages of early refusals mostly end in their remedy; `remedy` is for those that do not."""
+    words, _, told = str(error).rpartition("; ")
+    return Finding(check, "error", words or told, told if words else remedy)
 
 
 # A running cluster
@@ -249,11 +251,15 @@ def examine_view(view: Mapping[str, Any]) -> list[Finding]:
             findings.append(Finding("replicas", "warning", message, f"look at its node {row['node']}"))
     if not view["refused"]:
         findings.append(Finding("parity", "ok", "tokenizer, template, block size and hashes agree"))
+    if not view["models"]:
+        findings.append(Finding("replicas", "error", "none serves", SEE_STATUS))
     return [*findings, *(_served(model) for model in view["models"])]
 
 
 def _served(model: Mapping[str, Any]) -> Finding:
-    return Finding("replicas", "ok" if model["serving"] else "error", f"{model['serving']} serve {model['name']}")
+    if not model["serving"]:
+        return Finding("replicas", "error", f"none serves {model['name']}", SEE_STATUS)
+    return Finding("replicas", "ok", f"{model['serving']} serve {model['name']}")
 
 
 def _examine_cluster(note: Note | None) -> list[Finding]:

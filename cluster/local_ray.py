@@ -95,18 +95,17 @@ def join(settings: Settings) -> None:
             namespace=f"homing-{cluster.name}",
         )
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
-        reason = " ".join(str(error).split())
-        raise ClusterError(f"cannot join the Ray cluster at {cluster.ray_address}: {reason}") from error
+        raise ClusterError(f"cannot join the Ray cluster at {cluster.ray_address}: {_reason(error)}") from error
 
 
 @contextlib.contextmanager
-def visit(ray_address: str, name: str, *, ours: bool) -> Iterator[None]:
+def visit(ray_address: str, name: str, *, ours: bool, token: bool) -> Iterator[None]:
     """Be a driver of a Ray cluster for a moment, to talk to what runs there: `ours` that of a local `homing serve`.
 
-    Raises ClusterError. Ray must not have been imported: it reads these variables then.
+    `token`: it wants one. Raises ClusterError. Ray must not have been imported: it reads these variables then.
     """
     os.environ.update(RAY_ENVIRONMENT if ours else {"RAY_USAGE_STATS_ENABLED": "0"})
-    if ours:  # Ray asks for a token by default where it starts a cluster, and not where it joins one
+    if token:  # Ray shows one by itself where it starts a cluster or finds it, and not at an address
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     import ray
 
@@ -118,12 +117,22 @@ def visit(ray_address: str, name: str, *, ours: bool) -> Iterator[None]:
                 address=ray_address, log_to_driver=False, logging_level=logging.CRITICAL, namespace=f"homing-{name}"
             )
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
-            reason = " ".join(str(error).split())
-            raise ClusterError(f"cannot reach the Ray cluster at {ray_address}: {reason}") from error
+            raise ClusterError(f"cannot reach the Ray cluster at {ray_address}: {_reason(error)}") from error
         try:
             yield
         finally:
             ray.shutdown()
+
+
+def wants_token() -> bool:
+    """Whether the Ray cluster that this process is part of does: Ray notes it here when it finds a token by itself."""
+    return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
+
+
+def _reason(error: Exception) -> str:
+    """Ray's words on one line. Where no token was shown it does not say that one may be missing."""
+    words = " ".join(str(error).split())
+    return words if wants_token() else f"{words}; if it wants a token: RAY_AUTH_MODE=token"
 
 
 def guard(token: Path) -> None:

@@ -130,7 +130,7 @@ def _ray(settings: Settings, console: Console, notebook: Notebook, note: Note, d
         console.step("ray", f"joining {address}" if address else "starting a local cluster")
         local_ray.join(settings) if address else local_ray.start_local(settings, _present(folder))
         stopper.install()
-        note = msgspec.structs.replace(note, ray_address=local_ray.address())
+        note = msgspec.structs.replace(note, ray_address=local_ray.address(), ray_token=local_ray.wants_token())
         console.step("ray", "ready")
         yield Run(settings, console, stopper, notebook, note, folder, detached)
     finally:

@@ -33,6 +33,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     router_urls: tuple[str, ...] = ()  #: of each router alone, when there are several
     model: str = ""
     ray_address: str | None = None  #: of the Ray cluster, for Ray's own tools
+    ray_token: bool = False  #: that cluster wants one
     run_dir: str | None = None  #: removed when the cluster ends
     log: str | None = None  #: of a detached cluster
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,6 +82,7 @@ def test_settings_that_would_be_refused_are_errors(tmp_path: Path) -> None:
 
     assert port.level == "ok"
     assert (model.level, "no config.json" in model.message) == ("error", True)
+    assert model.remedy
     assert keys.level == "warning"
     assert "--api-keys-file" in keys.remedy
 
@@ -104,6 +106,19 @@ def test_what_a_running_cluster_tells_is_told_on() -> None:
         ("replicas", "ok"),
         ("replicas", "error"),
     ]
+
+
+def test_a_cluster_in_which_nothing_serves_is_an_error_with_its_remedy() -> None:
+    """A taken port, too, says what to do apart from what is wrong."""
+    *_, replicas = examine_view({"refused": [], "absent": [], "replicas": [], "models": []})
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port, *_ = examine_settings(load_settings({"port": str(taken.getsockname()[1])}, {}), None)
+
+    assert (replicas.level, port.level) == ("error", "error")
+    assert "homing status" in replicas.remedy
+    assert port.remedy.startswith("choose another port")
 
 
 def test_a_finding_is_a_line_with_its_remedy_below() -> None:
