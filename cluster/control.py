@@ -142,7 +142,8 @@ def _visit(settings: Settings) -> AbstractContextManager[None]:
     note = Notebook(state_folder(settings)).running(settings.cluster.name)
     if note.ray_address is None:
         raise NotRunning(f"cluster {note.name!r} is still starting, or has no replicas of its own (pid {note.pid})")
-    return local_ray.visit(note.ray_address, note.name, ours=note.run_dir is not None, token=note.ray_token)
+    ours = note.run_dir is not None
+    return local_ray.visit(note.ray_address, note.name, ours=ours, token=ours or note.ray_token)
 
 
 def _changed_spec(running: ModelSpec, settings: Settings) -> ModelSpec:
