@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
@@ -120,10 +121,16 @@ SETUPS = st.builds(Setup, st.integers(3, 40), st.integers(7, 14), st.sampled_fro
 def runner_of(folder: Path, provider: str, resident: bool) -> ModelRunner:
     """One for all examples: what stands in its blocks from an example before must not matter."""
     kind = ResidentRunner if resident else ModelRunner
-    settings = ReplicaSettings(
-        dtype="float32", device="cpu", model_provider=provider, max_running_requests=4, max_model_len=200
-    )
-    runner = kind(settings, folder, BLOCK_SIZE)
+    values = {
+        "dtype": "float32",
+        "device": "cpu",
+        "model_provider": provider,
+        "max_running_requests": 4,
+        "max_model_len": 200,
+        # One provider on each of the backends that a CPU may get.
+        "attention_backend": "auto" if provider == "native" or resident else "cpu-scratch",
+    }
+    runner = kind(msgspec.convert(values, ReplicaSettings), folder, BLOCK_SIZE)
     runner.allocate_kv(NUM_BLOCKS)
     return runner
 

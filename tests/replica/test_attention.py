@@ -142,13 +142,14 @@ def test_backend_equals_the_reference(shape, rule, backend):
     st.one_of(st.none(), st.integers(1, 40)),
     st.sampled_from([1, 700, 1 << 20]),
 )
-def test_cpu_backend_equals_the_reference_for_any_lengths(lengths, window, group_bytes):
+def test_cpu_backends_equal_the_reference_for_any_lengths(lengths, window, group_bytes):
     """However rows are grouped for decode, and wherever a window cuts the first page."""
     batch, rule = batch_of(lengths), AttentionRule(0.4, window=window)
 
-    got, _ = run(partial(ScratchAttention, group_bytes=group_bytes), batch, Shape(), rule)
+    wanted, _ = run(ReferenceAttention, batch, Shape(), rule)
 
-    torch.testing.assert_close(got, run(ReferenceAttention, batch, Shape(), rule)[0], rtol=1e-5, atol=1e-5)
+    for backend in (partial(ScratchAttention, group_bytes=group_bytes), compiled_attention):
+        torch.testing.assert_close(run(backend, batch, Shape(), rule)[0], wanted, rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=80, deadline=None)
@@ -174,9 +175,10 @@ def test_rows_that_share_a_prefix_get_what_each_would_get_alone(rows, pages, rul
     batch = Batch.on_device(lay_out(plan_of_rows(0, plans), BLOCK), CPU)
     asked = replace(fitted(RULES[rule], SHAPES[shape]), window=window)
 
-    got, _ = run(partial(ScratchAttention, group_bytes=group_bytes), batch, SHAPES[shape], asked)
+    wanted, _ = run(ReferenceAttention, batch, SHAPES[shape], asked)
 
-    torch.testing.assert_close(got, run(ReferenceAttention, batch, SHAPES[shape], asked)[0], rtol=1e-5, atol=1e-5)
+    for backend in (partial(ScratchAttention, group_bytes=group_bytes), compiled_attention):
+        torch.testing.assert_close(run(backend, batch, SHAPES[shape], asked)[0], wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [40, 41, 43, 44])
@@ -186,9 +188,10 @@ def test_window_that_begins_inside_a_shared_page_hides_the_keys_before_it(window
     batch = Batch.on_device(lay_out(plan_of_rows(0, plans), BLOCK), CPU)
     rule = AttentionRule(0.4, window=window)
 
-    got, _ = run(ScratchAttention, batch, Shape(), rule)
+    wanted, _ = run(ReferenceAttention, batch, Shape(), rule)
 
-    torch.testing.assert_close(got, run(ReferenceAttention, batch, Shape(), rule)[0], rtol=1e-5, atol=1e-5)
+    for backend in (ScratchAttention, compiled_attention):
+        torch.testing.assert_close(run(backend, batch, Shape(), rule)[0], wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_shared_prefix_is_gathered_once():

@@ -43,6 +43,10 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama with llama3 rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "llama with linear rope": ("llama", {"rope_parameters": DEFAULT_ROPE | {"rope_type": "linear", "factor": 4.0}}),
     "llama in many files": ("llama", {"seed": 3, "shard": "60KB"}),
+    "llama with odd sizes": (
+        "llama",
+        {"hidden_size": 60, "head_dim": 10, "num_attention_heads": 6, "num_key_value_heads": 3},
+    ),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral with a sliding window": ("mistral", {"sliding_window": 11}),
     "qwen2": ("qwen2", {}),
@@ -52,6 +56,10 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1},
     ),
     "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3 with sliding layers": (
+        "qwen3",
+        {"head_dim": 32, "use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1},
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "mixtral with a sliding window": ("mixtral", {"num_local_experts": 4, "sliding_window": 11}),
     "qwen2_moe with a shared expert": ("qwen2_moe", QWEN_EXPERTS | {"shared_expert_intermediate_size": 48}),
@@ -60,6 +68,10 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
         QWEN_EXPERTS | {"shared_expert_intermediate_size": 48, "decoder_sparse_step": 2, "norm_topk_prob": True},
     ),
     "qwen3_moe": ("qwen3_moe", QWEN_EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+    "qwen3_moe with a sliding window": (
+        "qwen3_moe",
+        QWEN_EXPERTS | {"head_dim": 16, "use_sliding_window": True, "sliding_window": 11},
+    ),
     "qwen3_moe with a layer without experts": ("qwen3_moe", QWEN_EXPERTS | {"head_dim": 16, "mlp_only_layers": [0]}),
 }
 ADAPTED: dict[str, tuple[str, dict[str, Any]]] = {

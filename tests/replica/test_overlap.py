@@ -156,6 +156,17 @@ def test_no_step_is_launched_for_a_request_that_is_known_to_end(rig):
     assert rig.tokens(1) == undisturbed([1, 2, 3], 3)
 
 
+def test_a_request_ends_where_the_context_is_full(rig):
+    """Also in blocks that are full to the last slot; the step after the last token is never launched."""
+    rig.add(1, [1] * 60, max_tokens=1000, ignore_eos=True)
+
+    rig.run()
+
+    assert rig.tokens(1) == undisturbed([1] * 60, 4)
+    assert rig.outputs[1][-1].finish_reason == "length"
+    assert len(rig.launcher.model.plans) == 4
+
+
 def test_row_in_flight_of_an_ended_request_is_dropped(rig):
     """The token after the end must not be told, nor its KV be announced."""
     prompt = next([a, b] for a in range(VOCAB) for b in range(VOCAB) if undisturbed([a, b], 2)[-1] == EOS)
