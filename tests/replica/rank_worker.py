@@ -18,7 +18,7 @@ from homing.replica.runner import ModelRunner
 
 def main(folder: str, quantization: str, rank: int, size: int, port: int, block_size: int, num_blocks: int) -> None:
     torch.set_num_threads(1)
-    group = RankGroup.join(rank, size, host="127.0.0.1", port=port, backend="gloo", timeout_s=120)
+    group = RankGroup.join(rank, size, host="127.0.0.1", port=port, backend="gloo", timeout_s=250)
     values = {"dtype": "float32", "device": "cpu", "tensor_parallel_size": size, "quantization": quantization}
     settings = msgspec.convert(values, ReplicaSettings)
     runner = ModelRunner(settings, Path(folder), block_size, group)

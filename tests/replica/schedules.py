@@ -56,11 +56,22 @@ WITH_HOST: dict[str, dict[str, Any]] = {
     "greedy with penalties": {"repetition_penalty": 1.5, "frequency_penalty": -0.5, "ignore_eos": True},
     "bias": {"temperature": 1.0, "seed": 6, "logit_bias": {5: 4.0, 9: -100.0, 210: 3.0}, "ignore_eos": True},
     "greedy bias": {"logit_bias": {7: 9.0, 8: -9.0}},
+    "greedy repetition": {"repetition_penalty": 1.3},
+    "greedy min tokens": {"min_tokens": 2},
     "min tokens": {"temperature": 1.0, "seed": 2, "min_tokens": 2, "stop_token_ids": STOPS},
     "echo": {"prompt_logprobs": 1, "ignore_eos": True},
     "drawn echo": {"temperature": 0.9, "seed": 1, "prompt_logprobs": 0, "min_p": 0.01},
 }
 SAMPLINGS = ON_DEVICE | WITH_HOST
+#: What transformers' `generate` can do itself, in its words; for all else its logits are drawn from by our sampler.
+GENERATE: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "echo": {},
+    "greedy until the end": {"eos_token_id": EOS},
+    "greedy bias": {"eos_token_id": EOS, "sequence_bias": [[[7], 9.0], [[8], -9.0]]},
+    "greedy repetition": {"eos_token_id": EOS, "repetition_penalty": 1.3},
+    "greedy min tokens": {"eos_token_id": EOS, "min_new_tokens": 2},
+}
 
 
 @dataclass(frozen=True)
@@ -283,14 +294,15 @@ class Oracle:
         params = ask.params(choice)
         key = (ask.prompt, ask.sampling, ask.max_tokens, ask.logprobs, choice)
         if key not in self._known:
-            got = self._greedy(ask, params) if ask.sampling == "greedy" else self._drawn(ask, params)
+            got = self._generated(ask, params) if ask.sampling in GENERATE else self._drawn(ask, params)
             if params.prompt_logprobs is not None:
                 got.prompt_logprobs = self._echo(ask, params.prompt_logprobs)
             self._known[key] = got
         return self._known[key]
 
     @torch.inference_mode()
-    def _greedy(self, ask: Ask, params: SamplingParams) -> Got:
+    def _generated(self, ask: Ask, params: SamplingParams) -> Got:
+        options = {"min_new_tokens": 0} | GENERATE[ask.sampling]
         out = self._model.generate(
             torch.tensor([ask.prompt]),
             attention_mask=torch.ones(1, len(ask.prompt), dtype=torch.int64),
@@ -299,10 +311,12 @@ class Oracle:
             pad_token_id=0,
             return_dict_in_generate=True,
             output_logits=True,
+            **options | {"min_new_tokens": min(options["min_new_tokens"], ask.max_tokens)},
         )
         tokens = out.sequences[0, len(ask.prompt) :].tolist()
         logprobs = prompt_logprobs(torch.cat(out.logits), tokens, params.logprobs or 0)
-        return Got(tokens, logprobs if params.logprobs is not None else [], None, "length")
+        ended = "eos_token_id" in options and tokens[-1] in EOS
+        return Got(tokens, logprobs if params.logprobs is not None else [], None, "stop" if ended else "length")
 
     @torch.inference_mode()
     def _drawn(self, ask: Ask, params: SamplingParams) -> Got:

@@ -44,7 +44,7 @@ class Gang:
             )
             for rank in range(1, size)
         ]
-        group = RankGroup.join(0, size, host="127.0.0.1", port=port, backend="gloo", timeout_s=120)
+        group = RankGroup.join(0, size, host="127.0.0.1", port=port, backend="gloo", timeout_s=250)
         settings = ReplicaSettings(dtype="float32", device="cpu", tensor_parallel_size=size, quantization=quantization)
         self.runner = ModelRunner(settings, folder, BLOCK_SIZE, group)
         self.runner.allocate_kv(NUM_BLOCKS)
