@@ -162,7 +162,7 @@ class ReplicaRank:
         try:
             self._server = self._make(spec)
             return Started(os.getpid(), node_address(), self._server.start())
-        except Exception as error:
+        except BaseException as error:  # a panic of a Rust library is no Exception, and `start` waits for an answer
             log.exception("rank_failed_to_start replica=%s rank=%d", spec.replica_id, spec.rank)
             return Failed(describe(error))
 
@@ -170,7 +170,7 @@ class ReplicaRank:
         assert self._server is not None, "a run before the start"
         try:
             self._server.run()
-        except Exception as error:
+        except BaseException as error:
             log.exception("rank_failed")
             self._reason = describe(error)
         finally:

@@ -29,6 +29,22 @@ class ThreadedRank(FakeRank):
         super().run()
 
 
+class Panic(BaseException):
+    """What a Rust library raises when it gives up."""
+
+
+class PanickyRank(FakeRank):
+    """Starts or runs into a panic."""
+
+    def start(self) -> ReplicaDescription | None:
+        if self._spec.model.settings.replica.model == "torn":
+            raise Panic("index out of bounds")
+        return super().start()
+
+    def run(self) -> None:
+        raise Panic("a poisoned lock")
+
+
 def rank_spec(model: str) -> RankSpec:
     """Rank 0 of one, of this model."""
     settings = Settings(replica=ReplicaSettings(model=model))
@@ -60,3 +76,16 @@ def test_a_rank_that_cannot_start_says_why() -> None:
 
     assert actor.start(rank_spec("broken")) == Failed("ValueError: the weights are torn")
     assert actor.started() == Failed("ValueError: the weights are torn")
+
+
+def test_a_panic_at_the_start_is_told() -> None:
+    """It is no Exception; untold, whoever starts the rank would wait until the start's time is over."""
+    assert ReplicaRank(PanickyRank).start(rank_spec("torn")) == Failed("Panic: index out of bounds")
+
+
+def test_a_panic_while_serving_is_told() -> None:
+    """As the reason for which the rank is gone."""
+    actor = ReplicaRank(PanickyRank)
+    actor.start(rank_spec("m"))
+
+    assert actor.watch() == Failed("Panic: a poisoned lock")
