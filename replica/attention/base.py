@@ -9,6 +9,7 @@ import torch
 from ..models.base import Attend, AttentionRule, QkvAttend
 from ..models.spec import ModelSpec
 from ..plan import RaggedBatch
+from ..staging import to_device
 
 
 @dataclass(slots=True, frozen=True)
@@ -26,16 +27,16 @@ class Batch:
 
     @classmethod
     def on_device(cls, ragged: RaggedBatch, device: torch.device) -> Self:
-        """Copy the arrays to `device`."""
+        """Copy the arrays to `device`, without waiting."""
         return cls(
-            token_ids=torch.from_numpy(ragged.token_ids).to(device),
-            positions=torch.from_numpy(ragged.positions).to(device),
-            slots=torch.from_numpy(ragged.slots).to(device),
+            token_ids=to_device(ragged.token_ids, device),
+            positions=to_device(ragged.positions, device),
+            slots=to_device(ragged.slots, device),
             q_lens=ragged.q_lens,
             kv_lens=ragged.kv_lens,
-            block_tables=torch.from_numpy(ragged.block_tables).to(device),
-            logits_at=torch.from_numpy(ragged.logits_at).to(device),
-            copied_slots=torch.from_numpy(ragged.copied_slots).to(device),
+            block_tables=to_device(ragged.block_tables, device),
+            logits_at=to_device(ragged.logits_at, device),
+            copied_slots=to_device(ragged.copied_slots, device),
         )
 
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from ..kernels.base import Kernels, PagedRows
 from ..models.base import AttentionRule, Rotary
+from ..staging import to_device
 from .base import Batch, KvPool
 
 
@@ -42,8 +44,8 @@ def step_of_batch(batch: Batch) -> PagedStep:
     device = batch.slots.device
     decodes = next((row for row, count in enumerate(batch.q_lens) if count > 1), len(batch.q_lens))
     rest = batch.q_lens[decodes:]
-    first = torch.tensor([0, *accumulate(rest)], dtype=torch.int32).to(device) if rest else None
-    seq_lens = torch.tensor(batch.kv_lens, dtype=torch.int32).to(device)
+    first = to_device(np.asarray([0, *accumulate(rest)], dtype=np.int32), device) if rest else None
+    seq_lens = to_device(np.asarray(batch.kv_lens, dtype=np.int32), device)
     return PagedStep(batch.slots, batch.block_tables, seq_lens, decodes, first, rest, batch.kv_lens[decodes:])
 
 

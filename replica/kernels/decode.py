@@ -13,6 +13,8 @@ import triton.language as tl
 
 from .base import PagedRows
 from .matrix import dot, upcasts
+from .pages import key_tile, pages_of, value_tile
+from .search import depth_for
 
 LOG2E = 1.4426950408889634
 #: Keys per step of the inner loop. 64 keeps registers at 124 to 147 without spills (cross-compiled for sm_90; not run).
@@ -20,6 +22,8 @@ TILE = 64
 #: Programs per multiprocessor: as many as fit by registers and shared memory at that tile. Not measured.
 PROGRAMS_PER_PROCESSOR = 4
 _OTHER_PROGRAMS = 6
+#: The plan kernel takes at least so many rows at once: a size is a constant of it, and compiled anew.
+LEAST_ROWS = 64
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,7 +60,7 @@ def plan_decode(seq_lens: torch.Tensor, kv_heads: int, window: int | None, tile:
         ITEMS=programs,
         KV_HEADS=kv_heads,
         TILE=tile,
-        BLOCK=triton.next_power_of_2(rows),
+        BLOCK=max(LEAST_ROWS, triton.next_power_of_2(rows)),
     )
     return DecodePlan(first_chunk, chunk_len, programs, most, window)
 
@@ -95,7 +99,7 @@ def decode(
         DK_PAD=triton.next_power_of_2(key_dim),
         PAGE=rows.keys.shape[1],
         TILE=tile,
-        SEARCH=max(1, count.bit_length()),
+        SEARCH=depth_for(count),
         UPCASTS=upcasts(q),
         num_warps=4,
         num_stages=3,
@@ -151,25 +155,21 @@ def _attend_chunk(
     TILE: tl.constexpr, UPCASTS: tl.constexpr,
 ):  # fmt: skip
     """Softmax over keys `start` up to `end` in base 2: the weighted values, and log2 of the weights' sum."""
-    dk = tl.arange(0, DK_PAD)
-    dv = tl.arange(0, DV_PAD)
     greatest = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     summed = tl.zeros([GROUP_PAD, DV_PAD], tl.float32)
     for at in range(start, end, TILE):
         token = at + tl.arange(0, TILE)
         there = token < end
-        page = tl.load(table + token // PAGE, mask=there, other=0).to(tl.int64)
-        k_at = page * k_page + (token % PAGE) * k_token
-        key = tl.load(keys + k_at[None, :] + dk[:, None], mask=there[None, :] & (dk[:, None] < DK), other=0.0)
+        page = pages_of(table, token, there, PAGE)
+        key = key_tile(keys, page, token, there, k_page, k_token, DK, DK_PAD, PAGE)
         scores = dot(query, key, UPCASTS) * scale
         scores = tl.where(there[None, :], scores, float("-inf"))
         highest = tl.maximum(greatest, tl.max(scores, 1))
         weights = tl.exp2(scores - highest[:, None])
         kept = tl.exp2(greatest - highest)
         total = total * kept + tl.sum(weights, 1)
-        v_at = page * v_page + (token % PAGE) * v_token
-        value = tl.load(values + v_at[:, None] + dv[None, :], mask=there[:, None] & (dv[None, :] < DV), other=0.0)
+        value = value_tile(values, page, token, there, v_page, v_token, DV, DV_PAD, PAGE)
         summed = summed * kept[:, None] + dot(weights.to(value.dtype), value, UPCASTS)
         greatest = highest
     return summed / total[:, None], greatest + tl.log2(total)

@@ -11,6 +11,8 @@ import triton.language as tl
 from .base import PagedRows
 from .decode import LOG2E
 from .matrix import dot, upcasts
+from .pages import key_tile, pages_of, value_tile
+from .search import depth_for
 
 #: Queries and keys per tile. Cross-compiled for sm_90: 24 wgmma, 184 registers, no spill with 8 warps; not run.
 QUERIES = 128
@@ -54,7 +56,7 @@ def prefill(
         PAGE=rows.keys.shape[1],
         QUERIES=queries,
         TILE=tile,
-        SEARCH=max(1, batch.bit_length()),
+        SEARCH=depth_for(batch),
         UPCASTS=upcasts(q),
         num_warps=8,
         num_stages=3,
@@ -81,14 +83,11 @@ def _attend_tiles(
     DV_PAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, UPCASTS: tl.constexpr,
 ):  # fmt: skip
     """Online softmax in base 2 over keys `start` up to `end`; tiles that all queries see whole need no mask."""
-    dk = tl.arange(0, DK_PAD)
-    dv = tl.arange(0, DV_PAD)
     for at in range(start, end, TILE):
         token = at + tl.arange(0, TILE)
         there = token < end
-        page = tl.load(table + token // PAGE, mask=there, other=0).to(tl.int64)
-        k_at = page * k_page + (token % PAGE) * k_token
-        key = tl.load(keys + k_at[None, :] + dk[:, None], mask=there[None, :] & (dk[:, None] < DK), other=0.0)
+        page = pages_of(table, token, there, PAGE)
+        key = key_tile(keys, page, token, there, k_page, k_token, DK, DK_PAD, PAGE)
         scores = dot(query, key, UPCASTS) * scale
         if MASKED:
             seen = there[None, :] & (token[None, :] <= positions[:, None])
@@ -100,8 +99,7 @@ def _attend_tiles(
         weights = tl.exp2(scores - finite[:, None])
         kept = tl.exp2(greatest - finite)
         total = total * kept + tl.sum(weights, 1)
-        v_at = page * v_page + (token % PAGE) * v_token
-        value = tl.load(values + v_at[:, None] + dv[None, :], mask=there[:, None] & (dv[None, :] < DV), other=0.0)
+        value = value_tile(values, page, token, there, v_page, v_token, DV, DV_PAD, PAGE)
         summed = summed * kept[:, None] + dot(weights.to(value.dtype), value, UPCASTS)
         greatest = highest
     return greatest, total, summed

@@ -22,10 +22,11 @@ from ..models.base import Model
 from ..plan import StepPlan, lay_out
 from ..ranks import RankGroup
 from ..runner import ModelRunner, resolve_device
+from ..staging import to_device
 from .decode import DecodeStep
 from .graphs import EagerGraphs, Graphs, NotCaptured, graph_sizes, graphs_for, padded_size
 from .mirror import TableMirror
-from .table import RequestTable, to_device
+from .table import RequestTable
 
 log = logging.getLogger(__name__)
 

@@ -5,17 +5,11 @@ the steps.
 """
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ..kernels.base import SamplingInputs
+from ..staging import to_device
 from .mirror import TableDelta
-
-
-def to_device(values: npt.NDArray[np.int64] | npt.NDArray[np.float64], device: torch.device) -> torch.Tensor:
-    """Copy without waiting: from fresh pinned memory on CUDA, which torch keeps until the copy has run."""
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class RequestTable:
