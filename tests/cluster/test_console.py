@@ -5,6 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from homing.cluster.cli import parse
@@ -58,6 +59,22 @@ def test_every_command_of_the_banner_finds_the_cluster() -> None:
     for words in commands:
         arguments = parse(words)
         assert (arguments.name, arguments.state_dir) == ("blue", "/srv/state folder")
+
+
+def test_several_models_are_all_named_and_the_commands_choose_one() -> None:
+    """What stands there is copied: without a model's name it would be refused."""
+    fox, owl = (load_settings({"served_model_name": name, "replicas": "3"}, {}) for name in ("fox", "forest/owl"))
+    settings = msgspec.structs.replace(Settings(), models=(fox, owl))
+    out = io.StringIO()
+
+    Console(out).opening(settings)
+    Console(out).banner(STATUS, settings, detached=False)
+
+    page = out.getvalue()
+    assert "· 2 models\n  fox · model demo · 3 replicas\n  forest/owl · model demo · 3 replicas\n" in page
+    assert "homing is ready: fox on 3 replicas, forest/owl on 3 replicas" in page
+    assert '"model": "fox"' in page
+    assert "homing explain --served-model-name fox" in page
 
 
 class Closed(io.StringIO):

@@ -45,7 +45,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """The demo model and a tiny random one of two ranks."""
     config = tmp_path_factory.mktemp("config") / "two.yaml"
     config.write_text(CONFIG.format(fox=FOX, owl=OWL, folder=tiny_llama(config.parent / "tiny")))
-    with serving(tmp_path_factory.mktemp("state"), "--config", str(config)) as running:
+    with serving(tmp_path_factory.mktemp("state"), "--config", str(config), patience_s=300.0) as running:
         yield running
 
 

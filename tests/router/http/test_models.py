@@ -1,6 +1,7 @@
 """Several models behind one front: the name in a request says whose tokenizer, limits and replicas it meets."""
 
 from collections.abc import Iterator
+from hashlib import sha256
 
 import httpx
 import msgspec
@@ -12,9 +13,10 @@ from homing.router.config import RouterSettings
 from homing.router.errors import InvalidRequest, ModelNotFound
 from homing.router.http.front import Front
 from homing.router.metrics import RouterMetrics
+from homing.router.tenants import tenants_of
 from homing.router.text.tokenizer import TextModel
 
-from .conftest import LoadedText
+from .conftest import LoadedText, serving
 from .fakes import FakeBackend, reply, total_view
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -134,3 +136,18 @@ async def test_metrics_tell_models_apart(client: httpx.AsyncClient) -> None:
     page = (await client.get("/metrics")).text
     assert 'homing_time_to_first_token_seconds_count{model="org/owl"} 1.0' in page
     assert 'homing_completion_tokens_total{model="org/owl"} 2.0' in page
+
+
+async def test_a_tenants_limits_hold_over_all_models(
+    settings: RouterSettings, backend: FakeBackend, owl: FakeBackend, text_model: TextModel
+) -> None:
+    """Whoever has used up what is theirs must not get as much again from each model."""
+    key = {"key_sha256": sha256(b"key").hexdigest(), "tenant": "acme"}
+    tenants = tenants_of({"keys": [key], "tenants": {"acme": {"requests_per_minute": 2}}})
+    front = Front(settings, FakeModels(backend, owl), RouterMetrics(), texts=LoadedText(text_model), tenants=tenants)
+
+    async with serving(front) as client:
+        for name, status in (("demo", 200), ("org/owl", 200), ("demo", 429), ("org/owl", 429)):
+            body = {"prompt": "x", "model": name}
+            answer = await client.post("/v1/completions", json=body, headers={"authorization": "Bearer key"})
+            assert answer.status_code == status
