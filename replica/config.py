@@ -50,7 +50,7 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Meta(
             ge=0,
             description="prompt tokens after which a step takes no further prompt, so that the first tokens of all in "
-            "it come sooner; 0: 256 on CPU, max_batched_tokens on CUDA",
+            "it come sooner; 0: 128 on CPU, max_batched_tokens on CUDA",
         ),
     ] = 0
     cpu_threads: Annotated[

@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 CPU_KV_BYTES = 512 * 1024 * 1024
 #: Enough for steps whose results nobody reads: the null block, and one for all tokens of all requests.
 TRIAL_BLOCKS = 2
-#: With so many prompt tokens a step on a CPU is as fast a token as with any more. Tuned on two cores, 125 M parameters:
-#: of 8 prompts of 64 tokens that came at once the first tokens came after 288 ms instead of 417, at 0.4 % fewer tokens
-#: a second; with 128 after 223, but 16 prompts of 256 then took 5 % longer to answer.
-CPU_PREFILL_STEP_TOKENS = 256
+#: With so many prompt tokens a step on a CPU is nearly as fast a token as with any more. Tuned on two cores, 125 M
+#: parameters: of 8 prompts of 64 tokens that came at once the first tokens came after 223 ms instead of 417, at as many
+#: tokens a second (256: 288 ms); 16 prompts of 256 took 3 to 9 % longer to answer.
+CPU_PREFILL_STEP_TOKENS = 128
 #: Long enough that a step's fixed cost hardly shows, short enough not to delay a start.
 WARM_UP_TOKENS = 256
 WARM_UP_REPEATS = 3

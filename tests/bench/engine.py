@@ -161,7 +161,6 @@ async def ask(server: Server, prompt: str, workload: Workload) -> Answer:
         "prompt": prompt,
         "max_tokens": workload.answer_tokens,
         "temperature": 0,
-        "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
