@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import psutil
 
 from ..e2e.nodes import below, start
-from .client import fetch
+from .client import Load, fetch
 from .shapes import Cluster, Shape, wait_for
 from .tunnel import Fate, Weather, weather_of
 
@@ -123,11 +123,13 @@ async def full_disk(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
 
 @contextlib.asynccontextmanager
 async def overload(cluster: Cluster, draw: float, *, times: int) -> AsyncIterator[Victim]:
-    """So many times the load at once, on top of what there is."""
+    """So many times the load at once, on top of what there is, again and again until it is over."""
     assert cluster.load is not None, "a burst without a load"
-    burst = asyncio.create_task(cluster.load.burst(times))
+    over = asyncio.Event()
+    bursts = asyncio.create_task(_burst(cluster.load, times, over))
     yield NOBODY
-    await burst
+    over.set()
+    await bursts
 
 
 @contextlib.asynccontextmanager
@@ -197,9 +199,17 @@ FAULTS: dict[str, Fault] = {
     "events-late": Fault(_with_fate("delay"), "tunnels", 5.0),
     "events-lost": Fault(_with_fate("drop"), "tunnels", 5.0),
     "split": Fault(_with_fate("split"), "tunnels", 5.0),
-    "starve": Fault(_with_times(5), "tiny", 0.0),
+    "starve": Fault(_with_times(5), "tiny", 60.0),
     "kill-controller": Fault(kill_controller, "pair", 0.0),
 }
+
+
+async def _burst(load: Load, times: int, over: asyncio.Event) -> None:
+    """Once at least."""
+    while True:
+        await load.burst(times)
+        if over.is_set():
+            return
 
 
 async def _stutter(pids: list[int]) -> None:

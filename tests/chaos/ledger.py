@@ -66,13 +66,13 @@ class Ledger:
             yield subject, "threads", each.threads
 
     def _litter(self) -> Iterator[tuple[str, str, int]]:
-        """Files that a cluster could forget. Ray's own session folder is in the run folder, and counted apart."""
+        """Files that a cluster could forget. Ray, whose folder is the run folder, keeps the logs of every process."""
         serving = self._target.serving
         folder = serving.note().get("run_dir")
         yield "state folder", "files", _count(serving.state)
         if folder:
             yield "run folder", "files", _count(Path(folder) / "s")
-            yield "Ray's folder", "files", _count(Path(folder)) - _count(Path(folder) / "s")
+            yield "Ray's folder", "logs", _count(Path(folder)) - _count(Path(folder) / "s")
         yield "shared memory", "files", len(shared_memory(serving.family()))
 
     async def _pools(self) -> list[tuple[str, str, int]]:

@@ -16,7 +16,7 @@ import ray
 
 from homing.cluster.state import wait_gone
 
-from .running import until
+from .running import end_with_us, until
 
 RAY = [sys.executable, "-P", "-c", "from ray.scripts.scripts import main; main()"]
 
@@ -33,7 +33,12 @@ class Nodes:
         """Nodes that Ray's control store knows, asked anew by a process of its own."""
         ask = "import ray, sys; ray.init(sys.argv[1]); print(sum(node['Alive'] for node in ray.nodes()))"
         command = [sys.executable, "-P", "-c", ask, self.address]
-        done = subprocess.run(command, env=os.environ | self.environment, capture_output=True, text=True, timeout=60)
+        try:
+            done = subprocess.run(
+                command, env=os.environ | self.environment, capture_output=True, text=True, timeout=60
+            )
+        except subprocess.TimeoutExpired:
+            return 0
         return int(done.stdout) if done.returncode == 0 else 0
 
 
@@ -66,6 +71,7 @@ def start(nodes: Nodes, *flags: str) -> None:
             env=os.environ | nodes.environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            preexec_fn=end_with_us,
         )
     )
 
@@ -76,7 +82,11 @@ def end(processes: list["subprocess.Popen[bytes]"]) -> None:
     for process in reversed(processes):
         process.terminate()
     for process in processes:
-        process.wait(60)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
     for left in wait_gone(family, 30):
         with contextlib.suppress(psutil.NoSuchProcess):
             left.kill()

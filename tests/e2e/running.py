@@ -1,9 +1,11 @@
 """The real thing as a user runs it: `homing serve` as a process, its HTTP address, and what is left when it ended."""
 
 import contextlib
+import ctypes
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +24,7 @@ from openai import OpenAI
 HOMING = [sys.executable, "-P", "-m", "homing.cluster.cli"]
 #: Tenants share no cached blocks, and the key says who is who.
 KEY = "none"
+PR_SET_PDEATHSIG = 1
 #: Only catches hangs: everything here takes seconds.
 PATIENCE_S = 120.0
 
@@ -139,12 +142,24 @@ class Serving:
         return self.process.wait(PATIENCE_S)
 
 
+def end_with_us() -> None:
+    """In a child, before it is another program: SIGTERM when its parent is gone, however that ended (Linux only)."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
 @contextlib.contextmanager
 def serving(state: Path, *flags: str, patience_s: float = PATIENCE_S) -> Iterator[Serving]:
     """`homing serve --port 0` in the foreground until the block ends."""
     command = [*HOMING, "serve", "--port", "0", *flags]
     with subprocess.Popen(
-        command, env=environment(state), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env=environment(state),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=end_with_us,
     ) as process:
         running = Serving(state, "", process.pid, process)
         assert process.stdout is not None

@@ -1,17 +1,32 @@
 """`homing serve --ray-address`: it joins a Ray of two nodes that somebody else started, and leaves it running."""
 
+import contextlib
+import os
+import re
 import secrets
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from homing.cluster.state import wait_gone
 
-from .nodes import Nodes, two_nodes
+from .nodes import Nodes, below, two_nodes
 from .running import LONG_PROMPTS, homing, serving
 
 pytestmark = pytest.mark.cluster
+
+
+def actors(nodes: Nodes) -> list[psutil.Process]:
+    """Processes on the nodes in which something of ours runs."""
+    found = []
+    for process in (child for node in nodes.processes for child in below(node)):
+        with contextlib.suppress(psutil.Error):
+            if re.match(r"ray::(Keeper|Controller|RouterProcess|ReplicaRank)", " ".join(process.cmdline())):
+                found.append(process)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +56,33 @@ def test_a_joined_cluster_serves_on_both_nodes_and_stays(
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 500
     assert set(homes) == {"r0", "r1"}
     assert wait_gone(family, 10) == []
+    assert nodes.alive() == 2
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_serve_leaves_a_joined_ray_as_it_was(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL lets nobody tidy up: replicas and routers must not hold nodes of others for ever, nor the name."""
+    for name, value in nodes.environment.items():
+        monkeypatch.setenv(name, value)
+    flags = "--ray-address", nodes.address, "--replicas", "2"
+
+    with serving(tmp_path, *flags) as running:
+        running.serving(2)
+        before = actors(nodes)
+        os.kill(running.pid, signal.SIGKILL)
+        left = wait_gone(before, 60)
+    stopped = homing(tmp_path, "stop")
+    with serving(tmp_path, *flags) as running:
+        running.serving(2)
+        again = running.post("/v1/completions", {"prompt": LONG_PROMPTS[0], "max_tokens": 4})
+        assert running.end() == 0
+
+    assert len(before) >= 5  # two ranks, router, controller, keeper
+    assert left == []
+    assert (stopped.returncode, "no cluster 'default' is running" in stopped.stderr) == (1, True)
+    assert again["usage"]["completion_tokens"] == 4
     assert nodes.alive() == 2
 
 
