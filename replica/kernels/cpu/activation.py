@@ -6,14 +6,13 @@ import numpy as np
 import torch
 from numba import carray
 
-from .scalars import Storage, exponential, kernel, pointer, storage_of
+from .scalars import Storage, exponential, kernel, pointer, storage_of_all
 from .team import run, share_of, threads_for
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """As `base.Kernels.silu_mul`."""
-    storage = storage_of(gate_up.dtype)
-    assert storage is not None, gate_up.dtype
+    storage = storage_of_all(gate_up.dtype)
     tokens, features = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, features, dtype=gate_up.dtype)
     arguments = np.array([gate_up.data_ptr(), out.data_ptr(), tokens, features, gate_up.stride(0)], dtype=np.int64)

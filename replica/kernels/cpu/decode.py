@@ -12,14 +12,13 @@ from numba import carray, njit
 
 from ...models.base import AttentionRule
 from ..base import PagedRows
-from .scalars import FAST_MATH, Storage, exponential, greatest, kernel, pointer, same, storage_of
+from .scalars import FAST_MATH, Storage, exponential, greatest, kernel, pointer, same, storage_of_all
 from .team import openmp_threads, run, threads_for
 
 
 def decode(q: torch.Tensor, rows: PagedRows, rule: AttentionRule, out: torch.Tensor) -> None:
     """As `base.Kernels.decode`, of a rule without softcap and sinks."""
-    storage = storage_of(q.dtype)
-    assert storage is not None, q.dtype
+    storage = storage_of_all(q.dtype, rows.keys.dtype, rows.values.dtype, out.dtype)
     q = q.flatten(1).unflatten(1, q.shape[1:])  # transformers' models pass heads that do not lie side by side
     page, kv_heads, key_dim = rows.keys.shape[1:]
     group, value_dim, longest = q.shape[1] // kv_heads, rows.values.shape[3], rows.tables.shape[1] * page

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numba import carray
 
-from .scalars import Storage, kernel, pointer, storage_of
+from .scalars import Storage, kernel, pointer, storage_of_all
 from .team import run, share_of, threads_for
 
 
@@ -15,11 +15,10 @@ def add_rms_norm(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `base.Kernels.add_rms_norm`."""
-    storage = storage_of(x.dtype)
-    assert storage is not None, x.dtype
     tokens, features = x.shape
     normed = torch.empty(tokens, features, dtype=x.dtype)
     added = x if delta is None else delta
+    storage = storage_of_all(x.dtype, added.dtype, weight.dtype)
     summed = x if delta is None else torch.empty(tokens, features, dtype=x.dtype)
     addresses = x.data_ptr(), added.data_ptr(), weight.data_ptr(), summed.data_ptr(), normed.data_ptr()
     arguments = np.array([*addresses, tokens, features, x.stride(0), added.stride(0), 0], dtype=np.int64)

@@ -8,7 +8,7 @@ import torch
 from numba import carray, njit
 
 from ...models.base import Rotary
-from .scalars import FAST_MATH, Storage, kernel, pointer, storage_of
+from .scalars import FAST_MATH, Storage, kernel, pointer, storage_of_all
 from .team import run, share_of, threads_for
 
 
@@ -16,9 +16,9 @@ def rotate_and_store(
     qkv: torch.Tensor, rotary: Rotary, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
     """As `base.Kernels.rotate_and_store`."""
-    storage, waves = storage_of(qkv.dtype), storage_of(rotary.cos.dtype)
-    assert storage is not None, qkv.dtype
-    assert waves is not None, rotary.cos.dtype
+    norms = (norm for norm in (rotary.q_norm, rotary.k_norm) if norm is not None)
+    storage = storage_of_all(*(each.dtype for each in (qkv, keys, values, *norms)))
+    waves = storage_of_all(rotary.cos.dtype, rotary.sin.dtype)
     kv_heads, dim = keys.shape[2:]
     tokens, heads = len(qkv), qkv.shape[1] // dim - 2 * kv_heads
     queries = torch.empty(tokens, heads, dim, dtype=qkv.dtype)

@@ -86,6 +86,15 @@ def storage_of(dtype: torch.dtype) -> Storage | None:
     return None
 
 
+@functools.cache
+def storage_of_all(*dtypes: torch.dtype) -> Storage:
+    """The storage that these share; a kernel that took one for another would read and write beside its tensors."""
+    storage = storage_of(dtypes[0])
+    assert storage is not None, f"no kernel is compiled for {dtypes[0]}"
+    assert len(set(dtypes)) == 1, f"tensors of different dtypes: {dtypes}"
+    return storage
+
+
 @njit(fastmath=FAST_MATH, error_model="numpy")
 def exponential(x):
     """exp(x) of a float32, to a few units in the last place; vectorizes, as a call of libm does not."""

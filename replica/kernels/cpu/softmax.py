@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numba import carray
 
-from .scalars import Storage, exponential, greatest, kernel, pointer, storage_of
+from .scalars import Storage, exponential, greatest, kernel, pointer, storage_of_all
 from .team import openmp_threads, run, share_of, threads_for
 
 
@@ -15,8 +15,7 @@ def causal_softmax(scores: torch.Tensor, count: int, window: int | None) -> torc
 
     Query i sees the keys up to number `keys - count + i`, of these the last `window`; the others weigh nothing.
     """
-    storage = storage_of(scores.dtype)
-    assert storage is not None, scores.dtype
+    storage = storage_of_all(scores.dtype)
     keys = scores.shape[-1]
     threads = threads_for(scores.nbytes)
     scratch = torch.empty(threads, keys, dtype=torch.float32)
