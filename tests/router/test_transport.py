@@ -1,6 +1,9 @@
 """The connection to one replica, over real sockets."""
 
 import asyncio
+import signal
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -9,12 +12,20 @@ import zmq
 from homing.events.handshake import PATIENCE, Handshakes
 from homing.events.keys import ServerKeys, new_pair, protect_server
 from homing.replica.messages import Abort, Reply, TokenBatch
-from homing.router.transport import ReplicaLink
+from homing.router.transport import PING_INTERVAL_MS, PING_TIMEOUT_MS, ReplicaLink
 
 from .fakes import until
 
 ABORT = Abort(request_ids=[1])
 BATCH = TokenBatch(step=1, outputs=[])
+#: A replica's socket, and nothing else of a replica.
+LISTENER = """
+import time, zmq
+with zmq.Context() as context, context.socket(zmq.ROUTER) as sock:
+    sock.bind("tcp://127.0.0.1:*")
+    print(sock.getsockopt_string(zmq.LAST_ENDPOINT), flush=True)
+    time.sleep(600)
+"""
 
 
 class Sink:
@@ -111,6 +122,24 @@ async def test_a_lost_peer_is_noticed_at_once(context, peer) -> None:
     assert not link.send(ABORT)
     link.close()
     assert sink.down == 1
+
+
+async def test_a_frozen_peer_is_lost(context) -> None:
+    """SIGSTOP closes no socket: only pings tell, and requests must go elsewhere within a second."""
+    sink = Sink()
+    command = [sys.executable, "-c", LISTENER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: ASYNC220 - it says one line
+        try:
+            link = open_link(context, process.stdout.readline().strip(), sink)
+            await until(lambda: sink.up)
+            process.send_signal(signal.SIGSTOP)
+            await until(lambda: sink.down)
+        finally:
+            process.kill()
+
+    assert not link.send(ABORT)
+    assert PING_INTERVAL_MS + PING_TIMEOUT_MS < 1000
+    link.close()
 
 
 async def test_what_cannot_be_read_is_dropped_and_said(context, peer) -> None:
