@@ -106,7 +106,9 @@ class Exchange(msgspec.Struct, eq=False):
             self._finish()
 
     def begin_anew(self) -> None:
-        """Nothing was sent, and what it was asked of is gone: as if the request came just now."""
+        """As if the request came just now: what it was asked of is gone. Harmless when the client is, too."""
+        if self.over:
+            return
         assert self.status is None, f"to begin anew, answered {self.status}"
         assert self.again is not None, "nobody calls the endpoint again"
         self.on_gone = None
