@@ -88,6 +88,14 @@ def test_the_face_of_a_room_is_light(room: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def tracked() -> list[str]:
+    """Names of all committed files and links; skips the test outside of a checkout."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    if not names:
+        pytest.skip("not a git checkout")
+    return names.rstrip("\0").split("\0")
+
+
 def test_only_the_package_face_is_a_module_at_the_root() -> None:
     """The root is the package: any other module there would be installed with it."""
     assert [path.name for path in ROOT.glob("*.py")] == ["__init__.py"]
@@ -123,18 +131,20 @@ def test_no_function_is_longer_than_a_page() -> None:
 def test_no_commit_names_this_machine() -> None:
     """A path of a builder's machine or the host of an index works nowhere else."""
     words = ("/work" + "/", "-e " + "/", "download." + "pytorch.org", "files.pythonhosted" + ".org")
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    if not tracked:
-        pytest.skip("not a git checkout")
 
     found = [
         f"{name}: {word}"
-        for name in tracked.split("\0")
-        if name
-        and (ROOT / name).is_file()
-        and (ROOT / name).suffix in {".py", ".md", ".toml", ".yaml", ".txt", ".json", ""}
+        for name in tracked()
+        if (ROOT / name).is_file() and (ROOT / name).suffix in {".py", ".md", ".toml", ".yaml", ".txt", ".json", ""}
         for word in words
         if word in (ROOT / name).read_text(errors="replace")
     ]
 
     assert not found
+
+
+def test_committed_links_stay_inside_the_repository() -> None:
+    """A link to a folder of somebody's machine leads nowhere, or anywhere, on every other one."""
+    links = [path for path in map(ROOT.joinpath, tracked()) if path.is_symlink()]
+
+    assert [str(link) for link in links if not link.resolve().is_relative_to(ROOT)] == []
