@@ -46,6 +46,14 @@ def meant(names: Sequence[str], model: str | None) -> str:
     return model or names[0]
 
 
+def failed_since(before: ClusterStatus, status: ClusterStatus) -> str:
+    """What did not come up since then, though the controller tries it again; empty: nothing."""
+    known = {(gang.replica_id, gang.failures) for gang in before.gangs}
+    failed = [gang for gang in status.gangs if gang.failures and (gang.replica_id, gang.failures) not in known]
+    texts = (f"replica {gang.replica_id} could not start, and is tried again: {gang.last_error}" for gang in failed)
+    return next(texts, "")
+
+
 def drain(settings: Settings, out: TextIO, replica_id: str, *, replace: bool, wait: bool) -> int:
     """End one replica in good order; returns when it is gone. Raises NotRunning and NoSuchReplica."""
     with _visit(settings):
@@ -89,8 +97,9 @@ class Control:
         except ValueError as error:
             raise NotRunning("Ray knows no controller of this cluster: it is starting or ending") from error
         self._console = Console(out)
-        notices = self.status().notices
-        self._console.last_notice = max((notice.seq for notice in notices), default=0)
+        status = self.status()
+        self._console.last_notice = max((notice.seq for notice in status.notices), default=0)
+        self._before = status
 
     def status(self) -> ClusterStatus:
         """What the controller knows, with the notices that were not shown yet."""
@@ -112,7 +121,8 @@ class Control:
         while wait and not status.settled and not _abandoned(status):
             time.sleep(POLL_S)
             status = self._show(models)
-            _check(status)
+            if failed := failed_since(self._before, status):
+                raise StartFailed(failed)
         if reason := _abandoned(status):
             raise UpdateAbandoned(f"the update was given up, the replicas before it go on: {reason}")
         self._console.line(f"{done}: {_serving(status)}" if wait else "told; homing status shows how it goes")
@@ -156,13 +166,6 @@ def _checked_model(settings: Settings) -> Path:
     folder = find_model(settings.replica)
     check_folder(folder, settings)
     return folder
-
-
-def _check(status: ClusterStatus) -> None:
-    """Raises StartFailed for what does not come up; the controller goes on trying."""
-    for gang in status.gangs:
-        if gang.failures:
-            raise StartFailed(f"replica {gang.replica_id} could not start, and is tried again: {gang.last_error}")
 
 
 def _serving(status: ClusterStatus) -> str:
