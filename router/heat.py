@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 
@@ -77,13 +78,16 @@ class HeatBook:
         prompt of which no other is left over is left out, as is what is not `kept` anywhere: it was not hot enough.
         """
         grain = self._grain
-        marks = [wire_hashes(prompt.hashes)[grain - 1 :: grain] for prompt in reversed(self._prompts)]
-        asked: Counter[int] = Counter()
-        for each in marks:
-            asked.update(each)
+        marks = [(wire_hashes(prompt.hashes)[grain - 1 :: grain], prompt) for prompt in reversed(self._prompts)]
+        asked = Counter(chain.from_iterable(names for names, _ in marks))
+        # Little is left of most prompts: nobody else began like them, or a newer one began in the same way.
+        hot: dict[tuple[int, ...], _Prompt] = {}
+        for names, prompt in marks:
+            if depth := bisect_left(names, True, key=lambda name: asked[name] < LEAST_ASKED):
+                hot.setdefault(names[:depth], prompt)
         cover, found = _Cover(asked, held, kept, room_blocks // grain), []
         for least in _classes(max(asked.values(), default=0)):
-            for prompt, names in zip(reversed(self._prompts), marks, strict=True):
+            for names, prompt in hot.items():
                 if depth := cover.extend(names, least):
                     found.append(self._prefix(prompt, depth * grain, asked[names[depth - 1]]))
         return found
@@ -115,7 +119,7 @@ class _Cover:
     def extend(self, names: Sequence[int], least: int) -> int:
         """Choose more of a prompt, as far as it was asked for so often and there is room. Where that ends, or 0."""
         if not self.room or self.asked[names[0]] < least:
-            return 0  # most prompts, in most classes
+            return 0
         first = bisect_left(names, True, key=self._is_new)
         last = bisect_left(names, True, key=lambda name: self.asked[name] < least or not self.kept(name))
         last = min(last, first + self.room)
