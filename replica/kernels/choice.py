@@ -28,7 +28,7 @@ def compiled_problem() -> str | None:
         from .cpu.team import openmp
 
         openmp()
-    except (ImportError, OSError, AttributeError) as error:
+    except (ImportError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numba import carray
 
-from .scalars import Storage, exponential, kernel, pointer, storage_of_all
+from .scalars import LEAST, Storage, exponential, kernel, pointer, storage_of_all
 from .team import run, share_of, threads_for
 
 
@@ -36,7 +36,8 @@ def _compiled(storage: Storage):
             ups = carray(pointer(row + features * size), (features,), kind)
             out = carray(pointer(given[1] + token * features * size), (features,), kind)
             for i in range(features):
-                gate = widen(gates[i])
+                given_gate = widen(gates[i])
+                gate = LEAST if given_gate < LEAST else given_gate  # below, `exponential` is no longer exp
                 out[i] = narrow(gate / (np.float32(1) + exponential(-gate)) * widen(ups[i]))
 
     return silu_mul

@@ -22,12 +22,13 @@ Arguments = npt.NDArray[np.int64]
 
 @functools.cache
 def openmp() -> ctypes.CDLL:
-    """The OpenMP library that torch uses. Raises OSError or AttributeError where it has another kind."""
+    """The OpenMP library that torch uses. Raises OSError where it has another kind."""
     whole = ctypes.CDLL(None)
     if hasattr(whole, "GOMP_parallel"):  # one that was preloaded
         return whole
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    assert library.GOMP_parallel, "torch without OpenMP"
+    if not hasattr(library, "GOMP_parallel"):
+        raise OSError("torch computes without GNU OpenMP")
     return library
 
 

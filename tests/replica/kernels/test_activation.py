@@ -19,3 +19,16 @@ def test_equals_float64(implementation, dtype, tokens, features, device):
 
     assert got.shape == wanted.shape
     assert not tokens or error(got, wanted.cpu()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, in Triton's interpreter
+def test_extreme_gates_close_or_open(implementation, dtype, device):
+    """Weights in half precision now and then make one; an exponential of it must not overflow into the answer."""
+    gates = torch.tensor([[-1e38, -1e30, -200.0, -90.0, 0.0, 90.0, 1e30]], dtype=dtype)
+    gate_up = torch.cat((gates, torch.ones_like(gates)), -1).to(device)
+
+    got = implementation().silu_mul(gate_up)
+
+    assert torch.allclose(got.cpu(), gates.clamp(min=0), atol=1e-30)
