@@ -287,9 +287,9 @@ def test_routers_are_told_of_a_model_that_nobody_will_start(start: Callable[...,
     cluster = start(replicas="1", served_model_name="fox")
     cluster.told("r0")
 
-    cluster.ask("scale", 0)
+    cluster.ask("scale", "fox", 0)
     until(lambda: True if fakes.off(cluster.folder) == ["fox"] else None, "it is off")
-    cluster.ask("scale", 1)
+    cluster.ask("scale", "fox", 1)
 
     until(lambda: True if fakes.off(cluster.folder) == [] else None, "it is wanted again")
 
