@@ -15,7 +15,10 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     revision: Annotated[str, Meta(description="branch, tag or commit of a Hugging Face model; empty: its default")] = ""
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description="type of weights and KV; auto: the checkpoint's on CUDA, float32 on CPU"),
+        Meta(
+            description="type of weights and KV; auto: the checkpoint's on CUDA, float32 on CPU, where linears in "
+            "bfloat16 are held twice, once for steps of few rows"
+        ),
     ] = "auto"
     quantization: Annotated[
         Literal["none", "int8"],

@@ -10,9 +10,10 @@ from transformers import AutoConfig
 
 from homing.replica.config import ReplicaSettings
 from homing.replica.demo import demo_model_path
+from homing.replica.kernels.cpu.product import product
 from homing.replica.models.errors import ModelError, UnsupportedModel, WeightsMissing
 from homing.replica.models.families import FAMILIES, split_problem
-from homing.replica.models.layers import Int8Linear, Linear, int8_problem, packing_problem
+from homing.replica.models.layers import FEW_ROWS, Int8Linear, Linear, int8_problem, packing_problem
 from homing.replica.models.loading import eos_token_ids
 from homing.replica.models.native import NativeModel, layer_windows, native_problem
 from homing.replica.models.rope import inverse_frequencies
@@ -340,17 +341,32 @@ def test_adapter_reports_the_same_spec(checkpoint):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 8])
-def test_packed_linear_equals_the_plain_one(dtype, rows):
-    """The packed operators are private to torch: wherever they are used they must give what F.linear gives."""
+@pytest.mark.parametrize("rows", [0, 1, FEW_ROWS, FEW_ROWS + 1, 8])
+@pytest.mark.parametrize("features", [47, 48])
+def test_a_linear_equals_the_plain_one(dtype, rows, features):
+    """The packed operators are private to torch, the kernel for few rows ours: they must give what F.linear gives."""
     generator = torch.Generator().manual_seed(rows)
-    x, weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((rows, 48), (40, 48), (40,)))
+    shapes = (rows, features), (40, features), (40,)
+    x, weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in shapes)
 
     with torch.inference_mode():
         y = Linear(weight, bias)(x)
 
     tolerance = 1e-4 if dtype == torch.float32 else 0.1
     torch.testing.assert_close(y, torch.nn.functional.linear(x, weight, bias), rtol=1e-2, atol=tolerance)
+
+
+def test_few_rows_in_bfloat16_take_the_compiled_kernel():
+    """It sums in float32 in an order of its own, so that it shows; rows of a larger step are oneDNN's."""
+    generator = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(rows, 768, generator=generator).bfloat16() for rows in (FEW_ROWS + 1, 500))
+    linear, packed = Linear(weight), torch.ops.mkldnn._reorder_linear_weight(weight, None)
+
+    with torch.inference_mode():
+        few, many = linear(x[:FEW_ROWS]), linear(x)
+
+    assert torch.equal(few, product(x[:FEW_ROWS], weight, None))
+    assert torch.equal(many, torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""))
 
 
 @pytest.mark.skipif(int8_problem() is not None, reason="no 8-bit linears on this processor")
