@@ -3,6 +3,7 @@
 Damaged messages get further than random bytes do: they are read, and then make no sense.
 """
 
+import contextlib
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -118,8 +119,9 @@ def ask(endpoint: str, *messages: list[bytes]) -> "zmq.Socket[bytes]":
     sock: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     sock.linger = 0
     sock.connect(endpoint)
-    for message in messages:
-        sock.send_multipart(message)
+    with contextlib.suppress(zmq.Again):  # libzmq gives a connection up for good when the other end is a PUB
+        for message in messages:
+            sock.send_multipart(message, zmq.NOBLOCK)
     return sock
 
 
