@@ -9,13 +9,15 @@ Replica to router, one frame per step:  `TokenBatch | Refused`, and `CacheReset`
 Evolution: fields are only added, at the end and with a default; a changed meaning takes a new tag.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from ..events.messages import EventEndpoints
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+#: What `kvcache.hashing.token_bytes` can hold: a request that goes on elsewhere is sent its tokens in that form.
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -102,7 +104,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
 
     request_id: int
     index: int  #: how many tokens were generated before these, counted over all replicas that worked on the request
-    token_ids: list[int]
+    token_ids: list[TokenId]
     finish_reason: FinishReason | None = None
     cached_tokens: int | None = None  #: prompt tokens taken from the cache; on the first output only
     logprobs: list[PositionLogprobs] | None = None  #: one per token of `token_ids`

@@ -1,0 +1,22 @@
+"""What a frame may say."""
+
+import msgspec
+import pytest
+
+from homing.replica.messages import TokenBatch, TokenOutput
+
+
+@pytest.mark.parametrize("token_id", [-1, 1 << 32, -(1 << 62)])
+def test_a_token_that_no_request_could_be_sent_with_is_malformed(token_id: int) -> None:
+    """Found when its request goes on elsewhere, it would break off a callback that others wait for."""
+    batch = TokenBatch(step=1, outputs=[TokenOutput(1, 0, [7, token_id])])
+
+    with pytest.raises(msgspec.ValidationError, match=r"outputs\[0\]"):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=TokenBatch)
+
+
+def test_tokens_come_as_they_were_sent() -> None:
+    """The largest included."""
+    batch = TokenBatch(step=1, outputs=[TokenOutput(1, 0, [0, (1 << 32) - 1])])
+
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=TokenBatch) == batch
