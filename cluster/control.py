@@ -6,7 +6,7 @@ decide nothing.
 
 import dataclasses
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TextIO
@@ -83,7 +83,7 @@ def update(
             return 0
         for spec in wanted:
             control.ask("update", spec)
-        return control.follow([spec.name for spec in wanted], wait=wait, done="updated")
+        return control.follow([spec.name for spec in wanted], wait=wait, done="updated", given_up=_abandoned)
 
 
 class Control:
@@ -115,15 +115,25 @@ class Control:
         except ray.exceptions.RayError as error:
             raise ClusterError(f"the controller does not answer: {str(error).splitlines()[0]}") from error
 
-    def follow(self, models: Collection[str], *, wait: bool, done: str) -> int:
-        """Show what happens until everything of these models is as it is wanted."""
+    def follow(
+        self,
+        models: Collection[str],
+        *,
+        wait: bool,
+        done: str,
+        given_up: Callable[[ClusterStatus], str] = lambda _: "",
+    ) -> int:
+        """Show what happens until everything of these models is as it is wanted, or an update is `given_up`.
+
+        Raises StartFailed and UpdateAbandoned.
+        """
         status = self._show(models)
-        while wait and not status.settled and not _abandoned(status):
+        while wait and not status.settled and not given_up(status):
             time.sleep(POLL_S)
             status = self._show(models)
             if failed := failed_since(self._before, status):
                 raise StartFailed(failed)
-        if reason := _abandoned(status):
+        if reason := given_up(status):
             raise UpdateAbandoned(f"the update was given up, the replicas before it go on: {reason}")
         self._console.line(f"{done}: {_serving(status)}" if wait else "told; homing status shows how it goes")
         return 0

@@ -1,6 +1,7 @@
 """The controller on a real Ray, with fake ranks: what dies is noticed, told to the router, and built again."""
 
 import dataclasses
+import io
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from homing.cluster import local_ray
 from homing.cluster.config import changed_settings, load_settings
+from homing.cluster.control import Control
 from homing.cluster.spec import CONTROLLER, KEEPER, ClusterSpec, ClusterStatus, ModelSpec
 
 from . import fakes
@@ -248,6 +250,8 @@ def test_an_update_replaces_every_replica_and_one_that_cannot_start_changes_noth
         assert words in given_up
         cluster.settled()
         assert cluster.told("r0", "r1") == before
+        # The next command succeeds: that update was another one's.
+        assert Control(io.StringIO()).follow(["fox"], wait=True, done="as it was") == 0
     cluster.update("fox", {"max_running_requests": "3"})
     status = cluster.settled()
 
