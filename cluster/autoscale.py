@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 
+from .config import ClusterSettings
+
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ScalingTerms:
@@ -46,6 +48,8 @@ class Autoscaler:
 
     terms: ScalingTerms
     changed_at: float | None = None  #: the last step
+    #: once all that were wanted have served: those that are still to come, one by one, are not idle
+    _complete: bool = False
     _over_since: float | None = field(default=None)
     _under_since: float | None = field(default=None)
 
@@ -56,7 +60,8 @@ class Autoscaler:
             return self._step(max(terms.least, min(terms.most, wanted)), now)
         if not demand.serving and not wanted:
             return self._step(1, now) if demand.held_requests and terms.most else 0
-        over, under = self._overloaded(demand), self._idle(wanted, demand)
+        self._complete = self._complete or demand.serving >= wanted
+        over, under = self._overloaded(demand), self._complete and self._idle(wanted, demand)
         self._over_since = _since(over, self._over_since, now)
         self._under_since = _since(under, self._under_since, now)
         if self.changed_at is not None and now - self.changed_at < terms.cool_down_s:
@@ -90,14 +95,17 @@ class Autoscaler:
         return wait_s < self.terms.slack * left * self.terms.target_s and busy < self.terms.slack * left
 
 
-def terms_of(bounds: str, target_s: float) -> ScalingTerms | None:
-    """From `MIN:MAX`; None from nothing. Raises ValueError."""
+def terms_of(cluster: ClusterSettings) -> ScalingTerms | None:
+    """As the settings have them; None: the number stays as it is. Raises ValueError."""
+    bounds = cluster.autoscale
     if not bounds:
         return None
     least, separator, most = bounds.partition(":")
     if not separator or not least.isdigit() or not most.isdigit() or not int(least) <= int(most) >= 1:
         raise ValueError(f"{bounds!r} is not MIN:MAX, such as 1:8")
-    return ScalingTerms(least=int(least), most=int(most), target_s=target_s)
+    return ScalingTerms(
+        least=int(least), most=int(most), target_s=cluster.ttft_target_s, down_after_s=cluster.scale_down_after_s
+    )
 
 
 def together(views: Sequence[Demand]) -> Demand:

@@ -44,6 +44,9 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ttft_target_s: Annotated[
         float, Meta(gt=0, description="autoscaling adds replicas when a prompt would wait longer for its first token")
     ] = 1.0
+    scale_down_after_s: Annotated[
+        float, Meta(gt=0, description="autoscaling takes a replica away that was not needed for so long")
+    ] = 120.0
     routers: Annotated[
         int, Meta(ge=1, le=64, description="router processes on one port, each of which hears all replicas")
     ] = 1
@@ -216,7 +219,7 @@ COMMON = frozenset(
     {name for name, setting in SETTINGS.items() if setting.room == "router"} | {*_SHARED, *_OF_THE_CLUSTER}
 )
 #: What replicas are not started with, or what they share with routers that go on, and what to do instead.
-FIXED: dict[str, str] = dict.fromkeys((*COMMON, "autoscale", "ttft_target_s"), _RESTART) | {
+FIXED: dict[str, str] = dict.fromkeys((*COMMON, "autoscale", "ttft_target_s", "scale_down_after_s"), _RESTART) | {
     "replicas": "say homing scale"
 }
 #: What is each model's own where several are listed: nobody means one model, or name, for all of them.

@@ -401,9 +401,7 @@ def _loss(worth: CacheWorth | None) -> str:
 
 def _autoscalers(specs: Iterable[ModelSpec]) -> dict[str, Autoscaler]:
     """For the models whose number of replicas follows demand."""
-    terms = {
-        spec.name: terms_of(spec.settings.cluster.autoscale, spec.settings.cluster.ttft_target_s) for spec in specs
-    }
+    terms = {spec.name: terms_of(spec.settings.cluster) for spec in specs}
     return {model: Autoscaler(bounds) for model, bounds in terms.items() if bounds is not None}
 
 

@@ -95,7 +95,7 @@ def _check_bounds(settings: Settings, where: str) -> None:
     """Raises SettingsError. `where`: whose settings they are, in words before the message."""
     cluster = settings.cluster
     try:
-        terms = terms_of(cluster.autoscale, cluster.ttft_target_s)
+        terms = terms_of(cluster)
     except ValueError as error:
         raise SettingsError(f"{where}autoscale: {error}") from error
     if terms is not None and not max(1, terms.least) <= cluster.replicas <= terms.most:
@@ -226,19 +226,23 @@ def _until_ready(run: Run, running: Any) -> ClusterStatus | None:
                 raise StartFailed(f"replica {gang.replica_id} could not start: {gang.last_error}")
         if status.router_error:
             raise StartFailed(f"the router could not start: {status.router_error}")
-        if status.url and status.settled and _all_routed(run, status.url):
+        if status.url and status.settled and _all_routed(run, status, status.url):
             return status
     return None
 
 
-def _all_routed(run: Run, url: str) -> bool:
-    """Whether requests and events flow between the router and every replica, and the router can read requests."""
+def _all_routed(run: Run, status: ClusterStatus, url: str) -> bool:
+    """Whether requests and events flow between the router and every replica, and the router can read requests.
+
+    There may be none: an autoscaler that is quick to go down takes away what nobody asks for.
+    """
     view = get_json(f"{url}/cluster")
     if view["refused"]:
         raise StartFailed(f"the router refused a replica: {view['refused'][0]['message']}")
     feed = "live" if run.settings.events.publish_events else None
     joined = [r for r in view["replicas"] if r["state"] == "serving" and feed in (None, r["feed"])]
-    return len(joined) == sum(each.cluster.replicas for each in run.settings.each_model) and is_ready(url)
+    wanted = sum(model.wanted for model in status.models)
+    return len(joined) == wanted and (not wanted or is_ready(url))
 
 
 def _stay(run: Run, running: Any) -> int:

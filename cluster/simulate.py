@@ -269,7 +269,8 @@ def _run(order: Order, bar: Bar) -> Outcome:
 def _scaled(order: Order, bar: Bar) -> Outcome:
     """Our policy with a number of replicas that follows demand, beside as many as that is in the mean, and the most."""
     try:
-        terms = terms_of(order.autoscale, order.ttft_target or ClusterSettings().ttft_target_s)
+        target_s = order.ttft_target or ClusterSettings().ttft_target_s
+        terms = terms_of(ClusterSettings(autoscale=order.autoscale, ttft_target_s=target_s))
     except ValueError as error:
         raise SettingsError(f"--autoscale {error}") from error
     assert terms is not None, "nothing bounds the replicas"

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from homing.cluster.autoscale import Autoscaler, Demand, ScalingTerms, expected_wait_s, terms_of, together
+from homing.cluster.config import ClusterSettings
 
 TERMS = ScalingTerms(least=1, most=8, target_s=1.0, up_after_s=3.0, down_after_s=60.0, cool_down_s=20.0)
 
@@ -79,6 +80,15 @@ def test_zero_is_reached_only_when_nothing_runs() -> None:
     assert after(Autoscaler(TERMS), 1, demand(1), start=0, seconds=500) == 1
 
 
+def test_replicas_that_start_one_after_the_other_are_not_taken_for_idle() -> None:
+    """The last of them may take longer to come than idleness has to last. Later, nobody waits for who is missing."""
+    scaler = Autoscaler(TERMS)
+
+    assert after(scaler, 3, demand(2), start=0, seconds=500) == 3
+    assert after(scaler, 3, demand(3), start=501, seconds=59) == 3
+    assert after(scaler, 3, demand(2), start=561, seconds=0) == 2
+
+
 def test_a_number_beyond_the_bounds_is_brought_back() -> None:
     """Whoever asked for it."""
     assert Autoscaler(TERMS).decide(9, demand(9), 0.0) == 8
@@ -109,10 +119,12 @@ def test_several_routers_hold_requests_of_their_own_and_see_the_same_replicas() 
 def test_bounds_that_bound_nothing_are_refused(bounds: str) -> None:
     """In words."""
     with pytest.raises(ValueError, match="MIN:MAX"):
-        terms_of(bounds, 1.0)
+        terms_of(ClusterSettings(autoscale=bounds))
 
 
 def test_bounds_are_read() -> None:
     """Nothing means that there is no autoscaling."""
-    assert terms_of("", 1.0) is None
-    assert terms_of("0:4", 2.0) == ScalingTerms(least=0, most=4, target_s=2.0)
+    settings = ClusterSettings(autoscale="0:4", ttft_target_s=2.0, scale_down_after_s=9.0)
+
+    assert terms_of(ClusterSettings()) is None
+    assert terms_of(settings) == ScalingTerms(least=0, most=4, target_s=2.0, down_after_s=9.0)

@@ -225,7 +225,7 @@ def test_the_example_of_several_models_is_one() -> None:
     settings = load_settings({}, {}, DOCS.parents[1] / "deploy" / "models.yaml")
 
     assert [(each.served_name, each.ranks) for each in settings.models] == [("qwen3-0.6b", 1), ("qwen3-8b", 4)]
-    assert [terms_of(each.cluster.autoscale, 1.0) is not None for each in settings.models] == [True, False]
+    assert [terms_of(each.cluster) is not None for each in settings.models] == [True, False]
 
 
 def running(tmp_path: Path) -> dict[str, Settings]:

@@ -1,0 +1,52 @@
+"""Scaling to zero and back, as clients see it: requests that come while there is no replica are held and answered."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from .running import Serving, serving, until
+
+pytestmark = pytest.mark.cluster
+
+STORY = {"prompt": "A long story about a fox.", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def resting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A cluster of its own that may lose its only replica: no other test could live with that."""
+    flags = ("--replicas", "1", "--autoscale", "0:2", "--scale-down-after-s", "3")
+    with serving(tmp_path_factory.mktemp("state"), *flags) as cluster:
+        yield cluster
+
+
+def streamed(running: Serving) -> str:
+    """The same answer, as OpenAI's client gets it piece by piece."""
+    with running.client() as client:
+        stream = client.completions.create(
+            model="demo",
+            prompt=STORY["prompt"],
+            max_tokens=40,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        return "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
+
+
+def test_held_requests_start_the_replica_that_answers_them(resting: Serving) -> None:
+    """The first to come after a rest waits for a start, and is told nothing of it; more than one is no overload."""
+    text = resting.post("/v1/completions", STORY)["choices"][0]["text"]
+    until(lambda: None if resting.replicas() else True, "the cluster is at rest")
+    ready = httpx.get(f"{resting.url}/ready", trust_env=False).status_code
+
+    with ThreadPoolExecutor(2) as pool:
+        plain, stream = pool.submit(resting.post, "/v1/completions", STORY), pool.submit(streamed, resting)
+        until(lambda: resting.cluster()["waiting"] == 2 or None, "both are held")
+        answers = {plain.result()["choices"][0]["text"], stream.result()}
+
+    assert ready == 503
+    assert answers == {text}
+    assert resting.cluster()["counters"]["failed"] == 0
+    assert any("autoscaled model=demo held=" in line for line in resting.output)
