@@ -9,7 +9,7 @@ from .scheduler import ScheduledRow
 
 @dataclass(slots=True, frozen=True)
 class Wanted:
-    """Whose logits a step returns: first one row per sampling request, then those for prompt logprobs."""
+    """Whose logits a step returns: for each sampling row one and one a draft, then those for prompt logprobs."""
 
     samplers: list[ScheduledRow]
     prompts: list[tuple[ScheduledRow, Sequence[int]]]
@@ -31,8 +31,10 @@ def plan_of_step(step: int, rows: Sequence[ScheduledRow], logits_at: Sequence[in
 
 
 def _known_tokens(row: ScheduledRow) -> Sequence[int]:
-    """The row's tokens; 0 in place of one that a step in flight is drawing."""
+    """The row's tokens and drafts; 0 in place of one that a step in flight is drawing."""
     tokens = row.request.tokens[row.start : row.end]
+    if row.drafts:
+        return [*tokens, *row.drafts]
     return tokens if len(tokens) == row.count else [*tokens, 0]
 
 
@@ -46,11 +48,11 @@ def wanted_logits(rows: Sequence[ScheduledRow]) -> Wanted:
     for row in rows:
         if row.samples:
             samplers.append(row)
-            sample_at.append(first + row.count - 1)
+            sample_at += range(first + row.count - 1, first + row.width)
         if positions := prompt_positions(row):
             prompts.append((row, positions))
             prompt_at += [first + position - row.start for position in positions]
-        first += row.count
+        first += row.width
     return Wanted(samplers=samplers, prompts=prompts, logits_at=sample_at + prompt_at)
 
 

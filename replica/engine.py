@@ -6,9 +6,11 @@ that first tells the other ranks), so that the engine is the same with one rank 
 
 import logging
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -24,7 +26,7 @@ from .plan import StepPlan
 from .rates import Rates
 from .request import RequestKey, RequestState
 from .sampler import Sampled, SamplingRow, banned_before, prompt_logprobs, sample
-from .scheduler import Limits, ScheduledRow, Scheduler
+from .scheduler import Drafter, Limits, ScheduledRow, Scheduler
 from .validation import Admissible
 
 log = logging.getLogger(__name__)
@@ -72,8 +74,10 @@ class Engine:
         epoch: int,
         clock: Callable[[], float] = time.perf_counter,
         wall_clock: Callable[[], float] = time.time,
+        drafter: Drafter | None = None,
     ) -> None:
-        self.scheduler = Scheduler(limits, cache, hasher)
+        """`drafter`: guesses at tokens, to draw several in one step; they are the same with and without it."""
+        self.scheduler = Scheduler(limits, cache, hasher, drafter)
         self.rates = rates
         self.draining = False
         #: Steps that raised since the last one that did not.
@@ -199,8 +203,9 @@ class Engine:
         """Everything that can fail comes before the first change of a request."""
         wanted = wanted_logits(rows)
         logits = self._executor.execute(plan_of_step(self._steps, rows, wanted.logits_at))
-        split = len(wanted.samplers)
-        drawn = sample(logits[:split], [self._sampling_row(row.request) for row in wanted.samplers]) if split else []
+        sampling = [each for row in wanted.samplers for each in self._sampling_rows(row)]
+        split = len(sampling)
+        drawn = iter(sample(logits[:split], sampling) if split else ())
         echoes = _prompt_logprobs(logits[split:], wanted)
 
         for request, values in echoes:
@@ -208,33 +213,42 @@ class Engine:
             request.prompt_logprobs += values
         for row in rows:
             self.scheduler.complete(row)
-        for row, sampled in zip(wanted.samplers, drawn, strict=True):
-            output = self._advance(row.request, sampled)
+        for row in wanted.samplers:
+            output = self._advance(row.request, _confirmed([*islice(drawn, 1 + len(row.drafts))], row.drafts))
             if output is not None:
                 result.outputs[row.request.key.source].append(output)
 
-    def _sampling_row(self, request: RequestState) -> SamplingRow:
-        params, generated = request.sampling, request.generated
+    def _sampling_rows(self, row: ScheduledRow) -> list[SamplingRow]:
+        """For the next token, and for that after each of the drafts if all up to it are right."""
+        return [self._sampling_row(row.request, row.drafts[:count]) for count in range(1 + len(row.drafts))]
+
+    def _sampling_row(self, request: RequestState, drafts: Sequence[int]) -> SamplingRow:
+        params, generated = request.sampling, request.generated + len(drafts)
         penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
         return SamplingRow(
             params=params,
             position=generated,
             prompt_ids=request.tokens[: request.prompt_tokens] if penalised else (),
-            generated_ids=request.tokens[request.prompt_tokens :] if penalised else (),
+            generated_ids=request.tokens[request.prompt_tokens :] + array("I", drafts) if penalised else (),
             banned_ids=banned_before(params, generated, self._model.eos_token_ids),
         )
 
-    def _advance(self, request: RequestState, sampled: Sampled) -> TokenOutput | None:
-        """Add the token, and say so when it is time; a request that ends gives its blocks back here."""
+    def _advance(self, request: RequestState, drawn: Sequence[Sampled]) -> TokenOutput | None:
+        """Add the tokens, and say so when it is time; a request that ends gives its blocks back here.
+
+        All but the last were drafted, so that their KV is there.
+        """
         first = not request.answered
         pinned = self.scheduler.pin(request, self._clock()) if first and request.pins else None
-        self.scheduler.append(request, sampled.token_id)
-        self._generated_tokens += not request.warm_up
-        request.untold.append(sampled.token_id)
-        if sampled.logprobs:
-            request.untold_logprobs.append(sampled.logprobs)
-        stop_id = self._stop_id(request, sampled.token_id)
-        finish_reason = self._finish_reason(request, stop_id)
+        stop_id = finish_reason = None
+        for place, sampled in enumerate(drawn):
+            if place:
+                self.scheduler.accept(request)
+            self._add(request, sampled)
+            stop_id = self._stop_id(request, sampled.token_id)
+            finish_reason = self._finish_reason(request, stop_id)
+            if finish_reason is not None:
+                break
         if not first and finish_reason is None and len(request.untold) < request.tokens_per_output:
             return None
         told, request.untold = request.untold, []
@@ -254,6 +268,13 @@ class Engine:
         if output.finish_reason:
             self.scheduler.finish(request)
         return output
+
+    def _add(self, request: RequestState, sampled: Sampled) -> None:
+        self.scheduler.append(request, sampled.token_id)
+        self._generated_tokens += not request.warm_up
+        request.untold.append(sampled.token_id)
+        if sampled.logprobs:
+            request.untold_logprobs.append(sampled.logprobs)
 
     def _stop_id(self, request: RequestState, token_id: int) -> int | None:
         params = request.sampling
@@ -279,6 +300,13 @@ class Engine:
             self.scheduler.finish(row.request)
             refused = Refused(request_id=request_id, reason="internal", message=message)
             result.refused[source].append(refused)
+
+
+def _confirmed(drawn: Sequence[Sampled], drafts: Sequence[int]) -> Sequence[Sampled]:
+    """Tokens drawn after drafts that are all right; the last of them was not drafted, or wrongly."""
+    pairs = enumerate(zip(drawn, drafts, strict=False))
+    right = next((place for place, (sampled, draft) in pairs if sampled.token_id != draft), len(drafts))
+    return drawn[: right + 1]
 
 
 def _prompt_logprobs(logits: torch.Tensor, wanted: Wanted) -> list[tuple[RequestState, list[PositionLogprobs]]]:

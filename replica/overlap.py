@@ -5,7 +5,8 @@ that turns out to have ended has one row too many in flight, whose token is drop
 once, since the device runs steps in order. Blocks are committed, and events told, when a step has landed.
 
 What needs the host between two steps (penalties, biases, bans, logprobs, pins that are due) cannot be launched ahead:
-while such a request is alive, all steps run one by one as in `Engine`.
+while such a request is alive, all steps run one by one as in `Engine`. So do all where a drafter guesses tokens: which
+guesses are right is known when the step is over.
 """
 
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ class OverlappedEngine(Engine):
     def __init__(self, *, executor: Launcher, **options: Any) -> None:
         super().__init__(executor=executor, **options)
         self._launcher = executor
+        self._drafts = options.get("drafter") is not None
         self._slots = SlotBook(self.scheduler.limits.running)
         self._flight: Flight | None = None
         self._landed_at = 0.0
@@ -82,7 +84,7 @@ class OverlappedEngine(Engine):
 
     def step(self) -> StepResult:
         """Launch the next step and land the one before; the result is that of the landed one."""
-        if any(needs_host(request) for request in self.scheduler.requests()):
+        if self._drafts or any(needs_host(request) for request in self.scheduler.requests()):
             return self._step_alone()
         self.expire_pins()
         flight, self._flight = self._flight, None
@@ -154,7 +156,7 @@ class OverlappedEngine(Engine):
         for row, token in zip(flight.wanted.samplers, tokens, strict=True):
             if row.request.phase is Phase.FINISHED:  # it ended while this row was in flight
                 continue
-            output = self._advance(row.request, Sampled(token, None))
+            output = self._advance(row.request, [Sampled(token, None)])
             if output is not None:
                 result.outputs[row.request.key.source].append(output)
         now = self._clock()

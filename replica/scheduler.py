@@ -5,13 +5,16 @@ urgent first. A request is admitted when blocks for all its present tokens are f
 when there are none, the least urgent running request is preempted: its blocks go back (still cached, tail evicted
 first), it waits at the front, and recomputes what the cache no longer gives.
 
+A request may be asked for several tokens of its answer in one step: drafts that a `Drafter` guesses. They take what is
+left of the budget and of the free blocks when everybody else is served, so that a wrong guess costs nobody his place.
+
 Nothing deadlocks: the most urgent running request can take every other's blocks, and alone it fits (who never could is
 refused by `add`; pins that then stand in its way are broken). Nothing starves among equals: order is by priority, then
 arrival, and is kept across preemptions.
 """
 
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
@@ -30,6 +33,10 @@ PROMPT_LOGPROBS_CHUNK = 256
 #: A request waits while another computes at least so many tokens that it needs, too: together in one step they would be
 #: computed twice. For fewer the wait costs more; a step's fixed cost is about this many tokens on a CPU.
 WORTH_WAITING_TOKENS = 128
+
+#: (a request's tokens, at most how many) -> ids of the vocabulary that may come next; () where it has no idea. Its
+#: guesses are checked: tokens are the same whatever it says. Where speculative decoding comes in.
+Drafter = Callable[[Sequence[int], int], Sequence[int]]
 
 _NO_MATCH = PrefixMatch(blocks=(), tokens=0)
 _by_urgency = attrgetter("urgency")
@@ -56,17 +63,24 @@ class Limits:
 
 @dataclass(slots=True, frozen=True)
 class ScheduledRow:
-    """One request's share of a step: tokens `start` up to `start + count`."""
+    """One request's share of a step: tokens `start` up to `start + count`, and drafts of those that follow."""
 
     request: RequestState
     start: int
     count: int
     #: To be done before this step writes any KV: until then the source holds what was matched, whosever it is by now.
     copy: BlockCopy | None = None
+    #: Guesses at the next tokens, of a row that samples: after each of them a token is drawn, too.
+    drafts: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
         return self.start + self.count
+
+    @property
+    def width(self) -> int:
+        """Tokens that the step computes for it."""
+        return self.count + len(self.drafts)
 
     @property
     def samples(self) -> bool:
@@ -91,13 +105,14 @@ class Backlog:
 class Scheduler:
     """The waiting and the running requests of one replica, and the blocks of the latter."""
 
-    def __init__(self, limits: Limits, cache: PrefixCache, hasher: BlockHasher) -> None:
+    def __init__(self, limits: Limits, cache: PrefixCache, hasher: BlockHasher, drafter: Drafter | None = None) -> None:
         capacity = cache.free_blocks * hasher.block_size
         assert limits.max_model_len <= capacity, f"max_model_len {limits.max_model_len}, pool of {capacity} tokens"
         self.limits = limits
         self.preemptions = 0
         self._cache = cache
         self._hasher = hasher
+        self._drafter = drafter
         self._capacity_blocks = cache.free_blocks
         self._worth_waiting_blocks = max(1, limits.worth_waiting_tokens // hasher.block_size)
         self._requests: dict[RequestKey, RequestState] = {}
@@ -143,7 +158,8 @@ class Scheduler:
             if not request.decoding and budget > enough:
                 rows.append(self._row(request, budget))
                 budget -= rows[-1].count
-        return [*rows, *self._admit(budget, enough)]
+        rows += self._admit(budget, enough)
+        return rows if self._drafter is None else self._with_drafts(rows, self._drafter)
 
     def complete(self, row: ScheduledRow) -> None:
         """The KV of this row is there now: full blocks become known to the cache. A finished request is passed over."""
@@ -172,6 +188,12 @@ class Scheduler:
     def append(self, request: RequestState, token_id: int) -> None:
         """Add a token drawn for a running request."""
         request.append(token_id, self._hasher)
+
+    def accept(self, request: RequestState) -> None:
+        """The newest token was drafted rightly: its KV is there, after that of all before it."""
+        assert request.uncomputed == 1, f"request {request.key}: a draft accepted {request.uncomputed} tokens ahead"
+        request.computed += 1
+        self._commit(request, request.computed)
 
     def pin(self, request: RequestState, now: float) -> int:
         """Keep what a running request asked for, its prompt being computed. How many tokens of it are pinned now."""
@@ -231,6 +253,28 @@ class Scheduler:
         assert all(row.request.phase is Phase.RUNNING for row in rows), "a preempted request was scheduled"
         return rows
 
+    def _with_drafts(self, rows: list[ScheduledRow], drafter: Drafter) -> list[ScheduledRow]:
+        """The same rows; those that decode may ask for more tokens than one."""
+        spare = self.limits.max_batched_tokens - sum(row.count for row in rows)
+        drafted = []
+        for row in rows:
+            drafts = self._drafts(row.request, spare, drafter) if row.decodes and row.samples else ()
+            spare -= len(drafts)
+            drafted.append(replace(row, drafts=drafts) if drafts else row)
+        return drafted
+
+    def _drafts(self, request: RequestState, spare: int, drafter: Drafter) -> tuple[int, ...]:
+        """Guesses for as many tokens as it may still get before its last one, there is budget for, and room."""
+        places = self.limits.max_model_len - request.num_tokens - 1
+        most = min(spare, places, request.sampling.max_tokens - request.generated - 1)
+        if most <= 0:
+            return ()
+        drafts = tuple(drafter(request.tokens, most)[:most])
+        missing = self._missing_blocks(request, len(drafts))
+        if missing > 0:
+            request.blocks += self._cache.allocate(missing) or ()
+        return drafts[: len(request.blocks) * self._hasher.block_size - request.num_tokens]
+
     def _goes_on(self, request: RequestState) -> bool:
         """Whether it decodes and, if all tokens in flight are drawn, still has one to draw."""
         drawn = request.generated + request.pending
@@ -240,7 +284,7 @@ class Scheduler:
 
     def _make_room(self, request: RequestState) -> bool:
         """See to a block for the newest token; False when the request itself was the one to be preempted."""
-        while self._missing_blocks(request):
+        while self._missing_blocks(request) > 0:
             blocks = self._cache.allocate(self._missing_blocks(request))
             if blocks is not None:
                 request.blocks += blocks
@@ -253,8 +297,9 @@ class Scheduler:
                 return False
         return True
 
-    def _missing_blocks(self, request: RequestState) -> int:
-        return -(-request.num_tokens // self._hasher.block_size) - len(request.blocks)
+    def _missing_blocks(self, request: RequestState, more: int = 0) -> int:
+        """Below 0 where drafts were given room that nothing has filled."""
+        return -(-(request.num_tokens + more) // self._hasher.block_size) - len(request.blocks)
 
     def _admit(self, budget: int, enough: int) -> Iterable[ScheduledRow]:
         """Start waiting requests in order; the first that does not fit holds up those behind it, or it would starve.

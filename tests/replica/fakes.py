@@ -1,8 +1,9 @@
 """Stand-ins that we own: a model whose tokens can be computed by hand, and that notices wrong KV."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from zlib import crc32
 
 import numpy as np
@@ -37,6 +38,23 @@ def undisturbed(prompt: Sequence[int], count: int, stop: Sequence[int] = ()) -> 
         if tokens[-1] in stop:
             break
     return tokens[len(prompt) :]
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """A `Drafter` that is right as often as it is told to be, and says as much as it likes, asked for or not."""
+
+    right: float
+    seed: int = 0
+    following: Callable[[Sequence[int]], int] = lambda tokens: next_token(kv_entries(tokens))
+
+    def __call__(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+        chance = Random(crc32(array("I", tokens).tobytes(), self.seed))
+        guessed = list(tokens)
+        for _ in range(chance.randint(0, most + 1)):
+            true = chance.random() < self.right
+            guessed.append(self.following(guessed) if true else chance.randrange(VOCAB))
+        return guessed[len(tokens) :]
 
 
 @dataclass

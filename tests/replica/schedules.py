@@ -29,7 +29,7 @@ from homing.replica.request import Phase
 from homing.replica.resident.runner import Drawn, ResidentRunner
 from homing.replica.runner import ModelRunner
 from homing.replica.sampler import SamplingRow, banned_before, prompt_logprobs, sample
-from homing.replica.scheduler import Limits
+from homing.replica.scheduler import Drafter, Limits
 from homing.replica.worker import LocalExecutor
 
 from .fakes import generate
@@ -182,7 +182,7 @@ class Got:
 class Schedule:
     """An engine of one kind and provider that runs a schedule."""
 
-    def __init__(self, runner: ModelRunner, setup: Setup) -> None:
+    def __init__(self, runner: ModelRunner, setup: Setup, drafter: Drafter | None = None) -> None:
         size = runner.block_size
         resident = isinstance(runner, ResidentRunner)
         self.seen: Counter[str] = Counter()
@@ -196,6 +196,7 @@ class Schedule:
             executor=Watched(runner, self.seen),
             rates=Rates(1000.0, 0.01),
             epoch=11,
+            drafter=drafter,
         )
         self.got: dict[int, Got] = defaultdict(Got)
         self._asked: dict[int, Ask] = {}
@@ -273,6 +274,7 @@ class Schedule:
         got.prompt_logprobs = got.prompt_logprobs or output.prompt_logprobs
         got.finish_reason = output.finish_reason
         self.seen[f"sampling: {ask.sampling}"] += 1
+        self.seen["several tokens of a step"] += len(output.token_ids) > 1
         self.seen["several choices"] += ask.choices > 1
         self.seen["end by a token"] += output.finish_reason == "stop"
         self.seen["logprobs"] += bool(output.logprobs)

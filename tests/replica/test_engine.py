@@ -19,10 +19,10 @@ from homing.replica.errors import Draining, InvalidRequest, PromptTooLong, RankL
 from homing.replica.messages import Generate, Pin, TokenLogprob, TokenOutput
 from homing.replica.rates import Rates
 from homing.replica.runner import ModelRunner
-from homing.replica.scheduler import Limits
+from homing.replica.scheduler import Drafter, Limits
 from homing.replica.worker import LocalExecutor
 
-from .fakes import VOCAB, FakeClock, FakeExecutor, FakeModel, generate, undisturbed
+from .fakes import VOCAB, FakeClock, FakeExecutor, FakeModel, Guesses, generate, undisturbed
 
 HANG = 5_000
 EOS = 96
@@ -40,6 +40,7 @@ class Rig:
     worth_waiting: int = 128
     hasher_of: Callable[[int], BlockHasher] = lambda block_size: BlockHasher(block_size, seed=3)
     enabled: bool = True
+    drafter: Drafter | None = None
     outputs: dict[tuple[str, int], list[TokenOutput]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
@@ -58,6 +59,7 @@ class Rig:
             epoch=11,
             clock=self.clock,
             wall_clock=FakeClock(),
+            drafter=self.drafter,
         )
 
     def request(self, request_id: int, tokens: list[int], **options) -> Generate:
@@ -637,6 +639,33 @@ def test_copying_inside_blocks_changes_no_token(
         assert [token.logprob for token in copied] == pytest.approx([token.logprob for token in computed], abs=1e-3)
 
 
+def test_right_drafts_save_steps_and_wrong_ones_cost_none() -> None:
+    """What several tokens of a request in one step are for; a step draws at least the token it would have drawn."""
+    steps = {}
+    for name, drafter in {"none": None, "right": Guesses(1.0), "wrong": Guesses(0.0)}.items():
+        rig = Rig(drafter=drafter)
+        rig.add(1, [1, 2, 3], max_tokens=30, ignore_eos=True)
+        rig.run()
+        assert rig.tokens(1) == undisturbed([1, 2, 3], 30)
+        steps[name] = rig.engine.load().step
+
+    assert steps["right"] < steps["wrong"] <= steps["none"] == 30
+
+
+def test_an_answer_ends_inside_its_drafts() -> None:
+    """What was guessed beyond the stop id was never drawn; all that is told is told at once."""
+    rig = Rig(drafter=Guesses(1.0, seed=4))
+    prompt = prompt_that_ends(6)
+
+    rig.add(1, prompt, max_tokens=40)
+    rig.run()
+
+    assert rig.tokens(1) == undisturbed(prompt, 7)
+    assert rig.outputs["a", 1][-1].finish_reason == "stop"
+    assert len(rig.outputs["a", 1]) < 7
+    assert rig.cache.free_blocks == rig.cache.total_blocks
+
+
 def test_what_is_copied_is_not_computed(checkpoint: Callable[..., Path]) -> None:
     """The gain is exact: computed prompt tokens fall by the copied ones, and by nothing else."""
     prompts = [[*range(40, 40 + shared), 7, 8] for shared in (30, 13, 27, 6)]
@@ -669,6 +698,7 @@ REQUEST = st.tuples(
     st.integers(1, 5),
     st.integers(0, 7),
     st.sampled_from([1, 4, 128]),
+    st.none() | st.builds(Guesses, st.sampled_from([0.0, 0.7, 1.0]), st.integers(0, 99)),
 )
 def test_whatever_the_schedule_everybody_gets_the_tokens_of_an_undisturbed_run(
     requests: list[tuple[int, list[int], int, int]],
@@ -678,9 +708,10 @@ def test_whatever_the_schedule_everybody_gets_the_tokens_of_an_undisturbed_run(
     running: int,
     pinning: int,
     worth_waiting: int,
+    guesses: Guesses | None,
 ) -> None:
-    """Budget, chunks, cache hits, waits, preemption and pins (of the first few requests) are matters of speed alone."""
-    rig = Rig(blocks=blocks, block_size=block_size, budget=budget, running=running, worth_waiting=worth_waiting)
+    """Budget, chunks, hits, waits, preemption, drafts and pins (of the first few) are matters of speed alone."""
+    rig = Rig(blocks, block_size, budget, running, worth_waiting, drafter=guesses)
     expected = {}
     for number, (shared, own, max_tokens, steps_before) in enumerate(requests):
         prompt = [*range(shared), *own]

@@ -97,7 +97,7 @@ def test_recomputed_request_goes_on_as_before(checkpoint, reference):
 @pytest.mark.parametrize("provider", ["native", "transformers"])
 @pytest.mark.parametrize("kind", [ModelRunner, ResidentRunner])
 def test_a_row_may_ask_for_several_tokens_of_an_answer(kind, provider, checkpoint):
-    """The seam of speculative decoding: each guess has its logits, and a wrong one leaves nothing behind."""
+    """As a drafter makes it: each guess has its logits, and a wrong one leaves nothing behind."""
     settings = ReplicaSettings(dtype="float32", device="cpu", model_provider=provider, max_model_len=64)
     runner = kind(settings, checkpoint("llama"), BLOCK_SIZE)
     runner.allocate_kv(10)

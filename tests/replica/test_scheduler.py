@@ -1,6 +1,6 @@
 """The scheduler against a model whose every token can be computed by hand."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from homing.replica.errors import PromptTooLong
 from homing.replica.messages import Pin
 from homing.replica.plan import BlockCopy, block_ids
 from homing.replica.request import Phase, RequestState
-from homing.replica.scheduler import Limits, ScheduledRow, Scheduler
+from homing.replica.scheduler import Drafter, Limits, ScheduledRow, Scheduler
 
 from .fakes import FakeModel, request_state, undisturbed
 
@@ -36,6 +36,7 @@ class Bench:
     partial_block_reuse: bool = True
     worth_waiting: int = 128
     prefill_step: int | None = None
+    drafter: Drafter | None = None
     ended: dict[int, RequestState] = field(default_factory=dict)
     rows: list[ScheduledRow] = field(default_factory=list)
 
@@ -51,7 +52,7 @@ class Bench:
         self.model = FakeModel(self.blocks + 1, self.block_size)
         longest = self.blocks * self.block_size
         limits = Limits(self.running, self.budget, longest, self.worth_waiting, self.prefill_step)
-        self.scheduler = Scheduler(limits, self.cache, self.hasher)
+        self.scheduler = Scheduler(limits, self.cache, self.hasher, self.drafter)
         self.number = 0
 
     def add(self, prompt: list[int], *, pinned: bool = False, **options) -> RequestState:
@@ -96,7 +97,7 @@ class Bench:
             self.scheduler.finish(request)
 
     def check_rows(self, rows: list[ScheduledRow]) -> None:
-        assert sum(row.count for row in rows) <= self.budget
+        assert sum(row.width for row in rows) <= self.budget
         assert len({row.request.key for row in rows}) == len(rows) <= self.running
         assert all(row.count >= 1 for row in rows)
 
@@ -222,18 +223,40 @@ def test_with_copying_switched_off_whole_blocks_alone_are_taken() -> None:
     assert not any(plan.copies for plan in bench.model.plans)
 
 
-def test_a_row_may_be_settled_short(bench: Bench) -> None:
-    """The seam of speculative decoding: of several tokens asked for, those not taken are as if never asked for."""
-    request = bench.add([1, 2, 3, 4, 5, 6, 7])
+def test_drafts_take_what_prompts_leave_of_the_budget() -> None:
+    """A guess may be wrong; a prompt's tokens are needed."""
+    bench = Bench(budget=6, drafter=lambda _, most: [9] * most)
+    bench.add([1, 2], max_tokens=20)
+    bench.step()
+    bench.add([3, 4, 5, 6])
+
+    beside = [(row.count, len(row.drafts)) for row in bench.scheduler.schedule()]
+
+    assert beside == [(1, 1), (4, 0)]
+
+
+def test_drafts_take_blocks_only_while_some_are_free() -> None:
+    """Nobody is preempted for a guess: it is cut to the room there is."""
+    bench = Bench(blocks=4, block_size=2, drafter=lambda _, most: [9] * most)
+    requests = [bench.add([number, 2], max_tokens=6) for number in (1, 3)]
+    bench.step()
+
+    rows = bench.scheduler.schedule()
+
+    assert [(row.start, row.count, len(row.drafts)) for row in rows] == [(2, 1, 1), (2, 1, 1)]
+    assert [len(request.blocks) for request in requests] == [2, 2]
+    assert bench.scheduler.preemptions == 0
+
+
+def test_no_draft_lies_beyond_an_answer_s_end() -> None:
+    """Its last token is drawn after the one before it, so no more than the rest but one is worth guessing."""
+    bench = Bench(drafter=lambda _, most: [9] * (most + 3))
+    bench.add([1, 2], max_tokens=4)
+    bench.step()
+
     (row,) = bench.scheduler.schedule()
-    bench.model.run(plan_of_step(0, [row], []))
 
-    bench.scheduler.complete(replace(row, count=3))
-
-    bench.scheduler.check()
-    assert request.computed == 3
-    assert request.committed_blocks == 1
-    bench.run()
+    assert len(row.drafts) == 2
 
 
 def test_generated_blocks_are_cached(bench: Bench) -> None:

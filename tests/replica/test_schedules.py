@@ -6,14 +6,17 @@ stand-in of its graphs.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, event, given, settings
+from hypothesis import strategies as st
 
 from homing.replica.messages import PositionLogprobs
 
+from .fakes import Guesses
 from .schedules import ASKS, SAMPLINGS, SETUPS, Ask, Got, Schedule, Setup, oracle_of, runner_of
 
 PROVIDERS = ("native", "transformers")
@@ -91,6 +94,32 @@ def test_every_engine_answers_as_transformers_whatever_the_schedule(
                 assert_same(got, oracle.answer(ask, choice), whole=ask.abort_after is None)
             for name in sorted(name for name, count in schedule.seen.items() if count):
                 event(f"{'ahead' if resident else 'plain'}: {name}")
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ASKS, SETUPS, st.sampled_from([0.3, 0.8, 1.0]))
+def test_drafts_change_no_token(checkpoint: Callable[..., Path], asks: list[Ask], setup: Setup, right: float) -> None:
+    """Guesses, right and wrong, beside every sampling; those that are right came several a step."""
+    folder = checkpoint("llama")
+    oracle = oracle_of(folder)
+    answers = [[*ask.prompt, *oracle.answer(ask, choice).tokens] for ask in asks for choice in range(ask.choices)]
+    guesses = Guesses(right, following=partial(following, answers))
+
+    for provider in PROVIDERS:
+        for resident in (False, True):
+            schedule = Schedule(runner_of(folder, provider, resident), setup, guesses)
+            found = schedule.run(asks)
+
+            for (ask, choice), got in found.items():
+                assert_same(got, oracle.answer(ask, choice), whole=ask.abort_after is None)
+            for name in sorted(name for name, count in schedule.seen.items() if count):
+                event(f"{'resident' if resident else 'plain'}: {name}")
+
+
+def following(answers: Sequence[list[int]], tokens: Sequence[int]) -> int:
+    """The token after these in an answer that begins so; 0: there is none."""
+    count = len(tokens)
+    return next((answer[count] for answer in answers if answer[:count] == tokens and len(answer) > count), 0)
 
 
 @pytest.mark.parametrize(("resident", "reached"), [(False, REACHED), (True, REACHED_AHEAD)], ids=["plain", "ahead"])
