@@ -24,7 +24,7 @@ from ..router.errors import BackendsInvalid, RouterError
 from ..router.foreign.addresses import Backend, backends, describe, foreign_root
 from ..router.foreign.probe import CANARY, ForeignTerms
 from ..router.http.front import TextModels
-from ..router.membership import own_parity, text_digests
+from ..router.membership import own_parity, text_digests, text_source
 from ..router.metrics import RouterMetrics
 from ..router.server import RouterServer, settle
 from ..router.service import RouterService
@@ -137,7 +137,7 @@ class Serving:
         texts = TextModels(partial(TextModel.load, cache_bytes=self._settings.router.token_cache_bytes))
         service = None
         try:
-            service = self._service(await texts.get(str(self._model_dir)))
+            service = self._service(await texts.get(text_source(self._model_dir)))
             self._console.step("tokenizer", "ready")
             server = RouterServer(self._settings.router, service, metrics=self._metrics, texts=texts)
             async with contextlib.AsyncExitStack() as stack:

@@ -4,6 +4,7 @@ Imported by the driver, run in the actors: torch and the HTTP server are importe
 """
 
 import asyncio
+import logging
 import os
 import secrets
 from collections.abc import Sequence
@@ -18,11 +19,13 @@ import msgspec
 from ..events.keys import reader_keys, server_keys
 from ..kvcache.config import KvCacheSettings
 from ..router.backend import AbsentReplica, ClusterView, ModelView, ReplicaView, RouterCounters
-from .actors import RankServer, Router, node_address
+from .actors import RankServer, Router, describe, node_address
 from .autoscale import Demand
 from .gangs import socket_folder
 from .model import find_model
 from .spec import CacheWorth, ClusterSpec, Doors, Failed, Listening, Member, RankSpec, Wanted
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from ..router.generations import Enrolment, Generations, Terms
@@ -150,9 +153,12 @@ class HomingRouter:
         return Listening(port, direct)
 
     async def _load_texts(self, server: "RouterServer") -> None:
-        """The tokenizers are there before any replica is, where their folders are known. What fails is logged there."""
-        folders = [model.model_dir for model in self._spec.models if model.model_dir]
-        await asyncio.gather(*map(server.load_text, folders), return_exceptions=True)
+        """The tokenizers are there before any replica is, where their folders are known."""
+        folders = [Path(model.model_dir) for model in self._spec.models if model.model_dir]
+        loaded = await asyncio.gather(*map(server.load_text, folders), return_exceptions=True)
+        for folder, failure in zip(folders, loaded, strict=True):
+            if failure is not None:
+                log.warning("tokenizer_not_loaded_ahead path=%s reason=%s", folder, describe(failure))
 
     def _make_service(
         self, metrics: "RouterMetrics", model: str, terms: "Terms", counters: RouterCounters
@@ -184,10 +190,7 @@ class HomingRouter:
         assert self._service is not None, "membership before start"
         assert self._server is not None, "membership before start"
         self._service.apply_membership([_enrolment(member) for member in members], seed)
-        paths = {member.description.model.path: None for member in members}
-        loaded = await asyncio.gather(*map(self._server.load_text, paths), return_exceptions=True)
-        for failure in filter(None, loaded):
-            raise failure
+        await self._server.front.load_texts()
         if members:
             self._settle()
 

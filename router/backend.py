@@ -11,6 +11,7 @@ import msgspec
 from ..events.messages import EventEndpoints, LoadReport
 from ..replica.messages import FinishReason, ModelLimits, Pin, PositionLogprobs, SamplingParams
 from .errors import RouterError
+from .membership import TextSource
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -271,6 +272,9 @@ class ModelBackend(Protocol):
     def model(self) -> ModelLimits | None:
         """Limits of the model, and the name under which it is served; None until a replica joined."""
 
+    def text(self) -> TextSource | None:
+        """What its requests are tokenized with; None until a replica joined."""
+
     def generate(self, request: GenerationRequest) -> TokenStream:
         """Accept a request. Raises `NoReplica` (503), `QueueFull` (429) or `PromptTooLong` (400)."""
 
@@ -290,6 +294,9 @@ class Backend(Protocol):
 
     def models(self) -> list[ModelLimits]:
         """Of every model that can be tokenized for: a replica of it has joined."""
+
+    def texts(self) -> list[TextSource]:
+        """What the requests of all models are tokenized with; of a model that is being replaced also the old one's."""
 
     def exact(self) -> bool:
         """Whether the index has been exact for every replica at once, since the start."""

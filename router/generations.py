@@ -22,6 +22,7 @@ from ..replica.messages import ModelLimits, Parity, ReplicaDescription
 from .backend import AbsentReplica, ClusterView, ModelView, ReplicaView, RouterCounters, total
 from .errors import InvalidRequest, ModelNotFound, NoReplica
 from .load import Rest
+from .membership import TextSource
 from .service import RouterService
 
 log = logging.getLogger(__name__)
@@ -189,6 +190,11 @@ class Generations:
     def models(self) -> list[ModelLimits]:
         """Of every model of which a replica was let in."""
         return [limits for model in self._models.values() if (limits := model.limits()) is not None]
+
+    def texts(self) -> list[TextSource]:
+        """Of every generation that requests are tokenized for, each once."""
+        known = (generation.service.text() for generation in self._generations)
+        return list(dict.fromkeys(source for source in known if source is not None))
 
     def exact(self) -> bool:
         """Whether every index has been exact since the start."""

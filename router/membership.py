@@ -24,6 +24,14 @@ class TextDigests:
 
 
 @dataclass(slots=True, frozen=True)
+class TextSource:
+    """Where a tokenizer and a chat template lie, and which they are: a folder may hold others later."""
+
+    path: str
+    digests: TextDigests
+
+
+@dataclass(slots=True, frozen=True)
 class Changes:
     """What a new full view of the membership means; a rebuilt replica is in both."""
 
@@ -34,6 +42,11 @@ class Changes:
 def text_digests(folder: Path) -> TextDigests:
     """Digests of the tokenizer and the template in a model's folder."""
     return TextDigests(tokenizer_digest(folder), template_digest(folder))
+
+
+def text_source(folder: Path) -> TextSource:
+    """What lies in a model's folder now."""
+    return TextSource(str(folder), text_digests(folder))
 
 
 def own_parity(digests: TextDigests, cache: KvCacheSettings, cluster_seed: int, model_root: BlockHash) -> Parity:

@@ -21,6 +21,7 @@ from .http.app import App
 from .http.connection import ConnectionLimits
 from .http.front import Front, TextModels
 from .http.server import HttpServer
+from .membership import text_source
 from .metrics import RouterMetrics
 from .tenants import read_tenants
 
@@ -121,9 +122,9 @@ class RouterServer:
         self._open.callback(access.close)
         return access
 
-    async def load_text(self, path: str) -> None:
-        """Load the tokenizer in this folder, so that the first request need not wait. Raises RouterError."""
-        await self.front.texts.get(path)
+    async def load_text(self, folder: Path) -> None:
+        """Load the tokenizer in this folder ahead of its first replica. Raises RouterError."""
+        await self.front.texts.get(await asyncio.to_thread(text_source, folder))
 
     async def stop(self) -> None:
         """Take no more connections, let answers end within the grace, close everything. May be called twice."""

@@ -60,7 +60,7 @@ from .foreign.member import ForeignMember
 from .foreign.probe import ForeignTerms
 from .load import LoadBook, ReplicaLoad, Rest
 from .member import Member
-from .membership import TextDigests, changes, compare, own_parity, text_digests
+from .membership import TextDigests, TextSource, changes, compare, own_parity, text_digests
 from .policy import make_policy
 from .reservations import Reservations
 from .stream import RequestStream
@@ -262,6 +262,16 @@ class RouterService:
         """Limits of the served model; None until a replica was let in."""
         return self._naming.limits if self._naming else None
 
+    def text(self) -> TextSource | None:
+        """What requests are tokenized with; None until a replica was let in."""
+        limits = self.model()
+        return None if limits is None else TextSource(limits.path, self._own_digests(limits))
+
+    def texts(self) -> list[TextSource]:
+        """Of the only model."""
+        source = self.text()
+        return [] if source is None else [source]
+
     def exact(self) -> bool:
         """Whether the index has been exact for every replica at once, since the start; later gaps do not count.
 
@@ -387,15 +397,15 @@ class RouterService:
         theirs = description.parity
         first = not self._members or self._naming is None
         root = BlockHash(theirs.model_root) if first or self._naming is None else self._naming.model_root
-        ours = own_parity(self._own_digests(description), self._cache, cluster_seed, root)
+        ours = own_parity(self._own_digests(description.model), self._cache, cluster_seed, root)
         compare(ours, theirs, description.replica_id)
         if not first and self._naming is not None:
             return self._naming
         hasher = BlockHasher(self._cache.block_size, cluster_seed, self._cache.hash_algorithm)
         return Naming(hasher, root, description.model)
 
-    def _own_digests(self, description: ReplicaDescription) -> TextDigests:
-        folder = self._model_dir or Path(description.model.path)
+    def _own_digests(self, model: ModelLimits) -> TextDigests:
+        folder = self._model_dir or Path(model.path)
         if folder not in self._digests:
             self._digests[folder] = text_digests(folder)
         return self._digests[folder]

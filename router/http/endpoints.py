@@ -217,7 +217,7 @@ async def ready(front: Front, exchange: Exchange) -> None:
         raise NoReplica("no replica can serve now", retry_after_s=1.0)
     if not front.backend.exact():
         raise NoReplica("the prefix index is not exact yet", retry_after_s=1.0)
-    if not all(front.texts.loaded(limits.path) for limits in served):
+    if not all(map(front.texts.loaded, front.backend.texts())):
         raise NoReplica("the model's tokenizer is being loaded", retry_after_s=1.0)
     respond(exchange, {"status": "ready", "replicas": sum(serving.values()), "models": serving})
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -14,6 +14,7 @@ from ...replica.messages import ModelLimits
 from ..backend import Backend, ModelBackend
 from ..config import RouterSettings
 from ..errors import NoReplica
+from ..membership import TextSource
 from ..meter import Book, Meter
 from ..metrics import ModelMetrics, RouterMetrics
 from ..tenants import Tenants
@@ -27,31 +28,44 @@ Accounts = Callable[[Sequence[bytes]], Mapping[bytes, Book]]
 
 
 class TextModels:
-    """Loads the served model's text side once, off the event loop; everybody who asks meanwhile waits for it."""
+    """Loads the text side of each served model once, off the event loop; who asks meanwhile waits for it."""
 
     def __init__(self, load: Loader) -> None:
         self._load = load
-        self._loading: dict[str, asyncio.Future[TextModel]] = {}
+        self._loading: dict[TextSource, asyncio.Future[TextModel]] = {}
+        self._kept: frozenset[TextSource] = frozenset()
 
-    async def get(self, path: str) -> TextModel:
-        """The text side of the model in this folder. Raises TokenizerUnavailable; the next call then tries again."""
-        loading = self._loading.get(path)
+    async def get(self, source: TextSource) -> TextModel:
+        """The text side that comes from there. Raises TokenizerUnavailable; the next call then tries again."""
+        loading = self._loading.get(source)
         if loading is None:
-            loading = self._loading[path] = asyncio.ensure_future(asyncio.to_thread(self._load, Path(path)))
-            loading.add_done_callback(lambda done: self._settled(path, done))
+            loading = self._loading[source] = asyncio.ensure_future(asyncio.to_thread(self._load, Path(source.path)))
+            loading.add_done_callback(lambda done: self._settled(source, done))
         return loading.result() if loading.done() else await asyncio.shield(loading)
 
-    def loaded(self, path: str) -> bool:
+    def loaded(self, source: TextSource) -> bool:
         """Whether `get` would answer at once."""
-        loading = self._loading.get(path)
+        loading = self._loading.get(source)
         return loading is not None and loading.done()
 
-    def _settled(self, path: str, loading: "asyncio.Future[TextModel]") -> None:
+    def keep(self, sources: Iterable[TextSource]) -> None:
+        """From now on these are served, and those before them no longer: they are forgotten.
+
+        Requests that use one go on, and its threads end with the last of them. What was loaded ahead of its first
+        replica stays.
+        """
+        kept = frozenset(sources)
+        for gone in self._kept - kept:
+            self._loading.pop(gone, None)
+            log.info("tokenizer_forgotten path=%s", gone.path)
+        self._kept = kept
+
+    def _settled(self, source: TextSource, loading: "asyncio.Future[TextModel]") -> None:
         if loading.cancelled() or loading.exception() is not None:
-            self._loading.pop(path, None)
-            log.error("tokenizer_unavailable path=%s error=%s", path, loading)
+            self._loading.pop(source, None)
+            log.error("tokenizer_unavailable path=%s error=%s", source.path, loading)
         else:
-            log.info("tokenizer_loaded path=%s", path)
+            log.info("tokenizer_loaded path=%s", source.path)
 
     async def close(self) -> None:
         """Wait for what is loading and let go of all threads."""
@@ -117,6 +131,17 @@ class Front:
             raise NoReplica("no replica has joined yet", retry_after_s=1.0)
         served = self._served.get(limits.name)
         if served is None or served.limits is not limits or served.backend is not backend:
-            text, metrics = await self.texts.get(limits.path), self.metrics.of(limits.name)
+            source = backend.text()
+            assert source is not None, f"{limits.name!r} has limits and no text"
+            text, metrics = await self.texts.get(source), self.metrics.of(limits.name)
             served = self._served[limits.name] = Served(limits, text, metrics, backend)
         return served
+
+    async def load_texts(self) -> None:
+        """Load what requests are tokenized with, and forget what they are no longer. Raises RouterError."""
+        sources = self.backend.texts()
+        self.texts.keep(sources)
+        self._served.clear()
+        loaded = await asyncio.gather(*map(self.texts.get, sources), return_exceptions=True)
+        for failure in [each for each in loaded if isinstance(each, BaseException)]:
+            raise failure

@@ -32,7 +32,7 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench.front_client import Load, Result
-from tests.bench.front_workers import DEMO, PACED_TOKENS
+from tests.bench.front_workers import PACED_TOKENS
 
 HERE = Path(__file__).parent
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -206,7 +206,7 @@ async def serve(port: int, members: Sequence[object], text: str) -> None:
     server = RouterServer(settings, service, metrics=metrics, texts=texts)
     await server.start("127.0.0.1", port)
     service.apply_membership(members, SEED)  # type: ignore[arg-type]
-    await server.load_text(str(DEMO))
+    await server.front.load_texts()
     settle()
     await asyncio.Event().wait()
 

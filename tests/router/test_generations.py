@@ -1,6 +1,7 @@
 """Generations: a request belongs to replicas that name blocks as it does; the others are another index and queue."""
 
 import asyncio
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -9,20 +10,23 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
 from homing.events.messages import EventEndpoints
 from homing.kvcache.config import KvCacheSettings
 from homing.kvcache.hashing import HASH_BYTES
+from homing.replica.demo import demo_model_path
 from homing.replica.messages import ModelLimits, Parity, ReplicaDescription
 from homing.router.backend import AbsentReplica, ClusterView, RouterCounters
 from homing.router.config import RouterSettings
 from homing.router.errors import InvalidRequest, ModelNotFound, NoReplica, RouterError, Superseded
 from homing.router.generations import OFF_RETRY_S, Enrolment, Generations, Terms
 from homing.router.load import Rest
-from homing.router.membership import text_digests
+from homing.router.membership import text_digests, text_source
 from homing.router.policy import QUEUE_AHEAD
+from homing.router.server import RouterServer
 from homing.router.service import RouterService
 
 from .fakes import CACHE, SEED, Reading, SocketReplica, parity_of, request_of, until
@@ -316,6 +320,64 @@ async def test_what_is_held_where_no_replica_is_left_may_begin_anew_at_the_next_
     finally:
         generations.close()
         await old.stop()
+
+
+def enrolled(replica: SocketReplica, version: int, folder: Path) -> Enrolment:
+    """A replica of the model in this folder, served as `fox`."""
+    limits = ModelLimits(name="fox", path=str(folder), vocab_size=3072, max_model_len=512, eos_token_ids=(4,))
+    parity = parity_of(text_digests(folder))
+    return Enrolment(
+        msgspec.structs.replace(replica.description, parity=parity, model=limits), Terms(version, CACHE, folder)
+    )
+
+
+async def test_a_held_request_is_tokenized_anew_for_the_model_that_takes_the_place(tmp_path: Path) -> None:
+    """From the client's socket to the replicas': the last of the old one is gone before the first new one comes.
+
+    The text side of the old one goes with it.
+    """
+    other = Path(shutil.copytree(demo_model_path(), tmp_path / "other"))
+    with (other / "tokenizer.json").open("a") as file:
+        file.write("\n")  # another tokenizer, as far as digests say
+    generations = Generations(
+        lambda model, terms, counters: service(model, terms, counters, terms.model_dir or tmp_path),
+        VIEW,
+        ["fox"],
+        Random(1),
+    )
+    generations.start(asyncio.get_running_loop())
+    server = RouterServer(RouterSettings(access_log=""), generations)
+    old, new = SocketReplica("r0"), SocketReplica("r1")
+    before, after = enrolled(old, 1, demo_model_path()), enrolled(new, 2, other)
+    try:
+        old.start()
+        new.start()
+        port = await server.start("127.0.0.1", 0)
+        generations.apply_membership([replace(before, rest="draining")], SEED)
+        await server.front.load_texts()
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+            url, body = f"http://127.0.0.1:{port}/v1/completions", {"prompt": "A fox", "max_tokens": 3}
+            asking = [
+                asyncio.ensure_future(client.post(url, json=body | {"stream": stream})) for stream in (False, True)
+            ]
+            await until(lambda: generations.view().waiting == 2 or any(each.done() for each in asking))
+            generations.apply_membership([], SEED)
+            generations.apply_membership([after], SEED)
+            await server.front.load_texts()
+            answers = await asyncio.gather(*asking)
+
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert answers[0].headers["x-homing-replica"] == "r1"
+        assert answers[0].json()["usage"]["completion_tokens"] == 3
+        assert not old.core.highest
+        assert generations.view().counters.failed == 0
+        assert server.front.texts.loaded(text_source(other))
+        assert not server.front.texts.loaded(text_source(demo_model_path()))
+    finally:
+        await server.stop()
+        generations.close()
+        await old.stop()
+        await new.stop()
 
 
 def test_a_replica_of_a_known_version_is_judged_by_that_version(world: World) -> None:

@@ -17,6 +17,7 @@ from homing.router.config import RouterSettings
 from homing.router.errors import AddressInUse, TlsUnusable, TokenizerUnavailable
 from homing.router.http.front import TextModels
 from homing.router.http.server import listening_socket
+from homing.router.membership import text_source
 from homing.router.server import RouterServer
 from homing.router.text.tokenizer import TextModel
 
@@ -228,10 +229,11 @@ async def test_the_tokenizer_is_loaded_once_before_the_first_request(settings, b
         loads.append(path)
         raise TokenizerUnavailable(f"nothing in {path}")
 
-    server = RouterServer(settings, backend, texts=TextModels(load))
+    texts, source = TextModels(load), text_source(Path("model"))
+    server = RouterServer(settings, backend, texts=texts)
     with pytest.raises(TokenizerUnavailable, match="model"):
-        await server.load_text("model")
-    results = await asyncio.gather(server.load_text("model"), server.load_text("model"), return_exceptions=True)
+        await server.load_text(Path("model"))
+    results = await asyncio.gather(texts.get(source), texts.get(source), return_exceptions=True)
 
     assert len(loads) == 2
     assert all(isinstance(each, TokenizerUnavailable) for each in results)

@@ -15,6 +15,7 @@ from homing.router.config import RouterSettings
 from homing.router.http.app import App
 from homing.router.http.front import Front, TextModels
 from homing.router.http.server import HttpServer
+from homing.router.membership import TextSource
 from homing.router.metrics import RouterMetrics
 from homing.router.server import RouterServer, connection_limits
 from homing.router.text.tokenizer import TextModel
@@ -41,10 +42,10 @@ class LoadedText(TextModels):
         self.model = model
         self.present = True
 
-    async def get(self, path: str) -> TextModel:
+    async def get(self, source: TextSource) -> TextModel:
         return self.model
 
-    def loaded(self, path: str) -> bool:
+    def loaded(self, source: TextSource) -> bool:
         return self.present
 
 

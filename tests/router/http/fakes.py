@@ -19,6 +19,7 @@ from homing.router.backend import (
     TokenSink,
 )
 from homing.router.errors import ModelNotFound, RouterClosed, RouterError
+from homing.router.membership import TextDigests, TextSource
 
 #: What a stream yields: deltas, an error that breaks it, or `PAUSE`, after which nothing comes until cancelled.
 Item = TokenDelta | RouterError | str
@@ -117,6 +118,13 @@ class FakeBackend:
 
     def model(self) -> ModelLimits | None:
         return self.limits
+
+    def text(self) -> TextSource | None:
+        return None if self.limits is None else TextSource(self.limits.path, TextDigests("", ""))
+
+    def texts(self) -> list[TextSource]:
+        source = self.text()
+        return [] if source is None else [source]
 
     def exact(self) -> bool:
         return self.is_exact

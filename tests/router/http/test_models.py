@@ -12,6 +12,7 @@ from homing.router.backend import ClusterView
 from homing.router.config import RouterSettings
 from homing.router.errors import InvalidRequest, ModelNotFound
 from homing.router.http.front import Front
+from homing.router.membership import TextSource
 from homing.router.metrics import RouterMetrics
 from homing.router.tenants import tenants_of
 from homing.router.text.tokenizer import TextModel
@@ -37,6 +38,9 @@ class FakeModels:
 
     def models(self) -> list[ModelLimits]:
         return [limits for backend in self.by_name.values() for limits in backend.models()]
+
+    def texts(self) -> list[TextSource]:
+        return [source for backend in self.by_name.values() for source in backend.texts()]
 
     def exact(self) -> bool:
         return True
