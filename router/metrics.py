@@ -37,7 +37,7 @@ _CACHE_COUNTERS = (
     ("collisions", "homing_prefix_cache_collisions", "Hits refused because the tokens differed."),
     ("preemptions", "homing_preemptions", "Running requests put back for lack of blocks."),
     ("generated_tokens", "homing_generated_tokens", "Tokens that replicas sampled."),
-    ("prefilled_tokens", "homing_prefilled_tokens", "Prompt tokens that replicas computed."),
+    ("prefilled_tokens", "homing_prefilled_tokens", "Prompt tokens that replicas computed, for warm-ups, too."),
     ("pins_set", "homing_pins_set", "Prefixes pinned, renewals included."),
     ("pins_refused", "homing_pins_refused", "Pins refused because they exceeded a budget."),
     ("pins_expired", "homing_pins_expired", "Pins whose time was over."),

@@ -89,6 +89,15 @@ def test_every_metric_is_on_the_dashboard_or_in_an_alert() -> None:
     assert {name for name in families if name not in asked and f"{name}_bucket" not in asked} == set()
 
 
+def test_panels_follow_the_chosen_model_and_router() -> None:
+    """One that did not would show other models' figures under this one's name."""
+    series = exported()
+    for panel in panels():
+        for name, matchers in (found for target in panel["targets"] for found in METRIC.findall(target["expr"])):
+            assert 'instance=~"$instance"' in matchers, panel["title"]
+            assert ('model=~"$model"' in matchers) == ("model" in series[name]), panel["title"]
+
+
 def test_every_alert_says_what_happened_and_what_to_do() -> None:
     """It is read at night."""
     for rule in rules():
