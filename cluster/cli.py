@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, get_args
 
@@ -43,53 +44,33 @@ class JoinAction(argparse.Action):
         setattr(namespace, self.dest, values if before is None else f"{before},{values}")
 
 
+@dataclass(slots=True, frozen=True)
+class Command:
+    """One word after `homing`."""
+
+    summary: str
+    arguments: Callable[[Parser], None]
+    run: Callable[[argparse.Namespace, TextIO], int]  #: imports what it needs: a command line must start at once
+
+
 def build_parser() -> tuple[Parser, dict[str, Parser]]:
     """The parser and those of the commands."""
     parser = Parser(prog="homing", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"homing {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    makers: dict[str, Callable[[Parser], None]] = {
-        "serve": _serve_arguments,
-        "status": _status_arguments,
-        "explain": _explain_arguments,
-        "simulate": _simulate_arguments,
-        "watch": _watch_arguments,
-        "scale": _scale_arguments,
-        "drain": _drain_arguments,
-        "update": _update_arguments,
-        "doctor": _doctor_arguments,
-        "stop": _stop_arguments,
-        "keys": _keys_arguments,
-        "analyze": _analyze_arguments,
-        "version": lambda _: None,
-    }
-    summaries = {
-        "serve": "start replicas and router, and keep them running",
-        "status": "show replicas, load and cache hits of a running cluster",
-        "explain": "show where a prompt would go now, and why",
-        "simulate": "compare routing policies over modelled replicas, ours and others'",
-        "watch": "print the cache events of a running cluster",
-        "scale": "change the number of replicas of a running cluster",
-        "drain": "end one replica of a running cluster when it has finished what it has",
-        "update": "change model or settings of a running cluster, one replica after the other, with no failed request",
-        "doctor": "look for what would keep a cluster from starting or serving here, and say what to do about it",
-        "stop": "end a running cluster",
-        "keys": "make keys that encrypt what replicas, routers and subscribers exchange",
-        "analyze": "tell from a log of requests what prefix caching is worth, and how large the cache should be",
-        "version": "print the version",
-    }
     built: dict[str, Parser] = {}
-    for name, make in makers.items():
-        summary = summaries[name]
-        built[name] = commands.add_parser(
-            name, help=summary, description=summary.capitalize() + ".", allow_abbrev=False
-        )
-        make(built[name])
+    for name, command in COMMANDS.items():
+        description = command.summary.capitalize() + "."
+        built[name] = commands.add_parser(name, help=command.summary, description=description, allow_abbrev=False)
+        command.arguments(built[name])
     return parser, built
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The command and its arguments. Raises SettingsError; `--help` and `--version` exit."""
+    """The command and its arguments, and as `words` all of them as given.
+
+    Raises SettingsError; `--help` and `--version` exit.
+    """
     parser, commands = build_parser()
     if words and not words[0].startswith("-") and words[0] not in commands:
         raise SettingsError(f"no command {words[0]!r}{nearest(words[0], commands)} (see: homing --help)")
@@ -99,6 +80,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         word = unknown[0].partition("=")[0]
         where = f"{arguments.command}: " if arguments.command else ""
         raise SettingsError(f"{where}unknown argument {word}{nearest(word, known)}")
+    arguments.words = words
     return arguments
 
 
@@ -123,55 +105,10 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 def run(words: Sequence[str], out: TextIO) -> int:
     """Carry out one command; returns the exit code. Raises ClusterError."""
     arguments = parse(words)
-    match arguments.command:
-        case None:
-            build_parser()[0].print_help(out)
-            return 0
-        case "version":
-            print(f"homing {__version__}", file=out)
-            return 0
-        case "serve":
-            return _serve(arguments, words, out)
-        case "stop":
-            from .stop import stop
-
-            return stop(settings_of(arguments), out, force=arguments.force)
-        case "doctor":
-            from .doctor import doctor
-
-            return doctor(settings_of(arguments), out, as_json=arguments.json)
-        case "scale" | "drain" | "update":
-            return _control(arguments, out)
-        case "keys":
-            from .keys import keys
-
-            return keys(Path(arguments.folder), arguments.client, out)
-        case "analyze":
-            return _analyze(arguments, out)
-        case "status":
-            from .status import status
-
-            return status(settings_of(arguments), out, url=arguments.url, as_json=arguments.json)
-        case "simulate":
-            from .simulate import order_of, simulate
-
-            # The other flags, such as --replicas, are those of the modelled cluster.
-            settings = settings_of(argparse.Namespace(model=arguments.model, config=arguments.config))
-            return simulate(order_of(vars(arguments)), settings, out, sys.stderr)
-        case "explain":
-            from .explain import explain, read_key, request_body
-
-            body = request_body(arguments.prompt, arguments.body, arguments.asked_model, raw=arguments.raw)
-            return explain(
-                settings_of(arguments),
-                out,
-                body,
-                url=arguments.url,
-                api_key=read_key(arguments.api_key_file, sys.stdin),
-                as_json=arguments.json,
-            )
-        case _:
-            return _watch(arguments, out)
+    if arguments.command is None:
+        build_parser()[0].print_help(out)
+        return 0
+    return COMMANDS[arguments.command].run(arguments, out)
 
 
 def main() -> int:
@@ -189,12 +126,12 @@ def main() -> int:
         return 130
 
 
-def _serve(arguments: argparse.Namespace, words: Sequence[str], out: TextIO) -> int:
+def _serve(arguments: argparse.Namespace, out: TextIO) -> int:
     settings = settings_of(arguments)
     if arguments.detach:
         from .daemon import detach
 
-        return detach(settings, [word for word in words if word != "--detach"], out)
+        return detach(settings, [word for word in arguments.words if word != "--detach"], out)
     if settings.router.backend:
         from .backends import serve_backends
 
@@ -204,20 +141,85 @@ def _serve(arguments: argparse.Namespace, words: Sequence[str], out: TextIO) -> 
     return serve(settings, out, detached=arguments.background)
 
 
-def _control(arguments: argparse.Namespace, out: TextIO) -> int:
-    from . import control
+def _status(arguments: argparse.Namespace, out: TextIO) -> int:
+    from .status import status
 
-    lookup = {name: getattr(arguments, name) for name in LOOKUP}
-    settings = settings_of(argparse.Namespace(**lookup))
-    match arguments.command:
-        case "scale":
-            return control.scale(settings, out, arguments.model_name, arguments.replica_count, wait=arguments.wait)
-        case "drain":
-            return control.drain(settings, out, arguments.replica, replace=arguments.replace, wait=arguments.wait)
-        case _:
-            flags = {name: value for name, value in given_flags(arguments).items() if name not in LOOKUP}
-            file = Path(arguments.config) if arguments.config else None
-            return control.update(settings, out, flags, file, restart=arguments.restart, wait=arguments.wait)
+    return status(settings_of(arguments), out, url=arguments.url, as_json=arguments.json)
+
+
+def _explain(arguments: argparse.Namespace, out: TextIO) -> int:
+    from .explain import explain, read_key, request_body
+
+    body = request_body(arguments.prompt, arguments.body, arguments.asked_model, raw=arguments.raw)
+    api_key = read_key(arguments.api_key_file, sys.stdin)
+    return explain(settings_of(arguments), out, body, url=arguments.url, api_key=api_key, as_json=arguments.json)
+
+
+def _simulate(arguments: argparse.Namespace, out: TextIO) -> int:
+    from .simulate import order_of, simulate
+
+    # The other flags, such as --replicas, are those of the modelled cluster.
+    settings = settings_of(argparse.Namespace(model=arguments.model, config=arguments.config))
+    return simulate(order_of(vars(arguments)), settings, out, sys.stderr)
+
+
+def _watch(arguments: argparse.Namespace, out: TextIO) -> int:
+    from .watch import Viewing, replay, wanted, watch
+
+    if arguments.rates is not None and not 0 < arguments.rates < math.inf:
+        raise SettingsError(f"--rates {arguments.rates:g}: give seconds above 0")
+    viewing = Viewing(
+        wanted=wanted(arguments.replica or (), arguments.event or (), arguments.hash or ""),
+        as_json=arguments.json,
+        rates_s=arguments.rates,
+        record=Path(arguments.record) if arguments.record else None,
+    )
+    if arguments.replay:
+        return replay(Path(arguments.replay), out, viewing)
+    return watch(settings_of(arguments), out, viewing, url=arguments.url)
+
+
+def _scale(arguments: argparse.Namespace, out: TextIO) -> int:
+    from .control import scale
+
+    return scale(_lookup(arguments), out, arguments.model_name, arguments.replica_count, wait=arguments.wait)
+
+
+def _drain(arguments: argparse.Namespace, out: TextIO) -> int:
+    from .control import drain
+
+    return drain(_lookup(arguments), out, arguments.replica, replace=arguments.replace, wait=arguments.wait)
+
+
+def _update(arguments: argparse.Namespace, out: TextIO) -> int:
+    from .control import update
+
+    flags = {name: value for name, value in given_flags(arguments).items() if name not in LOOKUP}
+    file = Path(arguments.config) if arguments.config else None
+    return update(_lookup(arguments), out, flags, file, restart=arguments.restart, wait=arguments.wait)
+
+
+def _lookup(arguments: argparse.Namespace) -> Settings:
+    """What finds the cluster that a command is for; its own file is of settings to change."""
+    return settings_of(argparse.Namespace(**{name: getattr(arguments, name) for name in LOOKUP}))
+
+
+def _doctor(arguments: argparse.Namespace, out: TextIO) -> int:
+    from .doctor import doctor
+
+    return doctor(settings_of(arguments), out, as_json=arguments.json)
+
+
+def _stop(arguments: argparse.Namespace, out: TextIO) -> int:
+    from .stop import stop
+
+    return stop(settings_of(arguments), out, force=arguments.force)
+
+
+def _keys(arguments: argparse.Namespace, out: TextIO) -> int:
+    from .keys import keys
+
+    return keys(Path(arguments.folder), arguments.client, out)
 
 
 def _analyze(arguments: argparse.Namespace, out: TextIO) -> int:
@@ -225,6 +227,11 @@ def _analyze(arguments: argparse.Namespace, out: TextIO) -> int:
     from .analyze.options import options_of
 
     return analyze(options_of(arguments), settings_of(arguments), out)
+
+
+def _version(_: argparse.Namespace, out: TextIO) -> int:
+    print(f"homing {__version__}", file=out)
+    return 0
 
 
 def _serve_arguments(parser: Parser) -> None:
@@ -284,22 +291,6 @@ def _all_settings(parser: Parser) -> None:
         for setting in SETTINGS.values():
             if setting.room == room:
                 _add_setting(group, setting)
-
-
-def _watch(arguments: argparse.Namespace, out: TextIO) -> int:
-    from .watch import Viewing, replay, wanted, watch
-
-    if arguments.rates is not None and not 0 < arguments.rates < math.inf:
-        raise SettingsError(f"--rates {arguments.rates:g}: give seconds above 0")
-    viewing = Viewing(
-        wanted=wanted(arguments.replica or (), arguments.event or (), arguments.hash or ""),
-        as_json=arguments.json,
-        rates_s=arguments.rates,
-        record=Path(arguments.record) if arguments.record else None,
-    )
-    if arguments.replay:
-        return replay(Path(arguments.replay), out, viewing)
-    return watch(settings_of(arguments), out, viewing, url=arguments.url)
 
 
 def _lookup_arguments(parser: Parser) -> None:
@@ -454,6 +445,36 @@ def _add_setting(parser: Any, setting: Setting) -> None:
         *setting.flags, dest=setting.name, metavar=metavar, help=text, **({"action": action} if action else {})
     )
 
+
+COMMANDS = {
+    "serve": Command("start replicas and router, and keep them running", _serve_arguments, _serve),
+    "status": Command("show replicas, load and cache hits of a running cluster", _status_arguments, _status),
+    "explain": Command("show where a prompt would go now, and why", _explain_arguments, _explain),
+    "simulate": Command(
+        "compare routing policies over modelled replicas, ours and others'", _simulate_arguments, _simulate
+    ),
+    "watch": Command("print the cache events of a running cluster", _watch_arguments, _watch),
+    "scale": Command("change the number of replicas of a running cluster", _scale_arguments, _scale),
+    "drain": Command("end one replica of a running cluster when it has finished what it has", _drain_arguments, _drain),
+    "update": Command(
+        "change model or settings of a running cluster, one replica after the other, with no failed request",
+        _update_arguments,
+        _update,
+    ),
+    "doctor": Command(
+        "look for what would keep a cluster from starting or serving here, and say what to do about it",
+        _doctor_arguments,
+        _doctor,
+    ),
+    "stop": Command("end a running cluster", _stop_arguments, _stop),
+    "keys": Command("make keys that encrypt what replicas, routers and subscribers exchange", _keys_arguments, _keys),
+    "analyze": Command(
+        "tell from a log of requests what prefix caching is worth, and how large the cache should be",
+        _analyze_arguments,
+        _analyze,
+    ),
+    "version": Command("print the version", lambda _: None, _version),
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,7 +3,7 @@
 Types alone: no sockets, no HTTP, no tokenizer. `RouterService` (service.py) is the real `Backend`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -264,6 +264,20 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     absent: list[AbsentReplica] = []  #: those that are not in `replicas`, but should be
     refused: list[RefusedReplica]
     counters: RouterCounters  #: of all models together
+
+
+def model_view(
+    name: str, limits: ModelLimits | None, views: Sequence[ClusterView], counters: RouterCounters
+) -> ModelView:
+    """A model whose replicas are those of these views, and no others."""
+    return ModelView(
+        name=name,
+        max_model_len=limits.max_model_len if limits else None,
+        serving=sum(replica.state == "serving" for view in views for replica in view.replicas),
+        waiting=sum(view.waiting for view in views),
+        in_flight=sum(view.in_flight for view in views),
+        counters=counters,
+    )
 
 
 class ModelBackend(Protocol):

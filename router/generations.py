@@ -19,7 +19,7 @@ import msgspec
 
 from ..kvcache.config import KvCacheSettings
 from ..replica.messages import ModelLimits, Parity, ReplicaDescription
-from .backend import AbsentReplica, ClusterView, ModelView, ReplicaView, RouterCounters, total
+from .backend import AbsentReplica, ClusterView, ModelView, ReplicaView, RouterCounters, model_view, total
 from .errors import InvalidRequest, ModelNotFound, NoReplica
 from .load import Rest
 from .membership import TextSource
@@ -65,17 +65,9 @@ class _Model:
         takers = [generation for generation in self.generations if generation.takers] or self.generations
         return takers[-1].service.model() if takers else None
 
-    def view(self, views: Iterable[ClusterView]) -> ModelView:
+    def view(self, views: Sequence[ClusterView]) -> ModelView:
         """All its generations as one, from what each shows."""
-        limits, views = self.limits(), list(views)
-        return ModelView(
-            name=self.name,
-            max_model_len=limits.max_model_len if limits else None,
-            serving=sum(replica.state == "serving" for view in views for replica in view.replicas),
-            waiting=sum(view.waiting for view in views),
-            in_flight=sum(view.in_flight for view in views),
-            counters=self.counters,
-        )
+        return model_view(self.name, self.limits(), views, self.counters)
 
 
 @dataclass(slots=True)

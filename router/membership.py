@@ -11,7 +11,7 @@ from pathlib import Path
 from ..kvcache.config import KvCacheSettings
 from ..kvcache.hashing import BlockHash, BlockHasher
 from ..kvcache.parity import canary_hash, template_digest, tokenizer_digest
-from ..replica.messages import Parity, ReplicaDescription
+from ..replica.messages import ModelLimits, Parity, ReplicaDescription
 from .errors import ParityMismatch
 
 
@@ -47,6 +47,22 @@ def text_digests(folder: Path) -> TextDigests:
 def text_source(folder: Path) -> TextSource:
     """What lies in a model's folder now."""
     return TextSource(str(folder), text_digests(folder))
+
+
+class OwnTexts:
+    """The router's own tokenizers and templates; the files of a folder are read once."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """None: they lie where a replica says that its model does."""
+        self._folder = folder
+        self._digests: dict[Path, TextDigests] = {}
+
+    def digests(self, model: ModelLimits) -> TextDigests:
+        """Of what this model's requests are tokenized with."""
+        folder = self._folder or Path(model.path)
+        if folder not in self._digests:
+            self._digests[folder] = text_digests(folder)
+        return self._digests[folder]
 
 
 def own_parity(digests: TextDigests, cache: KvCacheSettings, cluster_seed: int, model_root: BlockHash) -> Parity:

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -25,12 +26,12 @@ from .backend import (
     FeedState,
     FinishedRequest,
     GenerationRequest,
-    ModelView,
     Observer,
     RefusedReplica,
     ReplicaState,
     ReplicaView,
     RouterCounters,
+    model_view,
 )
 from .config import RouterSettings
 from .dispatcher import (
@@ -60,7 +61,7 @@ from .foreign.member import ForeignMember
 from .foreign.probe import ForeignTerms
 from .load import LoadBook, ReplicaLoad, Rest
 from .member import Member
-from .membership import TextDigests, TextSource, changes, compare, own_parity, text_digests
+from .membership import OwnTexts, TextSource, changes, compare, own_parity
 from .policy import make_policy
 from .reservations import Reservations
 from .stream import RequestStream
@@ -73,6 +74,29 @@ TICK_S = 0.05
 EXACT_PATIENCE_S = 10.0
 EXACT_POLL_S = 0.005
 SHUTTING_DOWN = "the server is shutting down"
+
+
+@dataclass(slots=True)
+class Exactness:
+    """Whether the index has been exact for every replica at once, since the start; later gaps do not count.
+
+    A replica whose events do not come is waited for so long only, and then scored by its load.
+    """
+
+    reached: bool
+    since: float | None = None  #: the first replica came
+
+    def begin(self, now: float) -> None:
+        """A replica came."""
+        self.since = now if self.since is None else self.since
+
+    def look(self, *, live: bool, now: float) -> bool:
+        """`live`: of every replica of those that are there the events are followed."""
+        late = self.since is not None and now - self.since > EXACT_PATIENCE_S
+        if late and not live and not self.reached:
+            log.warning("index_not_exact after_s=%g", EXACT_PATIENCE_S)
+        self.reached = self.reached or live or late
+        return self.reached
 
 
 class RouterService:
@@ -103,7 +127,7 @@ class RouterService:
         self._settings = settings
         self._cache = cache
         self._router_id = router_id
-        self._model_dir = model_dir
+        self._texts = OwnTexts(model_dir)
         self._observer = observer
         self._heartbeat_interval_s = heartbeat_interval_s
         self._keys = keys
@@ -111,7 +135,6 @@ class RouterService:
         self._clock = clock
         self._rng = rng or Random()
         self._policy = make_policy(settings.policy)
-        self._digests: dict[Path, TextDigests] = {}
         self._cluster_seed: int | None = None
         self._naming: Naming | None = None
         self._dispatcher: Dispatcher | None = None
@@ -124,8 +147,7 @@ class RouterService:
         self._closed = self._superseded = False
         self._refusal: Callable[[], RouterError] | None = None  #: of what would be held
         self._follows_events = follows_events
-        self._exact = not follows_events
-        self._first_member_at: float | None = None
+        self._exactness = Exactness(reached=not follows_events)
         self._todo: deque[Instruction] = deque()
         self._outbox: list[Send] = []  #: of this turn of the loop, in order
         self._running = False  #: instructions are being carried out
@@ -190,8 +212,8 @@ class RouterService:
         for name, member in self._members.items():
             if isinstance(member, Member):  # nobody drains an engine that is not ours
                 instructions += member.rest(resting.get(name))
-        if replicas and self._first_member_at is None:
-            self._first_member_at = self._clock()
+        if replicas:
+            self._exactness.begin(self._clock())
         for description in difference.joined:
             self._let_in(description, cluster_seed, resting.get(description.replica_id))
         self._run(instructions)
@@ -265,7 +287,7 @@ class RouterService:
     def text(self) -> TextSource | None:
         """What requests are tokenized with; None until a replica was let in."""
         limits = self.model()
-        return None if limits is None else TextSource(limits.path, self._own_digests(limits))
+        return None if limits is None else TextSource(limits.path, self._texts.digests(limits))
 
     def texts(self) -> list[TextSource]:
         """Of the only model."""
@@ -273,17 +295,11 @@ class RouterService:
         return [] if source is None else [source]
 
     def exact(self) -> bool:
-        """Whether the index has been exact for every replica at once, since the start; later gaps do not count.
-
-        A replica whose events do not come is waited for so long only, and then scored by its load.
-        """
-        if not self._exact and self._members:
-            late = self._first_member_at is not None and self._clock() - self._first_member_at > EXACT_PATIENCE_S
-            live = all(self._feed_of(member) == "live" for member in self._members.values())
-            if late and not live:
-                log.warning("index_not_exact after_s=%g", EXACT_PATIENCE_S)
-            self._exact = live or late
-        return self._exact
+        """See `Exactness`."""
+        if self._exactness.reached or not self._members:
+            return self._exactness.reached
+        live = all(self._feed_of(member) == "live" for member in self._members.values())
+        return self._exactness.look(live=live, now=self._clock())
 
     async def until_exact(self) -> None:
         """Returns when `exact` does."""
@@ -316,27 +332,18 @@ class RouterService:
         """The cluster as this router sees it now."""
         waiting, in_flight = self.waiting(), self._dispatcher.in_flight if self._dispatcher else 0
         replicas = [self._replica_view(member) for member in self._members.values()]
-        models = [
-            ModelView(
-                name=limits.name,
-                max_model_len=limits.max_model_len,
-                serving=sum(replica.state == "serving" for replica in replicas),
-                waiting=waiting,
-                in_flight=in_flight,
-                counters=self.counters,
-            )
-            for limits in self.models()
-        ]
-        return ClusterView(
+        view = ClusterView(
             router_id=self._router_id,
             policy=self._policy.name,
             waiting=waiting,
             in_flight=in_flight,
-            models=models,
+            models=[],
             replicas=replicas,
             refused=[*self._refused.values(), *filter(None, (each.refused_replica for each in self._members.values()))],
             counters=self.counters,
         )
+        models = [model_view(limits.name, limits, [view], self.counters) for limits in self.models()]
+        return msgspec.structs.replace(view, models=models)
 
     async def reset_caches(self, model: str | None = None) -> list[str]:
         """Have every replica forget its cached blocks; returns their ids.
@@ -397,18 +404,12 @@ class RouterService:
         theirs = description.parity
         first = not self._members or self._naming is None
         root = BlockHash(theirs.model_root) if first or self._naming is None else self._naming.model_root
-        ours = own_parity(self._own_digests(description.model), self._cache, cluster_seed, root)
+        ours = own_parity(self._texts.digests(description.model), self._cache, cluster_seed, root)
         compare(ours, theirs, description.replica_id)
         if not first and self._naming is not None:
             return self._naming
         hasher = BlockHasher(self._cache.block_size, cluster_seed, self._cache.hash_algorithm)
         return Naming(hasher, root, description.model)
-
-    def _own_digests(self, model: ModelLimits) -> TextDigests:
-        folder = self._model_dir or Path(model.path)
-        if folder not in self._digests:
-            self._digests[folder] = text_digests(folder)
-        return self._digests[folder]
 
     def _refuse(self, description: ReplicaDescription, error: ParityMismatch) -> None:
         log.error("replica_refused replica=%s field=%s reason=%s", error.replica_id, error.field, error.message)
