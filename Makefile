@@ -52,7 +52,8 @@ chaos: $(VENV)/.dev ## Faults under load, each answer checked token for token (A
 audit: ## Look every pinned package up in the advisories of PyPI (needs the internet; fails where it cannot ask)
 	@$(PYTHON) -m venv .venv-audit
 	@.venv-audit/bin/pip install --disable-pip-version-check --quiet pip-audit
-	@.venv-audit/bin/pip-audit --strict --disable-pip --no-deps --requirement constraints.txt
+	@told=$$(.venv-audit/bin/pip-audit --strict --disable-pip --no-deps --requirement constraints.txt 2>&1); code=$$?; echo "$$told"; \
+	case "$$code $$told" in 0*|*"known vulnerabilit"*) ;; *) echo "not audited: PyPI's advisories cannot be asked from here" ;; esac; exit $$code
 
 lint: $(VENV)/.dev ## Check style and layout of the code
 	@$(BIN)/ruff check .
