@@ -43,8 +43,9 @@ class Batch:
 class KvPool:
     """Keys and values of all blocks, per layer: [blocks, block_size, kv_heads, dim], zeroed.
 
-    Zeroed, because reads are padded: whatever stands in a masked slot must be finite. All tensors of one shape are
-    slices of one, so that a copy over all layers is a gather and a scatter (two kernels, not four for each layer).
+    Zeroed: a backend may read slots that it then hides, and is slow where they hold no number (`reference.weighed`).
+    All tensors of one shape are slices of one, so that a copy over all layers is a gather and a scatter (two kernels,
+    not four for each layer).
     """
 
     __slots__ = ("_flat_keys", "_flat_values", "_stacks", "block_size", "keys", "num_blocks", "values")
@@ -93,7 +94,10 @@ class AttentionBackend(Protocol):
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
-        """`models.base.Attend` for the step that began last."""
+        """`models.base.Attend` for the step that began last.
+
+        Whatever stands in slots that a token does not see, NaN included, changes nothing for it.
+        """
         ...
 
 

@@ -19,7 +19,7 @@ import torch
 
 from ..models.base import AttentionRule
 from .base import Batch, KvPool
-from .reference import visible
+from .reference import visible, weighed
 
 #: Bytes of keys and values that one group of decode rows may gather; see the module's docstring.
 GROUP_BYTES = 2 << 20
@@ -244,7 +244,7 @@ class ScratchAttention:
             torch.bmm(queries.flatten(1, 2), keys[:, :, seen], out=scores)
             by_query = scores.view(kv_heads, -1, count, scores.shape[2])
             weights = self._weighed(by_query, tile, rule)
-            found = torch.bmm(weights.flatten(1, 2), values[:, seen])
+            found = weighed(weights.flatten(1, 2), values[:, seen])
             answers[tile.first : tile.stop] = found.view(kv_heads, -1, count, v.shape[2]).permute(2, 0, 1, 3)
 
     def _weighed(self, scores: torch.Tensor, tile: Tile, rule: AttentionRule) -> torch.Tensor:
@@ -314,7 +314,7 @@ def _decode_heads(
         count = common.shape[2]
         scores = torch.cat((common, scores), -1)
     weights = _weights(scores, sinks)
-    found = torch.bmm(weights[:, :, count:], v)
+    found = weighed(weights[:, :, count:], v)
     if shared is not None:
         found += torch.mm(weights[:, :, :count].flatten(0, 1), shared[1]).view_as(found)
     return found

@@ -3,6 +3,7 @@
 Also what they use for rules that no fused kernel offers here (softcap, sinks).
 """
 
+import math
 from typing import ClassVar
 
 import torch
@@ -16,6 +17,20 @@ def visible(q_positions: torch.Tensor, k_positions: torch.Tensor, window: int | 
     distance = q_positions[:, None] - k_positions[None, :]
     seen = distance >= 0
     return seen if window is None else seen & (distance < window)
+
+
+def weighed(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """weights @ values, in which a value that weighs 0 adds nothing, be it NaN or infinite; reads back to the host.
+
+    What a token does not see must not reach it: pages hold what others left, and a token whose numbers ran out of range
+    may stand behind a prefix that others share.
+    """
+    found = weights @ values
+    if math.isfinite(float(found.sum(dtype=torch.float32))):
+        return found
+    odd = ~values.isfinite()
+    reached = (weights != 0).float() @ odd.float() > 0
+    return (weights @ values.masked_fill(odd, 0)).masked_fill(reached, math.nan)
 
 
 def attention(
@@ -36,7 +51,7 @@ def attention(
     else:
         sinks = rule.sinks.float()[:, None, None].expand(-1, q.shape[0], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-    return (weights @ values.float()).transpose(0, 1).to(q.dtype)
+    return weighed(weights, values.float()).transpose(0, 1).to(q.dtype)
 
 
 class ReferenceAttention:

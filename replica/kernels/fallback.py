@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..attention.reference import weighed
 from ..messages import SamplingParams
 from ..models.base import AttentionRule, Rotary
 from ..models.layers import rms_norm, rotate, silu_mul
@@ -32,7 +33,8 @@ class TorchKernels:
             seen &= positions > last - rule.window
         values = values.where(seen[:, :, None, None], 0)
         keys = keys.where(seen[:, :, None, None], 0)
-        found = _attention(q[:, None], keys, values, seen[:, None], rule)[:, 0]
+        weights = _weights(q[:, None], keys, seen[:, None], rule)
+        found = (weights @ _of_heads(values, q.shape[1])).squeeze(2).to(q.dtype)
         out.copy_(found.where(rows.seq_lens[:, None, None] > 0, 0))
 
     def prefill(
@@ -51,7 +53,8 @@ class TorchKernels:
             seen = positions <= own
             if rule.window is not None:
                 seen &= positions > own - rule.window
-            out[first:stop] = _attention(q[None, first:stop], keys[None], values[None], seen[None], rule)[0]
+            weights = _weights(q[None, first:stop], keys[None], seen[None], rule)
+            out[first:stop] = weighed(weights, _of_heads(values[None], q.shape[1]))[0].transpose(0, 1)
 
     def add_rms_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
@@ -110,19 +113,18 @@ def _gathered(rows: PagedRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return rows.keys[tables].flatten(1, 2), rows.values[tables].flatten(1, 2), positions
 
 
-def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, rule: AttentionRule
-) -> torch.Tensor:
-    """q [B, Q, heads, Dk], k [B, K, kv_heads, Dk], v [B, K, kv_heads, Dv], seen [B, Q, K]; [B, Q, heads, Dv]."""
-    group = q.shape[2] // k.shape[2]
-    keys, values = (x.repeat_interleave(group, dim=2).transpose(1, 2).float() for x in (k, v))
-    scores = q.transpose(1, 2).float() @ keys.transpose(2, 3) * rule.scale
+def _of_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[B, K, kv_heads, D] as [B, heads, K, D] float32: query heads share KV heads in consecutive groups."""
+    return x.repeat_interleave(heads // x.shape[2], dim=2).transpose(1, 2).float()
+
+
+def _weights(q: torch.Tensor, k: torch.Tensor, seen: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+    """q [B, Q, heads, Dk], k [B, K, kv_heads, Dk], seen [B, Q, K]; [B, heads, Q, K] float32."""
+    scores = q.transpose(1, 2).float() @ _of_heads(k, q.shape[2]).transpose(2, 3) * rule.scale
     if rule.softcap is not None:
         scores = rule.softcap * torch.tanh(scores / rule.softcap)
     scores = scores.masked_fill(~seen[:, None], float("-inf"))
     if rule.sinks is None:
-        weights = scores.softmax(-1)
-    else:
-        sinks = rule.sinks.float()[None, :, None, None].expand(len(q), -1, q.shape[1], 1)
-        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-    return (weights @ values).transpose(1, 2).to(q.dtype)
+        return scores.softmax(-1)
+    sinks = rule.sinks.float()[None, :, None, None].expand(len(q), -1, q.shape[1], 1)
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]

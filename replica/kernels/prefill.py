@@ -100,6 +100,11 @@ def _attend_tiles(
         kept = tl.exp2(greatest - finite)
         total = total * kept + tl.sum(weights, 1)
         value = value_tile(values, page, token, there, v_page, v_token, DV, DV_PAD, PAGE)
+        if MASKED:  # a weight of 0 would make NaN of NaN: it reaches those who see it, and no others
+            odd = tl.max(tl.where(tl.abs(value.to(tl.float32)) < float("inf"), 0, 1), 1)
+            value = tl.where(odd[:, None] > 0, tl.zeros_like(value), value)
+            reached = tl.max(tl.where(seen & (odd[None, :] > 0), 1, 0), 1)
+            summed = tl.where(reached[:, None] > 0, float("nan"), summed)
         summed = summed * kept[:, None] + dot(weights.to(value.dtype), value, UPCASTS)
         greatest = highest
     return greatest, total, summed

@@ -1,8 +1,10 @@
 """Every backend equals attention written out as mathematics, and that equals a dense computation."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -134,6 +136,74 @@ def test_backend_equals_the_reference(shape, rule, backend):
 
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     assert all(torch.equal(a, b) for a, b in zip(pool.keys, reference_pool.keys, strict=True))
+
+
+BACKENDS = (ReferenceAttention, ScratchAttention, paged_attention, compiled_attention)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_what_others_left_in_pages_reaches_nobody(number, rule, backend):
+    """A request whose numbers ran out of range ends, and its blocks are the next one's: 0 times NaN is NaN."""
+    batch = batch_of([(22, 1), (40, 1), (0, 9), (6, 5), (0, 1), (3, 1), (17, 1), (16, 16)])
+    rule = fitted(rule, Shape())
+
+    def poisoned(pool: KvPool) -> AttentionBackend:
+        owned = torch.zeros(pool.num_blocks * BLOCK, dtype=torch.bool)
+        for row, length in enumerate(batch.kv_lens):
+            at = torch.arange(length)
+            owned[batch.block_tables[row].long()[at // BLOCK] * BLOCK + at % BLOCK] = True
+        for tensor in (*pool.keys, *pool.values):
+            tensor.flatten(0, 1)[~owned] = number
+        return backend(pool)
+
+    got, _ = run(poisoned, batch, Shape(), rule)
+
+    wanted, _ = run(backend, batch, Shape(), rule)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_token_without_numbers_reaches_those_who_see_it_and_no_others(number, rule, backend):
+    """Tokens before it in a chunk may be a prefix that others share; those after it must not look sound."""
+    batch = batch_of([(22, 1), (40, 1), (6, 20), (0, 20), (20, 1)])
+    odd_token = 2 + 10  # position 16 of the third row
+    rule = fitted(rule, Shape())
+
+    def poisoned(pool: KvPool) -> AttentionBackend:
+        made = backend(pool)
+        return Poisoned(made, odd_token, number)
+
+    got, _ = run(poisoned, batch, Shape(), rule)
+
+    wanted, _ = run(backend, batch, Shape(), rule)
+    seeing = torch.zeros(len(got), dtype=torch.bool)
+    seeing[odd_token : min(2 + 20, odd_token + (rule.window or 20))] = True
+    torch.testing.assert_close(got[~seeing], wanted[~seeing], rtol=1e-5, atol=1e-5)
+    assert not got[seeing].isfinite().any()
+
+
+@dataclass
+class Poisoned:
+    """A backend that is given one value that is no number."""
+
+    backend: AttentionBackend
+    token: int
+    number: float
+    name: ClassVar[str] = "poisoned"
+
+    def begin(self, batch: Batch) -> None:
+        self.backend.begin(batch)
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
+    ) -> torch.Tensor:
+        v = v.clone()
+        v[self.token] = self.number
+        return self.backend.attend(layer, q, k, v, rule)
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,5 +1,7 @@
 """Prefill attention equals the definition in float64: whole prompts, chunks after a prefix, lone tokens, at once."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -52,6 +54,26 @@ def test_window_hides_all_but_the_last_keys(implementation, window, device):
     out, wanted = prefill(implementation().prefill, Shape(), [30, 20], [200, 20], device, window)
 
     assert error(out, wanted) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_token_without_numbers_reaches_those_who_see_it_and_no_others(implementation, window, number, device):
+    """Or a prefix that stands before it in a chunk would be cached as NaN, and given to others."""
+    q_lens, lengths = [9, 100, 30], [9, 130, 30]
+    clean, _ = prefill(implementation().prefill, Shape(), q_lens, lengths, device, window)
+
+    def run(q, rows, first, rule, out):
+        rows.values[rows.tables[1, 60 // 16].long(), 60 % 16] = number
+        implementation().prefill(q, rows, first, rule, out)
+
+    out, _ = prefill(run, Shape(), q_lens, lengths, device, window)
+
+    seeing = torch.zeros(len(out), dtype=torch.bool)
+    seeing[9 + 30 : 9 + 100 if window is None else 9 + 30 + window] = True
+    torch.testing.assert_close(out[~seeing], clean[~seeing], rtol=1e-5, atol=1e-5)
+    assert not out[seeing].isfinite().any()
 
 
 @pytest.mark.parametrize("queries", [16, 32])
