@@ -5,12 +5,13 @@ that first tells the other ranks), so that the engine is the same with one rank 
 """
 
 import logging
+import math
 import time
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Protocol
 
 import torch
@@ -20,11 +21,11 @@ from ..events.prefill import PrefillSpan, work_of
 from ..kvcache.cache import PrefixCache
 from ..kvcache.hashing import BlockHasher
 from .batch import Wanted, plan_of_step, wanted_logits
-from .errors import Draining, InvalidRequest, RankLost, ReplicaError, StepFailed
+from .errors import Draining, InvalidRequest, OddLogits, RankLost, ReplicaError, StepFailed
 from .messages import FinishReason, Generate, PositionLogprobs, Refused, TokenOutput
 from .plan import StepPlan
 from .rates import Rates
-from .request import RequestKey, RequestState
+from .request import Phase, RequestKey, RequestState
 from .sampler import Sampled, SamplingRow, banned_before, prompt_logprobs, sample
 from .scheduler import Drafter, Limits, ScheduledRow, Scheduler
 from .validation import Admissible
@@ -205,18 +206,48 @@ class Engine:
         logits = self._executor.execute(plan_of_step(self._steps, rows, wanted.logits_at))
         sampling = [each for row in wanted.samplers for each in self._sampling_rows(row)]
         split = len(sampling)
-        drawn = iter(sample(logits[:split], sampling) if split else ())
+        answers = iter(sample(logits[:split], sampling) if split else ())
+        drawn = [_confirmed([*islice(answers, 1 + len(row.drafts))], row.drafts) for row in wanted.samplers]
         echoes = _prompt_logprobs(logits[split:], wanted)
 
+        self._give_up_what_is_odd(wanted, drawn, echoes, result)
         for request, values in echoes:
             assert request.prompt_logprobs is not None, f"request {request.key} asked for no prompt logprobs"
             request.prompt_logprobs += values
         for row in rows:
             self.scheduler.complete(row)
-        for row in wanted.samplers:
-            output = self._advance(row.request, _confirmed([*islice(drawn, 1 + len(row.drafts))], row.drafts))
+        for row, tokens in zip(wanted.samplers, drawn, strict=True):
+            output = self._advance(row.request, tokens) if row.request.phase is Phase.RUNNING else None
             if output is not None:
                 result.outputs[row.request.key.source].append(output)
+
+    def _give_up_what_is_odd(
+        self,
+        wanted: Wanted,
+        drawn: Sequence[Sequence[Sampled]],
+        echoes: Sequence[tuple[RequestState, list[PositionLogprobs]]],
+        result: StepResult,
+    ) -> None:
+        """End requests whose logits are no numbers, before anything of their step is committed."""
+        for row, tokens in zip(wanted.samplers, drawn, strict=True):
+            if not tokens:
+                self._give_up(row.request, result)
+        for request, values in echoes:
+            if any(math.isnan(value.chosen.logprob) for value in values):
+                self._give_up(request, result)
+
+    def _give_up(self, request: RequestState, result: StepResult) -> None:
+        """One request's logits are no numbers: it ends with an error, and nobody else notices."""
+        if request.phase is Phase.FINISHED:
+            return
+        error = OddLogits(
+            f"the model's logits after token {request.num_tokens} are NaN or infinite: they left the range of its "
+            "dtype (float16 has the least: use --dtype bfloat16 or float32), or its weights are damaged"
+        )
+        log.error("request_failed request=%s reason=%r", request.key, str(error))
+        self.scheduler.finish(request)
+        source, request_id = request.key
+        result.refused[source].append(Refused(request_id=request_id, reason=error.reason, message=str(error)))
 
     def _sampling_rows(self, row: ScheduledRow) -> list[SamplingRow]:
         """For the next token, and for that after each of the drafts if all up to it are right."""
@@ -303,10 +334,13 @@ class Engine:
 
 
 def _confirmed(drawn: Sequence[Sampled], drafts: Sequence[int]) -> Sequence[Sampled]:
-    """Tokens drawn after drafts that are all right; the last of them was not drafted, or wrongly."""
+    """Tokens drawn after drafts that are all right; the last of them was not drafted, or wrongly.
+
+    None are left where the first is none: later ones are looked at again when they are first.
+    """
     pairs = enumerate(zip(drawn, drafts, strict=False))
     right = next((place for place, (sampled, draft) in pairs if sampled.token_id != draft), len(drafts))
-    return drawn[: right + 1]
+    return [*takewhile(lambda sampled: sampled.finite, drawn[: right + 1])]
 
 
 def _prompt_logprobs(logits: torch.Tensor, wanted: Wanted) -> list[tuple[RequestState, list[PositionLogprobs]]]:

@@ -4,7 +4,8 @@ ReplicaError
 ├── RequestError            the request cannot run here; becomes a `Refused`
 │   ├── InvalidRequest      the caller's fault: a field out of range, hashes that do not fit the tokens
 │   ├── PromptTooLong       the caller's fault: longer than the model or the KV pool allows
-│   └── Draining            nobody's fault: another replica can take it
+│   ├── Draining            nobody's fault: another replica can take it
+│   └── OddLogits           the model's fault: it answered this request with NaN or infinity
 ├── StepFailed              a forward pass raised; its requests end with an error, the engine goes on
 ├── EngineBroken            steps fail again and again: the process must be rebuilt
 ├── RankLost                another rank is gone: the gang must be rebuilt
@@ -50,6 +51,10 @@ class Draining(RequestError):
     http_status = 503
     reason = "draining"
     retry = True
+
+
+class OddLogits(RequestError):
+    """The model gave a request logits from which no token can be drawn."""
 
 
 class StepFailed(ReplicaError):

@@ -27,8 +27,8 @@ from .scheduler import ScheduledRow
 class Launched(Protocol):
     """A step that runs, or has run."""
 
-    def tokens(self) -> list[int]:
-        """What was drawn, in the order of the plan's `drawn`. Waits for the step."""
+    def tokens(self) -> list[int | None]:
+        """What was drawn, in the order of the plan's `drawn`; None: nothing, the logits were no numbers. Waits."""
         ...
 
 
@@ -151,10 +151,13 @@ class OverlappedEngine(Engine):
             self._fail([row for row in flight.rows if row.request.phase is not Phase.FINISHED], error, result)
             return
         self.failures_in_a_row = 0
+        for row, token in zip(flight.wanted.samplers, tokens, strict=True):
+            if token is None:  # before it lands: its blocks are nobody's prefix
+                self._give_up(row.request, result)
         for row, preemptions in zip(flight.rows, flight.preemptions, strict=True):
             self.scheduler.land(row, preemptions)
         for row, token in zip(flight.wanted.samplers, tokens, strict=True):
-            if row.request.phase is Phase.FINISHED:  # it ended while this row was in flight
+            if token is None or row.request.phase is Phase.FINISHED:  # it ended while this row was in flight
                 continue
             output = self._advance(row.request, [Sampled(token, None)])
             if output is not None:

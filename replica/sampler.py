@@ -56,6 +56,7 @@ class Sampled:
 
     token_id: int
     logprobs: PositionLogprobs | None  #: where `params.logprobs` asks for them
+    finite: bool = True  #: False: the model's greatest logit is NaN or infinite, and the token means nothing
 
 
 def banned_before(params: SamplingParams, position: int, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
@@ -70,13 +71,14 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
     edited = _edited(logits, rows)
     tokens = edited.argmax(-1) if rows else logits.new_empty(0, dtype=torch.int64)
+    odd = _odd_rows(logits, edited, tokens)
     drawn = [index for index, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
     if drawn:
         scope = edited if len(drawn) == len(rows) else edited[drawn]
         tokens[drawn] = _draw(scope, [rows[index] for index in drawn])
     ids: list[int] = tokens.tolist()
     logprobs = _sampled_logprobs(logits, rows, ids)
-    return [Sampled(token, logprobs.get(index)) for index, token in enumerate(ids)]
+    return [Sampled(token, logprobs.get(index), index not in odd) for index, token in enumerate(ids)]
 
 
 def prompt_logprobs(logits: torch.Tensor, next_ids: Sequence[int], top: int) -> list[PositionLogprobs]:
@@ -108,6 +110,13 @@ def _sampled_logprobs(
         index: PositionLogprobs(chosen=entry.chosen, top=entry.top[:count])
         for (index, count), entry in zip(wanted.items(), found, strict=True)
     }
+
+
+def _odd_rows(logits: torch.Tensor, edited: torch.Tensor, likeliest: torch.Tensor) -> set[int]:
+    """Rows in which the model itself gave no finite greatest logit; edits may overflow, and are the caller's."""
+    greatest = edited.gather(1, likeliest[:, None])[:, 0]  # NaN where there is any
+    suspects: list[int] = (~greatest.isfinite()).nonzero()[:, 0].tolist()
+    return {row for row in suspects if not math.isfinite(float(logits[row].amax()))}
 
 
 # --- edits of single logits ---

@@ -12,6 +12,9 @@ import torch
 
 from ..models.base import AttentionRule, Rotary
 
+#: In place of a token id, in tensors.
+NO_TOKEN = -1
+
 
 @dataclass(slots=True, frozen=True)
 class PagedRows:
@@ -80,5 +83,8 @@ class Kernels(Protocol):
         ...
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs, out: torch.Tensor) -> None:
-        """The token of each row of `logits` [rows, vocab] float32 into `out` [rows] int64: as `sampler.sample`."""
+        """The token of each row of `logits` [rows, vocab] float32 into `out` [rows] int64: as `sampler.sample`.
+
+        `NO_TOKEN` where a row's greatest logit is NaN or infinite.
+        """
         ...

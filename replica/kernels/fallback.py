@@ -14,7 +14,7 @@ from ..messages import SamplingParams
 from ..models.base import AttentionRule, Rotary
 from ..models.layers import rms_norm, rotate, silu_mul
 from ..sampler import SamplingRow, sample
-from .base import PagedRows, SamplingInputs
+from .base import NO_TOKEN, PagedRows, SamplingInputs
 
 
 class TorchKernels:
@@ -83,7 +83,7 @@ class TorchKernels:
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs, out: torch.Tensor) -> None:
         drawn = sample(logits, _sampling_rows(inputs))
-        out.copy_(torch.tensor([each.token_id for each in drawn], dtype=torch.int64))
+        out.copy_(torch.tensor([each.token_id if each.finite else NO_TOKEN for each in drawn], dtype=torch.int64))
 
 
 def _sampling_rows(inputs: SamplingInputs) -> list[SamplingRow]:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..sampler import FAN_OUT, GREEDY_BELOW
-from .base import SamplingInputs
+from .base import NO_TOKEN, SamplingInputs
 
 #: Logits per program: the lowest levels of the choice, so that their sums need no memory.
 LOW_LEVELS = 3
@@ -39,7 +39,7 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, out: torch.Tensor) -> N
     _floors[(rows,)](
         logits, maxima, places, greatest, floors, out, vocab, stride, blocks,
         inputs.temperatures, inputs.top_ks, inputs.top_ps, inputs.min_ps,
-        BLOCKS_PAD=triton.next_power_of_2(blocks), num_warps=8, **size,
+        BLOCKS_PAD=triton.next_power_of_2(blocks), NONE=NO_TOKEN, num_warps=8, **size,
     )  # fmt: skip
     _block_sums[(rows, blocks)](logits, greatest, floors, sums, vocab, stride, inputs.temperatures, **size)
     _choose[(rows,)](
@@ -56,6 +56,7 @@ def _block_maxima(logits, maxima, places, vocab, stride, BLOCK: tl.constexpr):
     i = block * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(logits + row * stride + i, mask=i < vocab, other=-float("inf"))
     at = row * tl.num_programs(1) + block
+    values = tl.where(values != values, float("inf"), values)  # a maximum would pass NaN over
     tl.store(maxima + at, tl.max(values, 0))
     tl.store(places + at, block * BLOCK + tl.argmax(values, 0))
 
@@ -98,17 +99,27 @@ def _depth_that_holds(
 @triton.jit
 def _floors(
     logits, maxima, places, greatest, floors, out, vocab, stride, blocks, temperatures, top_ks, top_ps, min_ps,
-    BLOCKS_PAD: tl.constexpr, BLOCK: tl.constexpr, GREEDY: tl.constexpr,
+    BLOCKS_PAD: tl.constexpr, BLOCK: tl.constexpr, GREEDY: tl.constexpr, NONE: tl.constexpr,
 ):  # fmt: skip
-    """The greedy rows' tokens; for the others the least scaled logit that is kept."""
+    """The greedy rows' tokens, and that there is none; for the others the least scaled logit that is kept."""
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, BLOCKS_PAD)
     maximum = tl.load(maxima + row * blocks + b, mask=b < blocks, other=-float("inf"))
+    highest = tl.max(maximum, 0)
+    likeliest = tl.load(places + row * blocks + tl.argmax(maximum, 0)).to(tl.int64)
+    if tl.abs(highest) == float("inf"):
+        tl.store(greatest + row, float("inf"))
+        tl.store(out + row, NONE)
+        return
     temperature = tl.load(temperatures + row)
     if temperature < GREEDY:
-        tl.store(out + row, tl.load(places + row * blocks + tl.argmax(maximum, 0)).to(tl.int64))
+        tl.store(out + row, likeliest)
         return
-    top = tl.div_rn(tl.max(maximum, 0), temperature)
+    top = tl.div_rn(highest, temperature)
+    if tl.abs(top) == float("inf"):  # the likeliest is certain
+        tl.store(greatest + row, float("inf"))
+        tl.store(out + row, likeliest)
+        return
     tl.store(greatest + row, top)
     top_k = tl.load(top_ks + row)
     top_p = tl.load(top_ps + row)
@@ -141,8 +152,11 @@ def _block_sums(logits, greatest, floors, sums, vocab, stride, temperatures, BLO
     temperature = tl.load(temperatures + row)
     if temperature < GREEDY:
         return
+    top = tl.load(greatest + row)
+    if top == float("inf"):
+        return
     i = block * BLOCK + tl.arange(0, BLOCK)
-    weights = _weights(logits, row, i, vocab, stride, temperature, tl.load(greatest + row), tl.load(floors + row))
+    weights = _weights(logits, row, i, vocab, stride, temperature, top, tl.load(floors + row))
     tl.store(sums + row * tl.num_programs(1) + block, tl.sum(weights, 0))
 
 
@@ -181,6 +195,9 @@ def _choose(
     temperature = tl.load(temperatures + row)
     if temperature < GREEDY:
         return
+    top = tl.load(greatest + row)
+    if top == float("inf"):
+        return
     seed = tl.load(seeds + row)
     position = tl.load(positions + row)
     chosen = tl.full([], 0, tl.int32)
@@ -188,7 +205,6 @@ def _choose(
         i = _members(chosen, FAN, FAN ** (HIGH - 1 - level))
         weights = tl.sum(tl.load(sums + row * blocks + i, mask=i < blocks, other=0.0), 1)
         chosen = chosen * FAN + _pick(weights, _uniform(seed, position, level))
-    top = tl.load(greatest + row)
     floor = tl.load(floors + row)
     for level in tl.static_range(LOW):
         i = _members(chosen, FAN, FAN ** (LOW - 1 - level))

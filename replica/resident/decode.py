@@ -33,7 +33,7 @@ class DecodeStep:
         self._group = group
         #: Slots of the rows; 0 behind the last one.
         self.rows = torch.zeros(most, dtype=torch.int64, device=device)
-        #: What the last run drew.
+        #: What the last run drew; `NO_TOKEN` where the logits were no numbers.
         self.tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self._every = torch.arange(most, device=device)
 
@@ -48,7 +48,7 @@ class DecodeStep:
             self._kernels.sample(logits.float(), table.sampling(rows, seq_lens), tokens)
         if self._group is not None:
             self._group.broadcast(tokens)
-        table.last_tokens.index_copy_(0, rows, tokens)
+        table.last_tokens.index_copy_(0, rows, tokens.clamp(min=0))  # one step more runs on whatever was drawn
         table.seq_lens.index_copy_(0, rows, seq_lens)
 
     def _rows(self, rows: torch.Tensor, starts: torch.Tensor, seq_lens: torch.Tensor) -> DecodeRows:

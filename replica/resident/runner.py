@@ -16,6 +16,7 @@ import torch
 from ..attention.base import Batch
 from ..attention.paged import PagedAttention
 from ..config import ReplicaSettings
+from ..kernels.base import NO_TOKEN
 from ..kernels.choice import choose_kernels
 from ..memory import DeviceMemory
 from ..models.base import Model
@@ -45,12 +46,11 @@ class Drawn:
         self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._ready.record()
 
-    def tokens(self) -> list[int]:
-        """Waits for the step; raises what it raised."""
+    def tokens(self) -> list[int | None]:
+        """Waits for the step; raises what it raised. None: there is no token, as the logits were no numbers."""
         if self._ready is not None:
             self._ready.synchronize()
-        found: list[int] = self._tokens.tolist()
-        return found
+        return [None if token == NO_TOKEN else token for token in self._tokens.tolist()]
 
 
 RunnerLoader = Callable[[ReplicaSettings, Path, int, RankGroup | None], ModelRunner]
@@ -190,5 +190,5 @@ class ResidentRunner(ModelRunner):
             self._kernels.sample(logits[: len(slots)].float(), inputs, tokens)
         if self._group is not None:
             self._group.broadcast(tokens)
-        table.last_tokens.index_copy_(0, slots, tokens)
+        table.last_tokens.index_copy_(0, slots, tokens.clamp(min=0))
         return tokens

@@ -199,18 +199,21 @@ class Schedule:
             drafter=drafter,
         )
         self.got: dict[int, Got] = defaultdict(Got)
+        self.refused: dict[int, str] = {}
         self._asked: dict[int, Ask] = {}
         self._steps = 0
         self._aborts: dict[int, int] = {}
 
     def run(self, asks: Sequence[Ask]) -> dict[tuple[Ask, int], Got]:
-        """All of it, to the last token; by ask and choice."""
+        """All of it, to the last token; by ask and choice. What was refused has the reason in place of an end."""
         numbers: dict[tuple[int, int], int] = {}
         for place, ask in enumerate(asks):
             self._step(ask.steps_before)
             for choice in range(ask.choices):
                 numbers[place, choice] = self.add(ask, choice)
         self.finish()
+        for number, message in self.refused.items():
+            self.got[number].finish_reason = message
         return {
             (replace(asks[place], steps_before=place), choice): self.got[number]
             for (place, choice), number in numbers.items()
@@ -254,7 +257,9 @@ class Schedule:
     def _step(self, count: int) -> None:
         for _ in range(count):
             self._abort_what_is_due()
-            for output in self.engine.step().outputs["a"]:
+            result = self.engine.step()
+            self.refused.update((refused.request_id, refused.message) for refused in result.refused["a"])
+            for output in result.outputs["a"]:
                 self._take(output)
             self.engine.scheduler.check()
             self._steps += 1

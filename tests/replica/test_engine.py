@@ -1,5 +1,6 @@
 """The engine against a model whose every token can be computed by hand; real scheduler, cache and sampler."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +19,7 @@ from homing.kvcache.pins import PinLimits
 from homing.replica.engine import Engine, EngineModel, StepResult
 from homing.replica.errors import Draining, InvalidRequest, PromptTooLong, RankLost
 from homing.replica.messages import Generate, Pin, TokenLogprob, TokenOutput
+from homing.replica.plan import StepPlan
 from homing.replica.rates import Rates
 from homing.replica.runner import ModelRunner
 from homing.replica.scheduler import Drafter, Limits
@@ -527,6 +530,34 @@ def test_a_step_that_raises_ends_its_own_requests_and_commits_nothing(rig: Rig) 
     assert rig.outputs["a", 2][0].cached_tokens == 0
     assert rig.tokens(2) == undisturbed([1, 2, 3, 4, 5], 4)
     assert rig.engine.failures_in_a_row == 0
+
+
+def test_logits_that_are_no_numbers_end_their_request_alone(rig: Rig) -> None:
+    """A clear error for it; nothing of its step is cached, its blocks are free, the step is no failure."""
+    rig.add(1, [1, 2, 3, 4, 5])
+    rig.add(2, [6, 7, 8], max_tokens=8, ignore_eos=True)
+    logits = rig.executor.execute
+
+    def execute(plan: StepPlan) -> torch.Tensor:
+        found = logits(plan)
+        found[0] = math.nan
+        return found
+
+    rig.executor.execute = execute  # type: ignore[method-assign]
+    result = rig.step()
+    rig.executor.execute = logits  # type: ignore[method-assign]
+    rig.add(3, [1, 2, 3, 4, 5], ignore_eos=True)
+    rig.run()
+
+    ((refused,),) = result.refused.values()
+    assert (refused.request_id, refused.reason, refused.retry) == (1, "internal", False)
+    assert "after token 5 are NaN or infinite" in refused.message
+    assert "dtype" in refused.message
+    assert (result.error, rig.engine.failures_in_a_row) == (None, 0)
+    assert rig.tokens(2) == undisturbed([6, 7, 8], 8)
+    assert rig.outputs["a", 3][0].cached_tokens == 0
+    assert rig.tokens(3) == undisturbed([1, 2, 3, 4, 5], 4)
+    assert rig.cache.free_blocks == rig.cache.total_blocks
 
 
 def test_a_step_that_raises_before_its_copies_harms_no_later_one() -> None:

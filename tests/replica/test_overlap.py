@@ -36,10 +36,10 @@ HANG = 5_000
 class FakeLaunched:
     """Tokens that are known when they are asked for, not before."""
 
-    values: list[int]
+    values: list[int | None]
     error: Exception | None = None
 
-    def tokens(self) -> list[int]:
+    def tokens(self) -> list[int | None]:
         if self.error is not None:
             raise self.error
         return self.values

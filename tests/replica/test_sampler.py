@@ -217,12 +217,39 @@ def test_parameters_that_overflow_harm_nobody(odd, filters):
 
     strange, unharmed = sample(logits, [row(**odd, **filters), neighbour])
 
+    assert strange.finite
     assert 0 <= strange.token_id < VOCAB
     assert unharmed == sample(logits[1:], [neighbour])[0]
     if "logit_bias" in odd:
         assert strange.token_id == 7
     if odd.get("temperature") == 1e-5:
         assert strange.token_id == int(logits[0].argmax())
+
+
+ODD = {
+    "one NaN": [1.0, math.nan, 2.0],
+    "all NaN": [math.nan] * 3,
+    "infinite": [1.0, math.inf, 2.0],
+    "all impossible": [-math.inf] * 3,
+}
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.0}, {"top_p": 0.9, "top_k": 2}, {"presence_penalty": 1.0}], ids=str
+)
+def test_a_model_s_logits_that_are_no_numbers_are_told_of_their_row_alone(params, odd):
+    """Whatever was drawn from them would be an answer that nobody can tell from a right one."""
+    logits = logits_of(3, rows=3)
+    logits[1, :3] = torch.tensor(odd)
+    if math.isinf(odd[0]):
+        logits[1] = odd[0]
+    rows = [row(seed=number, generated=(1,), **params) for number in range(3)]
+
+    sampled = sample(logits, rows)
+
+    assert [each.finite for each in sampled] == [True, False, True]
+    assert [sampled[0], sampled[2]] == sample(logits[[0, 2]], [rows[0], rows[2]])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

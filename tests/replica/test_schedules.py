@@ -18,7 +18,10 @@ from homing.replica.messages import PositionLogprobs
 
 from .fakes import Guesses
 from .schedules import ASKS, SAMPLINGS, SETUPS, Ask, Got, Schedule, Setup, oracle_of, runner_of
+from .toys import without_numbers
 
+#: A token that prompts end with, which may also be generated.
+DAMAGED = 6
 PROVIDERS = ("native", "transformers")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -114,6 +117,44 @@ def test_drafts_change_no_token(checkpoint: Callable[..., Path], asks: list[Ask]
                 assert_same(got, oracle.answer(ask, choice), whole=ask.abort_after is None)
             for name in sorted(name for name, count in schedule.seen.items() if count):
                 event(f"{'resident' if resident else 'plain'}: {name}")
+
+
+@pytest.fixture(scope="module")
+def damaged(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama for which one token of many prompts is no number."""
+    return without_numbers(checkpoint("llama"), DAMAGED, tmp_path_factory.mktemp("damaged"))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ASKS, SETUPS, st.none() | st.just(Guesses(0.7, following=lambda _: DAMAGED)))
+def test_a_token_without_numbers_ends_the_requests_that_hold_it_and_no_others(
+    checkpoint: Callable[..., Path], damaged: Path, asks: list[Ask], setup: Setup, guesses: Guesses | None
+) -> None:
+    """They end with an error when it is their turn to draw; who shares batch, prefix or used blocks with them is not
+    touched, nor is who had it guessed.
+    """
+    oracle = oracle_of(checkpoint("llama"))
+
+    for provider in PROVIDERS:
+        for resident in (False, True):
+            found = Schedule(runner_of(damaged, provider, resident), setup, guesses).run(asks)
+
+            for (ask, choice), got in found.items():
+                wanted = sound_part(oracle.answer(ask, choice), ask.prompt)
+                assert_same(got, wanted, whole=ask.abort_after is None and wanted.finish_reason != "refused")
+                if wanted.finish_reason == "refused" and ask.abort_after is None:
+                    assert len(got.tokens) == len(wanted.tokens)
+                    assert "NaN" in str(got.finish_reason)
+
+
+def sound_part(answer: Got, prompt: Sequence[int]) -> Got:
+    """What an answer is when nothing follows the damaged token."""
+    if DAMAGED in prompt:
+        return Got(finish_reason="refused")
+    count = answer.tokens.index(DAMAGED) + 1 if DAMAGED in answer.tokens[:-1] else None
+    if count is None:
+        return answer
+    return Got(answer.tokens[:count], answer.logprobs[:count], answer.prompt_logprobs, "refused")
 
 
 def following(answers: Sequence[list[int]], tokens: Sequence[int]) -> int:

@@ -1,11 +1,14 @@
 """Small random checkpoints, transformers' answers to them, and a toy scheduler that drives a runner with plans."""
 
+import math
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from homing.replica.config import ReplicaSettings
@@ -49,6 +52,16 @@ def save_checkpoint(folder: Path, model_type: str, seed: int = 0, shard: str = "
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder, max_shard_size=shard)
     return folder
+
+
+def without_numbers(folder: Path, token: int, made: Path) -> Path:
+    """The same model, but for one token whose embedding is NaN: damaged weights, or numbers out of range."""
+    shutil.copytree(folder, made, dirs_exist_ok=True)
+    file = made / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"][token] = math.nan
+    save_file(tensors, file, {"format": "pt"})
+    return made
 
 
 def make_prompts() -> list[list[int]]:

@@ -1,5 +1,6 @@
 """The device's sampler draws the tokens that `sampler.sample` draws."""
 
+import math
 from bisect import bisect_right
 from itertools import accumulate
 
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from homing.replica.kernels.base import SamplingInputs
+from homing.replica.kernels.base import NO_TOKEN, SamplingInputs
 from homing.replica.kernels.fused import TritonKernels
 from homing.replica.kernels.sampling import levels_of
 from homing.replica.messages import SamplingParams
@@ -130,6 +131,38 @@ def test_draws_what_the_definition_draws_in_float64(implementation, vocab, devic
         for line, row in zip(logits, rows, strict=True)
     ]
     assert out.tolist() == wanted
+
+
+@pytest.mark.parametrize("vocab", [211, 4100])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_logits_that_are_no_numbers_give_no_token(implementation, vocab, device):
+    """Greedy or drawn, wherever in the row; the rows beside are drawn as ever."""
+    kinds = ["greedy", "hot", "everything"] * 3
+    logits = 3 * torch.randn(len(kinds), vocab, generator=torch.Generator().manual_seed(1))
+    rows = rows_of([KINDS[kind] for kind in kinds])
+    wanted = [drawn.token_id for drawn in sample(logits, rows)]
+    for number, value in {1: math.nan, 3: math.inf, 5: math.nan, 6: math.nan, 7: math.inf, 8: -math.inf}.items():
+        logits[number, slice(None) if number in (5, 8) else vocab - 1] = value
+        wanted[number] = NO_TOKEN
+    out = torch.empty(len(rows), dtype=torch.int64, device=device)
+
+    implementation().sample(logits.to(device), inputs_of(rows, device), out)
+
+    assert out.tolist() == wanted
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in divide")
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_logit_beyond_all_range_over_its_temperature_is_certain(implementation, device):
+    """The model's number was finite, so it is an answer."""
+    logits = torch.zeros(2, 211)
+    logits[0, 9], logits[1, 7] = 3.3e38, 3.3e38
+    rows = rows_of([KINDS["everything"], KINDS["top-k"] | {"temperature": 1e-3}])
+    out = torch.empty(2, dtype=torch.int64, device=device)
+
+    implementation().sample(logits.to(device), inputs_of(rows, device), out)
+
+    assert out.tolist() == [9, 7]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
