@@ -12,6 +12,10 @@ from typing import Any, Literal, TextIO
 import msgspec
 
 from ..kvcache.config import KvCacheSettings
+from ..replica.config import ReplicaSettings
+from ..replica.demo import demo_model_path
+from ..replica.errors import StartupError
+from ..replica.preflight import weight_bytes
 from .client import get_json
 from .config import Settings, state_folder
 from .errors import ClusterError, NotRunning
@@ -123,11 +127,22 @@ def _memory(host: Host, settings: Settings) -> Finding:
     if settings.cluster.ray_address or not on_cpu:
         return Finding("memory", "ok", f"{host.memory_bytes / GIB:.1f} GiB available here")
     ranks = sum(each.ranks for each in on_cpu)
-    wanted = sum(each.ranks * _kv_bytes(each.kvcache) for each in on_cpu)
-    message = f"{ranks} ranks want {wanted / GIB:.1f} GiB for KV, {host.memory_bytes / GIB:.1f} GiB are available"
-    if wanted > host.memory_bytes:
-        return Finding("memory", "error", message, "lower --kv-cache-bytes or --replicas")
+    kv = sum(each.ranks * _kv_bytes(each.kvcache) for each in on_cpu)
+    weights = sum(each.ranks * _weight_bytes(each.replica) for each in on_cpu)
+    wanted = f"{kv / GIB:.1f} GiB for KV and {weights / GIB:.1f} for weights"
+    message = f"{ranks} ranks want {wanted}, {host.memory_bytes / GIB:.1f} GiB are available"
+    if kv + weights > host.memory_bytes:
+        return Finding("memory", "error", message, "lower --kv-cache-bytes or --replicas, or take --dtype bfloat16")
     return Finding("memory", "ok", message)
+
+
+def _weight_bytes(replica: ReplicaSettings) -> int:
+    """0 where that is not known yet: a model of the hub, or a folder that `_model` finds fault with."""
+    folder = demo_model_path() if replica.model == DEMO else Path(replica.model).expanduser()
+    try:
+        return weight_bytes(folder, replica)
+    except StartupError:
+        return 0
 
 
 def _kv_bytes(cache: KvCacheSettings) -> int:

@@ -5,6 +5,7 @@ nobody computes, a tensor of the wrong shape) the replica says itself when it lo
 """
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ _MAX_HEADER_BYTES = 100_000_000
 _FETCH_AGAIN = "fetch the model again"
 #: Of a KV element, at the least: what does not fit then fits in no dtype.
 _LEAST_DTYPE_BYTES = 2
+_CPU_DTYPE_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,8 +50,11 @@ class _Divided(msgspec.Struct, frozen=True):
     shared_expert_intermediate_size: int | None
 
 
-class _Tensor(msgspec.Struct, frozen=True):
+class Tensor(msgspec.Struct, frozen=True):
+    """What a safetensors header tells of one tensor."""
+
     data_offsets: tuple[int, int]
+    shape: tuple[int, ...] = ()
 
 
 def check_model(folder: Path, settings: ReplicaSettings, cache: KvCacheSettings) -> None:
@@ -84,8 +89,32 @@ def check_weights(folder: Path) -> None:
                 raise WeightsMissing(f"{path} says that {name} holds {tensor!r}, which it does not; {_FETCH_AGAIN}")
 
 
-def tensors_of(path: Path) -> frozenset[str]:
-    """Names of the tensors in a safetensors file, of which only the header is read. Raises WeightsTorn."""
+def weight_bytes(folder: Path, settings: ReplicaSettings) -> int:
+    """What the weights of one rank take on a CPU, about: norms and biases count as if ranks shared them.
+
+    Raises UnsupportedModel, WeightsTorn.
+    """
+    native = read_config(folder).model_type in FAMILIES and settings.model_provider != "transformers"
+    size = _CPU_DTYPE_BYTES[settings.dtype]
+    shapes = {name: each.shape for path in folder.glob("*.safetensors") for name, each in tensors_of(path).items()}
+    embedding = sum(prod(shape) for name, shape in shapes.items() if name.endswith("embed_tokens.weight"))
+    linears = sum(prod(shape) for shape in shapes.values() if len(shape) > 1) - embedding
+    if native and "lm_head.weight" not in shapes:
+        linears += embedding  # the head is a linear of its own, whose weight is packed
+    others = sum(prod(shape) for shape in shapes.values() if len(shape) <= 1)
+    by_linear = _bytes_in_linear(settings, size) if native else size
+    return embedding * size + (linears * by_linear + others * size) // settings.tensor_parallel_size
+
+
+def _bytes_in_linear(settings: ReplicaSettings, size: int) -> int:
+    """Of one weight in the own decoder's linears (models/layers.py): bfloat16 is held twice, for steps of few rows."""
+    if settings.quantization == "int8":
+        return 1
+    return 2 * size if settings.dtype == "bfloat16" else size
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    """The tensors in a safetensors file, of which only the header is read. Raises WeightsTorn."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -94,15 +123,13 @@ def tensors_of(path: Path) -> frozenset[str]:
         header = file.read(length)
     try:
         parts = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        tensors = {
-            name: msgspec.json.decode(raw, type=_Tensor) for name, raw in parts.items() if name != "__metadata__"
-        }
+        tensors = {name: msgspec.json.decode(raw, type=Tensor) for name, raw in parts.items() if name != "__metadata__"}
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WeightsTorn(f"{path} is torn: its header is not safetensors' ({error}); {_FETCH_AGAIN}") from error
     told = _LENGTH_BYTES + length + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
     if told != size:
         raise WeightsTorn(f"{path} is torn: it has {size} bytes of {told}; {_FETCH_AGAIN}")
-    return frozenset(tensors)
+    return tensors
 
 
 def check_ranks(config: ModelConfig, settings: ReplicaSettings) -> None:

@@ -62,8 +62,7 @@ def number_of_blocks(
     block_bytes = spec.bytes_per_block(cache.block_size)
     if cache.kv_cache_bytes or device.type == "cpu":
         return blocks_that_fit(cache.kv_cache_bytes or CPU_KV_BYTES, block_bytes)
-    longest = settings.max_model_len or spec.max_positions
-    limits = Limits(settings.max_running_requests, settings.max_batched_tokens, longest)
+    limits = Limits(settings.max_running_requests, settings.max_batched_tokens, _longest(settings, spec))
     return blocks_left(trial(executor, limits, cache.block_size), cache.gpu_memory_utilization, block_bytes)
 
 
@@ -123,11 +122,7 @@ def resolve_limits(
 ) -> Limits:
     """How long a request may be: what is asked for, the model allows and the pool holds. Raises StartupError."""
     capacity = (num_blocks - 1) * block_size
-    if settings.max_model_len > spec.max_positions:
-        raise StartupError(
-            f"max_model_len: {settings.max_model_len} is more than the model's {spec.max_positions} positions"
-        )
-    wanted = settings.max_model_len or spec.max_positions
+    wanted = _longest(settings, spec)
     if wanted > capacity:
         log.warning("max_model_len_capped wanted=%d pool_tokens=%d", wanted, capacity)
     longest = min(wanted, capacity)
@@ -135,6 +130,18 @@ def resolve_limits(
         raise StartupError(f"the KV pool holds {capacity} tokens: raise num_kv_blocks or kv_cache_bytes")
     fills = settings.prefill_step_tokens or (CPU_PREFILL_STEP_TOKENS if device.type == "cpu" else None)
     return Limits(settings.max_running_requests, settings.max_batched_tokens, longest, prefill_step_tokens=fills)
+
+
+def _longest(settings: ReplicaSettings, spec: ModelSpec) -> int:
+    """Prompt and answer together, as asked for. Raises StartupError."""
+    if settings.max_model_len > spec.max_positions:
+        raise StartupError(
+            f"max_model_len: {settings.max_model_len} is more than the model's {spec.max_positions} positions"
+        )
+    longest = settings.max_model_len or spec.max_positions
+    if longest < 2:
+        raise StartupError(f"max_model_len: {longest} holds no prompt and answer, which are two tokens at least")
+    return longest
 
 
 def measure_rates(

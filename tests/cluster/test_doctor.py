@@ -52,7 +52,7 @@ def test_a_machine_in_order_has_no_fault() -> None:
         ({"gpus_seen": 2}, {}, "gpus", "error", "the driver sees 2 GPUs, torch none"),
         ({}, {"gpus_per_rank": "0.5"}, "gpus", "error", "2 ranks want 1 GPUs, here are 0"),
         ({"gpus_seen": 1, "gpus_usable": 1}, {}, "gpus", "warning", "ranks reserve none"),
-        ({"memory_bytes": GIB // 2}, {}, "memory", "error", "2 ranks want 1.0 GiB for KV, 0.5 GiB"),
+        ({"memory_bytes": GIB // 2}, {}, "memory", "error", "2 ranks want 1.0 GiB for KV and 0.0 for weights, 0.5 GiB"),
         ({"shared_memory_bytes": 64 << 20}, {}, "shared memory", "warning", "/dev/shm has 64 MiB"),
         ({"shared_memory_bytes": None}, {}, "shared memory", "warning", "no /dev/shm"),
         ({"open_files": 1024}, {}, "file limits", "warning", "1024 files"),

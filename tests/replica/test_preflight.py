@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from homing.kvcache.config import KvCacheSettings
 from homing.kvcache.errors import KvCacheError, PoolTooSmall
@@ -14,7 +14,7 @@ from homing.replica.config import ReplicaSettings
 from homing.replica.demo import demo_model_path
 from homing.replica.errors import StartupError
 from homing.replica.models.errors import TensorParallelUnsupported, UnsupportedModel, WeightsMissing, WeightsTorn
-from homing.replica.preflight import check_model
+from homing.replica.preflight import check_model, weight_bytes
 
 SHAPE = {
     "model_type": "llama",
@@ -153,3 +153,32 @@ def test_what_the_configuration_does_not_tell_is_left_to_the_replica(folder: Pat
 def test_large_blocks_do_where_nothing_is_cached(folder: Path) -> None:
     """They only waste room then."""
     check(folder, KvCacheSettings(block_size=256, prefix_caching=False))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "by_linear", "by_other"),
+    [
+        ({}, 4, 4),
+        ({"dtype": "bfloat16"}, 4, 2),
+        ({"dtype": "float16"}, 2, 2),
+        ({"dtype": "bfloat16", "quantization": "int8"}, 1, 2),
+    ],
+    ids=str,
+)
+def test_weights_are_counted_as_they_are_held(checkpoint, asked, by_linear, by_other, tied):
+    """Linears in bfloat16 twice, and a tied head beside its embedding; in transformers' hands each weight once."""
+    folder = checkpoint("llama", tie_word_embeddings=tied)
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors.pop("model.embed_tokens.weight").numel()
+    linears = sum(each.numel() for each in tensors.values() if each.dim() == 2)
+    others = sum(each.numel() for each in tensors.values() if each.dim() == 1)
+
+    own = weight_bytes(folder, ReplicaSettings(**asked))
+    foreign = weight_bytes(folder, ReplicaSettings(model_provider="transformers", dtype="bfloat16"))
+    halved = weight_bytes(folder, ReplicaSettings(tensor_parallel_size=2, **asked))
+
+    linears_held = linears + embedding * tied
+    assert own == embedding * by_other + linears_held * by_linear + others * by_other
+    assert foreign == 2 * (embedding + linears + others)
+    assert halved == embedding * by_other + (linears_held * by_linear + others * by_other) // 2

@@ -22,7 +22,7 @@ from homing.replica.plan_channel import PlanChannel
 from homing.replica.resident.runner import ResidentRunner
 from homing.replica.runner import ModelRunner
 from homing.replica.scheduler import Limits
-from homing.replica.startup import TRIAL_BLOCKS, blocks_left, largest_steps, number_of_blocks
+from homing.replica.startup import TRIAL_BLOCKS, blocks_left, largest_steps, measure_rates, number_of_blocks
 from homing.replica.worker import GangExecutor, LocalExecutor, RankWorker, join_gang
 from homing.replica.worker import share_endpoint as share
 
@@ -140,6 +140,28 @@ def test_too_little_is_refused_with_the_setting_the_rank_and_the_numbers():
     assert "held_bytes=600 peak_bytes=100" in said
     assert "raise it, lower max_batched_tokens or max_running_requests" in said
     assert "another process" not in said
+
+
+@pytest.mark.parametrize(("length", "words"), [(1, "two tokens at least"), (301, "more than the model's 300")])
+def test_lengths_that_no_request_can_have_are_refused_before_anything_is_tried(length, words):
+    """A step of no tokens would be tried, or one beyond the model's positions."""
+    executor = TrialRun([reading(9 * BLOCK_BYTES)])
+
+    with pytest.raises(StartupError, match=words):
+        blocks(executor, max_model_len=length)
+
+    assert not executor.pools
+
+
+def test_a_length_of_two_is_served():
+    """One token of prompt, one of answer: the least that there is."""
+    executor = TrialRun([reading(9 * BLOCK_BYTES)])
+
+    assert blocks(executor, max_model_len=2) == 9
+
+    limits = Limits(4, 32, 2)
+    assert [plan.q_lens for plan in executor.plans[:1]] == [[1]]
+    assert measure_rates(executor, limits, 16).decode_step_s > 0
 
 
 def test_memory_that_others_hold_is_named():
