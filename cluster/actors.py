@@ -24,7 +24,19 @@ from ..router.backend import AbsentReplica
 from .autoscale import Demand
 from .logs import set_up_logging
 from .loop import fast_loop
-from .spec import CacheWorth, ClusterSpec, Doors, Failed, Listening, Member, RankSpec, Rendezvous, Started, Wanted
+from .spec import (
+    CacheWorth,
+    ClusterSpec,
+    Doors,
+    Failed,
+    Listening,
+    Member,
+    Membership,
+    RankSpec,
+    Rendezvous,
+    Started,
+    Wanted,
+)
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +73,8 @@ class Router(Protocol):
     async def start(self, doors: Doors, members: Sequence[Member], seed: int) -> Listening:
         """Learn what these replicas hold, then listen."""
 
-    async def apply_membership(self, members: Sequence[Member], seed: int) -> None:
-        """These replicas are there, and no others."""
+    async def apply_membership(self, told: Membership, seed: int) -> None:
+        """These models are served, by these replicas and no others."""
 
     async def warm_up(self, replica_id: str) -> Failed | Wanted | None:
         """Returns when it can be sent requests and its cache is warm, or wanted sooner, or why it never will."""
@@ -217,9 +229,9 @@ class RouterProcess:
         """Show these as missing, and refuse requests for the models in `off`, from now on."""
         self._loop.call_soon_threadsafe(self._present.tell_absent, absent, off)
 
-    def apply_membership(self, members: Sequence[Member]) -> None:
-        """Route to these replicas and no others, from now on."""
-        self._do(self._present.apply_membership(members, self._spec.common.seed))
+    def apply_membership(self, told: Membership) -> None:
+        """Serve these models and route to these replicas, and no others, from now on."""
+        self._do(self._present.apply_membership(told, self._spec.common.seed))
 
     def warm_up(self, replica_id: str) -> Failed | Wanted | None:
         """Returns when it can be sent requests and its cache is warm, or wanted sooner, or why it never will."""

@@ -192,11 +192,15 @@ def _drain(arguments: argparse.Namespace, out: TextIO) -> int:
 
 
 def _update(arguments: argparse.Namespace, out: TextIO) -> int:
-    from .control import update
+    from .control import Wish, update
 
-    flags = {name: value for name, value in given_flags(arguments).items() if name not in LOOKUP}
-    file = Path(arguments.config) if arguments.config else None
-    return update(_lookup(arguments), out, flags, file, restart=arguments.restart, wait=arguments.wait)
+    wish = Wish(
+        flags={name: value for name, value in given_flags(arguments).items() if name not in LOOKUP},
+        file=Path(arguments.config) if arguments.config else None,
+        remove=arguments.remove,
+        restart=arguments.restart,
+    )
+    return update(_lookup(arguments), out, wish, wait=arguments.wait)
 
 
 def _lookup(arguments: argparse.Namespace) -> Settings:
@@ -268,7 +272,14 @@ def _drain_arguments(parser: Parser) -> None:
 
 def _update_arguments(parser: Parser) -> None:
     parser.add_argument("model_argument", metavar="MODEL", nargs="?", help="another model, or another version of it")
-    parser.add_argument("--config", metavar="FILE", help="YAML file; what it does not name stays as it is")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file; what it does not name stays as it is, models that it adds are started",
+    )
+    parser.add_argument(
+        "--remove", metavar="NAME", action="append", default=[], help="serve this model no longer; may be given again"
+    )
     parser.add_argument("--restart", action="store_true", help="replace every replica even when nothing changes")
     parser.add_argument("--no-wait", dest="wait", action="store_false", help="return at once")
     _all_settings(parser)

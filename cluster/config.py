@@ -246,6 +246,8 @@ def changed_settings(
 ) -> dict[str, Settings]:
     """What models of these names run with, and over it what a file and flags say, for those that are concerned.
 
+    Models that only the file lists are `added_settings`'.
+
     Which model flags mean, and a file without `models`, the flag of `served_model_name` says where there are several.
     The environment has no say: it is that of whoever types the command, not of the cluster. Raises SettingsError for
     the first mistake.
@@ -254,15 +256,25 @@ def changed_settings(
     if meant is not None and meant not in running:
         raise SettingsError(f"flag --served-model-name: no model {meant!r} runs here; there {_listed(running)}")
     own = {str(entry["served_model_name"].value): entry for entry in content.models}
-    if own.keys() != running.keys() and own:
-        names = ", ".join(sorted(own.keys() ^ running.keys()))
-        raise SettingsError(
-            f"{file}: models: to add or take away models ({names}), {_RESTART}; there {_listed(running)}"
-        )
+    if own and (missing := [name for name in running if name not in own]):
+        words = " ".join(f"--remove {name}" for name in missing)
+        raise SettingsError(f"{file}: models: {', '.join(missing)} not listed; to take away what runs, say {words}")
     if meant is None and len(running) > 1 and (given or (content.shared and not own)):
         raise SettingsError(f"several models run here; say which with --served-model-name; there {_listed(running)}")
     concerned = list(running) if meant is None else [meant]
     return {name: _changed(running[name], content.shared | own.get(name, {}) | given) for name in concerned}
+
+
+def added_settings(running: Mapping[str, Settings], file: Path | None) -> dict[str, Settings]:
+    """What models that a file lists, and that do not run yet, are to run with.
+
+    What all models have in common is the cluster's, all else the file's: neither flags nor the environment of the one
+    who started the cluster are known here. Raises SettingsError for the first mistake.
+    """
+    content, cluster = _read(file), next(iter(running.values()))
+    own = {str(entry["served_model_name"].value): entry for entry in content.models}
+    new = {name: content.shared | entry for name, entry in own.items() if name not in running}
+    return {name: _added(cluster, given) for name, given in new.items()}
 
 
 def _listed(running: Iterable[str]) -> str:
@@ -276,6 +288,18 @@ def _settled(given: Mapping[str, Given]) -> Settings:
         setting = SETTINGS[name]
         rooms[setting.room][name] = _convert(setting, source)
     return msgspec.convert(rooms, Settings)
+
+
+def _added(cluster: Settings, given: Mapping[str, Given]) -> Settings:
+    common = COMMON.difference(_NAMES)
+    _changed(cluster, {name: source for name, source in given.items() if name in common})
+    settled = _settled({name: source for name, source in given.items() if name not in common})
+    rooms = {
+        room: {name: getattr(getattr(cluster, room), name) for name in common if SETTINGS[name].room == room}
+        for room in ROOMS
+    }
+    shared = {room: msgspec.structs.replace(getattr(settled, room), **values) for room, values in rooms.items()}
+    return msgspec.structs.replace(settled, **shared)
 
 
 def _changed(running: Settings, given: Mapping[str, Given]) -> Settings:

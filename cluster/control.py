@@ -8,15 +8,16 @@ import dataclasses
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from . import local_ray
-from .config import Settings, changed_settings, state_folder
+from .config import Settings, added_settings, changed_settings, state_folder
 from .console import Console
 from .errors import ClusterError, NoSuchModel, NoSuchReplica, NotRunning, StartFailed, UpdateAbandoned
 from .model import find_model
-from .preflight import check_folder
+from .preflight import check_bounds, check_folder
 from .spec import CONTROLLER, ClusterStatus, Failed, ModelSpec
 from .state import Notebook
 
@@ -32,7 +33,7 @@ def scale(settings: Settings, out: TextIO, model: str | None, wanted: int, *, wa
     with _visit(settings):
         control = Control(out)
         name = meant([each.name for each in control.status().models], model)
-        control.ask("scale", name, wanted)
+        control.order("scale", name, wanted)
         return control.follow([name], wait=wait, done=f"{wanted} replicas")
 
 
@@ -65,25 +66,51 @@ def drain(settings: Settings, out: TextIO, replica_id: str, *, replace: bool, wa
         return control.follow(models, wait=wait, done=f"{replica_id} is drained")
 
 
-def update(
-    settings: Settings, out: TextIO, flags: Mapping[str, str], file: Path | None, *, restart: bool, wait: bool
-) -> int:
-    """Replace every replica by one with changed settings. Raises NotRunning, SettingsError and UpdateAbandoned."""
+@dataclass(slots=True, frozen=True)
+class Wish:
+    """What an update is to change."""
+
+    flags: Mapping[str, str] = field(default_factory=dict)
+    file: Path | None = None
+    remove: Sequence[str] = ()  #: models that are to be served no longer
+    restart: bool = False  #: also what stays as it is
+
+
+def update(settings: Settings, out: TextIO, wish: Wish, *, wait: bool) -> int:
+    """Replace replicas by ones with changed settings, start those of models that a file adds, and end models' last.
+
+    Raises NotRunning, SettingsError, NoSuchModel, StartFailed and UpdateAbandoned.
+    """
     with _visit(settings):
         control = Control(out)
-        running: dict[str, ModelSpec] = {model.name: model for model in control.ask("current")}
-        changed = changed_settings({name: model.settings for name, model in running.items()}, flags, file)
-        wanted = [
-            _changed_spec(running[name], each)
-            for name, each in changed.items()
-            if restart or each != running[name].settings
-        ]
-        if not wanted:
+        orders = orders_of({model.name: model for model in control.ask("current")}, wish)
+        if not orders:
             print("nothing changes (every replica anew: --restart)", file=out)
             return 0
-        for spec in wanted:
-            control.ask("update", spec)
-        return control.follow([spec.name for spec in wanted], wait=wait, done="updated", given_up=_abandoned)
+        for verb, about in orders:
+            control.order(verb, about)
+        names = [about if isinstance(about, str) else about.name for _, about in orders]
+        return control.follow(names, wait=wait, done="updated", given_up=_abandoned)
+
+
+def orders_of(running: Mapping[str, ModelSpec], wish: Wish) -> list[tuple[str, ModelSpec | str]]:
+    """What the controller is to be told: `remove`, `add` and `update`, with the name or the settings of a model.
+
+    Raises SettingsError and NoSuchModel.
+    """
+    removed = [meant(list(running), name) for name in wish.remove]
+    staying = {name: spec.settings for name, spec in running.items() if name not in removed}
+    if not staying:
+        raise NoSuchModel(f"no model would be left of {', '.join(running)}: end the cluster with homing stop")
+    some = next(iter(running.values()))
+    added = [_added_spec(some, each) for each in added_settings(staying, wish.file).values()]
+    changed = [
+        _changed_spec(running[name], each)
+        for name, each in changed_settings(staying, wish.flags, wish.file).items()
+        if wish.restart or each != running[name].settings
+    ]
+    removals: list[tuple[str, ModelSpec | str]] = [("remove", name) for name in removed]
+    return removals + [("add", spec) for spec in added] + [("update", spec) for spec in changed]
 
 
 class Control:
@@ -114,6 +141,12 @@ class Control:
             return ray.get(getattr(self._controller, question).remote(*words, **named), timeout=ANSWER_TIMEOUT_S)
         except ray.exceptions.RayError as error:
             raise ClusterError(f"the controller does not answer: {str(error).splitlines()[0]}") from error
+
+    def order(self, verb: str, *words: object) -> None:
+        """Have it done. Raises NoSuchModel when the controller knows better."""
+        failed: Failed | None = self.ask(verb, *words)
+        if failed is not None:
+            raise NoSuchModel(failed.message)
 
     def follow(
         self,
@@ -170,6 +203,12 @@ def _changed_spec(running: ModelSpec, settings: Settings) -> ModelSpec:
     """With these settings. Raises what `_checked_model` does."""
     here = not settings.cluster.ray_address
     return dataclasses.replace(running, settings=settings, model_dir=str(_checked_model(settings)) if here else None)
+
+
+def _added_spec(running: ModelSpec, settings: Settings) -> ModelSpec:
+    """Of a model beside one that runs. Raises what `_checked_model` and `check_bounds` do."""
+    check_bounds(settings, f"model {settings.served_name}: ")
+    return _changed_spec(running, settings)
 
 
 def _checked_model(settings: Settings) -> Path:

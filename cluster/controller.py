@@ -44,6 +44,7 @@ from .spec import (
     Failed,
     GangStatus,
     Member,
+    Membership,
     ModelSpec,
     ModelStatus,
     Notice,
@@ -83,6 +84,7 @@ class Controller:
         self._last_notice = time.time_ns() // 1000
         self._keeper: Any = None
         self._gangs: Gangs | None = None
+        self._scalers: dict[str, Autoscaler] = {}  #: of models whose number of replicas follows demand
         self._routers = Routers(spec, pacing=_pacing(spec.common), notify=self._notice)
         self._began = asyncio.Event()
         self._wake = asyncio.Event()
@@ -100,8 +102,8 @@ class Controller:
         self._spawn(self._routers.keep(self._keeper, kept.routers))
         self._spawn(tell_absences(self._fleets.gangs, self._errors, self._off, self._routers.tell_absent))
         self._began.set()
-        if scalers := _autoscalers(self._versions.values()):
-            self._spawn(self._autoscale(scalers))
+        self._scalers = dict(_autoscalers(self._models()))
+        self._spawn(self._autoscale())
         while True:
             self._act()
             await self._sleep()
@@ -114,17 +116,24 @@ class Controller:
             router_urls=self._routers.direct_urls,
             router_error=self._routers.error,
             notices=tuple(notice for notice in self._notices if notice.seq > since),
-            models=tuple(_model_status(model, fleet) for model, fleet in self._fleets.by_model.items()),
+            models=tuple(
+                _model_status(model, fleet)
+                for model, fleet in self._fleets.by_model.items()
+                if fleet.gangs or not fleet.leaving
+            ),
         )
 
-    async def scale(self, model: str, wanted: int) -> None:
+    async def scale(self, model: str, wanted: int) -> Failed | None:
         """So many replicas of this model from now on; who is too many drains, the least worth first."""
         await self._began.wait()
         await self._weigh()
-        fleet = self._fleets.by_model[model]
+        fleet = self._fleets.served.get(model)
+        if fleet is None:
+            return self._unknown(model)
         self._notice("info", f"scaled model={model} from={fleet.wanted} to={wanted}")
         fleet.scale(wanted)
         self._changed()
+        return None
 
     async def drain(self, replica_id: str, *, replace: bool) -> Failed | None:
         """End one replica in good order, for good or for another one."""
@@ -135,22 +144,49 @@ class Controller:
         self._changed()
         return None
 
-    async def update(self, spec: ModelSpec) -> None:
+    async def update(self, spec: ModelSpec) -> Failed | None:
         """Replace every replica of this model, one after the other, by one with these settings."""
         await self._began.wait()
         await self._weigh()
-        version = max(self._versions) + 1
-        self._versions[version] = spec
-        fleet = self._fleets.by_model[spec.name]
+        fleet = self._fleets.served.get(spec.name)
+        if fleet is None:
+            return self._unknown(spec.name)
+        version = self._next_version(spec)
         fleet.update(version)
         fleet.pacing = _pacing(spec)
         self._notice("info", f"update_begins model={spec.name} version={version}")
         self._changed()
+        return None
+
+    async def add(self, spec: ModelSpec) -> Failed | None:
+        """Serve this model, too."""
+        await self._began.wait()
+        if spec.name in self._fleets.served:
+            return Failed(f"model {spec.name!r} runs here already")
+        self._fleets.add(_order(self._next_version(spec), spec))
+        self._scalers |= _autoscalers([spec])
+        self._notice("info", f"model_added model={spec.name}")
+        self._changed()
+        return None
+
+    async def remove(self, model: str) -> Failed | None:
+        """Serve this model no longer: its requests are refused, its replicas drain."""
+        await self._began.wait()
+        served = self._fleets.served
+        if model not in served:
+            return self._unknown(model)
+        if len(served) == 1:
+            return Failed(f"{model!r} is the only model that is served: end the cluster with homing stop")
+        served[model].leave()
+        self._scalers.pop(model, None)
+        self._notice("info", f"model_removed model={model}")
+        self._changed()
+        return None
 
     async def current(self) -> tuple[ModelSpec, ...]:
         """With which settings replicas are started, by model."""
         await self._began.wait()
-        return tuple(self._versions[fleet.version] for fleet in self._fleets.by_model.values())
+        return self._models()
 
     async def stop(self) -> None:
         """Take everything down: the routers first, so that no client meets half a cluster."""
@@ -206,7 +242,7 @@ class Controller:
         for action in self._fleets.reconcile(time.monotonic()):
             match action:
                 case Publish(members):
-                    self._told = self._spawn(self._routers.publish(tuple(self._member(each) for each in members)))
+                    self._told = self._spawn(self._routers.publish(self._membership(members)))
                 case KillGang(replica_id, generation, reason):
                     if generation in self._draining:
                         self._draining.discard(generation)
@@ -277,14 +313,14 @@ class Controller:
         fleet.warmed(order.replica_id, order.generation, time.monotonic())
         self._changed()
 
-    async def _autoscale(self, scalers: dict[str, Autoscaler]) -> None:
+    async def _autoscale(self) -> None:
         """Look, and scale those models whose time it is, for ever."""
         while True:
             await asyncio.sleep(AUTOSCALE_LOOK_S)
-            demands = await self._routers.demands()
+            demands = await self._routers.demands() if self._scalers else {}
             for model, demand in demands.items():
-                if model in scalers:
-                    await self._follow(model, scalers[model], demand)
+                if scaler := self._scalers.get(model):
+                    await self._follow(model, scaler, demand)
 
     async def _follow(self, model: str, scaler: Autoscaler, demand: Demand) -> None:
         before = self._fleets.by_model[model].wanted
@@ -340,6 +376,17 @@ class Controller:
 
     # -- small things -------------------------------------------------------------------------------------------------
 
+    def _models(self) -> tuple[ModelSpec, ...]:
+        return tuple(self._versions[fleet.version] for fleet in self._fleets.served.values())
+
+    def _next_version(self, spec: ModelSpec) -> int:
+        version = max(self._versions) + 1
+        self._versions[version] = spec
+        return version
+
+    def _unknown(self, model: str) -> Failed:
+        return Failed(f"no model {model!r} runs here (there are: {', '.join(self._fleets.served)})")
+
     def _fleet_of(self, gang: RunningGang) -> Fleet:
         return self._fleets.by_model[gang.spec.name]
 
@@ -365,9 +412,12 @@ class Controller:
         """Models of which no replica is wanted, and which no request starts."""
         return frozenset(
             model
-            for model, fleet in self._fleets.by_model.items()
+            for model, fleet in self._fleets.served.items()
             if not fleet.wanted and not self._versions[fleet.version].settings.cluster.autoscale
         )
+
+    def _membership(self, members: Iterable[Enrolled]) -> Membership:
+        return Membership(self._models(), tuple(self._member(each) for each in members))
 
     def _member(self, enrolled: Enrolled) -> Member:
         spec = self._versions[enrolled.version]

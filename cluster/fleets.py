@@ -28,30 +28,40 @@ class FleetMemory:
     wanted: int
     version: int
     fallback: int | None
+    prefix: str
+    leaving: bool
 
 
 @dataclass(slots=True)
 class Fleets:
-    """The fleet of each model, by the model's name."""
+    """The fleet of each model, by the model's name. When a model leaves its fleet stays, for late news of its gangs."""
 
     by_model: dict[str, Fleet]
     labels: Labels = field(default_factory=Labels)
+    #: the models that routers were last told of
+    _told: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, orders: Iterable[FleetOrder]) -> "Fleets":
         """As they begin. Where there are several, replicas are named after their model."""
         labels, every = Labels(), list(orders)
-        fleets = {
-            order.model: Fleet(
-                order.pacing,
-                order.wanted,
-                labels,
-                prefix=replica_prefix(order.model) if len(every) > 1 else "",
-                version=order.version,
-            )
-            for order in every
-        }
+        several = len(every) > 1
+        fleets = {order.model: _fleet(order, labels, replica_prefix(order.model) if several else "") for order in every}
         return cls(fleets, labels)
+
+    @property
+    def served(self) -> dict[str, Fleet]:
+        """Those whose models are not leaving."""
+        return {model: fleet for model, fleet in self.by_model.items() if not fleet.leaving}
+
+    def add(self, order: FleetOrder) -> None:
+        """Serve this model, too."""
+        fleet = self.by_model.get(order.model)
+        if fleet is None:
+            self.by_model[order.model] = _fleet(order, self.labels, replica_prefix(order.model))
+            return
+        fleet.pacing = order.pacing
+        fleet.come_back(order.wanted, order.version)
 
     def gangs(self) -> Iterator[tuple[str, Gang]]:
         """All gangs, each with its model."""
@@ -67,7 +77,9 @@ class Fleets:
         """What to do now, in this order: who is gone leaves routing before anything else happens."""
         actions = [action for fleet in self.by_model.values() for action in fleet.reconcile(now)]
         others: list[Action] = [action for action in actions if not isinstance(action, Publish)]
-        return others if len(others) == len(actions) else [Publish(self.members()), *others]
+        told, self._told = self._told, tuple(self.served)
+        news = len(others) < len(actions) or told != self._told
+        return [Publish(self.members()), *others] if news else others
 
     def members(self) -> tuple[Enrolled, ...]:
         """What the routers were last told."""
@@ -81,16 +93,17 @@ class Fleets:
     def memory(self) -> dict[str, FleetMemory]:
         """For the controller that comes after."""
         return {
-            model: FleetMemory(fleet.wanted, fleet.version, fleet.fallback) for model, fleet in self.by_model.items()
+            model: FleetMemory(fleet.wanted, fleet.version, fleet.fallback, fleet.prefix, fleet.leaving)
+            for model, fleet in self.by_model.items()
         }
 
     def resume(self, memory: Mapping[str, FleetMemory], generation: int, pacings: Mapping[str, Pacing]) -> None:
         """Go on where another one was."""
         self.labels.generation = generation
         for model, known in memory.items():
-            fleet = self.by_model[model]
-            fleet.wanted, fleet.version, fleet.fallback = known.wanted, known.version, known.fallback
-            fleet.pacing = pacings[model]
+            fleet = Fleet(pacings[model], known.wanted, self.labels, known.prefix, version=known.version)
+            fleet.fallback, fleet.leaving = known.fallback, known.leaving
+            self.by_model[model] = fleet
 
     def check(self) -> None:
         """Asserts what always holds after `reconcile`."""
@@ -101,6 +114,10 @@ class Fleets:
         assert len(names) == len(set(names)), f"names are shared: {names}"
         generations = [gang.generation for _, gang in self.gangs()]
         assert len(generations) == len(set(generations)), f"generations are shared: {generations}"
+
+
+def _fleet(order: FleetOrder, labels: Labels, prefix: str) -> Fleet:
+    return Fleet(order.pacing, order.wanted, labels, prefix, version=order.version)
 
 
 def replica_prefix(model: str) -> str:

@@ -23,7 +23,7 @@ from .actors import RankServer, Router, describe, node_address
 from .autoscale import Demand
 from .gangs import socket_folder
 from .model import find_model
-from .spec import CacheWorth, ClusterSpec, Doors, Failed, Listening, Member, RankSpec, Wanted
+from .spec import CacheWorth, ClusterSpec, Doors, Failed, Listening, Member, Membership, RankSpec, Wanted
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +105,7 @@ class HomingRouter:
 
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec
+        self._models = spec.models
         self._stopped: asyncio.Event | None = None
         self._router_id = f"router-{secrets.token_hex(4)}"
         self._service: Generations | None = None
@@ -144,7 +145,7 @@ class HomingRouter:
         )
         self._server = RouterServer(settings.router, self._service, metrics=metrics, accounts=accounts)
         if members:
-            await self.apply_membership(members, seed)
+            await self.apply_membership(Membership(self._models, tuple(members)), seed)
             await self._service.until_exact()
         else:
             self._loading = asyncio.create_task(self._load_texts(self._server))
@@ -185,13 +186,15 @@ class HomingRouter:
         name = sha256(b"homing-accounts" + self._spec.common.seed.to_bytes(8, "big")).hexdigest()[:16]
         return Path(self._spec.common.run_dir or gettempdir()) / f"homing-{name}.accounts"
 
-    async def apply_membership(self, members: Sequence[Member], seed: int) -> None:
-        """These replicas are there, and no others."""
+    async def apply_membership(self, told: Membership, seed: int) -> None:
+        """These models are served, by these replicas and no others."""
         assert self._service is not None, "membership before start"
         assert self._server is not None, "membership before start"
-        self._service.apply_membership([_enrolment(member) for member in members], seed)
+        self._models = told.models
+        self._service.serve([model.name for model in told.models])
+        self._service.apply_membership([_enrolment(member) for member in told.members], seed)
         await self._server.front.load_texts()
-        if members:
+        if told.members:
             self._settle()
 
     def tell_absent(self, absent: Sequence[AbsentReplica], off: frozenset[str]) -> None:
@@ -218,7 +221,7 @@ class HomingRouter:
         """By model: what waits here, and what works on it."""
         assert self._service is not None, "a question before the start"
         view, service = self._service.view(), self._service
-        slots = {model.name: model.settings.replica.max_running_requests for model in self._spec.models}
+        slots = {model.name: model.settings.replica.max_running_requests for model in self._models}
         return {
             model.name: demand_of(
                 model,
@@ -227,6 +230,7 @@ class HomingRouter:
                 slots_each=slots[model.name],
             )
             for model in view.models
+            if model.name in slots
         }
 
     async def worths(self) -> list[CacheWorth]:

@@ -157,6 +157,7 @@ class Fleet:
     #: to go back to while no gang of `version` has served; None: `version` has proved itself
     fallback: int | None = None
     abandoned: str = ""  #: why the last update was given up
+    leaving: bool = False  #: the model is served no longer; gangs that are left finish what they have
     #: seconds of prefill that would be lost with a replica; who has none counts as worth nothing
     worths: dict[str, float] = field(default_factory=dict)
     #: what the routers were last told
@@ -167,8 +168,18 @@ class Fleet:
     # What a user or the autoscaler wants
 
     def scale(self, wanted: int) -> None:
-        """So many replicas from now on."""
-        self.wanted = wanted
+        """So many replicas from now on; none of a model that is leaving."""
+        self.wanted = 0 if self.leaving else wanted
+
+    def leave(self) -> None:
+        """Serve this model no longer."""
+        self.leaving, self.wanted = True, 0
+
+    def come_back(self, wanted: int, version: int) -> None:
+        """Serve it again, with other settings; gangs that are still left end all the same."""
+        assert self.leaving, "a model that is served comes back"
+        self.leaving, self.wanted, self.version = False, wanted, version
+        self.fallback, self.abandoned = None, ""
 
     def drain(self, replica_id: str, *, replace: bool, now: float) -> bool:
         """End this replica in good order: for good, or with another in its place. False: there is no such replica."""
@@ -292,6 +303,7 @@ class Fleet:
         assert set(self.gangs) <= self.labels.taken, f"{set(self.gangs)} are not all of {self.labels.taken}"
         assert self.published == self._members(), "routers know another membership"
         assert not self._dying, f"not killed: {self._dying}"
+        assert not (self.leaving and self.wanted), f"{self.wanted} gangs are wanted of a model that leaves"
         staying = len(self.gangs) - len(self._in(Phase.DRAINING))
         assert staying <= self._room(), f"{staying} gangs of {self._room()}"
 

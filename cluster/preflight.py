@@ -1,4 +1,4 @@
-"""What `homing serve` can know to be impossible before it starts anything: addresses, certificates, the model's folder.
+"""What `homing serve` can know to be impossible before it starts anything: addresses, bounds, the model's folder.
 
 Better now than after a minute of loading. Looks, changes nothing; what only a loaded model tells is the replica's.
 """
@@ -15,6 +15,7 @@ from ..router.config import RouterSettings
 from ..router.errors import TlsUnusable, TokenizerUnavailable
 from ..router.server import tls_context
 from ..router.text.export import check_vocabulary
+from .autoscale import terms_of
 from .config import Settings
 from .errors import ModelUnavailable, PortTaken, SettingsError
 
@@ -46,6 +47,21 @@ def check_port(host: str, port: int) -> None:
         except OSError as error:
             remedy = _REMEDIES.get(error.errno or 0, "choose an address of this machine with --host")
             raise PortTaken(host, port, error.strerror or str(error), remedy) from error
+
+
+def check_bounds(settings: Settings, where: str) -> None:
+    """Replicas are within what autoscaling allows. `where`: whose settings they are, before the message.
+
+    Raises SettingsError.
+    """
+    cluster = settings.cluster
+    try:
+        terms = terms_of(cluster)
+    except ValueError as error:
+        raise SettingsError(f"{where}autoscale: {error}") from error
+    if terms is not None and not max(1, terms.least) <= cluster.replicas <= terms.most:
+        words = f"{cluster.replicas} are wanted at first, autoscale allows {cluster.autoscale}"
+        raise SettingsError(f"{where}replicas: {words}")
 
 
 def check_folder(folder: Path, settings: Settings) -> None:

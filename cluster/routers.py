@@ -19,7 +19,7 @@ from ..router.backend import AbsentReplica
 from .actors import death, within
 from .autoscale import Demand, together
 from .planner import Pacing
-from .spec import CacheWorth, ClusterSpec, Failed, Listening, Member, Wanted
+from .spec import CacheWorth, ClusterSpec, Failed, Listening, Membership, Wanted
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Routers:
 
     def __init__(self, spec: ClusterSpec, *, pacing: Pacing, notify: Notify) -> None:
         """`notify` gets level and text."""
-        self._spec = spec
+        self._spec = spec  #: of those that are started from now on
         common = spec.common.settings
         self._keeper: Any = None
         self._pacing = pacing
@@ -57,7 +57,7 @@ class Routers:
         self._port = common.router.port
         #: Where a free port was asked for, the first router chooses it and the others wait.
         self._port_known = asyncio.Event()
-        self._members: tuple[Member, ...] = ()
+        self._told = Membership(spec.models)
         self._stopping = False
 
     @property
@@ -80,10 +80,10 @@ class Routers:
         self._keeper = keeper
         await asyncio.gather(*(self._keep(seat, running.get(seat.number)) for seat in self._seats))
 
-    async def publish(self, members: tuple[Member, ...]) -> None:
-        """These replicas are there; a router that comes later is told as it starts."""
-        self._members = members
-        await asyncio.gather(*(self._tell(seat, members) for seat in self._seats))
+    async def publish(self, told: Membership) -> None:
+        """This is served, by these replicas; a router that comes later is told as it starts."""
+        self._told, self._spec = told, ClusterSpec(told.models)
+        await asyncio.gather(*(self._tell(seat, told) for seat in self._seats))
 
     async def tell_absent(self, absent: tuple[AbsentReplica, ...], off: frozenset[str]) -> None:
         """These should serve and do not, and of these models nobody should: for every router that does not know yet."""
@@ -123,11 +123,11 @@ class Routers:
         return []
 
     async def demands(self) -> dict[str, Demand]:
-        """By model: what waits and works, in all routers' eyes; of nothing when none of them answers."""
+        """By model: what waits and works, in the eyes of all routers that know it; of nothing when none answers."""
         asked = (self._ask(seat, "demands") for seat in self._seats)
         answers: list[dict[str, Demand]] = [answer for answer in await asyncio.gather(*asked) if answer is not None]
         models = dict.fromkeys(model for answer in answers for model in answer)
-        return {model: together([answer[model] for answer in answers]) for model in models}
+        return {model: together([each[model] for each in answers if model in each]) for model in models}
 
     async def stop(self) -> None:
         """End them in good order."""
@@ -156,12 +156,12 @@ class Routers:
     async def _run(self, seat: Seat, running: Any) -> str:
         """Start one, unless it runs already, and wait until it ends; returns why it did."""
         try:
+            told = self._told
             router = running or await self._keeper.start_router.remote(seat.number, self._spec)
-            members = self._members
             found: Listening | Failed | None = (
                 await router.listening.remote()
                 if running
-                else await router.start.remote(self._port, seat.direct_port, members, seat.number)
+                else await router.start.remote(self._port, seat.direct_port, told.members, seat.number)
             )
             if found is None:
                 ray.kill(router)
@@ -171,8 +171,8 @@ class Routers:
             self._seated(seat, router, found)
             if running:
                 router.tell_absent.remote(*NOBODY)  # what it was told of them is not known any more
-            if running or members != self._members:  # it changed while the router was starting
-                await self._tell(seat, self._members)
+            if running or told != self._told:  # it changed while the router was starting
+                await self._tell(seat, self._told)
             failed: Failed | None = None
             while failed is None:
                 failed = await router.watch.remote()
@@ -196,11 +196,11 @@ class Routers:
             log.info("router_not_answered router=%d question=%s reason=%s", seat.number, question, death(error))
             return None
 
-    async def _tell(self, seat: Seat, members: tuple[Member, ...]) -> None:
-        if seat.actor is None or members != self._members:
+    async def _tell(self, seat: Seat, told: Membership) -> None:
+        if seat.actor is None or told != self._told:
             return  # a newer membership is on its way
         try:
-            await seat.actor.apply_membership.remote(members)
+            await seat.actor.apply_membership.remote(told)
         except RayActorError:
             return  # `watch` tells it
         except Exception as error:

@@ -20,14 +20,13 @@ import msgspec
 from ..router.errors import KeysFileInvalid
 from ..router.tenants import read_tenants
 from . import local_ray
-from .autoscale import terms_of
 from .client import get_json, is_ready
 from .config import Settings, state_folder
 from .console import Console, program
 from .errors import ClusterError, SettingsError, StartFailed
 from .keys import check_keys
 from .model import find_model
-from .preflight import check_folder, check_front
+from .preflight import check_bounds, check_folder, check_front
 from .spec import CONTROLLER, KEEPER, ClusterSpec, ClusterStatus, ModelSpec
 from .state import Note, Notebook, own_note
 
@@ -76,7 +75,7 @@ def serve(settings: Settings, out: TextIO, *, detached: bool = False) -> int:
     """Serve until a signal; returns the exit code. Raises ClusterError when it cannot start."""
     settings = prepared(settings)
     for each in settings.each_model:
-        _check_bounds(each, f"model {each.served_name}: " if settings.models else "")
+        check_bounds(each, f"model {each.served_name}: " if settings.models else "")
     console = Console(out, program=program())
     console.opening(settings)
     notebook = Notebook(state_folder(settings))
@@ -89,18 +88,6 @@ def serve(settings: Settings, out: TextIO, *, detached: bool = False) -> int:
         folders = [_local_model(each) if here else None for each in settings.each_model]
         with _silenced(), _ray(settings, console, notebook, note, detached) as run:
             return _serve(run, folders)
-
-
-def _check_bounds(settings: Settings, where: str) -> None:
-    """Raises SettingsError. `where`: whose settings they are, in words before the message."""
-    cluster = settings.cluster
-    try:
-        terms = terms_of(cluster)
-    except ValueError as error:
-        raise SettingsError(f"{where}autoscale: {error}") from error
-    if terms is not None and not max(1, terms.least) <= cluster.replicas <= terms.most:
-        words = f"{cluster.replicas} are wanted at first, autoscale allows {cluster.autoscale}"
-        raise SettingsError(f"{where}replicas: {words}")
 
 
 def _local_model(settings: Settings) -> Path:

@@ -63,6 +63,14 @@ class Member:
 
 
 @dataclass(slots=True, frozen=True)
+class Membership:
+    """All that routers are told of what is served."""
+
+    models: tuple[ModelSpec, ...]
+    members: tuple[Member, ...] = ()  #: also of models that are leaving
+
+
+@dataclass(slots=True, frozen=True)
 class RankSpec:
     """What one rank is to be."""
 

@@ -20,7 +20,7 @@ import msgspec
 from ..kvcache.config import KvCacheSettings
 from ..replica.messages import ModelLimits, Parity, ReplicaDescription
 from .backend import AbsentReplica, ClusterView, ModelView, ReplicaView, RouterCounters, model_view, total
-from .errors import InvalidRequest, ModelNotFound, NoReplica
+from .errors import InvalidRequest, ModelNotFound, NoReplica, RouterError
 from .load import Rest
 from .membership import TextSource
 from .service import RouterService
@@ -58,6 +58,7 @@ class _Model:
     name: str  #: as requests call it
     generations: "list[_Generation]" = field(default_factory=list)  #: the oldest first
     off: bool = False  #: no replica of it is wanted, and no request changes that
+    leaving: bool = False  #: it is served no longer; its last requests end
     counters: RouterCounters = field(default_factory=RouterCounters)
 
     def limits(self) -> ModelLimits | None:
@@ -104,6 +105,14 @@ class Generations:
         """End every request, and give everything back."""
         for generation in self._generations:
             generation.service.close()
+
+    def serve(self, names: Collection[str]) -> None:
+        """Models of these names from now on. Requests for others are refused; those that run there end first."""
+        for name in names:
+            self._models.setdefault(name, _Model(name))
+        for model in self._models.values():
+            model.leaving = model.name not in names
+            self._turn_away(model)
 
     def apply_membership(self, members: Sequence[Enrolment], cluster_seed: int) -> None:
         """The full view of the replicas that are there. Idempotent."""
@@ -180,8 +189,8 @@ class Generations:
         return self._rng.choices(generations, weights)[0].service
 
     def models(self) -> list[ModelLimits]:
-        """Of every model of which a replica was let in."""
-        return [limits for model in self._models.values() if (limits := model.limits()) is not None]
+        """Of every model that is served and of which a replica was let in."""
+        return [limits for model in self._served.values() if (limits := model.limits()) is not None]
 
     def texts(self) -> list[TextSource]:
         """Of every generation that requests are tokenized for, each once."""
@@ -204,7 +213,9 @@ class Generations:
             self._view,
             waiting=sum(view.waiting for view in views),
             in_flight=sum(view.in_flight for view in views),
-            models=[model.view(shown[name]) for name, model in self._models.items()],
+            models=[
+                model.view(shown[name]) for name, model in self._models.items() if shown[name] or not model.leaving
+            ],
             counters=total(model.counters for model in self._models.values()),
             replicas=[_shown(replica, draining) for view in views for replica in view.replicas],
             refused=[refused for view in views for refused in view.refused],
@@ -230,16 +241,22 @@ class Generations:
     def _generations(self) -> list[_Generation]:
         return [generation for model in self._models.values() for generation in model.generations]
 
+    @property
+    def _served(self) -> dict[str, _Model]:
+        return {name: model for name, model in self._models.items() if not model.leaving}
+
     def _named(self, name: str | None) -> _Model:
-        if name is not None:
-            model = self._models.get(name)
-        elif len(self._models) == 1:
-            (model,) = self._models.values()
-        else:
-            there = ", ".join(map(repr, self._models))
+        model = self._models.get(name) if name is not None else self._only()
+        if model is None or model.leaving:
+            raise ModelNotFound(name or "", self._served)
+        return model
+
+    def _only(self) -> _Model:
+        served = self._served
+        if len(served) > 1:
+            there = ", ".join(map(repr, served))
             raise InvalidRequest(f"field 'model': several models are served here, say which: {there}", param="model")
-        if model is None:
-            raise ModelNotFound(name or "", self._models)
+        (model,) = served.values()
         return model
 
     def _is_replaced(self, generation: _Generation) -> bool:
@@ -265,10 +282,8 @@ class Generations:
         version, parity = member.terms.version, member.description.parity
         if version not in self._by_version:
             name = member.description.model.name
-            assert name in self._models, (
-                f"{member.description.replica_id} is of {name!r}, served are {list(self._models)}"
-            )
-            model = self._models[name]
+            # A router that starts meets the last replicas of models that are leaving.
+            model = self._models.setdefault(name, _Model(name, leaving=True))
             known = [each for each in model.generations if each.parity == parity]
             self._by_version[version] = known[-1] if known else self._begin(model, member)
         return self._by_version[version]
@@ -280,8 +295,11 @@ class Generations:
 
     def _turn_away(self, model: _Model) -> None:
         """What is held for a model that nobody will start waits for nothing."""
+        refusal: Callable[[], RouterError] | None = partial(_turned_off, model.name) if model.off else None
+        if model.leaving:
+            refusal = partial(ModelNotFound, model.name, tuple(self._served))
         for generation in model.generations:
-            generation.service.turn_away(partial(_turned_off, model.name) if model.off else None)
+            generation.service.turn_away(refusal)
 
     def _begin(self, model: _Model, member: Enrolment) -> _Generation:
         assert self._loop is not None, "a generation before the start"
@@ -296,7 +314,7 @@ class Generations:
     def _retire(self, model: _Model) -> None:
         """End generations that nobody is of any more. The last one stays: it holds requests until replicas come."""
         gone = [each for each in model.generations if not each.members]
-        if len(gone) == len(model.generations):
+        if len(gone) == len(model.generations) and not model.leaving:
             gone = gone[:-1]
         for generation in gone:
             model.generations.remove(generation)

@@ -350,6 +350,7 @@ class RouterMetrics:
             registry=registry,
         )
         self._seen: dict[str, RouterCounters] = {}  #: by model
+        self._shown: set[str] = set()  #: models with gauges
 
     # HTTP front
 
@@ -390,6 +391,10 @@ class RouterMetrics:
     def observe_cluster(self, view: ClusterView) -> None:
         """Bring gauges and the routing side's totals up to date; called before each rendering."""
         self.replicas.observe(view.replicas)
+        for gone in self._shown - {model.name for model in view.models}:
+            for gauge in (self._held, self._in_flight, self._serving):
+                gauge.remove(gone)
+        self._shown = {model.name for model in view.models}
         for model in view.models:
             self._held.labels(model.name).set(model.waiting)
             self._in_flight.labels(model.name).set(model.in_flight)

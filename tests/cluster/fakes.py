@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from homing.cluster.autoscale import Demand
-from homing.cluster.spec import CacheWorth, ClusterSpec, Doors, Failed, Listening, Member, RankSpec
+from homing.cluster.spec import CacheWorth, ClusterSpec, Doors, Failed, Listening, Member, Membership, RankSpec
 from homing.events.messages import EventEndpoints
 from homing.kvcache.cache import CachedBlock
 from homing.replica.messages import ModelLimits, Parity, ReplicaDescription
@@ -84,12 +84,13 @@ class FakeRouter:
         self._stopped = asyncio.Event()
 
     async def start(self, doors: Doors, members: Sequence[Member], seed: int) -> Listening:
-        await self.apply_membership(members, seed)
+        await self.apply_membership(Membership((), tuple(members)), seed)
         return Listening(doors.port or 12345, doors.direct_port or (54321 if doors.shared else 0))
 
-    async def apply_membership(self, members: Sequence[Member], seed: int) -> None:
-        self._members = {member.description.replica_id: member.description for member in members}
-        serving = [member.description for member in members if member.role == "serving"]
+    async def apply_membership(self, told: Membership, seed: int) -> None:
+        self._models = [model.name for model in told.models] or self._models
+        self._members = {member.description.replica_id: member.description for member in told.members}
+        serving = [member.description for member in told.members if member.role == "serving"]
         with self._told.open("a") as file:
             file.write(json.dumps([[member.replica_id, member.epoch, member.pids] for member in serving]) + "\n")
 

@@ -6,7 +6,16 @@ import msgspec
 import pytest
 
 from homing.cluster.autoscale import terms_of
-from homing.cluster.config import ROOMS, SETTINGS, Settings, changed_settings, load_settings, markdown, state_folder
+from homing.cluster.config import (
+    ROOMS,
+    SETTINGS,
+    Settings,
+    added_settings,
+    changed_settings,
+    load_settings,
+    markdown,
+    state_folder,
+)
 from homing.cluster.errors import SettingsError
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
@@ -261,11 +270,29 @@ def test_an_update_from_a_file_changes_every_model_that_it_lists(tmp_path: Path)
     assert changed["large"] == before["large"]
 
 
+def test_a_model_that_a_file_adds_takes_what_is_common_from_the_cluster(tmp_path: Path) -> None:
+    """Its own settings are the file's, sections for all included; those that are not listed must not vanish unasked."""
+    before = {each.served_name: each for each in load_settings({"port": "81"}, {}, write(tmp_path, MODELS)).models}
+    more = MODELS.replace("kvcache:", "  - name: third\n    model: org/third\n    replicas: 2\nkvcache:")
+
+    added = added_settings(before, write(tmp_path, more))
+
+    assert list(added) == ["third"]
+    third = added["third"]
+    assert third.router == msgspec.structs.replace(before["small"].router, served_model_name="third")
+    assert (third.replica.model, third.cluster.replicas, third.kvcache.num_kv_blocks) == ("org/third", 2, 9)
+    assert changed_settings(before, {}, write(tmp_path, more)) == before
+    assert added_settings(before, write(tmp_path, MODELS)) == {}
+    assert added_settings(before, None) == {}
+    with pytest.raises(SettingsError, match=r"router.port: port cannot change while the cluster runs"):
+        added_settings(before, write(tmp_path, more + "router: {port: 82}\n"))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
         ("replicas: 3", "replicas: 4", "models[0].replicas: replicas cannot change while the cluster runs; say homing"),
-        ("name: large", "name: huge", "to add or take away models (huge, large), end it with homing stop"),
+        ("name: large", "name: huge", "models: large not listed; to take away what runs, say --remove large"),
         ('autoscale: "0:4"', 'autoscale: "0:5"', "models[1].autoscale: autoscale cannot change"),
     ],
 )

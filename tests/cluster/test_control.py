@@ -1,10 +1,20 @@
-"""Which model a command means, and what it holds for its failure."""
+"""Which model a command means, what an update orders, and what a command holds for its failure."""
+
+from pathlib import Path
 
 import pytest
 
-from homing.cluster.control import failed_since, meant
-from homing.cluster.errors import NoSuchModel
-from homing.cluster.spec import ClusterStatus, GangStatus
+from homing.cluster.config import load_settings
+from homing.cluster.control import Wish, failed_since, meant, orders_of
+from homing.cluster.errors import NoSuchModel, SettingsError
+from homing.cluster.spec import ClusterStatus, GangStatus, ModelSpec
+
+MODELS = """
+cluster: {ray_address: auto}
+models:
+  - {name: fox, model: org/fox}
+  - {name: owl, model: org/owl}
+"""
 
 
 def test_the_only_model_needs_no_name() -> None:
@@ -24,6 +34,53 @@ def test_a_wrong_name_is_told_what_runs() -> None:
     """A typo must not scale something else."""
     with pytest.raises(NoSuchModel, match=r"no model 'ox' runs here \(there are: fox, owl\)"):
         meant(["fox", "owl"], "ox")
+
+
+def written(folder: Path, text: str = MODELS) -> Path:
+    path = folder / "models.yaml"
+    path.write_text(text)
+    return path
+
+
+def orders(folder: Path, wish: Wish) -> list[tuple[str, str]]:
+    """What an update of fox and owl tells the controller: verb and model."""
+    started = load_settings({}, {}, written(folder)).models
+    specs = (ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=None) for settings in started)
+    told = orders_of({spec.name: spec for spec in specs}, wish)
+    return [(verb, about if isinstance(about, str) else about.name) for verb, about in told]
+
+
+def test_an_update_orders_what_a_file_says_otherwise(tmp_path: Path) -> None:
+    """What is the same is left alone, what is missing is said by name, and what is more is started."""
+    more = MODELS.replace("org/owl}", "org/owls}") + "  - {name: ox, model: org/ox}\n"
+
+    assert orders(tmp_path, Wish(file=written(tmp_path))) == []
+    assert orders(tmp_path, Wish(restart=True)) == [("update", "fox"), ("update", "owl")]
+    assert orders(tmp_path, Wish(remove=["owl"])) == [("remove", "owl")]
+    (tmp_path / "more").mkdir()
+    changed = written(tmp_path / "more", more)
+    assert orders(tmp_path, Wish(file=changed)) == [("add", "ox"), ("update", "owl")]
+    assert orders(tmp_path, Wish(file=changed, remove=["fox"])) == [
+        ("remove", "fox"),
+        ("add", "fox"),
+        ("add", "ox"),
+        ("update", "owl"),
+    ]
+
+
+def test_an_update_that_would_leave_something_out_is_refused(tmp_path: Path) -> None:
+    """By a file that lists too few, by a name that nothing has, and where no model would be left."""
+    (tmp_path / "less").mkdir()
+    less = written(tmp_path / "less", MODELS.replace("  - {name: owl, model: org/owl}\n", ""))
+
+    with pytest.raises(SettingsError, match="owl not listed; to take away what runs, say --remove owl"):
+        orders(tmp_path, Wish(file=less))
+    with pytest.raises(NoSuchModel, match="no model 'ox' runs here"):
+        orders(tmp_path, Wish(remove=["ox"]))
+    with pytest.raises(NoSuchModel, match="no model would be left of fox, owl: end the cluster with homing stop"):
+        orders(tmp_path, Wish(remove=["fox", "owl"]))
+    with pytest.raises(SettingsError, match="model ox: replicas: 2 are wanted at first, autoscale allows 4:5"):
+        orders(tmp_path, Wish(file=written(tmp_path / "less", MODELS + '  - {name: ox, model: x, autoscale: "4:5"}\n')))
 
 
 def cluster(**failures: int) -> ClusterStatus:

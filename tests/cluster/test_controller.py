@@ -365,6 +365,40 @@ def test_a_killed_controller_takes_over_the_replicas_of_all_models(start: Callab
     assert [model.settings.replica.max_running_requests for model in cluster.ask("current")] == [3, 64]
 
 
+def test_models_come_and_go_and_a_killed_controller_knows_which(start: Callable[..., Cluster]) -> None:
+    """With replicas and bounds of their own; the others' replicas stay as they are."""
+    cluster = start(*TWO)
+    before = cluster.told("fox-r0", "fox-r1", "org-owl-r0")
+    flags = {"state_dir": str(cluster.folder), "served_model_name": "ox", "replicas": "1", "autoscale": "0:2"}
+    ox = dataclasses.replace(cluster.models[0], settings=load_settings(flags, {}))
+
+    assert cluster.ask("add", ox) is None
+    cluster.settled()
+    with_ox = cluster.told("fox-r0", "fox-r1", "org-owl-r0", "ox-r0")
+    assert cluster.ask("add", ox).message == "model 'ox' runs here already"
+    assert cluster.ask("remove", "org/owl") is None
+    cluster.settled()
+    cluster.told("fox-r0", "fox-r1", "ox-r0")
+    assert "no model 'org/owl' runs here (there are: fox, ox)" in cluster.ask("scale", "org/owl", 2).message
+    controller = next(process for process in local_ray.children() if "Controller" in process.name())
+    controller.kill()
+    status = cluster.settled()
+    until(lambda: cluster.status().url, "the routers are known again")
+
+    assert [(model.name, model.wanted) for model in status.models] == [("fox", 2), ("ox", 1)]
+    assert cluster.told("fox-r0", "fox-r1", "ox-r0") == {
+        "fox-r0": before["fox-r0"],
+        "fox-r1": before["fox-r1"],
+        "ox-r0": with_ox["ox-r0"],
+    }
+    assert cluster.ask("remove", "fox") is None
+    assert "'ox' is the only model that is served" in cluster.ask("remove", "ox").message
+    cluster.ask("scale", "ox", 0)
+    cluster.told()
+    (cluster.folder / "held").write_text("1")
+    cluster.told("ox-r0")
+
+
 def test_a_model_at_rest_is_woken_by_its_own_requests_alone(start: Callable[..., Cluster]) -> None:
     """Bounds are a model's own, and one without stays as it is."""
     cluster = start({"replicas": "1", "autoscale": "0:2"}, {"served_model_name": "owl", "replicas": "1"})

@@ -3,7 +3,7 @@
 import pytest
 
 from homing.cluster.fleets import FleetOrder, Fleets, replica_prefix
-from homing.cluster.planner import Action, Gang, KillGang, Pacing, Phase, Publish, StartGang
+from homing.cluster.planner import Action, Drain, Gang, KillGang, Pacing, Phase, Publish, StartGang
 
 from .fakes import describe_replica
 
@@ -91,6 +91,63 @@ def test_what_one_model_wants_is_nothing_to_the_others() -> None:
     assert {gang.phase for model, gang in made.gangs() if model == "fox"} == {Phase.DRAINING}
 
 
+def test_a_model_that_is_added_gets_replicas_and_routers_hear_of_it_before_they_come() -> None:
+    """Who asks for it meanwhile is told to come again, not that it does not exist."""
+    made = fleets(fox=1)
+    serve(made)
+
+    made.add(FleetOrder("owl", PACING, 1, 2))
+    first, *_ = made.reconcile(1.0)
+    serve(made, 1.0)
+
+    assert isinstance(first, Publish)
+    assert [each.description.replica_id for each in first.members] == ["r0"]
+    assert [(model, gang.replica_id, gang.version) for model, gang in made.gangs()] == [
+        ("fox", "r0", 1),
+        ("owl", "owl-r0", 2),
+    ]
+
+
+def test_a_model_that_leaves_drains_and_is_scaled_up_by_nobody() -> None:
+    """Routers hear of it at once, also where no replica of it runs; the autoscaler may still be deciding."""
+    made = fleets(fox=1, owl=1, ox=0)
+    serve(made)
+
+    made.by_model["owl"].leave()
+    made.by_model["ox"].leave()
+    made.by_model["owl"].scale(3)
+    first, *others = made.reconcile(1.0)
+    made.check()
+
+    assert isinstance(first, Publish)
+    assert [type(action) for action in others] == [Drain]
+    assert list(made.served) == ["fox"]
+    gang = made.by_model["owl"].gangs["owl-r0"]
+    made.by_model["owl"].drained("owl-r0", gang.generation)
+    made.reconcile(2.0)
+    assert made.by_model["owl"].settled
+    assert not made.by_model["owl"].failed("owl-r0", gang.generation, "killed", 3.0)
+
+
+def test_a_model_may_come_back_while_its_last_replica_drains() -> None:
+    """With settings of its own, and in the room of what still drains, as in an update."""
+    made = fleets(fox=1, owl=1)
+    serve(made)
+    made.by_model["owl"].leave()
+    made.reconcile(1.0)
+
+    owl = made.by_model["owl"]
+    made.add(FleetOrder("owl", PACING, 1, 9))
+    serve(made, 2.0)
+    draining = list(owl.gangs.values())
+    owl.drained("owl-r0", draining[0].generation)
+    serve(made, 3.0)
+
+    assert [(gang.phase, gang.version) for gang in draining] == [(Phase.DRAINING, 2)]
+    assert [(gang.phase, gang.version) for gang in owl.gangs.values()] == [(Phase.READY, 9)]
+    assert owl.settled
+
+
 def test_the_next_deadline_is_the_nearest_of_all() -> None:
     """Nobody sleeps through another model's."""
     made = fleets(fox=1, owl=1)
@@ -108,10 +165,13 @@ def test_fleets_that_go_on_know_what_was_wanted_and_what_runs() -> None:
     made = fleets(fox=2, owl=1)
     serve(made)
     made.by_model["owl"].scale(2)
+    made.add(FleetOrder("ox", PACING, 0, 3))
+    made.by_model["ox"].leave()
     serve(made)
 
     again = fleets(fox=2, owl=1)
-    again.resume(made.memory(), made.labels.generation, {"fox": PACING, "owl": Pacing(drain_timeout_s=5.0)})
+    pacings = {"fox": PACING, "owl": Pacing(drain_timeout_s=5.0), "ox": PACING}
+    again.resume(made.memory(), made.labels.generation, pacings)
     for model, gang in made.gangs():
         ready = Gang(gang.replica_id, gang.generation, Phase.READY, 0.0, gang.version, description=gang.description)
         again.by_model[model].adopt(ready)
@@ -119,6 +179,7 @@ def test_fleets_that_go_on_know_what_was_wanted_and_what_runs() -> None:
 
     assert [type(action) for action in actions] == [Publish]
     again.check()
+    assert list(again.served) == ["fox", "owl"]
     assert again.by_model["owl"].wanted == 2
     assert again.by_model["owl"].pacing.drain_timeout_s == 5.0
     again.by_model["fox"].scale(3)

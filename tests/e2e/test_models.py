@@ -41,10 +41,16 @@ def tiny_llama(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """The demo model and a tiny random one of two ranks."""
-    config = tmp_path_factory.mktemp("config") / "two.yaml"
-    config.write_text(CONFIG.format(fox=FOX, owl=OWL, folder=tiny_llama(config.parent / "tiny")))
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Settings of the demo model and of a tiny random one of two ranks."""
+    path = tmp_path_factory.mktemp("config") / "two.yaml"
+    path.write_text(CONFIG.format(fox=FOX, owl=OWL, folder=tiny_llama(path.parent / "tiny")))
+    return path
+
+
+@pytest.fixture(scope="module")
+def both(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """Both models on one cluster."""
     with serving(tmp_path_factory.mktemp("state"), "--config", str(config), patience_s=300.0) as running:
         yield running
 
@@ -141,3 +147,33 @@ def test_an_update_replaces_the_replicas_of_one_model(both: Serving) -> None:
     assert after["fox-r0"]["epoch"] == before["fox-r0"]["epoch"]
     assert {each["epoch"] for each in after.values()} != {each["epoch"] for each in before.values()}
     assert answered(ask(both, OWL))[1].startswith("forest-owl")
+
+
+def test_a_model_is_added_and_taken_away_while_the_others_serve(both: Serving, config: Path) -> None:
+    """What streams from it when it leaves comes to its end; afterwards nobody knows it any more."""
+    before = both.replicas()["fox-r0"]
+    third = config.with_name("three.yaml")
+    wolf = "  - name: wolf\n    model: demo\n    replicas: 1\n"
+    third.write_text(config.read_text().replace("block_size: 32", "block_size: 16") + wolf)
+
+    added = homing(both.state, "update", "--config", str(third))
+    assert added.returncode == 0, added.stdout + added.stderr
+    whole = ask(both, "wolf", max_tokens=300).json()["choices"][0]["text"]
+    with both.client() as client:
+        stream = client.completions.create(
+            model="wolf", prompt=PROMPT, max_tokens=300, temperature=0, stream=True, extra_body={"ignore_eos": True}
+        )
+        chunks = [next(stream)]
+        refused = homing(both.state, "update", "--config", str(config))
+        removed = homing(both.state, "update", "--remove", "wolf")
+        chunks += list(stream)
+
+    assert refused.returncode == 2
+    assert "to take away what runs, say --remove wolf" in refused.stderr
+    assert removed.returncode == 0, removed.stdout + removed.stderr
+    assert "replica_drained replica=wolf-r0" in removed.stdout
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole
+    assert ask(both, "wolf").status_code == 404
+    replicas = both.serving(2)
+    assert replicas["fox-r0"]["epoch"] == before["epoch"]
+    assert not any(name.startswith("wolf") for name in replicas)

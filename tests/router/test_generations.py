@@ -42,6 +42,7 @@ class FakeService:
     def __init__(self, model: str, terms: Terms, counters: RouterCounters) -> None:
         self.name = model
         self.terms = terms
+        self.counters = counters
         self.members: list[str] = []
         self.resting: Mapping[str, Rest] = {}
         self.closed = False
@@ -411,6 +412,64 @@ def test_a_model_that_was_never_started_and_is_off_says_so(world: World) -> None
 
     with pytest.raises(NoReplica, match="was scaled to no replica"):
         world.generations.choose(None)
+
+
+def test_a_model_that_is_added_is_known_before_its_first_replica_comes(world: World) -> None:
+    """503 and a later try, not 404."""
+    with pytest.raises(ModelNotFound):
+        world.generations.choose("owl")
+
+    world.generations.serve(["fox", "owl"])
+
+    with pytest.raises(NoReplica):
+        world.generations.choose("owl")
+    world.publish(member("r0"), member("r1", version=2, model="owl"))
+    assert world.chosen(3, "owl") == {2: 3}
+
+
+def test_a_model_that_leaves_refuses_what_comes_and_what_waits_and_ends_with_its_last_replica(two: World) -> None:
+    """What runs there ends as it would have; the other model is served as before, without being named, too."""
+    both = [member("r0"), member("r1", version=2, model="owl")]
+    two.publish(*both)
+
+    two.generations.serve(["fox"])
+    two.publish(both[0], replace(both[1], rest="draining"))
+
+    with pytest.raises(ModelNotFound, match="'owl' does not exist here; this server has 'fox'"):
+        two.generations.choose("owl")
+    assert [limits.name for limits in two.generations.models()] == ["fox"]
+    assert two.chosen(3) == {1: 3}
+    refusal = two.services[1].refusal
+    assert refusal is not None
+    assert isinstance(refusal(), ModelNotFound)
+    assert not two.services[1].closed
+    two.publish(both[0])
+    assert two.services[1].closed
+    assert [model.name for model in two.generations.view().models] == ["fox"]
+
+
+def test_a_model_that_comes_back_is_served_again(two: World) -> None:
+    """Its totals go on: counters that fell would be taken for a restart."""
+    two.publish(member("r0"), member("r1", version=2, model="owl"))
+    two.services[1].counters.requests = 5
+    two.generations.serve(["fox"])
+    two.publish(member("r0"))
+
+    two.generations.serve(["fox", "owl"])
+    two.publish(member("r0"), member("r1", version=3, model="owl"))
+
+    assert two.chosen(3, "owl") == {3: 3}
+    assert two.services[2].counters.requests == 5
+    assert two.generations.view().counters.requests == 5
+
+
+def test_a_router_that_starts_meets_the_last_replicas_of_a_model_that_leaves(world: World) -> None:
+    """It must start all the same, and send them nothing."""
+    world.publish(member("r0"), member("r1", version=2, model="owl", rest="draining"))
+
+    with pytest.raises(ModelNotFound):
+        world.generations.choose("owl")
+    assert world.chosen(3) == {1: 3}
 
 
 def test_models_never_share_a_generation(two: World) -> None:

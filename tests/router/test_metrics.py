@@ -134,6 +134,22 @@ def test_a_replica_that_went_has_no_load():
     assert value("homing_prefix_cache_hits_tokens_total", {"model": "demo", "replica": "r1"}) == 7
 
 
+def test_a_model_that_was_taken_away_has_no_gauges():
+    """The alert on a model that nobody serves would never end."""
+    metrics = RouterMetrics()
+    seen = view("r0")
+    metrics.observe_cluster(seen)
+
+    metrics.observe_cluster(msgspec.structs.replace(seen, models=[]))
+
+    value = metrics.registry.get_sample_value
+    assert value("homing_replicas_serving", {"model": "demo"}) is None
+    assert value("homing_router_requests_held", {"model": "demo"}) is None
+    assert value("homing_routing_requests_total", {"model": "demo"}) is not None
+    metrics.observe_cluster(seen)
+    assert value("homing_replicas_serving", {"model": "demo"}) is not None
+
+
 def test_every_router_total_has_a_field_to_come_from():
     """A renamed field must not silence its metric."""
     metrics = RouterMetrics()
