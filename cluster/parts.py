@@ -21,6 +21,7 @@ from ..kvcache.config import KvCacheSettings
 from ..router.backend import AbsentReplica, ClusterView, ModelView, ReplicaView, RouterCounters
 from .actors import RankServer, Router, describe, node_address
 from .autoscale import Demand
+from .endings import when_ended
 from .gangs import socket_folder
 from .model import find_model
 from .spec import CacheWorth, ClusterSpec, Doors, Failed, Listening, Member, Membership, RankSpec, Wanted
@@ -35,8 +36,18 @@ if TYPE_CHECKING:
 
 
 def make_rank(spec: RankSpec) -> RankServer:
-    """The server of a replica (rank 0), or a worker beside it."""
+    """The server of a replica (rank 0), or a worker beside it, which stops when its node's raylet is gone.
+
+    Ray ends the process then, too, but looks once a second: until it did, streams stood still here.
+    """
     prepare_torch()
+    server = rank_server(spec)
+    when_ended(os.getppid(), server.stop)
+    return server
+
+
+def rank_server(spec: RankSpec) -> RankServer:
+    """The same, by itself."""
     from ..replica.gang import GangSpec
     from ..replica.server import ReplicaServer
     from ..replica.worker import RankWorker
@@ -90,9 +101,14 @@ TORCH_ENVIRONMENT = {
 
 
 def prepare_torch() -> None:
-    """Set what torch reads when it is imported, where the operator has not."""
-    for name, value in TORCH_ENVIRONMENT.items():
+    """Set what torch and numba read when they are imported, where the operator has not."""
+    for name, value in (TORCH_ENVIRONMENT | {"NUMBA_CACHE_DIR": str(kernels_folder())}).items():
         os.environ.setdefault(name, value)
+
+
+def kernels_folder() -> Path:
+    """Where this user's compiled kernels are kept on this machine (it need not exist)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "homing" / "kernels"
 
 
 def make_router(spec: ClusterSpec) -> Router:

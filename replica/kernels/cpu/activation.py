@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from numba import carray
 
-from .scalars import LEAST, Storage, exponential, kernel, pointer, storage_of_all
+from .compilation import kernel
+from .scalars import LEAST, Storage, exponential, pointer, storage_of_all
 from .team import run, share_of, threads_for
 
 

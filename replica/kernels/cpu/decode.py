@@ -12,7 +12,8 @@ from numba import carray, njit
 
 from ...models.base import AttentionRule
 from ..base import PagedRows
-from .scalars import FAST_MATH, Storage, exponential, greatest, kernel, pointer, same, storage_of_all
+from .compilation import kernel
+from .scalars import FAST_MATH, Storage, exponential, greatest, pointer, same, storage_of_all
 from .team import openmp_threads, run, threads_for
 
 

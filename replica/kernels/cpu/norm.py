@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from numba import carray
 
-from .scalars import Storage, kernel, pointer, storage_of_all
+from .compilation import kernel
+from .scalars import Storage, pointer, storage_of_all
 from .team import run, share_of, threads_for
 
 

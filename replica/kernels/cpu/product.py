@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from numba import carray
 
-from .scalars import HIGH_BITS, float_of, kernel, pointer, storage_of_all
+from .compilation import kernel
+from .scalars import HIGH_BITS, float_of, pointer, storage_of_all
 from .team import openmp_threads, run, share_of, threads_for
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,8 @@ import torch
 from numba import carray, njit
 
 from ...models.base import Rotary
-from .scalars import FAST_MATH, Storage, kernel, pointer, storage_of_all
+from .compilation import kernel
+from .scalars import FAST_MATH, Storage, pointer, storage_of_all
 from .team import run, share_of, threads_for
 
 

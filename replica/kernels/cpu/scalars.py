@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import cfunc, njit, types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -39,11 +39,6 @@ class Storage:
     def size(self) -> int:
         """Bytes of one value."""
         return int(np.dtype(self.kind).itemsize)
-
-
-def kernel(function: Any) -> Any:
-    """Compile a kernel: it gets the address of its arguments, and every thread of a team calls it."""
-    return cfunc(types.void(types.voidptr), fastmath=FAST_MATH, error_model="numpy")(function)
 
 
 @intrinsic

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from numba import carray
 
-from .scalars import Storage, exponential, greatest, kernel, pointer, storage_of_all
+from .compilation import kernel
+from .scalars import Storage, exponential, greatest, pointer, storage_of_all
 from .team import openmp_threads, run, share_of, threads_for
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
+from llvmlite import binding as llvm
+from numba import njit, types
 
 #: Bytes that a thread should have to move, or waking it costs more than it saves. Not tuned.
 BYTES_PER_THREAD = 16384
@@ -41,9 +42,9 @@ def _parallel() -> Any:
 
 
 def _counter(name: str) -> Any:
-    count = getattr(openmp(), name)
-    count.argtypes, count.restype = [], ctypes.c_int
-    return count
+    address = ctypes.cast(getattr(openmp(), name), ctypes.c_void_p).value
+    llvm.add_symbol(name, address)
+    return types.ExternalFunction(name, types.int32())
 
 
 def threads_for(work_bytes: int) -> int:
@@ -58,7 +59,10 @@ def run(kernel: Any, arguments: Arguments, threads: int) -> None:
 
 @functools.cache
 def openmp_threads() -> tuple[Any, Any]:
-    """What compiled code calls for the number of its thread in the team, and for that of all."""
+    """What compiled code calls for the number of its thread in the team, and for that of all.
+
+    By name: code that is kept for another process must hold no address of this one.
+    """
     return _counter("omp_get_thread_num"), _counter("omp_get_num_threads")
 
 
