@@ -175,6 +175,7 @@ def named(settings: Settings) -> Settings:
 def _start_controller(run: Run, folders: Sequence[Path | None]) -> tuple[Any, Any]:
     """The keeper and the controller; what keeps the cluster running, which never ends while all is well."""
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from .controller import Controller
     from .keeper import Keeper
@@ -193,10 +194,18 @@ def _start_controller(run: Run, folders: Sequence[Path | None]) -> tuple[Any, An
         )
         for settings, folder in zip(run.settings.each_model, folders, strict=True)
     ]
-    keeper = ray.remote(Keeper).options(name=KEEPER, num_cpus=0, max_restarts=-1, max_task_retries=-1)
+    here = NodeAffinitySchedulingStrategy(node, soft=False)  # elsewhere the end of that node would end all
+    keeper = ray.remote(Keeper).options(
+        name=KEEPER, num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here
+    )
     run.keeper = keeper.remote(make_rank, make_router, node)
     controller = ray.remote(Controller).options(
-        name=CONTROLLER, num_cpus=0, max_concurrency=100, max_restarts=-1, max_task_retries=-1
+        name=CONTROLLER,
+        num_cpus=0,
+        max_concurrency=100,
+        max_restarts=-1,
+        max_task_retries=-1,
+        scheduling_strategy=here,
     )
     # Without the keeper's handle among the arguments: Ray could not start a controller anew that has one.
     run.controller = controller.remote(ClusterSpec(tuple(models)))

@@ -19,14 +19,21 @@ from .running import LONG_PROMPTS, homing, serving
 pytestmark = pytest.mark.cluster
 
 
-def actors(nodes: Nodes) -> list[psutil.Process]:
-    """Processes on the nodes in which something of ours runs."""
+def actors(
+    family: list[psutil.Process], titles: str = "Keeper|Controller|RouterProcess|ReplicaRank"
+) -> list[psutil.Process]:
+    """Processes in which one of these classes of ours runs."""
     found = []
-    for process in (child for node in nodes.processes for child in below(node)):
+    for process in family:
         with contextlib.suppress(psutil.Error):
-            if re.match(r"ray::(Keeper|Controller|RouterProcess|ReplicaRank)", " ".join(process.cmdline())):
+            if re.match(rf"ray::({titles})", " ".join(process.cmdline())):
                 found.append(process)
     return found
+
+
+def homes(nodes: Nodes, titles: str) -> set[int]:
+    """On which of the nodes they run."""
+    return {number for number, node in enumerate(nodes.processes) if actors(below(node), titles)}
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +52,19 @@ def test_a_joined_cluster_serves_on_both_nodes_and_stays(
 
     with serving(tmp_path, "--ray-address", nodes.address, "--replicas", "2") as running:
         running.serving(2)
+        guarding, ranks = homes(nodes, "Keeper|Controller|RouterProcess"), homes(nodes, "ReplicaRank")
         prompt = LONG_PROMPTS[0]
         body = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
         first, second = (running.post("/v1/completions", body) for _ in range(2))
-        homes = running.homes_at_once(LONG_PROMPTS)
+        answering = running.homes_at_once(LONG_PROMPTS)
         family = running.family()
         assert running.end() == 0
 
     assert first["choices"] == second["choices"]
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 500
-    assert set(homes) == {"r0", "r1"}
+    assert set(answering) == {"r0", "r1"}
+    assert len(ranks) == 2
+    assert len(guarding) == 1, "the end of any of these nodes would end the cluster"
     assert wait_gone(family, 10) == []
     assert nodes.alive() == 2
 
@@ -70,7 +80,7 @@ def test_a_killed_serve_leaves_a_joined_ray_as_it_was(
 
     with serving(tmp_path, *flags) as running:
         running.serving(2)
-        before = actors(nodes)
+        before = actors([child for node in nodes.processes for child in below(node)])
         os.kill(running.pid, signal.SIGKILL)
         left = wait_gone(before, 60)
     stopped = homing(tmp_path, "stop")
