@@ -30,7 +30,6 @@ from .spec import (
     Doors,
     Failed,
     Listening,
-    Member,
     Membership,
     RankSpec,
     Rendezvous,
@@ -70,11 +69,11 @@ class RankServer(Protocol):
 class Router(Protocol):
     """What a router process runs, on its own event loop."""
 
-    async def start(self, doors: Doors, members: Sequence[Member], seed: int) -> Listening:
+    async def start(self, doors: Doors, told: Membership, seed: int) -> Listening:
         """Learn what these replicas hold, then listen."""
 
     async def apply_membership(self, told: Membership, seed: int) -> None:
-        """These models are served, by these replicas and no others."""
+        """These models are served, by these replicas and no others; nothing, when it knows of a later number."""
 
     async def warm_up(self, replica_id: str) -> Failed | Wanted | None:
         """Returns when it can be sent requests and its cache is warm, or wanted sooner, or why it never will."""
@@ -205,13 +204,13 @@ class RouterProcess:
         self._loop = fast_loop()
         threading.Thread(target=self._loop.run_forever, name="router", daemon=True).start()
 
-    def start(self, port: int, direct_port: int, members: Sequence[Member], seat: int) -> Listening | Failed:
+    def start(self, port: int, direct_port: int, told: Membership, seat: int) -> Listening | Failed:
         """Listen on `port` (0: any), with these replicas behind, as router number `seat`."""
         settings = self._spec.common.settings
         doors = Doors(settings.router.host, port, direct_port, shared=settings.cluster.routers > 1, seat=seat)
         try:
             self._router = self._make(self._spec)
-            self._listening = self._do(self._router.start(doors, members, self._spec.common.seed))
+            self._listening = self._do(self._router.start(doors, told, self._spec.common.seed))
             return self._listening
         except Exception as error:
             log.exception("router_failed_to_start")
@@ -233,9 +232,15 @@ class RouterProcess:
         """Serve these models and route to these replicas, and no others, from now on."""
         self._do(self._present.apply_membership(told, self._spec.common.seed))
 
-    def warm_up(self, replica_id: str) -> Failed | Wanted | None:
-        """Returns when it can be sent requests and its cache is warm, or wanted sooner, or why it never will."""
-        return self._do(self._present.warm_up(replica_id))
+    def warm_up(self, replica_id: str, within_s: float) -> Failed | Wanted | None:
+        """Returns when it can be sent requests and its cache is warm, or wanted sooner, or why it never will.
+
+        After `within_s` in any case: a call that nobody waits for any more would still hold a thread.
+        """
+        try:
+            return self._do(asyncio.wait_for(self._present.warm_up(replica_id), within_s))
+        except TimeoutError:
+            return None
 
     def in_flight(self, replica_id: str) -> int:
         """Requests of this router that are not over there."""

@@ -27,6 +27,7 @@ from .planner import (
     Enrolled,
     Fleet,
     Gang,
+    GiveUp,
     KillGang,
     Pacing,
     Phase,
@@ -44,7 +45,6 @@ from .spec import (
     Failed,
     GangStatus,
     Member,
-    Membership,
     ModelSpec,
     ModelStatus,
     Notice,
@@ -55,6 +55,8 @@ log = logging.getLogger(__name__)
 NOTICES_KEPT = 1000
 #: How often the autoscaler looks; it was tuned so.
 AUTOSCALE_LOOK_S = 1.0
+#: Each holds a thread of every router while it lasts (keeper.ROUTER_CALLS), and memberships must not wait for one.
+WARM_UPS_AT_ONCE = 6
 #: How often a draining replica's requests are counted.
 DRAIN_POLL_S = 0.1
 
@@ -67,6 +69,7 @@ class Memory:
     versions: dict[int, ModelSpec]
     generation: int
     leaving: dict[int, str] = field(default_factory=dict)  #: generations that drain, and why
+    replaced: frozenset[int] = frozenset()  #: generations whose place another gang is to take
 
 
 class Controller:
@@ -88,6 +91,7 @@ class Controller:
         self._routers = Routers(spec, pacing=_pacing(spec.common), notify=self._notice)
         self._began = asyncio.Event()
         self._wake = asyncio.Event()
+        self._warming = asyncio.Semaphore(WARM_UPS_AT_ONCE)
         self._background: set[asyncio.Task[None]] = set()
         self._told: asyncio.Task[None] | None = None
         self._remembered: Memory | None = None
@@ -221,17 +225,8 @@ class Controller:
         """A rank is gone: act in this very moment, not when the loop comes round."""
         if self._stopping:
             return
-        fleet = self._fleet_of(gang)
-        updating = fleet.fallback is not None
-        if not fleet.failed(gang.replica_id, gang.generation, reason, time.monotonic()):
-            return
-        self._errors[gang.replica_id] = reason
-        self._notice(
-            "warning", f"replica_lost replica={gang.replica_id} generation={gang.generation} reason={reason!r}"
-        )
-        if updating and fleet.abandoned:
-            self._notice("error", f"update_abandoned version={gang.version} reason={reason!r}")
-        self._changed()
+        if self._fleet_of(gang).failed(gang.replica_id, gang.generation, reason, time.monotonic()):
+            self._changed()
 
     # -- deciding -----------------------------------------------------------------------------------------------------
 
@@ -242,12 +237,14 @@ class Controller:
         for action in self._fleets.reconcile(time.monotonic()):
             match action:
                 case Publish(members):
-                    self._told = self._spawn(self._routers.publish(self._membership(members)))
-                case KillGang(replica_id, generation, reason):
-                    if generation in self._draining:
-                        self._draining.discard(generation)
-                        self._notice("warning", f"drain_cut_short replica={replica_id} reason={reason!r}")
-                    self._spawn(self._end(generation, reason))
+                    known = tuple(self._member(each) for each in members)
+                    self._told = self._spawn(self._routers.publish(self._models(), known))
+                case KillGang():
+                    self._kill(action)
+                case GiveUp(version, back_to, reason):
+                    spec = self._versions[back_to]
+                    self._fleets.by_model[spec.name].pacing = _pacing(spec)
+                    self._notice("error", f"update_abandoned version={version} reason={reason!r}")
                 case Drain():
                     self._draining.add(action.generation)
                     self._spawn(self._drain(action, self._told))
@@ -259,6 +256,16 @@ class Controller:
                         self._errors.pop(replica_id, None)  # of another replica that had this name
                     self._gangs.start(RunningGang(replica_id, generation, version, spec))
         self._remember()
+
+    def _kill(self, order: KillGang) -> None:
+        replica_id, generation, reason = order.replica_id, order.generation, order.reason
+        if order.lost:
+            self._errors[replica_id] = reason
+            self._notice("warning", f"replica_lost replica={replica_id} generation={generation} reason={reason!r}")
+        if generation in self._draining:
+            self._draining.discard(generation)
+            self._notice("warning", f"drain_cut_short replica={replica_id} reason={reason!r}")
+        self._spawn(self._end(generation, reason))
 
     async def _sleep(self) -> None:
         try:
@@ -301,11 +308,12 @@ class Controller:
         """Until the routers have let it in; one that they refuse is of no use."""
         if told is not None:
             await told
-        gang = self._gangs.get(order.generation) if self._gangs is not None else None
-        if gang is None:
-            return  # it has ended since
-        fleet, began = self._fleet_of(gang), time.monotonic()
-        refusal = await self._routers.warm_up(order.replica_id, fleet.pacing.warm_up_s)
+        async with self._warming:
+            gang = self._gangs.get(order.generation) if self._gangs is not None else None
+            if gang is None or not self._fleet_of(gang).is_warming(order.replica_id, order.generation):
+                return  # it has ended since, or serves already
+            fleet, began = self._fleet_of(gang), time.monotonic()
+            refusal = await self._routers.warm_up(order.replica_id, fleet.pacing.warm_up_s)
         if refusal:
             self.gang_failed(gang, refusal)
             return
@@ -347,6 +355,7 @@ class Controller:
             versions=dict(self._versions),
             generation=self._fleets.labels.generation,
             leaving={gang.generation: gang.reason for _, gang in self._fleets.gangs() if gang.phase is Phase.DRAINING},
+            replaced=frozenset(gang.generation for _, gang in self._fleets.gangs() if gang.leaving),
         )
         if memory != self._remembered:
             self._remembered = memory
@@ -372,6 +381,7 @@ class Controller:
         phase = Phase.DRAINING if reason else Phase.READY
         now = time.monotonic()
         gang = Gang(kept.replica_id, kept.generation, phase, now, kept.version, reason=reason, description=description)
+        gang.leaving = kept.generation in memory.replaced
         self._fleets.by_model[spec.name].adopt(gang)
 
     # -- small things -------------------------------------------------------------------------------------------------
@@ -415,9 +425,6 @@ class Controller:
             for model, fleet in self._fleets.served.items()
             if not fleet.wanted and not self._versions[fleet.version].settings.cluster.autoscale
         )
-
-    def _membership(self, members: Iterable[Enrolled]) -> Membership:
-        return Membership(self._models(), tuple(self._member(each) for each in members))
 
     def _member(self, enrolled: Enrolled) -> Member:
         spec = self._versions[enrolled.version]

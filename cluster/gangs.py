@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgspec
 import ray
 from ray.exceptions import RayActorError
-from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.placement_group import PlacementGroup
 
 from ..replica.messages import ReplicaDescription
 from .actors import death, within
@@ -116,14 +116,12 @@ class Gangs:
         gang = self._gangs.pop(generation, None)
         if gang is None:
             return
-        for rank in gang.ranks:
+        for rank in gang.ranks:  # the keeper would, too, a moment later
             ray.kill(rank, no_restart=True)
-        if gang.place is not None:
-            remove_placement_group(gang.place)
         for task in gang.tasks:
             if task is not asyncio.current_task():
                 task.cancel()
-        await self._keeper.forget_gang.remote(generation)
+        await self._keeper.end_gang.remote(generation)
         if folder := socket_folder(gang.spec, gang.generation):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -151,9 +149,6 @@ class Gangs:
     async def _place(self, gang: RunningGang) -> None:
         bundle, world = bundle_of(gang.spec), gang.spec.settings.replica.tensor_parallel_size
         gang.place = await self._keeper.place.remote(gang.replica_id, gang.generation, gang.version, bundle, world)
-        if self._gangs.get(gang.generation) is not gang:  # ended while it was asked for
-            remove_placement_group(gang.place)
-            return
         while not await asyncio.to_thread(gang.place.wait, PLACE_POLL_S):
             self._facts.gang_pending(gang, why_no_room(bundle, world, await asyncio.to_thread(node_rooms)))
         self._facts.gang_placed(gang)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from .actors import RankServer, ReplicaRank, Router, RouterProcess
@@ -93,9 +93,12 @@ class Keeper:
         router = self._routers[seat] = actor.remote(self._make_router, spec)
         return router
 
-    def forget_gang(self, generation: int) -> None:
-        """It has ended."""
-        self._gangs.pop(generation, None)
+    def end_gang(self, generation: int) -> None:
+        """End what there is of it and free its place: also of one that ends while it is being placed or started."""
+        if gang := self._gangs.pop(generation, None):
+            for rank in gang.ranks:
+                ray.kill(rank, no_restart=True)
+            remove_placement_group(gang.place)
 
     def _rank(self, gang: KeptGang, index: int, bundle: dict[str, float], log_level: str) -> Any:
         actor = ray.remote(ReplicaRank).options(

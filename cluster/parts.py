@@ -122,6 +122,7 @@ class HomingRouter:
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec
         self._models = spec.models
+        self._number = 0  #: of the last membership
         self._stopped: asyncio.Event | None = None
         self._router_id = f"router-{secrets.token_hex(4)}"
         self._service: Generations | None = None
@@ -129,7 +130,7 @@ class HomingRouter:
         self._loading: asyncio.Task[None] | None = None
         self._settled = False
 
-    async def start(self, doors: Doors, members: Sequence[Member], seed: int) -> Listening:
+    async def start(self, doors: Doors, told: Membership, seed: int) -> Listening:
         """Learn what these replicas hold, then listen: until then nothing can be steered. Raises AddressInUse."""
         from ..router.accounts import SharedAccounts
         from ..router.generations import Generations
@@ -160,8 +161,8 @@ class HomingRouter:
             else None
         )
         self._server = RouterServer(settings.router, self._service, metrics=metrics, accounts=accounts)
-        if members:
-            await self.apply_membership(Membership(self._models, tuple(members)), seed)
+        if told.members:
+            await self.apply_membership(told, seed)
             await self._service.until_exact()
         else:
             self._loading = asyncio.create_task(self._load_texts(self._server))
@@ -203,10 +204,13 @@ class HomingRouter:
         return Path(self._spec.common.run_dir or gettempdir()) / f"homing-{name}.accounts"
 
     async def apply_membership(self, told: Membership, seed: int) -> None:
-        """These models are served, by these replicas and no others."""
+        """These models are served, by these replicas and no others; nothing, when it knows of a later number."""
         assert self._service is not None, "membership before start"
         assert self._server is not None, "membership before start"
-        self._models = told.models
+        if told.number < self._number:
+            log.info("membership_late number=%d known=%d", told.number, self._number)
+            return
+        self._models, self._number = told.models, told.number
         self._service.serve([model.name for model in told.models])
         self._service.apply_membership([_enrolment(member) for member in told.members], seed)
         await self._server.front.load_texts()

@@ -71,6 +71,16 @@ class KillGang:
     replica_id: str
     generation: int
     reason: str
+    lost: bool = False  #: it failed; else it was to end
+
+
+@dataclass(slots=True, frozen=True)
+class GiveUp:
+    """An update failed: gangs are started as before it."""
+
+    version: int  #: of which nothing served
+    back_to: int
+    reason: str
 
 
 @dataclass(slots=True, frozen=True)
@@ -106,7 +116,7 @@ class Publish:
     members: tuple[Enrolled, ...]
 
 
-Action = StartGang | KillGang | WarmUp | Drain | Publish
+Action = StartGang | KillGang | GiveUp | WarmUp | Drain | Publish
 
 
 @dataclass(slots=True)
@@ -163,7 +173,7 @@ class Fleet:
     #: what the routers were last told
     published: tuple[Enrolled, ...] = ()
     _dying: list[KillGang] = field(default_factory=list)
-    _begun: list[WarmUp | Drain] = field(default_factory=list)
+    _begun: list[GiveUp | WarmUp | Drain] = field(default_factory=list)
 
     # What a user or the autoscaler wants
 
@@ -243,6 +253,10 @@ class Fleet:
         gang.phase, gang.reason = Phase.WARMING, "warming up"
         self._begun.append(WarmUp(replica_id, generation))
 
+    def is_warming(self, replica_id: str, generation: int) -> bool:
+        """Whether it still gets no requests."""
+        return self._current(replica_id, generation, Phase.WARMING) is not None
+
     def warmed(self, replica_id: str, generation: int, now: float) -> None:
         """Its cache holds what it should."""
         if gang := self._current(replica_id, generation, Phase.WARMING):
@@ -260,7 +274,7 @@ class Fleet:
         if gang is None:
             return False
         if gang.phase is Phase.DRAINING:
-            self._remove(gang, reason)
+            self._remove(gang, reason, lost=True)
             return True
         if self._disproves_update(gang):
             self._abandon(gang, reason)
@@ -268,7 +282,7 @@ class Fleet:
         stable = gang.phase is Phase.READY and now - gang.since >= self.pacing.stable_after_s
         gang.failures = 1 if stable else gang.failures + 1
         gang.phase, gang.since, gang.reason, gang.description = Phase.WAITING, now, reason, None
-        self._dying.append(KillGang(replica_id, generation, reason))
+        self._dying.append(KillGang(replica_id, generation, reason, lost=True))
         return True
 
     # Deciding
@@ -375,8 +389,10 @@ class Fleet:
         """Nothing of the new version ever served: the old one stays."""
         assert self.fallback is not None, "nothing to fall back to"
         failed, self.version, self.fallback, self.abandoned = self.version, self.fallback, None, reason
+        self._begun.append(GiveUp(failed, self.version, reason))
         for gang in [gang for gang in self.gangs.values() if gang.version == failed]:
-            self._remove(gang, reason if gang is culprit else "the update was given up")
+            lost = gang is culprit
+            self._remove(gang, reason if lost else "the update was given up", lost=lost)
 
     # Ending gangs
 
@@ -410,9 +426,9 @@ class Fleet:
         gang.phase, gang.since, gang.reason = Phase.DRAINING, now, reason
         self._begun.append(Drain(gang.replica_id, gang.generation, reason))
 
-    def _remove(self, gang: Gang, reason: str) -> None:
+    def _remove(self, gang: Gang, reason: str, *, lost: bool = False) -> None:
         if gang.phase is not Phase.WAITING:
-            self._dying.append(KillGang(gang.replica_id, gang.generation, reason))
+            self._dying.append(KillGang(gang.replica_id, gang.generation, reason, lost))
         del self.gangs[gang.replica_id]
         self.labels.taken.discard(gang.replica_id)
 

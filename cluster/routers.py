@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
 from ..router.backend import AbsentReplica
 from .actors import death, within
 from .autoscale import Demand, together
 from .planner import Pacing
-from .spec import CacheWorth, ClusterSpec, Failed, Listening, Membership, Wanted
+from .spec import CacheWorth, ClusterSpec, Failed, Listening, Member, Membership, ModelSpec, Wanted
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,8 @@ class Routers:
         self._port = common.router.port
         #: Where a free port was asked for, the first router chooses it and the others wait.
         self._port_known = asyncio.Event()
-        self._told = Membership(spec.models)
+        #: Numbers go on rising in the next life of the controller.
+        self._told = Membership(spec.models, number=time.time_ns() // 1000)
         self._stopping = False
 
     @property
@@ -80,9 +81,10 @@ class Routers:
         self._keeper = keeper
         await asyncio.gather(*(self._keep(seat, running.get(seat.number)) for seat in self._seats))
 
-    async def publish(self, told: Membership) -> None:
-        """This is served, by these replicas; a router that comes later is told as it starts."""
-        self._told, self._spec = told, ClusterSpec(told.models)
+    async def publish(self, models: tuple[ModelSpec, ...], members: tuple[Member, ...]) -> None:
+        """These models are served, by these replicas; a router that comes later is told as it starts."""
+        told = self._told = Membership(models, members, self._told.number + 1)
+        self._spec = ClusterSpec(models)
         await asyncio.gather(*(self._tell(seat, told) for seat in self._seats))
 
     async def tell_absent(self, absent: tuple[AbsentReplica, ...], off: frozenset[str]) -> None:
@@ -97,7 +99,8 @@ class Routers:
 
         Sooner when one of them wants it at once: it has let the replica in by then, as the others will.
         """
-        questions = (self._ask(seat, "warm_up", replica_id, timeout_s=timeout_s) for seat in self._seats)
+        limit_s = timeout_s + ASK_TIMEOUT_S  # the router itself ends what takes too long
+        questions = (self._ask(seat, "warm_up", replica_id, timeout_s, timeout_s=limit_s) for seat in self._seats)
         asked = [asyncio.ensure_future(question) for question in questions]
         try:
             for answered in asyncio.as_completed(asked):
@@ -155,13 +158,14 @@ class Routers:
 
     async def _run(self, seat: Seat, running: Any) -> str:
         """Start one, unless it runs already, and wait until it ends; returns why it did."""
+        router = running
         try:
             told = self._told
             router = running or await self._keeper.start_router.remote(seat.number, self._spec)
             found: Listening | Failed | None = (
-                await router.listening.remote()
+                await asyncio.wait_for(router.listening.remote(), ASK_TIMEOUT_S)
                 if running
-                else await router.start.remote(self._port, seat.direct_port, told.members, seat.number)
+                else await router.start.remote(self._port, seat.direct_port, told, seat.number)
             )
             if found is None:
                 ray.kill(router)
@@ -173,12 +177,42 @@ class Routers:
                 router.tell_absent.remote(*NOBODY)  # what it was told of them is not known any more
             if running or told != self._told:  # it changed while the router was starting
                 await self._tell(seat, self._told)
-            failed: Failed | None = None
+            return await self._until_ended(router)
+        except Exception as error:
+            if router is not None:
+                ray.kill(router)  # what is left of it must not keep the port
+            return death(error)
+
+    async def _until_ended(self, router: Any) -> str:
+        """Why it ended, or why it had to: one that hangs keeps those waiting whom the kernel deals out to it."""
+        watching = [asyncio.ensure_future(self._watch(router)), asyncio.ensure_future(self._ping(router))]
+        try:
+            ended, _ = await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
+            return ended.pop().result()
+        finally:
+            for each in watching:
+                each.cancel()
+
+    async def _watch(self, router: Any) -> str:
+        failed: Failed | None = None
+        try:
             while failed is None:
                 failed = await router.watch.remote()
-        except Exception as error:
+        except RayError as error:
             return death(error)
         return failed.message
+
+    async def _ping(self, router: Any) -> str:
+        cluster = self._spec.common.settings.cluster
+        try:
+            while True:
+                await asyncio.sleep(cluster.health_interval_s)
+                await asyncio.wait_for(router.ping.remote(), cluster.health_timeout_s)
+        except TimeoutError:
+            ray.kill(router)
+            return f"no answer for {cluster.health_timeout_s:g} s"
+        except RayError as error:
+            return death(error)
 
     def _seated(self, seat: Seat, router: Any, found: Listening) -> None:
         self._port = found.port
@@ -192,8 +226,8 @@ class Routers:
             return None
         try:
             return await asyncio.wait_for(getattr(seat.actor, question).remote(*words), timeout_s)
-        except (RayActorError, TimeoutError) as error:
-            log.info("router_not_answered router=%d question=%s reason=%s", seat.number, question, death(error))
+        except (RayError, TimeoutError) as error:
+            log.warning("router_not_answered router=%d question=%s reason=%s", seat.number, question, death(error))
             return None
 
     async def _tell(self, seat: Seat, told: Membership) -> None:

@@ -68,6 +68,7 @@ class Membership:
 
     models: tuple[ModelSpec, ...]
     members: tuple[Member, ...] = ()  #: also of models that are leaving
+    number: int = 0  #: an earlier one that comes late counts no more: Ray promises no order
 
 
 @dataclass(slots=True, frozen=True)

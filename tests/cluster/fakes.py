@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from homing.cluster.autoscale import Demand
-from homing.cluster.spec import CacheWorth, ClusterSpec, Doors, Failed, Listening, Member, Membership, RankSpec
+from homing.cluster.spec import CacheWorth, ClusterSpec, Doors, Failed, Listening, Membership, RankSpec
 from homing.events.messages import EventEndpoints
 from homing.kvcache.cache import CachedBlock
 from homing.replica.messages import ModelLimits, Parity, ReplicaDescription
@@ -42,7 +42,7 @@ def describe_replica(replica_id: str, epoch: int, block_size: int = 16) -> Repli
 
 
 class FakeRank:
-    """A rank that serves nothing; with the model name `broken` it does not even start."""
+    """A rank that serves nothing; with the model name `broken` it cannot start, with `endless` its start never ends."""
 
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
@@ -51,6 +51,8 @@ class FakeRank:
     def start(self) -> ReplicaDescription | None:
         if self._spec.model.settings.replica.model == "broken":
             raise ValueError("the weights are torn")
+        if self._spec.model.settings.replica.model == "endless":
+            self._stopped.wait()
         if self._spec.rank > 0:
             return None
         block_size = self._spec.model.settings.kvcache.block_size
@@ -83,12 +85,12 @@ class FakeRouter:
         self._told = Path(spec.common.settings.cluster.state_dir) / "told"
         self._stopped = asyncio.Event()
 
-    async def start(self, doors: Doors, members: Sequence[Member], seed: int) -> Listening:
-        await self.apply_membership(Membership((), tuple(members)), seed)
+    async def start(self, doors: Doors, told: Membership, seed: int) -> Listening:
+        await self.apply_membership(told, seed)
         return Listening(doors.port or 12345, doors.direct_port or (54321 if doors.shared else 0))
 
     async def apply_membership(self, told: Membership, seed: int) -> None:
-        self._models = [model.name for model in told.models] or self._models
+        self._models = [model.name for model in told.models]
         self._members = {member.description.replica_id: member.description for member in told.members}
         serving = [member.description for member in told.members if member.role == "serving"]
         with self._told.open("a") as file:

@@ -194,6 +194,55 @@ def test_a_replica_that_cannot_start_says_so_in_its_own_words(start: Callable[..
     assert failing.last_error == "ValueError: the weights are torn"
 
 
+def test_a_replica_that_takes_too_long_to_start_says_so(start: Callable[..., Cluster]) -> None:
+    """Whoever waits for it must not be told that it could not start, and nothing else."""
+    cluster = start(replicas="1", model="endless", start_timeout_s="1")
+
+    failing = until(lambda: next((gang for gang in cluster.status().gangs if gang.failures), None), "it fails")
+
+    assert failing.last_error == "not ready after 1 s (loading the model)"
+
+
+def test_a_router_that_hangs_is_replaced(start: Callable[..., Cluster]) -> None:
+    """The kernel goes on dealing connections out to it: beside others it would keep every second client waiting."""
+    cluster = start(replicas="1", routers="2", health_interval_s="0.1", health_timeout_s="2")
+    members = cluster.told("r0")
+    url = until(lambda: cluster.status().url, "all listen")
+    router = next(process for process in local_ray.children() if "RouterProcess" in process.name())
+    lines = len(fakes.memberships(cluster.folder))
+
+    router.suspend()
+    until(lambda: True if len(fakes.memberships(cluster.folder)) > lines else None, "another one is told")
+
+    assert fakes.memberships(cluster.folder)[-1] == members
+    assert until(lambda: cluster.status().url, "all listen again") == url
+    router.resume()
+    until(lambda: None if router.is_running() else True, "the one that hung ends when it goes on")
+    assert any(
+        "router_lost" in notice.text and "no answer for 2 s" in notice.text for notice in cluster.status().notices
+    )
+
+
+def test_a_gang_that_ends_while_it_is_being_placed_leaves_no_place_behind(start: Callable[..., Cluster]) -> None:
+    """Ray would keep the room for it, or ask for a machine, as long as the cluster runs."""
+    cluster = start(replicas="1")
+    cluster.told("r0")
+
+    for _ in range(3):
+        cluster.ask("scale", "fox", 4)
+        cluster.ask("scale", "fox", 1)
+    cluster.settled()
+
+    until(lambda: True if places() == 1 else None, "one place is left")
+
+
+def places() -> int:
+    """Gangs that Ray keeps room for, or looks for some."""
+    from ray.util import placement_group_table
+
+    return sum(place["state"] != "REMOVED" for place in placement_group_table().values())
+
+
 def test_a_gang_without_room_tells_what_it_waits_for(start: Callable[..., Cluster]) -> None:
     """A placement group that does not fit stays pending, silently."""
     cluster = start(replicas="1", gpus_per_rank="3")

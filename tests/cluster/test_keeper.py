@@ -103,6 +103,21 @@ def test_ranks_share_a_gpu_where_each_wants_a_part(cluster: Cluster) -> None:
     assert "lacks 1 GPU" in why_no_room(bundle(0.5), 2, node_rooms())
 
 
+def test_a_gang_that_ends_frees_its_place(cluster: Cluster) -> None:
+    """Whatever it had come to: nobody else may know of the place, as nobody waited for it to be asked for."""
+    cluster.place(ranks=1, gpus=1)
+    cluster.place(ranks=1, gpus=1)
+    assert not cluster.has_room(ranks=1, gpus=1)
+
+    cluster.keeper.end_gang(2)
+    cluster.keeper.end_gang(2)
+    while not cluster.has_room(ranks=1, gpus=1):  # Ray tells of it a little later
+        time.sleep(0.02)
+
+    assert cluster.place(ranks=1, gpus=1)
+    assert [gang.generation for gang in cluster.keeper.kept().gangs] == [1, 3]
+
+
 def test_ranks_without_gpus_need_none(cluster: Cluster) -> None:
     """Also where all are taken: a replica on CPU beside those on GPUs."""
     assert cluster.place(ranks=1, gpus=1) != cluster.place(ranks=1, gpus=1)

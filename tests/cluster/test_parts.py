@@ -1,4 +1,4 @@
-"""What the processes of replicas are prepared with."""
+"""What the processes of replicas are prepared with, and what a router makes of what it is told."""
 
 import os
 import subprocess
@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
-from homing.cluster.parts import TORCH_ENVIRONMENT, of_its_part
+from homing.cluster.config import load_settings
+from homing.cluster.parts import TORCH_ENVIRONMENT, HomingRouter, of_its_part
+from homing.cluster.spec import ClusterSpec, Doors, Membership, ModelSpec
 from homing.kvcache.config import KvCacheSettings
 
 #: Runs a packed layer over 400 row counts, as steps do, and prints by how many MB the process grew.
@@ -26,6 +28,26 @@ with torch.inference_mode():
         layer(x[:rows])
 print((process.memory_info().rss - before) >> 20)
 """
+
+
+async def test_a_membership_that_comes_late_counts_no_more() -> None:
+    """Ray runs two calls of one caller in either order; the router would route to a replica that is gone."""
+    fox, owl = (
+        ModelSpec(
+            settings=load_settings({"served_model_name": name}, {}), seed=7, model_dir=None, run_dir=None, host=""
+        )
+        for name in ("fox", "owl")
+    )
+    router = HomingRouter(ClusterSpec((fox,)))
+    try:
+        await router.start(Doors("127.0.0.1", 0, 0, shared=False, seat=0), Membership((fox,), number=5), 7)
+        await router.apply_membership(Membership((fox, owl), number=7), 7)
+
+        await router.apply_membership(Membership((fox,), number=6), 7)
+
+        assert set(await router.demands()) == {"fox", "owl"}
+    finally:
+        await router.stop()
 
 
 def grown_mb(how: str) -> int:

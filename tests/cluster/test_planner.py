@@ -13,6 +13,7 @@ from homing.cluster.planner import (
     Enrolled,
     Fleet,
     Gang,
+    GiveUp,
     KillGang,
     Labels,
     Pacing,
@@ -73,7 +74,7 @@ def test_a_dead_rank_takes_its_gang_out_of_routing_before_anything_else(fleet: F
 
     actions = fleet.reconcile(10)
 
-    assert actions == [Publish((serving("r1", 2),)), KillGang("r0", 1, "rank 0 died"), StartGang("r0", 3)]
+    assert actions == [Publish((serving("r1", 2),)), KillGang("r0", 1, "rank 0 died", lost=True), StartGang("r0", 3)]
     fleet.check()
 
 
@@ -120,7 +121,7 @@ def test_a_gang_that_does_not_get_ready_is_failed_with_what_it_waited_for(fleet:
 
     actions = fleet.reconcile(PACING.start_timeout_s)
 
-    assert KillGang("r0", 1, "not ready after 100 s (needs 1 GPU, the cluster has none)") in actions
+    assert KillGang("r0", 1, "not ready after 100 s (needs 1 GPU, the cluster has none)", lost=True) in actions
 
 
 def advance(fleet: Fleet, now: float) -> list[Action]:
@@ -193,7 +194,7 @@ def test_a_replica_that_dies_while_it_drains_is_not_built_again(fleet: Fleet) ->
     fleet.reconcile(1)
     fleet.failed("r1", 2, "rank 0 died", 2)
 
-    assert fleet.reconcile(2) == [Publish((serving("r0", 1),)), KillGang("r1", 2, "rank 0 died")]
+    assert fleet.reconcile(2) == [Publish((serving("r0", 1),)), KillGang("r1", 2, "rank 0 died", lost=True)]
     assert (fleet.wanted, fleet.settled) == (1, True)
 
 
@@ -241,7 +242,10 @@ def test_an_update_is_abandoned_when_its_first_replica_fails(fleet: Fleet) -> No
     assert fleet.reconcile(1) == [StartGang("r2", 3, 2)]
     fleet.failed("r2", 3, "the weights are torn", 2)
 
-    assert fleet.reconcile(2) == [KillGang("r2", 3, "the weights are torn")]
+    assert fleet.reconcile(2) == [
+        KillGang("r2", 3, "the weights are torn", lost=True),
+        GiveUp(2, 1, "the weights are torn"),
+    ]
     assert (fleet.version, fleet.abandoned, fleet.settled) == (1, "the weights are torn", True)
 
 
