@@ -27,12 +27,15 @@ def explain(
 
 
 def request_body(prompt: str | None, file: str | None, model: str | None, *, raw: bool) -> dict[str, Any]:
-    """What is asked about: a prompt for a model, sent as one user message or `raw`, or the request body in a file."""
+    """What is asked about: a prompt, sent as one user message or `raw`, or the request body in a file.
+
+    `model`: whatever the file says.
+    """
     if (prompt is None) == (file is None):
         raise SettingsError("explain: give a prompt, or --body FILE with the JSON of a request")
-    if file is not None:
-        return _read(Path(file))
     named = {} if model is None else {"model": model}
+    if file is not None:
+        return _read(Path(file)) | named
     return named | ({"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]})
 
 

@@ -79,6 +79,7 @@ def test_a_question_is_a_prompt_or_a_body(tmp_path: Path) -> None:
     assert request_body("hi", None, None, raw=False) == {"messages": [{"role": "user", "content": "hi"}]}
     assert request_body("hi", None, None, raw=True) == {"prompt": "hi"}
     assert request_body(None, str(body), None, raw=False) == {"prompt": "x"}
+    assert request_body(None, str(body), "owl", raw=False) == {"prompt": "x", "model": "owl"}
     for prompt, file in ((None, None), ("hi", str(body)), (None, str(tmp_path)), (None, str(tmp_path / "none"))):
         with pytest.raises(SettingsError):
             request_body(prompt, file, None, raw=False)
