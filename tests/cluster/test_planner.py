@@ -5,7 +5,7 @@ import itertools
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from homing.cluster.planner import (
     Action,
@@ -362,6 +362,19 @@ class FleetMachine(RuleBasedStateMachine):
     def update(self) -> None:
         self.versions += 1
         self.fleet.update(self.versions)
+        self.reconcile()
+
+    @precondition(lambda self: not self.fleet.leaving)
+    @rule()
+    def leave(self) -> None:
+        self.fleet.leave()
+        self.reconcile()
+
+    @precondition(lambda self: self.fleet.leaving)
+    @rule(wanted=st.integers(min_value=0, max_value=4))
+    def come_back(self, wanted: int) -> None:
+        self.versions += 1
+        self.fleet.come_back(wanted, self.versions)
         self.reconcile()
 
     @rule(index=st.integers(min_value=0, max_value=4))
