@@ -241,7 +241,7 @@ class Engine:
         if request.phase is Phase.FINISHED:
             return
         error = OddLogits(
-            f"the model's logits after token {request.num_tokens} are NaN or infinite: they left the range of its "
+            f"the model's logits after token {len(request.tokens)} are NaN or infinite: they left the range of its "
             "dtype (float16 has the least: use --dtype bfloat16 or float32), or its weights are damaged"
         )
         log.error("request_failed request=%s reason=%r", request.key, str(error))

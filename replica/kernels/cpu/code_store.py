@@ -4,8 +4,12 @@ What is in there runs as the program's own code does, so the folder has to belon
 Files may be deleted at any time; what cannot be read or written costs its compilation, and a line in the log.
 """
 
+import fcntl
 import logging
 import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -19,6 +23,9 @@ SUFFIX = ".kernel"
 DIGEST_BYTES = 32
 #: A model has about ten, of 20 to 60 KB; the oldest files go first.
 MOST_FILES = 256
+LOCK = "lock"
+#: Compiling one kernel takes a second; one who was stopped meanwhile must not hold up every start.
+PATIENCE_S, LOOK_EVERY_S = 20.0, 0.02
 WRITABLE_BY_OTHERS = 0o022
 
 
@@ -31,17 +38,42 @@ class MachineCode(msgspec.Struct, frozen=True):
     bitcode: bytes  #: for code that would take it in
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class CodeStore:
     """The folder of one user on one machine, which its processes share."""
 
     folder: Path
+    #: How long to wait for another's turn to end; 0 from when one hung.
+    patience_s: float = PATIENCE_S
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """For who is about to compile: ranks start at once, and the next finds here what the one before put."""
+        with ExitStack() as held:
+            try:
+                file = held.enter_context((self.folder / LOCK).open("ab"))
+                self._wait_for(file.fileno())
+            except OSError as error:
+                log.warning("kernels_not_locked folder=%s reason=%s", self.folder, error)
+            yield
+
+    def _wait_for(self, lock: int) -> None:
+        until = time.monotonic() + self.patience_s
+        while not _locked(lock):
+            if time.monotonic() >= until:
+                self.patience_s = 0.0
+                return
+            time.sleep(LOOK_EVERY_S)
 
     def get(self, words: str) -> MachineCode | None:
         """What was kept under these words."""
         path = self._path(words)
         try:
-            kept = path.read_bytes()
+            with path.open("rb") as file:
+                if os.fstat(file.fileno()).st_uid != os.geteuid():  # the folder was open to others once
+                    log.warning("kernel_not_ours file=%s", path)
+                    return None
+                kept = file.read()
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -71,6 +103,14 @@ class CodeStore:
         by_age = sorted(self.folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
         for path in by_age[:-MOST_FILES]:
             path.unlink(missing_ok=True)
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def open_store(folder: Path) -> CodeStore | None:

@@ -53,13 +53,23 @@ def made(function: Callable[[Any], None], store: CodeStore | None) -> Kernel:
     """From the store where that has it, else compiled, and kept there."""
     openmp_threads()  # which kept code calls by name
     words = f"{_fingerprint()} {described(function)}"
-    kept = store.get(words) if store else None
-    if kept is not None:
-        return _loaded(kept)
-    compiled: Kernel = cfunc(types.void(types.voidptr), fastmath=FAST_MATH, error_model="numpy")(function)
-    if store is not None:
-        store.put(words, _code_of(compiled))
-    return compiled
+    if store is None:
+        return compiled(function)
+    kept = store.get(words)
+    if kept is None:
+        with store.turn():
+            kept = store.get(words)
+            if kept is None:
+                found = compiled(function)
+                store.put(words, _code_of(found))
+                return found
+    return _loaded(kept)
+
+
+def compiled(function: Callable[[Any], None]) -> Kernel:
+    """By numba."""
+    found: Kernel = cfunc(types.void(types.voidptr), fastmath=FAST_MATH, error_model="numpy")(function)
+    return found
 
 
 def described(value: Any) -> str:

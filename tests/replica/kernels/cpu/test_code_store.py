@@ -1,5 +1,7 @@
 """Machine code comes back as it was kept, or not at all."""
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,50 @@ def test_a_damaged_file_is_nothing(store, left):
     file.write_bytes(file.read_bytes()[:left])
 
     assert store.get("norm") is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_file_of_somebody_else_is_nothing(store):
+    """The folder was open to others once, and its mode was mended since."""
+    store.put("norm", CODE)
+    (file,) = store.folder.iterdir()
+    os.chown(file, 12345, 12345)
+
+    assert store.get("norm") is None
+
+
+def test_turns_are_taken_one_after_the_other(store):
+    """Ranks of a gang and all replicas of a cluster start at once: one compiles, the others find what it put."""
+    together, compiled = threading.Barrier(4), []
+
+    def start() -> None:
+        together.wait()
+        with store.turn():  # a lock belongs to the file that was opened, so threads stand for processes
+            if store.get("norm") is None:
+                compiled.append(threading.get_ident())
+                store.put("norm", CODE)
+
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert len(compiled) == 1
+
+
+def test_who_waits_for_one_that_hangs_goes_on(store):
+    """A process that was stopped in its turn costs the next one its patience, once."""
+    waiting = CodeStore(store.folder, patience_s=0.05)
+
+    with store.turn(), waiting.turn():
+        assert waiting.patience_s == 0.0
+
+
+def test_without_a_lock_everybody_compiles(tmp_path, caplog):
+    """A folder that cannot be written; the start goes on."""
+    with CodeStore(tmp_path / "gone").turn():
+        assert "kernels_not_locked" in caplog.text
 
 
 def test_a_folder_that_others_may_write_into_is_not_used(tmp_path):

@@ -1,5 +1,7 @@
 """Kernels that were read are the kernels that were compiled."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -33,6 +35,25 @@ def test_kept_code_answers_as_the_compiled_one(tmp_path):
     assert not isinstance(compiled, KeptKernel)
     assert isinstance(kept, KeptKernel)
     assert torch.equal(silu_of(kept, x), silu_of(compiled, x))
+
+
+def test_who_waited_takes_what_was_compiled_meanwhile(tmp_path):
+    """Of two ranks that start at once one compiles: the other looks again when it is its turn."""
+    store, source = CodeStore(tmp_path), activation(FLOAT32).__wrapped__
+    kernels, waits = [], threading.Thread(target=lambda: kernels.append(made(source, CodeStore(tmp_path))))
+
+    with store.turn():
+        waits.start()
+        fill_as_another_would(store, source)
+    waits.join()
+
+    assert isinstance(kernels[0], KeptKernel)
+
+
+def fill_as_another_would(store, source):
+    """Compiles under a turn that is held already."""
+    unlocked = CodeStore(store.folder, patience_s=0.0)
+    assert not isinstance(made(source, unlocked), KeptKernel)
 
 
 def test_without_a_store_kernels_are_compiled():
