@@ -119,21 +119,26 @@ def test_drafts_change_no_token(checkpoint: Callable[..., Path], asks: list[Ask]
                 event(f"{'resident' if resident else 'plain'}: {name}")
 
 
-@pytest.fixture(scope="module")
-def damaged(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama for which one token of many prompts is no number."""
-    return without_numbers(checkpoint("llama"), DAMAGED, tmp_path_factory.mktemp("damaged"))
+@pytest.fixture(scope="module", params=["llama", "qwen3_moe"])
+def sound_and_damaged(
+    request: pytest.FixtureRequest, checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """A model, and the same for which one token of many prompts is no number."""
+    model_type, overrides = MODELS[request.param]
+    sound = checkpoint(model_type, **overrides)
+    return sound, without_numbers(sound, DAMAGED, tmp_path_factory.mktemp("damaged"))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ASKS, SETUPS, st.none() | st.just(Guesses(0.7, following=lambda _: DAMAGED)))
 def test_a_token_without_numbers_ends_the_requests_that_hold_it_and_no_others(
-    checkpoint: Callable[..., Path], damaged: Path, asks: list[Ask], setup: Setup, guesses: Guesses | None
+    sound_and_damaged: tuple[Path, Path], asks: list[Ask], setup: Setup, guesses: Guesses | None
 ) -> None:
     """They end with an error when it is their turn to draw; who shares batch, prefix or used blocks with them is not
     touched, nor is who had it guessed.
     """
-    oracle = oracle_of(checkpoint("llama"))
+    sound, damaged = sound_and_damaged
+    oracle = oracle_of(sound)
 
     for provider in PROVIDERS:
         for resident in (False, True):

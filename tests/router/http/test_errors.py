@@ -9,7 +9,7 @@ from openai import AsyncOpenAI
 
 from homing.replica.messages import PositionLogprobs
 from homing.router.backend import TokenDelta
-from homing.router.errors import DeadlineExceeded, NoReplica, QueueFull, RouterError
+from homing.router.errors import DeadlineExceeded, NoReplica, QueueFull, RequestFailed, RouterError
 
 from .fakes import FakeBackend, scored
 
@@ -246,15 +246,20 @@ async def test_unknown_paths_and_methods_have_the_shape_too(client: httpx.AsyncC
 
 @pytest.mark.parametrize(
     ("refusal", "status", "retry_after"),
-    [(QueueFull(9, retry_after_s=7), 429, "7"), (NoReplica("none"), 503, None), (DeadlineExceeded("late"), 504, None)],
+    [
+        (QueueFull(9, retry_after_s=7), 429, "7"),
+        (NoReplica("none"), 503, None),
+        (DeadlineExceeded("late"), 504, None),
+        (RequestFailed("replica a refused the request: the model's logits are NaN"), 500, None),
+    ],
 )
 async def test_refusals_of_the_backend_keep_their_status(client, backend: FakeBackend, refusal, status, retry_after):
-    """And say when to come back, where that is known."""
+    """And say what was the matter, and when to come back, where that is known."""
     backend.refusal = refusal
 
     response = await client.post(CHAT, json={"messages": MESSAGES})
 
-    check_shape(response)
+    assert check_shape(response)["message"] == refusal.message
     assert (response.status_code, response.headers.get("retry-after")) == (status, retry_after)
 
 
