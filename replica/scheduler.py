@@ -254,14 +254,15 @@ class Scheduler:
         return rows
 
     def _with_drafts(self, rows: list[ScheduledRow], drafter: Drafter) -> list[ScheduledRow]:
-        """The same rows; those that decode may ask for more tokens than one."""
+        """The same rows; those that decode may ask for more tokens than one, and then stand behind those of one."""
         spare = self.limits.max_batched_tokens - sum(row.count for row in rows)
-        drafted = []
+        single: list[ScheduledRow] = []
+        wide: list[ScheduledRow] = []
         for row in rows:
             drafts = self._drafts(row.request, spare, drafter) if row.decodes and row.samples else ()
             spare -= len(drafts)
-            drafted.append(replace(row, drafts=drafts) if drafts else row)
-        return drafted
+            (single if row.decodes and not drafts else wide).append(replace(row, drafts=drafts))
+        return [*single, *wide]
 
     def _drafts(self, request: RequestState, spare: int, drafter: Drafter) -> tuple[int, ...]:
         """Guesses for as many tokens as it may still get before its last one, there is budget for, and room."""

@@ -235,6 +235,18 @@ def test_drafts_take_what_prompts_leave_of_the_budget() -> None:
     assert beside == [(1, 1), (4, 0)]
 
 
+def test_rows_with_drafts_stand_behind_those_of_one_token() -> None:
+    """Leading rows of one token are what kernels for decoding take, and graphs."""
+    bench = Bench(drafter=lambda tokens, most: [9] * most if tokens[0] == 1 else [])
+    for first in (3, 1, 4):
+        bench.add([first, 2], max_tokens=20)
+    bench.step()
+
+    rows = bench.scheduler.schedule()
+
+    assert [(row.request.tokens[0], len(row.drafts) > 0) for row in rows] == [(3, False), (4, False), (1, True)]
+
+
 def test_drafts_take_blocks_only_while_some_are_free() -> None:
     """Nobody is preempted for a guess: it is cut to the room there is."""
     bench = Bench(blocks=4, block_size=2, drafter=lambda _, most: [9] * most)
