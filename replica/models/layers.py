@@ -1,9 +1,9 @@
 """The few operations a decoder is made of, on flat [tokens, features] activations.
 
 Each has one call site per model, so that a device can later bring its own fused kernel. On CPU a `Linear` keeps its
-weight packed by oneDNN: measured on an AMD EPYC core, 1.5 to 2.5 times faster steps than `F.linear` (fp32, batch 1
-to 8). In bfloat16 it keeps it a second time, as it was, for steps of up to `FEW_ROWS` rows: where kernels can be
-compiled, one reads it 1.4 to 1.9 times as fast as oneDNN does its packed form.
+weight as what reads it fastest wants it: packed for a compiled kernel of ours in bfloat16, where the processor
+multiplies that, or by oneDNN (measured on an AMD EPYC core, 1.5 to 2.5 times faster steps than `F.linear`, fp32, batch
+1 to 8). A processor without such products has both: the kernel reads a weight faster for a row or two.
 """
 
 import functools
@@ -15,8 +15,10 @@ import torch.nn.functional as F  # noqa: N812
 
 logger = logging.getLogger(__name__)
 
-#: Rows up to which reading the weight bounds a product: with three oneDNN is about as fast (one core of an AMD EPYC
-#: and two), with four faster.
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+#: Rows up to which reading the weight bounds a product: with three oneDNN was about as fast as products in float32
+#: (one core of an AMD EPYC and two), with four faster.
 FEW_ROWS = 2
 #: Of an activation of 0 in unsigned 8 bits.
 _ZERO_POINT = 128
@@ -58,45 +60,52 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _compiles(dtype: torch.dtype) -> bool:
-    """Whether a product of few rows is a compiled kernel; compiles it."""
+    """Whether products of this dtype are a compiled kernel; compiles it."""
     from ..kernels.choice import compiled_problem  # which knows of these operations
 
     if dtype != torch.bfloat16 or compiled_problem() is not None:
         return False
-    from ..kernels.cpu.product import compiled  # needs numba
+    from ..kernels.cpu.product import compiled, dot  # needs numba
 
-    compiled()
+    compiled(dot())
     return True
 
 
-def _product_of_few(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """The compiled kernel on a copy of the weight; None: few rows go the way of many."""
-    if weight.device.type != "cpu" or weight.shape[1] % 2 or not _compiles(weight.dtype):
-        return None
-    from ..kernels.cpu.product import in_large_pages, product
-
-    return functools.partial(product, weight=in_large_pages(weight), bias=bias)
-
-
 class Linear:
-    """y = x W^T + b. A bfloat16 weight on CPU takes twice its bytes."""
+    """y = x W^T + b. Without native products a bfloat16 weight on CPU takes twice its bytes."""
 
-    __slots__ = ("_bias", "_packed", "_product_of_few", "_weight", "out_features")
+    __slots__ = ("_of_few", "_of_many", "out_features")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.out_features = weight.shape[0]
-        self._packed = weight.device.type == "cpu" and _packs(weight.dtype)
-        self._weight = _pack(weight) if self._packed else weight
-        self._product_of_few = _product_of_few(weight, bias)
-        self._bias = bias
+        self.out_features = len(weight)
+        self._of_few, self._of_many = _products(weight, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._product_of_few is not None and len(x) <= FEW_ROWS:
-            return self._product_of_few(x)
-        if self._packed:
-            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-            return y
-        return F.linear(x, self._weight, self._bias)
+        return (self._of_few if len(x) <= FEW_ROWS else self._of_many)(x)
+
+
+def _products(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[Product, Product]:
+    """With a weight, of up to `FEW_ROWS` rows and of more."""
+    if weight.device.type != "cpu":
+        return (_plain(weight, bias),) * 2
+    if weight.shape[1] % 2 or not _compiles(weight.dtype):
+        return (_packed(weight, bias),) * 2
+    from ..kernels.cpu.product import beats_packed, pack, product
+
+    compiled = functools.partial(product, packed=pack(weight, bias))
+    return compiled, compiled if beats_packed() else _packed(weight, bias)
+
+
+def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    """By oneDNN, where it can."""
+    if not _packs(weight.dtype):
+        return _plain(weight, bias)
+    weight = _pack(weight)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    return functools.partial(F.linear, weight=weight, bias=bias)
 
 
 def int8_problem() -> str | None:

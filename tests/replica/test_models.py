@@ -10,7 +10,8 @@ from transformers import AutoConfig
 
 from homing.replica.config import ReplicaSettings
 from homing.replica.demo import demo_model_path
-from homing.replica.kernels.cpu.product import product
+from homing.replica.kernels.cpu.product import beats_packed, pack, product
+from homing.replica.models import layers
 from homing.replica.models.errors import ModelError, UnsupportedModel, WeightsMissing
 from homing.replica.models.families import FAMILIES, split_problem
 from homing.replica.models.layers import FEW_ROWS, Int8Linear, Linear, int8_problem, packing_problem
@@ -356,17 +357,16 @@ def test_a_linear_equals_the_plain_one(dtype, rows, features):
     torch.testing.assert_close(y, torch.nn.functional.linear(x, weight, bias), rtol=1e-2, atol=tolerance)
 
 
-def test_few_rows_in_bfloat16_take_the_compiled_kernel():
-    """It sums in float32 in an order of its own, so that it shows; rows of a larger step are oneDNN's."""
-    generator = torch.Generator().manual_seed(1)
-    x, weight = (torch.randn(rows, 768, generator=generator).bfloat16() for rows in (FEW_ROWS + 1, 500))
-    linear, packed = Linear(weight), torch.ops.mkldnn._reorder_linear_weight(weight, None)
+def test_a_weight_that_the_compiled_kernel_reads_for_all_rows_is_held_once(monkeypatch):
+    """Otherwise oneDNN has its own form of it, for more rows than `FEW_ROWS`."""
+    generator, packs = torch.Generator().manual_seed(1), []
+    monkeypatch.setattr(layers, "_pack", lambda weight: packs.append(1) or weight)
+    x, weight = (torch.randn(rows, 768, generator=generator).bfloat16() for rows in (FEW_ROWS, 500))
 
-    with torch.inference_mode():
-        few, many = linear(x[:FEW_ROWS]), linear(x)
+    linear = Linear(weight)
 
-    assert torch.equal(few, product(x[:FEW_ROWS], weight, None))
-    assert torch.equal(many, torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""))
+    assert bool(packs) != beats_packed()
+    assert torch.equal(linear(x), product(x, pack(weight)))
 
 
 @pytest.mark.skipif(int8_problem() is not None, reason="no 8-bit linears on this processor")

@@ -8,7 +8,7 @@ process.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from numba import cfunc, types
 from numba.core.dispatcher import Dispatcher
 from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
+from numba.extending import _Intrinsic
 
 from .code_store import CodeStore, MachineCode, open_store
 from .scalars import FAST_MATH
@@ -79,12 +80,16 @@ def described(value: Any) -> str:
     """
     if isinstance(value, Dispatcher):
         return described(value.py_func)
+    if isinstance(value, _Intrinsic):
+        return described(value._defn)
     if isinstance(value, types.ExternalFunction):
         return str(value.symbol)
     if isinstance(value, bool | int | float | str | np.generic):
         return repr(value)
     if isinstance(value, type):
         return value.__qualname__
+    if is_dataclass(value):
+        return f"{type(value).__qualname__}({', '.join(described(getattr(value, each.name)) for each in fields(value))})"
     if not hasattr(value, "__code__"):
         raise TypeError(f"a kernel closes over {value!r}, which has no words")
     assert Path(value.__code__.co_filename).parent == HERE, f"{value.__qualname__} is not among the kernels"

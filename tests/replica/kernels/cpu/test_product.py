@@ -1,11 +1,13 @@
-"""Products of few tokens equal float64, whatever the sizes; a copy in large pages is a copy."""
+"""Products equal float64, whatever the sizes and the processor; a copy in large pages is a copy."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from homing.replica.kernels.cpu.product import LARGE_PAGE_BYTES, in_large_pages, product
+from homing.replica.kernels.cpu import product as module
+from homing.replica.kernels.cpu.product import LARGE_PAGE_BYTES, dot, in_large_pages, pack, product
+from homing.replica.kernels.cpu.tile import NATIVE, ROWS, WIDENED
 
 #: Of sums that are rounded to bfloat16 once: half a unit in the last of its eight bits.
 ROUNDING = 2**-8
@@ -16,18 +18,29 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> t
     return y if bias is None else y + bias.double()
 
 
-@pytest.mark.parametrize("features", [2, 30, 64, 98, 768, 1234])
-@pytest.mark.parametrize("outputs", [1, 7, 64, 333])
-@pytest.mark.parametrize("tokens", [1, 2, 3])
+@pytest.fixture(params=[pytest.param(NATIVE, id="native"), pytest.param(WIDENED, id="widened")])
+def instructions(request, monkeypatch):
+    """Those of this processor, and those of every other one."""
+    if request.param is NATIVE is not dot():
+        pytest.skip("this processor has no products of bfloat16")
+    monkeypatch.setattr(module, "dot", lambda: request.param)
+
+
+@pytest.mark.usefixtures("instructions")
+@pytest.mark.parametrize("features", [2, 30, 98, 768])
+@pytest.mark.parametrize("outputs", [1, 32, 333])
 @pytest.mark.parametrize("biased", [True, False])
-def test_equals_float64(features, outputs, tokens, biased):
-    """Sizes that no register and no thread's share divides; the poisoned result shows what is not written."""
-    x, weight = torch.randn(tokens, features).bfloat16(), torch.randn(outputs, features).bfloat16()
+def test_equals_float64(features, outputs, biased):
+    """Of every number of rows up to two blocks of them, and of sizes that no register and no thread's share divides."""
+    weight = torch.randn(outputs, features).bfloat16()
     bias = torch.randn(outputs).bfloat16() if biased else None
+    packed = pack(weight, bias)
 
-    y = product(x, weight, bias)
-
-    torch.testing.assert_close(y.double(), exact(x, weight, bias), rtol=ROUNDING, atol=1e-4)
+    for tokens in range(2 * ROWS + 2):
+        x = torch.randn(tokens, features).bfloat16()
+        y = product(x, packed)
+        torch.testing.assert_close(y.double(), exact(x, weight, bias), rtol=ROUNDING, atol=1e-4)
+        assert y.is_contiguous()
 
 
 @pytest.fixture
@@ -39,29 +52,44 @@ def three_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("three_threads")
-def test_several_threads_write_all_outputs():
-    """Each its share, with halves of the tokens of its own."""
-    x, weight = torch.randn(2, 256).bfloat16(), torch.randn(1001, 256).bfloat16()
+@pytest.mark.parametrize("tokens", [1, 2, 50])
+def test_several_threads_write_all_outputs(tokens):
+    """Each its share: of outputs, or of rows."""
+    x, weight = torch.randn(tokens, 256).bfloat16(), torch.randn(1001, 256).bfloat16()
 
-    y = product(x, weight, None)
+    y = product(x, pack(weight))
 
     torch.testing.assert_close(y.double(), exact(x, weight, None), rtol=ROUNDING, atol=1e-4)
 
 
+@pytest.mark.usefixtures("instructions")
+def test_a_row_does_not_depend_on_those_beside_it():
+    """So a token's logits are the same alone and in a batch, as far as products go."""
+    x, packed = torch.randn(2 * ROWS + 3, 96).bfloat16(), pack(torch.randn(40, 96).bfloat16())
+
+    together = product(x, packed)
+
+    assert torch.equal(together, torch.cat([product(row[None], packed) for row in x]))
+
+
+@pytest.mark.usefixtures("instructions")
+def test_what_is_no_number_stays_none():
+    """A broken row must be noticed, and must not break the others."""
+    x, packed = torch.randn(3, 64).bfloat16(), pack(torch.randn(40, 64).bfloat16())
+    x[1, 5] = torch.nan
+
+    y = product(x, packed)
+
+    assert y[1].isnan().all()
+    assert torch.equal(y[[0, 2]], product(x[[0, 2]], packed))
+
+
 def test_slices_of_wider_tensors_are_read_by_their_rows():
-    """Callers pass views."""
+    """Callers pass views, also such whose features do not lie side by side."""
     wide, weight = torch.randn(3, 200).bfloat16(), torch.randn(9, 64).bfloat16()
 
-    y = product(wide[:, 50:114], weight, None)
-
-    torch.testing.assert_close(y.double(), exact(wide[:, 50:114], weight, None), rtol=ROUNDING, atol=1e-4)
-
-
-def test_no_tokens_are_no_error():
-    """An expert may get none."""
-    weight = torch.ones(9, 64, dtype=torch.bfloat16)
-
-    assert product(weight[:0], weight, None).shape == (0, 9)
+    for x in (wide[:, 50:114], wide[:, 1:129:2]):
+        torch.testing.assert_close(product(x, pack(weight)).double(), exact(x, weight, None), rtol=ROUNDING, atol=1e-4)
 
 
 def test_what_the_kernel_cannot_read_is_refused():
@@ -69,13 +97,13 @@ def test_what_the_kernel_cannot_read_is_refused():
     weight = torch.ones(9, 64, dtype=torch.bfloat16)
 
     with pytest.raises(AssertionError, match="32 features, weight of 64"):
-        product(weight[:1, :32], weight, None)
+        product(weight[:1, :32], pack(weight))
     with pytest.raises(AssertionError, match="odd"):
-        product(weight[:1, :63], weight[:, :63].contiguous(), None)
-    with pytest.raises(AssertionError, match="different dtypes"):
-        product(weight[:1], weight.float(), None)
-    with pytest.raises(AssertionError, match="bfloat16 only"):
-        product(weight[:1].float(), weight.float(), None)
+        pack(weight[:, :63])
+    with pytest.raises(AssertionError, match=r"not torch\.float32"):
+        pack(weight.float())
+    with pytest.raises(AssertionError, match=r"not torch\.float32"):
+        product(weight[:1].float(), pack(weight))
 
 
 @pytest.mark.parametrize("outputs", [3, 700, 1100])
