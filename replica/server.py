@@ -8,6 +8,7 @@ Events go to `EventPublisher`, whose own thread sends them. No router and no sub
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ from .messages import (
     ResetCache,
     TokenBatch,
 )
+from .news import News
 from .overlap import OverlappedEngine
 from .plan_channel import PlanChannel
 from .port import Delivery, RequestPort
@@ -107,6 +109,7 @@ class ReplicaServer:
         self._threads = thread_keeper(settings)
         self._hasher = BlockHasher(kvcache.block_size, cluster_seed, kvcache.hash_algorithm)
         self._epoch = randbits(63)
+        self._news = News()
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._stopping = threading.Event()
         self._waker = Waker()
@@ -315,13 +318,17 @@ class ReplicaServer:
 
     def _publish(self, result: StepResult) -> None:
         """Events first: a router that sees a request end should soon see its blocks, too."""
-        self._publisher.flush()
+        load = self._engine.load()
+        tell = self._news.worth_telling(load, time.monotonic())
+        if tell:
+            self._publisher.flush()
         for source, outputs in result.outputs.items():
             self._send(source, TokenBatch(step=result.step, outputs=outputs))
         for source, refusals in result.refused.items():
             for refused in refusals:
                 self._send(source, refused)
-        self._publisher.report(self._engine.load())
+        if tell:
+            self._publisher.report(load)
 
     def _send(self, source: str, reply: Reply) -> None:
         """A router that is gone or stopped reading has lost tokens: its requests end here."""

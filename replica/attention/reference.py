@@ -20,12 +20,12 @@ def visible(q_positions: torch.Tensor, k_positions: torch.Tensor, window: int | 
 
 
 def weighed(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """weights @ values, in which a value that weighs 0 adds nothing, be it NaN or infinite; reads back to the host.
+    """weights [B, Q, K] @ values [B, K, D]; what weighs 0 adds nothing, NaN included. Waits for the device.
 
     What a token does not see must not reach it: pages hold what others left, and a token whose numbers ran out of range
     may stand behind a prefix that others share.
     """
-    found = weights @ values
+    found = torch.bmm(weights, values)  # which reads values where they lie; @ copies them
     if math.isfinite(float(found.sum(dtype=torch.float32))):
         return found
     odd = ~values.isfinite()

@@ -54,7 +54,7 @@ class TorchKernels:
             if rule.window is not None:
                 seen &= positions > own - rule.window
             weights = _weights(q[None, first:stop], keys[None], seen[None], rule)
-            out[first:stop] = weighed(weights, _of_heads(values[None], q.shape[1]))[0].transpose(0, 1)
+            out[first:stop] = weighed(weights[0], _of_heads(values[None], q.shape[1])[0]).transpose(0, 1)
 
     def add_rms_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float

@@ -99,7 +99,7 @@ def tile(dot: Dot) -> Any:
     features, the words of all outputs; at `bias` a float32 for each output.
     """
 
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def multiply(_context, _rows, _x, _x_step, _weights, _pairs, _bias, _y, _y_step):
         def generate(context, builder, _signature, arguments):
             rows, x, x_step, weights, pairs, bias, y, y_step = arguments
