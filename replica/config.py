@@ -17,7 +17,7 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(
             description="type of weights and KV; auto: the checkpoint's on CUDA, float32 on CPU, where linears in "
-            "bfloat16 are held twice, once for steps of few rows"
+            "bfloat16 are held twice unless the processor multiplies it (`avx512_bf16`)"
         ),
     ] = "auto"
     quantization: Annotated[

@@ -4,6 +4,7 @@ Pure over files, of which only headers are read; no torch, no transformers. What
 nobody computes, a tensor of the wrong shape) the replica says itself when it loads.
 """
 
+import importlib.util
 import json
 from math import prod
 from pathlib import Path
@@ -107,10 +108,19 @@ def weight_bytes(folder: Path, settings: ReplicaSettings) -> int:
 
 
 def _bytes_in_linear(settings: ReplicaSettings, size: int) -> int:
-    """Of one weight in the own decoder's linears (models/layers.py): bfloat16 is held twice, for steps of few rows."""
+    """Of one weight in the own decoder's linears (models/layers.py)."""
     if settings.quantization == "int8":
         return 1
-    return 2 * size if settings.dtype == "bfloat16" else size
+    return 2 * size if settings.dtype == "bfloat16" and _holds_linears_twice() else size
+
+
+def _holds_linears_twice() -> bool:
+    """In bfloat16: in the form of oneDNN, and in that of our kernel for steps of few rows."""
+    if importlib.util.find_spec("numba") is None:
+        return False
+    from .kernels.cpu.processor import beats_packed  # needs llvmlite, which comes with numba
+
+    return not beats_packed()
 
 
 def tensors_of(path: Path) -> dict[str, Tensor]:

@@ -90,7 +90,8 @@ def _products(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[Product,
         return (_plain(weight, bias),) * 2
     if weight.shape[1] % 2 or not _compiles(weight.dtype):
         return (_packed(weight, bias),) * 2
-    from ..kernels.cpu.product import beats_packed, pack, product
+    from ..kernels.cpu.processor import beats_packed
+    from ..kernels.cpu.product import pack, product
 
     compiled = functools.partial(product, packed=pack(weight, bias))
     return compiled, compiled if beats_packed() else _packed(weight, bias)

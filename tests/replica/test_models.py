@@ -10,7 +10,8 @@ from transformers import AutoConfig
 
 from homing.replica.config import ReplicaSettings
 from homing.replica.demo import demo_model_path
-from homing.replica.kernels.cpu.product import beats_packed, pack, product
+from homing.replica.kernels.cpu.processor import beats_packed
+from homing.replica.kernels.cpu.product import pack, product
 from homing.replica.models import layers
 from homing.replica.models.errors import ModelError, UnsupportedModel, WeightsMissing
 from homing.replica.models.families import FAMILIES, split_problem

@@ -89,7 +89,8 @@ def described(value: Any) -> str:
     if isinstance(value, type):
         return value.__qualname__
     if is_dataclass(value):
-        return f"{type(value).__qualname__}({', '.join(described(getattr(value, each.name)) for each in fields(value))})"
+        parts = ", ".join(described(getattr(value, each.name)) for each in fields(value))
+        return f"{type(value).__qualname__}({parts})"
     if not hasattr(value, "__code__"):
         raise TypeError(f"a kernel closes over {value!r}, which has no words")
     assert Path(value.__code__.co_filename).parent == HERE, f"{value.__qualname__} is not among the kernels"

@@ -10,12 +10,12 @@ import logging
 import mmap
 from dataclasses import dataclass
 
-import llvmlite.binding as llvm
 import numpy as np
 import torch
 from numba import carray
 
 from .compilation import kernel
+from .processor import multiplies_bfloat16
 from .team import run, share_of, threads_for
 from .tile import HALF, NATIVE, OUTPUTS, ROWS, WIDENED, WORD, Dot, tile
 
@@ -50,27 +50,9 @@ def in_large_pages(weight: torch.Tensor) -> torch.Tensor:
     return whole[start : start + weight.nbytes].view(weight.dtype).view(weight.shape).copy_(weight)
 
 
-@functools.cache
 def dot() -> Dot:
     """The instructions for this processor."""
-    return NATIVE if _features().get("avx512bf16") else WIDENED
-
-
-@functools.cache
-def beats_packed() -> bool:
-    """Whether the kernel is faster than oneDNN for any number of rows; where not, it is for one or two.
-
-    Not measured: processors without bfloat16 products, and those with AMX, for which oneDNN has kernels of its own.
-    """
-    return dot() is NATIVE and not _features().get("amx-bf16")
-
-
-@functools.cache
-def _features() -> dict[str, bool]:
-    try:
-        return dict(llvm.get_host_cpu_features())
-    except RuntimeError:  # LLVM cannot tell, on some systems
-        return {}
+    return NATIVE if multiplies_bfloat16() else WIDENED
 
 
 @dataclass(slots=True, frozen=True)

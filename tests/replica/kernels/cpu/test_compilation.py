@@ -11,8 +11,10 @@ from homing.replica.kernels.cpu.activation import _compiled as activation
 from homing.replica.kernels.cpu.code_store import CodeStore
 from homing.replica.kernels.cpu.compilation import KeptKernel, described, made
 from homing.replica.kernels.cpu.norm import _compiled as norm
+from homing.replica.kernels.cpu.product import compiled as product
 from homing.replica.kernels.cpu.scalars import storage_of
 from homing.replica.kernels.cpu.team import run
+from homing.replica.kernels.cpu.tile import NATIVE, WIDENED, tile
 
 BFLOAT16, FLOAT32 = storage_of(torch.bfloat16), storage_of(torch.float32)
 
@@ -63,11 +65,11 @@ def test_without_a_store_kernels_are_compiled():
 
 def test_words_tell_apart_all_that_a_kernel_is_made_for():
     """One source gives a kernel for each dtype and each choice that it closes over."""
-    kernels = norm(BFLOAT16, True), norm(BFLOAT16, False), norm(FLOAT32, True), activation(FLOAT32)
+    kernels = norm(BFLOAT16, True), norm(BFLOAT16, False), norm(FLOAT32, True), activation(FLOAT32), product(WIDENED)
 
-    words = {described(kernel.__wrapped__) for kernel in kernels}
+    words = {described(kernel.__wrapped__) for kernel in kernels} | {described(tile(NATIVE))}
 
-    assert len(words) == len(kernels)
+    assert len(words) == len(kernels) + 1
     assert "0x" not in "".join(words)
 
 
