@@ -168,7 +168,10 @@ def test_large_blocks_do_where_nothing_is_cached(folder: Path) -> None:
     ids=str,
 )
 def test_weights_are_counted_as_they_are_held(checkpoint, asked, by_linear, by_other, tied):
-    """Linears in bfloat16 twice where the processor does not multiply it, and a tied head beside its embedding; in transformers' hands each weight once."""
+    """Linears in bfloat16 twice where the processor does not multiply it, and a tied head beside its embedding.
+
+    In transformers' hands each weight once.
+    """
     folder = checkpoint("llama", tie_word_embeddings=tied)
     tensors = load_file(folder / "model.safetensors")
     embedding = tensors.pop("model.embed_tokens.weight").numel()
