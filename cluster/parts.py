@@ -102,13 +102,18 @@ TORCH_ENVIRONMENT = {
 
 def prepare_torch() -> None:
     """Set what torch and numba read when they are imported, where the operator has not."""
-    for name, value in (TORCH_ENVIRONMENT | {"NUMBA_CACHE_DIR": str(kernels_folder())}).items():
+    folder = kernels_folder()
+    for name, value in (TORCH_ENVIRONMENT | ({"NUMBA_CACHE_DIR": str(folder)} if folder else {})).items():
         os.environ.setdefault(name, value)
 
 
-def kernels_folder() -> Path:
-    """Where this user's compiled kernels are kept on this machine (it need not exist)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "homing" / "kernels"
+def kernels_folder() -> Path | None:
+    """Where this user's compiled kernels are kept on this machine (it need not exist); None for a user without home."""
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a container's user may have no name
+        return None
+    return cache / "homing" / "kernels"
 
 
 def make_router(spec: ClusterSpec) -> Router:

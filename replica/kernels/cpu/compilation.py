@@ -115,7 +115,9 @@ def _fingerprint() -> str:
 
 def _code_of(compiled: Any) -> MachineCode:
     # numba's own caches take the same way, which has no public name.
-    name, _, (code, bitcode) = compiled._library.serialize_using_object_code()
+    library = compiled._library
+    assert not library.has_dynamic_globals, f"{compiled.native_name}: its code holds addresses of this process"
+    name, _, (code, bitcode) = library.serialize_using_object_code()
     return MachineCode(compiled.native_name, name, code, bitcode)
 
 
