@@ -106,9 +106,16 @@ def node_address() -> str:
 class ReplicaRank:
     """Ray actor: one rank of a replica. Its calls run side by side: `watch` takes long while all is well."""
 
-    def __init__(self, make: Callable[[RankSpec], RankServer], log_level: str = "warning") -> None:
+    def __init__(
+        self,
+        make: Callable[[RankSpec], RankServer],
+        log_level: str = "warning",
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`settle` is called once, when all is loaded."""
         set_up_logging(log_level)
         self._make = make
+        self._settle = settle
         self._server: RankServer | None = None
         self._started: Started | Failed | None = None
         self._ended = threading.Event()
@@ -172,7 +179,9 @@ class ReplicaRank:
     def _begin(self, spec: RankSpec) -> Started | Failed:
         try:
             self._server = self._make(spec)
-            return Started(os.getpid(), node_address(), self._server.start())
+            description = self._server.start()
+            self._settle()
+            return Started(os.getpid(), node_address(), description)
         except BaseException as error:  # a panic of a Rust library is no Exception, and `start` waits for an answer
             log.exception("rank_failed_to_start replica=%s rank=%d", spec.replica_id, spec.rank)
             return Failed(describe(error))

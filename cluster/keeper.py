@@ -14,6 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from .actors import RankServer, ReplicaRank, Router, RouterProcess
+from .collector import spare_what_is_loaded
 from .spec import ClusterSpec, RankSpec
 
 #: Ray accepts no empty bundle; this much of a CPU is nothing to its scheduler.
@@ -108,4 +109,4 @@ class Keeper:
             max_concurrency=RANK_CALLS,
             scheduling_strategy=PlacementGroupSchedulingStrategy(gang.place, placement_group_bundle_index=index),
         )
-        return actor.remote(self._make_rank, log_level)
+        return actor.remote(self._make_rank, log_level, spare_what_is_loaded)

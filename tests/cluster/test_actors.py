@@ -70,6 +70,18 @@ def test_a_rank_is_made_started_and_run_in_one_thread() -> None:
     assert len({*made[0].threads, threading.get_ident()}) == 2
 
 
+def test_a_rank_settles_once_when_it_has_loaded() -> None:
+    """Before that there is nothing to spare the collector, and what cannot start ends anyway."""
+    settled: list[str] = []
+    good, broken = (ReplicaRank(FakeRank, "warning", lambda: settled.append("")) for _ in range(2))
+
+    assert isinstance(good.start(rank_spec("m")), Started)
+    assert isinstance(broken.start(rank_spec("broken")), Failed)
+    good.stop()
+
+    assert settled == [""]
+
+
 def test_a_rank_that_cannot_start_says_why() -> None:
     """In its own words; it does not run."""
     actor = ReplicaRank(FakeRank)
