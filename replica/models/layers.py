@@ -65,7 +65,8 @@ def _compiles(dtype: torch.dtype) -> bool:
 
     if dtype != torch.bfloat16 or compiled_problem() is not None:
         return False
-    from ..kernels.cpu.product import compiled, dot  # needs numba
+    from ..kernels.cpu.product import compiled  # needs numba
+    from ..kernels.cpu.vectors import dot
 
     compiled(dot())
     return True

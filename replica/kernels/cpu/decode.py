@@ -13,8 +13,11 @@ from numba import carray, njit
 from ...models.base import AttentionRule
 from ..base import PagedRows
 from .compilation import kernel
-from .scalars import FAST_MATH, Storage, exponential, greatest, pointer, same, storage_of_all
+from .pairs import attend_of, fits
+from .scalars import FAST_MATH, Storage, pointer, storage_of_all
+from .softmax import softmax_of_heads
 from .team import openmp_threads, run, threads_for
+from .vectors import Dot, dot
 
 
 def decode(q: torch.Tensor, rows: PagedRows, rule: AttentionRule, out: torch.Tensor) -> None:
@@ -30,13 +33,15 @@ def decode(q: torch.Tensor, rows: PagedRows, rule: AttentionRule, out: torch.Ten
     counts = len(q), kv_heads, page, longest, q.stride(0), out.stride(0), rows.tables.stride(0), rule.window or 0
     arguments = np.array([*(each.data_ptr() for each in tensors), *counts, 0], dtype=np.int64)
     arguments.view(np.float64)[15] = rule.scale
-    run(_compiled(storage, key_dim, value_dim, group), arguments, threads)
+    pairs = dot() if fits(storage, key_dim, value_dim, page) else None
+    run(_compiled(storage, key_dim, value_dim, group, pairs), arguments, threads)
 
 
 @functools.cache
-def _compiled(storage: Storage, key_dim: int, value_dim: int, group: int):
+def _compiled(storage: Storage, key_dim: int, value_dim: int, group: int, pairs: Dot | None):
     size, kept = storage.size, group * (key_dim + value_dim)
-    attend = _attend(storage, key_dim, value_dim, group)
+    sizes = key_dim, value_dim, group
+    attend = _attend(storage, *sizes) if pairs is None else attend_of(storage, pairs, *sizes)
     number, count = openmp_threads()
 
     @kernel
@@ -88,7 +93,7 @@ def _attend(storage: Storage, key_dim: int, value_dim: int, group: int):
             step = kv_heads * key_dim * size
             score(keys + place * key_dim * size, step, tokens, queries, scores + (at - first) * 4, longest)
             at += tokens
-        _softmax(scores, group, length - first, longest)
+        softmax_of_heads(scores, group, length - first, longest)
         for i in range(group * value_dim):
             sums[i] = np.float32(0)
         at = first
@@ -103,19 +108,6 @@ def _attend(storage: Storage, key_dim: int, value_dim: int, group: int):
             out[i] = narrow(sums[i])
 
     return attend
-
-
-@njit(fastmath=FAST_MATH, error_model="numpy")
-def _softmax(scores, group, count, longest):
-    for head in range(group):
-        row = carray(pointer(scores + head * longest * 4), (count,), np.float32)
-        top, total = greatest(row, same), np.float32(0)
-        for i in range(count):
-            row[i] = exponential(row[i] - top)
-            total += row[i]
-        inverse = np.float32(1) / total
-        for i in range(count):
-            row[i] *= inverse
 
 
 def _score(storage: Storage, dim: int, group: int):

@@ -15,9 +15,9 @@ import torch
 from numba import carray
 
 from .compilation import kernel
-from .processor import multiplies_bfloat16
 from .team import run, share_of, threads_for
-from .tile import HALF, NATIVE, OUTPUTS, ROWS, WIDENED, WORD, Dot, tile
+from .tile import OUTPUTS, ROWS, tile
+from .vectors import HALF, WORD, Dot, dot
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +48,6 @@ def in_large_pages(weight: torch.Tensor) -> torch.Tensor:
     whole = torch.frombuffer(_area(weight.nbytes + 2 * LARGE_PAGE_BYTES), dtype=torch.uint8)
     start = -whole.data_ptr() % LARGE_PAGE_BYTES
     return whole[start : start + weight.nbytes].view(weight.dtype).view(weight.shape).copy_(weight)
-
-
-def dot() -> Dot:
-    """The instructions for this processor."""
-    return NATIVE if multiplies_bfloat16() else WIDENED
 
 
 @dataclass(slots=True, frozen=True)

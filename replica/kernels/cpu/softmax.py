@@ -1,13 +1,16 @@
-"""The softmax of a prefill's scores, of which each query may see a part: hides and weighs in one pass over them."""
+"""The softmax of a prefill's scores, of which each query may see a part: hides and weighs in one pass over them.
+
+And that of a decoding row's, all of which it sees.
+"""
 
 import functools
 
 import numpy as np
 import torch
-from numba import carray
+from numba import carray, njit
 
 from .compilation import kernel
-from .scalars import Storage, exponential, greatest, pointer, storage_of_all
+from .scalars import FAST_MATH, Storage, exponential, greatest, pointer, same, storage_of_all
 from .team import openmp_threads, run, share_of, threads_for
 
 
@@ -60,3 +63,17 @@ def _compiled(storage: Storage):
                 after[i] = 0
 
     return causal_softmax
+
+
+@njit(fastmath=FAST_MATH, error_model="numpy")
+def softmax_of_heads(scores, group, count, longest):
+    """In place, of `count` scores of each of a group's heads, which lie `longest` apart."""
+    for head in range(group):
+        row = carray(pointer(scores + head * longest * 4), (count,), np.float32)
+        top, total = greatest(row, same), np.float32(0)
+        for i in range(count):
+            row[i] = exponential(row[i] - top)
+            total += row[i]
+        inverse = np.float32(1) / total
+        for i in range(count):
+            row[i] *= inverse

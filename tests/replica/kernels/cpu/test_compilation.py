@@ -14,7 +14,8 @@ from homing.replica.kernels.cpu.norm import _compiled as norm
 from homing.replica.kernels.cpu.product import compiled as product
 from homing.replica.kernels.cpu.scalars import storage_of
 from homing.replica.kernels.cpu.team import run
-from homing.replica.kernels.cpu.tile import NATIVE, WIDENED, tile
+from homing.replica.kernels.cpu.tile import tile
+from homing.replica.kernels.cpu.vectors import NATIVE, WIDENED
 
 BFLOAT16, FLOAT32 = storage_of(torch.bfloat16), storage_of(torch.float32)
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from homing.replica.kernels.cpu import product as module
-from homing.replica.kernels.cpu.product import LARGE_PAGE_BYTES, dot, in_large_pages, pack, product
-from homing.replica.kernels.cpu.tile import NATIVE, ROWS, WIDENED
+from homing.replica.kernels.cpu.product import LARGE_PAGE_BYTES, in_large_pages, pack, product
+from homing.replica.kernels.cpu.tile import ROWS
+from homing.replica.kernels.cpu.vectors import NATIVE, WIDENED, dot
 
 #: Of sums that are rounded to bfloat16 once: half a unit in the last of its eight bits.
 ROUNDING = 2**-8

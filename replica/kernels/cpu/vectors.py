@@ -1,0 +1,126 @@
+"""Vectors and bfloat16 as LLVM's instructions, for the loops that numba cannot write. Knows no loops and no tensors.
+
+Numba has no vectors and no bfloat16, and LLVM does not find the instruction for pairs by itself (AVX-512's VDPBF16PS).
+A word of 32 bits holds two numbers that follow each other, the first in its low half.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from .processor import multiplies_bfloat16
+
+LANES = 16  #: Words of a vector register.
+WORD = 4  #: Bytes: of a pair of numbers, and of a float32.
+HALF = 2  #: Bytes of a bfloat16.
+
+INT16, INT32, INT64 = (ir.IntType(bits) for bits in (16, 32, 64))
+FLOATS, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), INT32, INT16))
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]  # which llvmlite has no stubs for
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+
+
+@dataclass(slots=True, frozen=True)
+class Dot:
+    """How an instruction set multiplies pairs."""
+
+    factor: Callable[[Any, Any], Any]  #: (builder, words) -> what `add` multiplies with
+    add: Callable[[Any, Any, Any, Any], Any]  #: (builder, sums, words, factor) -> sums of float32
+
+
+def _as_pairs(builder: Any, words: Any) -> Any:
+    return builder.bitcast(words, PAIRS)
+
+
+def _add_pairs(builder: Any, sums: Any, words: Any, factor: Any) -> Any:
+    kind = ir.FunctionType(FLOATS, [FLOATS, PAIRS, PAIRS])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+    return builder.call(function, [sums, builder.bitcast(words, PAIRS), factor])
+
+
+#: Of processors with AVX-512's bfloat16: a pair's products and their sum in one instruction.
+NATIVE = Dot(_as_pairs, _add_pairs)
+
+
+def low_and_high(builder: Any, words: Any) -> tuple[Any, Any]:
+    """Both halves as float32, whose high half a bfloat16 is."""
+    low = builder.shl(words, ir.Constant(WORDS, [16] * LANES))
+    high = builder.and_(words, ir.Constant(WORDS, [0xFFFF0000] * LANES))
+    return builder.bitcast(low, FLOATS), builder.bitcast(high, FLOATS)
+
+
+def multiplied(builder: Any, sums: Any, one: Any, other: Any) -> Any:
+    """sums + one * other, of float32."""
+    return builder.fadd(sums, builder.fmul(one, other, flags=("contract",)), flags=("contract",))
+
+
+def _add_wide(builder: Any, sums: Any, words: Any, factor: Any) -> Any:
+    for one, other in zip(low_and_high(builder, words), factor, strict=True):
+        sums = multiplied(builder, sums, one, other)
+    return sums
+
+
+#: Of every other processor: products in float32.
+WIDENED = Dot(low_and_high, _add_wide)
+
+
+def dot() -> Dot:
+    """The one for this processor."""
+    return NATIVE if multiplies_bfloat16() else WIDENED
+
+
+def for_all(builder: Any, value: Any, kind: Any) -> Any:
+    """A vector of this kind, with the value in each place."""
+    nothing = ir.Constant(kind, ir.Undefined)
+    one = builder.insert_element(nothing, value, ir.Constant(INT32, 0))
+    return builder.shuffle_vector(one, nothing, ir.Constant(WORDS, [0] * LANES))
+
+
+def rounded(builder: Any, exact: Any) -> Any:
+    """The nearest bfloat16s of a vector of float32, ties to even."""
+    bits, half, one = (ir.Constant(WORDS, [value] * LANES) for value in (16, 0x7FFF, 1))
+    words = builder.bitcast(exact, WORDS)
+    odd = builder.and_(builder.lshr(words, bits), one)
+    return builder.trunc(builder.lshr(builder.add(words, builder.add(half, odd)), bits), HALVES)
+
+
+def counted(builder: Any, kind: Any, first: Any, before: Any) -> Any:
+    """A value of a loop, as it is before the first turn; the last block of a turn gives it the next."""
+    phi = builder.phi(kind)
+    phi.add_incoming(first, before)
+    return phi
+
+
+def steps(builder: Any, start: Any, step: Any, count: int) -> list[Any]:
+    """Addresses that follow each other at equal distances."""
+    return [builder.add(start, builder.mul(step, ir.Constant(INT64, number))) for number in range(count)]
+
+
+def load(builder: Any, address: Any, kind: Any, alignment: int) -> Any:
+    """What lies at an address."""
+    value = builder.load(builder.inttoptr(address, kind.as_pointer()))
+    value.align = alignment
+    return value
+
+
+def store(builder: Any, value: Any, address: Any, alignment: int) -> None:
+    """Write a value to an address."""
+    written = builder.store(value, builder.inttoptr(address, value.type.as_pointer()))
+    written.align = alignment
