@@ -203,12 +203,18 @@ def test_a_replica_that_takes_too_long_to_start_says_so(start: Callable[..., Clu
     assert failing.last_error == "not ready after 1 s (loading the model)"
 
 
+def routers() -> set[psutil.Process]:
+    """Processes that are routers by now."""
+    return {process for process in local_ray.children() if "RouterProcess" in process.name()}
+
+
 def test_a_router_that_hangs_is_replaced(start: Callable[..., Cluster]) -> None:
     """The kernel goes on dealing connections out to it: beside others it would keep every second client waiting."""
+    before = routers()  # those of other tests may still be ending
     cluster = start(replicas="1", routers="2", health_interval_s="0.1", health_timeout_s="2")
     members = cluster.told("r0")
     url = until(lambda: cluster.status().url, "all listen")
-    router = next(process for process in local_ray.children() if "RouterProcess" in process.name())
+    router = (routers() - before).pop()
     lines = len(fakes.memberships(cluster.folder))
 
     router.suspend()
