@@ -48,7 +48,7 @@ def publish(rows: Sequence[Row], out: Path | None, packages: Iterable[str]) -> N
     print(table(rows))
     if out is not None:
         found = [{**asdict(row), "met": row.met} for row in rows]
-        report = {"machine": machine(), "versions": _versions(packages), "command": shlex.join(sys.argv), "rows": found}
+        report = {"machine": machine(), "versions": versions(packages), "command": shlex.join(sys.argv), "rows": found}
         out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
@@ -85,7 +85,8 @@ def machine() -> str:
     return f"{names[0] if names else platform.processor() or platform.machine()}, {cpu_count()} cores"
 
 
-def _versions(packages: Iterable[str]) -> dict[str, str]:
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Python's, and those of the packages that are installed."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:

@@ -116,6 +116,12 @@ class Serving:
         count: int = self.post("/tokenize", {"prompt": text})["count"]
         return count
 
+    @staticmethod
+    def streamed(client: OpenAI, body: dict[str, Any]) -> str:
+        """The text of a completion of `demo`, as OpenAI's client gets it piece by piece."""
+        stream = client.completions.create(model="demo", prompt=body["prompt"], stream=True, extra_body=body)
+        return "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
+
     @contextlib.contextmanager
     def client(self) -> Iterator[OpenAI]:
         """OpenAI's own client."""

@@ -22,17 +22,9 @@ def resting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 def streamed(running: Serving) -> str:
-    """The same answer, as OpenAI's client gets it piece by piece."""
+    """The same answer, in pieces."""
     with running.client() as client:
-        stream = client.completions.create(
-            model="demo",
-            prompt=STORY["prompt"],
-            max_tokens=40,
-            temperature=0,
-            stream=True,
-            extra_body={"ignore_eos": True},
-        )
-        return "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
+        return running.streamed(client, STORY)
 
 
 def test_held_requests_start_the_replica_that_answers_them(resting: Serving) -> None:

@@ -46,15 +46,7 @@ class Traffic:
     def _ask(self) -> None:
         with self._running.client() as client:
             while not self._stop.is_set():
-                stream = client.completions.create(
-                    model="demo",
-                    prompt=STORY["prompt"],
-                    max_tokens=200,
-                    temperature=0,
-                    stream=True,
-                    extra_body={"ignore_eos": True},
-                )
-                self.answers.append("".join(chunk.choices[0].text for chunk in stream if chunk.choices))
+                self.answers.append(self._running.streamed(client, STORY))
 
 
 def control(running: Serving, *words: str) -> str:

@@ -19,12 +19,14 @@ import tempfile
 import time
 import traceback
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT))
+from tests.bench.report import versions  # noqa: E402
+
 TOTAL_S = 540
 #: Of these, for the end of a stage that is out of time, and for writing.
 ENDING_S = 15
@@ -40,7 +42,12 @@ def main() -> int:
     if options.run is not None:
         return run_stage(options)
     started = time.monotonic()
-    report = {"machine": machine(options.device), "versions": versions(), "command": shlex.join(sys.argv), "stages": {}}
+    report = {
+        "machine": machine(options.device),
+        "versions": versions(PACKAGES),
+        "command": shlex.join(sys.argv),
+        "stages": {},
+    }
     for name in options.stages.split(","):
         left = TOTAL_S - ENDING_S - (time.monotonic() - started)
         report["stages"][name] = outcome = guarded(name, options, left)
@@ -144,16 +151,6 @@ def machine(device: str) -> str:
         return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError) as error:
         return f"unknown GPU ({error})"
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 if __name__ == "__main__":

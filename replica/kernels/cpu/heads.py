@@ -8,6 +8,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from .vectors import (
+    FLOAT,
     FLOATS,
     HALF,
     INT64,
@@ -15,9 +16,9 @@ from .vectors import (
     WORD,
     WORDS,
     Dot,
-    counted,
     for_all,
     load,
+    looped,
     low_and_high,
     multiplied,
     steps,
@@ -48,7 +49,7 @@ def scores_of(dot: Dot, dim: int) -> Any:
                 for part, factor in zip(parts, factors, strict=True):
                     found = dot.add(builder, found, _words(builder, key, part), factor)
                 sums.append(found)
-            total = builder.fmul(_totals(builder, sums), for_all(builder, scale, FLOATS))
+            total = builder.fmul(_totals(builder, sums), for_all(builder, scale))
             store(builder, total, scores, WORD)
             return context.get_dummy_value()
 
@@ -91,28 +92,19 @@ def sums_of(heads: int, chunks: int) -> Any:
                 for head in steps(builder, sums, sums_step, heads)
                 for vector in range(2 * chunks)
             ]
-            before, loop, after = builder.basic_block, *(builder.append_basic_block(name) for name in ("token", "done"))
-            known = [load(builder, place, FLOATS, WORD) for place in places]
-            builder.branch(loop)
-            builder.position_at_end(loop)
-            token = counted(builder, INT64, ir.Constant(INT64, 0), before)
-            held = [counted(builder, FLOATS, each, before) for each in known]
-            value = builder.add(values, builder.mul(token, step))
-            parts = [low_and_high(builder, _words(builder, value, part * CHUNK * HALF)) for part in range(chunks)]
-            numbers = list(chain(*parts))
-            weight = builder.add(weights, builder.mul(token, ir.Constant(INT64, WORD)))
-            added = []
-            for head, place in enumerate(steps(builder, weight, weights_step, heads)):
-                factor = for_all(builder, load(builder, place, ir.FloatType(), WORD), FLOATS)
-                own = held[head * 2 * chunks : (head + 1) * 2 * chunks]
-                added += [multiplied(builder, *each, factor) for each in zip(own, numbers, strict=True)]
-            following = builder.add(token, ir.Constant(INT64, 1))
-            for phi, next_one in zip([token, *held], [following, *added], strict=True):
-                phi.add_incoming(next_one, loop)
-            builder.cbranch(builder.icmp_signed("<", following, tokens), loop, after)
-            builder.position_at_end(after)
-            for found, place in zip(added, places, strict=True):
-                store(builder, found, place, WORD)
+
+            def weigh(token, held):
+                value = builder.add(values, builder.mul(token, step))
+                weight = builder.add(weights, builder.mul(token, ir.Constant(INT64, WORD)))
+                parts = [low_and_high(builder, _words(builder, value, part * CHUNK * HALF)) for part in range(chunks)]
+                numbers = list(chain(*parts))
+                own = [load(builder, place, FLOAT, WORD) for place in steps(builder, weight, weights_step, heads)]
+                factors = [factor for each in own for factor in [for_all(builder, each)] * len(numbers)]
+                return [multiplied(builder, *each) for each in zip(held, numbers * heads, factors, strict=True)]
+
+            found = looped(builder, tokens, [load(builder, place, FLOATS, WORD) for place in places], weigh)
+            for total, place in zip(found, places, strict=True):
+                store(builder, total, place, WORD)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), generate

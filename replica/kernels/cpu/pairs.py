@@ -9,7 +9,7 @@ from numba import carray, njit
 from .heads import CHUNK, MOST_SUMS, scores_of, sums_of
 from .scalars import FAST_MATH, Storage, pointer
 from .softmax import softmax_of_heads
-from .vectors import LANES, Dot
+from .vectors import HALF, LANES, WORD, Dot
 
 
 def fits(storage: Storage, key_dim: int, value_dim: int, page: int) -> bool:
@@ -29,29 +29,35 @@ def attend_of(storage: Storage, dot: Dot, key_dim: int, value_dim: int, group: i
     def attend(query, found, own, pages, shape, first, length, scale):
         keys, values, table = pages
         kv_heads, head, page, longest = shape
-        sums = carray(pointer(own + group * key_dim * 4), (group * value_dim,), np.float32)
-        scores = own + group * (key_dim + value_dim) * 4
+        sums = carray(pointer(own + group * key_dim * WORD), (group * value_dim,), np.float32)
+        scores = own + group * (key_dim + value_dim) * WORD
         blocks = carray(pointer(table), (longest,), np.int32)
-        step = kv_heads * key_dim * 2
+        step = kv_heads * key_dim * HALF
         # Whole vectors of tokens: those beside the ones that are seen lie in the same pages, and are not read again.
         begin = first - first % LANES
         for at in range(begin, length, LANES):
-            place = (np.int64(blocks[at // page]) * page + at % page) * step + head * key_dim * 2
+            place = (np.int64(blocks[at // page]) * page + at % page) * step + head * key_dim * HALF
             for one in range(group):
-                score(keys + place, step, query + one * key_dim * 2, scale, scores + (one * longest + at - begin) * 4)
-        softmax_of_heads(scores + (first - begin) * 4, group, length - first, longest)
+                score(
+                    keys + place,
+                    step,
+                    query + one * key_dim * HALF,
+                    scale,
+                    scores + (one * longest + at - begin) * WORD,
+                )
+        softmax_of_heads(scores + (first - begin) * WORD, group, length - first, longest)
         for i in range(group * value_dim):
             sums[i] = np.float32(0)
-        step, at = kv_heads * value_dim * 2, first
+        step, at = kv_heads * value_dim * HALF, first
         while at < length:
             tokens = min(page - at % page, length - at)
-            place = (np.int64(blocks[at // page]) * page + at % page) * step + head * value_dim * 2
+            place = (np.int64(blocks[at // page]) * page + at % page) * step + head * value_dim * HALF
             for one in range(0, group, heads_at_once):
-                weights = scores + (one * longest + at - begin) * 4
+                weights = scores + (one * longest + at - begin) * WORD
                 for chunk in range(0, chunks, chunks_at_once):
-                    target = own + (group * key_dim + one * value_dim + chunk * CHUNK) * 4
-                    read = values + place + chunk * CHUNK * 2
-                    add(read, step, tokens, weights, longest * 4, target, np.int64(value_dim * 4))
+                    target = own + (group * key_dim + one * value_dim + chunk * CHUNK) * WORD
+                    read = values + place + chunk * CHUNK * HALF
+                    add(read, step, tokens, weights, longest * WORD, target, np.int64(value_dim * WORD))
             at += tokens
         out = carray(pointer(found), (group * value_dim,), kind)
         for chunk in range(group * chunks):

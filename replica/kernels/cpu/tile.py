@@ -1,14 +1,13 @@
 """The innermost loop of a product in bfloat16, written as LLVM's instructions. Knows no tensors and no threads."""
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .vectors import FLOATS, HALF, INT32, INT64, LANES, WORD, WORDS, Dot, counted, for_all, load, rounded, steps, store
+from .vectors import FLOATS, HALF, INT32, INT64, LANES, WORD, WORDS, Dot, for_all, load, looped, rounded, steps, store
 
 #: Vectors of outputs side by side: with `ROWS` rows these are 16 sums, and no instruction waits for the one before it.
 VECTORS = 2
@@ -46,24 +45,17 @@ def tile(dot: Dot) -> Any:
 
 def _sums(builder: Any, dot: Dot, rows: Sequence[Any], weights: Any, pairs: Any) -> list[list[Any]]:
     """The loop over pairs: for each row its sums, a vector of them after the other."""
-    before, loop, after = builder.basic_block, builder.append_basic_block("pairs"), builder.append_basic_block("summed")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    pair = counted(builder, INT64, ir.Constant(INT64, 0), before)
+
+    def add(pair: Any, sums: Sequence[Any]) -> list[Any]:
+        read = [load(builder, _nth(builder, weights, pair, vector, OUTPUTS), WORDS, WORD) for vector in range(VECTORS)]
+        words = [load(builder, _nth(builder, row, pair, 0, 1), INT32, HALF) for row in rows]
+        numbers = [dot.factor(builder, for_all(builder, word)) for word in words]
+        by_row = [(number, weight) for number in numbers for weight in read]
+        return [dot.add(builder, each, weight, number) for each, (number, weight) in zip(sums, by_row, strict=True)]
+
     zero = ir.Constant(FLOATS, [0.0] * LANES)
-    sums = [[counted(builder, FLOATS, zero, before) for _ in range(VECTORS)] for _ in rows]
-    read = [load(builder, _nth(builder, weights, pair, v, OUTPUTS), WORDS, WORD) for v in range(VECTORS)]
-    added = []
-    for row, of_row in zip(rows, sums, strict=True):
-        word = load(builder, _nth(builder, row, pair, 0, 1), INT32, HALF)
-        number = dot.factor(builder, for_all(builder, word, WORDS))
-        added.append([dot.add(builder, each, weight, number) for each, weight in zip(of_row, read, strict=True)])
-    following = builder.add(pair, ir.Constant(INT64, 1))
-    for phi, value in [(pair, following), *zip(chain(*sums), chain(*added), strict=True)]:
-        phi.add_incoming(value, loop)
-    builder.cbranch(builder.icmp_signed("<", following, pairs), loop, after)
-    builder.position_at_end(after)
-    return added
+    sums = looped(builder, pairs, [zero] * (VECTORS * len(rows)), add)
+    return [sums[first : first + VECTORS] for first in range(0, len(sums), VECTORS)]
 
 
 def _write(builder: Any, sums: Sequence[Sequence[Any]], bias: Any, rows: Sequence[Any]) -> None:

@@ -4,7 +4,7 @@ Numba has no vectors and no bfloat16, and LLVM does not find the instruction for
 A word of 32 bits holds two numbers that follow each other, the first in its low half.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,8 @@ LANES = 16  #: Words of a vector register.
 WORD = 4  #: Bytes: of a pair of numbers, and of a float32.
 HALF = 2  #: Bytes of a bfloat16.
 
-INT16, INT32, INT64 = (ir.IntType(bits) for bits in (16, 32, 64))
-FLOATS, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), INT32, INT16))
+INT16, INT32, INT64, FLOAT = *(ir.IntType(bits) for bits in (16, 32, 64)), ir.FloatType()
+FLOATS, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (FLOAT, INT32, INT16))
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]  # which llvmlite has no stubs for
@@ -86,9 +86,9 @@ def dot() -> Dot:
     return NATIVE if multiplies_bfloat16() else WIDENED
 
 
-def for_all(builder: Any, value: Any, kind: Any) -> Any:
-    """A vector of this kind, with the value in each place."""
-    nothing = ir.Constant(kind, ir.Undefined)
+def for_all(builder: Any, value: Any) -> Any:
+    """A vector with the value in each place."""
+    nothing = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
     one = builder.insert_element(nothing, value, ir.Constant(INT32, 0))
     return builder.shuffle_vector(one, nothing, ir.Constant(WORDS, [0] * LANES))
 
@@ -101,11 +101,22 @@ def rounded(builder: Any, exact: Any) -> Any:
     return builder.trunc(builder.lshr(builder.add(words, builder.add(half, odd)), bits), HALVES)
 
 
-def counted(builder: Any, kind: Any, first: Any, before: Any) -> Any:
-    """A value of a loop, as it is before the first turn; the last block of a turn gives it the next."""
-    phi = builder.phi(kind)
-    phi.add_incoming(first, before)
-    return phi
+def looped(
+    builder: Any, turns: Any, held: Sequence[Any], turn: Callable[[Any, Sequence[Any]], Sequence[Any]]
+) -> list[Any]:
+    """What values are after so many turns, one at least: `turn` makes the next of the turn's number and the values."""
+    before, loop, after = builder.basic_block, *(builder.append_basic_block(name) for name in ("turn", "after"))
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    number, *values = phis = [builder.phi(each.type) for each in (turns, *held)]
+    following = builder.add(number, ir.Constant(INT64, 1))
+    made = list(turn(number, values))
+    for phi, first, then in zip(phis, (ir.Constant(INT64, 0), *held), (following, *made), strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(then, loop)
+    builder.cbranch(builder.icmp_signed("<", following, turns), loop, after)
+    builder.position_at_end(after)
+    return made
 
 
 def steps(builder: Any, start: Any, step: Any, count: int) -> list[Any]:

@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from homing.replica.kernels.cpu import decode as module
 from homing.replica.kernels.cpu.decode import decode
 from homing.replica.kernels.cpu.pairs import fits
 from homing.replica.kernels.cpu.scalars import storage_of
-from homing.replica.kernels.cpu.vectors import NATIVE, WIDENED, dot
 from homing.replica.models.base import AttentionRule
 
 from ..layouts import TOLERANCE, Shape, error, exact, paged
@@ -19,14 +17,6 @@ SHAPES = {
     "sixteen, head dim 128": Shape(heads=16, kv_heads=1, key_dim=128, value_dim=128, dtype=BFLOAT16),
     "seven, values shorter, page 64": Shape(heads=14, key_dim=96, value_dim=32, page=64, dtype=BFLOAT16),
 }
-
-
-@pytest.fixture(params=[pytest.param(NATIVE, id="native"), pytest.param(WIDENED, id="widened")])
-def instructions(request, monkeypatch):
-    """Those of this processor, and those of every other one."""
-    if request.param is NATIVE is not dot():
-        pytest.skip("this processor has no products of bfloat16")
-    monkeypatch.setattr(module, "dot", lambda: request.param)
 
 
 @pytest.mark.usefixtures("instructions")

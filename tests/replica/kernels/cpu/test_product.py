@@ -5,10 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from homing.replica.kernels.cpu import product as module
 from homing.replica.kernels.cpu.product import LARGE_PAGE_BYTES, in_large_pages, pack, product
 from homing.replica.kernels.cpu.tile import ROWS
-from homing.replica.kernels.cpu.vectors import NATIVE, WIDENED, dot
 
 #: Of sums that are rounded to bfloat16 once: half a unit in the last of its eight bits.
 ROUNDING = 2**-8
@@ -17,14 +15,6 @@ ROUNDING = 2**-8
 def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     y = x.double() @ weight.double().T
     return y if bias is None else y + bias.double()
-
-
-@pytest.fixture(params=[pytest.param(NATIVE, id="native"), pytest.param(WIDENED, id="widened")])
-def instructions(request, monkeypatch):
-    """Those of this processor, and those of every other one."""
-    if request.param is NATIVE is not dot():
-        pytest.skip("this processor has no products of bfloat16")
-    monkeypatch.setattr(module, "dot", lambda: request.param)
 
 
 @pytest.mark.usefixtures("instructions")
