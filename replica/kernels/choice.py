@@ -25,7 +25,7 @@ def compiled_problem() -> str | None:
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed: pip install numba"
     try:
-        from .cpu.team import openmp
+        from .cpu.openmp import openmp
 
         openmp()
     except (ImportError, OSError) as error:

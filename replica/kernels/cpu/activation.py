@@ -7,8 +7,9 @@ import torch
 from numba import carray
 
 from .compilation import kernel
+from .member import share
 from .scalars import LEAST, Storage, exponential, pointer, storage_of_all
-from .team import run, share_of, threads_for
+from .team import run, threads_for
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -16,21 +17,19 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     storage = storage_of_all(gate_up.dtype)
     tokens, features = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, features, dtype=gate_up.dtype)
-    arguments = np.array([gate_up.data_ptr(), out.data_ptr(), tokens, features, gate_up.stride(0)], dtype=np.int64)
-    run(_compiled(storage), arguments, threads_for(gate_up.nbytes))
+    run(_compiled(storage), (gate_up, out), (tokens, features, gate_up.stride(0)), threads_for(gate_up.nbytes))
     return out
 
 
 @functools.cache
 def _compiled(storage: Storage):
     kind, size, widen, narrow = storage.kind, storage.size, storage.widen, storage.narrow
-    share = share_of()
 
     @kernel
-    def silu_mul(data):
+    def silu_mul(data, number, threads):
         given = carray(data, (5,), np.int64)
         features = given[3]
-        first, stop = share(given[2])
+        first, stop = share(given[2], number, threads)
         for token in range(first, stop):
             row = given[0] + token * given[4] * size
             gates = carray(pointer(row), (features,), kind)

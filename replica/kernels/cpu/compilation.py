@@ -22,10 +22,15 @@ from numba.core.runtime import rtsys
 from numba.extending import _Intrinsic
 
 from .code_store import CodeStore, MachineCode, open_store
+from .openmp import team_functions
 from .scalars import FAST_MATH
-from .team import openmp_threads
 
 HERE = Path(__file__).parent
+
+#: What a kernel is called with: the address of its arguments, the thread's number, and how many threads share the work.
+CALLED = types.void(types.voidptr, types.int64, types.int64)
+#: And the entry of a team's threads.
+ENTRY = types.void(types.voidptr)
 
 
 class Kernel(Protocol):
@@ -33,7 +38,7 @@ class Kernel(Protocol):
 
     @property
     def address(self) -> int:
-        """What every thread of a team calls, with the address of the arguments."""
+        """What threads call."""
         ...
 
 
@@ -45,31 +50,31 @@ class KeptKernel:
     library: Any  #: numba's; the code lives as long
 
 
-def kernel(function: Callable[[Any], None]) -> Kernel:
-    """Make a kernel of it: it gets the address of its arguments, and every thread of a team calls it."""
-    return made(function, _store())
+def kernel(function: Callable[..., None], signature: Any = CALLED) -> Kernel:
+    """Make a kernel of it."""
+    return made(function, _store(), signature)
 
 
-def made(function: Callable[[Any], None], store: CodeStore | None) -> Kernel:
+def made(function: Callable[..., None], store: CodeStore | None, signature: Any = CALLED) -> Kernel:
     """From the store where that has it, else compiled, and kept there."""
-    openmp_threads()  # which kept code calls by name
-    words = f"{_fingerprint()} {described(function)}"
+    team_functions()  # which kept code calls by name
+    words = f"{_fingerprint()} {signature} {described(function)}"
     if store is None:
-        return compiled(function)
+        return compiled(function, signature)
     kept = store.get(words)
     if kept is None:
         with store.turn():
             kept = store.get(words)
             if kept is None:
-                found = compiled(function)
+                found = compiled(function, signature)
                 store.put(words, _code_of(found))
                 return found
     return _loaded(kept)
 
 
-def compiled(function: Callable[[Any], None]) -> Kernel:
+def compiled(function: Callable[..., None], signature: Any = CALLED) -> Kernel:
     """By numba."""
-    found: Kernel = cfunc(types.void(types.voidptr), fastmath=FAST_MATH, error_model="numpy")(function)
+    found: Kernel = cfunc(signature, fastmath=FAST_MATH, error_model="numpy")(function)
     return found
 
 

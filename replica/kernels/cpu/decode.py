@@ -16,7 +16,7 @@ from .compilation import kernel
 from .pairs import attend_of, fits
 from .scalars import FAST_MATH, Storage, pointer, storage_of_all
 from .softmax import softmax_of_heads
-from .team import openmp_threads, run, threads_for
+from .team import run, threads_for
 from .vectors import Dot, dot
 
 
@@ -31,10 +31,8 @@ def decode(q: torch.Tensor, rows: PagedRows, rule: AttentionRule, out: torch.Ten
     scratch = torch.empty(threads, group * (key_dim + longest + value_dim), dtype=torch.float32)
     tensors = q, rows.keys, rows.values, rows.tables, rows.seq_lens, out, scratch
     counts = len(q), kv_heads, page, longest, q.stride(0), out.stride(0), rows.tables.stride(0), rule.window or 0
-    arguments = np.array([*(each.data_ptr() for each in tensors), *counts, 0], dtype=np.int64)
-    arguments.view(np.float64)[15] = rule.scale
     pairs = dot() if fits(storage, key_dim, value_dim, page) else None
-    run(_compiled(storage, key_dim, value_dim, group, pairs), arguments, threads)
+    run(_compiled(storage, key_dim, value_dim, group, pairs), tensors, (*counts, float(rule.scale)), threads)
 
 
 @functools.cache
@@ -42,15 +40,13 @@ def _compiled(storage: Storage, key_dim: int, value_dim: int, group: int, pairs:
     size, kept = storage.size, group * (key_dim + value_dim)
     sizes = key_dim, value_dim, group
     attend = _attend(storage, *sizes) if pairs is None else attend_of(storage, pairs, *sizes)
-    number, count = openmp_threads()
 
     @kernel
-    def decode(data):
+    def decode(data, thread, threads):
         given = carray(data, (16,), np.int64)
         scale = np.float32(carray(data, (16,), np.float64)[15])
         rows, kv_heads, page, longest, window = given[7], given[8], given[9], given[10], given[14]
         lengths = carray(pointer(given[4]), (rows,), np.int32)
-        thread, threads = np.int64(number()), np.int64(count())
         own = given[6] + thread * (kept + group * longest) * 4
         whole, done = np.int64(0), np.int64(0)
         for row in range(rows):

@@ -8,8 +8,9 @@ import torch
 from numba import carray
 
 from .compilation import kernel
+from .member import share
 from .scalars import Storage, pointer, storage_of_all
-from .team import run, share_of, threads_for
+from .team import run, threads_for
 
 
 def add_rms_norm(
@@ -21,25 +22,23 @@ def add_rms_norm(
     added = x if delta is None else delta
     storage = storage_of_all(x.dtype, added.dtype, weight.dtype)
     summed = x if delta is None else torch.empty(tokens, features, dtype=x.dtype)
-    addresses = x.data_ptr(), added.data_ptr(), weight.data_ptr(), summed.data_ptr(), normed.data_ptr()
-    arguments = np.array([*addresses, tokens, features, x.stride(0), added.stride(0), 0], dtype=np.int64)
-    arguments.view(np.float64)[9] = epsilon
-    run(_compiled(storage, delta is not None), arguments, threads_for(normed.nbytes))
+    numbers = tokens, features, x.stride(0), added.stride(0), float(epsilon)
+    compiled = _compiled(storage, delta is not None)
+    run(compiled, (x, added, weight, summed, normed), numbers, threads_for(normed.nbytes))
     return summed, normed
 
 
 @functools.cache
 def _compiled(storage: Storage, adds: bool):
     kind, size, widen, narrow = storage.kind, storage.size, storage.widen, storage.narrow
-    share = share_of()
 
     @kernel
-    def add_rms_norm(data):
+    def add_rms_norm(data, number, threads):
         given = carray(data, (10,), np.int64)
         epsilon = np.float32(carray(data, (10,), np.float64)[9])
         tokens, features = given[5], given[6]
         weight = carray(pointer(given[2]), (features,), kind)
-        first, stop = share(tokens)
+        first, stop = share(tokens, number, threads)
         for token in range(first, stop):
             x = carray(pointer(given[0] + token * given[7] * size), (features,), kind)
             row = x

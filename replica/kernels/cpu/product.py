@@ -15,7 +15,8 @@ import torch
 from numba import carray
 
 from .compilation import kernel
-from .team import run, share_of, threads_for
+from .member import share
+from .team import run, threads_for
 from .tile import OUTPUTS, ROWS, tile
 from .vectors import HALF, WORD, Dot, dot
 
@@ -80,26 +81,25 @@ def product(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     assert x.dtype == torch.bfloat16, f"bfloat16 only, not {x.dtype}"
     x = x if x.stride(1) == 1 else x.contiguous()
     y = torch.empty(tokens, blocks * OUTPUTS, dtype=x.dtype)
-    tensors = x.data_ptr(), packed.weight.data_ptr(), packed.bias.data_ptr(), y.data_ptr()
-    arguments = np.array([*tensors, tokens, x.stride(0), pairs, blocks], dtype=np.int64)
-    run(compiled(dot()), arguments, threads_for(packed.weight.nbytes))
+    tensors, numbers = (x, packed.weight, packed.bias, y), (tokens, x.stride(0), pairs, blocks)
+    run(compiled(dot()), tensors, numbers, threads_for(packed.weight.nbytes))
     return y if packed.outputs == y.shape[1] else y[:, : packed.outputs].contiguous()
 
 
 @functools.cache
 def compiled(dot: Dot):
     """The kernel. A thread takes blocks of outputs, and all rows with one before the next: it stays in its cache."""
-    share, multiply = share_of(), tile(dot)
+    multiply = tile(dot)
 
     @kernel
-    def product(data):
+    def product(data, number, threads):
         given = carray(data, (8,), np.int64)
         tokens, pairs, blocks = given[4], given[6], given[7]
         x_step, y_step = given[5] * HALF, blocks * OUTPUTS * HALF
         parts = (tokens + ROWS - 1) // ROWS
-        first, stop = share(blocks * parts)
-        for number in range(first, stop):
-            block, row = number // parts, number % parts * ROWS
+        first, stop = share(blocks * parts, number, threads)
+        for item in range(first, stop):
+            block, row = item // parts, item % parts * ROWS
             weights = given[1] + block * pairs * OUTPUTS * WORD
             bias, y = given[2] + block * OUTPUTS * WORD, given[3] + row * y_step + block * OUTPUTS * HALF
             multiply(min(tokens - row, ROWS), given[0] + row * x_step, x_step, weights, pairs, bias, y, y_step)

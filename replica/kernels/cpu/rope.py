@@ -9,26 +9,26 @@ from numba import carray, njit
 
 from ...models.base import Rotary
 from .compilation import kernel
+from .member import share
 from .scalars import FAST_MATH, Storage, pointer, storage_of_all
-from .team import run, share_of, threads_for
+from .team import run, threads_for
 
 
 def rotate_and_store(
     qkv: torch.Tensor, rotary: Rotary, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
     """As `base.Kernels.rotate_and_store`."""
-    norms = (norm for norm in (rotary.q_norm, rotary.k_norm) if norm is not None)
+    norms = () if rotary.q_norm is None or rotary.k_norm is None else (rotary.q_norm, rotary.k_norm)
     storage = storage_of_all(*(each.dtype for each in (qkv, keys, values, *norms)))
     waves = storage_of_all(rotary.cos.dtype, rotary.sin.dtype)
     kv_heads, dim = keys.shape[2:]
     tokens, heads = len(qkv), qkv.shape[1] // dim - 2 * kv_heads
     queries = torch.empty(tokens, heads, dim, dtype=qkv.dtype)
-    q_norm, k_norm = (0 if norm is None else norm.data_ptr() for norm in (rotary.q_norm, rotary.k_norm))
-    addresses = (each.data_ptr() for each in (qkv, rotary.cos, rotary.sin, slots, keys, values, queries))
+    # Where a model has no norms, what stands in their places is not read.
+    tensors = qkv, rotary.cos, rotary.sin, slots, keys, values, queries, *(norms or (qkv, qkv))
     counts = tokens, heads, kv_heads, qkv.stride(0), rotary.cos.stride(0), rotary.sin.stride(0)
-    arguments = np.array([*addresses, q_norm, k_norm, *counts, 0], dtype=np.int64)
-    arguments.view(np.float64)[15] = rotary.epsilon
-    run(_compiled(storage, waves, dim, q_norm != 0), arguments, threads_for(qkv.nbytes))
+    compiled = _compiled(storage, waves, dim, bool(norms))
+    run(compiled, tensors, (*counts, float(rotary.epsilon)), threads_for(qkv.nbytes))
     return queries
 
 
@@ -36,16 +36,16 @@ def rotate_and_store(
 def _compiled(storage: Storage, waves: Storage, dim: int, norms: bool):
     kind, size = storage.kind, storage.size
     half, wave_kind, wave_size = dim // 2, waves.kind, waves.size
-    share, turn = share_of(), _turn(storage, waves, dim, norms)
+    turn = _turn(storage, waves, dim, norms)
 
     @kernel
-    def rotate_and_store(data):
+    def rotate_and_store(data, number, threads):
         given = carray(data, (16,), np.int64)
         epsilon = np.float32(carray(data, (16,), np.float64)[15])
         heads, kv_heads = given[10], given[11]
         slots = carray(pointer(given[3]), (given[9],), np.int64)
         q_norm, k_norm = carray(pointer(given[7]), (dim,), kind), carray(pointer(given[8]), (dim,), kind)
-        first, stop = share(given[9])
+        first, stop = share(given[9], number, threads)
         for token in range(first, stop):
             row = given[0] + token * given[12] * size
             cos = carray(pointer(given[1] + token * given[13] * wave_size), (half,), wave_kind)

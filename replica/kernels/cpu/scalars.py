@@ -52,6 +52,16 @@ def pointer(_, _address):
 
 
 @intrinsic
+def address_of(_, _pointer):
+    """And back."""
+
+    def generate(_context, builder, _signature, arguments):
+        return builder.ptrtoint(arguments[0], ir.IntType(64))
+
+    return types.int64(types.voidptr), generate
+
+
+@intrinsic
 def bits_of(_, _value):
     """The bits of a float32."""
 

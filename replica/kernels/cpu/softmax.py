@@ -10,8 +10,9 @@ import torch
 from numba import carray, njit
 
 from .compilation import kernel
+from .member import share
 from .scalars import FAST_MATH, Storage, exponential, greatest, pointer, same, storage_of_all
-from .team import openmp_threads, run, share_of, threads_for
+from .team import run, threads_for
 
 
 def causal_softmax(scores: torch.Tensor, count: int, window: int | None) -> torch.Tensor:
@@ -24,22 +25,20 @@ def causal_softmax(scores: torch.Tensor, count: int, window: int | None) -> torc
     threads = threads_for(scores.nbytes)
     scratch = torch.empty(threads, keys, dtype=torch.float32)
     rows = scores.numel() // keys if keys else 0
-    given = scores.data_ptr(), scratch.data_ptr(), rows, count, keys, window or keys
-    run(_compiled(storage), np.array(given, dtype=np.int64), threads)
+    run(_compiled(storage), (scores, scratch), (rows, count, keys, window or keys), threads)
     return scores
 
 
 @functools.cache
 def _compiled(storage: Storage):
     kind, size, widen, narrow = storage.kind, storage.size, storage.widen, storage.narrow
-    share, number = share_of(), openmp_threads()[0]
 
     @kernel
-    def causal_softmax(data):
+    def causal_softmax(data, number, threads):
         given = carray(data, (6,), np.int64)
         count, keys, window = given[3], given[4], given[5]
-        exact = given[1] + np.int64(number()) * keys * 4
-        first, stop = share(given[2])
+        exact = given[1] + number * keys * 4
+        first, stop = share(given[2], number, threads)
         for row in range(first, stop):
             end = keys - count + 1 + row % count
             begin = max(np.int64(0), end - window)

@@ -1,36 +1,39 @@
-"""Runs a compiled kernel on the threads that torch computes with: one team, or cores would be fought over.
+"""Runs compiled kernels on the threads that torch computes with: one team, or cores would be fought over.
 
 torch's OpenMP keeps a team of threads spinning between operations; a second pool beside it would find no core free. So
-kernels are handed to the same library, through the entry that compilers use for `#pragma omp parallel`.
+kernels are handed to the same library, through the entry that compilers use for `#pragma omp parallel`: a call alone,
+or many that the team makes one after the other without coming back to Python.
 """
 
 import ctypes
 import functools
-from pathlib import Path
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from llvmlite import binding as llvm
-from numba import njit, types
+
+from .compilation import Kernel
+from .member import member
+from .openmp import openmp
 
 #: Bytes that a thread should have to move, or waking it costs more than it saves. Not tuned.
 BYTES_PER_THREAD = 16384
 
-Arguments = npt.NDArray[np.int64]
+
+@dataclass(slots=True)
+class Calls:
+    """Calls that were made, to be made again on what their tensors hold then."""
+
+    made: list[bytes] = field(default_factory=list)  #: as `member` reads them
+    tensors: list[torch.Tensor] = field(default_factory=list)  #: whose addresses they hold
+    threads: int = 1  #: of the call with the most
 
 
-@functools.cache
-def openmp() -> ctypes.CDLL:
-    """The OpenMP library that torch uses. Raises OSError where it has another kind."""
-    whole = ctypes.CDLL(None)
-    if hasattr(whole, "GOMP_parallel"):  # one that was preloaded
-        return whole
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    if not hasattr(library, "GOMP_parallel"):
-        raise OSError("torch computes without GNU OpenMP")
-    return library
+_noted: ContextVar[Calls | None] = ContextVar("noted", default=None)
 
 
 @functools.cache
@@ -38,13 +41,7 @@ def _parallel() -> Any:
     entry = openmp().GOMP_parallel
     entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     entry.restype = None
-    return entry
-
-
-def _counter(name: str) -> Any:
-    address = ctypes.cast(getattr(openmp(), name), ctypes.c_void_p).value
-    llvm.add_symbol(name, address)
-    return types.ExternalFunction(name, types.int32())
+    return functools.partial(entry, member().address)
 
 
 def threads_for(work_bytes: int) -> int:
@@ -52,28 +49,46 @@ def threads_for(work_bytes: int) -> int:
     return max(1, min(torch.get_num_threads(), work_bytes // BYTES_PER_THREAD))
 
 
-def run(kernel: Any, arguments: Arguments, threads: int) -> None:
-    """Call it in so many threads of the calling thread's team, and wait for all."""
-    _parallel()(kernel.address, arguments.ctypes.data, threads, 0)
+def run(kernel: Kernel, tensors: Sequence[torch.Tensor], numbers: Sequence[int | float], threads: int) -> None:
+    """Call it in so many threads of the calling thread's team, and wait for all.
 
-
-@functools.cache
-def openmp_threads() -> tuple[Any, Any]:
-    """What compiled code calls for the number of its thread in the team, and for that of all.
-
-    By name: code that is kept for another process must hold no address of this one.
+    Its arguments are 8 bytes each: the tensors' addresses, then the numbers as int64 or float64.
     """
-    return _counter("omp_get_thread_num"), _counter("omp_get_num_threads")
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    head = kernel.address, threads, len(addresses) + len(numbers)
+    made = struct.pack(_format(len(addresses), *map(type, numbers)), *head, *addresses, *numbers)
+    noted = _noted.get()
+    if noted is not None:
+        noted.made.append(made)
+        noted.tensors += tensors
+        noted.threads = max(noted.threads, threads)
+    _parallel()(_ONE_CALL + made, threads, 0)
 
 
 @functools.cache
-def share_of() -> Any:
-    """The compiled function (count) -> (first, stop): what of `count` equal parts the calling thread does."""
-    number, threads = openmp_threads()
+def _format(addresses: int, *kinds: type) -> str:
+    return f"{3 + addresses}q" + "".join("d" if kind is float else "q" for kind in kinds)
 
-    @njit(error_model="numpy")
-    def share(count):
-        own, all_of_them = np.int64(number()), np.int64(threads())
-        return count * own // all_of_them, count * (own + 1) // all_of_them
 
-    return share
+_ONE_CALL = struct.pack("q", 1)
+
+
+@contextmanager
+def noting() -> Iterator[Calls]:
+    """Notes all calls that this thread makes meanwhile, beside making them."""
+    calls = Calls()
+    token = _noted.set(calls)
+    try:
+        yield calls
+    finally:
+        _noted.reset(token)
+
+
+def run_again(made: bytes, threads: int) -> None:
+    """Make many calls, each in its own number of threads, at most these."""
+    _parallel()(made, threads, 0)
+
+
+def joined(calls: Calls) -> bytes:
+    """The calls as `run_again` takes them."""
+    return struct.pack("q", len(calls.made)) + b"".join(calls.made)

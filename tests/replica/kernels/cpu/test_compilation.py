@@ -2,7 +2,6 @@
 
 import threading
 
-import numpy as np
 import pytest
 import torch
 from numba import njit
@@ -23,8 +22,7 @@ BFLOAT16, FLOAT32 = storage_of(torch.bfloat16), storage_of(torch.float32)
 def silu_of(kernel, gate_up):
     """What a kernel for activations answers, by two threads."""
     out = torch.empty(len(gate_up), gate_up.shape[1] // 2, dtype=gate_up.dtype)
-    given = gate_up.data_ptr(), out.data_ptr(), len(gate_up), out.shape[1], gate_up.stride(0)
-    run(kernel, np.array(given, dtype=np.int64), 2)
+    run(kernel, (gate_up, out), (len(gate_up), out.shape[1], gate_up.stride(0)), 2)
     return out
 
 
