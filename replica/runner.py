@@ -2,6 +2,7 @@
 
 from dataclasses import astuple
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,6 +11,7 @@ from .attention.base import AttentionBackend, Batch, KvPool, attend_of
 from .attention.choice import choose_attention
 from .config import ReplicaSettings
 from .errors import StartupError
+from .kernels.choice import compiled_problem
 from .memory import DeviceMemory, memory_of
 from .models import resolve
 from .models.base import Model
@@ -18,6 +20,9 @@ from .models.spec import ModelSpec
 from .plan import StepPlan, lay_out
 from .ranks import RankGroup
 from .threads import ThreadChoice, ThreadKeeper, read_cpu_times, usable_cores
+
+if TYPE_CHECKING:
+    from .programs import DecodePrograms, Forward
 
 
 def resolve_device(settings: ReplicaSettings) -> torch.device:
@@ -36,6 +41,15 @@ def thread_keeper(settings: ReplicaSettings, cores: int | None = None) -> Thread
         return ThreadKeeper(fixed, torch.set_num_threads, lambda: None)
     most = max(1, cores // settings.tensor_parallel_size)
     return ThreadKeeper(ThreadChoice(cores, most), torch.set_num_threads, read_cpu_times)
+
+
+def programs_for(device: torch.device, group: RankGroup | None, forward: "Forward") -> "DecodePrograms | None":
+    """Where kernels are compiled; ranks speak with each other between them, which no program holds."""
+    if device.type != "cpu" or group is not None or compiled_problem() is not None:
+        return None
+    from .programs import DecodePrograms  # needs numba
+
+    return DecodePrograms(forward)
 
 
 class ModelRunner:
@@ -64,6 +78,7 @@ class ModelRunner:
         self._model: Model = loaded
         self._pool: KvPool | None = None
         self._attention: AttentionBackend | None = None
+        self._programs: DecodePrograms | None = None
         self.spec = self._model.spec
 
     @torch.inference_mode()
@@ -92,11 +107,12 @@ class ModelRunner:
 
     def _release(self) -> None:
         """Drop what `_allocate` made."""
-        self._pool, self._attention = None, None
+        self._pool, self._attention, self._programs = None, None, None
 
     def _allocate(self, num_blocks: int) -> None:
         self._pool = KvPool(self.spec, num_blocks, self.block_size, DTYPES[self.spec.dtype], self.device)
         self._attention = choose_attention(self._pool, self.device, self._attention_backend)
+        self._programs = programs_for(self.device, self._group, self._whole_logits)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> torch.Tensor | None:
@@ -105,10 +121,21 @@ class ModelRunner:
         The tensor is the caller's to change. All ranks must be called with the same plan.
         """
         assert self._pool is not None, "forward before allocate_kv"
+        ragged = lay_out(plan, self.block_size)
+        logits = self._programs.run(ragged) if self._programs else None
+        if logits is None:
+            batch = Batch.on_device(ragged, self.device)
+            if plan.copies:
+                self._pool.copy(*batch.copied_slots)
+            logits = self._logits(batch)
+        return None if logits is None else logits.to(torch.float32, copy=True)
+
+    def _whole_logits(self, batch: Batch) -> torch.Tensor:
+        logits = self._logits(batch)
+        assert logits is not None, "the only rank has the logits"
+        return logits
+
+    def _logits(self, batch: Batch) -> torch.Tensor | None:
         assert self._attention is not None, "forward before allocate_kv"
-        batch = Batch.on_device(lay_out(plan, self.block_size), self.device)
-        if plan.copies:
-            self._pool.copy(*batch.copied_slots)
         self._attention.begin(batch)
-        logits = self._model.forward(batch.token_ids, batch.positions, attend_of(self._attention), batch.logits_at)
-        return None if logits is None else logits.float()
+        return self._model.forward(batch.token_ids, batch.positions, attend_of(self._attention), batch.logits_at)

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, Self
 
+import numpy as np
 import torch
 
 from ..models.base import Attend, AttentionRule, QkvAttend
@@ -21,6 +22,7 @@ class Batch:
     slots: torch.Tensor  #: [T] int64
     q_lens: list[int]
     kv_lens: list[int]
+    seq_lens: torch.Tensor  #: [N] int32, `kv_lens` on the device
     block_tables: torch.Tensor  #: [N, longest] int32
     logits_at: torch.Tensor  #: [L] int64
     copied_slots: torch.Tensor  #: [2, C] int64
@@ -34,6 +36,7 @@ class Batch:
             slots=to_device(ragged.slots, device),
             q_lens=ragged.q_lens,
             kv_lens=ragged.kv_lens,
+            seq_lens=to_device(np.asarray(ragged.kv_lens, dtype=np.int32), device),
             block_tables=to_device(ragged.block_tables, device),
             logits_at=to_device(ragged.logits_at, device),
             copied_slots=to_device(ragged.copied_slots, device),

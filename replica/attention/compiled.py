@@ -24,14 +24,12 @@ class CompiledAttention(ScratchAttention):
         super().__init__(pool)
         self._kernels = kernels
         self._decodes = 0  #: leading rows of one token; a lone token behind them is a short prefill
-        self._seq_lens = torch.empty(0, dtype=torch.int32)
         self._prefills: dict[int | None, list[PrefillItem]] = {}
 
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
         self._prefills.clear()
         self._decodes = next((row for row, count in enumerate(batch.q_lens) if count > 1), len(batch.q_lens))
-        self._seq_lens = torch.tensor(batch.kv_lens[: self._decodes], dtype=torch.int32)
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
@@ -49,7 +47,7 @@ class CompiledAttention(ScratchAttention):
         count, keys, values = self._decodes, self._pool.keys[layer], self._pool.values[layer]
         out = q.new_empty(q.shape[0], q.shape[1], values.shape[3])
         if count:
-            rows = PagedRows(keys, values, self._began.block_tables[:count], self._seq_lens)
+            rows = PagedRows(keys, values, self._began.block_tables[:count], self._began.seq_lens[:count])
             self._kernels.decode(q[:count], rows, None, rule, out[:count])
         for item in self._prefills_for(rule.window):
             self._prefill(layer, item, q, rule, out)
@@ -62,6 +60,8 @@ class CompiledAttention(ScratchAttention):
 
     def _prefills_for(self, window: int | None) -> list[PrefillItem]:
         items = self._prefills.get(window)
+        if self._decodes == len(self._began.q_lens):
+            return []
         if items is None:
             items = split_prefills(self._began, self._pool.block_size, window, self._decodes)
             self._prefills[window] = items

@@ -45,8 +45,7 @@ def step_of_batch(batch: Batch) -> PagedStep:
     decodes = next((row for row, count in enumerate(batch.q_lens) if count > 1), len(batch.q_lens))
     rest = batch.q_lens[decodes:]
     first = to_device(np.asarray([0, *accumulate(rest)], dtype=np.int32), device) if rest else None
-    seq_lens = to_device(np.asarray(batch.kv_lens, dtype=np.int32), device)
-    return PagedStep(batch.slots, batch.block_tables, seq_lens, decodes, first, rest, batch.kv_lens[decodes:])
+    return PagedStep(batch.slots, batch.block_tables, batch.seq_lens, decodes, first, rest, batch.kv_lens[decodes:])
 
 
 class PagedAttention:

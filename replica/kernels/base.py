@@ -43,6 +43,16 @@ class Kernels(Protocol):
 
     name: ClassVar[str]
 
+    def take(self, table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """The rows of `table` [N, F] at `places` [T] int64, each of which is below N: [T, F]."""
+        ...
+
+    def waves(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of positions [T] int64 times frequencies [D / 2] float32, in float32 and rounded to `dtype`."""
+        ...
+
     def plan_decode(self, seq_lens: torch.Tensor, kv_heads: int, window: int | None) -> Any:
         """Work shared by the `decode` calls of a step's layers that have the same KV heads and window."""
         ...

@@ -12,7 +12,9 @@ from .cpu.activation import silu_mul
 from .cpu.decode import decode
 from .cpu.norm import add_rms_norm
 from .cpu.rope import rotate_and_store
+from .cpu.rows import take
 from .cpu.scalars import storage_of
+from .cpu.waves import waves
 from .fallback import TorchKernels
 
 
@@ -23,6 +25,15 @@ class CompiledKernels:
 
     def __init__(self) -> None:
         self._torch = TorchKernels()
+
+    def take(self, table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        return self._torch.take(table, places) if storage_of(table.dtype) is None else take(table, places)
+
+    def waves(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        kernels = self._torch if storage_of(dtype) is None else None
+        return kernels.waves(positions, frequencies, dtype) if kernels else waves(positions, frequencies, dtype)
 
     def plan_decode(self, seq_lens: torch.Tensor, kv_heads: int, window: int | None) -> Any:  # noqa: ARG002
         return None

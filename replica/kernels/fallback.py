@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from ..attention.reference import weighed
 from ..messages import SamplingParams
@@ -21,6 +22,15 @@ class TorchKernels:
     """See `base.Kernels`."""
 
     name: ClassVar[str] = "torch"
+
+    def take(self, table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        return F.embedding(places, table)
+
+    def waves(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = positions[:, None].float() * frequencies
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def plan_decode(self, seq_lens: torch.Tensor, kv_heads: int, window: int | None) -> Any:  # noqa: ARG002
         return None

@@ -27,6 +27,14 @@ class TritonKernels:
         self._torch = TorchKernels()
         self._told = False
 
+    def take(self, table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        return self._torch.take(table, places)
+
+    def waves(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._torch.waves(positions, frequencies, dtype)
+
     def plan_decode(self, seq_lens: torch.Tensor, kv_heads: int, window: int | None) -> DecodePlan:
         return plan_decode(seq_lens, kv_heads, window)
 

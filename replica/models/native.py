@@ -211,9 +211,8 @@ class NativeModel:
         self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_at: torch.Tensor
     ) -> torch.Tensor | None:
         """As `models.base.Model.forward`."""
-        x, delta = F.embedding(ids, self._embedding), None
-        angles = positions[:, None].float() * self._frequencies
-        cos, sin = (wave.to(x.dtype) for wave in (angles.cos(), angles.sin()))
+        x, delta = self._kernels.take(self._embedding, ids), None
+        cos, sin = self._kernels.waves(positions, self._frequencies, x.dtype)
         fused = attend if isinstance(attend, QkvAttend) else None
         for index, layer in enumerate(self._layers):
             x, normed = self._kernels.add_rms_norm(x, delta, layer.input_norm, self._epsilon)
@@ -228,7 +227,8 @@ class NativeModel:
             x, normed = self._kernels.add_rms_norm(x, delta, layer.mlp_norm, self._epsilon)
             delta = self._summed(layer.feedforward(normed, self._kernels))
         assert delta is not None, "a model without layers"
-        _, normed = self._kernels.add_rms_norm(x[logits_at], delta[logits_at], self._norm, self._epsilon)
+        x, delta = (self._kernels.take(each, logits_at) for each in (x, delta))
+        _, normed = self._kernels.add_rms_norm(x, delta, self._norm, self._epsilon)
         return self._logits(normed)
 
     def _split(

@@ -8,32 +8,25 @@ or many that the team makes one after the other without coming back to Python.
 import ctypes
 import functools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .compilation import Kernel
-from .member import member
+from .member import HEAD, member
 from .openmp import openmp
 
 #: Bytes that a thread should have to move, or waking it costs more than it saves. Not tuned.
 BYTES_PER_THREAD = 16384
 
 
-@dataclass(slots=True)
-class Calls:
-    """Calls that were made, to be made again on what their tensors hold then."""
+#: Told of each call: its words, the tensors whose addresses they hold, and its threads.
+Note = Callable[[bytes, Sequence[torch.Tensor], int], None]
 
-    made: list[bytes] = field(default_factory=list)  #: as `member` reads them
-    tensors: list[torch.Tensor] = field(default_factory=list)  #: whose addresses they hold
-    threads: int = 1  #: of the call with the most
-
-
-_noted: ContextVar[Calls | None] = ContextVar("noted", default=None)
+_note: ContextVar[Note | None] = ContextVar("note", default=None)
 
 
 @functools.cache
@@ -56,39 +49,36 @@ def run(kernel: Kernel, tensors: Sequence[torch.Tensor], numbers: Sequence[int |
     """
     addresses = [tensor.data_ptr() for tensor in tensors]
     head = kernel.address, threads, len(addresses) + len(numbers)
-    made = struct.pack(_format(len(addresses), *map(type, numbers)), *head, *addresses, *numbers)
-    noted = _noted.get()
-    if noted is not None:
-        noted.made.append(made)
-        noted.tensors += tensors
-        noted.threads = max(noted.threads, threads)
-    _parallel()(_ONE_CALL + made, threads, 0)
+    call = struct.pack(_format(len(addresses), *map(type, numbers)), *head, *addresses, *numbers)
+    note = _note.get()
+    if note is not None:
+        note(call, tensors, threads)
+    run_all(_ONE + call, threads)
+
+
+def run_all(calls: bytes, threads: int) -> None:
+    """Make the calls of `joined`, each in its own number of threads, of which these are the most."""
+    _parallel()(calls, threads, 0)
+
+
+def joined(calls: Sequence[bytes]) -> bytes:
+    """Calls as `run_all` takes them."""
+    return struct.pack("q", len(calls)) + b"".join(calls)
+
+
+@contextmanager
+def noting(note: Note) -> Iterator[None]:
+    """Tell of all calls that this thread makes meanwhile."""
+    token = _note.set(note)
+    try:
+        yield
+    finally:
+        _note.reset(token)
 
 
 @functools.cache
 def _format(addresses: int, *kinds: type) -> str:
-    return f"{3 + addresses}q" + "".join("d" if kind is float else "q" for kind in kinds)
+    return f"{HEAD + addresses}q" + "".join("d" if kind is float else "q" for kind in kinds)
 
 
-_ONE_CALL = struct.pack("q", 1)
-
-
-@contextmanager
-def noting() -> Iterator[Calls]:
-    """Notes all calls that this thread makes meanwhile, beside making them."""
-    calls = Calls()
-    token = _noted.set(calls)
-    try:
-        yield calls
-    finally:
-        _noted.reset(token)
-
-
-def run_again(made: bytes, threads: int) -> None:
-    """Make many calls, each in its own number of threads, at most these."""
-    _parallel()(made, threads, 0)
-
-
-def joined(calls: Calls) -> bytes:
-    """The calls as `run_again` takes them."""
-    return struct.pack("q", len(calls.made)) + b"".join(calls.made)
+_ONE = struct.pack("q", 1)
