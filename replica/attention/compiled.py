@@ -1,7 +1,6 @@
-"""Paged attention on CPU with compiled kernels: rotation and store in one, decoding rows over pages where they lie.
+"""Paged attention on CPU with compiled kernels: rotation and store in one, all rows over pages where they lie.
 
-Rows of several tokens stay with `ScratchAttention`: oneDNN's products of bfloat16 are faster than any loop. So do
-softcap and sinks.
+Softcap, sinks and dtypes that no kernel is compiled for stay with `ScratchAttention`.
 """
 
 from typing import ClassVar
@@ -9,10 +8,11 @@ from typing import ClassVar
 import torch
 
 from ..kernels.base import Kernels, PagedRows
-from ..kernels.cpu.softmax import causal_softmax
+from ..kernels.cpu.prefill import fits
 from ..models.base import AttentionRule, Rotary
 from .base import Batch, KvPool
-from .cpu import PrefillItem, ScratchAttention, Tile, split_prefills
+from .cpu import ScratchAttention
+from .paged import PagedStep, step_of_batch
 
 
 class CompiledAttention(ScratchAttention):
@@ -23,13 +23,11 @@ class CompiledAttention(ScratchAttention):
     def __init__(self, pool: KvPool, kernels: Kernels) -> None:
         super().__init__(pool)
         self._kernels = kernels
-        self._decodes = 0  #: leading rows of one token; a lone token behind them is a short prefill
-        self._prefills: dict[int | None, list[PrefillItem]] = {}
+        self._step: PagedStep | None = None
 
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
-        self._prefills.clear()
-        self._decodes = next((row for row, count in enumerate(batch.q_lens) if count > 1), len(batch.q_lens))
+        self._step = step_of_batch(batch)
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
@@ -42,27 +40,16 @@ class CompiledAttention(ScratchAttention):
         return self._read(layer, self._kernels.rotate_and_store(qkv, rotary, slots, *pages), rule)
 
     def _read(self, layer: int, q: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
-        if rule.softcap is not None or rule.sinks is not None:
+        if not fits(q, rule):
             return super()._read(layer, q, rule)
-        count, keys, values = self._decodes, self._pool.keys[layer], self._pool.values[layer]
+        step = self._step
+        assert step is not None, "attend before begin"
+        split, keys, values = step.decodes, self._pool.keys[layer], self._pool.values[layer]
         out = q.new_empty(q.shape[0], q.shape[1], values.shape[3])
-        if count:
-            rows = PagedRows(keys, values, self._began.block_tables[:count], self._began.seq_lens[:count])
-            self._kernels.decode(q[:count], rows, None, rule, out[:count])
-        for item in self._prefills_for(rule.window):
-            self._prefill(layer, item, q, rule, out)
+        if split:
+            rows = PagedRows(keys, values, step.tables[:split], step.seq_lens[:split])
+            self._kernels.decode(q[:split], rows, None, rule, out[:split])
+        if step.first_queries is not None:
+            rows = PagedRows(keys, values, step.tables[split:], step.seq_lens[split:])
+            self._kernels.prefill(q[split:], rows, step.first_queries, rule, out[split:])
         return out
-
-    def _weighed(self, scores: torch.Tensor, tile: Tile, rule: AttentionRule) -> torch.Tensor:
-        if rule.softcap is not None or rule.sinks is not None:
-            return super()._weighed(scores, tile, rule)
-        return causal_softmax(scores, tile.stop - tile.first, rule.window)
-
-    def _prefills_for(self, window: int | None) -> list[PrefillItem]:
-        items = self._prefills.get(window)
-        if self._decodes == len(self._began.q_lens):
-            return []
-        if items is None:
-            items = split_prefills(self._began, self._pool.block_size, window, self._decodes)
-            self._prefills[window] = items
-        return items

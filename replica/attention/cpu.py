@@ -1,10 +1,11 @@
 """Paged attention on CPU with stock torch: pages are gathered into reused buffers, then matrix products and a softmax.
 
-Measured on an AMD EPYC core in bfloat16, 12 query heads on 4 KV heads of 64, CPU time: a prefill of 2,048 tokens takes
-65 ms a layer and 115 with `scaled_dot_product_attention`, 64 tokens after 1,024 cached ones 2.0 and 3.7 ms. Decoding
-rows have too few queries for one KV head to fill a product, so several KV heads go into one: queries stand in blocks
-along a diagonal, zeros beside them (16 rows of 320: 0.7 ms and 1.4). Fresh gathers of tens of megabytes fault pages in
-and cost 2 to 6 times more than a reused buffer.
+For what compiled.py has no kernels for, and where none can be compiled. Measured on an AMD EPYC core in bfloat16, 12
+query heads on 4 KV heads of 64, CPU time: a prefill of 2,048 tokens takes 65 ms a layer and 115 with
+`scaled_dot_product_attention`, 64 tokens after 1,024 cached ones 2.0 and 3.7 ms. Decoding rows have too few queries for
+one KV head to fill a product, so several KV heads go into one: queries stand in blocks along a diagonal, zeros beside
+them (16 rows of 320: 0.7 ms and 1.4). Fresh gathers of tens of megabytes fault pages in and cost 2 to 6 times more than
+a reused buffer.
 
 Decoding rows whose block tables begin alike (a shared prompt) read that part once for all of them.
 """
@@ -84,11 +85,6 @@ class _Row:
     first_page: int
     pages: int
     sees_all: bool  #: no key is hidden by a window
-
-
-def split_prefills(batch: Batch, block_size: int, window: int | None, first: int) -> list[PrefillItem]:
-    """The rows from number `first` on, each as a prefill."""
-    return [_prefill_item(row, batch, block_size, window) for row in _rows(batch, block_size, window)[first:]]
 
 
 def split_work(batch: Batch, block_size: int, group_pages: int, window: int | None) -> Work:
@@ -243,14 +239,10 @@ class ScratchAttention:
             scores = self._buffer("scores", (kv_heads, queries.shape[1] * count, seen.stop - seen.start), q)
             torch.bmm(queries.flatten(1, 2), keys[:, :, seen], out=scores)
             by_query = scores.view(kv_heads, -1, count, scores.shape[2])
-            weights = self._weighed(by_query, tile, rule)
+            _hide(by_query, tile.hidden, rule.softcap)
+            weights = _weights(by_query, None if rule.sinks is None else rule.sinks.view(kv_heads, -1, 1, 1))
             found = weighed(weights.flatten(1, 2), values[:, seen])
             answers[tile.first : tile.stop] = found.view(kv_heads, -1, count, v.shape[2]).permute(2, 0, 1, 3)
-
-    def _weighed(self, scores: torch.Tensor, tile: Tile, rule: AttentionRule) -> torch.Tensor:
-        """What each key weighs for each query, from scores [kv heads, group, queries, keys], which may be reused."""
-        _hide(scores, tile.hidden, rule.softcap)
-        return _weights(scores, None if rule.sinks is None else rule.sinks.view(len(scores), -1, 1, 1))
 
     def _decode(self, layer: int, item: DecodeItem, q: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
         """One query of each row: [rows, heads, dim]; some KV heads at a time."""

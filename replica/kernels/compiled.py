@@ -1,5 +1,5 @@
-"""All kernels compiled for the CPU behind `base.Kernels`. What has none (prefill, sampling, softcap and sinks, dtypes
-other than float32 and bfloat16) goes to plain torch.
+"""All kernels compiled for the CPU behind `base.Kernels`. What has none (sampling, softcap and sinks, dtypes other
+than float32 and bfloat16) goes to plain torch.
 """
 
 from typing import Any, ClassVar
@@ -11,6 +11,7 @@ from .base import PagedRows, SamplingInputs
 from .cpu.activation import silu_mul
 from .cpu.decode import decode
 from .cpu.norm import add_rms_norm
+from .cpu.prefill import fits, prefill
 from .cpu.rope import rotate_and_store
 from .cpu.rows import take
 from .cpu.scalars import storage_of
@@ -47,7 +48,10 @@ class CompiledKernels:
     def prefill(
         self, q: torch.Tensor, rows: PagedRows, first_queries: torch.Tensor, rule: AttentionRule, out: torch.Tensor
     ) -> None:
-        self._torch.prefill(q, rows, first_queries, rule, out)
+        if fits(q, rule):
+            prefill(q, rows, first_queries, rule, out)
+        else:
+            self._torch.prefill(q, rows, first_queries, rule, out)
 
     def add_rms_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float

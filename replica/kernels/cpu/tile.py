@@ -44,18 +44,38 @@ def tile(dot: Dot) -> Any:
 
 
 def _sums(builder: Any, dot: Dot, rows: Sequence[Any], weights: Any, pairs: Any) -> list[list[Any]]:
-    """The loop over pairs: for each row its sums, a vector of them after the other."""
-
-    def add(pair: Any, sums: Sequence[Any]) -> list[Any]:
-        read = [load(builder, _nth(builder, weights, pair, vector, OUTPUTS), WORDS, WORD) for vector in range(VECTORS)]
-        words = [load(builder, _nth(builder, row, pair, 0, 1), INT32, HALF) for row in rows]
-        numbers = [dot.factor(builder, for_all(builder, word)) for word in words]
-        by_row = [(number, weight) for number in numbers for weight in read]
-        return [dot.add(builder, each, weight, number) for each, (number, weight) in zip(sums, by_row, strict=True)]
-
+    """For each row its sums, a vector of them after the other."""
     zero = ir.Constant(FLOATS, [0.0] * LANES)
-    sums = looped(builder, pairs, [zero] * (VECTORS * len(rows)), add)
+    sums = products(builder, dot, rows, 1, weights, OUTPUTS, pairs, [zero] * (VECTORS * len(rows)))
     return [sums[first : first + VECTORS] for first in range(0, len(sums), VECTORS)]
+
+
+def products(
+    builder: Any,
+    dot: Dot,
+    rows: Sequence[Any],
+    row_step: int,
+    weights: Any,
+    weights_step: int,
+    count: Any,
+    held: Sequence[Any],
+) -> list[Any]:
+    """The loop over `count` words of each row, `row_step` words apart: adds to the sums, `VECTORS` of each row.
+
+    At `weights` lie, for each word, those of all outputs; from one to the next it is `weights_step` words.
+    """
+
+    def add(number: Any, sums: Sequence[Any]) -> list[Any]:
+        read = [
+            load(builder, _nth(builder, weights, number, vector, weights_step), WORDS, HALF)
+            for vector in range(VECTORS)
+        ]
+        words = [load(builder, _nth(builder, row, number, 0, row_step), INT32, HALF) for row in rows]
+        factors = [dot.factor(builder, for_all(builder, word)) for word in words]
+        by_row = [(factor, weight) for factor in factors for weight in read]
+        return [dot.add(builder, each, weight, factor) for each, (factor, weight) in zip(sums, by_row, strict=True)]
+
+    return looped(builder, count, held, add)
 
 
 def _write(builder: Any, sums: Sequence[Sequence[Any]], bias: Any, rows: Sequence[Any]) -> None:

@@ -81,6 +81,18 @@ def _add_wide(builder: Any, sums: Any, words: Any, factor: Any) -> Any:
 WIDENED = Dot(low_and_high, _add_wide)
 
 
+def _as_floats(builder: Any, words: Any) -> Any:
+    return builder.bitcast(words, FLOATS)
+
+
+def _add_floats(builder: Any, sums: Any, words: Any, factor: Any) -> Any:
+    return multiplied(builder, sums, builder.bitcast(words, FLOATS), factor)
+
+
+#: Of words that are a float32.
+SINGLE = Dot(_as_floats, _add_floats)
+
+
 def dot() -> Dot:
     """The one for this processor."""
     return NATIVE if multiplies_bfloat16() else WIDENED
@@ -91,6 +103,11 @@ def for_all(builder: Any, value: Any) -> Any:
     nothing = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
     one = builder.insert_element(nothing, value, ir.Constant(INT32, 0))
     return builder.shuffle_vector(one, nothing, ir.Constant(WORDS, [0] * LANES))
+
+
+def constant(value: float) -> Any:
+    """The value in each place."""
+    return ir.Constant(FLOATS, [value] * LANES)
 
 
 def rounded(builder: Any, exact: Any) -> Any:
@@ -122,6 +139,11 @@ def looped(
 def steps(builder: Any, start: Any, step: Any, count: int) -> list[Any]:
     """Addresses that follow each other at equal distances."""
     return [builder.add(start, builder.mul(step, ir.Constant(INT64, number))) for number in range(count)]
+
+
+def beyond(builder: Any, start: Any, words: int) -> Any:
+    """The address of so many words after one."""
+    return builder.add(start, ir.Constant(INT64, words * WORD))
 
 
 def load(builder: Any, address: Any, kind: Any, alignment: int) -> Any:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from homing.replica.kernels.cpu import decode, product
+from homing.replica.kernels.cpu import decode, prefill, product
 from homing.replica.kernels.cpu.vectors import NATIVE, WIDENED, dot
 
 
@@ -11,5 +11,5 @@ def instructions(request, monkeypatch):
     """Those of this processor, and those of every other one."""
     if request.param is NATIVE is not dot():
         pytest.skip("this processor has no products of bfloat16")
-    for module in (decode, product):
+    for module in (decode, prefill, product):
         monkeypatch.setattr(module, "dot", lambda: request.param)
