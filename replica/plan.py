@@ -128,9 +128,7 @@ def lay_out(plan: StepPlan, block_size: int) -> RaggedBatch:
     starts = np.asarray(plan.starts, dtype=np.int64)
     kv_lens = starts + q_lens
     tables = _padded_tables(plan.block_tables, [int(-(-length // block_size)) for length in kv_lens])
-    row_of = np.repeat(np.arange(len(q_lens)), q_lens)
-    first = np.repeat(np.cumsum(q_lens) - q_lens, q_lens)
-    positions = np.arange(len(row_of)) - first + starts[row_of]
+    row_of, positions = _tokens(q_lens, starts)
     blocks = tables[row_of, positions // block_size].astype(np.int64)
     return RaggedBatch(
         token_ids=np.frombuffer(plan.token_ids, dtype="<u4").astype(np.int64),
@@ -142,6 +140,15 @@ def lay_out(plan: StepPlan, block_size: int) -> RaggedBatch:
         logits_at=np.asarray(plan.logits_at, dtype=np.int64),
         copied_slots=_copied_slots(plan.copies, block_size),
     )
+
+
+def _tokens(q_lens: Int64s, starts: Int64s) -> tuple[Int64s, Int64s]:
+    """The row and the position of each token."""
+    rows = np.arange(len(q_lens))
+    if (q_lens == 1).all():  # most steps
+        return rows, starts
+    row_of, first = np.repeat(rows, q_lens), np.repeat(np.cumsum(q_lens) - q_lens, q_lens)
+    return row_of, np.arange(len(row_of)) - first + starts[row_of]
 
 
 def _copied_slots(copies: Sequence[BlockCopy], block_size: int) -> Int64s:

@@ -7,7 +7,23 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .vectors import FLOATS, HALF, INT32, INT64, LANES, WORD, WORDS, Dot, for_all, load, looped, rounded, steps, store
+from .vectors import (
+    FLOATS,
+    HALF,
+    INT32,
+    INT64,
+    LANES,
+    WORD,
+    WORDS,
+    Dot,
+    ask_for,
+    for_all,
+    load,
+    looped,
+    rounded,
+    steps,
+    store,
+)
 
 #: Vectors of outputs side by side: with `ROWS` rows these are 16 sums, and no instruction waits for the one before it.
 VECTORS = 2
@@ -24,29 +40,45 @@ def tile(dot: Dot) -> Any:
 
     @intrinsic
     def multiply(_context, _rows, _x, _x_step, _weights, _pairs, _bias, _y, _y_step):
-        def generate(context, builder, _signature, arguments):
-            rows, x, x_step, weights, pairs, bias, y, y_step = arguments
-            end = builder.append_basic_block("end")
-            switch = builder.switch(rows, end)
-            for count in range(1, ROWS + 1):
-                block = builder.append_basic_block(f"rows.{count}")
-                switch.add_case(ir.Constant(INT64, count), block)
-                builder.position_at_end(block)
-                found = _sums(builder, dot, steps(builder, x, x_step, count), weights, pairs)
-                _write(builder, found, bias, steps(builder, y, y_step, count))
-                builder.branch(end)
-            builder.position_at_end(end)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 8), generate
+        return types.void(*[types.int64] * 8), _multiplying(dot)
 
     return multiply
 
 
-def _sums(builder: Any, dot: Dot, rows: Sequence[Any], weights: Any, pairs: Any) -> list[list[Any]]:
+def asking_tile(dot: Dot) -> Any:
+    """(..., ahead, ahead_step): as `tile`, and for each pair memory is brought near, so many bytes after the last."""
+
+    @intrinsic
+    def multiply_and_ask(_context, _rows, _x, _x_step, _weights, _pairs, _bias, _y, _y_step, _ahead, _ahead_step):
+        return types.void(*[types.int64] * 10), _multiplying(dot)
+
+    return multiply_and_ask
+
+
+def _multiplying(dot: Dot) -> Any:
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Sequence[Any]) -> Any:
+        rows, x, x_step, weights, pairs, bias, y, y_step, *ahead = arguments
+        end = builder.append_basic_block("end")
+        switch = builder.switch(rows, end)
+        for count in range(1, ROWS + 1):
+            block = builder.append_basic_block(f"rows.{count}")
+            switch.add_case(ir.Constant(INT64, count), block)
+            builder.position_at_end(block)
+            found = _sums(builder, dot, steps(builder, x, x_step, count), weights, pairs, ahead)
+            _write(builder, found, bias, steps(builder, y, y_step, count))
+            builder.branch(end)
+        builder.position_at_end(end)
+        return context.get_dummy_value()
+
+    return generate
+
+
+def _sums(
+    builder: Any, dot: Dot, rows: Sequence[Any], weights: Any, pairs: Any, ahead: Sequence[Any]
+) -> list[list[Any]]:
     """For each row its sums, a vector of them after the other."""
     zero = ir.Constant(FLOATS, [0.0] * LANES)
-    sums = products(builder, dot, rows, 1, weights, OUTPUTS, pairs, [zero] * (VECTORS * len(rows)))
+    sums = products(builder, dot, rows, 1, weights, OUTPUTS, pairs, [zero] * (VECTORS * len(rows)), ahead)
     return [sums[first : first + VECTORS] for first in range(0, len(sums), VECTORS)]
 
 
@@ -59,13 +91,18 @@ def products(
     weights_step: int,
     count: Any,
     held: Sequence[Any],
+    ahead: Sequence[Any] = (),
 ) -> list[Any]:
     """The loop over `count` words of each row, `row_step` words apart: adds to the sums, `VECTORS` of each row.
 
-    At `weights` lie, for each word, those of all outputs; from one to the next it is `weights_step` words.
+    At `weights` lie, for each word, those of all outputs; from one to the next it is `weights_step` words. Where
+    `ahead` gives an address and a step in bytes, each word also has a line of that memory brought near.
     """
 
     def add(number: Any, sums: Sequence[Any]) -> list[Any]:
+        if ahead:
+            start, step = ahead
+            ask_for(builder, builder.add(start, builder.mul(number, step)))
         read = [
             load(builder, _nth(builder, weights, number, vector, weights_step), WORDS, HALF)
             for vector in range(VECTORS)
