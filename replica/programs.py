@@ -1,10 +1,11 @@
 """Decode steps on a CPU, recorded by shape and run again on other rows. Knows nothing of requests.
 
 A shape is recorded when it comes for the second time: many come once, as rows join and leave. What cannot be recorded
-runs as it would without this, and the log says once why.
+runs as it would without this, and the log says why.
 """
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 
 from .attention.base import Batch
 from .kernels.cpu.program import Arena, NotRecorded, Program, record
+from .models.layers import FEW_ROWS
 from .plan import RaggedBatch
 
 log = logging.getLogger(__name__)
@@ -23,6 +25,8 @@ Forward = Callable[[Batch], torch.Tensor]
 MOST_SHAPES = 256
 #: Pages of the narrowest tables.
 LEAST_PAGES = 16
+#: What the log tells who wants programs.
+REMEDY = "dtype bfloat16 on a processor with avx512_bf16, model_provider native, quantization none"
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,12 +55,12 @@ class DecodePrograms:
         self._arena = Arena()
         #: None: came once. The shape that was used last stands last.
         self._programs: OrderedDict[Shape, _Recorded | None] = OrderedDict()
-        self._unusable = False
+        self._most_rows: float = math.inf
 
     def run(self, batch: RaggedBatch) -> torch.Tensor | None:
         """The logits [rows, vocab], to be read before the next step; None: the step is none of these."""
         shape = decode_shape(batch, torch.get_num_threads())
-        if shape is None or self._unusable:
+        if shape is None or shape.rows > self._most_rows:
             return None
         found = self._programs.get(shape) or self._second(shape, batch)
         if found is None:
@@ -74,11 +78,16 @@ class DecodePrograms:
         try:
             self._programs[shape] = _Recorded(shape, batch, self._arena, self._forward)
         except NotRecorded as error:
-            log.info("decode_programs_unusable reason=%r", str(error))
-            self._programs.clear()
-            self._unusable = True
+            log.info("decode_programs_unusable rows=%d reason=%r remedy=%r", shape.rows, str(error), REMEDY)
+            self._give_up(shape.rows)
             return None
         return self._programs[shape]
+
+    def _give_up(self, rows: int) -> None:
+        """So many rows and more, and what only `FEW_ROWS` have kernels of ours for on any processor."""
+        self._most_rows = min(rows - 1, FEW_ROWS)
+        for shape in [shape for shape in self._programs if shape.rows > self._most_rows]:
+            del self._programs[shape]
 
 
 class _Recorded:

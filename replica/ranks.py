@@ -47,7 +47,8 @@ class RankGroup:
             return cls(rank, size, make(PrefixStore("homing", store), rank, size, host, timeout))
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum x over all ranks, in place; also returned."""
+        """The sum of all ranks' x, in x itself where it lies without gaps."""
+        x = x.contiguous()
         with _rank_lost("all_reduce"):
             self._group.allreduce([x]).wait()
         return x

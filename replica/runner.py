@@ -1,5 +1,6 @@
 """One rank's model and KV memory: a plan goes in, logits come out. Knows nothing of requests, sockets or sampling."""
 
+import logging
 from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ from .threads import ThreadChoice, ThreadKeeper, read_cpu_times, usable_cores
 if TYPE_CHECKING:
     from .programs import DecodePrograms, Forward
 
+log = logging.getLogger(__name__)
+
 
 def resolve_device(settings: ReplicaSettings) -> torch.device:
     """The device asked for; auto is CUDA where there is one. Raises StartupError."""
@@ -44,8 +47,12 @@ def thread_keeper(settings: ReplicaSettings, cores: int | None = None) -> Thread
 
 
 def programs_for(device: torch.device, group: RankGroup | None, forward: "Forward") -> "DecodePrograms | None":
-    """Where kernels are compiled; ranks speak with each other between them, which no program holds."""
-    if device.type != "cpu" or group is not None or compiled_problem() is not None:
+    """On a CPU, where kernels are compiled; ranks speak with each other between them, which no program holds."""
+    if device.type != "cpu":
+        return None
+    problem = compiled_problem() if group is None else f"{group.size} ranks sum between kernels"
+    if problem is not None:
+        log.info("decode_programs_unusable reason=%r", problem)
         return None
     from .programs import DecodePrograms  # needs numba
 

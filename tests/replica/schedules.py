@@ -131,17 +131,16 @@ SETUPS = st.builds(Setup, st.integers(3, 40), st.integers(7, 14), st.sampled_fro
 @cache
 def runner_of(folder: Path, provider: str, resident: bool) -> ModelRunner:
     """One for all examples: what stands in its blocks from an example before must not matter."""
+    # One provider on each of the backends that a CPU may get.
+    backend = "auto" if provider == "native" or resident else "cpu-scratch"
+    return made_runner(folder, resident, dtype="float32", model_provider=provider, attention_backend=backend)
+
+
+def made_runner(folder: Path, resident: bool, **values: str) -> ModelRunner:
+    """One with so many blocks and requests as schedules need, and these settings."""
     kind = ResidentRunner if resident else ModelRunner
-    values = {
-        "dtype": "float32",
-        "device": "cpu",
-        "model_provider": provider,
-        "max_running_requests": 4,
-        "max_model_len": 200,
-        # One provider on each of the backends that a CPU may get.
-        "attention_backend": "auto" if provider == "native" or resident else "cpu-scratch",
-    }
-    runner = kind(msgspec.convert(values, ReplicaSettings), folder, BLOCK_SIZE)
+    given = {"device": "cpu", "max_running_requests": 4, "max_model_len": 200} | values
+    runner = kind(msgspec.convert(given, ReplicaSettings), folder, BLOCK_SIZE)
     runner.allocate_kv(NUM_BLOCKS)
     return runner
 

@@ -75,7 +75,10 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Packed:
 
 
 def product(x: torch.Tensor, packed: Packed) -> torch.Tensor:
-    """x W^T + b of x [T, features]. Summed in float32, feature after feature for any T, and rounded once."""
+    """x W^T + b of x [T, features]. Summed in float32, feature after feature for any T, and rounded once.
+
+    Rows of a number of outputs that fills no block lie apart: a copy without gaps could not be recorded.
+    """
     tokens, features = x.shape
     blocks, pairs = packed.weight.shape[:2]
     assert features == 2 * pairs, f"x of {features} features, weight of {2 * pairs}"
@@ -84,7 +87,7 @@ def product(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     y = torch.empty(tokens, blocks * OUTPUTS, dtype=x.dtype)
     tensors, numbers = (x, packed.weight, packed.bias, y), (tokens, x.stride(0), pairs, blocks)
     run(compiled(dot()), tensors, numbers, threads_for(packed.weight.nbytes))
-    return y if packed.outputs == y.shape[1] else y[:, : packed.outputs].contiguous()
+    return y[:, : packed.outputs]
 
 
 @functools.cache
