@@ -63,14 +63,17 @@ class Waker:
                 self._poked = True
                 os.write(self._write, b"\0")
 
-    def clear(self) -> None:
-        """By the sleeper, before it looks at what it was woken for: a poke that comes later wakes it again."""
-        try:
-            os.read(self.read, 64)
-        except BlockingIOError:
-            return
-        finally:
+    def clear(self) -> bool:
+        """By the sleeper, before it looks at what it was woken for: a poke that comes later wakes it again.
+
+        False: nobody had poked.
+        """
+        if not self._poked:
+            return False
+        with self._lock:  # `poke` writes under it, so that the byte is there
             self._poked = False
+            os.read(self.read, 64)
+        return True
 
     def close(self) -> None:
         """Give both ends back; once."""

@@ -70,8 +70,8 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     """Draw one token per row of `logits` [len(rows), vocab], float32; `logits` is left as it is."""
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
     edited = _edited(logits, rows)
-    tokens = _likeliest(edited) if rows else logits.new_empty(0, dtype=torch.int64)
-    odd = _odd_rows(logits, edited, tokens)
+    tokens, greatest = _likeliest(edited) if rows else (logits.new_empty(0, dtype=torch.int64), [])
+    odd = _odd_rows(logits, greatest)
     drawn = [index for index, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
     if drawn:
         scope = edited if len(drawn) == len(rows) else edited[drawn]
@@ -81,12 +81,17 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     return [Sampled(token, logprobs.get(index), index not in odd) for index, token in enumerate(ids)]
 
 
-def _likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """The first id of each row's greatest logit, or of its first NaN.
+def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+    """The first id of each row's greatest logit, or of its first NaN; and what stands there.
 
     On a CPU by numpy, which uses vector registers: 33 µs for 16 rows of 32,000, and 215 by torch.
     """
-    return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
+    if logits.device.type != "cpu":
+        values, ids = logits.max(-1)
+        return ids, values.tolist()
+    array = logits.numpy()
+    places = array.argmax(-1)
+    return torch.from_numpy(places), array[np.arange(len(array)), places].tolist()
 
 
 def prompt_logprobs(logits: torch.Tensor, next_ids: Sequence[int], top: int) -> list[PositionLogprobs]:
@@ -120,10 +125,9 @@ def _sampled_logprobs(
     }
 
 
-def _odd_rows(logits: torch.Tensor, edited: torch.Tensor, likeliest: torch.Tensor) -> set[int]:
+def _odd_rows(logits: torch.Tensor, greatest: Sequence[float]) -> set[int]:
     """Rows in which the model itself gave no finite greatest logit; edits may overflow, and are the caller's."""
-    greatest = edited.gather(1, likeliest[:, None])[:, 0]  # NaN where there is any
-    suspects: list[int] = (~greatest.isfinite()).nonzero()[:, 0].tolist()
+    suspects = (row for row, value in enumerate(greatest) if not math.isfinite(value))
     return {row for row in suspects if not math.isfinite(float(logits[row].amax()))}
 
 

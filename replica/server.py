@@ -283,8 +283,8 @@ class ReplicaServer:
 
     def _turn(self) -> None:
         """Take in what came, then one step; without work, wait for some."""
-        self._waker.clear()
-        self._run_commands()
+        if self._waker.clear():
+            self._run_commands()
         for source, request in self._port.receive():
             self._take(source, request)
         if not self._engine.has_work:
