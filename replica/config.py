@@ -16,13 +16,16 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(
-            description="type of weights and KV; auto: the checkpoint's on CUDA, float32 on CPU, where linears in "
-            "bfloat16 are held twice unless the processor multiplies it (`avx512_bf16`)"
+            description="type of weights and KV; auto: the checkpoint's on CUDA, float32 on CPU, where bfloat16 is two "
+            "to three times as fast if the processor multiplies it (`avx512_bf16`), and has linears held twice if not"
         ),
     ] = "auto"
     quantization: Annotated[
         Literal["none", "int8"],
-        Meta(description="int8: the native decoder's linears on CPU in 8 bits, but for the vocabulary's head"),
+        Meta(
+            description="int8: the native decoder's linears on CPU in 8 bits, but for the vocabulary's head; with "
+            "`avx512_bf16` prompts take 0.75 to 0.85 of the time in bfloat16, tokens of one request 1.6 times as long"
+        ),
     ] = "none"
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda where there is one")] = "auto"
     model_provider: Annotated[

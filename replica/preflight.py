@@ -99,18 +99,17 @@ def weight_bytes(folder: Path, settings: ReplicaSettings) -> int:
     size = _CPU_DTYPE_BYTES[settings.dtype]
     shapes = {name: each.shape for path in folder.glob("*.safetensors") for name, each in tensors_of(path).items()}
     embedding = sum(prod(shape) for name, shape in shapes.items() if name.endswith("embed_tokens.weight"))
-    linears = sum(prod(shape) for shape in shapes.values() if len(shape) > 1) - embedding
-    if native and "lm_head.weight" not in shapes:
-        linears += embedding  # the head is a linear of its own, whose weight is packed
+    tied = native and "lm_head.weight" not in shapes  # the head is a linear of its own, whose weight is packed
+    head = embedding if tied else prod(shapes.get("lm_head.weight", (0,)))
+    linears = sum(prod(shape) for shape in shapes.values() if len(shape) > 1) - embedding - (0 if tied else head)
     others = sum(prod(shape) for shape in shapes.values() if len(shape) <= 1)
-    by_linear = _bytes_in_linear(settings, size) if native else size
-    return embedding * size + (linears * by_linear + others * size) // settings.tensor_parallel_size
+    by_head = _bytes_in_head(settings, size) if native else size
+    by_linear = 1 if native and settings.quantization == "int8" else by_head
+    return embedding * size + (head * by_head + linears * by_linear + others * size) // settings.tensor_parallel_size
 
 
-def _bytes_in_linear(settings: ReplicaSettings, size: int) -> int:
-    """Of one weight in the own decoder's linears (models/layers.py)."""
-    if settings.quantization == "int8":
-        return 1
+def _bytes_in_head(settings: ReplicaSettings, size: int) -> int:
+    """Of one weight in the own decoder's head, and in its other linears where they are not quantized."""
     return 2 * size if settings.dtype == "bfloat16" and _holds_linears_twice() else size
 
 

@@ -354,7 +354,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0, help="for every server; 0: what each takes by itself")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--flag", action="append", default=[], help="more for `homing serve`, such as --flag=--int8")
+    parser.add_argument(
+        "--flag", action="append", default=[], help="more for `homing serve`, such as --flag=--quantization=int8"
+    )
     options = parser.parse_args()
     model = make_model(options.model)
     texts = Texts(Tokenizer.from_file(str(model / "tokenizer.json")))

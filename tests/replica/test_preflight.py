@@ -156,25 +156,30 @@ def test_large_blocks_do_where_nothing_is_cached(folder: Path) -> None:
     check(folder, KvCacheSettings(block_size=256, prefix_caching=False))
 
 
+#: Bytes of a weight in a linear.
+IN_BFLOAT16 = 2 if beats_packed() else 4
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    ("asked", "by_linear", "by_other"),
+    ("asked", "by_linear", "by_head", "by_other"),
     [
-        ({}, 4, 4),
-        ({"dtype": "bfloat16"}, 2 if beats_packed() else 4, 2),
-        ({"dtype": "float16"}, 2, 2),
-        ({"dtype": "bfloat16", "quantization": "int8"}, 1, 2),
+        ({}, 4, 4, 4),
+        ({"dtype": "bfloat16"}, IN_BFLOAT16, IN_BFLOAT16, 2),
+        ({"dtype": "float16"}, 2, 2, 2),
+        ({"dtype": "bfloat16", "quantization": "int8"}, 1, IN_BFLOAT16, 2),
     ],
     ids=str,
 )
-def test_weights_are_counted_as_they_are_held(checkpoint, asked, by_linear, by_other, tied):
+def test_weights_are_counted_as_they_are_held(checkpoint, asked, by_linear, by_head, by_other, tied):
     """Linears in bfloat16 twice where the processor does not multiply it, and a tied head beside its embedding.
 
-    In transformers' hands each weight once.
+    The head is never in 8 bits; in transformers' hands each weight is there once.
     """
     folder = checkpoint("llama", tie_word_embeddings=tied)
     tensors = load_file(folder / "model.safetensors")
     embedding = tensors.pop("model.embed_tokens.weight").numel()
+    head = embedding if tied else tensors.pop("lm_head.weight").numel()
     linears = sum(each.numel() for each in tensors.values() if each.dim() == 2)
     others = sum(each.numel() for each in tensors.values() if each.dim() == 1)
 
@@ -182,7 +187,7 @@ def test_weights_are_counted_as_they_are_held(checkpoint, asked, by_linear, by_o
     foreign = weight_bytes(folder, ReplicaSettings(model_provider="transformers", dtype="bfloat16"))
     halved = weight_bytes(folder, ReplicaSettings(tensor_parallel_size=2, **asked))
 
-    linears_held = linears + embedding * tied
-    assert own == embedding * by_other + linears_held * by_linear + others * by_other
-    assert foreign == 2 * (embedding + linears + others)
-    assert halved == embedding * by_other + (linears_held * by_linear + others * by_other) // 2
+    shared = linears * by_linear + head * by_head + others * by_other
+    assert own == embedding * by_other + shared
+    assert foreign == 2 * (embedding + linears + others + (0 if tied else head))
+    assert halved == embedding * by_other + shared // 2
