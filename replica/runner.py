@@ -18,7 +18,7 @@ from .models import resolve
 from .models.base import Model
 from .models.loading import DTYPES
 from .models.spec import ModelSpec
-from .plan import StepPlan, lay_out
+from .plan import RaggedBatch, StepPlan, lay_out
 from .ranks import RankGroup
 from .threads import ThreadChoice, ThreadKeeper, read_cpu_times, usable_cores
 
@@ -128,7 +128,7 @@ class ModelRunner:
         The tensor is the caller's to change. All ranks must be called with the same plan.
         """
         assert self._pool is not None, "forward before allocate_kv"
-        ragged = lay_out(plan, self.block_size)
+        ragged = self._laid_out(plan)
         logits = self._programs.run(ragged) if self._programs else None
         if logits is None:
             batch = Batch.on_device(ragged, self.device)
@@ -136,6 +136,13 @@ class ModelRunner:
                 self._pool.copy(*batch.copied_slots)
             logits = self._logits(batch)
         return None if logits is None else logits.to(torch.float32, copy=True)
+
+    def _laid_out(self, plan: StepPlan) -> RaggedBatch:
+        """The plan as arrays. Asserts what kernels trust: they read the rows of an embedding unasked."""
+        ragged = lay_out(plan, self.block_size)
+        highest, vocabulary = ragged.token_ids.max(initial=0), self.spec.vocab_size
+        assert highest < vocabulary, f"token id {highest}, a vocabulary of {vocabulary}"
+        return ragged
 
     def _whole_logits(self, batch: Batch) -> torch.Tensor:
         logits = self._logits(batch)

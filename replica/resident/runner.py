@@ -20,7 +20,7 @@ from ..kernels.base import NO_TOKEN
 from ..kernels.choice import choose_kernels
 from ..memory import DeviceMemory
 from ..models.base import Model
-from ..plan import StepPlan, lay_out
+from ..plan import StepPlan
 from ..ranks import RankGroup
 from ..runner import ModelRunner, resolve_device
 from ..staging import to_device
@@ -165,7 +165,7 @@ class ResidentRunner(ModelRunner):
     def _run(self, plan: StepPlan, resident: _Resident) -> torch.Tensor:
         """A step of any shape, not from a graph."""
         assert self._pool is not None, "launch before allocate_kv"
-        ragged = lay_out(plan, self.block_size)
+        ragged = self._laid_out(plan)
         batch = Batch.on_device(ragged, self.device)
         slots = to_device(np.asarray(plan.slots, dtype=np.int64), self.device)
         drawn = to_device(np.asarray(plan.drawn, dtype=np.int64), self.device)

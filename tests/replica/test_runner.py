@@ -94,6 +94,15 @@ def test_recomputed_request_goes_on_as_before(checkpoint, reference):
     assert resumed == answer[4:]
 
 
+def test_a_token_beyond_the_vocabulary_is_refused(checkpoint):
+    """As a drafter could make it: kernels would read what lies behind the embedding."""
+    runner = make_runner(checkpoint("llama"))
+    vocabulary = runner.spec.vocab_size
+
+    with pytest.raises(AssertionError, match=f"token id {vocabulary}, a vocabulary of {vocabulary}"):
+        runner.forward(plan_of_rows(0, [PlanRow([3, vocabulary], 0, [1])]))
+
+
 @pytest.mark.parametrize("provider", ["native", "transformers"])
 @pytest.mark.parametrize("kind", [ModelRunner, ResidentRunner])
 def test_a_row_may_ask_for_several_tokens_of_an_answer(kind, provider, checkpoint):
