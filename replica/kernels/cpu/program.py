@@ -19,6 +19,8 @@ from .team import joined, noting, run_all
 
 #: Bytes of the least piece of memory that an arena gives out.
 LEAST_PIECE = 4096
+#: What `torch.tensor` ends with: a view by its schema, of numbers that the host had when the step was recorded.
+_OF_THE_HOST = (torch.ops.aten.lift_fresh.default,)
 
 
 class NotRecorded(Exception):  # noqa: N818
@@ -114,9 +116,11 @@ class _Recorder(TorchDispatchMode):
             return self._arena.empty(args[0], kwargs.get("dtype") or torch.get_default_dtype())
         if func is torch.ops.aten.new_empty.default:
             return self._arena.empty(args[1], kwargs.get("dtype") or args[0].dtype)
-        if not func.is_view:
+        if not func.is_view or func in _OF_THE_HOST:
             raise NotRecorded(str(func))
         found = func(*args, **(kwargs or {}))
+        if not isinstance(found, torch.Tensor):
+            raise NotRecorded(f"{func}, which makes several views")
         if found.untyped_storage().data_ptr() != args[0].untyped_storage().data_ptr():
             raise NotRecorded(f"{func}, which copies")
         return found

@@ -9,6 +9,7 @@ from homing.replica.kernels.cpu.activation import silu_mul
 from homing.replica.kernels.cpu.norm import add_rms_norm
 from homing.replica.kernels.cpu.product import pack, product
 from homing.replica.kernels.cpu.program import LEAST_PIECE, Arena, NotRecorded, record
+from homing.replica.kernels.cpu.team import run_all
 
 FEATURES = 256
 WEIGHTS = [pack(torch.randn(2 * FEATURES, FEATURES).bfloat16() / 16) for _ in range(6)]
@@ -42,6 +43,20 @@ def test_runs_again_on_what_its_tensors_hold(rows):
     for _ in range(20):
         x.copy_(torch.randn(rows, FEATURES))
         assert torch.equal(program.run(), chain(x))
+
+
+@pytest.mark.parametrize("threads", [3], indirect=True)
+@pytest.mark.parametrize("given", [1, 2])
+def test_a_team_may_be_smaller_than_calls_ask_for(threads, given):
+    """OpenMP gives what its limits leave (OMP_THREAD_LIMIT): those who are there do all, and wait for nobody else."""
+    x = torch.randn(5, FEATURES).bfloat16()
+    program = record(Arena(), lambda: chain(x))
+    assert program.threads == threads
+
+    x.copy_(torch.randn(5, FEATURES))
+    run_all(program.calls, given)
+
+    assert torch.equal(program.result, chain(x))
 
 
 def test_steps_share_their_memory():
@@ -80,6 +95,8 @@ def recorded_on_a_copy(x):
         (lambda x: add_rms_norm(x, None, NORM, 1e-6)[1] * 2, "aten.mul"),
         (lambda x: silu_mul(x[:, ::2].contiguous()), "aten.contiguous.default, which copies"),
         (lambda x: torch.zeros(1) if x.sum() else x, "aten.sum"),
+        (lambda x: silu_mul(torch.tensor([[float(len(x)), 1.0]])), "aten.lift_fresh"),
+        (lambda x: silu_mul(x.chunk(2, 1)[0]), "aten.chunk.default, which makes several views"),
         (lambda x: x.view(-1, FEATURES), "not of its own making"),
     ],
 )
