@@ -32,3 +32,14 @@ def test_extreme_gates_close_or_open(implementation, dtype, device):
     got = implementation().silu_mul(gate_up)
 
     assert torch.allclose(got.cpu(), gates.clamp(min=0), atol=1e-30)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_slices_of_wider_tensors_are_read_by_their_rows(implementation, device):
+    """Products give such ones."""
+    wide = torch.randn(3, 200, device=device)
+
+    got = implementation().silu_mul(wide[:, :90])
+
+    gate, up = wide[:, :90].double().chunk(2, -1)
+    assert error(got, (gate * torch.sigmoid(gate) * up).cpu()) < TOLERANCE[torch.float32]

@@ -67,3 +67,17 @@ def test_no_tokens_store_nothing(implementation, device):
 
     assert queries.shape == (0, 2, 64)
     assert bool((keys == 7).all() and (values == 7).all())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_slices_of_wider_tensors_are_read_by_their_rows(implementation, device):
+    """Products give such ones."""
+    wide, slots = torch.randn(3, 200, device=device), torch.tensor([1, 2, 20], device=device)
+    rotary = Rotary(*torch.randn(2, 3, 8, device=device), None, None, 1e-6)
+
+    found = []
+    for qkv in (wide[:, :64], wide[:, :64].clone()):
+        keys, values = (torch.zeros(2, 16, 1, 16, device=device) for _ in range(2))
+        found.append((implementation().rotate_and_store(qkv, rotary, slots, keys, values), keys, values))
+
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
