@@ -212,7 +212,7 @@ def test_what_cannot_be_recorded_runs_as_ever(caplog):
     """The log says why and what would help, and nothing is tried again."""
     calls = []
     programs = DecodePrograms(lambda batch: calls.append(batch) or batch.token_ids + 1)
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="homing")  # other tests leave it less to say
 
     answers = [programs.run(laid_out([PlanRow([7], step % 16, [1])])) for step in range(5)]
 
@@ -229,7 +229,7 @@ def test_few_rows_are_recorded_where_more_cannot_be(caplog):
     """Products of more than `FEW_ROWS` are oneDNN's on processors that do not multiply bfloat16."""
     table = torch.randn(200, 3)
     programs = Counted(lambda batch: of_few_rows(take(table, batch.token_ids)))
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="homing")  # other tests leave it less to say
 
     for rows in (1, 9, 9, FEW_ROWS + 1, FEW_ROWS + 1, 9, 1, FEW_ROWS, FEW_ROWS, 1):
         programs.run(laid_out([PlanRow([7], 0, [1])] * rows))
@@ -240,7 +240,7 @@ def test_few_rows_are_recorded_where_more_cannot_be(caplog):
 
 def test_several_ranks_have_no_programs(caplog):
     """They sum between kernels, which a program would leave out."""
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="homing")  # other tests leave it less to say
 
     assert programs_for(torch.device("cpu"), SimpleNamespace(size=2), None) is None
     assert "decode_programs_unusable reason='2 ranks" in caplog.text
