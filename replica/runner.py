@@ -129,13 +129,14 @@ class ModelRunner:
         """
         assert self._pool is not None, "forward before allocate_kv"
         ragged = self._laid_out(plan)
-        logits = self._programs.run(ragged) if self._programs else None
-        if logits is None:
-            batch = Batch.on_device(ragged, self.device)
-            if plan.copies:
-                self._pool.copy(*batch.copied_slots)
-            logits = self._logits(batch)
-        return None if logits is None else logits.to(torch.float32, copy=True)
+        recorded = self._programs.run(ragged) if self._programs else None
+        if recorded is not None:
+            return recorded.to(torch.float32, copy=True)  # the next step writes there
+        batch = Batch.on_device(ragged, self.device)
+        if plan.copies:
+            self._pool.copy(*batch.copied_slots)
+        logits = self._logits(batch)
+        return None if logits is None else logits.float()
 
     def _laid_out(self, plan: StepPlan) -> RaggedBatch:
         """The plan as arrays. Asserts what kernels trust: they read the rows of an embedding unasked."""

@@ -22,7 +22,6 @@ from .openmp import openmp
 #: Bytes that a thread should have to move, or waking it costs more than it saves. Not tuned.
 BYTES_PER_THREAD = 16384
 
-
 #: Told of each call: its words, the tensors whose addresses they hold, and its threads.
 Note = Callable[[bytes, Sequence[torch.Tensor], int], None]
 

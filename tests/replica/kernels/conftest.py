@@ -11,7 +11,8 @@ import pytest
 import torch
 
 if find_spec("triton") is None:
-    collect_ignore = [f"test_{name}.py" for name in ("activation", "decode", "norm", "prefill", "rope", "sampling")]
+    names = "activation", "decode", "norm", "prefill", "rope", "rows", "sampling", "waves"
+    collect_ignore = [f"test_{name}.py" for name in names]
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
