@@ -1,1 +1,4 @@
-"""Ray places, starts, heals; settings and the command line. The only room that imports ray."""
+"""Ray: placement, start, healing, scaling; the settings and the command line.
+
+The only top-level package that imports Ray. Nothing imports it.
+"""

@@ -20,7 +20,7 @@ import psutil
 from .config import Settings
 from .errors import ClusterError, DoesNotFit
 from .host import DEFAULT_TOKEN
-from .state import wait_gone
+from .registry import wait_gone
 
 #: Ray's own least; nothing of ours goes through its object store.
 OBJECT_STORE_BYTES = 80 * 1024 * 1024

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from ..kvcache.errors import KvCacheError
 from ..replica.errors import StartupError
+from ..replica.load.preflight import check_model
 from ..replica.models.errors import UnsupportedModel, WeightsMissing, WeightsTorn
-from ..replica.preflight import check_model
 from ..router.config import RouterSettings
 from ..router.errors import TlsUnusable, TokenizerUnavailable
 from ..router.server import tls_context
 from ..router.text.export import check_vocabulary
-from .autoscale import terms_of
 from .config import Settings
+from .control.autoscale import terms_of
 from .errors import ModelUnavailable, PortTaken, SettingsError
 
 _REMEDIES = {

@@ -1,8 +1,6 @@
 """The stream of cache events: publisher, reader and their recovery. Knows no other room."""
 
-from .cluster import ClusterFeed, ClusterSink, Source
 from .config import EventsSettings
-from .decode import BatchDecoder, CacheEvent, Cleared, Removed, Stored, wire_name
 from .errors import (
     BadKeys,
     BadRecord,
@@ -13,17 +11,19 @@ from .errors import (
     MalformedFrame,
     PublisherGone,
 )
-from .feed import EventFeed, FeedSink
-from .fold import CacheMirror, Digest
-from .follow import follow, follow_sync
-from .format import describe
-from .keys import KeyPair, load_pair
-from .messages import EventEndpoints, LoadReport, SnapshotBlock
-from .publisher import EventPublisher
-from .record import Recorded, from_line, read_lines, rebuild, remark, to_line
-from .stream import StreamEvent
-from .subscribe import subscribe, subscribe_sync
-from .subscription import FeedStatus, Reach, Subscription
+from .follow.block_set import CacheMirror, Digest
+from .follow.cluster_feed import ClusterFeed, ClusterSink, Source
+from .follow.feed import EventFeed, FeedSink
+from .follow.subscription import FeedStatus, Reach, Subscription
+from .publish.publisher import EventPublisher
+from .sdk.follow_cluster import follow, follow_sync
+from .sdk.format import describe
+from .sdk.plain_stream import StreamEvent
+from .sdk.record import Recorded, from_line, read_lines, rebuild, remark, to_line
+from .sdk.subscribe import subscribe, subscribe_sync
+from .security.curve_keys import KeyPair, load_pair
+from .wire.dialects import BatchDecoder, CacheEvent, Cleared, Removed, Stored, wire_name
+from .wire.messages import EventEndpoints, LoadReport, SnapshotBlock
 
 __all__ = [
     "BadKeys",

@@ -1,9 +1,8 @@
 """Block hashes, block pool, prefix cache. Without torch, zmq or ray, so that the router shares the hashing."""
 
 from .adapter import adapter_digest
-from .cache import CachedBlock, CacheListener, CacheStats, PartialHit, PrefixCache, PrefixMatch
 from .config import KvCacheSettings
-from .errors import AdapterUnreadable, KvCacheError, PoolTooSmall, StaleMatch, TraceError
+from .errors import AdapterUnreadable, KvCacheError, PoolTooSmall, StaleMatch
 from .eviction import EvictionName, EvictionPolicy, Lru, eviction_policy
 from .hashing import (
     HASH_BYTES,
@@ -25,12 +24,11 @@ from .hashing import (
 from .media import MediaItem, block_extras
 from .pins import PinBook, PinLimits, PinStats
 from .pool import TRANSITIONS, Block, BlockId, BlockState, Transition
+from .prefix_cache import CachedBlock, CacheListener, CacheStats, PartialHit, PrefixCache, PrefixMatch
 from .sizing import MemoryReading, blocks_that_fit, bytes_per_block, kv_budget_bytes, kv_heads_per_rank
-from .trace import MOONCAKE_BLOCK_TOKENS, TraceRequest, read_trace, trace_request
 
 __all__ = [
     "HASH_BYTES",
-    "MOONCAKE_BLOCK_TOKENS",
     "TOKEN_BYTES",
     "TRANSITIONS",
     "AdapterUnreadable",
@@ -59,8 +57,6 @@ __all__ = [
     "PrefixCache",
     "PrefixMatch",
     "StaleMatch",
-    "TraceError",
-    "TraceRequest",
     "Transition",
     "adapter_digest",
     "block_extras",
@@ -72,12 +68,10 @@ __all__ = [
     "kv_budget_bytes",
     "kv_heads_per_rank",
     "model_root",
-    "read_trace",
     "split_hashes",
     "tenant_root",
     "token_array",
     "token_bytes",
-    "trace_request",
     "wire_hash",
     "wire_hashes",
 ]

@@ -3,8 +3,7 @@
     KvCacheError
     ├── AdapterUnreadable   a folder is no LoRA adapter whose content can be told
     ├── PoolTooSmall        the KV memory holds too few blocks to run anything
-    ├── StaleMatch          a prefix match was used after the cache had changed under it
-    └── TraceError          a line of a request log cannot be read
+    └── StaleMatch          a prefix match was used after the cache had changed under it
 
 Running out of blocks is no error: `acquire` and `allocate` return None and the scheduler decides.
 """
@@ -34,9 +33,3 @@ class PoolTooSmall(KvCacheError):
 
 class StaleMatch(KvCacheError):
     """Acquiring would have shared blocks that may hold another prefix by now; look the prompt up again."""
-
-
-class TraceError(KvCacheError):
-    """The caller's log is malformed; the message names the line."""
-
-    http_status = 400

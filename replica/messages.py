@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..events.messages import EventEndpoints
+from ..events.wire.messages import EventEndpoints
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 #: What `kvcache.hashing.token_bytes` can hold: a request that goes on elsewhere is sent its tokens in that form.

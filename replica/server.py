@@ -20,18 +20,24 @@ from typing import TypeVar
 import zmq
 
 from ..events.config import EventsSettings
-from ..events.keys import ServerKeys
-from ..events.publisher import EventPublisher, Waker
-from ..kvcache.cache import CachedBlock, PrefixCache
+from ..events.publish.publisher import EventPublisher, Waker
+from ..events.security.curve_keys import ServerKeys
 from ..kvcache.config import KvCacheSettings
 from ..kvcache.eviction import eviction_policy
 from ..kvcache.hashing import BlockHasher
 from ..kvcache.pins import PinLimits
+from ..kvcache.prefix_cache import CachedBlock, PrefixCache
 from .config import ReplicaSettings
-from .engine import Engine, EngineModel, StepResult
+from .engine.engine import Engine, EngineModel, StepResult
+from .engine.overlapped import OverlappedEngine
+from .engine.report_throttle import News
+from .engine.scheduler import Limits
+from .engine.throughput import Rates
 from .errors import EngineBroken, ReplicaError, RequestError
-from .gang import GangSpec
-from .identity import cache_identity, parity
+from .execute.gpu_runner import ResidentRunner, RunnerLoader, load_runner
+from .execute.runner import ModelRunner, thread_keeper
+from .load.fingerprint import cache_identity, parity
+from .load.startup import measure_rates, number_of_blocks, resolve_limits
 from .messages import (
     CacheReset,
     Generate,
@@ -44,16 +50,10 @@ from .messages import (
     ResetCache,
     TokenBatch,
 )
-from .news import News
-from .overlap import OverlappedEngine
-from .plan_channel import PlanChannel
-from .port import Delivery, RequestPort
-from .rates import Rates
-from .resident.runner import ResidentRunner, RunnerLoader, load_runner
-from .runner import ModelRunner, thread_keeper
-from .scheduler import Limits
-from .startup import measure_rates, number_of_blocks, resolve_limits
-from .worker import GangExecutor, LocalExecutor, join_gang, share_endpoint
+from .parallel.rank_spec import GangSpec
+from .parallel.step_broadcast import PlanChannel
+from .parallel.worker import GangExecutor, LocalExecutor, join_gang, share_endpoint
+from .request_socket import Delivery, RequestPort
 
 log = logging.getLogger(__name__)
 

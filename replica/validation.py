@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from math import isfinite
 
 from ..kvcache.hashing import HASH_BYTES, TOKEN_BYTES, BlockHash, split_hashes, token_array
+from .engine.request import RequestKey, RequestState
 from .errors import InvalidRequest
 from .messages import Generate, Pin, SamplingParams
-from .request import RequestKey, RequestState
 
 #: Most alternatives beside a token's own logprob. OpenAI allows 20 (chat) and 5 (completions).
 MAX_LOGPROBS = 100

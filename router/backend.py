@@ -8,10 +8,10 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from ..events.messages import EventEndpoints, LoadReport
+from ..events.wire.messages import EventEndpoints, LoadReport
 from ..replica.messages import FinishReason, ModelLimits, Pin, PositionLogprobs, SamplingParams
 from .errors import RouterError
-from .membership import TextSource
+from .replicas.membership import TextSource
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):

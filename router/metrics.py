@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..events.messages import CacheCounters, LoadReport
+from ..events.wire.messages import CacheCounters, LoadReport
 from .backend import ClusterView, FinishedRequest, ReplicaView, RouterCounters
-from .meter import Meter
+from .tenants.rate_limits import Meter
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -12,18 +12,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TextIO
 
-from .accounts import SharedAccounts
 from .backend import Backend
 from .config import RouterSettings
 from .errors import TlsUnusable
-from .http.access import AccessLog
-from .http.app import App
-from .http.connection import ConnectionLimits
 from .http.front import Front, TextModels
-from .http.server import HttpServer
-from .membership import text_source
+from .http.protocol.access import AccessLog
+from .http.protocol.app import App
+from .http.protocol.connection import ConnectionLimits
+from .http.protocol.server import HttpServer
 from .metrics import RouterMetrics
-from .tenants import read_tenants
+from .replicas.membership import text_source
+from .tenants.api_keys import read_tenants
+from .tenants.shared_usage import SharedAccounts
 
 log = logging.getLogger(__name__)
 

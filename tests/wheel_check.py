@@ -54,7 +54,7 @@ def use(wheel: Path, folder: Path) -> None:
     run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target, wheel)
     (Path(target) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     print(run(folder / "bin/python", "-I", "-c", USE, cwd=folder).strip())
-    print(run(folder / "bin/python", "-I", "-m", "homing.cluster.cli", "--help", cwd=folder).splitlines()[0])
+    print(run(folder / "bin/python", "-I", "-m", "homing.cluster.cli.main", "--help", cwd=folder).splitlines()[0])
 
 
 def main() -> None:

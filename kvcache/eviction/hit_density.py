@@ -16,8 +16,8 @@ from operator import attrgetter, itemgetter
 
 from ..hashing import BlockHash
 from ..pool import Block, BlockList
-from .guard import LruGuard
-from .reuse import AGES, EPOCHS_PER_TURNOVER, ReuseTable
+from .age_table import AGES, EPOCHS_PER_TURNOVER, ReuseTable
+from .lru_guard import LruGuard
 
 #: Blocks hit never, once, twice, three times, more often. Three or eight lanes did as well on the traces.
 LANES = 5

@@ -7,10 +7,10 @@ from typing import ClassVar, Protocol, Self
 import numpy as np
 import torch
 
+from ..engine.step_plan import RaggedBatch
+from ..execute.staging import to_device
 from ..models.base import Attend, AttentionRule, QkvAttend
 from ..models.spec import ModelSpec
-from ..plan import RaggedBatch
-from ..staging import to_device
 
 
 @dataclass(slots=True, frozen=True)

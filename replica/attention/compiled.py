@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from ..kernels.base import Kernels, PagedRows
-from ..kernels.cpu.prefill import fits
+from ..kernels.cpu.attention.prefill import fits
 from ..models.base import AttentionRule, Rotary
 from .base import Batch, KvPool
 from .cpu import ScratchAttention

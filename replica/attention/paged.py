@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from ..execute.staging import to_device
 from ..kernels.base import Kernels, PagedRows
 from ..models.base import AttentionRule, Rotary
-from ..staging import to_device
 from .base import Batch, KvPool
 
 

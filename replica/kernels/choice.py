@@ -7,7 +7,7 @@ import logging
 import torch
 
 from .base import Kernels
-from .fallback import TorchKernels
+from .torch_kernels import TorchKernels
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ def compiled_problem() -> str | None:
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed: pip install numba"
     try:
-        from .cpu.openmp import openmp
+        from .cpu.runtime.openmp import openmp
 
         openmp()
     except (ImportError, OSError) as error:
@@ -43,9 +43,9 @@ def choose_kernels(device: torch.device) -> Kernels:
     log.info("kernels_chosen kernels=%s device=%s", "compiled" if on_cpu else "triton", device)
     # Each needs its package.
     if on_cpu:
-        from .compiled import CompiledKernels
+        from .cpu.cpu_kernels import CompiledKernels
 
         return CompiledKernels()
-    from .fused import TritonKernels
+    from .triton.triton_kernels import TritonKernels
 
     return TritonKernels()

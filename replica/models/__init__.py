@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..config import ReplicaSettings
-    from ..ranks import RankGroup
+    from ..parallel.rank_group import RankGroup
     from .base import Model
 
 

@@ -65,8 +65,8 @@ def _compiles(dtype: torch.dtype) -> bool:
 
     if dtype != torch.bfloat16 or compiled_problem() is not None:
         return False
-    from ..kernels.cpu.product import compiled  # needs numba
-    from ..kernels.cpu.vectors import dot
+    from ..kernels.cpu.linear.product import compiled  # needs numba
+    from ..kernels.cpu.runtime.vectors import dot
 
     compiled(dot())
     return True
@@ -91,8 +91,8 @@ def _products(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[Product,
         return (_plain(weight, bias),) * 2
     if weight.shape[1] % 2 or not _compiles(weight.dtype):
         return (_packed(weight, bias),) * 2
-    from ..kernels.cpu.processor import beats_packed
-    from ..kernels.cpu.product import pack, product
+    from ..kernels.cpu.linear.product import pack, product
+    from ..kernels.cpu.runtime.processor import beats_packed
 
     compiled = functools.partial(product, packed=pack(weight, bias))
     return compiled, compiled if beats_packed() else _packed(weight, bias)

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig
 
 from ..config import ReplicaSettings
-from ..ranks import RankGroup
-from ..weights import Checkpoint
+from ..load.checkpoint import Checkpoint
+from ..parallel.rank_group import RankGroup
 from .base import Model
 from .errors import TensorParallelUnsupported, UnsupportedModel
 from .layers import Int8Linear, Linear, int8_problem

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from ..kernels.choice import choose_kernels
-from ..ranks import RankGroup
-from ..weights import COLUMNS, ROWS, Weights
+from ..load.checkpoint import COLUMNS, ROWS, Weights
+from ..parallel.rank_group import RankGroup
 from .base import Attend, AttentionRule, QkvAttend, Rotary
 from .errors import TensorParallelUnsupported
 from .families import FAMILIES, split_problem

@@ -1,1 +1,4 @@
-"""The OpenAI-compatible HTTP front over a `Backend`: an HTTP/1.1 server of our own, and the endpoints behind it."""
+"""The HTTP front end: a server of our own (`protocol`) and the endpoints behind it (`openai`).
+
+Talks to the routing side only through `router.backend`.
+"""

@@ -10,8 +10,8 @@ from math import ceil
 import msgspec
 
 from ..errors import InvalidRequest, MissingKey, RouterError, UnknownKey, WrongMethod
-from .exchange import Exchange
-from .schema import EXPECTED, NOT_YET
+from .openai.schema import EXPECTED, NOT_YET
+from .protocol.exchange import Exchange
 
 log = logging.getLogger(__name__)
 

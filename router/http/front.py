@@ -14,10 +14,10 @@ from ...replica.messages import ModelLimits
 from ..backend import Backend, ModelBackend
 from ..config import RouterSettings
 from ..errors import NoReplica
-from ..membership import TextSource
-from ..meter import Book, Meter
 from ..metrics import ModelMetrics, RouterMetrics
-from ..tenants import Tenants
+from ..replicas.membership import TextSource
+from ..tenants.api_keys import Tenants
+from ..tenants.rate_limits import Book, Meter
 from ..text.tokenizer import TextModel
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from hashlib import sha256
 
 import msgspec
 
-from ..tenants import Tenant
+from ..tenants.api_keys import Tenant
 
 REQUEST_ID = "x-request-id"
 SESSION_HEADERS = ("x-session-affinity", "x-correlation-id")

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 
-from ..meter import Meter
-from ..tenants import Tenant
-from .exchange import Exchange
+from ..tenants.api_keys import Tenant
+from ..tenants.rate_limits import Meter
 from .front import Front
+from .protocol.exchange import Exchange
 
 
 def check(front: Front, exchange: Exchange, meter: Meter) -> None:

@@ -17,8 +17,8 @@ from typing import Protocol
 from report import Row, arguments, publish
 
 from homing.events import EventPublisher, EventsSettings
-from homing.events.changes import RemovedBlocks, StoredBlocks
-from homing.events.ledger import Ledger
+from homing.events.publish.event_log import Ledger
+from homing.events.publish.step_changes import RemovedBlocks, StoredBlocks
 from homing.kvcache import (
     BlockHash,
     BlockHasher,

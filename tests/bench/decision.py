@@ -15,17 +15,17 @@ from time import thread_time_ns
 
 from report import Row, arguments, publish
 
-from homing.events.messages import EventEndpoints
+from homing.events.wire.messages import EventEndpoints
 from homing.kvcache import BlockHash, BlockHasher, join_hashes, tenant_root, token_bytes, wire_hashes
 from homing.kvcache.parity import canary_hash
 from homing.replica.messages import ModelLimits, Parity, ReplicaDescription, SamplingParams
 from homing.router.backend import GenerationRequest
-from homing.router.dispatcher import Dispatcher, DispatcherLimits, Naming
-from homing.router.index import PrefixIndex
-from homing.router.load import LoadBook
+from homing.router.flow.request_flow import Dispatcher, DispatcherLimits, Naming
 from homing.router.metrics import RouterCounters
-from homing.router.policy import make_policy
-from homing.router.reservations import Reservations
+from homing.router.routing.policy.base import make_policy
+from homing.router.routing.prefix_index import PrefixIndex
+from homing.router.routing.replica_load import LoadBook
+from homing.router.routing.reservations import Reservations
 
 BLOCK_SIZE = 16
 TOKENS = 32_768

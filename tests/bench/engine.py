@@ -257,7 +257,7 @@ def homing(model: Path, threads: int, dtype: str, flags: Sequence[str]) -> Itera
     """One replica behind the router, with Ray and all."""
     with tempfile.TemporaryDirectory() as state:
         port = free_port()
-        command = [sys.executable, "-P", "-m", "homing.cluster.cli", "serve", str(model), "--replicas", "1"]
+        command = [sys.executable, "-P", "-m", "homing.cluster.cli.main", "serve", str(model), "--replicas", "1"]
         command += ["--port", str(port), "--state-dir", state, "--dtype", dtype]
         command += ["--cpu-threads", str(threads)] if threads else []
         with started(OURS, [*command, *flags], f"http://127.0.0.1:{port}", "", {}, "/ready") as server:

@@ -35,11 +35,11 @@ from homing.events import (
     Stored,
     Subscription,
 )
-from homing.events.changes import RemovedBlocks, Step, StoredBlocks
-from homing.events.frames import encode_seq, events_topic, read_event
-from homing.events.ledger import Ledger
-from homing.events.messages import LoadReport, SnapshotBlock, SnapshotChunk
-from homing.router.index import PrefixIndex
+from homing.events.publish.event_log import Ledger
+from homing.events.publish.step_changes import RemovedBlocks, Step, StoredBlocks
+from homing.events.wire.frames import encode_seq, events_topic, read_event
+from homing.events.wire.messages import LoadReport, SnapshotBlock, SnapshotChunk
+from homing.router.routing.prefix_index import PrefixIndex
 from tests.bench.report import Row, arguments, publish
 
 BLOCKS, BLOCK_SIZE, EPOCH = 8, 16, 7

@@ -21,7 +21,8 @@ from typing import get_args
 from report import Row, arguments, publish
 from workloads import WORKLOADS, Chain, workload
 
-from homing.kvcache import BlockHash, EvictionName, PrefixCache, eviction_policy, read_trace, token_bytes
+from homing.cluster.lab.recorded_trace import read_trace
+from homing.kvcache import BlockHash, EvictionName, PrefixCache, eviction_policy, token_bytes
 
 CAPACITIES = (1_000, 2_000, 4_000, 8_000, 16_000, 32_000, 64_000)
 #: The workloads of our own are smaller.

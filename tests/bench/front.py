@@ -195,8 +195,8 @@ async def serve(port: int, members: Sequence[object], text: str) -> None:
     from homing.router.config import RouterSettings
     from homing.router.http.front import TextModels
     from homing.router.metrics import RouterMetrics
+    from homing.router.replicas.service import RouterService
     from homing.router.server import RouterServer, settle
-    from homing.router.service import RouterService
     from tests.router.fakes import BLOCK, SEED
 
     settings, metrics = RouterSettings(access_log=os.devnull), RouterMetrics()

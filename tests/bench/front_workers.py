@@ -21,10 +21,10 @@ import zmq
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import homing
 from homing.events.config import EventsSettings
-from homing.events.publisher import EventPublisher
+from homing.events.publish.publisher import EventPublisher
 from homing.kvcache.hashing import BlockHash, split_hashes
 from homing.replica.messages import Abort, Generate, ModelLimits, ReplicaDescription, Request, TokenBatch, TokenOutput
-from homing.router.membership import text_digests
+from homing.router.replicas.membership import text_digests
 from tests.router.fakes import BLOCK, description_of, parity_of, report_of
 
 DEMO = Path(homing.__file__).parent / "replica" / "demo" / "model"

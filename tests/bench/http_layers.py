@@ -29,9 +29,9 @@ def serve_ours(port: int) -> None:
     """Our connection, with a handler that answers at once."""
     import uvloop
 
-    from homing.router.http.connection import ConnectionLimits, HttpConnection
-    from homing.router.http.exchange import Exchange, Request
-    from homing.router.http.server import HttpServer
+    from homing.router.http.protocol.connection import ConnectionLimits, HttpConnection
+    from homing.router.http.protocol.exchange import Exchange, Request
+    from homing.router.http.protocol.server import HttpServer
 
     class Handler:
         """Answers everything alike."""

@@ -22,9 +22,9 @@ from homing.kvcache import BlockHash, BlockHasher, CacheStats, PrefixCache, toke
 from homing.replica.attention.base import KvPool
 from homing.replica.config import ReplicaSettings
 from homing.replica.demo import demo_model_path
+from homing.replica.engine.step_plan import BlockCopy, PlanRow, lay_out, plan_of_rows
+from homing.replica.execute.runner import ModelRunner
 from homing.replica.models.loading import DTYPES
-from homing.replica.plan import BlockCopy, PlanRow, lay_out, plan_of_rows
-from homing.replica.runner import ModelRunner
 
 ROOT = BlockHash(b"root-of-a-tenant")
 BLOCK_SIZES = (16, 64, 256)

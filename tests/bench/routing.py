@@ -51,7 +51,7 @@ def cluster(policy: str) -> Iterator[str]:
     """Address of a running cluster with this policy."""
     with tempfile.TemporaryDirectory() as state:
         flags = ["--port", "0", "--state-dir", state, "--policy", policy, "--num-kv-blocks", str(KV_BLOCKS)]
-        command = [sys.executable, "-P", "-m", "homing.cluster.cli", "serve", *flags]
+        command = [sys.executable, "-P", "-m", "homing.cluster.cli.main", "serve", *flags]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
             try:
                 yield address(Path(state) / "default.json", process)

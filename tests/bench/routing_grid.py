@@ -21,9 +21,8 @@ from typing import Any
 
 from report import arguments
 
-from homing.kvcache.trace import read_trace
-from homing.replica.rates import Rates
-from homing.router.simulate import (
+from homing.cluster.lab.recorded_trace import read_trace
+from homing.cluster.lab.simulate import (
     ORACLE,
     Arrival,
     ReplicaLimits,
@@ -34,6 +33,7 @@ from homing.router.simulate import (
     from_trace,
     run,
 )
+from homing.replica.engine.throughput import Rates
 
 OURS = "expected-ttft"
 PEERS = ("least-loaded", "sglang", "dynamo", "dynamo-scale8", "dynamo-credit4", "llm-d")

@@ -19,15 +19,15 @@ import msgspec
 import torch
 from report import Row, arguments, publish
 
-from homing.kvcache.cache import PrefixCache
 from homing.kvcache.hashing import BlockHash, BlockHasher, join_hashes, token_bytes
-from homing.replica.engine import EngineModel
+from homing.kvcache.prefix_cache import PrefixCache
+from homing.replica.engine.engine import EngineModel
+from homing.replica.engine.overlapped import OverlappedEngine
+from homing.replica.engine.scheduler import Limits
+from homing.replica.engine.step_plan import StepPlan
+from homing.replica.engine.throughput import Rates
+from homing.replica.execute.table_mirror import TableMirror
 from homing.replica.messages import Generate, SamplingParams, TokenBatch
-from homing.replica.overlap import OverlappedEngine
-from homing.replica.plan import StepPlan
-from homing.replica.rates import Rates
-from homing.replica.resident.mirror import TableMirror
-from homing.replica.scheduler import Limits
 
 BLOCK_SIZE = 16
 VOCABULARY = 151_936

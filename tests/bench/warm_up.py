@@ -17,16 +17,16 @@ from pathlib import Path
 from random import Random
 from typing import Literal, get_args
 
-from homing.kvcache.trace import MOONCAKE_BLOCK_TOKENS, read_trace
-from homing.replica.rates import Rates
-from homing.router.dispatcher import PRESSING_WAIT_S
-from homing.router.heat import HeatBook
-from homing.router.simulate import Arrival, ReplicaLimits, Setup, Simulation, compress, from_trace
-from homing.router.simulate.replica import ROOT, SimulatedReplica, Work
-from homing.router.simulate.results import Tally
-from homing.router.simulate.runs import router_of, warm
-from homing.router.simulate.steering import Homing
-from homing.router.simulate.workload import Chats, conversations
+from homing.cluster.lab.recorded_trace import MOONCAKE_BLOCK_TOKENS, read_trace
+from homing.cluster.lab.simulate import Arrival, ReplicaLimits, Setup, Simulation, compress, from_trace
+from homing.cluster.lab.simulate.replica import ROOT, SimulatedReplica, Work
+from homing.cluster.lab.simulate.results import Tally
+from homing.cluster.lab.simulate.runs import router_of, warm
+from homing.cluster.lab.simulate.steering import Homing
+from homing.cluster.lab.simulate.workload import Chats, conversations
+from homing.replica.engine.throughput import Rates
+from homing.router.flow.hot_prefixes import HeatBook
+from homing.router.flow.request_flow import PRESSING_WAIT_S
 
 BLOCK_TOKENS = MOONCAKE_BLOCK_TOKENS
 LIMITS = ReplicaLimits(blocks=2048, block_tokens=BLOCK_TOKENS)

@@ -20,7 +20,7 @@ from itertools import groupby, islice, takewhile
 from pathlib import Path
 from random import Random
 
-from homing.cluster.state import wait_gone
+from homing.cluster.registry import wait_gone
 
 from ..e2e.running import shared_memory
 from . import report

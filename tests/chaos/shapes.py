@@ -14,7 +14,7 @@ import psutil
 
 from ..e2e.nodes import Nodes, two_nodes
 from ..e2e.running import Serving, serving
-from ..router.foreign.fakes import FakeEngine, backend_flags, demo_engine, engines_in_a_thread
+from ..router.replicas.external.fakes import FakeEngine, backend_flags, demo_engine, engines_in_a_thread
 from .client import Load, fetch
 from .log import Books, Census, Sighting
 from .tunnel import Fate, Tunnel

@@ -24,7 +24,7 @@ from .reports import Reading, faults
 from .runs import RUNS, TOOLS, Run
 
 HERE = Path(__file__).resolve().parent
-HOMING = [sys.executable, "-P", "-m", "homing.cluster.cli"]
+HOMING = [sys.executable, "-P", "-m", "homing.cluster.cli.main"]
 NAME = "clients"
 #: Only catches hangs: a run takes seconds, most of them for imports.
 PATIENCE_S = 600.0

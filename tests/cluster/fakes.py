@@ -8,10 +8,18 @@ from pathlib import Path
 
 import msgspec
 
-from homing.cluster.autoscale import Demand
-from homing.cluster.spec import CacheWorth, ClusterSpec, Doors, Failed, Listening, Membership, RankSpec
-from homing.events.messages import EventEndpoints
-from homing.kvcache.cache import CachedBlock
+from homing.cluster.control.autoscale import Demand
+from homing.cluster.control.control_messages import (
+    CacheWorth,
+    ClusterSpec,
+    Doors,
+    Failed,
+    Listening,
+    Membership,
+    RankSpec,
+)
+from homing.events.wire.messages import EventEndpoints
+from homing.kvcache.prefix_cache import CachedBlock
 from homing.replica.messages import ModelLimits, Parity, ReplicaDescription
 from homing.router.backend import AbsentReplica
 

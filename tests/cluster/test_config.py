@@ -5,7 +5,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from homing.cluster.autoscale import terms_of
 from homing.cluster.config import (
     ROOMS,
     SETTINGS,
@@ -16,6 +15,7 @@ from homing.cluster.config import (
     markdown,
     state_folder,
 )
+from homing.cluster.control.autoscale import terms_of
 from homing.cluster.errors import SettingsError
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "settings.md"

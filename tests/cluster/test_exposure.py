@@ -4,8 +4,8 @@ import io
 
 import pytest
 
+from homing.cluster.cli.console import Console
 from homing.cluster.config import Settings
-from homing.cluster.console import Console
 from homing.cluster.exposure import exposures
 from homing.router.config import RouterSettings
 

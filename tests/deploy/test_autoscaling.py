@@ -43,7 +43,7 @@ mount --make-rprivate /
 ip link set lo up
 mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray && mount -t tmpfs tmpfs /dev/shm
 ray() { "$PYTHON" -P -c 'from ray.scripts.scripts import main; main()' "$@"; }
-homing() { "$PYTHON" -P -m homing.cluster.cli "$@"; }
+homing() { "$PYTHON" -P -m homing.cluster.cli.main "$@"; }
 ray get-auth-token --generate > /dev/null
 start="ray start --head --num-cpus=0 --include-dashboard=false --object-store-memory=80000000"
 $start --autoscaling-config="$CONFIG" > /dev/null

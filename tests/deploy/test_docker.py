@@ -12,7 +12,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from homing import __version__
-from homing.cluster.cli import parse, settings_of
+from homing.cluster.cli.main import parse, settings_of
 
 from .files import DEPLOY, pinned, read_yaml, serve_commands
 

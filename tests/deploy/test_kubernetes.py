@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
-from homing.cluster.cli import parse, settings_of
+from homing.cluster.cli.main import parse, settings_of
 
 from .files import pinned, read_all
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from homing.cluster.cli import parse, settings_of
+from homing.cluster.cli.main import parse, settings_of
 
 from .files import DEPLOY, ROOT, serve_commands
 

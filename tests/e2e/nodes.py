@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import ray
 
-from homing.cluster.state import wait_gone
+from homing.cluster.registry import wait_gone
 
 from .running import end_with_us, until
 

@@ -21,7 +21,7 @@ import msgspec
 import psutil
 from openai import OpenAI
 
-HOMING = [sys.executable, "-P", "-m", "homing.cluster.cli"]
+HOMING = [sys.executable, "-P", "-m", "homing.cluster.cli.main"]
 #: Tenants share no cached blocks, and the key says who is who.
 KEY = "none"
 PR_SET_PDEATHSIG = 1

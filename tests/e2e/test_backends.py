@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from homing.replica.demo import demo_model_path
 
-from ..router.foreign.fakes import FakeEngine, answer, backend_flags, demo_engine, engines_in_a_thread
+from ..router.replicas.external.fakes import FakeEngine, answer, backend_flags, demo_engine, engines_in_a_thread
 from .running import Serving, homing, serving, until
 
 pytestmark = pytest.mark.cluster

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from homing.cluster.state import wait_gone
+from homing.cluster.registry import wait_gone
 
 from .nodes import Nodes, below, two_nodes
 from .running import LONG_PROMPTS, homing, serving

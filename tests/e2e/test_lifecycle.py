@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from homing.cluster.state import wait_gone
+from homing.cluster.registry import wait_gone
 from homing.replica.demo import demo_model_path
 
 from .running import (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from homing.cluster.cli import parse, settings_of
+from homing.cluster.cli.main import parse, settings_of
 
 from .running import Serving, environment, leftovers, ready_note, traces, until
 

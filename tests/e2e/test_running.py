@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from homing.cluster.state import wait_gone
+from homing.cluster.registry import wait_gone
 
 from .running import until
 

@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from homing.cluster.local_ray import RAY_ENVIRONMENT
-from homing.events.messages import SnapshotBlock, SnapshotChunk, SnapshotRequest
+from homing.events.wire.messages import SnapshotBlock, SnapshotChunk, SnapshotRequest
 
 from .running import HOMING, LONG_PROMPTS, Serving, environment, until
 

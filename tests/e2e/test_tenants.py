@@ -16,8 +16,8 @@ import homing
 from homing.kvcache.config import KvCacheSettings
 from homing.router.config import RouterSettings
 from homing.router.metrics import RouterMetrics
+from homing.router.replicas.service import RouterService
 from homing.router.server import RouterServer
-from homing.router.service import RouterService
 from homing.router.text.tokenizer import TextModel
 
 from ..replica.clients import PATIENCE_S, SEED, served

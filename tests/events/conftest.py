@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from homing.events import EventPublisher, EventsSettings
-from homing.events.keys import ServerKeys
+from homing.events.security.curve_keys import ServerKeys
 
 from .fakes import new_publisher
 

@@ -20,10 +20,10 @@ from homing.events import (
     LoadReport,
     SnapshotBlock,
 )
-from homing.events.decode import snapshot_pairs
-from homing.events.frames import END_SEQ, encode_seq
-from homing.events.keys import ServerKeys
-from homing.events.messages import CacheCounters
+from homing.events.security.curve_keys import ServerKeys
+from homing.events.wire.dialects import snapshot_pairs
+from homing.events.wire.frames import END_SEQ, encode_seq
+from homing.events.wire.messages import CacheCounters
 
 BLOCK_SIZE = 4
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from homing.events import EventsSettings
-from homing.events.changes import AllCleared, RemovedBlocks, Step, StoredBlocks
-from homing.events.frames import encode_seq, events_topic
-from homing.events.ledger import Ledger, Sent
+from homing.events.publish.event_log import Ledger, Sent
+from homing.events.publish.step_changes import AllCleared, RemovedBlocks, Step, StoredBlocks
+from homing.events.wire.frames import encode_seq, events_topic
 
 PATH = Path(__file__).parent / "fixtures" / "homing.jsonl"
 EPOCH = 0x0123_4567_89AB_CDEF

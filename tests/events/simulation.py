@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from operator import methodcaller
 
 from homing.events import BatchDecoder, CacheMirror, EventsSettings, FeedStatus, Reach, Subscription
-from homing.events.changes import AllCleared, Lost, RemovedBlocks, Step, StoredBlocks
-from homing.events.decode import snapshot_pairs
-from homing.events.ledger import Ledger
-from homing.events.subscription import Apply, Instruction, RequestReplay, RequestSnapshot, Reset, SetStatus
+from homing.events.follow.subscription import Apply, Instruction, RequestReplay, RequestSnapshot, Reset, SetStatus
+from homing.events.publish.event_log import Ledger
+from homing.events.publish.step_changes import AllCleared, Lost, RemovedBlocks, Step, StoredBlocks
+from homing.events.wire.dialects import snapshot_pairs
 
 from .fakes import BLOCK_SIZE, block, load_report, tokens
 

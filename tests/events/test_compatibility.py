@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from homing.events import BatchDecoder, FeedStatus, Reach, Subscription
-from homing.events.frames import read_event, read_replay
-from homing.events.residents import CountedResidents
-from homing.events.subscription import Instruction, RequestReplay, SetStatus
+from homing.events.follow.residency import CountedResidents
+from homing.events.follow.subscription import Instruction, RequestReplay, SetStatus
+from homing.events.wire.frames import read_event, read_replay
 
 from . import foreign_schema, own_recording
 from .recordings import RECORDINGS, Live, Recording, meaning

@@ -12,8 +12,10 @@ import msgspec
 import pytest
 import zmq
 
-from homing.events import EventPublisher, messages, record
-from homing.events.keys import ServerKeys, new_pair
+from homing.events import EventPublisher
+from homing.events.sdk import record
+from homing.events.security.curve_keys import ServerKeys, new_pair
+from homing.events.wire import messages
 
 from .fakes import block, tokens
 from .routers import Listing, serving

@@ -19,8 +19,8 @@ from homing.events import (
     load_pair,
     subscribe,
 )
-from homing.events.handshake import WATCHED, Connection, Handshakes
-from homing.events.keys import ServerKeys, add_client, make_folder, new_pair, reader_keys, server_keys
+from homing.events.follow.handshake import WATCHED, Connection, Handshakes
+from homing.events.security.curve_keys import ServerKeys, add_client, make_folder, new_pair, reader_keys, server_keys
 
 from .fakes import FoldingSink, store, until
 

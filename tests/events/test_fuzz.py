@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from homing.events import BatchDecoder, MalformedFrame, Removed, Stored
-from homing.events.frames import read_event, read_replay
+from homing.events.wire.frames import read_event, read_replay
 
 from . import own_recording
 from .recordings import RECORDINGS

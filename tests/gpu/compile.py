@@ -22,8 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from homing.replica.kernels import activation, decode, norm, prefill, rope, sampling
 from homing.replica.kernels.base import PagedRows, SamplingInputs
+from homing.replica.kernels.triton import activation, decode, norm, prefill, rope, sampling
 from homing.replica.models.base import Rotary
 
 TARGET = GPUTarget("cuda", 90, 32)

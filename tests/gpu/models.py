@@ -8,8 +8,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from homing.replica.config import ReplicaSettings
+from homing.replica.execute.gpu_runner import ResidentRunner
 from homing.replica.models.native import NativeModel
-from homing.replica.resident.runner import ResidentRunner
 
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": {
@@ -48,7 +48,7 @@ _NOWHERE = Path("none")
 
 
 class RandomWeights:
-    """As `homing.replica.weights.Weights`: normal numbers whose spread keeps activations near 1, norms of 1."""
+    """As `homing.replica.load.checkpoint.Weights`: normal numbers whose spread keeps activations near 1, norms of 1."""
 
     def __init__(self, config: Any, dtype: torch.dtype, device: torch.device) -> None:
         with torch.device("meta"):

@@ -34,7 +34,7 @@ def two_replicas(cuda: bool) -> list[Found]:
     """Serve, ask, stop. Raises TimeoutError, which holds the end of the log, when it does not come up."""
     port = _free_port()
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "homing.cluster.cli", "serve", "--port", str(port), "--state-dir", folder]
+        command = [sys.executable, "-m", "homing.cluster.cli.main", "serve", "--port", str(port), "--state-dir", folder]
         command += ["--replicas", "2", "--num-kv-blocks", "2000"]
         command += ["--device", "cuda", "--gpus-per-rank", "0.5"] if cuda else ["--device", "cpu"]
         with (

@@ -16,18 +16,18 @@ from typing import Any, TypeVar
 import torch
 from models import MAX_POSITIONS, random_runner, sizes
 
-from homing.kvcache.cache import PrefixCache
 from homing.kvcache.hashing import BlockHash, BlockHasher, join_hashes, token_bytes
+from homing.kvcache.prefix_cache import PrefixCache
 from homing.replica.config import ReplicaSettings
-from homing.replica.engine import Engine, EngineModel
+from homing.replica.engine.engine import Engine, EngineModel
+from homing.replica.engine.overlapped import OverlappedEngine
+from homing.replica.engine.scheduler import Limits
+from homing.replica.engine.step_plan import PlanRow, SlotStart, StepPlan, plan_of_rows
+from homing.replica.engine.throughput import Rates
+from homing.replica.execute.cuda_graphs import EagerGraphs
+from homing.replica.execute.gpu_runner import ResidentRunner
+from homing.replica.execute.runner import ModelRunner
 from homing.replica.messages import Generate, SamplingParams
-from homing.replica.overlap import OverlappedEngine
-from homing.replica.plan import PlanRow, SlotStart, StepPlan, plan_of_rows
-from homing.replica.rates import Rates
-from homing.replica.resident.graphs import EagerGraphs
-from homing.replica.resident.runner import ResidentRunner
-from homing.replica.runner import ModelRunner
-from homing.replica.scheduler import Limits
 
 Runner = TypeVar("Runner", bound=ModelRunner)
 ROOT = Path(__file__).resolve().parents[2]

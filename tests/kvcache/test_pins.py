@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from homing.kvcache import Block, BlockHash, PinBook, PinLimits, PrefixCache
 
-from .test_cache import (
+from .test_prefix_cache import (
     BLOCK_SIZE,
     POOL,
     SMALL,

@@ -9,9 +9,9 @@ from zlib import crc32
 import numpy as np
 
 from homing.kvcache.hashing import BlockHash, BlockHasher, join_hashes, token_bytes
+from homing.replica.engine.request import RequestKey, RequestState
+from homing.replica.engine.step_plan import StepPlan, lay_out
 from homing.replica.messages import Generate, SamplingParams
-from homing.replica.plan import StepPlan, lay_out
-from homing.replica.request import RequestKey, RequestState
 
 VOCAB = 97
 ROOT = BlockHash(b"r" * 16)

@@ -17,20 +17,20 @@ import torch
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from homing.kvcache.cache import PrefixCache
 from homing.kvcache.hashing import BlockHasher
+from homing.kvcache.prefix_cache import PrefixCache
 from homing.replica.config import ReplicaSettings
-from homing.replica.engine import Engine, EngineModel
+from homing.replica.engine.engine import Engine, EngineModel
+from homing.replica.engine.overlapped import OverlappedEngine
+from homing.replica.engine.request import Phase
+from homing.replica.engine.sampler import SamplingRow, banned_before, prompt_logprobs, sample
+from homing.replica.engine.scheduler import Drafter, Limits
+from homing.replica.engine.step_plan import StepPlan
+from homing.replica.engine.throughput import Rates
+from homing.replica.execute.gpu_runner import Drawn, ResidentRunner
+from homing.replica.execute.runner import ModelRunner
 from homing.replica.messages import Generate, PositionLogprobs, SamplingParams, TokenOutput
-from homing.replica.overlap import OverlappedEngine
-from homing.replica.plan import StepPlan
-from homing.replica.rates import Rates
-from homing.replica.request import Phase
-from homing.replica.resident.runner import Drawn, ResidentRunner
-from homing.replica.runner import ModelRunner
-from homing.replica.sampler import SamplingRow, banned_before, prompt_logprobs, sample
-from homing.replica.scheduler import Drafter, Limits
-from homing.replica.worker import LocalExecutor
+from homing.replica.parallel.worker import LocalExecutor
 
 from .fakes import generate
 from .toys import BLOCK_SIZE, NUM_BLOCKS

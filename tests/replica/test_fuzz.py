@@ -12,11 +12,11 @@ import msgspec
 import pytest
 import zmq
 
-from homing.events.frames import replay_request
-from homing.events.messages import SnapshotChunk, SnapshotRequest
-from homing.events.publisher import MAX_QUESTION_BYTES
+from homing.events.publish.publisher import MAX_QUESTION_BYTES
+from homing.events.wire.frames import replay_request
+from homing.events.wire.messages import SnapshotChunk, SnapshotRequest
 from homing.replica.messages import Abort, Generate, Pin, ResetCache, SamplingParams
-from homing.replica.port import MAX_REQUEST_BYTES
+from homing.replica.request_socket import MAX_REQUEST_BYTES
 
 from .clients import PATIENCE_S, Client, Served, served
 from .fakes import generate

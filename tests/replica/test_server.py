@@ -12,19 +12,19 @@ import torch
 import zmq
 
 from homing.events.config import EventsSettings
-from homing.events.decode import CacheEvent, Cleared, Removed, Stored
-from homing.events.feed import EventFeed
-from homing.events.messages import LOAD_TOPIC, LoadReport, SnapshotBlock
-from homing.events.subscription import FeedStatus
+from homing.events.follow.feed import EventFeed
+from homing.events.follow.subscription import FeedStatus
+from homing.events.wire.dialects import CacheEvent, Cleared, Removed, Stored
+from homing.events.wire.messages import LOAD_TOPIC, LoadReport, SnapshotBlock
 from homing.kvcache.config import KvCacheSettings
 from homing.kvcache.hashing import BlockHash, wire_hash
 from homing.kvcache.parity import canary_hash
 from homing.replica.config import ReplicaSettings
+from homing.replica.engine.step_plan import StepPlan
 from homing.replica.errors import EngineBroken, ReplicaError, StartupError
+from homing.replica.execute.runner import ModelRunner
 from homing.replica.messages import Pin
-from homing.replica.plan import StepPlan
-from homing.replica.ranks import RankGroup
-from homing.replica.runner import ModelRunner
+from homing.replica.parallel.rank_group import RankGroup
 from homing.replica.server import MAX_FAILURES, ReplicaServer
 
 from .clients import PATIENCE_S, SEED, Client, Served, served

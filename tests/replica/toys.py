@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from homing.replica.config import ReplicaSettings
-from homing.replica.plan import PlanRow, StepPlan, plan_of_rows
-from homing.replica.runner import ModelRunner
+from homing.replica.engine.step_plan import PlanRow, StepPlan, plan_of_rows
+from homing.replica.execute.runner import ModelRunner
 
 torch.set_num_threads(1)
 

@@ -15,8 +15,8 @@ import msgspec
 import zmq
 
 from homing.events.config import EventsSettings
-from homing.events.messages import CacheCounters, EventEndpoints, LoadReport, PrefillCost
-from homing.events.publisher import EventPublisher
+from homing.events.publish.publisher import EventPublisher
+from homing.events.wire.messages import CacheCounters, EventEndpoints, LoadReport, PrefillCost
 from homing.kvcache.config import KvCacheSettings
 from homing.kvcache.hashing import BlockHash, BlockHasher, split_hashes, token_array, token_bytes
 from homing.kvcache.parity import canary_hash
@@ -37,8 +37,8 @@ from homing.replica.messages import (
 )
 from homing.router.backend import GenerationRequest, TokenDelta, TokenStream
 from homing.router.errors import RouterError
-from homing.router.load import ReplicaLoad
-from homing.router.membership import TextDigests
+from homing.router.replicas.membership import TextDigests
+from homing.router.routing.replica_load import ReplicaLoad
 
 SEED = 7
 BLOCK = 16

@@ -12,8 +12,9 @@ import msgspec
 import pytest
 import zmq
 
-from homing.events.frames import encode_seq, events_topic
-from homing.events.messages import (
+from homing.events.prefill_cost import SUMS
+from homing.events.wire.frames import encode_seq, events_topic
+from homing.events.wire.messages import (
     HEARTBEAT_TOPIC,
     LOAD_TOPIC,
     BlockRemoved,
@@ -27,14 +28,13 @@ from homing.events.messages import (
     SnapshotBlock,
     SnapshotChunk,
 )
-from homing.events.prefill import SUMS
 from homing.replica.messages import CacheReset, PositionLogprobs, Refused, Reply, TokenBatch, TokenLogprob, TokenOutput
 from homing.router.errors import RouterError
 
 from ..replica.clients import PATIENCE_S
 from ..replica.test_fuzz import wounded
 from .fakes import BLOCK, SEED, answer, description_of, report_of, request_of
-from .test_service import Cluster, Watcher, tokens
+from .replicas.test_service import Cluster, Watcher, tokens
 
 #: Replica and stream of the one that lies.
 LIAR, EPOCH = "r1", 5

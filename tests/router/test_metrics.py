@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from homing.events.messages import CacheCounters, LoadReport
+from homing.events.wire.messages import CacheCounters, LoadReport
 from homing.router.backend import ClusterView, ModelView, RouterCounters
 from homing.router.metrics import HttpNumbers, RouterMetrics, TenantNumbers
 

@@ -16,8 +16,8 @@ from openai import AsyncOpenAI
 from homing.router.config import RouterSettings
 from homing.router.errors import AddressInUse, TlsUnusable, TokenizerUnavailable
 from homing.router.http.front import TextModels
-from homing.router.http.server import listening_socket
-from homing.router.membership import text_source
+from homing.router.http.protocol.server import listening_socket
+from homing.router.replicas.membership import text_source
 from homing.router.server import RouterServer
 from homing.router.text.tokenizer import TextModel
 

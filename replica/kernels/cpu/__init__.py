@@ -1,1 +1,4 @@
-"""Kernels for CPUs, compiled by numba when a replica starts: what stock torch takes tens of operations for."""
+"""Kernels compiled for CPUs by numba, collected in `cpu_kernels`.
+
+Imported by `kernels.choice`, `attention` and `execute`. `processor` and `runtime.processor` need no torch.
+"""

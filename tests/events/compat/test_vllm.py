@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from homing.events import EventEndpoints, EventFeed, EventPublisher, EventsSettings, FeedStatus
-from homing.events.frames import END_SEQ, encode_seq
+from homing.events.wire.frames import END_SEQ, encode_seq
 
 from .. import foreign_schema
 from ..fakes import FoldingSink, block, new_publisher, store, tokens, until

@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from homing.kvcache import Block, BlockHash, EvictionName, PrefixCache, eviction_policy, token_bytes
 from homing.kvcache.eviction import HitDensity
-from homing.kvcache.eviction.guard import LruGuard
+from homing.kvcache.eviction.age_table import AGES, EPOCHS_PER_TURNOVER
 from homing.kvcache.eviction.hit_density import EPOCH_SHIFT
-from homing.kvcache.eviction.reuse import AGES, EPOCHS_PER_TURNOVER
+from homing.kvcache.eviction.lru_guard import LruGuard
 
 ROOT = BlockHash(bytes(16))
 Chain = tuple[int, ...]

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from homing.replica.kernels.base import Kernels, PagedRows
-from homing.replica.kernels.compiled import CompiledKernels
-from homing.replica.kernels.fallback import TorchKernels
-from homing.replica.kernels.fused import TritonKernels
+from homing.replica.kernels.cpu.cpu_kernels import CompiledKernels
+from homing.replica.kernels.torch_kernels import TorchKernels
+from homing.replica.kernels.triton.triton_kernels import TritonKernels
 
 IMPLEMENTATIONS: tuple[type[Kernels], ...] = (TorchKernels, TritonKernels)
 if not torch.cuda.is_available():

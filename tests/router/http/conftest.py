@@ -12,11 +12,11 @@ from openai import AsyncOpenAI
 import homing
 from homing.replica.messages import ModelLimits
 from homing.router.config import RouterSettings
-from homing.router.http.app import App
 from homing.router.http.front import Front, TextModels
-from homing.router.http.server import HttpServer
-from homing.router.membership import TextSource
+from homing.router.http.protocol.app import App
+from homing.router.http.protocol.server import HttpServer
 from homing.router.metrics import RouterMetrics
+from homing.router.replicas.membership import TextSource
 from homing.router.server import RouterServer, connection_limits
 from homing.router.text.tokenizer import TextModel
 

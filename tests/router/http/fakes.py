@@ -19,7 +19,7 @@ from homing.router.backend import (
     TokenSink,
 )
 from homing.router.errors import ModelNotFound, RouterClosed, RouterError
-from homing.router.membership import TextDigests, TextSource
+from homing.router.replicas.membership import TextDigests, TextSource
 
 #: What a stream yields: deltas, an error that breaks it, or `PAUSE`, after which nothing comes until cancelled.
 Item = TokenDelta | RouterError | str

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from homing.router.http.front import TextModels
-from homing.router.membership import TextDigests, TextSource
+from homing.router.replicas.membership import TextDigests, TextSource
 
 FOX, FOX_LATER, OWL = (
     TextSource(path, TextDigests(tokenizer, "")) for path, tokenizer in (("fox", "1"), ("fox", "2"), ("owl", "1"))

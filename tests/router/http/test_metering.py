@@ -7,13 +7,13 @@ import httpx
 import pytest
 
 from homing.replica.messages import PositionLogprobs
-from homing.router.accounts import SharedAccounts
 from homing.router.backend import TokenDelta
 from homing.router.config import RouterSettings
 from homing.router.errors import QueueFull
 from homing.router.http.front import Front
 from homing.router.metrics import RouterMetrics
-from homing.router.tenants import tenants_of
+from homing.router.tenants.api_keys import tenants_of
+from homing.router.tenants.shared_usage import SharedAccounts
 from homing.router.text.tokenizer import TextModel
 
 from .conftest import LoadedText, serving

@@ -12,9 +12,9 @@ from homing.router.backend import ClusterView
 from homing.router.config import RouterSettings
 from homing.router.errors import InvalidRequest, ModelNotFound
 from homing.router.http.front import Front
-from homing.router.membership import TextSource
 from homing.router.metrics import RouterMetrics
-from homing.router.tenants import tenants_of
+from homing.router.replicas.membership import TextSource
+from homing.router.tenants.api_keys import tenants_of
 from homing.router.text.tokenizer import TextModel
 
 from .conftest import LoadedText, serving

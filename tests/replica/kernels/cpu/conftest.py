@@ -2,8 +2,9 @@
 
 import pytest
 
-from homing.replica.kernels.cpu import decode, prefill, product
-from homing.replica.kernels.cpu.vectors import NATIVE, WIDENED, dot
+from homing.replica.kernels.cpu.attention import decode, prefill
+from homing.replica.kernels.cpu.linear import product
+from homing.replica.kernels.cpu.runtime.vectors import NATIVE, WIDENED, dot
 
 
 @pytest.fixture(params=[pytest.param(NATIVE, id="native"), pytest.param(WIDENED, id="widened")])

@@ -1,0 +1,4 @@
+"""The command line: one file per command.
+
+Nothing imports it. Must stay light: torch, transformers and Ray are imported inside the commands that need them.
+"""

@@ -1,0 +1,306 @@
+"""`homing doctor`: what would keep a cluster from starting or serving here, each finding with its remedy.
+
+The checks are pure: the machine (host.py), the settings and what a running cluster says come in. The command looks,
+and changes nothing. Exit code 1 when anything is wrong, 0 for warnings alone.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+import msgspec
+
+from ...kvcache.config import KvCacheSettings
+from ...replica.config import ReplicaSettings
+from ...replica.demo import demo_model_path
+from ...replica.errors import StartupError
+from ...replica.load.preflight import weight_bytes
+from ..config import Settings, state_folder
+from ..errors import ClusterError, NotRunning
+from ..exposure import exposures
+from ..host import Host, look
+from ..model_source import DEMO, find_model
+from ..preflight import check_folder, check_front
+from ..registry import Note, Notebook
+from .client import get_json
+from .keys import check_keys
+from .serve import with_api_keys
+
+GIB = 1 << 30
+MIB = 1 << 20
+#: Not measured: what one log, one run folder and one small model need.
+DISK_ERROR_BYTES, DISK_WARNING_BYTES = GIB // 4, 5 * GIB
+#: Of Ray's object store, which is the least that it takes.
+SHARED_MEMORY_BYTES = 80 * MIB
+#: Two for each client and some for each replica; Ray's own processes take thousands.
+OPEN_FILES = 4096
+#: KV memory of a rank on CPU when no setting says otherwise (docs/settings.md, `kv_cache_bytes`).
+CPU_KV_BYTES = 512 * MIB
+SEE_STATUS = "homing status shows what each waits for"
+SIGNS = {"ok": "ok", "warning": "!", "error": "✗"}
+
+Level = Literal["ok", "warning", "error"]
+
+
+@dataclass(slots=True, frozen=True)
+class Finding:
+    """What one check found."""
+
+    check: str
+    level: Level
+    message: str
+    remedy: str = ""
+
+
+def doctor(settings: Settings, out: TextIO, *, as_json: bool) -> int:
+    """Look at machine, settings and running cluster; returns the exit code."""
+    note = _running(settings)
+    host = look(_folders(settings))
+    findings = [*examine_host(host, settings), *examine_settings(settings, note), *_examine_cluster(note)]
+    if as_json:
+        out.write(msgspec.json.format(msgspec.json.encode(findings)).decode() + "\n")
+    else:
+        print(render(findings), file=out)
+    return 1 if any(finding.level == "error" for finding in findings) else 0
+
+
+def render(findings: Iterable[Finding]) -> str:
+    """A line for each finding, and its remedy below it."""
+    lines = []
+    for finding in findings:
+        lines.append(f"{SIGNS[finding.level]:>2}  {finding.check:<13} {finding.message}")
+        if finding.remedy:
+            lines.append(f"    {'':<13} → {finding.remedy}")
+    return "\n".join(lines)
+
+
+# The machine
+
+
+def examine_host(host: Host, settings: Settings) -> list[Finding]:
+    """What the machine lacks for these settings."""
+    checks: tuple[Callable[[Host, Settings], Finding], ...] = (
+        _versions,
+        _gpus,
+        _memory,
+        _shared_memory,
+        _files,
+        _clock,
+        _token,
+    )
+    return [*(check(host, settings) for check in checks), *_disks(host)]
+
+
+def _versions(host: Host, settings: Settings) -> Finding:  # noqa: ARG001 - all checks are called alike
+    missing = [name for name, version in host.packages.items() if version is None]
+    if host.python < (3, 11):
+        words = ".".join(map(str, host.python))
+        return Finding("environment", "error", f"Python {words} is too old", "use Python 3.11 or newer")
+    if missing:
+        return Finding(
+            "environment", "error", f"not installed: {', '.join(missing)}", "pip install homing, or make setup"
+        )
+    versions = ", ".join(f"{name} {host.packages[name]}" for name in ("ray", "torch", "transformers"))
+    return Finding("environment", "ok", f"Python {host.python[0]}.{host.python[1]}, {versions}")
+
+
+def _gpus(host: Host, settings: Settings) -> Finding:
+    cluster, ranks = settings.cluster, sum(each.ranks for each in settings.each_model)
+    wanted = sum(each.ranks * each.cluster.gpus_per_rank for each in settings.each_model)
+    if host.gpus_seen and not host.gpus_usable:
+        message = f"the driver sees {host.gpus_seen} GPUs, torch none"
+        return Finding(
+            "gpus", "error", message, "install a CUDA build of torch, and a driver that is new enough for it"
+        )
+    if not cluster.ray_address and wanted > host.gpus_usable:
+        message = f"{ranks} ranks want {wanted:g} GPUs, here are {host.gpus_usable}"
+        return Finding("gpus", "error", message, "lower --replicas, --tensor-parallel-size or --gpus-per-rank")
+    if host.gpus_usable and not wanted:
+        message = f"{host.gpus_usable} GPUs are here, and ranks reserve none"
+        return Finding("gpus", "warning", message, "serve with --gpus-per-rank 1")
+    return Finding("gpus", "ok", f"{host.gpus_usable} usable, {wanted:g} wanted")
+
+
+def _memory(host: Host, settings: Settings) -> Finding:
+    on_cpu = [each for each in settings.each_model if not each.cluster.gpus_per_rank]
+    if settings.cluster.ray_address or not on_cpu:
+        return Finding("memory", "ok", f"{host.memory_bytes / GIB:.1f} GiB available here")
+    ranks = sum(each.ranks for each in on_cpu)
+    kv = sum(each.ranks * _kv_bytes(each.kvcache) for each in on_cpu)
+    weights = sum(each.ranks * _weight_bytes(each.replica) for each in on_cpu)
+    wanted = f"{kv / GIB:.1f} GiB for KV and {weights / GIB:.1f} for weights"
+    message = f"{ranks} ranks want {wanted}, {host.memory_bytes / GIB:.1f} GiB are available"
+    if kv + weights > host.memory_bytes:
+        return Finding("memory", "error", message, "lower --kv-cache-bytes or --replicas, or take --dtype bfloat16")
+    return Finding("memory", "ok", message)
+
+
+def _weight_bytes(replica: ReplicaSettings) -> int:
+    """0 where that is not known yet: a model of the hub, or a folder that `_model` finds fault with."""
+    folder = demo_model_path() if replica.model == DEMO else Path(replica.model).expanduser()
+    try:
+        return weight_bytes(folder, replica)
+    except StartupError:
+        return 0
+
+
+def _kv_bytes(cache: KvCacheSettings) -> int:
+    return 0 if cache.num_kv_blocks else cache.kv_cache_bytes or CPU_KV_BYTES
+
+
+def _shared_memory(host: Host, settings: Settings) -> Finding:  # noqa: ARG001
+    size = host.shared_memory_bytes
+    if size is None or size < SHARED_MEMORY_BYTES:
+        there = "there is no /dev/shm" if size is None else f"/dev/shm has {size / MIB:.0f} MiB"
+        message = f"{there}; Ray wants {SHARED_MEMORY_BYTES / MIB:.0f} MiB and falls back to disk"
+        return Finding("shared memory", "warning", message, "in a container: --shm-size=1g")
+    return Finding("shared memory", "ok", f"/dev/shm has {size / MIB:.0f} MiB")
+
+
+def _files(host: Host, settings: Settings) -> Finding:  # noqa: ARG001
+    if 0 <= host.open_files < OPEN_FILES:
+        message = f"a process may open {host.open_files} files: many clients would be turned away"
+        return Finding("file limits", "warning", message, "ulimit -n 65536, or LimitNOFILE= of the service")
+    return Finding("file limits", "ok", f"{host.open_files} open files")
+
+
+def _clock(host: Host, settings: Settings) -> Finding:  # noqa: ARG001
+    if host.clock_synchronized is None:
+        return Finding("clock", "ok", "the kernel does not tell whether it is synchronised")
+    if not host.clock_synchronized:
+        message = (
+            "the kernel says that the clock is not synchronised: certificates and logs of several nodes may not fit"
+        )
+        return Finding("clock", "warning", message, "run chrony or systemd-timesyncd on every node")
+    return Finding("clock", "ok", "synchronised")
+
+
+def _token(host: Host, settings: Settings) -> Finding:
+    if host.token_mode is None:
+        joined = bool(settings.cluster.ray_address)
+        words = "Ray has no token here" + ("" if joined else "; a local cluster makes one")
+        remedy = "bring ~/.ray/auth_token of the head here, or say where it is: RAY_AUTH_TOKEN_PATH" if joined else ""
+        return Finding("auth", "warning" if joined else "ok", words, remedy)
+    if host.token_mode & 0o077:
+        message = f"others on this machine may read Ray's token (mode {host.token_mode:o}): with it they can run code"
+        return Finding("auth", "warning", message, "chmod 600 ~/.ray/auth_token")
+    return Finding("auth", "ok", "Ray's token is there, and only yours to read")
+
+
+def _disks(host: Host) -> list[Finding]:
+    findings = []
+    for disk in host.disks:
+        message = f"{disk.free_bytes / GIB:.1f} GiB free for {disk.use} in {disk.folder}"
+        level: Level = "ok"
+        if disk.free_bytes < DISK_WARNING_BYTES:
+            level = "error" if disk.free_bytes < DISK_ERROR_BYTES else "warning"
+        findings.append(Finding("disk", level, message, "" if level == "ok" else f"make room in {disk.folder}"))
+    return findings
+
+
+# The settings
+
+
+def examine_settings(settings: Settings, note: Note | None) -> list[Finding]:
+    """What would be refused before anything is started. `note`: of the cluster that runs under this name."""
+    return [_port(settings, note), *(_model(each) for each in settings.each_model), _doors(settings)]
+
+
+def _port(settings: Settings, note: Note | None) -> Finding:
+    router = settings.router
+    if note is not None:
+        return Finding("ports", "ok", f"cluster {note.name} listens on {note.url or note.phase}")
+    try:
+        check_front(router)
+    except ClusterError as error:
+        return _refused("ports", error, "choose another --port or --host, or mend what is named")
+    return Finding("ports", "ok", f"{router.host}:{router.port} is free")
+
+
+def _model(settings: Settings) -> Finding:
+    if settings.cluster.ray_address and not Path(settings.replica.model).expanduser().is_dir():
+        return Finding("model", "ok", "every node of the joined cluster finds it by itself")
+    try:
+        folder = find_model(settings.replica)
+        check_folder(folder, settings)
+    except ClusterError as error:
+        return _refused("model", error, "give a whole model folder, or a name on the Hugging Face hub")
+    return Finding("model", "ok", f"weights and tokenizer of {settings.replica.model} are whole")
+
+
+def _doors(settings: Settings) -> Finding:
+    router = settings.router
+    try:
+        with_api_keys(settings)
+        check_keys(settings.events)
+    except ClusterError as error:
+        return _refused("keys", error, "mend the file that is named: docs/api.md, docs/events.md")
+    if opened := exposures(settings):
+        message, _, remedy = opened[0].partition(": ")
+        return Finding("keys", "warning", message, remedy)
+    return Finding("keys", "ok", "listed API keys may ask" if router.api_keys_file else "loopback only")
+
+
+def _refused(check: str, error: ClusterError, remedy: str) -> Finding:
+    """Messages of early refusals mostly end in their remedy; `remedy` is for those that do not."""
+    words, _, told = str(error).rpartition("; ")
+    return Finding(check, "error", words or told, told if words else remedy)
+
+
+# A running cluster
+
+
+def examine_view(view: Mapping[str, Any]) -> list[Finding]:
+    """What /cluster tells of replicas that do not serve as they should."""
+    findings = []
+    for row in view["refused"]:
+        message = f"{row['replica_id']}: {row['message']}"
+        findings.append(Finding("parity", "error", message, "give router and replicas the same model folder"))
+    for row in view["absent"]:
+        message = f"{row['replica_id']} does not serve: {row['reason']}"
+        findings.append(Finding("replicas", "error", message, "homing status shows since when"))
+    for row in view["replicas"]:
+        if row["state"] == "silent" or row["feed"] == "stale":
+            message = f"{row['replica_id']} is {row['state']}, its events are {row['feed']}"
+            findings.append(Finding("replicas", "warning", message, f"look at its node {row['node']}"))
+    if not view["refused"]:
+        findings.append(Finding("parity", "ok", "tokenizer, template, block size and hashes agree"))
+    if not view["models"]:
+        findings.append(Finding("replicas", "error", "none serves", SEE_STATUS))
+    return [*findings, *(_served(model) for model in view["models"])]
+
+
+def _served(model: Mapping[str, Any]) -> Finding:
+    if not model["serving"]:
+        return Finding("replicas", "error", f"none serves {model['name']}", SEE_STATUS)
+    return Finding("replicas", "ok", f"{model['serving']} serve {model['name']}")
+
+
+def _examine_cluster(note: Note | None) -> list[Finding]:
+    if note is None:
+        return [Finding("cluster", "ok", "none runs under this name")]
+    if note.url is None:
+        return [Finding("cluster", "ok", f"{note.name} is {note.phase} (pid {note.pid})")]
+    try:
+        return examine_view(get_json(f"{note.url}/cluster"))
+    except ClusterError as error:
+        return [Finding("cluster", "error", str(error), f"look into its output: {note.log or 'where it was started'}")]
+
+
+def _running(settings: Settings) -> Note | None:
+    try:
+        return Notebook(state_folder(settings)).running(settings.cluster.name)
+    except NotRunning:
+        return None
+
+
+def _folders(settings: Settings) -> dict[str, Path]:
+    base = Path("/tmp") if Path("/tmp").is_dir() else Path.cwd()
+    folders = {"notes and logs": state_folder(settings), "sockets and Ray's logs": base}
+    if all(each.replica.model == DEMO for each in settings.each_model):
+        return folders
+    # Imported here: the hub's client takes a while and only this path needs it.
+    from huggingface_hub.constants import HF_HOME
+
+    return folders | {"models": Path(HF_HOME)}

@@ -1,0 +1,317 @@
+"""The processes that Ray starts: one per rank of a replica, one per router. Thin shells, with a thread for the work.
+
+They know nothing of each other; the controller does. Each has a `watch` that returns only when the part has stopped
+working by itself: a killed process makes the same call fail at once, so one open call notices every kind of death.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+import ray
+from ray.exceptions import RayActorError
+
+from ...kvcache.prefix_cache import CachedBlock
+from ...replica.messages import ReplicaDescription
+from ...replica.parallel.rank_spec import SECRET_BYTES
+from ...router.backend import AbsentReplica
+from ..event_loop import fast_loop
+from ..logs import set_up_logging
+from .autoscale import Demand
+from .control_messages import (
+    CacheWorth,
+    ClusterSpec,
+    Doors,
+    Failed,
+    Listening,
+    Membership,
+    RankSpec,
+    Rendezvous,
+    Started,
+    Wanted,
+)
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+#: A call that watches returns after so long at the latest: it holds a thread even when the one who asked is gone.
+WATCH_S = 10.0
+
+
+class RankServer(Protocol):
+    """What one rank runs: a replica's server (rank 0) or a worker beside it. One thread makes, starts and runs it."""
+
+    def start(self) -> ReplicaDescription | None:
+        """Load and measure; blocks until ready. Rank 0 describes the replica."""
+
+    def run(self) -> None:
+        """Serve until `stop`; raises when it cannot go on."""
+
+    def stop(self) -> None:
+        """Make `run` return soon; callable from another thread."""
+
+    def drain(self) -> None:
+        """Take no new requests. Callable from another thread; rank 0 alone is asked."""
+
+    def idle(self) -> bool:
+        """Whether no request is here. Callable from another thread; rank 0 alone is asked."""
+
+    def residents(self) -> list[CachedBlock]:
+        """What this rank's cache really holds, parents first; empty on ranks above 0. Callable from another thread."""
+
+
+class Router(Protocol):
+    """What a router process runs, on its own event loop."""
+
+    async def start(self, doors: Doors, told: Membership, seed: int) -> Listening:
+        """Learn what these replicas hold, then listen."""
+
+    async def apply_membership(self, told: Membership, seed: int) -> None:
+        """These models are served, by these replicas and no others; nothing, when it knows of a later number."""
+
+    async def warm_up(self, replica_id: str) -> Failed | Wanted | None:
+        """Returns when it can be sent requests and its cache is warm, or wanted sooner, or why it never will."""
+
+    async def in_flight(self, replica_id: str) -> int:
+        """Requests of this router that are not over there."""
+
+    async def worths(self) -> list[CacheWorth]:
+        """What would be lost with each replica."""
+
+    async def demands(self) -> dict[str, Demand]:
+        """By model: what waits here, and what works on it."""
+
+    def tell_absent(self, absent: Sequence[AbsentReplica], off: frozenset[str]) -> None:
+        """These should serve and do not: to be shown. Of the models in `off` nobody should."""
+
+    async def run(self) -> None:
+        """Returns or raises when it stopped serving."""
+
+    async def stop(self) -> None:
+        """End all connections."""
+
+
+def node_address() -> str:
+    """Address under which this node is known in the Ray cluster."""
+    address: str = ray.util.get_node_ip_address()
+    return address
+
+
+class ReplicaRank:
+    """Ray actor: one rank of a replica. Its calls run side by side: `watch` takes long while all is well."""
+
+    def __init__(
+        self,
+        make: Callable[[RankSpec], RankServer],
+        log_level: str = "warning",
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`settle` is called once, when all is loaded."""
+        set_up_logging(log_level)
+        self._make = make
+        self._settle = settle
+        self._server: RankServer | None = None
+        self._started: Started | Failed | None = None
+        self._ended = threading.Event()
+        self._reason = "stopped"
+
+    def pid(self) -> int:
+        """Process id, known before the model is loaded."""
+        return os.getpid()
+
+    def rendezvous(self, host: str | None) -> Rendezvous:
+        """A free address on this node where the gang can meet, and what its ranks know each other by."""
+        host = host or node_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return Rendezvous(host, probe.getsockname()[1], secrets.token_bytes(SECRET_BYTES))
+
+    def start(self, spec: RankSpec) -> Started | Failed:
+        """Load the model and serve. A failure is a value: it is for the user, and a traceback through Ray is not."""
+        begun: Future[Started | Failed] = Future()
+        threading.Thread(target=self._live, args=(spec, begun), name="rank", daemon=True).start()
+        self._started = begun.result()
+        return self._started
+
+    def started(self) -> Started | Failed | None:
+        """What `start` returned; None: it has not yet."""
+        return self._started
+
+    def watch(self) -> Failed | None:
+        """Returns when the rank stopped serving, with the reason; None when it still serves after WATCH_S."""
+        return Failed(self._reason) if self._ended.wait(WATCH_S) else None
+
+    def drain(self) -> None:
+        """Take no new requests."""
+        assert self._server is not None, "a drain before the start"
+        self._server.drain()
+
+    def idle(self) -> bool:
+        """Whether no request is here."""
+        return self._server is None or self._server.idle()
+
+    def ping(self) -> None:
+        """Returns: the process runs."""
+
+    def residents(self) -> list[CachedBlock]:
+        """What the cache really holds, asked past the event stream: to look into a doubt, and for tests."""
+        return self._server.residents() if self._server is not None else []
+
+    def stop(self) -> None:
+        """End serving in good order."""
+        if self._server is not None:
+            self._server.stop()
+            self._ended.wait(5)
+
+    def _live(self, spec: RankSpec, begun: "Future[Started | Failed]") -> None:
+        """Runs one rank in one thread, loading included; replica/load/cpu_threads.py gives the cost of a second one."""
+        started = self._begin(spec)
+        begun.set_result(started)
+        if isinstance(started, Started):
+            self._run()
+
+    def _begin(self, spec: RankSpec) -> Started | Failed:
+        try:
+            self._server = self._make(spec)
+            description = self._server.start()
+            self._settle()
+            return Started(os.getpid(), node_address(), description)
+        except BaseException as error:  # a panic of a Rust library is no Exception, and `start` waits for an answer
+            log.exception("rank_failed_to_start replica=%s rank=%d", spec.replica_id, spec.rank)
+            return Failed(describe(error))
+
+    def _run(self) -> None:
+        assert self._server is not None, "a run before the start"
+        try:
+            self._server.run()
+        except BaseException as error:
+            log.exception("rank_failed")
+            self._reason = describe(error)
+        finally:
+            self._ended.set()
+
+
+class RouterProcess:
+    """Ray actor: one router with its HTTP front, on an event loop of its own.
+
+    No method may be a coroutine: one is enough for Ray to run all of them on its own single loop, where `watch` would
+    block the rest.
+    """
+
+    def __init__(self, make: Callable[[ClusterSpec], Router], spec: ClusterSpec) -> None:
+        set_up_logging(spec.common.settings.cluster.log_level)
+        self._spec = spec
+        self._make = make
+        self._router: Router | None = None
+        self._listening: Listening | None = None
+        self._loop = fast_loop()
+        threading.Thread(target=self._loop.run_forever, name="router", daemon=True).start()
+
+    def start(self, port: int, direct_port: int, told: Membership, seat: int) -> Listening | Failed:
+        """Listen on `port` (0: any), with these replicas behind, as router number `seat`."""
+        settings = self._spec.common.settings
+        doors = Doors(settings.router.host, port, direct_port, shared=settings.cluster.routers > 1, seat=seat)
+        try:
+            self._router = self._make(self._spec)
+            self._listening = self._do(self._router.start(doors, told, self._spec.common.seed))
+            return self._listening
+        except Exception as error:
+            log.exception("router_failed_to_start")
+            return Failed(describe(error))
+
+    def pid(self) -> int:
+        """Process id."""
+        return os.getpid()
+
+    def listening(self) -> Listening | None:
+        """Where it listens; None: it does not yet."""
+        return self._listening
+
+    def tell_absent(self, absent: Sequence[AbsentReplica], off: frozenset[str]) -> None:
+        """Show these as missing, and refuse requests for the models in `off`, from now on."""
+        self._loop.call_soon_threadsafe(self._present.tell_absent, absent, off)
+
+    def apply_membership(self, told: Membership) -> None:
+        """Serve these models and route to these replicas, and no others, from now on."""
+        self._do(self._present.apply_membership(told, self._spec.common.seed))
+
+    def warm_up(self, replica_id: str, within_s: float) -> Failed | Wanted | None:
+        """Returns when it can be sent requests and its cache is warm, or wanted sooner, or why it never will.
+
+        After `within_s` in any case: a call that nobody waits for any more would still hold a thread.
+        """
+        try:
+            return self._do(asyncio.wait_for(self._present.warm_up(replica_id), within_s))
+        except TimeoutError:
+            return None
+
+    def in_flight(self, replica_id: str) -> int:
+        """Requests of this router that are not over there."""
+        return self._do(self._present.in_flight(replica_id))
+
+    def worths(self) -> list[CacheWorth]:
+        """What would be lost with each replica."""
+        return self._do(self._present.worths())
+
+    def demands(self) -> dict[str, Demand]:
+        """By model: what waits here, and what works on it."""
+        return self._do(self._present.demands())
+
+    def watch(self) -> Failed | None:
+        """Returns when the router stopped serving, with the reason; None when it still serves after WATCH_S."""
+        serving = asyncio.run_coroutine_threadsafe(self._present.run(), self._loop)
+        try:
+            serving.result(WATCH_S)
+        except TimeoutError:
+            if not serving.done():
+                serving.cancel()
+                return None
+            return Failed("TimeoutError")
+        except Exception as error:
+            log.exception("router_failed")
+            return Failed(describe(error))
+        return Failed("stopped")
+
+    def ping(self) -> None:
+        """Returns: the process and its event loop run."""
+        self._do(asyncio.sleep(0))
+
+    def stop(self) -> None:
+        """End serving in good order."""
+        if self._router is not None:
+            asyncio.run_coroutine_threadsafe(self._router.stop(), self._loop).result(10)
+
+    @property
+    def _present(self) -> Router:
+        assert self._router is not None, "the router has not been started"
+        return self._router
+
+    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        """Have the event loop do this, and wait for it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line, for a user: its own words, with the kind where the words alone do not tell."""
+    words = " ".join(str(error).split())
+    named = type(error).__module__.startswith("homing.")
+    return words if named and words else f"{type(error).__name__}: {words}".rstrip(": ")
+
+
+def death(error: BaseException) -> str:
+    """Ray tells of a death in a paragraph; one line is enough."""
+    return "the process died" if isinstance(error, RayActorError) else describe(error)
+
+
+async def within(seconds: float, call: Awaitable[Any]) -> None:
+    """Wait for a call that may never answer; who does not is killed afterwards anyway."""
+    try:
+        await asyncio.wait_for(call, seconds)
+    except (TimeoutError, RayActorError):
+        log.info("stop_not_answered after_s=%g", seconds)

@@ -1,0 +1,1 @@
+"""`homing analyze`: what a log of requests says about prefix caching."""

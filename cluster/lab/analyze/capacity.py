@@ -1,0 +1,95 @@
+"""From blocks to bytes and GPUs: what a model's configuration says about the size of its KV.
+
+Reads a `config.json`; loads no model. The arithmetic is `kvcache/sizing.py`'s.
+"""
+
+import re
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ....kvcache import PoolTooSmall, blocks_that_fit, bytes_per_block
+from ...errors import ModelUnavailable, SettingsError
+
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+_SIZE = re.compile(r"([\d.]+)\s*([kmgt]i?)?b?", re.IGNORECASE)
+_FACTORS = {"": 1} | {
+    letter + binary: base**power for binary, base in (("", 1000), ("i", 1024)) for power, letter in enumerate("kmgt", 1)
+}
+
+
+@dataclass(slots=True, frozen=True)
+class KvCapacity:
+    """What blocks cost, over all ranks of a replica, and what a GPU has for them."""
+
+    block_bytes: int
+    gpu_bytes: int | None = None  #: KV memory of one GPU
+
+    @property
+    def gpu_blocks(self) -> int | None:
+        """Blocks that requests can get on one GPU: all that fit but the null block."""
+        return None if self.gpu_bytes is None else blocks_that_fit(self.gpu_bytes, self.block_bytes) - 1
+
+    def gib(self, blocks: int) -> float:
+        """Memory of so many blocks."""
+        return blocks * self.block_bytes / 2**30
+
+    def gpus(self, blocks: int) -> int | None:
+        """GPUs that hold so many blocks; None where their memory is not known."""
+        return None if self.gpu_blocks is None else ceil(blocks / self.gpu_blocks)
+
+
+def capacity(block_bytes: int, gpu_bytes: int | None) -> KvCapacity:
+    """Raises SettingsError when not even two blocks fit."""
+    try:
+        found = KvCapacity(block_bytes, gpu_bytes)
+        _ = found.gpu_blocks
+    except PoolTooSmall as error:
+        raise SettingsError(f"--kv-memory: {error}") from error
+    return found
+
+
+def block_bytes_of_config(path: Path, block_size: int) -> int:
+    """Bytes of one block of the model whose `config.json` (or its folder) this is. Raises ModelUnavailable."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ModelUnavailable(f"{file} is no model configuration: {error}") from error
+    config = config.get("text_config") or config
+    heads = _number(config, file, "num_attention_heads")
+    return bytes_per_block(
+        block_size=block_size,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or _number(config, file, "hidden_size") // heads,
+        dtype_bytes=_dtype_bytes(config, file),
+        layers=_number(config, file, "num_hidden_layers"),
+    )
+
+
+def parse_size(text: str, flag: str) -> int:
+    """`45GB`, `40GiB`, `16k` or plain digits as a number. Raises SettingsError, which names the flag."""
+    match = _SIZE.fullmatch(text.strip())
+    try:
+        if match:
+            return int(float(match[1]) * _FACTORS[(match[2] or "").lower()])
+    except ValueError:
+        match = None
+    raise SettingsError(f"{flag}: {text!r} is no size, such as 4096, 16k, 45GB or 40GiB")
+
+
+def _number(config: dict[str, Any], file: Path, key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise ModelUnavailable(f"{file} has no {key}: give --bytes-per-block instead")
+    return value
+
+
+def _dtype_bytes(config: dict[str, Any], file: Path) -> int:
+    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    if name not in _DTYPE_BYTES:
+        raise ModelUnavailable(f"{file} has dtype {name!r}, whose size is not known: give --bytes-per-block instead")
+    return _DTYPE_BYTES[name]

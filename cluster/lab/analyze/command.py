@@ -1,0 +1,189 @@
+"""`homing analyze LOG`: opens the log, runs it through the analysis, and tells what came out."""
+
+import gzip
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
+from io import BufferedReader
+from itertools import chain
+from pathlib import Path
+from typing import TextIO
+
+from ....router.errors import TokenizerUnavailable
+from ....router.text.tokenizer import TextModel
+from ...config import Settings
+from ...errors import LogUnreadable, ModelUnavailable, SettingsError
+from ...model_source import find_model
+from ..plots import check_plot_path, write_plot
+from ..recorded_trace import MOONCAKE_BLOCK_TOKENS
+from .capacity import KvCapacity, block_bytes_of_config, capacity
+from .options import Options
+from .order import SampledPrompt, advise
+from .prompts import Prompt, PromptSource, TextPrompts, TracePrompts
+from .records import LogReader, TextRequest
+from .report import Findings, as_json, page, text
+from .sharing import LogAnalysis
+
+#: Requests whose order of parts is looked at; a share of a thousandth of them still shows.
+SAMPLE = 1000
+GZIP_MAGIC = b"\x1f\x8b"
+PROGRESS_S = 0.5
+
+
+class Sample:
+    """Some of the prompts, each as likely as any other (reservoir sampling, Vitter 1985)."""
+
+    def __init__(self, size: int, rng: random.Random) -> None:
+        self._size = size
+        self._rng = rng
+        self._seen = 0
+        self.prompts: list[SampledPrompt] = []
+
+    def offer(self, prompt: Prompt, shared_tokens: int) -> None:
+        """One more prompt; those without text are passed over."""
+        if not prompt.parts:
+            return
+        self._seen += 1
+        sampled = SampledPrompt(prompt.parts, prompt.logged.tokens, shared_tokens)
+        if len(self.prompts) < self._size:
+            self.prompts.append(sampled)
+        elif (place := self._rng.randrange(self._seen)) < self._size:
+            self.prompts[place] = sampled
+
+
+class Progress:
+    """How far the log is read, on one line of a terminal; silent anywhere else."""
+
+    def __init__(self, err: TextIO, clock: Callable[[], float]) -> None:
+        self._err = err
+        self._clock = clock
+        self._shows = err.isatty()
+        self._began = self._next = clock()
+        self.requests = 0
+
+    def step(self) -> None:
+        """One more request."""
+        self.requests += 1
+        if self._shows and (now := self._clock()) >= self._next:
+            self._next = now + PROGRESS_S
+            print(f"\r{self.requests:,} requests …", end="", file=self._err, flush=True)
+
+    def done(self) -> None:
+        """The end; says how fast it went."""
+        seconds = max(1e-9, self._clock() - self._began)
+        rate = 60 * self.requests / seconds
+        begin = "\r" if self._shows else ""
+        print(f"{begin}{self.requests:,} requests in {seconds:.1f} s ({rate:,.0f} a minute)", file=self._err)
+
+
+def analyze(
+    options: Options,
+    settings: Settings,
+    out: TextIO,
+    *,
+    err: TextIO | None = None,
+    stdin: BufferedReader | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> int:
+    """Carry out the command; returns the exit code. Raises ClusterError."""
+    for path in options.plots:
+        check_plot_path(path)
+    reader = LogReader(options.log_format, skip_malformed=options.skip_malformed)
+    with opened(options.log, stdin) as lines:
+        found = _analyzed(options, settings, reader, iter(lines), Progress(err or sys.stderr, clock))
+    for path in options.plots:
+        write_plot(path, page(found))
+    print(json.dumps(as_json(found), indent=2) if options.as_json else text(found), file=out)
+    return 0
+
+
+def _analyzed(
+    options: Options, settings: Settings, reader: LogReader, lines: Iterator[bytes], progress: Progress
+) -> Findings:
+    records = reader.read(lines)
+    first = next(records, None)
+    if first is None:
+        raise LogUnreadable(f"{options.log} holds no requests" + _skipped_words(reader.skipped_lines))
+    has_text = isinstance(first, TextRequest)
+    block_size = options.block_size or (settings.kvcache.block_size if has_text else MOONCAKE_BLOCK_TOKENS)
+    room = _capacity(options, settings, block_size)
+    analysis, sample = LogAnalysis(block_size, options.replicas), Sample(SAMPLE, random.Random(0))
+    with closing(prompt_source(options, settings, block_size, has_text=has_text)) as source:
+        for prompt in source.prompts(chain([first], records)):
+            sample.offer(prompt, analysis.observe(prompt.logged))
+            progress.step()
+    progress.done()
+    report = analysis.report()
+    return Findings(
+        source="standard input" if options.log == "-" else Path(options.log).name,
+        log_format=reader.format or "",
+        tokenizer=_tokenizer_words(options) if has_text else None,
+        log=report,
+        sizes=options.sizes or report.sizes(),
+        advice=advise(sample.prompts) if has_text else None,
+        sampled=len(sample.prompts),
+        skipped=reader.skipped_lines + source.refused,
+        capacity=room,
+        prefill_rate=options.prefill_rate,
+        show_snippets=options.show_snippets,
+    )
+
+
+def _skipped_words(lines: int) -> str:
+    return f"; {lines} malformed lines were skipped" if lines else ""
+
+
+def _tokenizer_words(options: Options) -> str:
+    if options.tokenizer is not None:
+        return str(options.tokenizer)
+    return "the model's" if options.sized_model else "the demo model's; --model or --tokenizer names yours"
+
+
+def prompt_source(options: Options, settings: Settings, block_size: int, *, has_text: bool) -> PromptSource:
+    """What makes prompts of the log's records. Raises ModelUnavailable."""
+    if not has_text:
+        return TracePrompts(block_size)
+    folder = options.tokenizer or _model_path(settings)
+    try:
+        model = TextModel.load(
+            folder.parent if folder.is_file() else folder, cache_bytes=settings.router.token_cache_bytes
+        )
+    except TokenizerUnavailable as error:
+        raise ModelUnavailable(f"{error.message}; --tokenizer names a folder that has one") from error
+    return TextPrompts(model, block_size, skip_malformed=options.skip_malformed)
+
+
+def _capacity(options: Options, settings: Settings, block_size: int) -> KvCapacity | None:
+    """What blocks cost, where the command says what they are made of."""
+    if options.block_bytes is not None:
+        return capacity(options.block_bytes, options.gpu_bytes)
+    if options.sized_model:
+        return capacity(block_bytes_of_config(_model_path(settings), block_size), options.gpu_bytes)
+    if options.gpu_bytes is not None:
+        raise SettingsError("--kv-memory says nothing without the size of a block: give --model or --bytes-per-block")
+    return None
+
+
+def _model_path(settings: Settings) -> Path:
+    """The model's folder, or the configuration file that was named in its stead."""
+    named = Path(settings.replica.model).expanduser()
+    return named if named.is_file() else find_model(settings.replica)
+
+
+@contextmanager
+def opened(log: str, stdin: BufferedReader | None) -> Iterator[Iterable[bytes]]:
+    """The lines of the log, unpacked where it is packed. Raises LogUnreadable."""
+    try:
+        with _raw(log, stdin) as raw:
+            yield gzip.GzipFile(fileobj=raw) if raw.peek(2).startswith(GZIP_MAGIC) else raw
+    except (OSError, EOFError) as error:
+        raise LogUnreadable(f"{log} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _raw(log: str, stdin: BufferedReader | None) -> BufferedReader:
+    if log != "-":
+        return Path(log).open("rb")
+    return stdin or open(sys.stdin.fileno(), "rb", closefd=False)

@@ -1,0 +1,151 @@
+"""Requests become prompts: named blocks for the analysis, and texts for the advice on their order.
+
+Knows tokenizers and block hashes; counts nothing. Prompts of different models or cache salts share nothing, as in a
+running cluster. Tokenizing takes most of the time of an analysis; the tokenizer's cache spares it what came
+before.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from ....kvcache import BlockHash, BlockHasher, canonical, tenant_root, token_bytes
+from ....router.errors import TemplateRefusal
+from ....router.text.template import Chat
+from ....router.text.tokenizer import TextModel
+from ...errors import LogUnreadable
+from ..recorded_trace import TraceRequest
+from .order import Part
+from .records import Record, TextRequest
+from .sharing import LoggedPrompt, PrefixNames
+
+_NO_MODEL = BlockHash(bytes(16))
+
+
+@dataclass(slots=True, frozen=True)
+class Prompt:
+    """One request, ready for both analyses; without text there are no parts."""
+
+    logged: LoggedPrompt
+    parts: tuple[Part, ...] = ()
+
+
+class PromptSource(Protocol):
+    """Makes prompts of the records of one format."""
+
+    @property
+    def refused(self) -> int:
+        """Requests that were passed over."""
+
+    def prompts(self, records: Iterable[Record]) -> Iterator[Prompt]:
+        """The prompts, in order. Raises LogUnreadable."""
+
+    def close(self) -> None:
+        """Let go of what was loaded."""
+
+
+class TracePrompts:
+    """Prompts of a trace with ids of blocks."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._names = PrefixNames()
+        self.refused = 0
+
+    def prompts(self, records: Iterable[Record]) -> Iterator[Prompt]:
+        """See `PromptSource.prompts`; refuses ids that cannot be of this block size."""
+        for number, request in enumerate(records, 1):
+            assert isinstance(request, TraceRequest), f"{request} in a trace"
+            _check_block_size(request, self._block_size, number)
+            blocks = self._names.chain(request.full_blocks(self._block_size))
+            yield Prompt(LoggedPrompt(request.input_tokens, blocks, request.arrival_s))
+
+    def close(self) -> None:
+        """Nothing was loaded."""
+
+
+def _check_block_size(request: TraceRequest, block_size: int, number: int) -> None:
+    ids, full = len(request.block_ids), request.input_tokens // block_size
+    if full <= ids <= full + 1:
+        return
+    likely = 1 << max(0, (request.input_tokens // max(ids, 1)) - 1).bit_length()
+    raise LogUnreadable(
+        f"request {number}: {ids} hash_ids for {request.input_tokens} tokens are no blocks of {block_size}; "
+        f"say how many tokens an id stands for, such as --block-size {likely}"
+    )
+
+
+class TextPrompts:
+    """Prompts of an OpenAI log, as one tokenizer sees them."""
+
+    def __init__(self, text: TextModel, block_size: int, *, skip_malformed: bool = False) -> None:
+        self._text = text
+        self._hasher = BlockHasher(block_size, seed=0)
+        self._roots: dict[tuple[str, str], BlockHash] = {}
+        self._skip_malformed = skip_malformed
+        self.refused = 0  #: requests that the chat template does not take
+
+    def prompts(self, records: Iterable[Record]) -> Iterator[Prompt]:
+        """See `PromptSource.prompts`; refuses what the chat template refuses."""
+        for request in records:
+            assert isinstance(request, TextRequest), f"{request} in a log of text"
+            token_ids = self._token_ids(request)
+            if token_ids is not None:
+                blocks = self._hasher.chain(self._root(request), token_bytes(token_ids))
+                yield Prompt(LoggedPrompt(len(token_ids), blocks, request.arrival_s), _parts(request.prompt))
+
+    def close(self) -> None:
+        """Let go of the tokenizer's threads."""
+        self._text.close()
+
+    def _token_ids(self, request: TextRequest) -> Sequence[int] | None:
+        """None for a chat that is passed over."""
+        match request.prompt:
+            case Chat() as chat:
+                return self._chat_ids(chat, request.line)
+            case str() as text:
+                return self._text.encode_now([text], special_tokens=True)[0]
+            case token_ids:
+                return token_ids
+
+    def _chat_ids(self, chat: Chat, line: int) -> Sequence[int] | None:
+        try:
+            return self._text.encode_chat_now(chat)
+        except TemplateRefusal as error:
+            if not self._skip_malformed:
+                raise LogUnreadable(
+                    f"line {line}: {error.message} (--skip-malformed counts such requests and goes on)"
+                ) from error
+            self.refused += 1
+            return None
+
+    def _root(self, request: TextRequest) -> BlockHash:
+        key = (request.model, request.salt)
+        if key not in self._roots:
+            salt = canonical(*(word.encode() for word in key))
+            self._roots[key] = tenant_root(_NO_MODEL, salt=salt)
+        return self._roots[key]
+
+
+def _parts(prompt: Chat | str | list[int]) -> tuple[Part, ...]:
+    if isinstance(prompt, str):
+        return (Part("prompt", prompt),)
+    if isinstance(prompt, list):
+        return ()
+    tools = [Part(f"tools[{index}]", _json(tool)) for index, tool in enumerate(prompt.tools or ())]
+    messages = [
+        Part(f"messages[{index}] ({message['role']})", _message_text(message))
+        for index, message in enumerate(prompt.messages)
+    ]
+    return (*tools, *messages)
+
+
+def _message_text(message: dict[str, Any]) -> str:
+    text = message.get("content") or ""
+    return text + _json(message["tool_calls"]) if message.get("tool_calls") else text
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,173 @@
+"""Lines of a log become requests. Knows the formats; neither tokenizes nor counts.
+
+* mooncake: `timestamp` (ms), `input_length`, `output_length`, `hash_ids`; see `cluster/lab/recorded_trace.py`.
+* openai: the body of a request to /v1/chat/completions or /v1/completions on each line, or a line of OpenAI's batch
+  files, which has it under `body`. A time may stand beside it (`timestamp`, `created`, `created_at` or `time`).
+
+What else a line holds is passed over: logs carry much that is nobody's business here.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal
+
+import msgspec
+
+from ....router.errors import InvalidRequest
+from ....router.http.openai import validate
+from ....router.http.openai.schema import MessageBody, PromptField
+from ....router.text.template import Chat
+from ...errors import LogUnreadable
+from ..recorded_trace import TraceError, TraceRequest, trace_request
+
+Format = Literal["mooncake", "openai"]
+FORMATS: tuple[Format, ...] = ("mooncake", "openai")
+
+#: Seconds since 1970 stay below the first bound until the year 5138; above it a number counts milliseconds, then
+#: microseconds, then nanoseconds.
+_TIME_UNITS = ((1e17, 1e-9), (1e14, 1e-6), (1e11, 1e-3))
+_MESSAGE_FIELDS = frozenset(field.name for field in msgspec.structs.fields(MessageBody))
+
+
+@dataclass(slots=True, frozen=True)
+class TextRequest:
+    """One prompt of an OpenAI log: a chat, a text, or token ids."""
+
+    prompt: Chat | str | list[int]
+    model: str
+    salt: str
+    arrival_s: float | None
+    line: int
+
+
+Record = TraceRequest | TextRequest
+
+
+class _Body(msgspec.Struct):
+    messages: list[dict[str, Any]] | None = None
+    prompt: PromptField | None = None
+    model: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class _Line(_Body):
+    body: _Body | None = None
+    timestamp: float | str | None = None
+    created: float | str | None = None
+    created_at: float | str | None = None
+    time: float | str | None = None
+
+
+_decode_line = msgspec.json.Decoder(_Line).decode
+
+
+class _LineError(Exception):
+    """Why a line cannot be read; names the field."""
+
+
+def detect_format(line: bytes) -> Format:
+    """The format that a log's first readable line shows. Raises LogUnreadable."""
+    try:
+        keys = msgspec.json.decode(line, type=dict[str, msgspec.Raw]).keys()
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _LineError(f"no JSON object: {error}") from error
+    if "hash_ids" in keys:
+        return "mooncake"
+    if keys & {"messages", "prompt", "body"}:
+        return "openai"
+    raise LogUnreadable(
+        "the first line has neither hash_ids (a trace) nor messages, prompt or body (requests), "
+        f"but {', '.join(sorted(keys)) or 'nothing'}; --format {' or '.join(FORMATS)} says what the log is"
+    )
+
+
+class LogReader:
+    """Requests of one log. `skip_malformed`: lines that cannot be read are counted instead of refused."""
+
+    def __init__(self, log_format: Format | None = None, *, skip_malformed: bool = False) -> None:
+        self.format: Format | None = log_format  #: known once the first line was read
+        self.skipped_lines = 0
+        self._skip_malformed = skip_malformed
+
+    def read(self, lines: Iterable[bytes]) -> Iterator[Record]:
+        """The requests, in the order of the lines; one line may hold several. Raises LogUnreadable."""
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                self.format = self.format or detect_format(line)
+                yield from _trace(line) if self.format == "mooncake" else _requests(line, number)
+            except _LineError as error:
+                if not self._skip_malformed:
+                    raise LogUnreadable(
+                        f"line {number}: {error} (--skip-malformed counts such lines and goes on)"
+                    ) from error
+                self.skipped_lines += 1
+
+
+def _trace(line: bytes) -> list[Record]:
+    try:
+        return [trace_request(line)]
+    except TraceError as error:
+        raise _LineError(str(error)) from error
+
+
+def _requests(text: bytes, number: int) -> list[Record]:
+    try:
+        line = _decode_line(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _LineError(str(error)) from error
+    body = line.body or line
+    arrival = _arrival_s(line)
+    model, salt = body.model or "", body.cache_salt or ""
+    try:
+        return [TextRequest(prompt, model, salt, arrival, number) for prompt in _prompts(body)]
+    except InvalidRequest as error:
+        raise _LineError(error.message) from error
+
+
+def _prompts(body: _Body) -> list[Chat | str | list[int]]:
+    if body.messages is not None:
+        return [_chat(body, body.messages)]
+    if body.prompt is None:
+        raise _LineError("neither field 'messages' nor field 'prompt' is there")
+    prompts = validate.prompts(body.prompt, 1 << 32)
+    return [each if isinstance(each, str) else each.tolist() for each in prompts]
+
+
+def _chat(body: _Body, messages: list[dict[str, Any]]) -> Chat:
+    made = [validate.template_message(_message(each, index), index) for index, each in enumerate(messages)]
+    return Chat(
+        made,
+        tools=None if body.tool_choice == "none" else body.tools,
+        template_arguments=validate.template_arguments(body.chat_template_kwargs or {}),
+    )
+
+
+def _message(given: dict[str, Any], index: int) -> MessageBody:
+    known = {name: value for name, value in given.items() if name in _MESSAGE_FIELDS}
+    try:
+        return msgspec.convert(known, MessageBody)
+    except msgspec.ValidationError as error:
+        raise _LineError(f"field 'messages[{index}]': {error}") from error
+
+
+def _arrival_s(line: _Line) -> float | None:
+    for name in ("timestamp", "created", "created_at", "time"):
+        value = getattr(line, name)
+        if value is not None:
+            return _seconds(name, value)
+    return None
+
+
+def _seconds(name: str, value: float | str) -> float:
+    if isinstance(value, str):
+        try:
+            return datetime.fromisoformat(value).timestamp()
+        except ValueError as error:
+            raise _LineError(f"field {name!r}: {value!r} is no time in ISO 8601") from error
+    return value * next((factor for bound, factor in _TIME_UNITS if abs(value) >= bound), 1.0)

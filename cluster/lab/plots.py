@@ -1,0 +1,320 @@
+"""Charts from plain data, as PNG, SVG or one HTML page that needs nothing else.
+
+Knows no analysis and no simulation: they say what is to be drawn. Drawing is matplotlib's, which the extra `plot`
+brings; without it everything but `write_plot` works. Colours are those of Okabe and Ito, which colour-blind readers
+tell apart, and four more for crowded charts; each has a marker of its own as well, so that a grey print can be read,
+too. Numbers that differ by orders of magnitude are points on a log axis: the length of a bar would mean nothing there.
+"""
+
+import html
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import floor, log10
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import PlotFailed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".png", ".svg", ".html")
+COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+    "#882255",
+    "#332288",
+    "#999933",
+    "#888888",
+)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "p")
+MARKERS_PER_LINE = 8
+CHART_INCHES = (9.0, 5.0)
+#: Of a chart of points, above what its rows take.
+POINTS_INCHES, ROW_INCHES = 1.6, 0.34
+DOTS_PER_INCH = 120
+#: Text stays text in SVG (small, searchable), and two runs over one log give the same bytes.
+STYLE: Any = {
+    "font.size": 11,
+    "font.family": "sans-serif",
+    "axes.titlesize": 13,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.8,
+    "lines.linewidth": 2.0,
+    "lines.markersize": 5.5,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "homing",
+}
+CSS = """body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+svg { width: 100%; height: auto; } table { border-collapse: collapse; margin: 1rem 0; }
+th, td { padding: .25rem .75rem; border-bottom: 1px solid #ddd; text-align: right; font-variant-numeric: tabular-nums; }
+th:first-child, td:first-child { text-align: left; } caption { text-align: left; font-weight: 600; }
+pre { white-space: pre-wrap; background: #f6f6f6; padding: .75rem; }"""
+
+
+@dataclass(slots=True, frozen=True)
+class Line:
+    """One line of a chart; `x` and `y` are equally long."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    dashed: bool = False
+    #: lines of one family have one colour and marker and differ by their dashes; None: each is its own family
+    family: int | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class Mark:
+    """A place on the x axis that has a name."""
+
+    x: float
+    label: str
+
+
+@dataclass(slots=True, frozen=True)
+class LineChart:
+    """Lines over one axis. `percent`: the values of y are shares of one and are shown as per cent."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: Sequence[Line]
+    marks: Sequence[Mark] = ()
+    log_x: bool = False
+    percent: bool = False
+
+
+@dataclass(slots=True, frozen=True)
+class Points:
+    """One point in each row of a chart of points."""
+
+    name: str
+    values: Sequence[float]
+
+
+@dataclass(slots=True, frozen=True)
+class PointChart:
+    """A row for each word of `rows`, the first on top, with its points on one log axis."""
+
+    title: str
+    x_label: str
+    rows: Sequence[str]
+    points: Sequence[Points]
+
+
+Chart = LineChart | PointChart
+
+
+@dataclass(slots=True, frozen=True)
+class Table:
+    """A table of an HTML page; the first column holds names."""
+
+    caption: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(slots=True, frozen=True)
+class Page:
+    """What is drawn: charts one below the other. Tables and notes appear in HTML only."""
+
+    title: str
+    charts: Sequence[Chart]
+    tables: Sequence[Table] = ()
+    notes: Sequence[str] = ()
+
+
+def check_plot_path(path: Path) -> None:
+    """Raises PlotFailed when `write_plot` could not write there; to be asked before hours of work."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise PlotFailed(f"{path}: a plot is one of {', '.join(SUFFIXES)}, by the end of its file's name")
+    if not path.absolute().parent.is_dir():
+        raise PlotFailed(f"{path}: there is no folder {path.parent}")
+    try:
+        import matplotlib  # noqa: F401 - asked for, not used
+    except ImportError as error:
+        raise PlotFailed("plots need matplotlib, which is not installed: pip install 'homing[plot]'") from error
+
+
+def write_plot(path: Path, page: Page) -> None:
+    """Draw `page` into a file whose suffix says the form. Raises PlotFailed."""
+    check_plot_path(path)
+    form = path.suffix.lower().removeprefix(".")
+    content = _html(page).encode() if form == "html" else _drawn(page.charts, page.title, form)
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise PlotFailed(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _drawn(charts: Sequence[Chart], title: str, form: str) -> bytes:
+    """The charts as one picture."""
+    # Not at the top: takes half a second, and most commands draw nothing. Without pyplot there is no global state.
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    heights = [_height(chart) for chart in charts]
+    with rc_context(STYLE):
+        figure = Figure(figsize=(CHART_INCHES[0], sum(heights)), dpi=DOTS_PER_INCH, layout="constrained")
+        if title and len(charts) > 1:
+            figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+        grid = figure.add_gridspec(len(charts), 1, height_ratios=heights)
+        for place, chart in enumerate(charts):
+            _draw(figure.add_subplot(grid[place]), chart)
+        return _saved(figure, form)
+
+
+def _height(chart: Chart) -> float:
+    return CHART_INCHES[1] if isinstance(chart, LineChart) else POINTS_INCHES + ROW_INCHES * len(chart.rows)
+
+
+def _saved(figure: "Figure", form: str) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=form, metadata={"Date": None} if form == "svg" else None)
+    return buffer.getvalue()
+
+
+def _draw(axes: "Axes", chart: Chart) -> None:
+    axes.set_title(chart.title)
+    axes.set_xlabel(chart.x_label)
+    if isinstance(chart, LineChart):
+        _draw_lines(axes, chart)
+    else:
+        _draw_points(axes, chart)
+    handles, _ = axes.get_legend_handles_labels()
+    if len(handles) > 1:
+        # Outside: curves that rise and curves that fall leave no corner free that always is.
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+
+
+def _draw_lines(axes: "Axes", chart: LineChart) -> None:
+    axes.set_ylabel(chart.y_label)
+    if chart.log_x:
+        _log_x(axes)
+    if chart.percent:
+        _percent(axes, [value for line in chart.lines for value in line.y])
+    for place, line in enumerate(chart.lines):
+        family = place if line.family is None else line.family
+        axes.plot(
+            line.x,
+            line.y,
+            label=line.name,
+            color=COLOURS[family % len(COLOURS)],
+            marker=MARKERS[family % len(MARKERS)],
+            markevery=max(1, len(line.x) // MARKERS_PER_LINE),
+            linestyle="--" if line.dashed else "-",
+            zorder=3 - place / len(chart.lines),  # the first is what the page is about: never hidden by the others
+        )
+    for mark in chart.marks:
+        axes.axvline(mark.x, color="#555555", linestyle=":", linewidth=1.5)
+    for place, mark in enumerate(chart.marks):
+        _label_mark(axes, mark, place)
+
+
+def _label_mark(axes: "Axes", mark: Mark, place: int) -> None:
+    """The name stands on the side that has more room, each a line lower than the one before."""
+    across = axes.transAxes.inverted().transform(axes.transData.transform((mark.x, 0.5)))[0]
+    left = across > 0.5
+    axes.annotate(
+        mark.label,
+        xy=(mark.x, 0.98 - 0.07 * place),
+        xycoords=("data", "axes fraction"),
+        xytext=(-5 if left else 5, 0),
+        textcoords="offset points",
+        va="top",
+        ha="right" if left else "left",
+        color="#333333",
+        fontsize=10,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.0},
+    )
+
+
+def _draw_points(axes: "Axes", chart: PointChart) -> None:
+    _log_x(axes)
+    rows = range(len(chart.rows))
+    spans = [[points.values[row] for points in chart.points] for row in rows]
+    axes.hlines(list(rows), [min(span) for span in spans], [max(span) for span in spans], color="#bbbbbb", linewidth=2)
+    for place, points in enumerate(chart.points):
+        colour, marker = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
+        axes.plot(points.values, list(rows), label=points.name, color=colour, marker=marker, linestyle="")
+        for row, value in zip(rows, points.values, strict=True):
+            axes.annotate(
+                f"{value:#.2g}" if value < 10 else f"{value:.0f}",
+                xy=(value, row),
+                xytext=(0, 5),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+                color=colour,
+            )
+    axes.set_yticks(list(rows), list(chart.rows))
+    axes.set_ylim(len(chart.rows) - 0.5, -0.7)
+    axes.grid(axis="y", visible=False)
+
+
+def _log_x(axes: "Axes") -> None:
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(_short_number)
+    axes.xaxis.set_minor_formatter(lambda value, _: _between_tens(value, axes.get_xlim()))
+    axes.grid(axis="x", which="minor", linewidth=0.4)
+
+
+def _between_tens(value: float, span: tuple[float, float]) -> str:
+    """Twos and fives have a number where powers of ten alone would be too few."""
+    leading = round(value / 10 ** floor(log10(value)))
+    return _short_number(value) if leading in (2, 5) and span[1] < 100 * span[0] else ""
+
+
+def _percent(axes: "Axes", values: Sequence[float]) -> None:
+    """From nothing to a third above the highest, for the words of marks; never above all."""
+    from matplotlib.ticker import PercentFormatter
+
+    axes.set_ylim(0, min(1.0, 1.3 * max(values, default=0.0) or 1.0))
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
+
+
+def _short_number(value: float, _: Any = None) -> str:
+    """1000 as 1k: axes of blocks and tokens run to millions."""
+    for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{value / factor:g}{letter}"
+    return f"{value:g}"
+
+
+def _html(page: Page) -> str:
+    pictures = [_inline(chart) for chart in page.charts]
+    tables = [_table(table) for table in page.tables]
+    notes = [f"<pre>{html.escape(note)}</pre>" for note in page.notes]
+    title = html.escape(page.title)
+    body = "\n".join([f"<h1>{title}</h1>", *pictures, *tables, *notes])
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
+        f"<style>{CSS}</style></head>\n<body>\n{body}\n</body></html>\n"
+    )
+
+
+def _inline(chart: Chart) -> str:
+    """The chart's `svg` element, without the XML prologue that HTML does not know."""
+    drawn = _drawn([chart], "", "svg").decode()
+    return drawn[drawn.index("<svg") :]
+
+
+def _table(table: Table) -> str:
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    lines = [row(table.header, "th"), *(row(cells, "td") for cells in table.rows)]
+    return f"<table><caption>{html.escape(table.caption)}</caption>\n" + "\n".join(lines) + "\n</table>"

@@ -1,0 +1,405 @@
+"""`homing simulate`: routing policies side by side over modelled replicas, on a trace or a drawn workload.
+
+Reads the trace, or makes one of a log of requests; times the CPU, shows progress, prints and draws; all that is
+simulated is `router/simulate`. A trace is read anew for every run, line by line, so it may be larger than memory.
+"""
+
+import gc
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from math import ceil
+from pathlib import Path
+from statistics import mean
+from tempfile import TemporaryDirectory
+from typing import Any, TextIO
+
+from ....kvcache.eviction import EvictionName
+from ....replica.engine.throughput import Rates
+from ...cli.client import cluster_url, get_json
+from ...config import ClusterSettings, Settings
+from ...control.autoscale import terms_of
+from ...errors import SettingsError
+from ..analyze.command import opened
+from ..analyze.log_trace import format_of, write_trace
+from ..analyze.options import Options
+from ..plots import Line, LineChart, Mark, Page, PointChart, Points, Table, check_plot_path, write_plot
+from ..recorded_trace import MOONCAKE_BLOCK_TOKENS, TraceError, read_trace
+from . import (
+    Arrival,
+    Channel,
+    MockerModel,
+    RateModel,
+    ReplicaLimits,
+    Result,
+    Setup,
+    SimulationError,
+    capacity_per_s,
+    compress,
+    facts,
+    from_trace,
+    result_of,
+    simulation_of,
+)
+from .faults import Fault
+from .scaling import run_scaled
+from .scenarios import Staged, find, recovery_s, stage
+from .workload import Chats, conversations, repeated
+
+#: Ours, what it must not lose to, the peers that do best somewhere, and the bound.
+DEFAULT_POLICIES = "expected-ttft,least-loaded,sglang,dynamo,dynamo-scale8,dynamo-credit4,llm-d,hash,rr,oracle"
+_HEADER = ("policy", "mean", "p50", "p90", "p99", "hits", "regret", "imbalance", "exact", "held", "moved", "sim/s")
+#: Of a line over time in a picture.
+_COURSE_POINTS = 48
+_BAR_WIDTH = 30
+_BAR_EVERY_S = 0.25
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Order:
+    """What the command line asks for."""
+
+    trace: Path | None = None
+    scenario: str | None = None
+    policies: tuple[str, ...] = tuple(DEFAULT_POLICIES.split(","))
+    replicas: int = 8
+    routers: int = 1
+    cache_blocks: int = 4096
+    block_tokens: int | None = None  #: None: 512 for traces, the setting for requests
+    eviction: EvictionName = "lru"
+    load: float | None = None
+    speed: float = 1.0
+    rate: float | None = None  #: of drawn conversations: more users, each as slow as ever
+    event_delay_ms: float = 5.0
+    event_loss: float = 0.0
+    resync_ms: float = 20.0
+    wire: bool = False
+    output_tokens: int = 200  #: of each request of a log that does not tell
+    tokenizer: Path | None = None
+    calibrate: str | None = None
+    requests: int | None = None
+    rounds: int = 1
+    ttft_target: float | None = None
+    autoscale: str = ""
+    start_s: float = 30.0  #: until an added replica serves
+    prefill_rate: float | None = None
+    decode_step_ms: float | None = None
+    seed: int = 0
+    json: Path | None = None
+    plot: Path | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class Outcome:
+    """What was simulated, in words, and what came of it."""
+
+    heading: str
+    results: list[Result]
+    fault_s: float | None = None
+
+
+def simulate(order: Order, settings: Settings, out: TextIO, progress: TextIO) -> int:
+    """Carry the command out. Raises ClusterError for what cannot be run."""
+    if order.plot is not None:
+        check_plot_path(order.plot)
+    try:
+        with _prepared(_calibrated(order), settings) as ready:
+            outcome = _run(ready, Bar(progress))
+    except (SimulationError, TraceError) as error:
+        raise SettingsError(str(error)) from error
+    print(f"{outcome.heading}\n\n{table(outcome)}", file=out)
+    if order.json is not None:
+        found = {"workload": outcome.heading, "results": [asdict(result) for result in outcome.results]}
+        order.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if order.plot is not None:
+        write_plot(order.plot, page(outcome))
+    return 0
+
+
+@contextmanager
+def _prepared(order: Order, settings: Settings) -> Iterator[Order]:
+    """With a log of requests made a trace, for as long as the simulation reads it."""
+    if order.trace is not None and str(order.trace) == "-":
+        raise SettingsError("a log is read once for each policy, which standard input cannot be: name a file")
+    if order.trace is None or format_of(str(order.trace)) != "openai":
+        yield order
+        return
+    options = Options(log=str(order.trace), block_size=order.block_tokens, tokenizer=order.tokenizer)
+    with TemporaryDirectory(prefix="homing-simulate-") as folder:
+        trace = Path(folder) / order.trace.name
+        with trace.open("w", encoding="utf-8") as out:
+            write_trace(options, settings, out, output_tokens=order.output_tokens)
+        yield replace(order, trace=trace, block_tokens=order.block_tokens or settings.kvcache.block_size)
+
+
+def _calibrated(order: Order) -> Order:
+    """With the mean rates of a running cluster's replicas."""
+    if order.calibrate is None:
+        return order
+    if order.prefill_rate is not None or order.decode_step_ms is not None:
+        raise SettingsError("--calibrate measures what --prefill-rate and --decode-step-ms give: leave one out")
+    url = cluster_url(Settings(), order.calibrate)
+    replicas = get_json(f"{url}/cluster")["replicas"]
+    if not replicas:
+        raise SettingsError(f"{url} has no replicas to take rates from")
+    return replace(
+        order,
+        prefill_rate=mean(replica["prefill_tokens_per_s"] for replica in replicas),
+        decode_step_ms=1000 * mean(replica["decode_step_s"] for replica in replicas),
+    )
+
+
+def table(outcome: Outcome) -> str:
+    """The results as aligned text; times in seconds."""
+    rows = [list(_HEADER), *(_cells(result) for result in outcome.results)]
+    if outcome.fault_s is not None:
+        rows[0].append("recovery")
+        for row, result in zip(rows[1:], outcome.results, strict=True):
+            seconds = recovery_s(result.hits_over_time, outcome.fault_s)
+            row.append("never" if seconds is None else f"{seconds:.0f} s")
+    if any(result.lost_messages for result in outcome.results):
+        rows[0] += ["lost", "resyncs"]
+        for row, result in zip(rows[1:], outcome.results, strict=True):
+            row += [str(result.lost_messages), str(result.resyncs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    )
+
+
+def page(outcome: Outcome) -> Page:
+    """The same as charts: the distribution of TTFT, its course, and the hits' course."""
+    results = outcome.results
+    marks = [] if outcome.fault_s is None else [Mark(outcome.fault_s, "fault")]
+
+    def lines(series: Sequence[Sequence[tuple[float, float]]]) -> list[Line]:
+        return [
+            Line(result.policy, [x for x, _ in points], [y for _, y in points], dashed=result.policy == "oracle")
+            for result, points in zip(results, series, strict=True)
+        ]
+
+    return Page(
+        title="homing simulate",
+        charts=[
+            PointChart(
+                "Time to first token",
+                "seconds",
+                [result.policy for result in results],
+                [
+                    Points("mean", [result.ttft_mean_s for result in results]),
+                    Points("p99", [result.ttft_p99_s for result in results]),
+                ],
+            ),
+            LineChart(
+                "Requests answered within",
+                "seconds to the first token",
+                "share",
+                lines([result.ttft_curve for result in results]),
+                log_x=True,
+                percent=True,
+            ),
+            LineChart(
+                "Prompt tokens from a cache",
+                "seconds since the start",
+                "share",
+                lines([_calmed(result.hits_over_time) for result in results]),
+                marks,
+                percent=True,
+            ),
+        ],
+        tables=[Table(outcome.heading, _HEADER, [_cells(result) for result in results])],
+        notes=["Times are virtual; the method and its limits: docs/simulate.md."],
+    )
+
+
+def _calmed(course: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Means over neighbouring windows, so few that lines of ten policies can be told apart."""
+    width = -(-len(course) // _COURSE_POINTS) or 1
+    groups = [course[first : first + width] for first in range(0, len(course), width)]
+    return [(group[0][0], mean([value for _, value in group])) for group in groups]
+
+
+class Bar:
+    """Progress on a terminal, in place; silent elsewhere."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out if out.isatty() else None
+        self._shown_s = 0.0
+
+    def show(self, what: str, done: int, total: int) -> None:
+        """So much of it is done."""
+        if self._out is None or (done < total and time.monotonic() - self._shown_s < _BAR_EVERY_S):
+            return
+        self._shown_s = time.monotonic()
+        filled = _BAR_WIDTH * done // max(1, total)
+        end = "\r\x1b[K" if done >= total else ""
+        self._out.write(f"\r{what:<16} {'█' * filled}{'·' * (_BAR_WIDTH - filled)} {done}/{total}{end}")
+        self._out.flush()
+
+
+def _run(order: Order, bar: Bar) -> Outcome:
+    if order.autoscale:
+        return _scaled(order, bar)
+    if order.scenario is not None:
+        scenario = find(order.scenario)
+        staged = stage(scenario, Rates, policy=order.policies[0], seed=order.seed, channel=_channel(order))
+        results = _compare(order.policies, staged, bar)
+        return Outcome(f"{scenario.name}: {scenario.about}", results, staged.fault_s)
+    setup = _setup(order)
+    about = facts(_arrivals(order))
+    capacity = capacity_per_s(setup, _arrivals(order)) if order.load is not None else None
+    speed = order.speed if capacity is None or order.load is None else order.load * capacity / about.rate_per_s
+    shares = "" if capacity is None else f", {order.load:.0%} of {capacity:.2f} requests/s"
+    heading = (
+        f"{order.trace.name if order.trace else 'drawn conversations'}: {about.requests} requests, "
+        f"{about.rate_per_s * speed:.2f} a second{shares}; {order.replicas} replicas of {order.cache_blocks} blocks"
+    )
+    staged = Staged(setup, lambda: compress(_arrivals(order), speed), (), None)
+    results = _compare(order.policies, staged, bar)
+    if order.ttft_target is not None:
+        heading += f"\nreplicas for a mean TTFT of {order.ttft_target} s: " + _needed(order, staged, bar)
+    return Outcome(heading, results)
+
+
+def _scaled(order: Order, bar: Bar) -> Outcome:
+    """Our policy with a number of replicas that follows demand, beside as many as that is in the mean, and the most."""
+    try:
+        target_s = order.ttft_target or ClusterSettings().ttft_target_s
+        terms = terms_of(ClusterSettings(autoscale=order.autoscale, ttft_target_s=target_s))
+    except ValueError as error:
+        raise SettingsError(f"--autoscale {error}") from error
+    assert terms is not None, "nothing bounds the replicas"
+    if order.scenario is not None:
+        raise SettingsError("--autoscale goes with a trace or drawn conversations, not with --scenario")
+    setup, about = _setup(order), facts(_arrivals(order))
+
+    def arrivals() -> Iterator[Arrival]:
+        return compress(_arrivals(order), order.speed)
+
+    def show(done: int) -> None:
+        bar.show(f"autoscale {order.autoscale}", done, about.requests)
+
+    scaled = run_scaled(setup, arrivals(), terms, start_s=order.start_s, cpu_s=time.process_time, show=show)
+    results = [replace(scaled.result, policy=f"autoscale {order.autoscale}")]
+    for count in sorted({max(1, ceil(scaled.mean_replicas)), terms.most}):
+        fixed = replace(setup, replicas=count)
+        result = _one(fixed, Staged(fixed, arrivals, (), None), bar, about.requests)
+        results.append(replace(result, policy=f"fixed {count}"))
+    heading = (
+        f"{order.trace.name if order.trace else 'drawn conversations'}: {about.requests} requests, "
+        f"{about.rate_per_s * order.speed:.2f} a second; {order.autoscale} replicas, "
+        f"{scaled.mean_replicas:.2f} in the mean, at most {scaled.highest}, {scaled.steps} steps"
+    )
+    return Outcome(heading, results)
+
+
+def _setup(order: Order) -> Setup:
+    given = (order.prefill_rate, order.decode_step_ms)
+    if (given[0] is None) != (given[1] is None):
+        raise SettingsError("--prefill-rate and --decode-step-ms go together: one replica's measured rates")
+    rates = None if given[0] is None or given[1] is None else RateModel(given[0], given[1] / 1000)
+    return Setup(
+        limits=ReplicaLimits(blocks=order.cache_blocks, block_tokens=_block_tokens(order), eviction=order.eviction),
+        meter=Rates,
+        replicas=order.replicas,
+        routers=order.routers,
+        channel=_channel(order),
+        seed=order.seed,
+        model=rates or MockerModel(),
+    )
+
+
+def _channel(order: Order) -> Channel:
+    return Channel(
+        delay_s=order.event_delay_ms / 1000,
+        loss=order.event_loss,
+        resync_s=order.resync_ms / 1000,
+        wire=order.wire,
+    )
+
+
+def _block_tokens(order: Order) -> int:
+    return order.block_tokens or MOONCAKE_BLOCK_TOKENS
+
+
+def _arrivals(order: Order) -> Iterator[Arrival]:
+    return islice(repeated(lambda: _round(order), order.rounds), order.requests)
+
+
+def _round(order: Order) -> Iterator[Arrival]:
+    if order.trace is None:
+        yield from conversations(_chats(order))
+        return
+    with opened(str(order.trace), None) as lines:
+        yield from from_trace(read_trace(lines), _block_tokens(order))
+
+
+def _chats(order: Order) -> Chats:
+    chats = Chats(seed=order.seed, block_tokens=_block_tokens(order))
+    if order.rate is not None:
+        chats = replace(chats, rate_per_s=order.rate)
+    return chats if order.requests is None else replace(chats, requests=order.requests)
+
+
+def _compare(policies: Sequence[str], staged: Staged, bar: Bar) -> list[Result]:
+    total = facts(staged.arrivals()).requests
+    return [_one(replace(staged.setup, policy=policy), staged, bar, total) for policy in policies]
+
+
+def _one(setup: Setup, staged: Staged, bar: Bar, total: int) -> Result:
+    gc.collect()
+    simulation = simulation_of(setup)
+    started = time.process_time()
+    for done in simulation.run(staged.arrivals(), list[Fault](staged.faults)):
+        bar.show(setup.policy, done, total)
+    return result_of(setup, simulation, time.process_time() - started)
+
+
+def _needed(order: Order, staged: Staged, bar: Bar) -> str:
+    """By bisection, for each policy; the oracle's are a bound."""
+    total = facts(staged.arrivals()).requests
+    return ", ".join(f"{policy} {_fewest(order, policy, staged, bar, total)}" for policy in order.policies)
+
+
+def _fewest(order: Order, policy: str, staged: Staged, bar: Bar, total: int) -> str:
+    assert order.ttft_target is not None, "no target"
+    low, high = 0, max(8, 4 * order.replicas)
+    while high - low > 1:
+        middle = (low + high) // 2
+        setup = replace(staged.setup, policy=policy, replicas=middle)
+        if _one(setup, staged, bar, total).ttft_mean_s <= order.ttft_target:
+            high = middle
+        else:
+            low = middle
+    return str(high) if high < max(8, 4 * order.replicas) else f"{high} or more"
+
+
+def _cells(result: Result) -> list[str]:
+    times = (result.ttft_mean_s, result.ttft_p50_s, result.ttft_p90_s, result.ttft_p99_s)
+    return [
+        result.policy,
+        *(f"{seconds:.3f}" for seconds in times),
+        f"{result.hit_rate:.1%}",
+        f"{result.regret_rate:.1%}",
+        f"{result.imbalance:.2f}",
+        "–" if result.exact_rate is None else f"{result.exact_rate:.1%}",
+        str(result.held),
+        str(result.moved),
+        f"{result.simulated_per_s:.0f}",
+    ]
+
+
+def order_of(arguments: dict[str, Any]) -> Order:
+    """From parsed flags; those that were not given keep their defaults."""
+    fields = {name: value for name, value in arguments.items() if name in Order.__dataclass_fields__}
+    given = {name: value for name, value in fields.items() if value is not None}
+    if "policies" in given:
+        given["policies"] = tuple(word.strip() for word in str(given["policies"]).split(","))
+    for name in ("trace", "json", "plot", "tokenizer"):
+        if name in given:
+            given[name] = Path(given[name])
+    return Order(**given)

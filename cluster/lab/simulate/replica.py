@@ -1,0 +1,487 @@
+"""A modelled replica: the real prefix cache behind a queue, chunked prefill and decode that take modelled time.
+
+Pure: virtual time comes in. It schedules as `replica/engine/scheduler.py` does (decodes first, then prefills in chunks
+within
+the token budget, first come first served, admission by free blocks, the latest request preempted when decodes find no
+block) but goes from event to event: steps that prefill are taken one by one, stretches of decode alone in one leap, as
+all running requests advance at the same pace. One cached unit is one block of the workload; tokens inside it are not
+told apart.
+
+What it leaves out: generated tokens take blocks but are never shared, a request does not wait for a prefix that a
+running one computes, and a leap keeps the decode pace of its start.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from heapq import heappop, heappush
+from itertools import count
+from typing import Protocol
+
+from ....events.prefill_cost import PrefillSpan, work_of
+from ....events.publish.step_changes import AllCleared, Change, RemovedBlocks, StoredBlocks
+from ....events.wire.messages import CacheCounters, LoadReport, PrefillCost, PrefillWork
+from ....kvcache.eviction import EvictionName, eviction_policy
+from ....kvcache.hashing import BlockHash
+from ....kvcache.pool import Block
+from ....kvcache.prefix_cache import CachedBlock, PrefixCache, PrefixMatch
+from .models import ReplicaModel
+from .workload import Arrival
+
+#: Parent of every first block, and the content of every block: names are unique, so nothing collides.
+ROOT = BlockHash(bytes(16))
+_UNIT = bytes(4)
+_NO_WORK = PrefillWork(0, 0, 0.0, 0.0)
+
+
+class Meter(Protocol):
+    """Learns rates from steps; `replica.rates.Rates` in production."""
+
+    prefill_tokens_per_s: float
+    decode_step_s: float
+
+    @property
+    def prefill_cost(self) -> PrefillCost:
+        """By parts."""
+
+    @property
+    def prefill_sums(self) -> list[float]:
+        """Of all prefills since the start."""
+
+    def observe(self, work: PrefillWork, decode_rows: int, seconds: float) -> None:
+        """One step took so long."""
+
+    def learn(self, work: PrefillWork, seconds: float) -> None:
+        """A prefill at warm-up took so long."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ReplicaLimits:
+    """What one replica can hold and do at once."""
+
+    blocks: int
+    block_tokens: int
+    max_running_requests: int = 256
+    max_batched_tokens: int = 8192
+    eviction: EvictionName = "lru"
+
+
+@dataclass(slots=True)
+class Work:
+    """One request on one replica."""
+
+    request_id: int
+    router: str
+    arrival: Arrival
+    arrived_s: float  #: at the router
+    generated: int = 0  #: here and before
+    hashes: list[BlockHash] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    prefill_tokens: int = 0  #: to have in KV before the next token can be drawn
+    computed: int = 0
+    cached_tokens: int | None = None  #: at the first admission
+    cached: int = 0  #: at the last admission
+    committed: int = 0
+    expected_cached: int = 0
+    refused_at_free: int | None = None
+    predicted: int | None = None  #: cached tokens that the router foresaw
+    regret_tokens: int = 0  #: cached tokens of the best holder, at the decision, beyond those here
+    decoding_since: int = -1  #: decode clock at which `generated` was `generated_then`
+    generated_then: int = 0
+
+    @property
+    def uncomputed(self) -> int:
+        """Tokens still to prefill."""
+        return self.prefill_tokens - self.computed
+
+
+@dataclass(slots=True, frozen=True)
+class Progress:
+    """What a step gave."""
+
+    first: Sequence[Work]  #: these have their first token
+    finished: Sequence[Work]
+    changes: Sequence[Change]  #: in the cache
+    report: LoadReport
+
+
+class _Phase(Enum):
+    IDLE = "idle"
+    STEP = "step"  #: one step that prefills, and decodes beside it
+    DECODE = "decode"  #: any number of steps that only decode
+
+
+@dataclass(slots=True)
+class _Totals:
+    prefilled_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    busy_s: float = 0.0
+    steps: int = 0
+
+
+class SimulatedReplica:
+    """One replica. `next_at` says when `advance` is due; None: nothing to do."""
+
+    def __init__(
+        self,
+        replica_id: str,
+        model: ReplicaModel,
+        limits: ReplicaLimits,
+        meter: Meter,
+        *,
+        epoch: int = 1,
+        cache: PrefixCache | None = None,
+    ) -> None:
+        self.replica_id = replica_id
+        self.limits = limits
+        self.epoch = epoch
+        self.totals = _Totals()
+        self.next_at: float | None = None
+        self.accepted: dict[str, int] = {}
+        self._model = model
+        self._meter = meter
+        self._changes: list[Change] = []
+        self._shares_cache = cache is not None
+        self.cache = cache if cache is not None else self._own_cache()
+        self._waiting: deque[Work] = deque()
+        self._prefilling: list[Work] = []
+        self._decoding: dict[int, Work] = {}
+        self._clock = 0  # decode steps so far
+        self._milestones: list[tuple[int, int, int]] = []  # (clock, order, request) at which one ends or needs a block
+        self._order = count()
+        self._phase = _Phase.IDLE
+        self._since = 0.0
+        self._step_s = 0.0
+        self._rows: list[tuple[Work, int]] = []
+        self._waiting_work = _NO_WORK
+        self._context_base = 0  # context tokens of the decoding requests, less the clock for each
+
+    def _own_cache(self) -> PrefixCache:
+        policy = eviction_policy(self.limits.eviction)
+        return PrefixCache(self.limits.blocks + 1, 1, policy=policy, listener=self)
+
+    # From the prefix cache
+
+    def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes) -> None:
+        """Blocks became resident."""
+        self._changes.append(StoredBlocks(parent, tuple(hashes), tokens))
+
+    def removed(self, hashes: Sequence[BlockHash]) -> None:
+        """Blocks are gone."""
+        self._changes.append(RemovedBlocks(tuple(hashes)))
+
+    def cleared(self) -> None:
+        """Nothing is resident."""
+        self._changes.append(AllCleared())
+
+    def _take_changes(self) -> list[Change]:
+        changes, self._changes = self._changes, []
+        return changes
+
+    # Requests
+
+    def fits(self, arrival: Arrival) -> bool:
+        """Whether the request could ever run here."""
+        return -(-(arrival.tokens + arrival.output_tokens) // self.limits.block_tokens) <= self.limits.blocks
+
+    def add(self, work: Work, now: float) -> None:
+        """Queue a request."""
+        assert self.fits(work.arrival), f"a request of {work.arrival.tokens} tokens can never run"
+        work.hashes = [BlockHash(block.to_bytes(16, "big")) for block in work.arrival.blocks]
+        self._enqueue(work)
+        self._waiting.append(work)
+        self.accepted[work.router] = work.request_id
+        if self._phase is _Phase.IDLE:
+            self._begin(now)
+        elif self._phase is _Phase.DECODE:
+            self.next_at = min(self.next_at or now, self._boundary(now))
+
+    def advance(self, now: float) -> Progress:
+        """What is due at `now` (which is `next_at`) happens."""
+        first: list[Work] = []
+        finished: list[Work] = []
+        if self._phase is _Phase.STEP:
+            seconds = now - self._since
+            self._measure(seconds)
+            self._pass(1, finished)
+            self._end_rows(first, finished)
+        else:
+            steps = round((now - self._since) / self._step_s)
+            seconds = steps * self._step_s
+            if steps:
+                self._meter.observe(_NO_WORK, len(self._decoding), self._step_s)
+            self._pass(steps, finished)
+        self.totals.busy_s += seconds
+        # As in the engine: what the next step evicts belongs to the next step's events.
+        progress = Progress(first, finished, self._take_changes(), self.report(now))
+        self._begin(now)
+        return progress
+
+    def _measure(self, seconds: float) -> None:
+        spans = [PrefillSpan(work.cached, work.computed, work.computed + count) for work, count in self._rows]
+        self._meter.observe(work_of(spans), len(self._decoding), seconds)
+
+    def lose_all(self) -> list[Work]:
+        """The replica dies: what it had, as it was, oldest first."""
+        for work in self._decoding.values():
+            work.generated = self._generated(work)
+        lost = [*self._prefilling, *self._decoding.values(), *self._waiting]
+        return sorted(lost, key=lambda work: work.request_id)
+
+    def report(self, now: float) -> LoadReport:
+        """The load as it is now."""
+        cache, totals, stats = self.cache, self.totals, self.cache.counters
+        begun = [PrefillSpan(work.cached, work.computed, work.prefill_tokens) for work in self._prefilling]
+        queued = _added(self._waiting_work, work_of(begun))
+        cost = self._meter.prefill_cost
+        return LoadReport(
+            epoch=self.epoch,
+            step=totals.steps,
+            ts=now,
+            running=len(self._prefilling) + len(self._decoding),
+            waiting=len(self._waiting),
+            queued_prefill_tokens=queued.tokens,
+            queued_prefill_s=cost.total(queued),
+            queued_prefill=queued,
+            decode_context_tokens=self._context_base + self._clock * len(self._decoding),
+            free_blocks=cache.free_blocks,
+            cached_free_blocks=cache.cached_free_blocks,
+            total_blocks=cache.total_blocks,
+            prefill_tokens_per_s=self._meter.prefill_tokens_per_s,
+            decode_step_s=self._meter.decode_step_s,
+            counters=CacheCounters(
+                query_tokens=stats.query_tokens * self.limits.block_tokens,
+                hit_tokens=stats.hit_tokens * self.limits.block_tokens,
+                preemptions=totals.preemptions,
+                prefilled_tokens=totals.prefilled_tokens,
+            ),
+            accepted=self.accepted.copy(),
+            prefill_cost=cost,
+            prefill_sums=self._meter.prefill_sums,
+        )
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Prefill tokens per second and seconds per decode step, as measured so far."""
+        return self._meter.prefill_tokens_per_s, self._meter.decode_step_s
+
+    def residents(self) -> Iterator[CachedBlock]:
+        """What it announces as its own: nothing of a cache that it shares."""
+        return iter(()) if self._shares_cache else self.cache.residents()
+
+    @property
+    def requests(self) -> int:
+        """Requests here, running and waiting."""
+        return len(self._waiting) + len(self._prefilling) + len(self._decoding)
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        self.cache.check()
+        running = [*self._prefilling, *self._decoding.values()]
+        held = {block.block_id for work in running for block in work.blocks}
+        free = self.cache.free_blocks
+        assert len(held) + free == self.cache.total_blocks, f"{len(held)} held and {free} free of all blocks"
+        waiting = work_of(map(_awaited, self._waiting))
+        assert waiting == self._waiting_work, f"{self._waiting_work} is counted as waiting, {waiting} waits"
+        assert (self.next_at is None) == (self._phase is _Phase.IDLE), f"{self._phase} and due at {self.next_at}"
+        assert self.next_at is not None or not self.requests, f"{self.requests} requests and nothing due"
+
+    # Phases
+
+    def _boundary(self, now: float) -> float:
+        """When the decode step in progress ends."""
+        done = (now - self._since) / self._step_s
+        steps = max(1, int(done) + (done > int(done)))
+        return self._since + steps * self._step_s
+
+    def _begin(self, now: float) -> None:
+        """Start whatever comes next."""
+        self._since = now
+        self._rows = rows = self._plan()
+        decoding = len(self._decoding)
+        if rows:
+            prefill = self._model.prefill_s
+            seconds = sum([prefill(w.computed - w.cached, w.computed - w.cached + tokens) for w, tokens in rows])
+            if decoding:
+                seconds += self._model.decode_step_s(self.cache.usage)
+            self._phase, self.next_at = _Phase.STEP, now + seconds
+            self.totals.steps += 1
+        elif decoding:
+            self._step_s = self._model.decode_step_s(self.cache.usage)
+            steps = max(1, self._milestones[0][0] - self._clock)
+            self._phase, self.next_at = _Phase.DECODE, now + steps * self._step_s
+        else:
+            self._phase, self.next_at = _Phase.IDLE, None
+
+    def _plan(self) -> list[tuple[Work, int]]:
+        """Whose prefill goes on in the next step, and by how many tokens."""
+        budget = self.limits.max_batched_tokens - len(self._decoding)
+        rows: list[tuple[Work, int]] = []
+        for work in self._prefilling:
+            if budget <= 0:
+                return rows
+            tokens = min(work.prefill_tokens - work.computed, budget)
+            rows.append((work, tokens))
+            budget -= tokens
+        while budget > 0 and self._waiting and self._has_slot() and self._admit(self._waiting[0]):
+            work = self._waiting.popleft()
+            tokens = min(work.prefill_tokens - work.computed, budget)
+            rows.append((work, tokens))
+            budget -= tokens
+        return rows
+
+    def _has_slot(self) -> bool:
+        return len(self._prefilling) + len(self._decoding) < self.limits.max_running_requests
+
+    def _enqueue(self, work: Work) -> None:
+        work.prefill_tokens = work.arrival.tokens + work.generated
+        work.expected_cached = self._match(work).tokens * self.limits.block_tokens
+        self._waiting_work = _added(self._waiting_work, work_of([_awaited(work)]))
+
+    def _match(self, work: Work) -> PrefixMatch:
+        hashes = work.hashes
+        usable = (work.prefill_tokens - 1) // self.limits.block_tokens  # the last token is always computed
+        return self.cache.match(ROOT, hashes, _UNIT * len(hashes), usable + 1)
+
+    def _admit(self, work: Work) -> bool:
+        free = self.cache.free_blocks
+        if work.refused_at_free is not None and free <= work.refused_at_free and (self._prefilling or self._decoding):
+            return False
+        match = self._match(work)
+        # One token more than there is: the one that will be drawn.
+        table = -(-(work.prefill_tokens + 1) // self.limits.block_tokens)
+        # A cache that is shared with other replicas (the oracle's) is larger than this one's memory.
+        fits = self.cache.total_blocks == self.limits.blocks or self._tables() + table <= self.limits.blocks
+        blocks = self.cache.acquire(match, table - len(match.blocks)) if fits else None
+        if blocks is None:
+            work.refused_at_free = free
+            return False
+        work.refused_at_free = None
+        work.blocks = blocks
+        work.committed = len(match.blocks)
+        work.cached = work.computed = match.tokens * self.limits.block_tokens
+        if work.cached_tokens is None:
+            work.cached_tokens = work.cached
+        self._waiting_work = _added(self._waiting_work, work_of([_awaited(work)]), -1)
+        self._prefilling.append(work)
+        return True
+
+    def _tables(self) -> int:
+        return sum([len(work.blocks) for work in (*self._prefilling, *self._decoding.values())])
+
+    def _end_rows(self, first: list[Work], finished: list[Work]) -> None:
+        for work, tokens in self._rows:
+            if not work.blocks:
+                continue  # preempted in this very step
+            work.computed += tokens
+            self.totals.prefilled_tokens += tokens
+            self._commit(work)
+            if work.computed < work.prefill_tokens:
+                continue
+            self._prefilling.remove(work)
+            if not work.generated:
+                first.append(work)
+            work.generated += 1
+            self._start_decoding(work, finished)
+
+    def _commit(self, work: Work) -> None:
+        start = work.committed
+        full = min(work.computed // self.limits.block_tokens, len(work.hashes))
+        if full <= start:
+            return
+        parent = work.hashes[start - 1] if start else ROOT
+        units = _UNIT * (full - start)
+        self.cache.commit(work.blocks[start:full], start, parent, work.hashes[start:full], units)
+        work.committed = full
+
+    # Decode
+
+    def _start_decoding(self, work: Work, finished: list[Work]) -> None:
+        if work.generated >= work.arrival.output_tokens:
+            self._finish(work, finished)
+            return
+        work.decoding_since, work.generated_then = self._clock, work.generated
+        self._decoding[work.request_id] = work
+        self._context_base += work.arrival.tokens + work.generated - self._clock
+        self._set_milestone(work)
+
+    def _generated(self, work: Work) -> int:
+        return work.generated_then + self._clock - work.decoding_since
+
+    def _set_milestone(self, work: Work) -> None:
+        """At the answer's end, or when the token to be drawn finds no place in its blocks."""
+        room = len(work.blocks) * self.limits.block_tokens - work.arrival.tokens
+        until = min(work.arrival.output_tokens, room + 1)
+        at = work.decoding_since + until - work.generated_then
+        heappush(self._milestones, (at, next(self._order), work.request_id))
+
+    def _pass(self, steps: int, finished: list[Work]) -> None:
+        """Every decoding request draws so many tokens."""
+        self._clock += steps
+        self.totals.generated_tokens += steps * len(self._decoding)
+        milestones = self._milestones
+        while milestones and milestones[0][0] <= self._clock:
+            work = self._decoding.get(heappop(milestones)[2])
+            if work is None:
+                continue  # preempted
+            if self._generated(work) >= work.arrival.output_tokens:
+                self._leave_decoding(work)
+                self._finish(work, finished)
+            elif self._needs_block(work) and self._make_room(work):
+                self._set_milestone(work)
+
+    def _needs_block(self, work: Work) -> bool:
+        """False when the milestone was set before a preemption."""
+        return self._generated(work) + work.arrival.tokens > len(work.blocks) * self.limits.block_tokens
+
+    def _make_room(self, work: Work) -> bool:
+        """A block more, at the expense of the latest request if need be; False when that is the request itself."""
+        while True:
+            more = self.cache.allocate(1)
+            if more is not None:
+                work.blocks += more
+                return True
+            victim = max([*self._prefilling, *self._decoding.values()], key=lambda running: running.request_id)
+            self._preempt(victim)
+            if victim is work:
+                return False
+
+    def _preempt(self, work: Work) -> None:
+        self.totals.preemptions += 1
+        if work.request_id in self._decoding:
+            self._leave_decoding(work)
+        else:
+            self._prefilling.remove(work)
+        self.cache.release(work.blocks)
+        work.blocks = []
+        work.computed = work.committed = work.cached = 0
+        work.refused_at_free = None
+        self._enqueue(work)
+        at = next((i for i, other in enumerate(self._waiting) if other.request_id > work.request_id), None)
+        self._waiting.insert(len(self._waiting) if at is None else at, work)
+
+    def _leave_decoding(self, work: Work) -> None:
+        work.generated = self._generated(work)
+        del self._decoding[work.request_id]
+        self._context_base -= work.arrival.tokens + work.generated_then - work.decoding_since
+
+    def _finish(self, work: Work, finished: list[Work]) -> None:
+        self.cache.release(work.blocks)
+        work.blocks = []
+        finished.append(work)
+
+
+def _awaited(work: Work) -> PrefillSpan:
+    """What a waiting request will compute, as of its arrival."""
+    return PrefillSpan(work.expected_cached, work.expected_cached, work.prefill_tokens)
+
+
+def _added(left: PrefillWork, right: PrefillWork, times: int = 1) -> PrefillWork:
+    return PrefillWork(
+        left.prompts + times * right.prompts,
+        left.tokens + times * right.tokens,
+        left.pairs + times * right.pairs,
+        left.context + times * right.context,
+    )

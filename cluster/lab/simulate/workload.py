@@ -1,0 +1,189 @@
+"""Requests of a simulation: from a recorded trace, compressed in time, or drawn. Pure iterators, never a whole list.
+
+A block is named by an int that stands for its whole prefix, as the wire hash does.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import count
+from random import Random
+
+from ..recorded_trace import MOONCAKE_BLOCK_TOKENS, TraceRequest
+
+#: Ids of recorded traces lie below this, so that the round number above them makes a name nobody else has.
+_ROUND = 1 << 40
+
+
+@dataclass(slots=True, frozen=True)
+class Arrival:
+    """One request as it comes in."""
+
+    at_s: float
+    tokens: int  #: of the prompt, at least 1
+    output_tokens: int  #: at least 1
+    blocks: tuple[int, ...]  #: names of the prompt's full blocks
+    #: the same as a router sees them that knows the text alone (no tenant, no adapter); None: no difference
+    text: tuple[int, ...] | None = None
+    session: str | None = None
+
+    @property
+    def text_blocks(self) -> tuple[int, ...]:
+        """What a router that knows only the text can tell apart."""
+        return self.blocks if self.text is None else self.text
+
+
+def from_trace(requests: Iterable[TraceRequest], block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> Iterator[Arrival]:
+    """A recorded trace as it was. Requests without a prompt or an answer get one token."""
+    for request in requests:
+        yield Arrival(
+            at_s=request.arrival_s,
+            tokens=max(1, request.input_tokens),
+            output_tokens=max(1, request.output_tokens),
+            blocks=request.full_blocks(block_tokens),
+        )
+
+
+def compress(arrivals: Iterable[Arrival], factor: float) -> Iterator[Arrival]:
+    """The same requests `factor` times as fast."""
+    return (replace(arrival, at_s=arrival.at_s / factor) for arrival in arrivals)
+
+
+@dataclass(slots=True, frozen=True)
+class WorkloadFacts:
+    """Sums over a workload."""
+
+    requests: int
+    span_s: float
+    prompt_tokens: int
+    output_tokens: int
+    longest_tokens: int  #: prompt and answer
+
+    @property
+    def rate_per_s(self) -> float:
+        """Mean arrivals per second."""
+        return self.requests / self.span_s if self.span_s else float("inf")
+
+
+def facts(arrivals: Iterable[Arrival]) -> WorkloadFacts:
+    """One pass over a workload."""
+    requests = prompt = output = longest = 0
+    first = last = 0.0
+    for arrival in arrivals:
+        if not requests:
+            first = arrival.at_s
+        last = arrival.at_s
+        requests += 1
+        prompt += arrival.tokens
+        output += arrival.output_tokens
+        longest = max(longest, arrival.tokens + arrival.output_tokens)
+    return WorkloadFacts(requests, last - first, prompt, output, longest)
+
+
+def repeated(one_round: Callable[[], Iterator[Arrival]], count: int) -> Iterator[Arrival]:
+    """A workload `count` times, one round after the other, each over blocks of its own; read anew for each round."""
+    start_s = 0.0
+    for number in range(count):
+        last_s = gap_s = 0.0
+        for arrival in one_round():
+            gap_s, last_s = max(gap_s, arrival.at_s - last_s), arrival.at_s
+            yield _in_round(arrival, number, start_s)
+        start_s += last_s + gap_s
+
+
+def _in_round(arrival: Arrival, number: int, start_s: float) -> Arrival:
+    if not number:
+        return arrival
+    blocks = tuple([number * _ROUND + block for block in arrival.blocks])
+    return replace(arrival, at_s=start_s + arrival.at_s, blocks=blocks, text=None)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Chats:
+    """Conversations that are drawn: assistants, each with a system prompt that all its users share."""
+
+    requests: int = 4000
+    seed: int = 0
+    block_tokens: int = 512
+    rate_per_s: float = 4.0
+    assistants: int = 20
+    system_tokens: int = 2048
+    turn_tokens: int = 1500  #: mean of what a turn adds, answer included
+    turns: int = 5  #: mean
+    pause_s: float = 30.0  #: mean, between two turns
+    output_tokens: int = 200  #: mean
+
+
+def conversations(chats: Chats) -> Iterator[Arrival]:
+    """Users come at random, choose an assistant (some are popular), and stay for some turns; in order of time."""
+    rng = Random(chats.seed)
+    names = count(chats.assistants * 1_000_000)
+    systems = [range(n * 1_000_000, n * 1_000_000 + chats.system_tokens) for n in range(chats.assistants)]
+    weights = [1 / (rank + 1) for rank in range(chats.assistants)]
+    due: list[tuple[float, int, _Chat]] = []
+    opens_s = 0.0
+    for _ in range(chats.requests):
+        while not due or opens_s <= due[0][0]:
+            assistant = rng.choices(range(chats.assistants), weights)[0]
+            shared = list(systems[assistant][: chats.system_tokens // chats.block_tokens])
+            heappush(due, (opens_s, next(names), _Chat(f"chat{next(names)}", chats.system_tokens, shared)))
+            opens_s += rng.expovariate(chats.rate_per_s / chats.turns)
+        at_s, _, chat = heappop(due)
+        chat.say(max(1, round(rng.expovariate(1 / chats.turn_tokens))), chats.block_tokens, names)
+        output = max(1, round(rng.expovariate(1 / chats.output_tokens)))
+        yield Arrival(at_s, chat.tokens, output, tuple(chat.blocks), session=chat.name)
+        if rng.random() > 1 / chats.turns:
+            heappush(due, (at_s + rng.expovariate(1 / chats.pause_s), next(names), chat))
+
+
+@dataclass(slots=True)
+class _Chat:
+    """One conversation as it stands."""
+
+    name: str
+    tokens: int
+    blocks: list[int]
+
+    def say(self, tokens: int, block_tokens: int, names: Iterator[int]) -> None:
+        """A turn more; blocks that are full now get names."""
+        self.tokens += tokens
+        while len(self.blocks) < self.tokens // block_tokens:
+            self.blocks.append(next(names))
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Siblings:
+    """Requests in groups that share a prefix, each with a tail of its own, at random times."""
+
+    requests: int
+    seed: int = 0
+    block_tokens: int = 512
+    rate_per_s: float = 10.0  #: 0: all at once
+    groups: int = 64
+    prefix_tokens: int = 4096
+    tail_tokens: int = 512
+    output_tokens: int = 100
+    skew: float = 1.0  #: a group's popularity is its rank to the power of minus this
+    tenants: int = 1  #: each has the same texts, and caches of its own
+    shift_every_s: float = 0.0  #: after so long the least popular groups become the most popular ones; 0: never
+
+
+def siblings(drawn: Siblings) -> Iterator[Arrival]:
+    """Draw them, in order of time."""
+    rng = Random(drawn.seed)
+    weights = [(rank + 1) ** -drawn.skew for rank in range(drawn.groups)]
+    prefix_blocks = drawn.prefix_tokens // drawn.block_tokens
+    tokens = drawn.prefix_tokens + drawn.tail_tokens
+    own = count(1 << 32)  # behind all names of prefixes
+    now_s = 0.0
+    for _ in range(drawn.requests):
+        rank = rng.choices(range(drawn.groups), weights)[0]
+        shifts = int(now_s / drawn.shift_every_s) if drawn.shift_every_s else 0
+        group = (rank - shifts * max(1, drawn.groups // 8)) % drawn.groups
+        tenant = rng.randrange(drawn.tenants)
+        tail = [next(own) for _ in range(tokens // drawn.block_tokens - prefix_blocks)]
+        text = [group * prefix_blocks + block for block in range(prefix_blocks)]
+        held = [tenant * drawn.groups * prefix_blocks + block for block in text]
+        yield Arrival(now_s, tokens, drawn.output_tokens, (*held, *tail), (*text, *tail))
+        if drawn.rate_per_s:
+            now_s += rng.expovariate(drawn.rate_per_s)

@@ -1,0 +1,169 @@
+"""Follows the replicas of a cluster as they come, go and are rebuilt: an `EventFeed` for each that its router lists.
+
+Asks /cluster again and again and keeps exactly those feeds; what they tell goes to one `ClusterSink`, with its source.
+Knows of /cluster only names, epochs and endpoints; how it is asked comes in by parameter.
+"""
+
+import asyncio
+import functools
+import json
+import logging
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from ..errors import ClusterUnreachable, EventError, KeysRefused
+from ..security.curve_keys import KeyPair
+from ..wire.dialects import CacheEvent
+from ..wire.messages import EVENTS_TOPIC, EventEndpoints, LoadReport, SnapshotBlock
+from .feed import EventFeed
+from .subscription import Apply, FeedStatus, Reset
+
+log = logging.getLogger(__name__)
+
+REFRESH_S = 0.5
+#: A cluster that cannot be asked so often in a row is gone; a router that was rebuilt answers sooner.
+PATIENCE = 6
+ASK_TIMEOUT_S = 10.0
+
+
+class Source(NamedTuple):
+    """One incarnation of a replica."""
+
+    replica: str
+    epoch: int
+
+
+class ClusterSink(Protocol):
+    """Who uses the streams of a cluster. All calls come from the loop's thread."""
+
+    def joined(self, source: Source, feed: EventFeed) -> None:
+        """This replica is followed from now on."""
+
+    def gone(self, source: Source) -> None:
+        """It is listed no more, or was rebuilt: nothing that was told of it holds."""
+
+    def told(self, source: Source, instruction: Apply | Reset) -> None:
+        """The next batch without a hole before it, or all that is held."""
+
+    def status(self, source: Source, status: FeedStatus) -> None:
+        """Its stream can be trusted so far."""
+
+    def malformed(self, source: Source, error: EventError) -> None:
+        """A message of it was dropped."""
+
+    def refused(self, source: Source, error: KeysRefused) -> None:
+        """It does not talk to us."""
+
+
+def sources(view: Any, only: Collection[str] = ()) -> dict[Source, EventEndpoints]:
+    """Whose events are to be had, of what /cluster says. Raises ClusterUnreachable for another kind of answer."""
+    try:
+        return {
+            Source(replica["replica_id"], replica["epoch"]): msgspec.convert(replica["event_endpoints"], EventEndpoints)
+            for replica in view["replicas"]
+            if (replica.get("event_endpoints") or {}).get("events") and (not only or replica["replica_id"] in only)
+        }
+    except (TypeError, KeyError, AttributeError, msgspec.ValidationError) as error:
+        raise ClusterUnreachable(f"what was answered is no /cluster of homing: {error!r}") from error
+
+
+def ask_router(url: str) -> Any:
+    """What /cluster of the router at `url` answers. Raises ClusterUnreachable."""
+    address = f"{url.rstrip('/')}/cluster"
+    # A router is inside, where no proxy is.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(address, timeout=ASK_TIMEOUT_S) as answer:
+            return json.loads(answer.read())
+    except (OSError, ValueError, urllib.error.URLError) as error:
+        raise ClusterUnreachable(f"{address} cannot be asked: {getattr(error, 'reason', error)}") from error
+
+
+class ClusterFeed:
+    """Follows until `run` is cancelled."""
+
+    def __init__(
+        self,
+        ask: Callable[[], Any],
+        sink: ClusterSink,
+        *,
+        only: Collection[str] = (),
+        token_ids: bool = True,
+        keys: KeyPair | None = None,
+        refresh_s: float = REFRESH_S,
+    ) -> None:
+        """`ask` gives /cluster as JSON; it may block, and raises ClusterUnreachable. `only`: these replicas alone."""
+        self._ask = ask
+        self._sink = sink
+        self._only = frozenset(only)
+        self._token_ids = token_ids
+        self._keys = keys
+        self._refresh_s = refresh_s
+        self._feeds: dict[Source, EventFeed] = {}
+
+    @property
+    def feeds(self) -> Mapping[Source, EventFeed]:
+        """Those that are followed."""
+        return self._feeds
+
+    async def run(self) -> None:
+        """Follow whoever comes. Raises ClusterUnreachable when nobody answers at first, or not for a while."""
+        misses, known = 0, False
+        try:
+            while True:
+                try:
+                    self.adjust(sources(await asyncio.to_thread(self._ask), self._only))
+                    misses, known = 0, True
+                except ClusterUnreachable as error:
+                    misses += 1
+                    if misses >= PATIENCE or not known:
+                        raise
+                    log.info("cluster_unreachable misses=%d error=%s", misses, error)
+                await asyncio.sleep(self._refresh_s)
+        finally:
+            self.close()
+
+    def adjust(self, wanted: Mapping[Source, EventEndpoints]) -> None:
+        """Follow exactly these. Call in the loop's thread."""
+        for source in sorted(self._feeds.keys() - wanted.keys()):
+            self._feeds.pop(source).close()
+            self._sink.gone(source)
+        for source in sorted(wanted.keys() - self._feeds.keys()):
+            feed = self._feeds[source] = self._feed(source, wanted[source])
+            self._sink.joined(source, feed)
+            feed.start(asyncio.get_running_loop())
+
+    def close(self) -> None:
+        """Follow nobody, and tell nothing any more."""
+        for feed in self._feeds.values():
+            feed.close()
+        self._feeds.clear()
+
+    def _feed(self, source: Source, ends: EventEndpoints) -> EventFeed:
+        ours = bool(ends.state)  # others' publishers have no such socket, announce each copy and choose their topic
+        return EventFeed(
+            ends,
+            _OneOfMany(self._sink, source),
+            token_ids=self._token_ids,
+            counted=not ours,
+            topic=EVENTS_TOPIC if ours else b"",
+            keys=self._keys if ends.curve_key else None,
+            tap=functools.partial(self._sink.told, source),
+        )
+
+
+class _OneOfMany:
+    """The `FeedSink` of one source; what is applied goes by the tap, with its numbers."""
+
+    def __init__(self, sink: ClusterSink, source: Source) -> None:
+        self.status: Callable[[FeedStatus], None] = functools.partial(sink.status, source)
+        self.malformed: Callable[[EventError], None] = functools.partial(sink.malformed, source)
+        self.refused: Callable[[KeysRefused], None] = functools.partial(sink.refused, source)
+
+    def apply(self, events: Sequence[CacheEvent]) -> None: ...
+    def reset(self, blocks: Sequence[SnapshotBlock]) -> None: ...
+    def load(self, report: LoadReport) -> None: ...

@@ -1,0 +1,320 @@
+"""The subscribing side in an event loop: the sockets of one `Subscription`, callbacks to its `FeedSink`.
+
+Decides nothing: messages go into the state machine, its instructions come out as requests and callbacks. All of it runs
+in the loop's thread. Tens of feeds share one loop and one ZeroMQ context.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+import zmq
+
+from ..errors import EndpointUnusable, EventError, KeysRefused, MalformedFrame
+from ..security.curve_keys import KeyPair, new_pair, protect_client
+from ..wire.dialects import BatchDecoder, CacheEvent
+from ..wire.frames import read_event, read_replay, replay_request
+from ..wire.messages import (
+    EVENTS_TOPIC,
+    HEARTBEAT_TOPIC,
+    LOAD_TOPIC,
+    EventEndpoints,
+    Heartbeat,
+    LoadReport,
+    SnapshotBlock,
+    SnapshotChunk,
+    SnapshotRequest,
+)
+from .handshake import WATCHED, Connection, Handshakes
+from .residency import CountedResidents
+from .socket_reader import Message, SocketReader
+from .subscription import (
+    Apply,
+    Disproved,
+    FeedStatus,
+    Instruction,
+    PassLoad,
+    Reach,
+    RequestReplay,
+    RequestSnapshot,
+    Reset,
+    SetStatus,
+    Subscription,
+)
+
+log = logging.getLogger(__name__)
+
+Struct = TypeVar("Struct", bound=msgspec.Struct)
+
+_EVENTS_HIGH_WATER_MARK = 100_000
+#: A larger frame ends the connection: publishers may be others' programs. Ours send parts of snapshots of 200 KiB, and
+#: a step's events of a few megabytes at most.
+_MAX_FRAME_BYTES = 256 * 1024 * 1024
+#: Why a publisher that lets in only listed clients does not know our key.
+_NO_KEYS = "no key was given, so an unlisted one was shown: give keys (homing watch: --events-curve-keys DIR)"
+
+
+class FeedSink(Protocol):
+    """Who uses a publisher's stream. All calls come from the loop's thread."""
+
+    def apply(self, events: Sequence[CacheEvent]) -> None:
+        """The next batch, without a hole before it."""
+
+    def reset(self, blocks: Sequence[SnapshotBlock]) -> None:
+        """Hold exactly these, parents first; `wire_name` gives their hashes as `apply` spells them."""
+
+    def status(self, status: FeedStatus) -> None:
+        """The stream can be trusted so far."""
+
+    def load(self, report: LoadReport) -> None:
+        """The publisher's load."""
+
+    def malformed(self, error: EventError) -> None:
+        """A message was dropped."""
+
+    def refused(self, error: KeysRefused) -> None:
+        """The publisher does not talk to us, nor will it until somebody mends the keys."""
+
+
+class EventFeed:
+    """Follows one publisher. Endpoints that are empty strings are not there: foreign publishers lack some."""
+
+    def __init__(
+        self,
+        endpoints: EventEndpoints,
+        sink: FeedSink,
+        *,
+        context: zmq.Context["zmq.Socket[bytes]"] | None = None,
+        heartbeat_interval_s: float = 0.2,
+        token_ids: bool = False,
+        counted: bool = False,
+        topic: bytes = EVENTS_TOPIC,
+        reach: Reach | None = None,
+        tap: Callable[[Apply | Reset], None] | None = None,
+        keys: KeyPair | None = None,
+    ) -> None:
+        """`counted`: the publisher announces every copy (vLLM). `token_ids`: hand them on, in snapshots too.
+
+        `tap` sees what the sink's `apply` and `reset` get, before them, with numbers and times. `topic` is a prefix;
+        empty takes everything. A context that is handed in stays the caller's. `keys`: what is shown to a publisher
+        that encrypts; a fresh pair by default, which is refused where only listed clients are let in.
+        """
+        self._endpoints = endpoints
+        self._sink = sink
+        self._tap = tap
+        self._keyless = keys is None
+        self._keys = keys or (new_pair() if endpoints.curve_key else None)
+        self._handshakes = Handshakes()
+        self._own_context = context is None
+        self._context = context
+        self._tick_s = heartbeat_interval_s / 2
+        self._token_ids = token_ids
+        self._topic = topic
+        self._decoder = BatchDecoder(token_ids=token_ids)
+        self._subscription = Subscription(reach or _reach_of(endpoints), CountedResidents() if counted else None)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        #: The first one is the events socket, which is monitored.
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._readers: list[SocketReader] = []
+        self._replay: SocketReader | None = None
+        self._snapshot: SocketReader | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        #: messages that could not be read, and were dropped
+        self.malformed_messages = 0
+        #: connections that did not come about because of the keys
+        self.refused_connections = 0
+
+    @property
+    def subscription(self) -> Subscription:
+        """The state machine, for its counters, cursor and digest."""
+        return self._subscription
+
+    @property
+    def decoder(self) -> BatchDecoder:
+        """For its counters."""
+        return self._decoder
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Connect and ask. Call in the loop's thread, once. Raises EndpointUnusable."""
+        assert self._loop is None, "a feed starts once"
+        if self._keys is not None and not self._endpoints.curve_key:
+            raise EndpointUnusable(f"keys are given for {self._endpoints.events}, which names no CURVE key of its own")
+        self._loop = loop
+        self._context = self._context or zmq.Context()
+        try:
+            self._connect(self._context, loop)
+        except EndpointUnusable:
+            self.close()
+            raise
+        self._run(self._subscription.start())
+        self._timer = loop.call_later(self._tick_s, self._on_tick)
+
+    def resync(self) -> None:
+        """Ask for the whole set again: for users that have lost what they were told."""
+        self._run(self._subscription.resync())
+
+    def close(self) -> None:
+        """Give everything back; no callback comes after this. Harmless when repeated, or before `start`."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._readers:
+            self._readers.pop().close()
+        if self._sockets:
+            self._sockets[0].disable_monitor()
+        while self._sockets:
+            self._sockets.pop().close(0)
+        self._replay = self._snapshot = None
+        if self._own_context and self._context is not None:
+            self._context.term()
+            self._context = None
+
+    def _connect(self, context: zmq.Context["zmq.Socket[bytes]"], loop: asyncio.AbstractEventLoop) -> None:
+        ends = self._endpoints
+        events = self._subscriber(context, [self._topic])
+        state = self._subscriber(context, [HEARTBEAT_TOPIC, LOAD_TOPIC])
+        replay, snapshot = self._socket(context, zmq.DEALER), self._socket(context, zmq.DEALER)
+        events.set_hwm(_EVENTS_HIGH_WATER_MARK)
+        # Before it connects: a refusal is told once.
+        monitor = events.get_monitor_socket(WATCHED)
+        self._open(loop, events, ends.events, self._on_event)
+        self._replay = self._open(loop, replay, ends.replay, self._on_replay)
+        self._open(loop, state, ends.state, self._on_state)
+        self._snapshot = self._open(loop, snapshot, ends.snapshot, self._on_chunk)
+        self._sockets.append(monitor)
+        self._readers.append(SocketReader(loop, monitor, self._on_monitor))
+
+    def _subscriber(self, context: zmq.Context["zmq.Socket[bytes]"], topics: Sequence[bytes]) -> "zmq.Socket[bytes]":
+        sock = self._socket(context, zmq.SUB)
+        for topic in topics:
+            sock.subscribe(topic)
+        return sock
+
+    def _socket(self, context: zmq.Context["zmq.Socket[bytes]"], kind: int) -> "zmq.Socket[bytes]":
+        sock: zmq.Socket[bytes] = context.socket(kind)
+        sock.maxmsgsize = _MAX_FRAME_BYTES
+        self._sockets.append(sock)
+        sock.linger = 0
+        sock.reconnect_ivl = 50
+        sock.reconnect_ivl_max = 1000
+        if self._keys is not None:
+            protect_client(sock, self._keys, self._endpoints.curve_key.encode())
+        return sock
+
+    def _open(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: "zmq.Socket[bytes]",
+        endpoint: str,
+        handle: Callable[[Message], None],
+    ) -> SocketReader | None:
+        """Connect and read; None where the publisher offers no such socket."""
+        if not endpoint:
+            return None
+        sock.ipv6 = endpoint.startswith("tcp://[")
+        try:
+            sock.connect(endpoint)
+        except zmq.ZMQError as error:
+            raise EndpointUnusable(f"cannot connect to {endpoint!r}: {error}") from error
+        self._readers.append(SocketReader(loop, sock, self._guarded(handle)))
+        return self._readers[-1]
+
+    def _guarded(self, handle: Callable[[Message], None]) -> Callable[[Message], None]:
+        def guarded(frames: Message) -> None:
+            try:
+                handle(frames)
+            except MalformedFrame as error:
+                self.malformed_messages += 1
+                log.warning("event_message_malformed endpoint=%s error=%s", self._endpoints.events, error)
+                self._sink.malformed(error)
+
+        return guarded
+
+    def _on_event(self, frames: Message) -> None:
+        frame = read_event(frames)
+        self._run(self._subscription.on_batch(frame.epoch, frame.seq, self._decoder.decode(frame.payload)))
+
+    def _on_replay(self, frames: Message) -> None:
+        frame = read_replay(frames)
+        if frame is None:
+            self._run(self._subscription.on_replay_end())
+            return
+        self._run(self._subscription.on_replayed(frame.epoch, frame.seq, self._decoder.decode(frame.payload)))
+
+    def _on_state(self, frames: Message) -> None:
+        if len(frames) != 2:
+            raise MalformedFrame("state message", f"{len(frames)} frames instead of topic, payload")
+        if frames[0] == HEARTBEAT_TOPIC:
+            self._run(self._subscription.on_heartbeat(_read(frames[1], Heartbeat)))
+        elif frames[0] == LOAD_TOPIC:
+            self._run(self._subscription.on_load(_read(frames[1], LoadReport)))
+
+    def _on_chunk(self, frames: Message) -> None:
+        self._run(self._subscription.on_chunk(_read(frames[-1], SnapshotChunk)))
+
+    def _on_monitor(self, frames: Message) -> None:
+        if self._handshakes.observe(frames) is not Connection.LOST:
+            return
+        # What the publisher had sent before must not pass for a sign of life after.
+        for reader in self._readers[:-1]:
+            reader.drain()
+        self._run(self._subscription.on_disconnect())
+        if self._handshakes.refusal is not None and self._readers:
+            why = self._handshakes.refusal
+            self._refuse(KeysRefused(self._endpoints.events, f"{why}; {_NO_KEYS}" if self._keyless else why))
+
+    def _refuse(self, error: KeysRefused) -> None:
+        self.refused_connections += 1
+        log.warning("event_stream_refused error=%s", error)
+        self._sink.refused(error)
+
+    def _on_tick(self) -> None:
+        assert self._loop is not None, "ticks come after the start"
+        self._timer = self._loop.call_later(self._tick_s, self._on_tick)
+        self._run(self._subscription.on_tick())
+
+    def _run(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            if self._timer is None and not self._readers:
+                return  # closed by a callback
+            if self._tap is not None and isinstance(instruction, Apply | Reset):
+                self._tap(instruction)
+            match instruction:
+                case Apply():
+                    self._sink.apply(instruction.events)
+                case Reset(_, _, blocks):
+                    self._sink.reset(blocks)
+                case SetStatus(status):
+                    self._sink.status(status)
+                case PassLoad(report):
+                    self._sink.load(report)
+                case Disproved(in_a_row, pause_ticks):
+                    log.warning(
+                        "event_stream_disproved endpoint=%s in_a_row=%d pause_s=%g",
+                        self._endpoints.events,
+                        in_a_row,
+                        pause_ticks * self._tick_s,
+                    )
+                case RequestReplay(since):
+                    self._ask(self._replay, replay_request(since))
+                case RequestSnapshot():
+                    request = SnapshotRequest(token_ids=self._token_ids)
+                    self._ask(self._snapshot, [b"", msgspec.msgpack.encode(request)])
+
+    def _ask(self, reader: SocketReader | None, frames: Message) -> None:
+        """A request that cannot leave is as good as lost: the state machine asks again."""
+        if reader is not None and not reader.send(frames):
+            log.debug("event_request_unsent endpoint=%s", self._endpoints.events)
+
+
+def _reach_of(endpoints: EventEndpoints) -> Reach:
+    return Reach(replay=bool(endpoints.replay), snapshot=bool(endpoints.snapshot), heartbeats=bool(endpoints.state))
+
+
+def _read(payload: bytes, kind: type[Struct]) -> Struct:
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedFrame(kind.__name__, str(error)) from error

@@ -1,0 +1,532 @@
+"""One publisher's stream as a reader must follow it: pure state machine, messages in, instructions out.
+
+No socket, no clock (time is ticks), no knowledge of what the applied events are used for.
+
+It promises: `Apply` is given only for the batch right behind what was applied or reset before it, in one incarnation
+of the publisher. A hole is closed by replay where that reaches, by a snapshot otherwise; batches that arrive meanwhile
+wait in a bounded buffer. What falls out of that buffer, or anywhere else, is again a hole: nothing special is needed.
+
+    SYNCING   a replay or snapshot is on its way or will be asked for, or nothing is known yet
+    LIVE      every batch up to the newest known one is applied
+    STALE     no sign of life for `silent_ticks`, or the connection is gone
+
+Publishers without a snapshot socket (vLLM, SGLang) are followed by replay alone: from number 0 at the start and after
+a reconnect; where their history does not reach, from an empty set, which then holds a part of the truth and nothing
+false (`exact` says so). They have no epoch either: a restart is told by a number that falls while its time advances.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ..wire.cursor import Contiguous, Cursor, Gap, Initial, NewEpoch, Stale
+from ..wire.dialects import Batch, CacheEvent, snapshot_pairs
+from ..wire.messages import Heartbeat, LoadReport, SnapshotBlock, SnapshotChunk
+from .residency import Residents, SetResidents
+
+
+class FeedStatus(Enum):
+    """How far a publisher's stream can be trusted. Only LIVE means: what was applied is what the publisher holds."""
+
+    SYNCING = "syncing"
+    LIVE = "live"
+    STALE = "stale"
+
+
+@dataclass(slots=True, frozen=True)
+class RequestReplay:
+    """Ask for all batches from `since` on."""
+
+    since: int
+
+
+@dataclass(slots=True, frozen=True)
+class RequestSnapshot:
+    """Ask for the whole resident set."""
+
+
+@dataclass(slots=True, frozen=True)
+class Apply:
+    """These are the events of batch `seq`, the next in order."""
+
+    seq: int
+    ts: float
+    events: Sequence[CacheEvent]
+
+
+@dataclass(slots=True, frozen=True)
+class Reset:
+    """Hold exactly these blocks (parents first), as of `seq`; what was applied before is void."""
+
+    epoch: int | None
+    seq: int | None
+    blocks: Sequence[SnapshotBlock]
+
+
+@dataclass(slots=True, frozen=True)
+class SetStatus:
+    """The status has changed to this."""
+
+    status: FeedStatus
+
+
+@dataclass(slots=True, frozen=True)
+class PassLoad:
+    """A load report of the present incarnation."""
+
+    report: LoadReport
+
+
+@dataclass(slots=True, frozen=True)
+class Disproved:
+    """A heartbeat says that what was applied is not what the publisher holds; a snapshot is asked for after a pause."""
+
+    in_a_row: int  #: snapshots that did not help before this one, and this one
+    pause_ticks: int
+
+
+Instruction = RequestReplay | RequestSnapshot | Apply | Reset | SetStatus | PassLoad | Disproved
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Reach:
+    """What a publisher offers, and how patient its reader is."""
+
+    replay: bool = True
+    snapshot: bool = True
+    heartbeats: bool = True
+    #: ticks without any message after which a publisher with heartbeats is STALE
+    silent_ticks: int = 10
+    #: ticks without progress after which a request is made again
+    answer_ticks: int = 10
+    #: longest pause before a snapshot is asked for again when the last ones did not make the digests agree
+    doubt_ticks: int = 600
+    #: replays that may pass without closing a hole
+    replay_attempts: int = 3
+    #: batches that wait behind a hole; at 8 blocks each about 10 MB
+    buffer_batches: int = 10_000
+
+
+@dataclass(slots=True)
+class Counters:
+    """What went wrong so far, and was repaired."""
+
+    gaps: int = 0  #: holes noticed
+    stale_batches: int = 0  #: duplicates, late ones, and those of former incarnations
+    replays: int = 0  #: requests made
+    snapshots: int = 0  #: requests made
+    digest_mismatches: int = 0  #: heartbeats that proved us wrong
+    postponed_snapshots: int = 0  #: not asked for at once, because the last one had been disproved, too
+    overruns: int = 0  #: times the buffer was full and was emptied
+    new_epochs: int = 0
+    unreachable_holes: int = 0  #: given up by starting from an empty set (publishers without snapshots)
+
+
+class _Waiting(Enum):
+    NOTHING = 0
+    REPLAY = 1
+    SNAPSHOT = 2
+
+
+#: Ticks for which a former incarnation is remembered, so that its late messages are not taken for a newer one. Not for
+#: ever: epochs have no order, so the one that we took for the former might be the one that lives.
+_RETIRED_TICKS = 20
+#: Ticks that batches on the events socket may lag behind a heartbeat on the state socket before that is a hole.
+_BEAT_GRACE_TICKS = 2
+
+
+class Subscription:
+    """Follows one publisher. Every `on_…` returns what is to be done, in order."""
+
+    def __init__(self, reach: Reach | None = None, residents: Residents | None = None) -> None:
+        self._reach = reach or Reach()
+        self._residents: Residents = residents or SetResidents()
+        self._cursor = Cursor()
+        self._buffer: dict[int, Batch] = {}
+        self._heard = -1  # the newest number held back, even if the buffer has lost it since
+        self._waiting = _Waiting.NOTHING
+        self._waited_ticks = 0
+        self._attempts = 0
+        self._asked_at = 0  # the first number of the replay asked for
+        self._asked_to = -1  # the newest number known then
+        self._parts: list[SnapshotChunk] = []
+        self._beat: Heartbeat | None = None  # a heartbeat ahead of us, checked when we get there
+        self._beat_ticks = 0
+        self._disproofs = 0  # in a row
+        self._pause_ticks = 0  # left until a disproved set is asked for again; 0: it is not disproved, or asked for
+        self._retired: dict[int, int] = {}  # epoch -> ticks left
+        self._last_ts = float("-inf")
+        self._quiet_ticks = 0
+        self._silent = False
+        self._status = FeedStatus.SYNCING
+        self._out: list[Instruction] = []
+        self.exact = True
+        self.counters = Counters()
+
+    @property
+    def status(self) -> FeedStatus:
+        """As last told by `SetStatus`; SYNCING before."""
+        return self._status
+
+    @property
+    def cursor(self) -> Cursor:
+        """Incarnation and next number."""
+        return self._cursor
+
+    @property
+    def residents(self) -> Residents:
+        """What the publisher holds, as far as applied."""
+        return self._residents
+
+    # What happens to a reader.
+
+    def start(self) -> list[Instruction]:
+        """The sockets connect: ask for everything."""
+        self._begin()
+        return self._done()
+
+    def resync(self) -> list[Instruction]:
+        """Whoever is told has lost it: tell everything anew."""
+        self._begin()
+        return self._done()
+
+    def on_batch(self, epoch: int | None, seq: int, batch: Batch) -> list[Instruction]:
+        """A batch came live."""
+        self._sign_of_life()
+        # The usual case, at half the cost: where nothing is waited for, nothing waits behind this one either.
+        if self._cursor == (epoch, seq) and self._waiting is _Waiting.NOTHING:
+            self._apply(seq, batch)
+        else:
+            self._take(epoch, seq, batch)
+        return self._done()
+
+    def on_replayed(self, epoch: int | None, seq: int, batch: Batch) -> list[Instruction]:
+        """A batch came as part of a replay."""
+        self._waited_ticks = 0
+        return self.on_batch(epoch, seq, batch)
+
+    def on_replay_end(self) -> list[Instruction]:
+        """A replay has been answered in full."""
+        self._sign_of_life()
+        if self._waiting is _Waiting.REPLAY:
+            self._end_replay()
+        return self._done()
+
+    def on_chunk(self, chunk: SnapshotChunk) -> list[Instruction]:
+        """A part of a snapshot came."""
+        self._sign_of_life()
+        # Of an unknown incarnation only while we know none: a late answer must not lead us back to a former one.
+        expected = self._cursor.epoch is None or chunk.epoch == self._cursor.epoch
+        if self._waiting is _Waiting.SNAPSHOT and expected:
+            self._waited_ticks = 0
+            self._collect(chunk)
+        return self._done()
+
+    def on_heartbeat(self, beat: Heartbeat) -> list[Instruction]:
+        """Proof of what the publisher holds."""
+        self._sign_of_life()
+        if beat.epoch in self._retired:
+            return self._done()
+        if beat.epoch != self._cursor.epoch:
+            self._enter(beat.epoch)
+        # One at a time: a newer one would postpone the check of the older, for ever under load.
+        if self._beat is None and self._waiting is not _Waiting.SNAPSHOT:
+            self._beat, self._beat_ticks = beat, 0
+            self._check_beat()
+        return self._done()
+
+    def on_load(self, report: LoadReport) -> list[Instruction]:
+        """A load report came."""
+        self._sign_of_life()
+        if report.epoch not in self._retired:
+            self._out.append(PassLoad(report))
+        return self._done()
+
+    def on_tick(self) -> list[Instruction]:
+        """Time passes."""
+        self._quiet_ticks += 1
+        self._retired = {epoch: ticks - 1 for epoch, ticks in self._retired.items() if ticks > 1}
+        if self._reach.heartbeats and self._quiet_ticks >= self._reach.silent_ticks:
+            self._silent = True
+        if self._waiting is not _Waiting.NOTHING:
+            self._wait_on()
+        elif self._beat is not None:
+            self._beat_ticks += 1
+            if self._beat_ticks >= _BEAT_GRACE_TICKS:
+                self._open_gap()
+        if self._pause_ticks:
+            self._pause_on()
+        return self._done()
+
+    def on_disconnect(self) -> list[Instruction]:
+        """The connection is gone: nothing is sure until the next sign of life."""
+        self._silent = True
+        if not self._reach.heartbeats:
+            # Nobody will tell us whether the publisher behind the next connection is still the same one.
+            self._begin()
+        return self._done()
+
+    # Batches and holes.
+
+    def _take(self, epoch: int | None, seq: int, batch: Batch) -> None:
+        if epoch in self._retired:
+            self.counters.stale_batches += 1
+            return
+        match self._cursor.observe(epoch, seq):
+            case NewEpoch():
+                self._enter(epoch)
+                self._take(epoch, seq, batch)
+            case Stale() if epoch is None and batch.ts > self._last_ts:
+                self.counters.new_epochs += 1
+                self._begin()
+                self._take(epoch, seq, batch)
+            case Stale():
+                self.counters.stale_batches += 1
+            case Contiguous() if self._waiting is not _Waiting.SNAPSHOT:
+                self._apply(seq, batch)
+                self._advance()
+            case Contiguous() | Gap() | Initial():
+                self._hold(seq, batch)
+                self._advance()
+
+    def _hold(self, seq: int, batch: Batch) -> None:
+        if len(self._buffer) >= self._reach.buffer_batches:
+            self.counters.overruns += 1
+            self._buffer.clear()
+        self._buffer[seq] = batch
+        self._heard = max(self._heard, seq)
+
+    def _apply(self, seq: int, batch: Batch) -> None:
+        assert seq == self._cursor.expected, f"batch {seq} applied, {self._cursor.expected} is next"
+        events = self._residents.apply(batch.events)
+        self._cursor = self._cursor.after(seq)
+        if batch.ts > self._last_ts:
+            self._last_ts = batch.ts
+        self._out.append(Apply(seq, batch.ts, events))
+        if self._beat is not None:
+            self._check_beat()
+
+    def _advance(self) -> None:
+        """Apply what waited and is next now; if something still waits behind a hole, have the hole closed."""
+        if self._cursor.expected is None and self._waiting is _Waiting.NOTHING and self._buffer:
+            self._restart_at(min(self._buffer))
+        while self._waiting is not _Waiting.SNAPSHOT and self._cursor.expected in self._buffer:
+            expected = self._cursor.expected
+            self._apply(expected, self._buffer.pop(expected))
+        if self._waiting is _Waiting.NOTHING and self._heard >= (self._cursor.expected or 0):
+            self._open_gap()
+
+    def _open_gap(self) -> None:
+        self.counters.gaps += 1
+        self._attempts = 0
+        self._ask_replay()
+
+    def _known_seq(self) -> int:
+        """The newest number that we have heard of; -1 for none."""
+        beat = -1 if self._beat is None or self._beat.seq is None else self._beat.seq
+        return max(beat, self._heard)
+
+    # Asking and being answered.
+
+    def _begin(self) -> None:
+        """Learn everything anew."""
+        self._forget_waiting()
+        if self._reach.snapshot:
+            self._ask_snapshot()
+            return
+        self._empty()
+        self._attempts = 0
+        self._waiting = _Waiting.NOTHING
+        if self._reach.replay:
+            self._cursor = Cursor(self._cursor.epoch, 0)
+            self._ask_replay()
+
+    def _empty(self) -> None:
+        """Void what was applied."""
+        self.exact = True
+        self._last_ts = float("-inf")
+        self._cursor = Cursor(self._cursor.epoch, None)
+        self._residents.replace([])
+        self._out.append(Reset(self._cursor.epoch, None, ()))
+
+    def _ask_replay(self) -> None:
+        expected = self._cursor.expected
+        if not self._reach.replay or expected is None:
+            self._give_up_replay()
+            return
+        self.counters.replays += 1
+        self._attempts += 1
+        self._waiting, self._waited_ticks = _Waiting.REPLAY, 0
+        self._asked_at, self._asked_to = expected, self._known_seq()
+        self._out.append(RequestReplay(expected))
+
+    def _end_replay(self) -> None:
+        self._waiting = _Waiting.NOTHING
+        expected = self._cursor.expected or 0
+        if expected > self._asked_to:
+            self._advance()
+        elif expected > self._asked_at and self._attempts < self._reach.replay_attempts:
+            self._ask_replay()
+        else:
+            self._give_up_replay()
+
+    def _give_up_replay(self) -> None:
+        """The hole is out of a replay's reach."""
+        if self._reach.snapshot:
+            self._ask_snapshot()
+            return
+        self._waiting = _Waiting.NOTHING
+        if self._known_seq() >= (self._cursor.expected or 0):
+            self.counters.unreachable_holes += 1
+            self._restart_at(min(self._buffer, default=self._known_seq() + 1))
+            self._advance()
+
+    def _restart_at(self, seq: int) -> None:
+        """Go on from the empty set with batch `seq`: what was stored before is missing, what we will hold is true."""
+        self._empty()
+        self.exact = seq == 0
+        self._beat = None
+        self._cursor = Cursor(self._cursor.epoch, seq)
+
+    def _ask_snapshot(self) -> None:
+        self.counters.snapshots += 1
+        self._waiting, self._waited_ticks = _Waiting.SNAPSHOT, 0
+        self._parts.clear()
+        self._beat = None
+        self._pause_ticks = 0
+        self._out.append(RequestSnapshot())
+
+    def _collect(self, chunk: SnapshotChunk) -> None:
+        """Put a part behind the ones we have; a part that does not belong there voids them, and we ask again later."""
+        if chunk.index == 0:
+            self._parts.clear()
+        elif not self._parts or not _follows(self._parts[-1], chunk):
+            self._parts.clear()
+            return
+        self._parts.append(chunk)
+        if chunk.last:
+            self._install()
+
+    def _install(self) -> None:
+        """A snapshot is complete."""
+        epoch, seq = self._parts[0].epoch, self._parts[0].seq
+        blocks = [block for part in self._parts for block in part.blocks]
+        expected = 0 if seq is None else seq + 1
+        self._parts.clear()
+        self._waiting = _Waiting.NOTHING
+        self._cursor = Cursor(epoch, expected)
+        self._residents.replace(list(snapshot_pairs(blocks)))
+        self._out.append(Reset(epoch, seq, blocks))
+        self._buffer = {held: batch for held, batch in self._buffer.items() if held >= expected}
+        self._advance()
+
+    def _wait_on(self) -> None:
+        """An answer is awaited: ask again when it does not come on."""
+        self._waited_ticks += 1
+        if self._waited_ticks < self._reach.answer_ticks:
+            return
+        if self._waiting is _Waiting.SNAPSHOT:
+            self._ask_snapshot()
+        elif self._attempts < self._reach.replay_attempts:
+            self._ask_replay()
+        else:
+            self._give_up_replay()
+
+    # Incarnations, proofs, status.
+
+    def _enter(self, epoch: int | None) -> None:
+        """A message of another incarnation than ours, and not of a former one."""
+        if self._cursor.epoch is None and self._cursor.expected in (None, 0):
+            self._cursor = Cursor(epoch, self._cursor.expected)  # the first that we learn of
+            return
+        self._leave_epoch()
+        self._cursor = Cursor(epoch, None)
+        if self._reach.snapshot:
+            self._empty()  # until the snapshot comes, nothing is a better guess than what its predecessor held
+        self._begin()
+
+    def _forget_waiting(self) -> None:
+        self._buffer.clear()
+        self._heard = -1
+        self._beat = None
+
+    def _leave_epoch(self) -> None:
+        self._forget_waiting()
+        self._disproofs = self._pause_ticks = 0
+        if self._cursor.epoch is not None:
+            self.counters.new_epochs += 1
+            self._retired[self._cursor.epoch] = _RETIRED_TICKS
+
+    def _check_beat(self) -> None:
+        """Compare with a heartbeat when we stand where it was made; keep one that is ahead of us."""
+        beat, expected = self._beat, self._cursor.expected
+        if beat is None or expected is None:
+            return
+        beat_next = 0 if beat.seq is None else beat.seq + 1
+        if beat_next > expected:
+            return
+        self._beat = None
+        if beat_next < expected:
+            return
+        if self._residents.digest == (beat.blocks, beat.digest):
+            self._disproofs = self._pause_ticks = 0
+            return
+        self.counters.digest_mismatches += 1
+        if not self._pause_ticks:
+            self._disprove()
+
+    def _disprove(self) -> None:
+        """Ask for a snapshot: at once the first time, after ever longer pauses while snapshots do not help.
+
+        A publisher whose digest never agrees would otherwise send its whole set with every heartbeat.
+        """
+        self._disproofs += 1
+        pause_ticks = 0
+        if self._disproofs > 1:
+            pause_ticks = min(self._reach.answer_ticks << min(self._disproofs - 2, 16), self._reach.doubt_ticks)
+        self._out.append(Disproved(self._disproofs, pause_ticks))
+        if not pause_ticks:
+            self._ask_snapshot()
+            return
+        self.counters.postponed_snapshots += 1
+        self._pause_ticks = pause_ticks
+
+    def _pause_on(self) -> None:
+        self._pause_ticks -= 1
+        if not self._pause_ticks:
+            self._ask_snapshot()
+
+    def _sign_of_life(self) -> None:
+        self._quiet_ticks = 0
+        self._silent = False
+
+    def _done(self) -> list[Instruction]:
+        """The instructions collected, with a change of status at their end."""
+        status = self._present_status()
+        if status is not self._status:
+            self._status = status
+            self._out.append(SetStatus(status))
+        out, self._out = self._out, []
+        return out
+
+    def _present_status(self) -> FeedStatus:
+        if self._silent:
+            return FeedStatus.STALE
+        if self._waiting is not _Waiting.NOTHING or self._cursor.expected is None or self._pause_ticks:
+            return FeedStatus.SYNCING
+        return FeedStatus.LIVE
+
+    def check(self) -> None:
+        """Assert the invariants between two messages."""
+        expected = self._cursor.expected
+        assert len(self._buffer) <= self._reach.buffer_batches, f"{len(self._buffer)} batches wait"
+        if expected is not None:
+            early = [seq for seq in self._buffer if seq < expected]
+            assert not early, f"batches {early} wait, {expected} is next"
+        if self._waiting is _Waiting.NOTHING:
+            assert not self._buffer, f"batches {sorted(self._buffer)} wait for nobody"
+        assert not self._out, f"instructions were left behind: {self._out}"
+
+
+def _follows(before: SnapshotChunk, chunk: SnapshotChunk) -> bool:
+    return (chunk.epoch, chunk.seq, chunk.index) == (before.epoch, before.seq, before.index + 1)

@@ -1,0 +1,349 @@
+"""The publishing side of the stream: one thread and its four sockets around a `Ledger`.
+
+The engine's thread hands changes and load reports over and never waits: a full mailbox turns into a numbered hole
+(changes.py), a load report that nobody has sent yet is replaced by the next. Everything else happens on the
+publisher's thread, which sleeps in one poll over its sockets and a pipe by which it is woken.
+
+Decides nothing about order, numbers or residency: ledger.py does. Says nothing about where readers are.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from ..config import EventsSettings
+from ..endpoint import SOCKET_NAMES, ipc_address, tcp_address
+from ..errors import EndpointUnusable, MalformedFrame
+from ..security.curve_authenticator import Gate
+from ..security.curve_keys import ServerKeys, protect_server
+from ..wire.frames import END_SEQ, decode_seq, encode_seq, events_topic, read_request
+from ..wire.messages import HEARTBEAT_TOPIC, LOAD_TOPIC, EventEndpoints, LoadReport, SnapshotRequest
+from .event_log import Ledger, Sent
+from .snapshot_sender import Transfers
+from .step_changes import AllCleared, Lost, Mailbox, RemovedBlocks, Step, StoredBlocks
+
+log = logging.getLogger(__name__)
+
+#: Readers send subscriptions and short questions; a larger frame ends the connection that it comes on.
+MAX_QUESTION_BYTES = 64 * 1024
+#: While a slow reader's answer waits for room, it is tried again this often.
+_RETRY_S = 0.005
+#: Parts of a snapshot that wait in one reader's socket; with token ids a part is 200 KiB.
+_SNAPSHOT_PARTS_QUEUED = 32
+#: Entries sent before requests and heartbeats get their turn.
+_ENTRIES_PER_TURN = 256
+
+
+class Waker:
+    """Wakes a thread that polls: a pipe, written to at most once per wake-up."""
+
+    __slots__ = ("_lock", "_open", "_poked", "_write", "read")
+
+    def __init__(self) -> None:
+        self.read, self._write = os.pipe()
+        os.set_blocking(self.read, False)
+        os.set_blocking(self._write, False)
+        self._poked = False
+        self._open = True
+        self._lock = threading.Lock()
+
+    def poke(self) -> None:
+        """From any thread, also after `close`."""
+        if self._poked:
+            return
+        # The lock keeps a late poke from writing to a descriptor that is somebody else's by now.
+        with self._lock:
+            if self._open:
+                self._poked = True
+                os.write(self._write, b"\0")
+
+    def clear(self) -> bool:
+        """By the sleeper, before it looks at what it was woken for: a poke that comes later wakes it again.
+
+        False: nobody had poked.
+        """
+        if not self._poked:
+            return False
+        with self._lock:  # `poke` writes under it, so that the byte is there
+            self._poked = False
+            os.read(self.read, 64)
+        return True
+
+    def close(self) -> None:
+        """Give both ends back; once."""
+        with self._lock:
+            self._open = False
+        os.close(self.read)
+        os.close(self._write)
+
+
+class EventPublisher:
+    """Publishes one replica's cache events, heartbeats and load. `stored` … `report` never block.
+
+    `stored`, `removed`, `cleared` and `flush` belong to one thread (the engine's); `report` and `close` to any.
+    """
+
+    def __init__(
+        self,
+        settings: EventsSettings,
+        *,
+        host: str,
+        block_size: int,
+        epoch: int,
+        medium: str,
+        ipc_dir: Path | None = None,
+        keys: ServerKeys | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._settings = settings
+        self._host = host
+        self._epoch = epoch
+        self._ipc_dir = ipc_dir
+        self._keys = keys
+        self._clock = clock
+        self._step: Step = []
+        self._mailbox = Mailbox(settings.publish_queue_batches)
+        self._ledger = Ledger(settings, epoch=epoch, block_size=block_size, medium=medium)
+        self._load: LoadReport | None = None
+        self._new_load = False
+        self._waker: Waker | None = None
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._desk: _Desk | None = None
+        #: requests that could not be read, and were dropped
+        self.malformed_requests = 0
+
+    @property
+    def lost_batches(self) -> int:
+        """Batches that were numbered but never sent, because the queue was full."""
+        return self._mailbox.lost_batches
+
+    @property
+    def refused_clients(self) -> int:
+        """Connections that were turned away because their CURVE key is not known."""
+        gate = self._desk.gate if self._desk is not None else None
+        return gate.refused_clients if gate is not None else 0
+
+    def start(self) -> EventEndpoints:
+        """Bind, start the thread, say where. Raises EndpointUnusable. May be called once."""
+        assert self._thread is None, "a publisher starts once"
+        addresses = [self._address(name) for name in SOCKET_NAMES]
+        desk = self._desk = _Desk(self._settings, addresses, self._keys)
+        self._waker = Waker()
+        self._thread = threading.Thread(target=self._run, args=(desk,), name="homing-events", daemon=True)
+        self._thread.start()
+        return desk.endpoints
+
+    def stored(self, parent: bytes | None, hashes: Sequence[bytes], tokens: bytes) -> None:
+        """The KV of these consecutive blocks is there. `parent` None: the first of them starts a prompt."""
+        assert len(tokens) % (4 * len(hashes) or 4) == 0, f"{len(tokens)} token bytes for {len(hashes)} blocks"
+        if self._settings.publish_events and hashes:
+            self._step.append(StoredBlocks(parent, tuple(hashes), bytes(tokens)))
+
+    def removed(self, hashes: Sequence[bytes]) -> None:
+        """The last copies of these blocks are gone."""
+        if self._settings.publish_events and hashes:
+            self._step.append(RemovedBlocks(tuple(hashes)))
+
+    def cleared(self) -> None:
+        """The cache was reset. Sent at once: an idle engine has no step that would flush it."""
+        if self._settings.publish_events:
+            self._step.append(AllCleared())
+            self.flush()
+
+    def flush(self) -> None:
+        """End of a step: what was collected becomes one batch. Without changes, none."""
+        if not self._step:
+            return
+        step, self._step = self._step, []
+        if not self._mailbox.put(step) and self._mailbox.lost_batches == 1:
+            log.warning("events_lost epoch=%x queue=%d", self._epoch, self._settings.publish_queue_batches)
+        self._poke()
+
+    def report(self, load: LoadReport) -> None:
+        """Send this load now, and again with each heartbeat until the next."""
+        self._load = load
+        self._new_load = True
+        self._poke()
+
+    def close(self) -> None:
+        """Send what was flushed, stop the thread, give sockets and files back. Harmless when repeated."""
+        thread, self._thread = self._thread, None
+        if thread is None or self._waker is None:
+            return
+        self._closing.set()
+        self._waker.poke()
+        thread.join()
+        self._waker.close()
+        self._waker = None
+
+    def _poke(self) -> None:
+        waker = self._waker
+        if waker is not None:
+            waker.poke()
+
+    def _address(self, name: str) -> str:
+        if self._ipc_dir is not None:
+            return ipc_address(self._ipc_dir, self._epoch, name)
+        return tcp_address(self._host)
+
+    # The publisher's thread from here on.
+
+    def _run(self, desk: "_Desk") -> None:
+        assert self._waker is not None, "the thread starts after its waker"
+        waker, interval = self._waker, self._settings.heartbeat_interval_s
+        desk.watch(waker.read)
+        next_beat = time.monotonic()
+        try:
+            while not self._closing.is_set():
+                waker.clear()
+                busy = self._send_batches(desk)
+                self._send_new_load(desk)
+                self._answer(desk)
+                desk.let_in()
+                if time.monotonic() >= next_beat:
+                    self._beat(desk)
+                    next_beat = time.monotonic() + interval
+                desk.wait(0.0 if busy else next_beat - time.monotonic())
+            while self._send_batches(desk):
+                pass
+            self._beat(desk)
+        finally:
+            desk.close()
+
+    def _send_batches(self, desk: "_Desk") -> bool:
+        """Send what waits; True when more may be waiting."""
+        for _ in range(_ENTRIES_PER_TURN):
+            entry = self._mailbox.take()
+            if entry is None:
+                return False
+            if isinstance(entry, Lost):
+                self._ledger.lose(entry)
+            else:
+                desk.send_event(self._epoch, self._ledger.commit(entry, self._clock()))
+        return True
+
+    def _send_new_load(self, desk: "_Desk") -> None:
+        if self._new_load:
+            self._new_load = False
+            desk.send_state(LOAD_TOPIC, self._load)
+
+    def _beat(self, desk: "_Desk") -> None:
+        desk.send_state(HEARTBEAT_TOPIC, self._ledger.heartbeat(self._clock()))
+        if self._load is not None:
+            desk.send_state(LOAD_TOPIC, self._load)
+
+    def _answer(self, desk: "_Desk") -> None:
+        """Take requests in and move answers on."""
+        for transfers, answer in ((desk.replays, self._replay), (desk.snapshots, self._snapshot)):
+            for frames in transfers.requests():
+                try:
+                    identity, body = read_request(frames)
+                    transfers.start(identity, answer(body))
+                except MalformedFrame as error:
+                    self.malformed_requests += 1
+                    log.warning("request_malformed epoch=%x error=%s", self._epoch, error)
+            transfers.advance(time.monotonic())
+
+    def _replay(self, body: bytes) -> Iterator[list[bytes]]:
+        sent = self._ledger.replay(decode_seq(body))
+        return _replay_frames(events_topic(self._epoch), sent)
+
+    def _snapshot(self, body: bytes) -> Iterator[list[bytes]]:
+        try:
+            request = msgspec.msgpack.decode(body, type=SnapshotRequest)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise MalformedFrame("snapshot request", str(error)) from error
+        chunks = self._ledger.snapshot(token_ids=request.token_ids)
+        return ([b"", msgspec.msgpack.encode(chunk)] for chunk in chunks)
+
+
+def _replay_frames(topic: bytes, batches: Iterator[Sent]) -> Iterator[list[bytes]]:
+    for seq, payload in batches:
+        yield [b"", topic, encode_seq(seq), payload]
+    yield [b"", topic, END_SEQ, b""]
+
+
+class _Desk:
+    """The publisher's sockets, on a context of their own: when it ends, every socket, thread and file of it is gone."""
+
+    def __init__(self, settings: EventsSettings, addresses: Sequence[str], keys: ServerKeys | None) -> None:
+        self._context = zmq.Context()
+        self._keys = keys
+        #: there is none when nothing is encrypted, or every client is let in
+        self.gate = Gate(self._context, keys.allowed) if keys is not None and keys.allowed is not None else None
+        # libzmq leaves the files of a context that ends; a readers' address must not outlive its publisher.
+        self._files = [Path(a.removeprefix("ipc://")) for a in addresses if a.startswith("ipc://")]
+        self._pub = self._socket(zmq.PUB, settings.send_high_water_mark)
+        self._state = self._socket(zmq.PUB, 1000)
+        replay, snapshot = self._socket(zmq.ROUTER, 1000), self._socket(zmq.ROUTER, _SNAPSHOT_PARTS_QUEUED)
+        self._sockets = (self._pub, replay, self._state, snapshot)
+        try:
+            bound = [_bind(sock, address) for sock, address in zip(self._sockets, addresses, strict=True)]
+        except EndpointUnusable:
+            self.close()
+            raise
+        curve_key = "" if keys is None else keys.pair.public.decode()
+        self.endpoints = EventEndpoints(**dict(zip(SOCKET_NAMES, bound, strict=True)), curve_key=curve_key)
+        self.replays, self.snapshots = Transfers(replay), Transfers(snapshot)
+        self._poller = zmq.Poller()
+        self._poller.register(replay, zmq.POLLIN)
+        self._poller.register(snapshot, zmq.POLLIN)
+        if self.gate is not None:
+            self._poller.register(self.gate.socket, zmq.POLLIN)
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def _socket(self, kind: int, high_water_mark: int) -> "zmq.Socket[bytes]":
+        sock: zmq.Socket[bytes] = self._context.socket(kind)
+        sock.set_hwm(high_water_mark)
+        sock.maxmsgsize = MAX_QUESTION_BYTES
+        sock.linger = 0
+        if self._keys is not None:
+            protect_server(sock, self._keys)
+        return sock
+
+    def let_in(self) -> None:
+        """Decide over clients that wait at the gate."""
+        if self.gate is not None:
+            self.gate.answer()
+
+    def watch(self, fd: int) -> None:
+        """Let this descriptor wake `wait`."""
+        self._poller.register(fd, zmq.POLLIN)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until a request, the waker, the timeout, or soon if an answer waits for room."""
+        if self.replays or self.snapshots:
+            timeout_s = min(timeout_s, _RETRY_S)
+        self._poller.poll(max(0, int(timeout_s * 1000 + 0.999)))
+
+    def send_event(self, epoch: int, sent: Sent) -> None:
+        """A PUB drops for readers above their mark and never blocks; they see the hole."""
+        self._pub.send_multipart([events_topic(epoch), encode_seq(sent.seq), sent.payload], copy=False)
+
+    def send_state(self, topic: bytes, message: msgspec.Struct | None) -> None:
+        self._state.send_multipart([topic, self._encode(message)])
+
+    def close(self) -> None:
+        for sock in self._sockets:
+            sock.close()
+        if self.gate is not None:
+            self.gate.close()
+        self._context.term()
+        for path in self._files:
+            path.unlink(missing_ok=True)
+
+
+def _bind(sock: "zmq.Socket[bytes]", address: str) -> str:
+    sock.ipv6 = address.startswith("tcp://[")
+    try:
+        sock.bind(address)
+    except zmq.ZMQError as error:
+        raise EndpointUnusable(f"cannot bind {address}: {error}") from error
+    return sock.getsockopt_string(zmq.LAST_ENDPOINT)

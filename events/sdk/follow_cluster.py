@@ -1,0 +1,137 @@
+"""Subscriber SDK for a whole cluster: `async for record in follow(url)`, and its synchronous twin.
+
+Every event of every replica, named by replica and epoch, across deaths and rebuilds. A replica that is gone is told as
+a `Cleared` marked `resync`, so that folding records is all there is to do. A thin shell around `ClusterFeed`.
+"""
+
+import asyncio
+import functools
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator
+from typing import Any
+
+from ..errors import EventError, KeysRefused
+from ..follow.cluster_feed import REFRESH_S, ClusterFeed, Source, ask_router
+from ..follow.feed import EventFeed
+from ..follow.subscription import Apply, FeedStatus, Reset
+from ..security.curve_keys import KeyPair
+from ..wire.dialects import Cleared
+from .plain_stream import StreamEvent, told
+from .record import Recorded
+from .subscribe import BACKLOG_BATCHES, Backlog
+
+_GONE = StreamEvent(None, None, Cleared(), resync=True)
+
+
+class Inbox:
+    """The `ClusterSink` of a stream: a bounded backlog for each replica, taken from in turn."""
+
+    def __init__(self, backlog_batches: int, call_soon: Callable[[Callable[[], None]], object]) -> None:
+        self._limit = backlog_batches
+        self._call_soon = call_soon
+        self._arrived = asyncio.Event()
+        self._backlogs: dict[Source, Backlog] = {}
+        self._left: deque[Source] = deque()
+        self._failure: Exception | None = None
+
+    def joined(self, source: Source, feed: EventFeed) -> None:
+        """See `ClusterSink`."""
+        resync = functools.partial(self._call_soon, feed.resync)
+        self._backlogs[source] = Backlog(self._limit, resync, self._arrived)
+
+    def gone(self, source: Source) -> None:
+        """See `ClusterSink`."""
+        del self._backlogs[source]
+        self._left.append(source)
+        self._arrived.set()
+
+    def told(self, source: Source, instruction: Apply | Reset) -> None:
+        """See `ClusterSink`."""
+        self._backlogs[source].put(instruction)
+
+    def refused(self, source: Source, error: KeysRefused) -> None:  # noqa: ARG002 - the error names the endpoint
+        """See `ClusterSink`."""
+        self.fail(error)
+
+    def status(self, source: Source, status: FeedStatus) -> None: ...
+    def malformed(self, source: Source, error: EventError) -> None: ...
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more will come: the consumer gets this behind what waits."""
+        self._failure = error
+        self._arrived.set()
+
+    async def get(self) -> list[Recorded]:
+        """What came next: of those who left first, then a batch of each replica that has one. Raises what failed."""
+        while not (records := self._take()):
+            if self._failure is not None:
+                raise self._failure
+            self._arrived.clear()
+            await self._arrived.wait()
+        return records
+
+    def _take(self) -> list[Recorded]:
+        records = [Recorded(source.replica, _GONE, source.epoch) for source in self._left]
+        self._left.clear()
+        for source, backlog in self._backlogs.items():
+            if (instruction := backlog.take()) is not None:
+                records += [Recorded(source.replica, item, source.epoch) for item in told(instruction)]
+        return records
+
+
+async def follow(
+    url: str,
+    *,
+    replicas: Collection[str] = (),
+    token_ids: bool = True,
+    keys: KeyPair | None = None,
+    backlog_batches: int = BACKLOG_BATCHES,
+    refresh_s: float = REFRESH_S,
+    ask: Callable[[], Any] | None = None,
+) -> AsyncGenerator[Recorded, None]:
+    """Every event of the replicas (`replicas`: of these alone) behind the router at `url`, from their present state on.
+
+    `refresh_s`: how often the router is asked who is there; `ask` asks in another way, say with certificates of one's
+    own. Raises ClusterUnreachable when the router answers no more, and KeysRefused. Leave the loop and all closes.
+    """
+    loop = asyncio.get_running_loop()
+    inbox = Inbox(backlog_batches, loop.call_soon)
+    asked = ask or functools.partial(ask_router, url)
+    feed = ClusterFeed(asked, inbox, only=replicas, token_ids=token_ids, keys=keys, refresh_s=refresh_s)
+    running = asyncio.ensure_future(feed.run())
+    running.add_done_callback(functools.partial(_tell_end, inbox))
+    try:
+        while True:
+            for record in await inbox.get():
+                yield record
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
+def follow_sync(
+    url: str,
+    *,
+    replicas: Collection[str] = (),
+    token_ids: bool = True,
+    keys: KeyPair | None = None,
+    refresh_s: float = REFRESH_S,
+    ask: Callable[[], Any] | None = None,
+) -> Iterator[Recorded]:
+    """The same for programs without an event loop. Messages wait in the sockets while the caller is busy."""
+    with asyncio.Runner() as runner:
+        stream = follow(url, replicas=replicas, token_ids=token_ids, keys=keys, refresh_s=refresh_s, ask=ask)
+        try:
+            while True:
+                yield runner.run(_next(stream))
+        finally:
+            runner.run(stream.aclose())
+
+
+async def _next(stream: AsyncGenerator[Recorded, None]) -> Recorded:
+    return await anext(stream)
+
+
+def _tell_end(inbox: Inbox, running: "asyncio.Future[None]") -> None:
+    if not running.cancelled() and (error := running.exception()) is not None:
+        inbox.fail(error if isinstance(error, Exception) else RuntimeError(str(error)))

@@ -1,0 +1,56 @@
+"""One publisher's stream as a plain sequence of events, resync included: what the SDK yields, prints and records.
+
+Pure. A resync (late join, restart, hole out of reach) is told as a `Cleared` followed by the `Stored` of all that is
+held, marked `resync`, so that whoever folds events needs to know nothing about it.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from ..follow.subscription import Apply, Reset
+from ..wire.dialects import CacheEvent, Cleared, Stored, wire_name
+from ..wire.messages import SnapshotBlock
+
+
+class StreamEvent(msgspec.Struct, frozen=True):
+    """An event with its place in the stream."""
+
+    seq: int | None  #: batch number; in a resync the number up to which it is complete (None: before the first)
+    ts: float | None  #: the publisher's time, seconds since 1970; None in a resync
+    event: CacheEvent
+    resync: bool = False
+
+
+def told(instruction: Apply | Reset) -> Iterator[StreamEvent]:
+    """The events of what a subscription says."""
+    match instruction:
+        case Apply(seq, ts, events):
+            for event in events:
+                yield StreamEvent(seq, ts, event)
+        case Reset(_, seq, blocks):
+            yield StreamEvent(seq, None, Cleared(), resync=True)
+            for event in chains(blocks):
+                yield StreamEvent(seq, None, event, resync=True)
+
+
+def chains(blocks: Sequence[SnapshotBlock]) -> Iterator[Stored]:
+    """A snapshot as `Stored` events, one for each run of blocks that follow each other."""
+    run: list[SnapshotBlock] = []
+    for block in blocks:
+        if run and block.parent != run[-1].block_hash:
+            yield _chain(run)
+            run = []
+        run.append(block)
+    if run:
+        yield _chain(run)
+
+
+def _chain(run: Sequence[SnapshotBlock]) -> Stored:
+    first = run[0]
+    return Stored(
+        None if first.parent is None else wire_name(first.parent),
+        [wire_name(block.block_hash) for block in run],
+        [token for block in run for token in block.token_ids],
+        len(first.token_ids),
+    )

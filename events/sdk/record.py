@@ -1,0 +1,137 @@
+"""A stream as JSON lines, one event a line, and back: `homing watch --json`, recordings, offline tools. Pure.
+
+Hashes and epochs are 16 hex digits: as numbers, readers that use doubles (JavaScript, jq) would round them.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from ..errors import BadRecord
+from ..follow.block_set import CacheMirror
+from ..wire.dialects import CacheEvent, Cleared, Removed, Stored
+from .plain_stream import StreamEvent
+
+#: What a line may tell beside events of the cache: of the stream, not of blocks.
+REMARKS = frozenset({"joined", "gone", "status", "malformed", "refused", "rates"})
+
+
+class Recorded(NamedTuple):
+    """An event, and whose it is."""
+
+    replica: str
+    item: StreamEvent
+    epoch: int | None = None  #: another one after a rebuild; None: it was not told
+
+
+class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    replica: str
+    epoch: str | None = None
+    seq: int | None
+    ts: float | None
+    event: Literal["stored", "removed", "cleared"]
+    parent: str | None = None
+    hashes: list[str] = []
+    token_ids: list[int] = []
+    block_size: int = 0
+    medium: str | None = None
+    group: int | None = None
+    lora_name: str | None = None
+    resync: bool = False
+
+
+class _Kind(msgspec.Struct, frozen=True):
+    event: str
+
+
+def to_line(record: Recorded) -> bytes:
+    """One JSON object without a newline."""
+    return msgspec.json.encode(_line(record))
+
+
+def remark(replica: str, epoch: int, kind: str, **fields: str | float | None) -> bytes:
+    """A line that tells of a replica's stream, in the same shape. `kind` is one of `REMARKS`."""
+    assert kind in REMARKS, kind
+    return msgspec.json.encode({"replica": replica, "epoch": _hex(epoch), "event": kind, **fields})
+
+
+def from_line(line: bytes | str) -> Recorded | None:
+    """Inverse of `to_line` (extra keys of blocks are not recorded); None for a remark. Raises BadRecord."""
+    try:
+        if msgspec.json.decode(line, type=_Kind).event in REMARKS:
+            return None
+        read = msgspec.json.decode(line, type=_Line)
+        epoch = None if read.epoch is None else int(read.epoch, 16)
+        return Recorded(read.replica, StreamEvent(read.seq, read.ts, _event(read), read.resync), epoch)
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+        raise BadRecord(f"not a recorded event: {error}") from error
+
+
+def read_lines(lines: Iterable[bytes | str]) -> Iterator[Recorded]:
+    """Records of a file or a pipe; remarks and empty lines are skipped. Raises BadRecord with the line's number."""
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = from_line(line)
+        except BadRecord as error:
+            raise BadRecord(f"line {number}: {error}") from error
+        if record is not None:
+            yield record
+
+
+def rebuild(records: Iterable[Recorded]) -> dict[str, CacheMirror]:
+    """What every replica holds after these records."""
+    mirrors: dict[str, CacheMirror] = {}
+    for record in records:
+        mirrors.setdefault(record.replica, CacheMirror()).apply(record.item.event)
+    return mirrors
+
+
+def _line(record: Recorded) -> _Line:
+    item = record.item
+    line = _Line(
+        replica=record.replica,
+        epoch=None if record.epoch is None else _hex(record.epoch),
+        seq=item.seq,
+        ts=item.ts,
+        event="cleared",
+        resync=item.resync,
+    )
+    match item.event:
+        case Stored() as stored:
+            return msgspec.structs.replace(
+                line,
+                event="stored",
+                parent=None if stored.parent is None else _hex(stored.parent),
+                hashes=[_hex(block) for block in stored.hashes],
+                token_ids=list(stored.token_ids),
+                block_size=stored.block_size,
+                medium=stored.medium,
+                group=stored.group,
+                lora_name=stored.lora_name,
+            )
+        case Removed(hashes, medium, group):
+            names = [_hex(block) for block in hashes]
+            return msgspec.structs.replace(line, event="removed", hashes=names, medium=medium, group=group)
+        case Cleared():
+            return line
+
+
+def _event(line: _Line) -> CacheEvent:
+    hashes = [int(block, 16) for block in line.hashes]
+    match line.event:
+        case "stored":
+            parent = None if line.parent is None else int(line.parent, 16)
+            return Stored(
+                parent, hashes, line.token_ids, line.block_size, line.medium, line.group, lora_name=line.lora_name
+            )
+        case "removed":
+            return Removed(hashes, line.medium, line.group)
+        case "cleared":
+            return Cleared()
+
+
+def _hex(number: int) -> str:
+    return f"{number:016x}"

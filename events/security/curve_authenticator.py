@@ -1,0 +1,76 @@
+"""Who may connect to a socket that is protected by CURVE: answers ZeroMQ's authentication requests (ZAP, RFC 27).
+
+`judge` decides, purely; `Gate` is the socket that libzmq asks, one per context, driven by the thread that owns the
+other sockets of that context. A client whose key is not known is refused, counted and logged with its public key, so
+that it can be let in.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import zmq
+from zmq.utils import z85
+
+from ..errors import BadKeys, MalformedFrame
+
+log = logging.getLogger(__name__)
+
+_ADDRESS = "inproc://zeromq.zap.01"
+
+
+class Verdict(NamedTuple):
+    """A client that asked, and whether it is let in."""
+
+    accepted: bool
+    key: bytes  #: its public key, Z85
+    address: str
+    reply: list[bytes]  #: for libzmq
+
+
+def judge(request: Sequence[bytes], allowed: frozenset[bytes]) -> Verdict:
+    """Decide over `[version, request id, domain, address, identity, mechanism, key]`. Raises MalformedFrame."""
+    if len(request) != 7 or request[5] != b"CURVE" or len(request[6]) != 32:
+        raise MalformedFrame("ZAP request", f"{len(request)} frames of {[len(part) for part in request]} bytes")
+    version, request_id, address, key = request[0], request[1], request[3].decode(errors="replace"), request[6]
+    name = z85.encode(key)
+    accepted = name in allowed
+    status = [b"200", b"OK"] if accepted else [b"400", b"unknown key"]
+    return Verdict(accepted, name, address, [version, request_id, *status, name, b""])
+
+
+class Gate:
+    """The door-keeper of one context. Make it before any protected socket binds."""
+
+    def __init__(self, context: zmq.Context["zmq.Socket[bytes]"], allowed: Callable[[], frozenset[bytes]]) -> None:
+        self._allowed = allowed
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.linger = 0
+        self.socket.bind(_ADDRESS)
+        #: clients whose key is not known
+        self.refused_clients = 0
+
+    def answer(self) -> None:
+        """Decide over all who ask now; never waits."""
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            border = frames.index(b"") + 1
+            verdict = judge(frames[border:], self._known())
+            if not verdict.accepted:
+                self.refused_clients += 1
+                log.warning("client_refused address=%s key=%s reason=unknown", verdict.address, verdict.key.decode())
+            self.socket.send_multipart([*frames[:border], *verdict.reply], zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Before the context ends."""
+        self.socket.close(0)
+
+    def _known(self) -> frozenset[bytes]:
+        try:
+            return self._allowed()
+        except BadKeys as error:  # a file that is just being written must not end the engine
+            log.error("client_keys_unreadable error=%s", error)
+            return frozenset()

@@ -1,0 +1,610 @@
+"""The prefix cache: which blocks hold the KV of which prefix, who uses them, and what goes when room is needed.
+
+Pure synchronous state: no clock, no sockets, no tensors. It is told what was computed and hands out blocks; it never
+looks into KV. One caller at a time (the engine's thread).
+
+A prompt's life here: `match` (look up), `acquire` (share what was found, allocate the rest), `commit` (the KV of these
+blocks is there), `allocate` (more blocks while it decodes), `release`.
+
+What always holds (`check` asserts it):
+
+* Of one hash, either all copies are live, or there is one copy and nobody uses it.
+* Residency is prefix-closed: with a cached block its parent is cached, too, up to the first of the chain.
+* A pinned block is resident; when nobody uses it, the policy does not have it, and it is no free block.
+* A cached block's parent hash names the very prefix before it. A hit therefore needs to compare one step only, its
+  parent's hash and its own tokens, although hashes may collide. `commit` keeps it so: from the first block on whose
+  hash another prefix has taken, a request's blocks stay private.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from struct import Struct
+from typing import Protocol
+
+from .errors import StaleMatch
+from .eviction import EvictionPolicy, Lru
+from .hashing import TOKEN_BYTES, BlockHash
+from .partial_match import Children
+from .pins import PinBook, PinLimits
+from .pool import Block, BlockId, BlockPool, BlockState
+
+
+class CacheListener(Protocol):
+    """Told at once, in the caller's thread, what is resident. Must not block and must not call back."""
+
+    def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes) -> None:
+        """Consecutive blocks of one chain became resident; `parent` None: the first of them starts the chain."""
+
+    def removed(self, hashes: Sequence[BlockHash]) -> None:
+        """The last copies of these are gone."""
+
+    def cleared(self) -> None:
+        """Nothing is resident any more."""
+
+
+#: How many of the blocks that follow a prefix a look-up compares with the prompt: the last ones to become resident.
+#: On the chats of tests/bench/partial_blocks.py at 256 tokens a block, 1 found 88 % of the tokens that all together
+#: found, 4 found 96 %, 8 found 99.6 %; in blocks of 16 or 64 it made no difference.
+MOST_SOURCES = 8
+
+
+@dataclass(slots=True, frozen=True)
+class PartialHit:
+    """A resident block whose first tokens go on where the matched blocks end; then it differs from the prompt."""
+
+    source: Block
+    tokens: int  #: at least 1, fewer than a block
+
+
+@dataclass(slots=True, frozen=True)
+class PrefixMatch:
+    """A look-up's result, to be acquired before anything else is asked of the cache.
+
+    `PrefixMatch((), 0)` stands for a request that takes nothing from the cache. Without `query_tokens` it is uncounted.
+    """
+
+    blocks: tuple[Block, ...]
+    tokens: int  #: that `blocks` hold, and those of `partial`
+    query_tokens: int = 0  #: length of the prompt that was looked up
+    collisions: int = 0  #: 1: the walk ended at a hash that names another prefix
+    generation: int = 0  #: of the cache when it looked
+    partial: PartialHit | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class CachedBlock:
+    """A distinct block that is resident."""
+
+    block_hash: BlockHash
+    parent: BlockHash | None  #: None: first of its chain
+    tokens: bytes
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Totals since the start."""
+
+    query_tokens: int = 0  #: of prompts whose match was acquired
+    hit_tokens: int = 0  #: of those, taken from the cache
+    partial_hit_tokens: int = 0  #: of those, copied out of a block that then differs
+    evicted_tokens: int = 0
+    collisions: int = 0  #: look-ups and commits that met a hash which names another prefix
+
+
+class PrefixCache:
+    """Blocks by the prefix they hold. `num_blocks` counts the null block; `enabled=False` shares nothing."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        policy: EvictionPolicy | None = None,
+        listener: CacheListener | None = None,
+        enabled: bool = True,
+        partial_block_reuse: bool = True,
+        pin_limits: PinLimits | None = None,
+    ) -> None:
+        self.block_size = block_size
+        self.enabled = enabled
+        self.partial_block_reuse = partial_block_reuse
+        self.counters = CacheStats()
+        self._pool = BlockPool(num_blocks)
+        self._policy: EvictionPolicy = Lru() if policy is None else policy
+        self._policy.begin(self.total_blocks)
+        self._listener = listener
+        self._stride = block_size * TOKEN_BYTES
+        self._split = Struct(f"{self._stride}s").iter_unpack
+        #: One copy of each resident hash, in the order in which they became resident: parents before children.
+        self._index: dict[BlockHash, Block] = {}
+        #: Which of them follow each other.
+        self._children = Children(self._index)
+        #: Further copies, by block id. All copies of a hash that stands here are live.
+        self._twins: dict[BlockHash, dict[BlockId, Block]] = {}
+        #: Live blocks whose hash, or an ancestor's, names another prefix: never shared.
+        self._private: dict[BlockId, BlockHash] = {}
+        limits = pin_limits or PinLimits()
+        self.pins = PinBook(int(limits.tenant_share * self.total_blocks), int(limits.total_share * self.total_blocks))
+        #: Pinned blocks that nobody uses: withheld from the policy.
+        self._kept: dict[BlockHash, Block] = {}
+        #: Counts the moments at which blocks lost their hash: a match of an earlier one may be wrong.
+        self._generation = 0
+
+    @property
+    def null_block(self) -> Block:
+        """Block 0, for padding; never given to a request."""
+        return self._pool.null_block
+
+    @property
+    def total_blocks(self) -> int:
+        """Blocks that requests can get: all but the null block."""
+        return len(self._pool.blocks) - 1
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that can be allocated now: free ones and cached ones that nobody uses and that are not pinned."""
+        return len(self._pool) + len(self._policy)
+
+    @property
+    def cached_free_blocks(self) -> int:
+        """Those of `free_blocks` that still hold cached KV."""
+        return len(self._policy)
+
+    @property
+    def pinned_idle_blocks(self) -> int:
+        """Pinned blocks that nobody uses: neither live nor free."""
+        return len(self._kept)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that are live or pinned, 0 to 1."""
+        return 1.0 - self.free_blocks / self.total_blocks
+
+    def match(self, root: BlockHash, hashes: Sequence[BlockHash], tokens: bytes, num_tokens: int) -> PrefixMatch:
+        """Longest cached prefix of a prompt. Changes nothing; what it saw is counted when it is acquired.
+
+        `hashes` are of the prompt's full blocks, `tokens` its ids (uint32 LE). At least the last of the `num_tokens`
+        tokens is left to compute, as the first answer needs its logits.
+        """
+        if not self.enabled:
+            return PrefixMatch((), 0)
+        limit = max(0, num_tokens - 1) // self.block_size
+        found: list[Block] = []
+        append = found.append
+        for block in map(self._index.get, hashes[:limit]):
+            if block is None:
+                break
+            append(block)
+        blocks = tuple(found[: self._verified(root, hashes, tokens, found)])
+        partial = self._partial(root, blocks, tokens, num_tokens) if self.partial_block_reuse else None
+        return PrefixMatch(
+            blocks,
+            len(blocks) * self.block_size + (partial.tokens if partial else 0),
+            num_tokens,
+            int(len(blocks) < len(found)),
+            self._generation,
+            partial,
+        )
+
+    def _partial(self, root: BlockHash, blocks: Sequence[Block], tokens: bytes, num_tokens: int) -> PartialHit | None:
+        """Of the blocks that follow the matched ones, the newest that begins with most of the tokens which come next.
+
+        They follow the very prefix that was verified, as a resident block's parent is its true predecessor.
+        """
+        start = len(blocks) * self.block_size
+        # One token is left to compute, and the next block as a whole was not found.
+        end = min(num_tokens, start + self.block_size) - 1
+        if end <= start:
+            return None
+        wanted = tokens[start * TOKEN_BYTES : end * TOKEN_BYTES]
+        next_token = wanted[:TOKEN_BYTES]
+        followers = (
+            self._children.newest(blocks[-1], MOST_SOURCES)
+            if blocks
+            else self._children.newest_firsts(root, MOST_SOURCES)
+        )
+        longest, source = 0, None
+        for block in followers:
+            if not block.tokens.startswith(next_token):  # nearly all, where a thousand prompts begin each in its way
+                continue
+            agreed = _common_tokens(block.tokens, wanted)
+            if agreed > longest:
+                longest, source = agreed, block
+        return PartialHit(source, longest) if source else None
+
+    def _verified(self, root: BlockHash, hashes: Sequence[BlockHash], tokens: bytes, found: list[Block]) -> int:
+        """How many of the blocks found by hash hold this very prefix."""
+        count = len(found)
+        if not count or not found[0].first:
+            return 0
+        # All at once first: two comparisons in C instead of two in Python for each block. Where a first block stands
+        # further on (its root equals the hash before), one parent is missing.
+        parents = [block.parent for block in found if not block.first]
+        held = b"".join([block.tokens for block in found])
+        if found[0].parent == root and parents == hashes[: count - 1] and tokens.startswith(held):
+            return count
+        for position, (block, parent) in enumerate(zip(found, [root, *hashes[: count - 1]], strict=True)):
+            start = position * self._stride
+            content = tokens[start : start + self._stride]
+            if (block.parent, block.first, block.tokens) != (parent, position == 0, content):
+                return position
+        return count
+
+    def acquire(self, match: PrefixMatch, new_blocks: int) -> list[Block] | None:
+        """The block table of a request: the matched blocks, then `new_blocks` more. None, and no effect, without room.
+
+        With `match.partial` the first of the new blocks is for the caller to fill with its tokens' KV, before anything
+        is written into blocks that were handed out since the look-up: the source is not held, it may even be among
+        the new blocks. Raises StaleMatch when a block lost its hash since the look-up.
+        """
+        if (match.blocks or match.partial) and match.generation != self._generation:
+            raise StaleMatch("the cache changed between match and acquire: match again right before acquire")
+        assert new_blocks or not match.partial, "a partial hit needs a block to be copied into"
+        idle = [block for block in match.blocks if not block.ref_count]
+        kept = self._leading_kept(idle) if self._kept else 0
+        if new_blocks > self.free_blocks - len(idle) + kept:
+            return None
+        if kept:
+            self._use_kept(idle[:kept])
+            del idle[:kept]
+        # Touched before anything is taken, so that a request never evicts its own prefix.
+        if idle:
+            self._policy.reuse(idle)
+        for block in match.blocks:
+            block.ref_count += 1
+            block.hits += 1
+        if match.query_tokens:
+            self._count(match)
+        return [*match.blocks, *self._take(new_blocks)]
+
+    def _count(self, match: PrefixMatch) -> None:
+        self.counters.query_tokens += match.query_tokens
+        self.counters.hit_tokens += match.tokens
+        self.counters.partial_hit_tokens += match.partial.tokens if match.partial else 0
+        self.counters.collisions += match.collisions
+
+    def allocate(self, count: int) -> list[Block] | None:
+        """`count` more blocks for a running request. None, and no effect, without room."""
+        if count > self.free_blocks:
+            return None
+        return self._take(count)
+
+    def _take(self, count: int) -> list[Block]:
+        from_pool = min(count, len(self._pool))
+        taken = self._pool.take(from_pool)
+        if from_pool < count:
+            taken += self._evict(count - from_pool)
+        for block in taken:
+            block.ref_count = 1
+            block.hits = 0
+        return taken
+
+    def _evict(self, count: int) -> list[Block]:
+        evicted = self._policy.take(count)
+        gone: list[BlockHash] = []
+        index, append = self._index, gone.append
+        for block in evicted:
+            block_hash = block.block_hash
+            assert block_hash is not None, f"{block} was given up but holds nothing"
+            if block.siblings is not None:
+                self._children.leave(block)
+            del index[block_hash]
+            append(block_hash)
+            block.block_hash = None
+            block.first = False
+        self._generation += 1
+        self.counters.evicted_tokens += count * self.block_size
+        if self._listener is not None:
+            self._listener.removed(gone)
+        return evicted
+
+    def commit(
+        self, blocks: Sequence[Block], start: int, parent: BlockHash, hashes: Sequence[BlockHash], tokens: bytes
+    ) -> None:
+        """The KV of these consecutive full blocks is there now: others may use them, and the listener is told.
+
+        `blocks[0]` is block `start` of its chain and follows `parent` (the root when `start` is 0); `tokens` are the
+        ids of these blocks alone. A request commits its blocks in order and leaves none out; a block that is
+        committed again is passed over.
+        """
+        if not self.enabled or not blocks:
+            return
+        count = len(blocks)
+        assert len(hashes) == count, f"{count} blocks with {len(hashes)} hashes"
+        assert len(tokens) == count * self._stride, f"{count} blocks with {len(tokens)} bytes of tokens"
+        if self._private:
+            public = self._public(blocks, start, parent)
+            self._keep_private(blocks[public:], hashes[public:])
+            if not public:
+                return
+            blocks, hashes, tokens = blocks[:public], hashes[:public], tokens[: public * self._stride]
+        assert not start or parent in self._index, f"block {start} of a chain committed before block {start - 1}"
+        shared, copies = self._register(blocks, start, parent, hashes, tokens)
+        self._policy.store(blocks[:shared], self._index[parent] if start else None)
+        self._announce(blocks[:shared], copies, start, parent, hashes, tokens)
+
+    def _register(
+        self, blocks: Sequence[Block], start: int, parent: BlockHash, hashes: Sequence[BlockHash], tokens: bytes
+    ) -> tuple[int, list[int]]:
+        """Enter blocks into the index. How many are shared now, and at which places a copy was resident before."""
+        setdefault = self._index.setdefault
+        copies: list[int] = []
+        previous = parent
+        if start == 0:
+            blocks[0].first = True
+        rows = zip(blocks, hashes, [*hashes[1:], None], self._split(tokens), strict=True)
+        for place, (block, block_hash, follower, (content,)) in enumerate(rows):
+            if setdefault(block_hash, block) is block and block.block_hash is None:
+                block.block_hash = block_hash
+                block.parent = previous
+                block.tokens = content
+                block.children = follower
+            elif self._register_copy(block, block_hash, previous, content):
+                copies.append(place)
+            else:
+                self._keep_private(blocks[place:], hashes[place:])
+                return place, copies
+            previous = block_hash
+        return len(blocks), copies
+
+    def _register_copy(self, block: Block, block_hash: BlockHash, parent: BlockHash, content: bytes) -> bool:
+        """Enter a block whose hash is resident already. False: another prefix has that hash."""
+        if block.block_hash is not None:
+            assert block.block_hash == block_hash, f"{block} committed again as {block_hash.hex()}"
+            return True
+        holder = self._index[block_hash]
+        if (holder.parent, holder.tokens, holder.first) != (parent, content, block.first):
+            self.counters.collisions += 1
+            return False
+        # Computed again is asked for again. The parent was counted before, as a hit or in the same way, but the policy
+        # may have raised this block's hits since, up to the parent's.
+        hits = holder.hits + 1 if block.first else min(holder.hits + 1, self._index[parent].hits)
+        if holder.ref_count:
+            self._twins.setdefault(block_hash, {})[block.block_id] = block
+            holder.hits = hits
+        else:
+            if self._kept.pop(block_hash, None) is None:
+                self._policy.discard(holder)
+            self._children.hand_over(holder, block)
+            block.hits = hits
+            self._forget(holder)
+            self._pool.give((holder,))
+            self._index[block_hash] = block
+        block.block_hash = block_hash
+        block.parent = parent
+        block.tokens = content
+        return True
+
+    def _public(self, blocks: Sequence[Block], start: int, parent: BlockHash) -> int:
+        """How many leading blocks may be shared while other blocks are private.
+
+        None when `parent` is the hash of a private block: whose it is cannot be told, so both chains end there.
+        """
+        if start and parent in self._private.values():
+            return 0
+        return next((place for place, block in enumerate(blocks) if block.block_id in self._private), len(blocks))
+
+    def _keep_private(self, blocks: Sequence[Block], hashes: Sequence[BlockHash]) -> None:
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if block.block_hash is None:
+                block.first = False
+                self._private[block.block_id] = block_hash
+
+    def _forget(self, block: Block) -> None:
+        block.block_hash = None
+        block.first = False
+        block.siblings = None
+        self._generation += 1
+
+    def _announce(
+        self,
+        blocks: Sequence[Block],
+        copies: list[int],
+        start: int,
+        parent: BlockHash,
+        hashes: Sequence[BlockHash],
+        tokens: bytes,
+    ) -> None:
+        """Tell of each run of blocks between copies, which were announced before."""
+        begin = 0
+        for end in chain(copies, (len(blocks),)):
+            if begin < end:
+                before = hashes[begin - 1] if begin else (parent if start else None)
+                if before is None:
+                    self._children.add_first(parent, blocks[0])
+                else:
+                    self._children.add(self._index[before], blocks[begin])
+                if self._listener is not None:
+                    content = tokens[begin * self._stride : end * self._stride]
+                    self._listener.stored(before, hashes[begin:end], content)
+            begin = end + 1
+
+    def release(self, blocks: Sequence[Block]) -> None:
+        """A request lets go of its table (given in order). The tail is freed first, so that roots live longest."""
+        idle: list[Block] = []
+        spare: list[Block] = []
+        for block in reversed(blocks):
+            users = block.ref_count - 1
+            block.ref_count = users
+            if users:
+                assert users > 0, f"{block} was released more often than it was acquired"
+            elif block.block_hash is None:
+                spare.append(block)
+            else:
+                idle.append(block)
+        if self._twins:
+            idle = self._without_copies(idle, spare)
+        if self._private:
+            for block in spare:
+                self._private.pop(block.block_id, None)
+        if len(self.pins):
+            idle = self._without_pinned(idle)
+        self._policy.add(idle)
+        self._pool.give(spare)
+
+    def _without_copies(self, idle: list[Block], spare: list[Block]) -> list[Block]:
+        """Those of `idle` that are the last copy; the others go to `spare`, as a live copy serves as well."""
+        kept: list[Block] = []
+        for block in idle:
+            block_hash = block.block_hash
+            assert block_hash is not None, f"{block} is idle but holds nothing"
+            twins = self._twins.get(block_hash)
+            if twins is None:
+                kept.append(block)
+                continue
+            if self._index[block_hash] is block:
+                heir = self._index[block_hash] = twins.popitem()[1]
+                self._children.hand_over(block, heir)
+                heir.hits = block.hits
+            else:
+                del twins[block.block_id]
+            if not twins:
+                del self._twins[block_hash]
+            self._forget(block)
+            spare.append(block)
+        return kept
+
+    def pin(self, tenant: bytes, blocks: Sequence[Block], expires_at: float) -> int | None:
+        """Keep a prefix that is in use now: its blocks are not given up before `expires_at`, whatever room is needed.
+
+        `blocks` are the first of a table, in order. How many of them are pinned: those before the first that is not
+        shared (not committed yet, or private). None, and no effect: it would exceed the tenant's or the whole budget.
+        """
+        chain: list[BlockHash] = []
+        for block in blocks:
+            assert block.ref_count, f"{block} is pinned while nobody uses it"
+            if block.block_hash is None:
+                break
+            chain.append(block.block_hash)
+        return len(chain) if self.pins.pin(tenant, chain, expires_at) else None
+
+    def expire_pins(self, now: float) -> None:
+        """End the pins that are due; what nobody uses can be given up from here on, as if used just now."""
+        self._unpin(self.pins.expire(now))
+
+    def break_pin(self) -> bool:
+        """End the pin that would expire first, so that a request finds room. False: there is none."""
+        freed = self.pins.break_soonest()
+        if freed is None:
+            return False
+        self._unpin(freed)
+        return True
+
+    def _unpin(self, hashes: Sequence[BlockHash]) -> None:
+        freed = [self._kept.pop(block_hash, None) for block_hash in hashes]
+        self._policy.add([block for block in freed if block is not None])
+
+    def _leading_kept(self, idle: Sequence[Block]) -> int:
+        """How many of a chain's idle blocks are withheld; as pins are prefix-closed, the first ones."""
+        return next((place for place, block in enumerate(idle) if block.block_hash not in self._kept), len(idle))
+
+    def _use_kept(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            assert block.block_hash is not None, f"{block} is withheld but holds nothing"
+            del self._kept[block.block_hash]
+
+    def _without_pinned(self, idle: list[Block]) -> list[Block]:
+        """Those of `idle` that are not pinned; the others are withheld from the policy."""
+        others: list[Block] = []
+        for block in idle:
+            block_hash = block.block_hash
+            if block_hash is not None and block_hash in self.pins:
+                self._kept[block_hash] = block
+            else:
+                others.append(block)
+        return others
+
+    def reset(self) -> bool:
+        """Forget everything, pins included. False, and no effect, while any block is in use."""
+        if self.free_blocks + len(self._kept) != self.total_blocks:
+            return False
+        self.pins.clear()
+        idle = [*self._policy.take(len(self._policy)), *self._kept.values()]
+        self._policy.begin(self.total_blocks)
+        self._kept.clear()
+        for block in idle:
+            self._forget(block)
+        self._pool.give(idle)
+        self._index.clear()
+        self._children.clear()
+        if self.enabled and self._listener is not None:
+            self._listener.cleared()
+        return True
+
+    def residents(self) -> Iterator[CachedBlock]:
+        """The distinct cached blocks as they are now, parents before their children."""
+        snapshot = [
+            CachedBlock(block_hash, None if block.first else block.parent, block.tokens)
+            for block_hash, block in self._index.items()
+        ]
+        return iter(snapshot)
+
+    def check(self) -> None:
+        """Assert every invariant; O(blocks), for tests and for a diagnosis."""
+        self._pool.check()
+        self._policy.check()
+        self.pins.check()
+        self._check_places()
+        self._check_copies()
+        self._check_prefixes()
+        self._check_pins()
+        self._children.check()
+
+    def _check_places(self) -> None:
+        idle = list(self._policy)
+        assert len({block.block_id for block in idle}) == len(idle), "a block is idle twice"
+        for block in idle:
+            assert block.state is BlockState.CACHED_FREE, f"{block} can be evicted"
+        live = [block for block in self._pool.blocks if block.ref_count]
+        assert all(block.ref_count > 0 for block in live), "a block has a negative reference count"
+        accounted = len(live) + self.free_blocks + len(self._kept)
+        assert accounted == self.total_blocks, f"{accounted} blocks accounted for, of {self.total_blocks}"
+        for block in self._pool.blocks:
+            assert block.block_hash is not None or not block.first, f"{block} starts a chain but holds nothing"
+
+    def _check_copies(self) -> None:
+        for block_hash, block in self._index.items():
+            assert block.block_hash == block_hash, f"{block} is found under {block_hash.hex()}"
+        for block_hash, twins in self._twins.items():
+            copies = [self._index[block_hash], *twins.values()]
+            assert twins, f"{block_hash.hex()} has an empty set of copies"
+            assert len({copy.block_id for copy in copies}) == len(copies), f"a copy of {block_hash.hex()} stands twice"
+            for copy in copies:
+                assert copy.state is BlockState.LIVE, f"{copy} is a copy that nobody uses"
+                assert copy.block_hash == block_hash, f"{copy} is a copy of {block_hash.hex()}"
+        cached = sum(block.block_hash is not None for block in self._pool.blocks)
+        indexed = len(self._index) + sum(map(len, self._twins.values()))
+        assert cached == indexed, f"{cached} blocks have a hash, {indexed} can be found"
+        for block_id in self._private:
+            block = self._pool.blocks[block_id]
+            assert block.ref_count, f"{block} is private but not in use"
+            assert block.block_hash is None, f"{block} is private and shared"
+
+    def _check_prefixes(self) -> None:
+        seen: set[BlockHash | None] = set()
+        for block_hash, block in self._index.items():
+            assert block.first or block.parent in seen, f"{block} is resident before or without its parent"
+            if not block.first and block.parent is not None:
+                assert block.hits <= self._index[block.parent].hits, f"{block} was hit without its parent"
+            seen.add(block_hash)
+        gone: set[BlockHash | None] = set()
+        for block in self._policy:
+            assert block.first or block.parent not in gone, f"{block} would be evicted after its parent"
+            gone.add(block.block_hash)
+
+    def _check_pins(self) -> None:
+        for block_hash, block in self._index.items():
+            pinned_and_idle = block_hash in self.pins and not block.ref_count
+            assert pinned_and_idle == (self._kept.get(block_hash) is block), f"{block}: pinned, but not withheld"
+        assert len(self._kept) <= len(self.pins), f"{len(self._kept)} blocks withheld, {len(self.pins)} pinned"
+        resident = sum(block_hash in self._index for block_hash in self.pins)
+        assert resident == len(self.pins), f"{len(self.pins)} blocks pinned, {resident} of them resident"
+
+
+def _common_tokens(held: bytes, wanted: bytes) -> int:
+    """How many leading tokens agree. `wanted` is not the longer one."""
+    # As little-endian numbers, so that the lowest bit in which they differ is in the first token that does.
+    differing = int.from_bytes(held[: len(wanted)], "little") ^ int.from_bytes(wanted, "little")
+    lowest = (differing & -differing).bit_length() - 1
+    return (lowest // 8 if differing else len(wanted)) // TOKEN_BYTES

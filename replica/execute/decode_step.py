@@ -1,0 +1,58 @@
+"""One decode step from the request table and back into it: embedding, layers, sampler, write-back.
+
+It takes no argument but the slots in `rows`, allocates through torch alone and reads nothing back, so that a CUDA graph
+can hold it.
+"""
+
+import torch
+
+from ..attention.paged import DecodeRows, PagedAttention
+from ..kernels.base import Kernels
+from ..models.base import Model
+from ..parallel.rank_group import RankGroup
+from .request_table import RequestTable
+
+
+class DecodeStep:
+    """Steps of up to `most` rows; a smaller size uses the front of the buffers."""
+
+    def __init__(
+        self,
+        model: Model,
+        attention: PagedAttention,
+        kernels: Kernels,
+        table: RequestTable,
+        *,
+        most: int,
+        block_size: int,
+        group: RankGroup | None,
+    ) -> None:
+        device = table.seq_lens.device
+        self._model, self._attention, self._kernels, self._table = model, attention, kernels, table
+        self._block_size = block_size
+        self._group = group
+        #: Slots of the rows; 0 behind the last one.
+        self.rows = torch.zeros(most, dtype=torch.int64, device=device)
+        #: What the last run drew; `NO_TOKEN` where the logits were no numbers.
+        self.tokens = torch.zeros(most, dtype=torch.int64, device=device)
+        self._every = torch.arange(most, device=device)
+
+    def run(self, size: int) -> None:
+        """Compute and draw one token for each of the first `size` rows."""
+        table, rows, tokens = self._table, self.rows[:size], self.tokens[:size]
+        starts = table.seq_lens[rows]
+        seq_lens = torch.where(rows > 0, starts + 1, 0).int()
+        self._attention.begin_decode(self._rows(rows, starts.long(), seq_lens))
+        logits = self._model.forward(table.last_tokens[rows], starts.long(), self._attention, self._every[:size])
+        if logits is not None:
+            self._kernels.sample(logits.float(), table.sampling(rows, seq_lens), tokens)
+        if self._group is not None:
+            self._group.broadcast(tokens)
+        table.last_tokens.index_copy_(0, rows, tokens.clamp(min=0))  # one step more runs on whatever was drawn
+        table.seq_lens.index_copy_(0, rows, seq_lens)
+
+    def _rows(self, rows: torch.Tensor, starts: torch.Tensor, seq_lens: torch.Tensor) -> DecodeRows:
+        tables = self._table.block_tables[rows]
+        blocks = tables.gather(1, (starts // self._block_size)[:, None])[:, 0].long()
+        slots = blocks * self._block_size + starts % self._block_size
+        return DecodeRows(torch.where(rows > 0, slots, 0), tables, seq_lens)

@@ -1,0 +1,1 @@
+"""Attention over KV pages on a CPU: decode and prefill."""

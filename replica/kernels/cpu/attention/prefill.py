@@ -1,0 +1,375 @@
+"""Attention of rows with several queries, over pages where they lie.
+
+A tile of queries, those of all heads of a group beside each other, goes through the keys block by block with a running
+softmax, so that no scores of a whole row are ever held. Blocks begin at the same tokens for every query: what a query
+gets depends neither on the others of its step nor on how its prompt was cut. A thread takes tiles that follow each
+other, some at once, which share the order that values are brought into.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numba import carray, njit
+
+from ....models.base import AttentionRule
+from ...base import PagedRows
+from ..linear.tile import OUTPUTS, ROWS
+from ..runtime.compilation import kernel
+from ..runtime.scalars import Storage, pointer, storage_of, storage_of_all
+from ..runtime.thread_team import run, threads_for
+from ..runtime.vectors import LANES, SINGLE, WORD, Dot, dot
+from .prefill_loops import ADDRESS, KEYS, QUERIES, bring, scores_of, sums_of
+from .running_softmax import LOWEST, weights_of
+
+#: Tokens whose scores are held at once. 64 and 256 were as fast on a Zen 4.
+BLOCK = 128
+#: Tiles of queries that take a block's values one after the other. 2 and 4 were up to 5 % slower.
+TILES = 8
+#: Words of a query's state: its greatest score, its weights' sum, its last token.
+STATE = 3
+BITS = {2: np.uint16, 4: np.uint32}  #: Of a number of so many bytes.
+#: Stands for no window: no row has as many tokens.
+ALL = 1 << 30
+
+
+@dataclass(slots=True, frozen=True)
+class Sizes:
+    """Of a head, and of a thread's scratch in bytes."""
+
+    key_dim: int
+    value_dim: int
+    group: int
+    numbers: int  #: that make a word
+    aligned: bool  #: whether `KEYS` keys that are read at once lie in one page
+
+    @property
+    def key_words(self) -> int:
+        return self.key_dim // self.numbers
+
+    @property
+    def width(self) -> int:
+        """Sums of a query, whole vectors."""
+        return -(-self.value_dim // OUTPUTS) * OUTPUTS
+
+    @property
+    def tile(self) -> int:
+        """Of each tile: queries, sums and state."""
+        return QUERIES * (self.key_words + self.width + STATE) * WORD
+
+    @property
+    def scratch(self) -> int:
+        """The tiles', and a block's scores, values, shrinks and, where they are not read in their pages, keys."""
+        keys = 0 if self.aligned else BLOCK * self.key_words
+        block = BLOCK * QUERIES + BLOCK // self.numbers * self.width + QUERIES + keys
+        return TILES * self.tile + block * WORD
+
+
+def fits(q: torch.Tensor, rule: AttentionRule) -> bool:
+    """Whether `prefill` can be used: queries must be whole words."""
+    storage = storage_of(q.dtype)
+    plain = rule.softcap is None and rule.sinks is None
+    return plain and storage is not None and q.shape[-1] * storage.size % WORD == 0
+
+
+def prefill(
+    q: torch.Tensor, rows: PagedRows, first_queries: torch.Tensor, rule: AttentionRule, out: torch.Tensor
+) -> None:
+    """As `base.Kernels.prefill`, of what `fits`."""
+    assert rule.scale > 0, f"a scale of {rule.scale}: the greatest score would not weigh most"
+    storage = storage_of_all(q.dtype, rows.keys.dtype, rows.values.dtype, out.dtype)
+    q = q.flatten(1).unflatten(1, q.shape[1:])  # transformers' models pass heads that do not lie side by side
+    page, kv_heads, key_dim = rows.keys.shape[1:]
+    sizes = Sizes(key_dim, rows.values.shape[3], q.shape[1] // kv_heads, WORD // storage.size, page % KEYS == 0)
+    longest = rows.tables.shape[1] * page
+    threads = threads_for(len(rows.seq_lens) * longest * kv_heads * (key_dim + sizes.value_dim) * storage.size)
+    scratch = torch.empty(threads, sizes.scratch // WORD, dtype=torch.float32)
+    tensors = q, rows.keys, rows.values, rows.tables, rows.seq_lens, first_queries, out, scratch
+    counts = len(rows.seq_lens), kv_heads, page, q.stride(0), out.stride(0), rows.tables.stride(0), rule.window or ALL
+    compiled = _compiled(storage, sizes, dot() if sizes.numbers == 2 else SINGLE)
+    run(compiled, tensors, (*counts, rule.scale * math.log2(math.e)), threads)
+
+
+@functools.cache
+def _compiled(storage: Storage, sizes: Sizes, dot: Dot):
+    size, key_dim, value_dim, group, scratch = storage.size, sizes.key_dim, sizes.value_dim, sizes.group, sizes.scratch
+    attend = _attend(storage, sizes, dot)
+
+    @kernel
+    def prefill(data, thread, threads):
+        given = carray(data, (16,), np.int64)
+        scale = np.float32(carray(data, (16,), np.float64)[15])
+        rows, kv_heads, page, window = given[8], given[9], given[10], given[14]
+        lengths = carray(pointer(given[4]), (rows,), np.int32)
+        firsts = carray(pointer(given[5]), (rows + 1,), np.int32)
+        own = given[7] + thread * scratch
+        whole, done = np.int64(0), np.int64(0)
+        for row in range(rows):
+            queries, length = np.int64(firsts[row + 1] - firsts[row]), np.int64(lengths[row])
+            for tile in range(tiles_of(queries, group)):
+                whole += kv_heads * _cost(tile, queries, length, group, window)
+        for head in range(kv_heads):
+            for row in range(rows):
+                queries, length = np.int64(firsts[row + 1] - firsts[row]), np.int64(lengths[row])
+                first = stop = np.int64(0)
+                for tile in range(tiles_of(queries, group)):
+                    cost = _cost(tile, queries, length, group, window)
+                    if (2 * done + cost) * threads // (2 * whole) == thread:
+                        first = first if stop else np.int64(tile)
+                        stop = np.int64(tile + 1)
+                    done += cost
+                query = given[0] + (firsts[row] * given[11] + head * group * key_dim) * size
+                found = given[6] + (firsts[row] * given[12] + head * group * value_dim) * size
+                places = query, given[11] * size, found, given[12] * size, own
+                pages = given[1], given[2], given[3] + row * given[13] * 4
+                for tile in range(first, stop, TILES):
+                    some = tile, min(tile + TILES, stop)
+                    attend(some, places, pages, (kv_heads, head, page), (queries, length, window), scale)
+
+    return prefill
+
+
+@njit(error_model="numpy")
+def tiles_of(queries, group):
+    """How many a row has."""
+    return (queries * group + QUERIES - 1) // QUERIES
+
+
+@njit(error_model="numpy")
+def _ends(tile, queries, length, group):
+    """The tile's first and last query, by their tokens in the row."""
+    before = length - queries
+    last = min((tile + 1) * QUERIES - 1, queries * group - 1)
+    return before + tile * QUERIES // group, before + last // group
+
+
+@njit(error_model="numpy")
+def _cost(tile, queries, length, group, window):
+    """In keys. What is done once for a tile counts as some."""
+    first, last = _ends(tile, queries, length, group)
+    return last + 1 - max(np.int64(0), first + 1 - window) + QUERIES
+
+
+def _attend(storage: Storage, sizes: Sizes, dot: Dot):
+    group, aligned, tile_bytes = sizes.group, sizes.aligned, sizes.tile
+    key_size, value_size = sizes.key_dim * storage.size, sizes.value_dim * storage.size
+    scores_at = tile_bytes * TILES
+    values_at = scores_at + BLOCK * QUERIES * WORD
+    shrink_at = values_at + BLOCK // sizes.numbers * sizes.width * WORD
+    keys_at = shrink_at + QUERIES * WORD
+    begin_tile, end_tile, take = _begin_tile(sizes), _end_tile(storage, sizes), _take(storage, sizes, dot)
+    copy, gather = _copy(sizes), _gather(storage, sizes)
+
+    @njit(error_model="numpy")
+    def attend(tiles, places, pages, shape, row, scale):
+        """Tiles `tiles` of one row's queries of one KV head."""
+        query, query_step, found, found_step, own = places
+        keys, values, table = pages
+        kv_heads, head, page = shape
+        queries, length, window = row
+        held = own + scores_at, own + values_at, own + shrink_at
+        for tile in range(tiles[0], tiles[1]):
+            begin_tile(own + (tile - tiles[0]) * tile_bytes, held[0], query, query_step, tile, queries, length)
+        begin = max(np.int64(0), _ends(tiles[0], queries, length, group)[0] + 1 - window)
+        end = _ends(tiles[1] - 1, queries, length, group)[1] + 1
+        blocks = carray(pointer(table), ((end + page - 1) // page,), np.int32)
+        key, step = keys + head * key_size, kv_heads * key_size
+        for block in range(begin - begin % BLOCK, end, BLOCK):
+            tokens = min(end - block, BLOCK)
+            gather(values + head * value_size, kv_heads * value_size, blocks, page, block, tokens, held[1])
+            if not aligned:
+                copy(key, step, blocks, page, block, tokens, own + keys_at)
+            for tile in range(tiles[0], tiles[1]):
+                first, last = _ends(tile, queries, length, group)
+                if block <= last and block + BLOCK > first + 1 - window:
+                    at, lanes = own + (tile - tiles[0]) * tile_bytes, queries * group - tile * QUERIES
+                    given = (key, step) if aligned else (own + keys_at, np.int64(key_size))
+                    take(at, held, given, blocks, page, block, (first, last, window), lanes, scale)
+        for tile in range(tiles[0], tiles[1]):
+            end_tile(own + (tile - tiles[0]) * tile_bytes, found, found_step, tile, queries)
+
+    return attend
+
+
+def _take(storage: Storage, sizes: Sizes, dot: Dot):
+    numbers, width, aligned = sizes.numbers, sizes.width, sizes.aligned
+    sums_at = QUERIES * sizes.key_words * WORD
+    state_at = sums_at + QUERIES * width * WORD
+    score, add = scores_of(dot, sizes.key_words), sums_of(dot, width)
+    weigh, weigh_seen = weights_of(numbers, masked=False), weights_of(numbers, masked=True)
+    are_numbers, add_seen = _are_numbers(sizes), _add_seen(storage, sizes)
+
+    @njit(fastmath=False, error_model="numpy")  # or it would inherit the kernel's, and rounding by adding is no more
+    def take(tile, held, given, blocks, page, block, sight, lanes, scale):
+        """Add what a block's tokens give to a tile's queries."""
+        scores, ordered, shrink = held
+        keys, step = given
+        first, last, window = sight
+        count = min((last - block) // KEYS * KEYS + KEYS, BLOCK)
+        for key in range(0, count, KEYS):
+            slot = _slot(blocks, page, block + key) if aligned else key
+            score(keys + slot * step, step, tile, scores + key * QUERIES * WORD)
+        if block + count - 1 <= first and block > last - window:
+            weigh(scores, count, scale, tile + state_at, shrink, block, window)
+        else:
+            weigh_seen(scores, count, scale, tile + state_at, shrink, block, window)
+            if not are_numbers(ordered, count):
+                add_seen(scores, ordered, block, count, shrink, tile + sums_at, tile + state_at, window)
+                return
+        for lane in range(0, min(QUERIES, lanes), ROWS):
+            for chunk in range(0, width, OUTPUTS):
+                sums, values = tile + sums_at + (lane * width + chunk) * WORD, ordered + chunk * WORD
+                weights, shrinks = scores + lane * WORD, shrink + lane * WORD
+                add(weights, values, count // numbers, shrinks, sums, np.int64(width * WORD))
+
+    return take
+
+
+@njit(error_model="numpy")
+def _slot(blocks, page, token):
+    """Where the pool holds a token of the row."""
+    return np.int64(blocks[token // page]) * page + token % page
+
+
+def _copy(sizes: Sizes):
+    key_words = sizes.key_words
+
+    @njit(error_model="numpy")
+    def copy(keys, step, blocks, page, first, tokens, copied):
+        """Keys of tokens from `first` on, one behind the other; what lies behind these nobody sees."""
+        words = carray(pointer(copied), (BLOCK, key_words), np.uint32)
+        for token in range(tokens):
+            given = carray(pointer(keys + _slot(blocks, page, first + token) * step), (key_words,), np.uint32)
+            for word in range(key_words):
+                words[token, word] = given[word]
+
+    return copy
+
+
+def _begin_tile(sizes: Sizes):
+    key_words, width, group = sizes.key_words, sizes.width, sizes.group
+
+    @njit(error_model="numpy")
+    def begin(own, table, query, query_step, tile, queries, length):
+        """Bring queries into lanes, beyond the last one that again; nothing is summed."""
+        rows = carray(pointer(table), (QUERIES,), np.int64)
+        sums = carray(pointer(own + QUERIES * key_words * WORD), (QUERIES * width,), np.float32)
+        state = own + QUERIES * (key_words + width) * WORD
+        tops, totals = carray(pointer(state), (2, QUERIES), np.float32)
+        lasts = carray(pointer(state + 2 * QUERIES * WORD), (QUERIES,), np.int32)
+        for lane in range(QUERIES):
+            number = min(tile * QUERIES + lane, queries * group - 1)
+            token, head = number // group, number % group
+            rows[lane] = query + token * query_step + head * key_words * WORD
+            tops[lane], totals[lane] = np.float32(LOWEST), np.float32(0)
+            lasts[lane] = length - queries + token
+        whole = key_words - key_words % LANES
+        for lane in range(0, QUERIES, LANES):
+            for word in range(0, whole, LANES):
+                bring(table + lane * ADDRESS, word * WORD, own + (word * QUERIES + lane) * WORD)
+        rest = carray(pointer(own), (key_words, QUERIES), np.uint32)
+        for lane in range(QUERIES):
+            given = carray(pointer(rows[lane]), (key_words,), np.uint32)
+            for word in range(whole, key_words):
+                rest[word, lane] = given[word]
+        for i in range(QUERIES * width):
+            sums[i] = np.float32(0)
+
+    return begin
+
+
+def _end_tile(storage: Storage, sizes: Sizes):
+    kind, narrow, key_words, width, group = storage.kind, storage.narrow, sizes.key_words, sizes.width, sizes.group
+    value_dim, size = sizes.value_dim, storage.size
+
+    @njit(error_model="numpy")
+    def end(own, found, found_step, tile, queries):
+        """Write the sums over the totals."""
+        sums = carray(pointer(own + QUERIES * key_words * WORD), (QUERIES, width), np.float32)
+        totals = carray(pointer(own + QUERIES * (key_words + width + 1) * WORD), (QUERIES,), np.float32)
+        for lane in range(min(QUERIES, queries * group - tile * QUERIES)):
+            number = tile * QUERIES + lane
+            token, head = number // group, number % group
+            out = carray(pointer(found + token * found_step + head * value_dim * size), (value_dim,), kind)
+            inverse = np.float32(1) / totals[lane]
+            for i in range(value_dim):
+                out[i] = narrow(sums[lane, i] * inverse)
+
+    return end
+
+
+def _gather(storage: Storage, sizes: Sizes):
+    bits, value_dim, width, numbers = BITS[storage.size], sizes.value_dim, sizes.width, sizes.numbers
+
+    @njit(error_model="numpy")
+    def gather(values, step, blocks, page, first, tokens, ordered):
+        """Values of tokens from `first` on, as words of tokens that follow each other; zeros up to whole `KEYS`."""
+        words = carray(pointer(ordered), (BLOCK // numbers, width), np.uint32)
+        for word in range((tokens + numbers - 1) // numbers):
+            token = first + word * numbers
+            low = carray(pointer(values + _slot(blocks, page, token) * step), (value_dim,), bits)
+            if numbers == 1:
+                for i in range(value_dim):
+                    words[word, i] = low[i]
+            else:
+                lone = word * numbers + 1 == tokens
+                following = token if lone else token + 1
+                high = carray(pointer(values + _slot(blocks, page, following) * step), (value_dim,), bits)
+                mask = np.uint32(0 if lone else 0xFFFF0000)
+                for i in range(value_dim):
+                    words[word, i] = np.uint32(low[i]) | (np.uint32(np.uint32(high[i]) << np.uint32(16)) & mask)
+        for word in range((tokens + numbers - 1) // numbers, (tokens + KEYS - 1) // KEYS * KEYS // numbers):
+            for i in range(value_dim):
+                words[word, i] = np.uint32(0)
+
+    return gather
+
+
+def _are_numbers(sizes: Sizes):
+    value_dim, width, numbers = sizes.value_dim, sizes.width, sizes.numbers
+    high, low = np.uint32(0x7F800000), np.uint32(0x7F80 if numbers == 2 else 0xFFFFFFFF)
+
+    @njit(error_model="numpy")
+    def are_numbers(ordered, count):
+        """Whether `gather` found neither NaN nor infinity in the first `count` values."""
+        words = carray(pointer(ordered), (BLOCK // numbers, width), np.uint32)
+        odd = np.uint32(0)
+        for word in range(count // numbers):
+            for i in range(value_dim):
+                value = words[word, i]
+                odd |= np.uint32((value & high) == high) | np.uint32((value & low) == low)
+        return odd == 0
+
+    return are_numbers
+
+
+def _add_seen(storage: Storage, sizes: Sizes):
+    kind, widen, value_dim, width, numbers = (
+        storage.kind,
+        storage.widen,
+        sizes.value_dim,
+        sizes.width,
+        sizes.numbers,
+    )
+
+    @njit(error_model="numpy")
+    def add(scores, ordered, block, count, shrink, tile_sums, state, window):
+        """As `lanes.sums_of`, key by key: nothing of what a query does not see is multiplied, not even with 0."""
+        weights = carray(pointer(scores), (BLOCK // numbers, QUERIES, numbers), kind)
+        values = carray(pointer(ordered), (BLOCK // numbers, width, numbers), kind)
+        shrinks = carray(pointer(shrink), (QUERIES,), np.float32)
+        sums = carray(pointer(tile_sums), (QUERIES, width), np.float32)
+        lasts = carray(pointer(state + 2 * QUERIES * WORD), (QUERIES,), np.int32)
+        for lane in range(QUERIES):
+            for i in range(value_dim):
+                sums[lane, i] *= shrinks[lane]
+            last = np.int64(lasts[lane])
+            for key in range(max(np.int64(0), last + 1 - window - block), min(count, last + 1 - block)):
+                word, part = key // numbers, key % numbers
+                weight = widen(weights[word, lane, part])
+                for i in range(value_dim):
+                    sums[lane, i] += weight * widen(values[word, i, part])
+
+    return add

@@ -1,0 +1,1 @@
+"""Matrix products with packed bfloat16 weights."""

@@ -1,0 +1,1 @@
+"""The small operations around the products: norm, rotation, activation, row gathering."""

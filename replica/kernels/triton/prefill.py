@@ -1,0 +1,158 @@
+"""Prefill attention over pages: rows of different lengths in one launch, cached prefixes and chunks being one case.
+
+Keys and values were stored before, so a program reads pages only. Each takes some consecutive queries of one row and
+one head; the grid is an upper bound that needs no row's length on the host.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..base import PagedRows
+from .decode import LOG2E
+from .matrix import dot, upcasts
+from .pages import key_tile, pages_of, value_tile
+from .search import depth_for
+
+#: Queries and keys per tile. Cross-compiled for sm_90: 24 wgmma, 184 registers, no spill with 8 warps; not run.
+QUERIES = 128
+TILE = 64
+
+
+def prefill(
+    q: torch.Tensor,
+    rows: PagedRows,
+    first_queries: torch.Tensor,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,
+    queries: int = QUERIES,
+    tile: int = TILE,
+) -> None:
+    """`base.Kernels.prefill` for rules without softcap and sinks."""
+    count, heads, key_dim = q.shape
+    value_dim, batch = rows.values.shape[3], len(rows.seq_lens)
+    _prefill[(count // queries + batch, heads)](
+        q,
+        rows.keys,
+        rows.values,
+        rows.tables,
+        first_queries,
+        rows.seq_lens,
+        out,
+        batch,
+        scale * LOG2E,
+        window or 0,
+        *q.stride()[:2],
+        *rows.keys.stride()[:3],
+        *rows.values.stride()[:3],
+        *out.stride()[:2],
+        rows.tables.stride(0),
+        GROUP=heads // rows.keys.shape[2],
+        DK=key_dim,
+        DK_PAD=triton.next_power_of_2(key_dim),
+        DV=value_dim,
+        DV_PAD=triton.next_power_of_2(value_dim),
+        PAGE=rows.keys.shape[1],
+        QUERIES=queries,
+        TILE=tile,
+        SEARCH=depth_for(batch),
+        UPCASTS=upcasts(q),
+        num_warps=8,
+        num_stages=3,
+    )
+
+
+@triton.jit
+def _row_of_tile(first_queries, tile, rows, QUERIES: tl.constexpr, SEARCH: tl.constexpr):
+    """The last row whose first tile is not beyond `tile`; a row's first tile is first_query // QUERIES + row."""
+    low = 0
+    high = rows
+    for _ in tl.static_range(SEARCH):
+        middle = (low + high) // 2
+        below = tl.load(first_queries + middle) // QUERIES + middle <= tile
+        low = tl.where(below, middle, low)
+        high = tl.where(below, high, middle)
+    return low
+
+
+@triton.jit
+def _attend_tiles(
+    greatest, total, summed, query, positions, keys, values, table, start, end, scale, window, k_page, k_token,
+    v_page, v_token, MASKED: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr, DV: tl.constexpr,
+    DV_PAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, UPCASTS: tl.constexpr,
+):  # fmt: skip
+    """Online softmax in base 2 over keys `start` up to `end`; tiles that all queries see whole need no mask."""
+    for at in range(start, end, TILE):
+        token = at + tl.arange(0, TILE)
+        there = token < end
+        page = pages_of(table, token, there, PAGE)
+        key = key_tile(keys, page, token, there, k_page, k_token, DK, DK_PAD, PAGE)
+        scores = dot(query, key, UPCASTS) * scale
+        if MASKED:
+            seen = there[None, :] & (token[None, :] <= positions[:, None])
+            if window > 0:
+                seen = seen & (token[None, :] > positions[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+        highest = tl.maximum(greatest, tl.max(scores, 1))
+        finite = tl.where(highest == float("-inf"), 0.0, highest)  # a query may see nothing of a tile, nor before it
+        weights = tl.exp2(scores - finite[:, None])
+        kept = tl.exp2(greatest - finite)
+        total = total * kept + tl.sum(weights, 1)
+        value = value_tile(values, page, token, there, v_page, v_token, DV, DV_PAD, PAGE)
+        if MASKED:  # a weight of 0 would make NaN of NaN: it reaches those who see it, and no others
+            odd = tl.max(tl.where(tl.abs(value.to(tl.float32)) < float("inf"), 0, 1), 1)
+            value = tl.where(odd[:, None] > 0, tl.zeros_like(value), value)
+            reached = tl.max(tl.where(seen & (odd[None, :] > 0), 1, 0), 1)
+            summed = tl.where(reached[:, None] > 0, float("nan"), summed)
+        summed = summed * kept[:, None] + dot(weights.to(value.dtype), value, UPCASTS)
+        greatest = highest
+    return greatest, total, summed
+
+
+@triton.jit
+def _prefill(
+    q, keys, values, tables, first_queries, seq_lens, out, rows, scale, window, q_token, q_head, k_page, k_token,
+    k_head, v_page, v_token, v_head, out_token, out_head, table_row, GROUP: tl.constexpr, DK: tl.constexpr,
+    DK_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, PAGE: tl.constexpr, QUERIES: tl.constexpr,
+    TILE: tl.constexpr, SEARCH: tl.constexpr, UPCASTS: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    row = _row_of_tile(first_queries, tile, rows, QUERIES, SEARCH)
+    first = tl.load(first_queries + row)
+    count = tl.load(first_queries + row + 1) - first
+    offset = (tile - (first // QUERIES + row)) * QUERIES
+    if offset >= count:
+        return
+    length = tl.load(seq_lens + row)
+    index = offset + tl.arange(0, QUERIES)
+    positions = length - count + index
+    dk = tl.arange(0, DK_PAD)
+    q_at = (first + index)[:, None].to(tl.int64) * q_token + head * q_head + dk[None, :]
+    query = tl.load(q + q_at, mask=(index[:, None] < count) & (dk[None, :] < DK), other=0.0)
+    keys += head // GROUP * k_head
+    values += head // GROUP * v_head
+    table = tables + row * table_row
+    greatest = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    summed = tl.zeros([QUERIES, DV_PAD], tl.float32)
+    lowest = length - count + offset
+    start = 0
+    whole = (lowest + 1) // TILE * TILE  # below it every query sees every key
+    if window > 0:
+        start = tl.maximum(lowest - window + 1, 0) // TILE * TILE
+        whole = start
+    end = tl.minimum(lowest + QUERIES, length)
+    greatest, total, summed = _attend_tiles(
+        greatest, total, summed, query, positions, keys, values, table, start, whole, scale, window,
+        k_page, k_token, v_page, v_token, False, DK, DK_PAD, DV, DV_PAD, PAGE, TILE, UPCASTS,
+    )  # fmt: skip
+    greatest, total, summed = _attend_tiles(
+        greatest, total, summed, query, positions, keys, values, table, whole, end, scale, window,
+        k_page, k_token, v_page, v_token, True, DK, DK_PAD, DV, DV_PAD, PAGE, TILE, UPCASTS,
+    )  # fmt: skip
+    dv = tl.arange(0, DV_PAD)
+    mean = (summed / tl.maximum(total, 1e-30)[:, None]).to(out.dtype.element_ty)
+    out_at = (first + index)[:, None].to(tl.int64) * out_token + head * out_head + dv[None, :]
+    tl.store(out + out_at, mean, mask=(index[:, None] < count) & (dv[None, :] < DV))

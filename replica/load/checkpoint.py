@@ -1,0 +1,70 @@
+"""Tensors of a Hugging Face folder, read whole or one rank's share at a time. Knows nothing of what they mean.
+
+Reads `*.safetensors`, sharded or not; memory-mapped, so a share costs only its own bytes.
+"""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+
+from ..models.errors import WeightsMissing
+
+#: Rows (outputs) or columns (inputs) of a linear layer's weight.
+ROWS, COLUMNS = 0, 1
+
+
+class Weights(Protocol):
+    """Tensors by the names that transformers gives them, of one dtype, on one device."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def whole(self, name: str) -> torch.Tensor: ...
+
+    def share(self, name: str, dim: int, index: int, parts: int) -> torch.Tensor: ...
+
+    def span(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor: ...
+
+
+class Checkpoint:
+    """All tensors of a folder by name, converted to one dtype on the way out."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        """Open the folder's files. Raises WeightsMissing when there are none."""
+        self._dtype = dtype
+        self._device = device
+        self._file_of: dict[str, Any] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            file: Any = safe_open(path, framework="pt")
+            self._file_of.update(dict.fromkeys(file.keys(), file))
+        if not self._file_of:
+            raise WeightsMissing(f"{folder} has no *.safetensors; save the model with safe serialization")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def whole(self, name: str) -> torch.Tensor:
+        """The full tensor. Raises WeightsMissing."""
+        return self._converted(self._slice(name)[:])
+
+    def share(self, name: str, dim: int, index: int, parts: int) -> torch.Tensor:
+        """The `index`-th of `parts` equal parts along `dim`, which must divide. Raises WeightsMissing."""
+        tensor = self._slice(name)
+        size = tensor.get_shape()[dim]
+        assert size % parts == 0, f"{name}: {size} along {dim} does not divide into {parts} parts"
+        width = size // parts
+        return self.span(name, dim, index * width, (index + 1) * width)
+
+    def span(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+        """Elements `start` to `stop` along `dim` (0 or 1), clipped to the tensor. Raises WeightsMissing."""
+        tensor = self._slice(name)
+        return self._converted(tensor[start:stop] if dim == ROWS else tensor[:, start:stop])
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._file_of:
+            raise WeightsMissing(f"the checkpoint has no tensor {name!r}; is this folder complete?")
+        return self._file_of[name].get_slice(name)
+
+    def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device=self._device, dtype=self._dtype).contiguous()

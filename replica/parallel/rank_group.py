@@ -1,0 +1,104 @@
+"""The ranks that share one replica's weights: who am I, sum over all, gather to rank 0.
+
+Built from an explicit host and port: no environment variables, no torchrun, no process-wide default group. gloo on CPU;
+nccl on CUDA has the same calls, but has not been run yet for want of a GPU.
+
+In a CUDA graph nccl's calls become its nodes: `wait` makes the stream wait there, not the host, and what a
+call allocates comes from the graph's memory. The first call of a group connects the ranks, so it must come before any
+capture (a capture's warm-up runs see to it), and graphs must be given up before their group.
+"""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from ..errors import RankLost
+
+Backend = Literal["gloo", "nccl"]
+
+
+class RankGroup:
+    """One rank's handle on its group. All ranks must make the same calls in the same order."""
+
+    def __init__(self, rank: int, size: int, group: Any) -> None:
+        """`group` is a process group of torch; `join` makes one."""
+        self.rank = rank
+        self.size = size
+        self._group = group
+
+    @classmethod
+    def join(cls, rank: int, size: int, *, host: str, port: int, backend: Backend, timeout_s: float = 300.0) -> Self:
+        """Meet the other ranks at `host`:`port`, where rank 0 listens; blocks until all are there.
+
+        All ranks live on one node (a replica is placed strictly packed), so `host` is also the address that gloo binds
+        to. Raises RankLost when the others do not come within `timeout_s`, and so does every later call when a rank is
+        gone or that long overdue.
+        """
+        timeout = timedelta(seconds=timeout_s)
+        make = _gloo if backend == "gloo" else _nccl
+        with _rank_lost(f"rank {rank} waited for {size} ranks at {host}:{port}"):
+            store = _store(rank, size, host, port, timeout)
+            return cls(rank, size, make(PrefixStore("homing", store), rank, size, host, timeout))
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' x, in x itself where it lies without gaps."""
+        x = x.contiguous()
+        with _rank_lost("all_reduce"):
+            self._group.allreduce([x]).wait()
+        return x
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
+        """Every rank's x (all of one shape) on rank 0 in rank order, None elsewhere."""
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
+        with _rank_lost("gather"):
+            self._group.gather([parts] if parts else [], [x.contiguous()], options).wait()
+        return parts
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's x on all ranks, in place; also returned."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        with _rank_lost("broadcast"):
+            self._group.broadcast([x], options).wait()
+        return x
+
+
+@contextmanager
+def _rank_lost(what: str) -> Iterator[None]:
+    """Turn what torch raises when a rank is gone or too late into RankLost."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        raise RankLost(f"{what}: {error}") from error
+
+
+def _store(rank: int, size: int, host: str, port: int, timeout: timedelta) -> Store:
+    if rank:
+        return TCPStore(host, port, size, is_master=False, timeout=timeout)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Torch's own listener would be on every interface, whatever `host` is.
+    listener = socket.create_server((host, port), family=family, backlog=size)
+    return TCPStore(host, port, size, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+
+
+def _gloo(store: Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=host)]
+    options._timeout = timeout
+    return gloo(store, rank, size, options)
+
+
+def _nccl(store: Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:  # noqa: ARG001
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout
+    return nccl(store, rank, size, options)

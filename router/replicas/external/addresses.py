@@ -1,0 +1,86 @@
+"""Which foreign engines the settings name, and how each looks as a replica. Pure: settings in, descriptions out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+from ....events.wire.messages import EventEndpoints
+from ....kvcache.hashing import HASH_BYTES, BlockHash, canonical
+from ....replica.messages import ModelLimits, Parity, ReplicaDescription
+from ...config import RouterSettings
+from ...errors import BackendsInvalid
+from .http_client import Address
+from .load import UNKNOWN_BLOCKS
+from .pace import UNKNOWN_DECODE_STEP_S, UNKNOWN_PREFILL_TOKENS_PER_S
+
+#: An engine's steps are not known; only decode interference is reckoned by it. vLLM's default on GPUs.
+TYPICAL_BATCHED_TOKENS = 8192
+
+
+@dataclass(slots=True, frozen=True)
+class Backend:
+    """One foreign engine: its server, and where its events are heard (empty: nowhere)."""
+
+    replica_id: str
+    address: Address
+    events: str
+    replay: str
+
+
+def backends(settings: RouterSettings) -> list[Backend]:
+    """Those that the settings name, called b0, b1, … in their order. Raises BackendsInvalid."""
+    urls = _items(settings.backend)
+    if "" in urls:
+        raise BackendsInvalid("backend: an address between two commas is empty")
+    events = _endpoints("events", settings.events, len(urls))
+    replay = _endpoints("replay", settings.replay, len(urls))
+    addresses = [Address.of(url) for url in urls]
+    if len({address.url for address in addresses}) < len(addresses):
+        raise BackendsInvalid(f"backend: a server is named twice in {settings.backend}")
+    return [
+        Backend(f"b{number}", address, *ends)
+        for number, (address, *ends) in enumerate(zip(addresses, events, replay, strict=True))
+    ]
+
+
+def foreign_root(model: str) -> BlockHash:
+    """Root of the chains of a model whose weights nobody here has seen: its name stands for them."""
+    return BlockHash(sha256(canonical(b"homing-foreign", model.encode())).digest()[:HASH_BYTES])
+
+
+def describe(backend: Backend, parity: Parity, limits: ModelLimits, *, max_running_requests: int) -> ReplicaDescription:
+    """The engine as a replica, as far as it is known before it is asked."""
+    return ReplicaDescription(
+        replica_id=backend.replica_id,
+        epoch=0,
+        request_endpoint=backend.address.url,
+        event_endpoints=EventEndpoints(events=backend.events, replay=backend.replay, state="", snapshot=""),
+        parity=parity,
+        model=limits,
+        num_blocks=UNKNOWN_BLOCKS,
+        max_running_requests=max_running_requests,
+        max_batched_tokens=TYPICAL_BATCHED_TOKENS,
+        tensor_parallel_size=1,
+        prefill_tokens_per_s=UNKNOWN_PREFILL_TOKENS_PER_S,
+        decode_step_s=UNKNOWN_DECODE_STEP_S,
+        node=backend.address.host,
+        foreign=True,
+    )
+
+
+def _items(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",")] if text.strip() else []
+
+
+def _endpoints(name: str, text: str, count: int) -> Sequence[str]:
+    items = _items(text)
+    if not items:
+        return [""] * count
+    if len(items) != count:
+        raise BackendsInvalid(f"{name}: {len(items)} addresses for {count} backends; give one for each, in their order")
+    for item in items:
+        if item and not item.startswith(("tcp://", "ipc://")):
+            raise BackendsInvalid(f"{name}: {item!r} is no ZeroMQ address, such as tcp://10.0.0.1:5557")
+        if "*" in item:
+            raise BackendsInvalid(f"{name}: {item!r} is where the engine binds; name its host instead of *")
+    return items

@@ -1,0 +1,165 @@
+"""One request under way at a foreign engine: its answer's events in, outputs of the router's own kind out.
+
+Pure but for the clock that comes in; knows no connection. The answer's last output waits for the end of the stream,
+because only there engines say how many prompt tokens they had cached.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from ....replica.messages import Generate, Refused, TokenOutput
+from ...backend import TextOutput
+from .event_stream import EventStreamParser, EventTooLongError
+from .wire import Piece, error_message, read_piece
+
+#: Of an error answer, enough for its words.
+_MAX_ERROR_BYTES = 64 * 1024
+#: What an engine answers to a request that no engine would take.
+_CALLERS_FAULT = frozenset({400, 413, 422})
+
+
+class Outputs(Protocol):
+    """Who takes what a request brings. The last call is an output with a finish reason, or a refusal."""
+
+    def brought(self, request: "ForeignRequest", output: TokenOutput | TextOutput) -> None:
+        """The next tokens, or the next piece of text."""
+
+    def turned_down(self, request: "ForeignRequest", refusal: Refused) -> None:
+        """Nothing more comes; whether another replica might do better stands in it."""
+
+
+class ForeignRequest:
+    """An `AnswerSink` (client.py) for one `Generate`."""
+
+    def __init__(
+        self,
+        generate: Generate,
+        outputs: Outputs,
+        *,
+        eos_token_ids: frozenset[int],
+        tokens_ahead: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.generate = generate
+        self.tokens_ahead = tokens_ahead  #: uncached prompt tokens at the engine when it was sent, its own included
+        self.sent_at = self.heard_at = clock()
+        self.generated = 0  #: by this engine
+        self.cached_tokens: int | None = None
+        self.closed = False
+        self._outputs = outputs
+        self._stops = frozenset(generate.sampling.stop_token_ids) | (
+            frozenset() if generate.sampling.ignore_eos else eos_token_ids
+        )
+        self._before = len(generate.token_ids) // 4 - generate.prompt_tokens
+        self._clock = clock
+        self._status = 0
+        self._error = b""
+        self._parser = EventStreamParser()
+        self._last: TokenOutput | TextOutput | None = None
+
+    @property
+    def request_id(self) -> int:
+        """The wire id."""
+        return self.generate.request_id
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens in its KV."""
+        return len(self.generate.token_ids) // 4 + self.generated
+
+    # From the connection
+
+    def head(self, status: int) -> None:
+        """See `AnswerSink`."""
+        self._status = status
+
+    def body(self, data: bytes) -> None:
+        """See `AnswerSink`."""
+        if self._status != 200:
+            self._error = (self._error + data)[:_MAX_ERROR_BYTES]
+            return
+        try:
+            for event in self._parser.feed(data):
+                self._take(read_piece(event))
+        except (msgspec.DecodeError, UnicodeDecodeError, EventTooLongError) as error:
+            self._refuse(f"its answer cannot be read: {error}")
+
+    def end(self, broken: str | None) -> None:
+        """See `AnswerSink`."""
+        if self.closed:
+            return
+        if broken is None and self._status != 200:
+            words = error_message(self._error)
+            if self._status in _CALLERS_FAULT:
+                self._close(Refused(request_id=self.request_id, reason="invalid", message=words))
+            else:
+                self._refuse(f"it answers {self._status}: {words}")
+        elif self._last is not None:
+            self._conclude()
+        else:
+            self._refuse(broken or "its answer ends without a finish reason")
+
+    # The answer
+
+    def _take(self, piece: Piece) -> None:
+        if self.closed:
+            return
+        if piece.cached_tokens is not None:
+            self.cached_tokens = piece.cached_tokens
+        if piece.error is not None:
+            self._refuse(piece.error)
+        elif piece.done:
+            self.end(None)
+        elif piece.token_ids or piece.text or piece.finish_reason:
+            self._emit(self._output(piece), last=piece.finish_reason is not None)
+
+    def _output(self, piece: Piece) -> TokenOutput | TextOutput:
+        if piece.token_ids is None:
+            return self._text(piece)
+        index = self._before + self.generated
+        first = not self.generated
+        self.generated += len(piece.token_ids)
+        return TokenOutput(
+            self.request_id,
+            index,
+            piece.token_ids,
+            finish_reason=piece.finish_reason,
+            logprobs=piece.logprobs,
+            stop_token_id=self._stop_token(piece),
+            pinned_tokens=0 if first and self.generate.pins else None,
+        )
+
+    def _text(self, piece: Piece) -> TextOutput:
+        """How many tokens a piece of text stands for is known where usage comes along; else it passes for one."""
+        generated = self.generated + bool(piece.text) if piece.completion_tokens is None else piece.completion_tokens
+        fresh, self.generated = max(0, generated - self.generated), max(generated, self.generated)
+        return TextOutput(self.request_id, piece.text, fresh, piece.finish_reason)
+
+    def _stop_token(self, piece: Piece) -> int | None:
+        """The token that ended the answer, if it is one that gives no text."""
+        if piece.finish_reason != "stop" or not piece.token_ids or piece.token_ids[-1] not in self._stops:
+            return None
+        return piece.token_ids[-1]
+
+    def _emit(self, output: TokenOutput | TextOutput, *, last: bool) -> None:
+        if last:
+            self._last = output
+            return
+        self._outputs.brought(self, output)
+        self.heard_at = self._clock()
+
+    def _conclude(self) -> None:
+        assert self._last is not None, "an answer is concluded by its last output"
+        self.closed = True
+        self._outputs.brought(self, msgspec.structs.replace(self._last, cached_tokens=self.cached_tokens))
+
+    def _refuse(self, why: str) -> None:
+        self._close(Refused(request_id=self.request_id, reason="internal", message=why, retry=True))
+
+    def _close(self, refusal: Refused) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self._outputs.turned_down(self, refusal)

@@ -1,0 +1,188 @@
+"""What is said to an OpenAI-compatible engine, and what it answers: bytes and structs. Pure; knows no connections.
+
+Requests go to `/v1/completions` with token ids, since the router has rendered and tokenized already, and ask for ids
+back (`return_token_ids`). All sampling parameters are spelled out: engines take missing ones from the model's folder.
+Fields are those of vLLM 0.32; engines ignore the ones that they do not know.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ....kvcache.hashing import token_array
+from ....replica.messages import FinishReason, Generate, PositionLogprobs, TokenLogprob
+
+_DONE = b"[DONE]"
+_SEED_MASK = (1 << 63) - 1
+_TOKEN_ID = "token_id:"
+
+
+class _StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool = True
+    continuous_usage_stats: bool = True
+
+
+class _Body(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    model: str
+    prompt: list[int]
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    stream: bool
+    stream_options: _StreamOptions
+    return_token_ids: bool
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    stop_token_ids: list[int] = []
+    logit_bias: dict[str, float] = {}
+    logprobs: int | None = None
+    return_tokens_as_token_ids: bool = False
+    cache_salt: str | None = None
+
+
+def completion_body(model: str, generate: Generate, cache_salt: str | None) -> bytes:
+    """The body of a request; what another replica has generated already is part of its prompt."""
+    sampling = generate.sampling
+    tokens = token_array(generate.token_ids)
+    generated = len(tokens) - generate.prompt_tokens
+    body = _Body(
+        model=model,
+        prompt=tokens.tolist(),
+        max_tokens=sampling.max_tokens - generated,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k or -1,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=sampling.seed & _SEED_MASK,
+        stream=True,
+        stream_options=_StreamOptions(),
+        return_token_ids=True,
+        ignore_eos=sampling.ignore_eos,
+        min_tokens=max(0, sampling.min_tokens - generated),
+        stop_token_ids=list(sampling.stop_token_ids),
+        logit_bias={str(token): bias for token, bias in sampling.logit_bias.items()},
+        logprobs=sampling.logprobs,
+        return_tokens_as_token_ids=sampling.logprobs is not None,
+        cache_salt=cache_salt,
+    )
+    return msgspec.json.encode(body)
+
+
+class _Logprobs(msgspec.Struct, frozen=True):
+    token_logprobs: list[float | None] = []
+    tokens: list[str] = []
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    text: str = ""
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class _Details(msgspec.Struct, frozen=True):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Chunk(msgspec.Struct, frozen=True):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_CHUNK = msgspec.json.Decoder(_Chunk)
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """What one event of an answer says."""
+
+    text: str = ""
+    token_ids: list[int] | None = None  #: None: the engine does not tell them
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    completion_tokens: int | None = None  #: generated until now
+    cached_tokens: int | None = None
+    done: bool = False  #: the end of the stream
+    error: str | None = None  #: the engine gave up
+
+
+def read_piece(data: bytes) -> Piece:
+    """One event of an answer. Raises msgspec.DecodeError."""
+    if data == _DONE:
+        return Piece(done=True)
+    chunk = _CHUNK.decode(data)
+    if chunk.error is not None:
+        return Piece(error=_message(chunk.error) or "an error without words")
+    usage = chunk.usage or _Usage()
+    details = usage.prompt_tokens_details or _Details()
+    choice = chunk.choices[0] if chunk.choices else _Choice()
+    return Piece(
+        text=choice.text,
+        token_ids=choice.token_ids,
+        logprobs=_positions(choice.logprobs) if choice.logprobs else None,
+        finish_reason=_finish_reason(choice.finish_reason),
+        stop_token_id=choice.stop_reason if isinstance(choice.stop_reason, int) else None,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=details.cached_tokens,
+    )
+
+
+def error_message(body: bytes) -> str:
+    """The words of an error answer, of OpenAI's shape or another."""
+    try:
+        content = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return body[:200].decode(errors="replace").strip() or "no words"
+    inner = content.get("error", content) if isinstance(content, dict) else content
+    return _message(inner) or str(content)[:200]
+
+
+def _message(error: object) -> str:
+    message = error.get("message") if isinstance(error, dict) else error
+    return message if isinstance(message, str) else ""
+
+
+def _finish_reason(said: str | None) -> FinishReason | None:
+    """Whatever else an engine says (`abort`, `error`, its own words) is a failure."""
+    match said:
+        case None | "stop" | "length" | "abort":
+            return said
+    return "error"
+
+
+def _positions(logprobs: _Logprobs) -> list[PositionLogprobs] | None:
+    """None where tokens are not named by their ids: names of text cannot be told apart."""
+    tops: Sequence[dict[str, float] | None] = logprobs.top_logprobs or [None] * len(logprobs.tokens)
+    if not all(name.startswith(_TOKEN_ID) for name in logprobs.tokens):
+        return None
+    return [
+        PositionLogprobs(_named(name, chosen), _ranked(top))
+        for name, chosen, top in zip(logprobs.tokens, logprobs.token_logprobs, tops, strict=False)
+    ]
+
+
+def _named(name: str, logprob: float | None) -> TokenLogprob:
+    return TokenLogprob(int(name.removeprefix(_TOKEN_ID)), float("-inf") if logprob is None else logprob)
+
+
+def _ranked(top: dict[str, float] | None) -> list[TokenLogprob]:
+    ranked = sorted((top or {}).items(), key=lambda item: -item[1])
+    return [_named(name, logprob) for name, logprob in ranked if name.startswith(_TOKEN_ID)]

@@ -1,0 +1,154 @@
+"""The request connection to one replica: a ZeroMQ DEALER in an event loop.
+
+Thin shell: it decodes, counts what does not decode, and says when the connection is there and when it is lost. Decides
+nothing, and never waits: a message that the connection does not take at once is the caller's again.
+
+A link lives for one connection. `immediate` keeps messages from queueing for a peer that is not there, and reconnecting
+is off: a request that was sent to a process that died must not reach the next one on the same address. Loss is noticed
+by the socket monitor (a killed process closes its sockets at once) and by ZMTP heartbeats (a frozen process or host),
+which libzmq answers in a thread of its own, so that a long step does not pass for death.
+"""
+
+import asyncio
+import logging
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from ...events.follow.handshake import WATCHED, Connection, Handshakes
+from ...events.follow.socket_reader import SocketReader
+from ...events.security.curve_keys import KeyPair, new_pair, protect_client
+from ...replica.messages import Reply, Request
+
+log = logging.getLogger(__name__)
+
+SEND_HIGH_WATER_MARK = 10_000
+#: A larger frame ends the connection. The largest answers are logprobs of a whole prompt.
+MAX_REPLY_BYTES = 1024 * 1024 * 1024
+#: A peer that answers no ping for so long is lost: a frozen replica stays in use for both together at most, 0.95 s. A
+#: thread of libzmq answers, which needs no lock of Python's, so that a busy replica does, too: with 1 s none was given
+#: up by mistake at a load average of 60 on two cores. Shorter times were not tried: a virtual machine's own pauses
+#: reach hundreds of milliseconds.
+PING_INTERVAL_MS = 250
+PING_TIMEOUT_MS = 700
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+RequestSocket = zmq.Socket[bytes]
+RequestContext = zmq.Context[RequestSocket]
+
+
+class LinkSink(Protocol):
+    """Who uses a link. All calls come from the loop's thread."""
+
+    def connected(self) -> None:
+        """Messages can be sent from now on."""
+
+    def lost(self) -> None:
+        """The connection is gone, or could not be made; called once, and last."""
+
+    def reply(self, reply: Reply) -> None:
+        """The replica said this."""
+
+    def unreadable(self, reason: str) -> None:
+        """A message was dropped."""
+
+
+class ReplicaLink:
+    """One connection to one replica. Created and used in the loop's thread."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        router_id: str,
+        sink: LinkSink,
+        *,
+        context: RequestContext,
+        loop: asyncio.AbstractEventLoop,
+        handshakes: Handshakes | None = None,
+        keys: KeyPair | None = None,
+        curve_key: str = "",
+    ) -> None:
+        """`handshakes` judges the connections to this replica over the lives of several links.
+
+        `keys` are ours, `curve_key` is the replica's public one; empty: nothing is encrypted.
+        """
+        self._endpoint = endpoint
+        self._sink = sink
+        self._loop = loop
+        self._closed = False
+        self._connected = False
+        self._handshakes = handshakes or Handshakes()
+        self._socket = _request_socket(context, router_id)
+        if curve_key:
+            protect_client(self._socket, keys or new_pair(), curve_key.encode())
+        self._monitor: RequestSocket = self._socket.get_monitor_socket(WATCHED | zmq.EVENT_CLOSED)
+        self._readers = [
+            SocketReader(loop, self._socket, self._on_reply),
+            SocketReader(loop, self._monitor, self._on_monitor),
+        ]
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            log.error("link_unusable endpoint=%s error=%s", endpoint, error)
+            loop.call_soon(self._lose)
+
+    def send(self, message: Request) -> bool:
+        """Hand a message to the connection; False when it does not take it now, or nothing could."""
+        if self._closed or not self._connected:
+            return False
+        try:
+            payload = _encoder.encode(message)
+        except (OverflowError, ValueError) as error:  # raised here, it would end what others' messages are part of
+            log.error("message_unsendable endpoint=%s error=%s", self._endpoint, error)
+            return False
+        return self._readers[0].send((payload,))
+
+    def close(self) -> None:
+        """Give the sockets back; what was sent still leaves. No callback comes after this. Harmless when repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        for reader in self._readers:
+            reader.close()
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close()
+
+    def _on_reply(self, frames: list[bytes]) -> None:
+        try:
+            reply = _decoder.decode(frames[-1])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self._sink.unreadable(str(error))
+            return
+        self._sink.reply(reply)
+
+    def _on_monitor(self, frames: list[bytes]) -> None:
+        match self._handshakes.observe(frames):
+            case Connection.READY:
+                self._connected = True
+                self._sink.connected()
+            case Connection.LOST:
+                self._readers[0].drain()  # what the replica said before it went away counts
+                self._lose()
+
+    def _lose(self) -> None:
+        if not self._closed:
+            self.close()
+            self._sink.lost()
+
+
+def _request_socket(context: RequestContext, router_id: str) -> RequestSocket:
+    sock = context.socket(zmq.DEALER)
+    sock.identity = router_id.encode()
+    sock.linger = 200  # ms: an Abort that was just sent still leaves when the router stops
+    sock.immediate = True
+    sock.reconnect_ivl = -1
+    sock.set(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
+    sock.set(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
+    sock.set(zmq.RCVHWM, 0)  # the replica must never wait for us; one step's tokens are small
+    sock.set(zmq.HEARTBEAT_IVL, PING_INTERVAL_MS)
+    sock.set(zmq.HEARTBEAT_TIMEOUT, PING_TIMEOUT_MS)
+    return sock

@@ -1,0 +1,134 @@
+"""All that is known of the replicas when a request is placed: what each holds and will hold, how busy it is, and how
+far its events can be trusted. Puts the question to the policy and books the answer.
+
+Pure: hashes and times come in. Knows no flow of requests (dispatcher.py) and no tokens; `homing simulate` runs this
+very code over modelled replicas.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from random import Random
+
+from ...events.wire.messages import LoadReport
+from ...replica.messages import ReplicaDescription
+from ..backend import FeedState
+from .policy.base import Candidate, Decision, Policy, Prompt
+from .prefix_index import PrefixIndex
+from .replica_load import LoadBook, Pending
+from .reservations import Reservations
+
+
+class Placement:
+    """Index, reservations, loads and feeds of the joined replicas, kept in step with each other."""
+
+    __slots__ = ("_feeds", "_rng", "index", "loads", "policy", "reservations")
+
+    def __init__(self, policy: Policy, *, loads: LoadBook, reservations: Reservations, rng: Random) -> None:
+        self.index = PrefixIndex()
+        self.policy = policy
+        self.loads = loads
+        self.reservations = reservations
+        self._rng = rng
+        self._feeds: dict[str, FeedState] = {}
+
+    def __contains__(self, replica: object) -> bool:
+        return replica in self._feeds
+
+    def __len__(self) -> int:
+        return len(self._feeds)
+
+    # Replicas
+
+    def join(self, description: ReplicaDescription, now: float) -> None:
+        """A replica can be sent requests; its events are not followed yet."""
+        # Of engines that are not ours nobody knows whether they keep a block's parents.
+        self.index.join(description.replica_id, description.num_blocks, closed=not description.foreign)
+        self.loads.join(description, now)
+        self._feeds[description.replica_id] = "syncing"
+
+    def leave(self, replica: str) -> None:
+        """A replica is gone, with all that it held and would have held."""
+        self.index.leave(replica)
+        self.loads.leave(replica)
+        self.reservations.leave(replica)
+        del self._feeds[replica]
+
+    def set_feed(self, replica: str, state: FeedState) -> None:
+        """How far the replica's events can be trusted."""
+        self._feeds[replica] = state
+
+    def feed(self, replica: str) -> FeedState:
+        """How far the replica's events can be trusted."""
+        return self._feeds[replica]
+
+    def report(self, replica: str, report: LoadReport, now: float) -> None:
+        """The replica's own word on its load."""
+        self.loads.report(replica, report, now)
+
+    def stored(self, replica: str, blocks: Sequence[int]) -> None:
+        """The replica announced these blocks."""
+        self.index.add(replica, blocks)
+
+    def removed(self, replica: str, blocks: Iterable[int]) -> None:
+        """The replica gave these blocks up."""
+        self.index.remove(replica, blocks)
+
+    def reset(self, replica: str, blocks: Sequence[int]) -> None:
+        """The replica holds exactly these blocks."""
+        self.index.reset(replica, blocks)
+
+    # Requests
+
+    def candidates(self, keys: Sequence[int], excluded: Collection[str], now: float) -> list[Candidate]:
+        """Every joined replica as it stands for a prompt whose full blocks are `keys`."""
+        held = self.index.match(keys)
+        expected = self.reservations.extend(held, keys)
+        feeds = self._feeds
+        return [
+            Candidate(
+                replica_id=replica,
+                feed=feeds[replica],
+                load=load,
+                held_blocks=held[replica],
+                expected_blocks=expected[replica],
+                excluded=replica in excluded,
+            )
+            for replica, load in zip(self.loads.replicas(), self.loads.views(now), strict=True)
+        ]
+
+    def decide(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Decision:
+        """The policy's choice."""
+        return self.policy.decide(prompt, candidates, self._rng)
+
+    def book(self, request_id: int, decision: Decision, keys: Sequence[int], now: float) -> None:
+        """The request goes to the chosen replica: its blocks are expected there, its uncached tokens are load."""
+        chosen = decision.chosen
+        assert chosen is not None, "a decision without a replica cannot be booked"
+        uncached = decision.uncached_tokens
+        prefill_s = chosen.load.prefill_cost.seconds(decision.prompt.tokens - uncached, uncached)
+        pending = Pending(uncached, len(keys) + 1 - chosen.held_blocks, prefill_s)
+        self.loads.dispatched(chosen.replica_id, request_id, pending, now)
+        self.reservations.reserve(request_id, chosen.replica_id, keys, chosen.held_blocks, now)
+
+    def started(self, replica: str, request_id: int) -> None:
+        """Its first token came."""
+        self.loads.started(replica, request_id)
+
+    def ended(self, replica: str, request_id: int) -> None:
+        """The request has left the replica."""
+        self.reservations.release(request_id)
+        self.loads.ended(replica, request_id)
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        self.index.check()
+        self.reservations.check()
+        self.loads.check()
+        assert tuple(self._feeds) == self.loads.replicas(), "feeds and loads know other replicas"
+
+
+def regret_tokens(prompt: Prompt, candidates: Iterable[Candidate], decision: Decision) -> int:
+    """Tokens that the chosen replica computes and the best holder would not have."""
+    assert decision.chosen is not None, "nothing was chosen"
+    best = max([candidate.expected_blocks if candidate.feed == "live" else 0 for candidate in candidates])
+    cached = min(best * prompt.block_size, prompt.tokens - 1)
+    return decision.chosen.uncached_tokens(prompt) - (prompt.tokens - cached)

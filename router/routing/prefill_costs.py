@@ -1,0 +1,97 @@
+"""What a prefill costs on each replica, by what all replicas of the model have measured.
+
+Pure: sums and times come in. Knows nothing of queues, nor of where a request should go.
+
+Replicas on one kind of machine cost the same, but what one of them alone tells of it depends on what it happened to
+compute: of a prompt ten times as long as any before it says little, and one that seemed slow for a moment gets no
+requests, so it is never measured anew. So a replica's cost is the parts that fit the steps of all of them, times a
+factor of its own: how much longer its steps took. As its evidence becomes thin or old, the factor goes to 1; then the
+replica is tried again, and what it does then counts for more than what it did before.
+"""
+
+from dataclasses import dataclass
+from math import exp, log
+
+from ...events.prefill_cost import FADING, SUMS, fit, scaled, slowness, steps_of
+from ...events.wire.messages import PrefillCost
+
+#: Of more steps at once than the memory holds, the mean counts for one memory.
+_MEMORY_STEPS = 1 / (1 - FADING)
+#: Seconds by which a replica's evidence may be older than the newest until it has lost 63 % of its weight. Not tuned.
+MEMORY_S = 60.0
+#: How many steps "as fast as the others" is worth. Not tuned.
+DRAW_STEPS = 3.0
+#: What a replica's steps differ from the others' by chance, as a logarithm; well below it a factor is taken for 1.
+#: Not tuned.
+ALIKE = 0.25
+#: Parts and factors depend on each other; those of the last time are where the next begins.
+ROUNDS = 2
+
+
+@dataclass(slots=True)
+class _Member:
+    moved_at: float  #: when its sums changed last
+    tokens_per_s: float
+    totals: list[float]  #: as reported last, since its start
+    recent: list[float]  #: the same, faded
+    factor: float = 1.0
+
+
+class CostPool:
+    """Evidence of all replicas that report any."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, _Member] = {}
+        self._changed = False
+
+    def leave(self, replica: str) -> None:
+        """A replica is gone; harmless when it never reported."""
+        self._members.pop(replica, None)
+
+    def report(self, replica: str, totals: list[float], tokens_per_s: float, now: float) -> None:
+        """Sums of all its steps since its start, and its plain rate."""
+        if len(totals) != SUMS:
+            return  # of a version that sums otherwise: its own cost is taken as it says
+        member = self._members.get(replica)
+        if member is None or steps_of(totals) < steps_of(member.totals):
+            none = [0.0] * SUMS
+            member = self._members[replica] = _Member(now, tokens_per_s, none, none)
+        steps = steps_of(totals) - steps_of(member.totals)
+        if steps <= 0:
+            return
+        keep = FADING**steps * exp((member.moved_at - now) / MEMORY_S)
+        count = min(1.0, _MEMORY_STEPS / steps)
+        seen = zip(member.recent, totals, member.totals, strict=True)
+        member.recent = [keep * recent + count * (after - before) for recent, after, before in seen]
+        member.totals, member.tokens_per_s, member.moved_at = totals, tokens_per_s, now
+        self._changed = True
+
+    def costs(self) -> dict[str, PrefillCost]:
+        """Of those who reported; empty when nothing was learned since the last call."""
+        if not self._changed or not self._members:
+            return {}
+        self._changed = False
+        newest = max([member.moved_at for member in self._members.values()])
+        evidence = {name: _weighed(member, newest) for name, member in self._members.items()}
+        for _ in range(ROUNDS):
+            shape = self._shape(evidence)
+            for name, member in self._members.items():
+                member.factor = _trusted(slowness(evidence[name], shape), steps_of(evidence[name]))
+        return {name: shape.times(member.factor) for name, member in self._members.items()}
+
+    def _shape(self, evidence: dict[str, list[float]]) -> PrefillCost:
+        """The parts that fit all steps, each as if on a replica of factor 1."""
+        alike = [scaled(evidence[name], member.factor) for name, member in self._members.items()]
+        rate = sum([member.tokens_per_s * member.factor for member in self._members.values()]) / len(alike)
+        return fit([sum(each) for each in zip(*alike, strict=True)], rate)
+
+
+def _trusted(slowness: float, steps: float) -> float:
+    """The factor that so many steps bear out."""
+    apart = log(slowness)
+    return exp(apart * apart * apart / (apart * apart + ALIKE * ALIKE) * steps / (steps + DRAW_STEPS))
+
+
+def _weighed(member: _Member, newest: float) -> list[float]:
+    weight = exp((member.moved_at - newest) / MEMORY_S)
+    return [weight * value for value in member.recent]

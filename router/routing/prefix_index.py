@@ -1,0 +1,251 @@
+"""Which replicas hold which blocks, and how long a prefix of a prompt each of them holds.
+
+Pure state: no sockets, no clock, no tokens. Knows neither load nor what is merely expected (reservations.py). Blocks go
+by their wire hash: as a hash names its whole prefix, one flat dict serves for the tree.
+
+A replica's prefix ends at its first missing block. Our own replicas keep what they hold prefix-closed
+(kvcache/prefix_cache.py
+asserts it, and heartbeats prove that the index holds the same), so a block that is there vouches for all before it, and
+the end is found by bisection. A replica that does not promise it (`closed=False`, foreign engines) is walked block by
+block, which is exact wherever a hole came from.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import compress, count, repeat
+from operator import is_not
+
+log = logging.getLogger(__name__)
+
+#: Sets of replicas that are kept once for all their blocks. One more and they are all forgotten: blocks that have them
+#: keep them, later ones get copies, which costs memory and nothing else.
+MAX_SHARED_SETS = 4096
+#: A prompt is read at so many places to tell whether halving is worth it: it is where two neighbours have equal sets.
+PROBES = 64
+#: Blocks that a walk reads at once.
+STRETCH = 512
+
+#: Where a prefix ends, in blocks, and the bits of the replicas whose prefix ends there.
+_End = tuple[int, int]
+
+
+class PrefixIndex:
+    """Block hash to set of replicas; a set is an int with one bit per replica."""
+
+    __slots__ = ("_bits", "_capacity", "_closed", "_counts", "_holders", "_known", "_names", "_shared", "dropped")
+
+    def __init__(self) -> None:
+        #: no entry is 0: a block that nobody holds has none
+        self._holders: dict[int, int] = {}
+        self._bits: dict[str, int] = {}
+        #: replicas with their bits, by the place of the bit
+        self._names: dict[int, tuple[str, int]] = {}
+        #: sets of several replicas, each as the one object that blocks share: of 512 replicas it takes 96 bytes
+        self._shared: dict[int, int] = {}
+        #: bits of all replicas
+        self._known = 0
+        #: bits of the replicas whose residency is prefix-closed
+        self._closed = 0
+        self._counts: dict[str, int] = {}
+        self._capacity: dict[str, int] = {}
+        #: blocks announced beyond a replica's own capacity, and not taken: memory stays bounded whatever it says
+        self.dropped = 0
+
+    def join(self, replica: str, capacity: int, *, closed: bool) -> None:
+        """Let a replica hold up to `capacity` blocks. `closed`: with a block it always holds the blocks before it."""
+        assert replica not in self._bits, f"{replica} has joined the index already"
+        bit = ~self._known & (self._known + 1)  # lowest free one, so that masks stay small
+        self._known |= bit
+        self._bits[replica] = bit
+        self._names[bit.bit_length()] = replica, bit
+        self._counts[replica] = 0
+        self._capacity[replica] = capacity
+        if closed:
+            self._closed |= bit
+
+    def leave(self, replica: str) -> None:
+        """Forget a replica and all that it holds."""
+        self.clear(replica)
+        bit = self._bits.pop(replica)
+        self._known ^= bit
+        self._closed &= ~bit
+        del self._names[bit.bit_length()], self._counts[replica], self._capacity[replica]
+
+    def add(self, replica: str, hashes: Iterable[int]) -> None:
+        """The replica holds these blocks now; those that it held already stay as they are."""
+        bit, holders, share = self._bits[replica], self._holders, self._shares()
+        room = before = self._capacity[replica] - self._counts[replica]
+        for block in hashes:
+            mask = holders.get(block)
+            if mask is not None and mask & bit:
+                continue
+            if not room:
+                self._drop(replica)
+                continue
+            holders[block] = bit if mask is None else share(both := mask | bit, both)
+            room -= 1
+        self._counts[replica] += before - room
+
+    def remove(self, replica: str, hashes: Iterable[int]) -> None:
+        """The replica holds these blocks no longer; unknown ones are ignored."""
+        bit, holders, share, gone = self._bits[replica], self._holders, self._shares(), 0
+        for block in hashes:
+            mask = holders.get(block, 0)
+            if not mask & bit:
+                continue
+            gone += 1
+            if mask == bit:
+                del holders[block]
+            else:
+                holders[block] = share(others := mask ^ bit, others)
+        self._counts[replica] -= gone
+
+    def clear(self, replica: str) -> None:
+        """The replica holds nothing. Walks the whole index: 50 ns a block, and rare."""
+        if self._counts[replica]:
+            bit, share = self._bits[replica], self._shares()
+            self._holders = {
+                block: share(others := mask ^ bit, others) if mask & bit else mask
+                for block, mask in self._holders.items()
+                if mask != bit
+            }
+            self._counts[replica] = 0
+
+    def reset(self, replica: str, hashes: Iterable[int]) -> None:
+        """The replica holds exactly these blocks."""
+        self.clear(replica)
+        self.add(replica, hashes)
+
+    def match(self, hashes: Sequence[int]) -> dict[str, int]:
+        """Each replica's longest held prefix of `hashes`, in blocks."""
+        holding = self._holders.get(hashes[0], 0) if hashes else 0
+        if not holding:
+            return dict.fromkeys(self._bits, 0)
+        closed = holding & self._closed
+        if closed.bit_count() > PROBES and len(hashes) > PROBES and self._crowded(hashes, closed):
+            closed = 0
+        ends = [(0, self._known ^ holding)]
+        if closed:
+            ends += self._bisect(hashes, closed)
+        if closed != holding:
+            ends += self._walk(hashes, holding ^ closed)
+        return self._spread(ends)
+
+    def _crowded(self, hashes: Sequence[int], holding: int) -> bool:
+        """Whether prefixes end so close to each other that halving would read most blocks, too."""
+        get, before = self._holders.get, holding
+        step = len(hashes) // PROBES
+        for block in hashes[step::step]:
+            held = get(block, 0) & holding
+            if held == before:
+                return False
+            before = held
+        return True
+
+    def _bisect(self, hashes: Sequence[int], holding: int) -> list[_End]:
+        """The ends for replicas that hold the first block, by halving wherever the set of holders shrinks."""
+        get = self._holders.get
+        ends = []
+        # Behind the last block nobody holds anything: a span never needs a special case for its end.
+        spans = [(0, holding, len(hashes), 0)]
+        while spans:
+            low, holders, high, left = spans.pop()
+            while high - low > 1:
+                middle = (low + high) // 2
+                mask = get(hashes[middle], 0) & holders
+                if mask == holders:
+                    low = middle
+                    continue
+                if mask != left:
+                    spans.append((middle, mask, high, left))
+                high, left = middle, mask
+            ends.append((high, holders & ~left))
+        return ends
+
+    def _walk(self, hashes: Sequence[int], holding: int) -> list[_End]:
+        """The ends for replicas that hold the first block, block by block.
+
+        Most neighbours have the same set, which is mostly the same object: those are passed over without a step of
+        the interpreter. Equal sets that are two objects cost a step.
+        """
+        get = self._holders.get
+        ends = []
+        before = holding
+        for start in range(0, len(hashes), STRETCH):
+            masks = list(map(get, hashes[start : start + STRETCH], repeat(0)))
+            for place in compress(count(), map(is_not, masks, [before, *masks])):
+                held = holding & masks[place]
+                if held == holding:
+                    continue
+                ends.append((start + place, holding ^ held))
+                holding = held
+                if not holding:
+                    return ends
+            before = masks[-1]
+        ends.append((len(hashes), holding))
+        return ends
+
+    def _spread(self, ends: list[_End]) -> dict[str, int]:
+        """By replica. Most of them end at one place: only the others cost a step each."""
+        common = max(ends, key=_replicas)
+        found = dict.fromkeys(self._bits, common[0])
+        names = self._names
+        for end in ends:
+            position, replicas = end
+            while replicas and end is not common:
+                name, bit = names[replicas.bit_length()]
+                found[name] = position
+                replicas ^= bit
+        return found
+
+    def holds(self, replica: str, block: int) -> bool:
+        """Whether the replica holds this block (its prefix aside)."""
+        return bool(self._holders.get(block, 0) & self._bits[replica])
+
+    def __contains__(self, block: int) -> bool:
+        """Whether any replica holds this block."""
+        return block in self._holders
+
+    def count(self, replica: str) -> int:
+        """Number of blocks that the replica holds."""
+        return self._counts[replica]
+
+    def unique(self) -> dict[str, int]:
+        """By replica: blocks that no other one holds. Walks the whole index, and is rare."""
+        holders = Counter(self._holders.values())
+        return {replica: holders[bit] for replica, bit in self._bits.items()}
+
+    def __len__(self) -> int:
+        """Number of distinct blocks."""
+        return len(self._holders)
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        known = sum(self._bits.values())
+        assert known.bit_count() == len(self._bits), f"replicas share a bit: {self._bits}"
+        assert known == self._known, f"{self._known:#x} is noted of the bits {known:#x}"
+        names = {bit.bit_length(): (replica, bit) for replica, bit in self._bits.items()}
+        assert self._names == names, "a bit has two names"
+        assert not self._closed & ~known, f"{self._closed:#x} names replicas that left"
+        strays = [mask for mask in self._holders.values() if not mask or mask & ~known]
+        assert not strays, f"{len(strays)} masks are empty or name replicas that left"
+        for replica, bit in self._bits.items():
+            held = sum(1 for mask in self._holders.values() if mask & bit)
+            assert held == self._counts[replica], f"{replica}: counted {self._counts[replica]}, holds {held}"
+            assert held <= self._capacity[replica], f"{replica} holds {held} of {self._capacity[replica]} blocks"
+
+    def _shares(self) -> Callable[[int, int], int]:
+        """Gives the object to keep for a set of several replicas, when called with it as key and as value."""
+        if len(self._shared) > MAX_SHARED_SETS:
+            self._shared = {}
+        return self._shared.setdefault
+
+    def _drop(self, replica: str) -> None:
+        if not self.dropped:
+            log.warning("index_overflow replica=%s blocks=%d", replica, self._capacity[replica])
+        self.dropped += 1
+
+
+def _replicas(end: _End) -> int:
+    return end[1].bit_count()

@@ -1,0 +1,326 @@
+"""How busy each replica is: its last report, plus what was sent to it since that report.
+
+Pure state: the time comes in. Knows nothing of prefixes or of where a request should go.
+
+A report names the highest request id that it has taken into account (`accepted`), so nothing is counted twice and
+nothing falls between dispatch and report. What other routers send shows in the next report, within a step.
+
+A step may take most of a second, in which the replica works and says nothing. So its queue is kept as the time at
+which it will have been worked down: that comes nearer by itself.
+"""
+
+from dataclasses import dataclass, field
+from math import inf
+from typing import Literal
+
+import msgspec
+
+from ...events.wire.messages import CacheCounters, LoadReport, PrefillCost
+from ...replica.messages import ReplicaDescription
+from .prefill_costs import CostPool
+
+#: A replica that does nothing for so many of the longest steps that it could make is stuck. Not tuned: a step's length
+#: is estimated, and other processes may take most of the machine.
+STALLED_STEPS = 4
+#: Seconds until what all replicas have measured is put together again: it changes slowly, and every view with it.
+PRICED_EVERY_S = 1.0
+
+#: Why a replica that is there takes no new requests: it is about to leave, or its cache is being filled.
+Rest = Literal["draining", "warming"]
+
+
+class Pending(msgspec.Struct, frozen=True, gc=False):
+    """A request on its way to a replica: not in any report yet."""
+
+    uncached_tokens: int
+    blocks: int
+    prefill_s: float  #: to compute those tokens there
+
+
+class ReplicaLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """What a policy may know of one replica's load."""
+
+    running: int
+    waiting: int  #: reported, and on the way
+    queued_prefill_tokens: int  #: reported, and on the way
+    busy_until: float  #: when those are computed, by the router's clock; past or not, if there are none
+    decode_context_tokens: int
+    free_blocks: int  #: allocatable, less what is on the way
+    cached_free_blocks: int
+    total_blocks: int
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    prefill_cost: PrefillCost
+    max_running_requests: int
+    max_batched_tokens: int
+    draining: bool = False
+    warming: bool = False
+    silent: bool = False
+    pinned_blocks: int = 0
+
+    @property
+    def requests(self) -> int:
+        """Requests there and on the way."""
+        return self.running + self.waiting
+
+    @property
+    def occupied_blocks(self) -> int:
+        """Blocks in use or still holding cached KV."""
+        return self.total_blocks - self.free_blocks + self.cached_free_blocks
+
+
+@dataclass(slots=True)
+class _Replica:
+    description: ReplicaDescription
+    heard_at: float
+    moved_at: float  #: when its engine did something: publishers repeat the last report while it does not
+    report: LoadReport | None = None
+    cost: PrefillCost | None = None  #: by what all have measured; None: it has sent no sums
+    rest: Rest | None = None
+    pending: dict[int, Pending] = field(default_factory=dict)  # ids rise, so insertion order is their order
+    pending_tokens: int = 0
+    busy_until: float = 0.0
+    pending_blocks: int = 0
+    in_flight: set[int] = field(default_factory=set)
+    #: As it was asked for last; None since something changed. Most requests change one replica and look at all.
+    view: ReplicaLoad | None = None
+
+    def send(self, request_id: int, sent: Pending, now: float) -> None:
+        self.busy_until = max(self.busy_until, now) + sent.prefill_s
+        self.pending[request_id] = sent
+        self.pending_tokens += sent.uncached_tokens
+        self.pending_blocks += sent.blocks
+        self.view = None
+
+    def arrive(self, request_id: int) -> Pending | None:
+        sent = self.pending.pop(request_id, None)
+        if sent is not None:
+            self.pending_tokens -= sent.uncached_tokens
+            self.pending_blocks -= sent.blocks
+            self.view = None
+        return sent
+
+    def end(self, request_id: int) -> None:
+        sent = self.arrive(request_id)
+        if sent is not None:  # taken back before the replica told of it: it never will, so nothing else corrects this
+            self.busy_until -= sent.prefill_s
+        self.in_flight.discard(request_id)
+
+
+class LoadBook:
+    """Loads of all joined replicas, as one router knows them."""
+
+    def __init__(self, router_id: str, silence_s: float) -> None:
+        self._router_id = router_id
+        self._silence_s = silence_s
+        self._replicas: dict[str, _Replica] = {}
+        self._pool = CostPool()
+        self._priced_at = -inf
+
+    def __contains__(self, replica: str) -> bool:
+        return replica in self._replicas
+
+    def join(self, description: ReplicaDescription, now: float) -> None:
+        """A replica is there; until its first report it counts as idle, with the rates of its warm-up."""
+        assert description.replica_id not in self._replicas, f"{description.replica_id} has joined already"
+        self._replicas[description.replica_id] = _Replica(description, heard_at=now, moved_at=now)
+
+    def leave(self, replica: str) -> None:
+        """A replica is gone."""
+        del self._replicas[replica]
+        self._pool.leave(replica)
+
+    def replicas(self) -> tuple[str, ...]:
+        """Who has joined, in the order of joining."""
+        return tuple(self._replicas)
+
+    def description(self, replica: str) -> ReplicaDescription:
+        """How the replica introduced itself."""
+        return self._replicas[replica].description
+
+    def report(self, replica: str, report: LoadReport, now: float) -> None:
+        """The replica's own word; what it has accepted is on the way no longer."""
+        entry = self._replicas[replica]
+        before, entry.report = entry.report, report
+        if before is None or (report.step, report.ts) != (before.step, before.ts):
+            entry.moved_at = now
+        entry.heard_at = now
+        entry.view = None
+        if report.prefill_sums is not None:
+            self._pool.report(replica, report.prefill_sums, report.prefill_tokens_per_s, now)
+        accepted = report.accepted.get(self._router_id)
+        arrived = [] if accepted is None else [known for known in entry.pending if known <= accepted]
+        for request_id in arrived:
+            entry.arrive(request_id)
+        if arrived or _differs(report, before):
+            on_the_way_s = sum([sent.prefill_s for sent in entry.pending.values()])
+            entry.busy_until = now + _queued_s(entry, report) + on_the_way_s
+
+    def heard(self, replica: str, now: float) -> None:
+        """Tokens are a sign of life too."""
+        entry = self._replicas[replica]
+        entry.heard_at = entry.moved_at = now
+
+    def dispatched(self, replica: str, request_id: int, pending: Pending, now: float) -> None:
+        """A request is on its way there."""
+        entry = self._replicas[replica]
+        entry.send(request_id, pending, now)
+        entry.in_flight.add(request_id)
+
+    def started(self, replica: str, request_id: int) -> None:
+        """Its first token came: it is prefilled, whatever the last report says."""
+        self._replicas[replica].arrive(request_id)
+
+    def ended(self, replica: str, request_id: int) -> None:
+        """The request has left the replica; harmless when it, or the replica, is gone already."""
+        entry = self._replicas.get(replica)
+        if entry is not None:
+            entry.end(request_id)
+
+    def rest(self, replica: str, rest: Rest | None) -> None:
+        """Send nothing new there, and why; None: it takes requests."""
+        entry = self._replicas[replica]
+        entry.rest = rest
+        entry.view = None
+
+    def in_flight(self, replica: str) -> int:
+        """This router's requests there and on the way."""
+        return len(self._replicas[replica].in_flight)
+
+    def has_reported(self, replica: str) -> bool:
+        """Whether any report came."""
+        return self._replicas[replica].report is not None
+
+    def age_s(self, replica: str, now: float) -> float:
+        """Seconds since the last sign of life."""
+        return now - self._replicas[replica].heard_at
+
+    def stalled(self, now: float) -> list[str]:
+        """Who has requests of ours and does nothing, for longer than its steps can take.
+
+        Nobody while all do nothing: then it is this router that has not listened, or there is nowhere else to go.
+        """
+        if all(now - entry.moved_at > self._silence_s for entry in self._replicas.values()):
+            return []
+        return [name for name, entry in self._replicas.items() if entry.in_flight and self._is_stuck(entry, now)]
+
+    def _is_stuck(self, entry: _Replica, now: float) -> bool:
+        age_s = now - entry.moved_at
+        return age_s > self._silence_s and age_s > STALLED_STEPS * _longest_step_s(entry)
+
+    def _is_silent(self, entry: _Replica, now: float) -> bool:
+        return now - entry.heard_at > self._silence_s or self._is_stuck(entry, now)
+
+    def view(self, replica: str, now: float) -> ReplicaLoad:
+        """The load that a decision made now must count with."""
+        self._price(now)
+        entry = self._replicas[replica]
+        silent = self._is_silent(entry, now)
+        view = entry.view
+        if view is None or view.silent != silent:
+            view = entry.view = _view(entry, silent)
+        return view
+
+    def views(self, now: float) -> list[ReplicaLoad]:
+        """Of all replicas, in the order of joining. In one loop: a fleet has hundreds, and most have not changed."""
+        self._price(now)
+        silence_s, found = self._silence_s, []
+        for entry in self._replicas.values():
+            # Who moved lately is neither silent nor stuck, and nearly all did.
+            view, silent = entry.view, now - entry.moved_at > silence_s and self._is_silent(entry, now)
+            if view is None or view.silent != silent:
+                view = entry.view = _view(entry, silent)
+            found.append(view)
+        return found
+
+    def _price(self, now: float) -> None:
+        if now - self._priced_at < PRICED_EVERY_S:
+            return
+        self._priced_at = now
+        for replica, cost in self._pool.costs().items():
+            entry = self._replicas[replica]
+            entry.cost, entry.view = cost, None
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        for replica, entry in self._replicas.items():
+            stray = set(entry.pending) - entry.in_flight
+            assert not stray, f"{replica}: {len(stray)} requests on the way are not in flight"
+            ids = list(entry.pending)
+            assert ids == sorted(ids), f"{replica}: request ids do not rise: {ids}"
+            tokens = sum(sent.uncached_tokens for sent in entry.pending.values())
+            assert tokens == entry.pending_tokens, f"{replica}: {entry.pending_tokens} of {tokens} tokens are counted"
+            blocks = sum(sent.blocks for sent in entry.pending.values())
+            assert blocks == entry.pending_blocks, f"{replica}: {entry.pending_blocks} of {blocks} blocks are counted"
+            fresh = _view(entry, entry.view.silent) if entry.view else None
+            assert entry.view == fresh, f"{replica}: {entry.view} is out of date, it is {fresh}"
+
+
+def _view(entry: _Replica, silent: bool) -> ReplicaLoad:
+    about, report = entry.description, entry.report or _idle(entry.description)
+    free_blocks = max(0, report.free_blocks - entry.pending_blocks)
+    return ReplicaLoad(
+        running=report.running,
+        waiting=report.waiting + len(entry.pending),
+        queued_prefill_tokens=report.queued_prefill_tokens + entry.pending_tokens,
+        busy_until=entry.busy_until,
+        decode_context_tokens=report.decode_context_tokens,
+        free_blocks=free_blocks,
+        cached_free_blocks=min(report.cached_free_blocks, free_blocks),
+        total_blocks=report.total_blocks,
+        prefill_tokens_per_s=report.prefill_tokens_per_s or about.prefill_tokens_per_s,
+        decode_step_s=report.decode_step_s or about.decode_step_s,
+        prefill_cost=entry.cost or report.prefill_cost or _plain_cost(entry, report),
+        max_running_requests=about.max_running_requests,
+        max_batched_tokens=about.max_batched_tokens,
+        draining=entry.rest == "draining" or report.draining,
+        warming=entry.rest == "warming",
+        silent=silent,
+        pinned_blocks=report.pinned_blocks,
+    )
+
+
+def _longest_step_s(entry: _Replica) -> float:
+    """Of a whole budget of new tokens, by the slower of what was measured at its start and what it reports."""
+    about, report = entry.description, entry.report
+    rates = [about.prefill_tokens_per_s, report.prefill_tokens_per_s if report else 0.0]
+    steps = [about.decode_step_s, report.decode_step_s if report else 0.0]
+    return about.max_batched_tokens / min(rate for rate in rates if rate > 0) + max(steps)
+
+
+def _differs(report: LoadReport, before: LoadReport | None) -> bool:
+    """Whether the queue is told anew: heartbeats repeat, in the middle of a step, what was so before it."""
+    return before is None or (report.step, report.queued_prefill_tokens) != (before.step, before.queued_prefill_tokens)
+
+
+def _queued_s(entry: _Replica, report: LoadReport) -> float:
+    if entry.cost is not None and report.queued_prefill is not None:
+        return entry.cost.total(report.queued_prefill)
+    if report.queued_prefill_s is not None:
+        return report.queued_prefill_s
+    return report.queued_prefill_tokens * _plain_cost(entry, report).token_s
+
+
+def _idle(description: ReplicaDescription) -> LoadReport:
+    """What a replica without any work would report."""
+    return LoadReport(
+        epoch=description.epoch,
+        step=0,
+        ts=0.0,
+        running=0,
+        waiting=0,
+        queued_prefill_tokens=0,
+        decode_context_tokens=0,
+        free_blocks=description.num_blocks,
+        cached_free_blocks=0,
+        total_blocks=description.num_blocks,
+        prefill_tokens_per_s=description.prefill_tokens_per_s,
+        decode_step_s=description.decode_step_s,
+        counters=CacheCounters(),
+    )
+
+
+def _plain_cost(entry: _Replica, report: LoadReport) -> PrefillCost:
+    """Every token costs the same."""
+    tokens_per_s = report.prefill_tokens_per_s or entry.description.prefill_tokens_per_s
+    return PrefillCost(prompt_s=0.0, token_s=1 / tokens_per_s, pair_s=0.0)

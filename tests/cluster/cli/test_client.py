@@ -1,0 +1,76 @@
+"""What commands send to a router."""
+
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from homing.cluster.cli.client import _trust, get_json, post_json, router_urls
+from homing.cluster.config import load_settings
+from homing.cluster.errors import ClusterError, NotRunning
+
+#: A certificate for the loopback, and its key: for tests alone.
+TLS = Path(__file__).parents[2] / "router" / "tls" / "server.pem"
+
+
+@pytest.fixture
+def router() -> Iterator[HTTPServer]:
+    """Answers a POST with its Authorization header."""
+
+    class Echo(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'"%s"' % (self.headers["authorization"] or "none").encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Echo)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_question_is_asked_in_the_name_of_a_key(router: HTTPServer) -> None:
+    """Tenants do not share cached blocks: without the key, `homing explain` would speak of nobody's."""
+    url = f"http://127.0.0.1:{router.server_port}/explain"
+
+    assert post_json(url, {}, api_key="ann") == "Bearer ann"
+    assert post_json(url, {}) == "none"
+
+
+def test_a_router_that_does_not_answer_is_told_with_a_remedy() -> None:
+    """In words: a number of the system's says nothing to whoever asked for the status."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/cluster"
+
+        with pytest.raises(ClusterError, match="cannot be asked: Connection refused; a router that died is back"):
+            get_json(url)
+
+
+def test_a_cluster_elsewhere_is_asked_without_a_note(tmp_path: Path) -> None:
+    """`--url`: no process of this machine has to be known by it."""
+    settings = load_settings({"state_dir": str(tmp_path)}, {})
+
+    assert router_urls(settings, "gateway:8000/") == ("http://gateway:8000",)
+    with pytest.raises(NotRunning):
+        router_urls(settings)
+
+
+def test_a_router_on_this_machine_is_believed_whatever_its_certificate_names(router: HTTPServer) -> None:
+    """It names the address that clients use, which the commands of this machine do not."""
+    trust = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trust.load_cert_chain(TLS)
+    router.socket = trust.wrap_socket(router.socket, server_side=True)
+
+    assert post_json(f"https://localhost:{router.server_port}/explain", {}) == "none"
+    assert _trust("https://router.example/").verify_mode is ssl.CERT_REQUIRED

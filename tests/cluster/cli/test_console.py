@@ -1,0 +1,101 @@
+"""What `homing serve` shows: what stands there can be typed."""
+
+import io
+import re
+import shlex
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from homing.cluster.cli.console import Console, called
+from homing.cluster.cli.main import parse
+from homing.cluster.config import Settings, load_settings
+from homing.cluster.control.control_messages import ClusterStatus
+
+STATUS = ClusterStatus(gangs=(), url="http://127.0.0.1:8000", router_urls=(), router_error=None, notices=())
+
+
+def banner(settings: Settings, program: str = "homing") -> str:
+    out = io.StringIO()
+    Console(out, program=program).banner(STATUS, settings, detached=True)
+    return out.getvalue()
+
+
+def make_script(folder: Path) -> Path:
+    """A folder as pip fills it; returns its interpreter."""
+    folder.mkdir(parents=True)
+    (folder / "homing").touch()
+    return folder / "python"
+
+
+def test_a_command_is_called_as_this_shell_would_find_it(tmp_path: Path) -> None:
+    """`make serve` installs into .venv, which is on nobody's PATH; and another homing may be."""
+    python = make_script(tmp_path / "project" / ".venv" / "bin")
+    other = make_script(tmp_path / "usr" / "bin").with_name("homing")
+    here = tmp_path / "project"
+
+    assert called(python, None, here) == ".venv/bin/homing"
+    assert called(python, str(python.with_name("homing")), here) == "homing"
+    assert called(python, str(other), here) == ".venv/bin/homing"
+    assert called(python, None, tmp_path / "usr") == str(python.with_name("homing"))
+
+
+def test_what_the_shell_would_take_apart_is_quoted(tmp_path: Path) -> None:
+    """Home folders have spaces."""
+    python = make_script(tmp_path / "my project" / "bin")
+
+    assert shlex.split(called(python, None, tmp_path)) == ["my project/bin/homing"]
+    assert shlex.split(called(tmp_path / "no script" / "python", None, tmp_path))[1:] == [
+        "-m",
+        "homing.cluster.cli.main",
+    ]
+
+
+def test_every_command_of_the_banner_finds_the_cluster() -> None:
+    """In another terminal, where no variable is set."""
+    settings = load_settings({"name": "blue", "state_dir": "/srv/state folder"}, {})
+
+    commands = [shlex.split(line)[1:] for line in re.findall(r"^  \w+ +(homing .*)$", banner(settings), re.MULTILINE)]
+
+    assert [words[0] for words in commands] == ["status", "explain", "watch", "stop"]
+    for words in commands:
+        arguments = parse(words)
+        assert (arguments.name, arguments.state_dir) == ("blue", "/srv/state folder")
+
+
+def test_several_models_are_all_named_and_the_commands_choose_one() -> None:
+    """What stands there is copied: without a model's name it would be refused."""
+    fox, owl = (load_settings({"served_model_name": name, "replicas": "3"}, {}) for name in ("fox", "forest/owl"))
+    settings = msgspec.structs.replace(Settings(), models=(fox, owl))
+    out = io.StringIO()
+
+    Console(out).opening(settings)
+    Console(out).banner(STATUS, settings, detached=False)
+
+    page = out.getvalue()
+    assert "· 2 models\n  fox · model demo · 3 replicas\n  forest/owl · model demo · 3 replicas\n" in page
+    assert "homing is ready: fox on 3 replicas, forest/owl on 3 replicas" in page
+    assert '"model": "fox"' in page
+    assert "homing explain --served-model-name fox" in page
+
+
+class Closed(io.StringIO):
+    """A pipe whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_reader_that_goes_away_ends_all_but_taking_down() -> None:
+    """It ends `homing serve | head`, which must leave nothing behind."""
+    console = Console(Closed())
+
+    with pytest.raises(BrokenPipeError):
+        console.line("ready")
+    console.farewell("stopping")
+
+
+def test_the_usual_cluster_needs_no_flags() -> None:
+    """Short commands are read."""
+    assert re.search(r"^  status   homing status$", banner(Settings()), re.MULTILINE)

@@ -1,0 +1,143 @@
+"""`homing doctor`: every fault of machine, settings or cluster is a finding that says what to do."""
+
+import io
+import json
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from homing.cluster.cli.doctor import Finding, examine_host, examine_settings, examine_view, render
+from homing.cluster.cli.main import run
+from homing.cluster.config import load_settings
+from homing.cluster.host import PACKAGES, Disk, Host
+
+GIB = 1 << 30
+WELL = Host(
+    python=(3, 11),
+    packages=dict.fromkeys(PACKAGES, "1.0"),
+    cores=8,
+    memory_bytes=32 * GIB,
+    gpus_seen=0,
+    gpus_usable=0,
+    disks=(Disk("notes", "/notes", 100 * GIB),),
+    shared_memory_bytes=GIB,
+    open_files=65536,
+    clock_synchronized=True,
+    token_mode=0o600,
+)
+
+
+def faults(host: Host, **flags: str) -> list[Finding]:
+    findings = examine_host(host, load_settings(flags, {}))
+    return [finding for finding in findings if finding.level != "ok"]
+
+
+def test_a_machine_in_order_has_no_fault() -> None:
+    """Each check says that it looked."""
+    findings = examine_host(WELL, load_settings({}, {}))
+
+    assert {finding.level for finding in findings} == {"ok"}
+    assert {"environment", "gpus", "memory", "shared memory", "file limits", "clock", "auth", "disk"} == {
+        finding.check for finding in findings
+    }
+
+
+@pytest.mark.parametrize(
+    ("fault", "flags", "check", "level", "words"),
+    [
+        ({"python": (3, 10)}, {}, "environment", "error", "Python 3.10 is too old"),
+        ({"packages": dict.fromkeys(PACKAGES, "1") | {"ray": None}}, {}, "environment", "error", "not installed: ray"),
+        ({"gpus_seen": 2}, {}, "gpus", "error", "the driver sees 2 GPUs, torch none"),
+        ({}, {"gpus_per_rank": "0.5"}, "gpus", "error", "2 ranks want 1 GPUs, here are 0"),
+        ({"gpus_seen": 1, "gpus_usable": 1}, {}, "gpus", "warning", "ranks reserve none"),
+        ({"memory_bytes": GIB // 2}, {}, "memory", "error", "2 ranks want 1.0 GiB for KV and 0.0 for weights, 0.5 GiB"),
+        ({"shared_memory_bytes": 64 << 20}, {}, "shared memory", "warning", "/dev/shm has 64 MiB"),
+        ({"shared_memory_bytes": None}, {}, "shared memory", "warning", "no /dev/shm"),
+        ({"open_files": 1024}, {}, "file limits", "warning", "1024 files"),
+        ({"clock_synchronized": False}, {}, "clock", "warning", "not synchronised"),
+        ({"token_mode": 0o644}, {}, "auth", "warning", "mode 644"),
+        ({"token_mode": None}, {"ray_address": "head:6379"}, "auth", "warning", "no token here"),
+        ({"disks": (Disk("notes", "/n", GIB),)}, {}, "disk", "warning", "1.0 GiB free for notes in /n"),
+        ({"disks": (Disk("notes", "/n", 1),)}, {}, "disk", "error", "0.0 GiB"),
+    ],
+)
+def test_each_fault_is_found_and_has_a_remedy(
+    fault: dict[str, object], flags: dict[str, str], check: str, level: str, words: str
+) -> None:
+    """And nothing else is said to be wrong."""
+    (found,) = faults(replace(WELL, **fault), **flags)
+
+    assert (found.check, found.level) == (check, level)
+    assert words in found.message
+    assert found.remedy
+
+
+def test_settings_that_would_be_refused_are_errors(tmp_path: Path) -> None:
+    """A model that is not whole, and a door that is open to all."""
+    settings = load_settings({"model": str(tmp_path), "host": "0.0.0.0", "port": "0"}, {})
+
+    port, model, keys = examine_settings(settings, None)
+
+    assert port.level == "ok"
+    assert (model.level, "no config.json" in model.message) == ("error", True)
+    assert model.remedy
+    assert keys.level == "warning"
+    assert "--api-keys-file" in keys.remedy
+
+
+def test_what_a_running_cluster_tells_is_told_on() -> None:
+    """Who is refused, who is missing, and whose events cannot be trusted."""
+    row = {"replica_id": "r0", "state": "serving", "feed": "stale", "node": "n"}
+    view = {
+        "refused": [{"replica_id": "r1", "message": "another tokenizer"}],
+        "absent": [{"replica_id": "r2", "reason": "no room"}],
+        "replicas": [row, row | {"replica_id": "r3", "feed": "live"}],
+        "models": [{"name": "fox", "serving": 2}, {"name": "owl", "serving": 0}],
+    }
+
+    found = [(finding.check, finding.level) for finding in examine_view(view)]
+
+    assert found == [
+        ("parity", "error"),
+        ("replicas", "error"),
+        ("replicas", "warning"),
+        ("replicas", "ok"),
+        ("replicas", "error"),
+    ]
+
+
+def test_a_cluster_in_which_nothing_serves_is_an_error_with_its_remedy() -> None:
+    """A taken port, too, says what to do apart from what is wrong."""
+    *_, replicas = examine_view({"refused": [], "absent": [], "replicas": [], "models": []})
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port, *_ = examine_settings(load_settings({"port": str(taken.getsockname()[1])}, {}), None)
+
+    assert (replicas.level, port.level) == ("error", "error")
+    assert "homing status" in replicas.remedy
+    assert port.remedy.startswith("choose another port")
+
+
+def test_a_finding_is_a_line_with_its_remedy_below() -> None:
+    """For a person; programs get JSON."""
+    page = render([Finding("clock", "warning", "it is wrong", "mend it"), Finding("gpus", "ok", "none")])
+
+    assert page.splitlines() == [
+        " !  clock         it is wrong",
+        "                  → mend it",
+        "ok  gpus          none",
+    ]
+
+
+def test_the_command_looks_at_this_machine(tmp_path: Path) -> None:
+    """Everything is really looked at; what is found depends on the machine, and the exit code on what is found."""
+    out = io.StringIO()
+    code = run(["doctor", "--json", "--port", "0", "--state-dir", str(tmp_path)], out)
+    findings = json.loads(out.getvalue())
+
+    assert code == int(any(finding["level"] == "error" for finding in findings))
+    assert {"environment", "ports", "model", "keys", "clock", "cluster"} <= {finding["check"] for finding in findings}
+    assert all(finding["remedy"] for finding in findings if finding["level"] == "warning")

@@ -1,0 +1,106 @@
+"""The table of `homing explain`."""
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from homing.cluster.cli.explain import read_key, render, request_body
+from homing.cluster.errors import SettingsError
+
+SCORE = {
+    "replica_id": "r0",
+    "feed": "live",
+    "held_blocks": 61,
+    "expected_blocks": 62,
+    "uncached_tokens": 17,
+    "queued_prefill_tokens": 300,
+    "running": 2,
+    "waiting": 1,
+    "expected_ttft_s": 0.0123,
+    "chosen": True,
+    "why": "least expected time to first token",
+}
+OTHER = {**SCORE, "replica_id": "r1", "chosen": False, "expected_ttft_s": None, "why": "draining"}
+FOUND = {
+    "policy": "expected-ttft",
+    "chosen": "r0",
+    "why": SCORE["why"],
+    "prompt_tokens": 1009,
+    "prompt_blocks": 63,
+    "replicas": [SCORE, OTHER],
+}
+
+
+def test_every_replica_is_a_line_and_the_choice_is_marked() -> None:
+    """An on-call engineer reads what was compared, and why one won."""
+    lines = render(FOUND).splitlines()
+
+    assert lines[0].startswith("1009 tokens in 63 full blocks")
+    assert lines[3].split()[:9] == ["→", "r0", "live", "61", "62", "17", "300", "2", "1"]
+    assert "12.3 ms" in lines[3]
+    assert lines[4].split() == ["r1", "live", "61", "62", "17", "300", "2", "1", "-", "draining"]
+    assert lines[-1] == "→ r0: least expected time to first token"
+
+
+def test_the_readme_shows_what_is_printed() -> None:
+    """The sample was copied once; the columns go on changing."""
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    sample = next(part for part in readme.split("```") if "full blocks" in part).strip().splitlines()
+    printed = render(FOUND).splitlines()
+
+    def shape(line: str) -> list[str]:
+        return re.split(r"\s{2,}", re.sub(r"[\d.]+", "0", line.strip()))
+
+    assert [shape(line) for line in (sample[0], sample[2])] == [shape(line) for line in (printed[0], printed[2])]
+    assert shape(sample[-1]) == shape(printed[-1])
+    assert [len(shape(line)) for line in sample[3:5]] == [len(shape(line)) for line in printed[3:5]]
+
+
+def test_one_block_is_not_many() -> None:
+    """The demo's first prompt has one."""
+    assert render({**FOUND, "prompt_blocks": 1}).startswith("1009 tokens in 1 full block ·")
+
+
+def test_a_held_request_goes_nowhere() -> None:
+    """Late binding is a decision, too."""
+    held = {**FOUND, "chosen": None, "why": "held: r0 saturated"}
+
+    assert render(held).splitlines()[-1] == "→ nowhere yet, held: r0 saturated"
+
+
+def test_a_question_is_a_prompt_or_a_body(tmp_path: Path) -> None:
+    """Exactly one of them; a mistake names the file."""
+    body = tmp_path / "body.json"
+    body.write_text(json.dumps({"prompt": "x"}))
+
+    assert request_body("hi", None, None, raw=False) == {"messages": [{"role": "user", "content": "hi"}]}
+    assert request_body("hi", None, None, raw=True) == {"prompt": "hi"}
+    assert request_body(None, str(body), None, raw=False) == {"prompt": "x"}
+    assert request_body(None, str(body), "owl", raw=False) == {"prompt": "x", "model": "owl"}
+    for prompt, file in ((None, None), ("hi", str(body)), (None, str(tmp_path)), (None, str(tmp_path / "none"))):
+        with pytest.raises(SettingsError):
+            request_body(prompt, file, None, raw=False)
+
+
+def test_a_file_that_is_no_json_is_told_so(tmp_path: Path) -> None:
+    """Where the parser stopped says nothing to whoever gave the wrong file."""
+    body = tmp_path / "README.md"
+    body.write_text("# no JSON")
+
+    with pytest.raises(SettingsError, match="holds no JSON"):
+        request_body(None, str(body), None, raw=False)
+
+
+def test_a_key_comes_from_a_file_or_standard_input(tmp_path: Path) -> None:
+    """Never from the command line: everybody on the machine can read those."""
+    file = tmp_path / "key"
+    file.write_text("sk-1\n")
+
+    assert read_key(str(file), io.StringIO()) == "sk-1"
+    assert read_key("-", io.StringIO("sk-2\n")) == "sk-2"
+    assert read_key(None, io.StringIO("sk-3")) is None
+    with pytest.raises(SettingsError, match="--api-key-file"):
+        read_key(str(tmp_path / "none"), io.StringIO())

@@ -1,0 +1,39 @@
+"""What `homing serve` settles before it starts anything."""
+
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from homing.cluster.cli.serve import with_api_keys
+from homing.cluster.config import Settings
+from homing.cluster.errors import SettingsError
+from homing.router.config import RouterSettings
+
+
+def settings_with(path: str) -> Settings:
+    return msgspec.structs.replace(Settings(), router=RouterSettings(api_keys_file=path))
+
+
+def test_without_a_keys_file_nothing_changes() -> None:
+    """The default needs no file."""
+    assert with_api_keys(Settings()) == Settings()
+
+
+def test_the_keys_file_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router is another process, maybe in another folder."""
+    digest = sha256(b"key").hexdigest()
+    (tmp_path / "keys.yaml").write_text(f"keys:\n- key_sha256: '{digest}'\n  tenant: acme\n")
+    monkeypatch.chdir(tmp_path)
+
+    assert with_api_keys(settings_with("keys.yaml")).router.api_keys_file == str(tmp_path / "keys.yaml")
+
+
+def test_a_wrong_keys_file_is_a_setting_s_mistake(tmp_path: Path) -> None:
+    """Said before a minute of loading, with the setting and the entry."""
+    path = tmp_path / "keys.yaml"
+    path.write_text("keys:\n- tenant: acme\n")
+
+    with pytest.raises(SettingsError, match=r"api_keys_file: .*keys\[0\].*key_sha256"):
+        with_api_keys(settings_with(str(path)))

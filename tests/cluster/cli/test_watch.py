@@ -1,0 +1,228 @@
+"""What `homing watch` prints for each kind of event."""
+
+import asyncio
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from homing.cluster.cli.main import run
+from homing.cluster.cli.watch import JsonPrinter, ReadablePrinter, Viewing, Wanted, Watching, check_replicas, listed
+from homing.cluster.errors import SettingsError
+from homing.events import (
+    Cleared,
+    ClusterFeed,
+    EventEndpoints,
+    EventFeed,
+    EventPublisher,
+    EventsSettings,
+    FeedStatus,
+    Recorded,
+    Removed,
+    SnapshotBlock,
+    Source,
+    Stored,
+    StreamEvent,
+    read_lines,
+    rebuild,
+    to_line,
+)
+from homing.events.follow.subscription import Apply, Reset
+
+SOURCE = Source("r0", 2**64 - 7)
+
+
+def printed(printer: type[JsonPrinter] | type[ReadablePrinter], wanted: Wanted = Wanted()) -> list[str]:  # noqa: B008
+    out: list[str] = []
+    made = printer(out.append, wanted)
+    made.told(SOURCE, Reset(7, 4, [SnapshotBlock(1, None, [5]), SnapshotBlock(2, 1, [6])]))
+    made.remark(SOURCE, "status", "live")
+    made.told(SOURCE, Apply(5, 60.0, [Stored(2, [3, 4], [7, 8], 1, "CPU"), Removed([3]), Cleared()]))
+    return out
+
+
+def test_json_lines_are_those_of_a_recording() -> None:
+    """One schema: what a program reads from the pipe it reads from the file, and no number is too large for it."""
+    lines = printed(JsonPrinter)
+    events = [json.loads(line) for line in lines]
+
+    assert [event["event"] for event in events] == ["cleared", "stored", "status", "stored", "removed", "cleared"]
+    assert all(event["replica"] == "r0" and event["epoch"] == "fffffffffffffff9" for event in events)
+    assert [event.get("resync", False) for event in events] == [True, True, False, False, False, False]
+    assert events[1]["hashes"] == ["0000000000000001", "0000000000000002"]
+    assert events[2]["status"] == "live"
+    assert [to_line(record).decode() for record in read_lines(lines)] == lines[:2] + lines[3:]
+
+
+def test_a_program_can_choose_what_it_reads() -> None:
+    """What is held anew is both: a reset, and what it says."""
+    kinds = [
+        [json.loads(line)["event"] for line in printed(JsonPrinter, Wanted(kinds=frozenset([kind])))]
+        for kind in ("reset", "stored", "status", "joined")
+    ]
+
+    assert kinds == [["cleared", "stored"], ["stored", "stored"], ["status"], []]
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+async def test_rates_are_lines_of_the_kind_that_was_asked_for(as_json: bool) -> None:
+    """A program that asked for JSON must not meet a table."""
+    lines: list[str] = []
+    watching = Watching(Viewing(as_json=as_json, rates_s=0.01), lines.append, None)
+    nowhere = EventFeed(EventEndpoints(events="", replay="", state="", snapshot=""), IgnoringSink())
+
+    watching.joined(SOURCE, nowhere)
+    watching.told(SOURCE, Apply(5, 60.0, [Stored(None, [3, 4])]))
+    asyncio.get_running_loop().call_later(0.05, watching.stop)
+    await watching.until_stopped()
+
+    if as_json:
+        joined, rates, *_ = [json.loads(line) for line in lines]
+        assert joined == {"replica": "r0", "epoch": "fffffffffffffff9", "event": "joined"}
+        assert (rates["event"], rates["replica"], rates["gaps"]) == ("rates", "r0", 0)
+        assert rates["stored_per_s"] > 0
+        assert list(read_lines(lines)) == []
+    else:
+        assert "stored" in lines[1]
+        assert "/s" in lines[1]
+
+
+class IgnoringSink:
+    """Takes what a feed tells, and does nothing."""
+
+    def __getattr__(self, name: str) -> object:
+        return lambda *_: None
+
+
+async def test_a_reader_that_goes_away_ends_the_command_quietly() -> None:
+    """`homing watch | head`: lines are printed from callbacks of the loop, where an error ends nothing."""
+    attempts = 0
+
+    def gone(_: str) -> None:
+        nonlocal attempts
+        attempts += 1
+        raise BrokenPipeError
+
+    watching = Watching(Viewing(), gone, None)
+    watching.status(SOURCE, FeedStatus.LIVE)
+    watching.status(SOURCE, FeedStatus.STALE)
+
+    with pytest.raises(BrokenPipeError):
+        await watching.until_stopped()
+    assert attempts == 1
+
+
+def test_readable_lines_are_one_per_event() -> None:
+    """For eyes."""
+    words = [line.split(maxsplit=2)[2] for line in printed(ReadablePrinter)]
+
+    assert words == [
+        "reset    holds 2 blocks",
+        "status   live",
+        "stored   2 blocks after 0000000000000002, the last is 0000000000000004",
+        "removed  1 block: 0000000000000003",
+        "cleared",
+    ]
+
+
+def shown(wanted: Wanted, *events: object) -> list[str]:
+    """The readable lines of one batch, without time and replica."""
+    out: list[str] = []
+    ReadablePrinter(out.append, wanted).told(SOURCE, Apply(5, 60.0, events))
+    return [" ".join(line.split()[2:]) for line in out]
+
+
+def test_a_run_of_one_kind_is_one_line() -> None:
+    """A step of a busy engine stores a dozen chains; nobody reads a dozen lines for it."""
+    chains = [Stored(None, [1, 2]), Stored(None, [3])]
+
+    assert shown(Wanted(), Removed([9]), *chains) == [
+        "removed 1 block: 0000000000000009",
+        "stored 3 blocks in 2 chains",
+    ]
+
+
+def test_filters_keep_the_kinds_and_blocks_that_were_asked_for() -> None:
+    """One block is followed through its life among thousands."""
+    batch = [Stored(None, [0x1F << 56, 0x2F << 56]), Removed([0x1F << 56]), Cleared()]
+
+    assert [line.split()[0] for line in shown(Wanted(kinds=frozenset(["removed"])), *batch)] == ["removed"]
+    assert shown(Wanted(hash_prefix="1f"), *batch)[0].startswith("stored 1 block after the root, the last is 1f00")
+    assert shown(Wanted(hash_prefix="ee"), *batch) == ["cleared"]
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    """A file as `--record` writes it."""
+    items = [StreamEvent(4, None, Stored(None, [1, 2], [7, 8], 1), resync=True), StreamEvent(5, 60.0, Removed([1]))]
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"".join(to_line(Recorded(replica, item)) + b"\n" for replica in ("r0", "r1") for item in items))
+    return path
+
+
+def test_a_recorded_file_is_printed_through_the_same_filters(recording: Path) -> None:
+    """What happened last night is looked at as what happens now."""
+    out = io.StringIO()
+
+    assert run(["watch", "--replay", str(recording), "--replica", "r1", "--event", "stored"], out) == 0
+
+    assert out.getvalue().endswith("r1 #4 stored 2 blocks at the start of a prompt (2 tokens) (resync)\n")
+    assert out.getvalue().count("\n") == 1
+
+
+def test_a_replay_as_json_is_the_recording(recording: Path) -> None:
+    """It can be filtered into another recording."""
+    out = io.StringIO()
+
+    run(["watch", "--replay", str(recording), "--json"], out)
+
+    assert out.getvalue() == recording.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--event", "store"], "did you mean stored"),
+        (["--rates", "0"], "above 0"),
+        (["--replay", "/nowhere"], "cannot replay /nowhere"),
+        (["--hash", "zz"], "--hash zz: a hash is up to 16 hex digits"),
+        (["--hash", "0" * 17], "up to 16 hex digits"),
+    ],
+)
+def test_mistakes_are_told_by_name(words: list[str], told: str) -> None:
+    """With the remedy."""
+    with pytest.raises(SettingsError, match=told):
+        run(["watch", *words], io.StringIO())
+
+
+async def test_what_is_followed_is_recorded_whole_whatever_is_shown(tmp_path: Path) -> None:
+    """A filter for the eye must not put holes into the record: the tree rebuilt from it is the replica's."""
+    publisher = EventPublisher(EventsSettings(), host="127.0.0.1", block_size=1, epoch=7, medium="CPU")
+    endpoints = publisher.start()
+    publisher.stored(None, [bytes(15) + b"\1", bytes(15) + b"\2"], bytes(8))
+    publisher.flush()
+    viewing, lines = Viewing(wanted=Wanted(kinds=frozenset(["status"]))), []
+
+    with (tmp_path / "record").open("wb") as record:
+        feed = ClusterFeed(dict, Watching(viewing, lines.append, record))
+        feed.adjust({SOURCE: endpoints})
+        async with asyncio.timeout(20):
+            while not any("live" in line for line in lines):  # noqa: ASYNC110 - lines are plain text
+                await asyncio.sleep(0.01)
+        feed.adjust({})
+    publisher.close()
+
+    mirrors = rebuild(read_lines((tmp_path / "record").read_bytes().splitlines()))
+    assert mirrors["r0"].parents == {1: None, 2: 1}
+    assert [line.split()[2] for line in lines] == ["status"]
+
+
+def test_a_replica_that_is_not_there_is_named_beside_those_that_are(recording: Path) -> None:
+    """Silence would look like a quiet cache."""
+    view = {"replicas": [{"replica_id": "r0"}], "absent": [{"replica_id": "r1"}], "refused": [{"replica_id": "r2"}]}
+
+    with pytest.raises(SettingsError, match=r"--replica r9: the cluster has no such replica \(there are: r0, r1, r2\)"):
+        check_replicas({"r0", "r1", "r9"}, listed(view), "the cluster")
+    with pytest.raises(SettingsError, match=r"--replica r9: .*events.jsonl has no such replica \(there are: r0, r1\)"):
+        run(["watch", "--replay", str(recording), "--replica", "r9"], io.StringIO())

@@ -1,0 +1,103 @@
+"""What a rank's process does without Ray: one thread for the rank, and a failure told as a value."""
+
+import threading
+
+from homing.cluster.config import Settings
+from homing.cluster.control.actors import ReplicaRank
+from homing.cluster.control.control_messages import Failed, ModelSpec, RankSpec, Rendezvous, Started
+from homing.replica.config import ReplicaSettings
+from homing.replica.messages import ReplicaDescription
+
+from ..fakes import FakeRank
+
+
+class ThreadedRank(FakeRank):
+    """Notes in which thread each part of its life happens."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        super().__init__(spec)
+        self.threads = [threading.get_ident()]
+        self.running = threading.Event()
+
+    def start(self) -> ReplicaDescription | None:
+        self.threads.append(threading.get_ident())
+        return super().start()
+
+    def run(self) -> None:
+        self.threads.append(threading.get_ident())
+        self.running.set()
+        super().run()
+
+
+class Panic(BaseException):
+    """What a Rust library raises when it gives up."""
+
+
+class PanickyRank(FakeRank):
+    """Starts or runs into a panic."""
+
+    def start(self) -> ReplicaDescription | None:
+        if self._spec.model.settings.replica.model == "torn":
+            raise Panic("index out of bounds")
+        return super().start()
+
+    def run(self) -> None:
+        raise Panic("a poisoned lock")
+
+
+def rank_spec(model: str) -> RankSpec:
+    """Rank 0 of one, of this model."""
+    settings = Settings(replica=ReplicaSettings(model=model))
+    spec = ModelSpec(settings=settings, seed=7, model_dir="", run_dir=None, host="127.0.0.1")
+    return RankSpec(spec, "r0", 1, 0, 1, Rendezvous("127.0.0.1", 1, b""))
+
+
+def test_a_rank_is_made_started_and_run_in_one_thread() -> None:
+    """A second thread that computes, even while it loads, slows down every later step (replica/load/cpu_threads.py)."""
+    made: list[ThreadedRank] = []
+
+    def make(spec: RankSpec) -> ThreadedRank:
+        made.append(ThreadedRank(spec))
+        return made[-1]
+
+    actor = ReplicaRank(make)
+    started = actor.start(rank_spec("m"))
+    made[0].running.wait(30)
+    actor.stop()
+
+    assert isinstance(started, Started)
+    assert len(made[0].threads) == 3
+    assert len({*made[0].threads, threading.get_ident()}) == 2
+
+
+def test_a_rank_settles_once_when_it_has_loaded() -> None:
+    """Before that there is nothing to spare the collector, and what cannot start ends anyway."""
+    settled: list[str] = []
+    good, broken = (ReplicaRank(FakeRank, "warning", lambda: settled.append("")) for _ in range(2))
+
+    assert isinstance(good.start(rank_spec("m")), Started)
+    assert isinstance(broken.start(rank_spec("broken")), Failed)
+    good.stop()
+
+    assert settled == [""]
+
+
+def test_a_rank_that_cannot_start_says_why() -> None:
+    """In its own words; it does not run."""
+    actor = ReplicaRank(FakeRank)
+
+    assert actor.start(rank_spec("broken")) == Failed("ValueError: the weights are torn")
+    assert actor.started() == Failed("ValueError: the weights are torn")
+
+
+def test_a_panic_at_the_start_is_told() -> None:
+    """It is no Exception; untold, whoever starts the rank would wait until the start's time is over."""
+    assert ReplicaRank(PanickyRank).start(rank_spec("torn")) == Failed("Panic: index out of bounds")
+
+
+def test_a_panic_while_serving_is_told() -> None:
+    """As the reason for which the rank is gone."""
+    actor = ReplicaRank(PanickyRank)
+    actor.start(rank_spec("m"))
+
+    assert actor.watch() == Failed("Panic: a poisoned lock")

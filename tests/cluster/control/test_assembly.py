@@ -1,0 +1,95 @@
+"""What the processes of replicas are prepared with, and what a router makes of what it is told."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from homing.cluster.config import load_settings
+from homing.cluster.control.assembly import TORCH_ENVIRONMENT, HomingRouter, of_its_part
+from homing.cluster.control.control_messages import ClusterSpec, Doors, Membership, ModelSpec
+from homing.kvcache.config import KvCacheSettings
+
+#: Runs a packed layer over 400 row counts, as steps do, and prints by how many MB the process grew.
+PREPARED = "import os; from homing.cluster.control.assembly import prepare_torch as p; p(); "
+
+GROWTH = """
+import sys
+if sys.argv[1] == "prepared":
+    from homing.cluster.control.assembly import prepare_torch
+    prepare_torch()
+import psutil, torch
+from homing.replica.models.layers import Linear
+torch.set_num_threads(1)
+layer, x, process = Linear(torch.randn(1024, 256)), torch.zeros(401, 256), psutil.Process()
+with torch.inference_mode():
+    layer(x)
+    before = process.memory_info().rss
+    for rows in range(400, 0, -1):  # shrinking: holes that answers leave do not count
+        layer(x[:rows])
+print((process.memory_info().rss - before) >> 20)
+"""
+
+
+async def test_a_membership_that_comes_late_counts_no_more() -> None:
+    """Ray runs two calls of one caller in either order; the router would route to a replica that is gone."""
+    fox, owl = (
+        ModelSpec(
+            settings=load_settings({"served_model_name": name}, {}), seed=7, model_dir=None, run_dir=None, host=""
+        )
+        for name in ("fox", "owl")
+    )
+    router = HomingRouter(ClusterSpec((fox,)))
+    try:
+        await router.start(Doors("127.0.0.1", 0, 0, shared=False, seat=0), Membership((fox,), number=5), 7)
+        await router.apply_membership(Membership((fox, owl), number=7), 7)
+
+        await router.apply_membership(Membership((fox,), number=6), 7)
+
+        assert set(await router.demands()) == {"fox", "owl"}
+    finally:
+        await router.stop()
+
+
+def grown_mb(how: str) -> int:
+    """By how many MB a process grew."""
+    done = subprocess.run([sys.executable, "-c", GROWTH, how], capture_output=True, text=True, timeout=120, check=True)
+    return int(done.stdout)
+
+
+def test_a_replica_does_not_keep_what_was_compiled_for_every_batch_size():
+    """Each row count of a step is a shape of its own to oneDNN; kept by the thousand they are most of the memory."""
+    kept, prepared = grown_mb("as torch has it"), grown_mb("prepared")
+
+    assert prepared < kept / 2, f"{prepared} MB with the caches bounded, {kept} without"
+
+
+def test_memory_of_a_replica_may_lie_in_large_pages():
+    """Without them SIGKILL takes 130 to 220 ms to give the memory back, and streams stand still for as long."""
+    code = PREPARED + "print(os.environ['THP_MEM_ALLOC_ENABLE'])"
+    plain = {name: value for name, value in os.environ.items() if name not in TORCH_ENVIRONMENT}
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=plain
+    )
+
+    assert done.stdout.strip() == "1"
+
+
+def test_an_operators_own_value_stands():
+    """Whoever tunes oneDNN for a machine knows it better."""
+    code = PREPARED + "print(os.environ['LRU_CACHE_CAPACITY'])"
+    own = os.environ | dict.fromkeys(TORCH_ENVIRONMENT, "7")
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=own)
+
+    assert done.stdout.strip() == "7"
+
+
+@pytest.mark.parametrize(("gpus", "share"), [(0.0, 0.8), (1.0, 0.8), (2.0, 0.8), (0.5, 0.4), (0.25, 0.2)])
+def test_rank_with_a_part_of_a_gpu_takes_that_part_of_its_memory(gpus, share):
+    """Otherwise the first of two replicas on one GPU would leave the second nothing."""
+    cache = KvCacheSettings(gpu_memory_utilization=0.8)
+
+    assert of_its_part(cache, gpus).gpu_memory_utilization == pytest.approx(share)

@@ -1,0 +1,467 @@
+"""The controller on a real Ray, with fake ranks: what dies is noticed, told to the router, and built again."""
+
+import dataclasses
+import io
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+
+from homing.cluster import local_ray
+from homing.cluster.cli.control import Control
+from homing.cluster.config import changed_settings, load_settings
+from homing.cluster.control.control_messages import CONTROLLER, KEEPER, ClusterSpec, ClusterStatus, ModelSpec
+
+from .. import fakes
+
+pytestmark = pytest.mark.cluster
+
+T = TypeVar("T")
+#: Only catches hangs.
+PATIENCE_S = 60.0
+
+
+def until(ask: Callable[[], T | None], what: str) -> T:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        if (answer := ask()) is not None:
+            return answer
+        time.sleep(0.02)
+    raise AssertionError(f"never: {what}")
+
+
+@pytest.fixture(scope="module")
+def own_ray() -> Iterator[None]:
+    import ray
+
+    ray.cloudpickle.register_pickle_by_value(fakes)
+    folder = local_ray.run_folder()
+    before = dict(os.environ)
+    try:
+        local_ray.start_local(load_settings({"replicas": "2", "tensor_parallel_size": "2"}, {}), folder)
+        yield
+    finally:
+        local_ray.leave(20)
+        local_ray.remove(folder)
+        # A local Ray tells its processes by the environment that it is one; later tests start Rays of other kinds.
+        os.environ.clear()
+        os.environ.update(before)
+        ray.cloudpickle.unregister_pickle_by_value(fakes)
+
+
+class Cluster:
+    """A controller and what can be asked about it."""
+
+    def __init__(self, folder: Path, *models: dict[str, str]) -> None:
+        import ray
+
+        from homing.cluster.control.controller import Controller
+        from homing.cluster.control.supervisor import Keeper
+
+        self.folder = folder
+        common = {"state_dir": str(folder), "served_model_name": "fox"}
+        each = [load_settings(common | flags, {}) for flags in models]
+        self.models = tuple(
+            ModelSpec(settings=settings, seed=7, model_dir="", run_dir=None, host="127.0.0.1") for settings in each
+        )
+        node = ray.get_runtime_context().get_node_id()
+        keeper = ray.remote(Keeper).options(name=KEEPER, num_cpus=0)
+        self.keeper: Any = keeper.remote(fakes.FakeRank, fakes.FakeRouter, node)
+        actor = ray.remote(Controller).options(
+            name=CONTROLLER, num_cpus=0, max_concurrency=100, max_restarts=-1, max_task_retries=-1
+        )
+        self.controller: Any = actor.remote(ClusterSpec(self.models))
+        self.running = self.controller.run.remote()
+
+    def ask(self, question: str, *words: object, **named: object) -> Any:
+        import ray
+
+        return ray.get(getattr(self.controller, question).remote(*words, **named), timeout=PATIENCE_S)
+
+    def update(self, name: str, flags: dict[str, str]) -> None:
+        spec = next(model for model in self.models if model.name == name)
+        settings = changed_settings({name: spec.settings}, flags, None)[name]
+        self.ask("update", dataclasses.replace(spec, settings=settings))
+
+    def settled(self) -> ClusterStatus:
+        return until(lambda: status if (status := self.status()).settled else None, "it settles")
+
+    def status(self) -> ClusterStatus:
+        import ray
+
+        status: ClusterStatus = ray.get(self.controller.status.remote(), timeout=PATIENCE_S)
+        return status
+
+    def told(self, *names: str, but_not: int = 0) -> dict[str, tuple[int, list[int]]]:
+        """The last membership, once it has exactly these replicas (and none of generation `but_not`)."""
+
+        def ask() -> dict[str, tuple[int, list[int]]] | None:
+            told = fakes.memberships(self.folder)
+            last = told[-1] if told else {}
+            right = set(last) == set(names) and all(epoch != but_not for epoch, _ in last.values())
+            return last if right else None
+
+        return until(ask, f"membership {names}: {fakes.memberships(self.folder)}")
+
+    def close(self) -> None:
+        import ray
+
+        ray.get(self.controller.stop.remote(), timeout=PATIENCE_S)
+        ray.kill(self.controller)
+        ray.kill(self.keeper)
+
+
+@pytest.fixture
+def start(own_ray: None, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    clusters: list[Cluster] = []
+
+    def begin(*models: dict[str, str], **flags: str) -> Cluster:
+        clusters.append(Cluster(tmp_path, *(models or (flags,))))
+        return clusters[-1]
+
+    yield begin
+    for cluster in clusters:
+        cluster.close()
+
+
+def test_a_killed_rank_takes_its_gang_along_and_the_gang_is_rebuilt(start: Callable[..., Cluster]) -> None:
+    """Ray kills no siblings: a gang with a hole would hang in its next step."""
+    cluster = start(replicas="2", tensor_parallel_size="2")
+    before = cluster.told("r0", "r1")
+    generation, pids = before["r0"]
+    sibling = psutil.Process(pids[1])
+
+    os.kill(pids[0], signal.SIGKILL)
+    after = cluster.told("r0", "r1", but_not=generation)
+
+    assert after["r1"] == before["r1"]
+    assert not set(after["r0"][1]) & set(pids)
+    assert {"r1": before["r1"]} in fakes.memberships(cluster.folder)
+    until(lambda: None if sibling.is_running() else True, "the sibling ends")
+    rebuilding = until(lambda: next(filter(is_rebuilding, fakes.absences(cluster.folder)), None), "its absence is told")
+    assert rebuilding[0][0] == "r0"
+    assert "rank 0 the process died" in rebuilding[0][2]
+    until(lambda: True if fakes.absences(cluster.folder)[-1] == [] else None, "nobody is missing")
+
+
+def is_rebuilding(absent: list[list[str]]) -> bool:
+    return any(state == "rebuilding" for _, state, _ in absent)
+
+
+def test_a_killed_router_comes_back_on_its_port_and_knows_the_members(start: Callable[..., Cluster]) -> None:
+    """Clients know one address; the new router must not wait for a change in membership."""
+    cluster = start(replicas="1")
+    members = cluster.told("r0")
+    url = until(lambda: cluster.status().url, "the router listens")
+    router = next(process for process in local_ray.children() if "RouterProcess" in process.name())
+    lines = len(fakes.memberships(cluster.folder))
+
+    router.kill()
+    until(lambda: True if len(fakes.memberships(cluster.folder)) > lines else None, "the new router is told")
+
+    assert fakes.memberships(cluster.folder)[-1] == members
+    assert until(lambda: cluster.status().url, "the router listens again") == url
+
+
+def test_several_routers_share_a_port_and_each_is_told(start: Callable[..., Cluster]) -> None:
+    """Each has an address of its own besides; one that dies comes back there with the members of that time."""
+    cluster = start(replicas="1", routers="3")
+    members = cluster.told("r0")
+    status = until(lambda: found if (found := cluster.status()).url else None, "all listen")
+    assert len(status.router_urls) == 3
+    routers = [process for process in local_ray.children() if "RouterProcess" in process.name()]
+    lines = len(fakes.memberships(cluster.folder))
+
+    routers[0].kill()
+    until(lambda: True if len(fakes.memberships(cluster.folder)) > lines else None, "the new router is told")
+
+    assert fakes.memberships(cluster.folder)[-1] == members
+    again = until(lambda: found if (found := cluster.status()).url else None, "all listen again")
+    assert (again.url, again.router_urls) == (status.url, status.router_urls)
+
+
+def test_a_replica_that_cannot_start_says_so_in_its_own_words(start: Callable[..., Cluster]) -> None:
+    """A traceback through three processes hides the one line that helps."""
+    cluster = start(replicas="1", model="broken")
+
+    failing = until(lambda: next((gang for gang in cluster.status().gangs if gang.failures), None), "it fails")
+
+    assert failing.last_error == "ValueError: the weights are torn"
+
+
+def test_a_replica_that_takes_too_long_to_start_says_so(start: Callable[..., Cluster]) -> None:
+    """Whoever waits for it must not be told that it could not start, and nothing else."""
+    cluster = start(replicas="1", model="endless", start_timeout_s="1")
+
+    failing = until(lambda: next((gang for gang in cluster.status().gangs if gang.failures), None), "it fails")
+
+    assert failing.last_error == "not ready after 1 s (loading the model)"
+
+
+def routers() -> set[psutil.Process]:
+    """Processes that are routers by now."""
+    return {process for process in local_ray.children() if "RouterProcess" in process.name()}
+
+
+def test_a_router_that_hangs_is_replaced(start: Callable[..., Cluster]) -> None:
+    """The kernel goes on dealing connections out to it: beside others it would keep every second client waiting."""
+    before = routers()  # those of other tests may still be ending
+    cluster = start(replicas="1", routers="2", health_interval_s="0.1", health_timeout_s="2")
+    members = cluster.told("r0")
+    url = until(lambda: cluster.status().url, "all listen")
+    router = (routers() - before).pop()
+    lines = len(fakes.memberships(cluster.folder))
+
+    router.suspend()
+    until(lambda: True if len(fakes.memberships(cluster.folder)) > lines else None, "another one is told")
+
+    assert fakes.memberships(cluster.folder)[-1] == members
+    assert until(lambda: cluster.status().url, "all listen again") == url
+    router.resume()
+    until(lambda: None if router.is_running() else True, "the one that hung ends when it goes on")
+    assert any(
+        "router_lost" in notice.text and "no answer for 2 s" in notice.text for notice in cluster.status().notices
+    )
+
+
+def test_a_gang_that_ends_while_it_is_being_placed_leaves_no_place_behind(start: Callable[..., Cluster]) -> None:
+    """Ray would keep the room for it, or ask for a machine, as long as the cluster runs."""
+    cluster = start(replicas="1")
+    cluster.told("r0")
+
+    for _ in range(3):
+        cluster.ask("scale", "fox", 4)
+        cluster.ask("scale", "fox", 1)
+    cluster.settled()
+
+    until(lambda: True if places() == 1 else None, "one place is left")
+
+
+def places() -> int:
+    """Gangs that Ray keeps room for, or looks for some."""
+    from ray.util import placement_group_table
+
+    return sum(place["state"] != "REMOVED" for place in placement_group_table().values())
+
+
+def test_a_gang_without_room_tells_what_it_waits_for(start: Callable[..., Cluster]) -> None:
+    """A placement group that does not fit stays pending, silently."""
+    cluster = start(replicas="1", gpus_per_rank="3")
+
+    waiting = until(lambda: next((gang for gang in cluster.status().gangs if gang.reason), None), "a reason")
+
+    assert waiting.phase == "placing"
+    assert "no node has 3 GPU, the most on one is 0 GPU" in waiting.reason
+
+
+def test_scaling_down_drains_the_replica_that_is_worth_least_and_up_starts_one(start: Callable[..., Cluster]) -> None:
+    """The routers say what each is worth; names that became free are given again."""
+    cluster = start(replicas="3")
+    cluster.told("r0", "r1", "r2")
+
+    cluster.ask("scale", "fox", 2)
+    cluster.settled()
+    cluster.told("r1", "r2")
+    cluster.ask("scale", "fox", 3)
+    cluster.settled()
+
+    cluster.told("r0", "r1", "r2")
+
+
+def test_a_drained_replica_ends_and_a_replaced_one_has_a_successor_first(start: Callable[..., Cluster]) -> None:
+    """By hand: for good, or for another one."""
+    cluster = start(replicas="2")
+    before = cluster.told("r0", "r1")
+
+    assert cluster.ask("drain", "r7", replace=False).message == "no replica 'r7' (there are: r0, r1)"
+    cluster.ask("drain", "r0", replace=True)
+    cluster.settled()
+    replaced = cluster.told("r1", "r2")
+    during = fakes.memberships(cluster.folder)
+    cluster.ask("drain", "r1", replace=False)
+    cluster.settled()
+    left = cluster.told("r2")
+
+    assert replaced["r1"] == before["r1"]
+    assert left["r2"] == replaced["r2"]
+    assert min(len(told) for told in during[during.index(before) :]) == 2
+
+
+def test_an_update_replaces_every_replica_and_one_that_cannot_start_changes_nothing(
+    start: Callable[..., Cluster],
+) -> None:
+    """Neither a torn model nor one that the routers refuse costs a replica."""
+    cluster = start(replicas="2")
+    before = cluster.told("r0", "r1")
+
+    for flags, words in (({"model": "broken"}, "the weights are torn"), ({"block_size": "32"}, "another block size")):
+        cluster.update("fox", flags)
+        given_up = until(lambda: cluster.status().models[0].abandoned or None, "it is given up")
+        assert words in given_up
+        cluster.settled()
+        assert cluster.told("r0", "r1") == before
+        # The next command succeeds: that update was another one's.
+        assert Control(io.StringIO()).follow(["fox"], wait=True, done="as it was") == 0
+    cluster.update("fox", {"max_running_requests": "3"})
+    status = cluster.settled()
+
+    (current,) = cluster.ask("current")
+    assert current.settings.replica.max_running_requests == 3
+    assert {gang.version for gang in status.gangs} == {status.models[0].version}
+    assert not {epoch for epoch, _ in before.values()} & {gang.generation for gang in status.gangs}
+
+
+def test_a_killed_controller_comes_back_and_takes_over_what_runs(start: Callable[..., Cluster]) -> None:
+    """Neither ranks nor routers are its own: they serve on, and afterwards it still knows what was wanted."""
+    cluster = start(replicas="1", routers="2")
+    cluster.told("r0")
+    cluster.ask("scale", "fox", 2)
+    cluster.settled()
+    before = cluster.told("r0", "r1")
+    url = until(lambda: cluster.status().url, "all listen")
+    routers = {process.pid for process in local_ray.children() if "RouterProcess" in process.name()}
+
+    controller = next(process for process in local_ray.children() if "Controller" in process.name())
+    controller.kill()
+    status = cluster.settled()
+    until(lambda: True if cluster.status().url == url else None, "the routers are known again")
+    cluster.ask("scale", "fox", 3)
+    cluster.settled()
+    after = cluster.told("r0", "r1", "r2")
+
+    assert {name: after[name] for name in before} == before
+    assert status.models[0].wanted == 2
+    assert {process.pid for process in local_ray.children() if "RouterProcess" in process.name()} == routers
+    os.kill(after["r2"][1][0], signal.SIGKILL)
+    assert cluster.told("r0", "r1", "r2", but_not=after["r2"][0])["r0"] == before["r0"]
+
+
+def test_routers_are_told_of_a_model_that_nobody_will_start(start: Callable[..., Cluster]) -> None:
+    """Scaled to none by hand, a request would wait until its time is over; with an autoscaler it starts one."""
+    cluster = start(replicas="1", served_model_name="fox")
+    cluster.told("r0")
+
+    cluster.ask("scale", "fox", 0)
+    until(lambda: True if fakes.off(cluster.folder) == ["fox"] else None, "it is off")
+    cluster.ask("scale", "fox", 1)
+
+    until(lambda: True if fakes.off(cluster.folder) == [] else None, "it is wanted again")
+
+
+def test_a_held_request_wakes_a_cluster_that_was_scaled_to_zero(start: Callable[..., Cluster]) -> None:
+    """And while it waits there are as many replicas as the bounds allow, no more."""
+    cluster = start(replicas="1", autoscale="0:2")
+    cluster.told("r0")
+    cluster.ask("scale", "fox", 0)
+    cluster.told()
+    assert fakes.off(cluster.folder) == []
+
+    (cluster.folder / "held").write_text("1")
+    cluster.told("r0")
+    until(lambda: True if cluster.status().models[0].wanted == 1 else None, "one is wanted")
+
+    assert cluster.settled().models[0].wanted == 1
+
+
+TWO = (
+    {"served_model_name": "fox", "cpus_per_rank": "0"},
+    {"served_model_name": "org/owl", "replicas": "1", "tensor_parallel_size": "2", "cpus_per_rank": "0"},
+)
+
+
+def test_each_model_has_replicas_of_its_own(start: Callable[..., Cluster]) -> None:
+    """A rank that dies, a scale and a torn update concern one model; routers are told of all replicas together."""
+    cluster = start(*TWO)
+    before = cluster.told("fox-r0", "fox-r1", "org-owl-r0")
+    assert len(before["org-owl-r0"][1]) == 2
+
+    os.kill(before["org-owl-r0"][1][1], signal.SIGKILL)
+    rebuilt = cluster.told("fox-r0", "fox-r1", "org-owl-r0", but_not=before["org-owl-r0"][0])
+    cluster.ask("scale", "fox", 1)
+    cluster.told("fox-r1", "org-owl-r0")
+    cluster.update("org/owl", {"model": "broken"})
+    until(lambda: cluster.status().models[1].abandoned or None, "the update is given up")
+
+    status = cluster.settled()
+    assert [(model.name, model.wanted, bool(model.abandoned)) for model in status.models] == [
+        ("fox", 1, False),
+        ("org/owl", 1, True),
+    ]
+    assert cluster.told("fox-r1", "org-owl-r0") == {
+        "fox-r1": before["fox-r1"],
+        "org-owl-r0": rebuilt["org-owl-r0"],
+    }
+
+
+def test_a_killed_controller_takes_over_the_replicas_of_all_models(start: Callable[..., Cluster]) -> None:
+    """What was wanted of each, and with which settings, is not forgotten; what comes later has other names."""
+    cluster = start(*TWO)
+    cluster.told("fox-r0", "fox-r1", "org-owl-r0")
+    cluster.ask("scale", "org/owl", 2)
+    cluster.update("fox", {"max_running_requests": "3"})
+    versions = {gang.model: gang.version for gang in cluster.settled().gangs}
+    before = fakes.memberships(cluster.folder)[-1]
+
+    controller = next(process for process in local_ray.children() if "Controller" in process.name())
+    controller.kill()
+    status = cluster.settled()
+    until(lambda: cluster.status().url, "the routers are known again")
+    cluster.ask("scale", "org/owl", 3)
+    cluster.settled()
+
+    assert {(gang.model, gang.version) for gang in status.gangs} == set(versions.items())
+    after = cluster.told(*before, "org-owl-r2")
+    assert {name: after[name] for name in before} == before
+    assert [model.settings.replica.max_running_requests for model in cluster.ask("current")] == [3, 64]
+
+
+def test_models_come_and_go_and_a_killed_controller_knows_which(start: Callable[..., Cluster]) -> None:
+    """With replicas and bounds of their own; the others' replicas stay as they are."""
+    cluster = start(*TWO)
+    before = cluster.told("fox-r0", "fox-r1", "org-owl-r0")
+    flags = {"state_dir": str(cluster.folder), "served_model_name": "ox", "replicas": "1", "autoscale": "0:2"}
+    ox = dataclasses.replace(cluster.models[0], settings=load_settings(flags, {}))
+
+    assert cluster.ask("add", ox) is None
+    cluster.settled()
+    with_ox = cluster.told("fox-r0", "fox-r1", "org-owl-r0", "ox-r0")
+    assert cluster.ask("add", ox).message == "model 'ox' runs here already"
+    assert cluster.ask("remove", "org/owl") is None
+    cluster.settled()
+    cluster.told("fox-r0", "fox-r1", "ox-r0")
+    assert "no model 'org/owl' runs here (there are: fox, ox)" in cluster.ask("scale", "org/owl", 2).message
+    controller = next(process for process in local_ray.children() if "Controller" in process.name())
+    controller.kill()
+    status = cluster.settled()
+    until(lambda: cluster.status().url, "the routers are known again")
+
+    assert [(model.name, model.wanted) for model in status.models] == [("fox", 2), ("ox", 1)]
+    assert cluster.told("fox-r0", "fox-r1", "ox-r0") == {
+        "fox-r0": before["fox-r0"],
+        "fox-r1": before["fox-r1"],
+        "ox-r0": with_ox["ox-r0"],
+    }
+    assert cluster.ask("remove", "fox") is None
+    assert "'ox' is the only model that is served" in cluster.ask("remove", "ox").message
+    cluster.ask("scale", "ox", 0)
+    cluster.told()
+    (cluster.folder / "held").write_text("1")
+    cluster.told("ox-r0")
+
+
+def test_a_model_at_rest_is_woken_by_its_own_requests_alone(start: Callable[..., Cluster]) -> None:
+    """Bounds are a model's own, and one without stays as it is."""
+    cluster = start({"replicas": "1", "autoscale": "0:2"}, {"served_model_name": "owl", "replicas": "1"})
+    cluster.told("fox-r0", "owl-r0")
+    cluster.ask("scale", "fox", 0)
+    cluster.told("owl-r0")
+
+    (cluster.folder / "held").write_text("1")
+
+    cluster.told("fox-r0", "owl-r0")
+    assert [model.wanted for model in cluster.settled().models] == [1, 1]

@@ -1,0 +1,188 @@
+"""Fleets of several models: apart in what they want, together in what routers are told and in how things are called."""
+
+import pytest
+
+from homing.cluster.control.fleets import FleetOrder, Fleets, replica_prefix
+from homing.cluster.control.planner import Action, Drain, Gang, KillGang, Pacing, Phase, Publish, StartGang
+
+from ..fakes import describe_replica
+
+PACING = Pacing()
+
+
+def fleets(**wanted: int) -> Fleets:
+    orders = enumerate(wanted.items(), start=1)
+    return Fleets.of(FleetOrder(model, PACING, count, version) for version, (model, count) in orders)
+
+
+def serve(made: Fleets, now: float = 0.0) -> list[Action]:
+    """Let all that are asked for come up; returns what was said on the way."""
+    said = made.reconcile(now)
+    while started := [action for action in said if isinstance(action, StartGang)]:
+        for action in started:
+            fleet = made.holder(action.replica_id)
+            assert fleet is not None
+            fleet.placed(action.replica_id, action.generation, now)
+            fleet.ready(action.replica_id, action.generation, describe_replica(action.replica_id, 1), now)
+        said = made.reconcile(now)
+    made.check()
+    return said
+
+
+def test_one_models_replicas_have_short_names_several_are_called_after_theirs() -> None:
+    """A person types them; and across models a name must say whose it is."""
+    alone, both = fleets(fox=2), fleets(fox=1, owl=2)
+    serve(alone)
+    serve(both)
+
+    assert [gang.replica_id for _, gang in alone.gangs()] == ["r0", "r1"]
+    assert [(model, gang.replica_id) for model, gang in both.gangs()] == [
+        ("fox", "fox-r0"),
+        ("owl", "owl-r0"),
+        ("owl", "owl-r1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "prefix"),
+    [("fox", "fox-"), ("org/Fox-3.1", "org-Fox-3-1-"), ("ein Fuchs!", "ein-Fuchs-"), ("狐", "model-")],
+)
+def test_a_replicas_name_fits_files_headers_and_labels(model: str, prefix: str) -> None:
+    """Model names have slashes, and may have anything."""
+    assert replica_prefix(model) == prefix
+
+
+def test_models_that_sound_alike_still_get_names_of_their_own() -> None:
+    """`a/b` and `a-b` are two models."""
+    made = fleets(**{"a/b": 1, "a-b": 1})
+    serve(made)
+
+    assert [gang.replica_id for _, gang in made.gangs()] == ["a-b-r0", "a-b-r1"]
+
+
+def test_routers_are_told_of_all_models_whenever_one_changes() -> None:
+    """Who is told of one model alone forgets the others."""
+    made = fleets(fox=1, owl=1)
+    (published,) = [action for action in serve(made) if isinstance(action, Publish)]
+    assert [each.description.replica_id for each in published.members] == ["fox-r0", "owl-r0"]
+    owl = made.by_model["owl"].gangs["owl-r0"]
+
+    made.by_model["owl"].failed("owl-r0", owl.generation, "it died", 1.0)
+    first, *others = made.reconcile(1.0)
+
+    assert isinstance(first, Publish)
+    assert [each.description.replica_id for each in first.members] == ["fox-r0"]
+    assert [type(action) for action in others] == [KillGang, StartGang]
+    made.check()
+
+
+def test_what_one_model_wants_is_nothing_to_the_others() -> None:
+    """Scaling and updating a model touches its own replicas alone."""
+    made = fleets(fox=2, owl=1)
+    serve(made)
+    before = {gang.replica_id: gang.generation for model, gang in made.gangs() if model == "owl"}
+
+    made.by_model["fox"].scale(0)
+    made.by_model["fox"].update(9)
+    made.reconcile(1.0)
+
+    assert {gang.replica_id: gang.generation for model, gang in made.gangs() if model == "owl"} == before
+    assert made.by_model["owl"].settled
+    assert {gang.phase for model, gang in made.gangs() if model == "fox"} == {Phase.DRAINING}
+
+
+def test_a_model_that_is_added_gets_replicas_and_routers_hear_of_it_before_they_come() -> None:
+    """Who asks for it meanwhile is told to come again, not that it does not exist."""
+    made = fleets(fox=1)
+    serve(made)
+
+    made.add(FleetOrder("owl", PACING, 1, 2))
+    first, *_ = made.reconcile(1.0)
+    serve(made, 1.0)
+
+    assert isinstance(first, Publish)
+    assert [each.description.replica_id for each in first.members] == ["r0"]
+    assert [(model, gang.replica_id, gang.version) for model, gang in made.gangs()] == [
+        ("fox", "r0", 1),
+        ("owl", "owl-r0", 2),
+    ]
+
+
+def test_a_model_that_leaves_drains_and_is_scaled_up_by_nobody() -> None:
+    """Routers hear of it at once, also where no replica of it runs; the autoscaler may still be deciding."""
+    made = fleets(fox=1, owl=1, ox=0)
+    serve(made)
+
+    made.by_model["owl"].leave()
+    made.by_model["ox"].leave()
+    made.by_model["owl"].scale(3)
+    first, *others = made.reconcile(1.0)
+    made.check()
+
+    assert isinstance(first, Publish)
+    assert [type(action) for action in others] == [Drain]
+    assert list(made.served) == ["fox"]
+    gang = made.by_model["owl"].gangs["owl-r0"]
+    made.by_model["owl"].drained("owl-r0", gang.generation)
+    made.reconcile(2.0)
+    assert made.by_model["owl"].settled
+    assert not made.by_model["owl"].failed("owl-r0", gang.generation, "killed", 3.0)
+
+
+def test_a_model_may_come_back_while_its_last_replica_drains() -> None:
+    """With settings of its own, and in the room of what still drains, as in an update."""
+    made = fleets(fox=1, owl=1)
+    serve(made)
+    made.by_model["owl"].leave()
+    made.reconcile(1.0)
+
+    owl = made.by_model["owl"]
+    made.add(FleetOrder("owl", PACING, 1, 9))
+    serve(made, 2.0)
+    draining = list(owl.gangs.values())
+    owl.drained("owl-r0", draining[0].generation)
+    serve(made, 3.0)
+
+    assert [(gang.phase, gang.version) for gang in draining] == [(Phase.DRAINING, 2)]
+    assert [(gang.phase, gang.version) for gang in owl.gangs.values()] == [(Phase.READY, 9)]
+    assert owl.settled
+
+
+def test_the_next_deadline_is_the_nearest_of_all() -> None:
+    """Nobody sleeps through another model's."""
+    made = fleets(fox=1, owl=1)
+    assert made.next_deadline(0.0) is None
+
+    serve(made)
+    made.by_model["owl"].scale(2)
+    made.reconcile(5.0)
+
+    assert made.next_deadline(15.0) == PACING.start_timeout_s - 10.0
+
+
+def test_fleets_that_go_on_know_what_was_wanted_and_what_runs() -> None:
+    """As after the death of a controller: no name and no generation is given twice."""
+    made = fleets(fox=2, owl=1)
+    serve(made)
+    made.by_model["owl"].scale(2)
+    made.add(FleetOrder("ox", PACING, 0, 3))
+    made.by_model["ox"].leave()
+    serve(made)
+
+    again = fleets(fox=2, owl=1)
+    pacings = {"fox": PACING, "owl": Pacing(drain_timeout_s=5.0), "ox": PACING}
+    again.resume(made.memory(), made.labels.generation, pacings)
+    for model, gang in made.gangs():
+        ready = Gang(gang.replica_id, gang.generation, Phase.READY, 0.0, gang.version, description=gang.description)
+        again.by_model[model].adopt(ready)
+    actions = again.reconcile(1.0)
+
+    assert [type(action) for action in actions] == [Publish]
+    again.check()
+    assert list(again.served) == ["fox", "owl"]
+    assert again.by_model["owl"].wanted == 2
+    assert again.by_model["owl"].pacing.drain_timeout_s == 5.0
+    again.by_model["fox"].scale(3)
+    (started,) = again.reconcile(2.0)
+    assert isinstance(started, StartGang)
+    assert (started.replica_id, started.generation) == ("fox-r2", made.labels.generation + 1)

@@ -1,0 +1,45 @@
+"""Autoscaling in simulation: no request is lost whatever comes and goes, and it costs less than the most replicas."""
+
+from dataclasses import replace
+
+import pytest
+
+from homing.cluster.control.autoscale import ScalingTerms
+from homing.cluster.lab.simulate import Arrival, ReplicaLimits, Setup
+from homing.cluster.lab.simulate.scaling import Scaled, run_scaled
+from homing.cluster.lab.simulate.workload import Chats, conversations
+from homing.replica.engine.throughput import Rates
+
+SETUP = Setup(limits=ReplicaLimits(blocks=1000, block_tokens=100), meter=Rates)
+CHATS = Chats(requests=600, block_tokens=100, rate_per_s=12.0, system_tokens=4000, turn_tokens=1000, output_tokens=20)
+
+
+def waves() -> list[Arrival]:
+    """A rush, a long silence, another rush."""
+    first = list(conversations(CHATS))
+    gap = first[-1].at_s + 600.0
+    return [*first, *(replace(arrival, at_s=arrival.at_s + gap) for arrival in first)]
+
+
+def scaled(terms: ScalingTerms, start_s: float = 10.0) -> Scaled:
+    return run_scaled(SETUP, waves(), terms, start_s=start_s, cpu_s=lambda: 0.0)
+
+
+@pytest.mark.parametrize("least", [0, 1])
+def test_every_request_is_answered_while_replicas_come_and_go(least: int) -> None:
+    """From nothing, too: the first ones are held until a replica is there."""
+    run = scaled(ScalingTerms(least=least, most=6, target_s=0.2, down_after_s=30.0))
+
+    assert run.result.finished == run.result.requests == 1200
+    assert run.result.rejected == run.result.moved == 0
+    assert run.steps >= 2
+    assert (run.result.held > 0) or least
+    assert least < run.mean_replicas < 6
+    assert run.highest <= 6
+
+
+def test_equal_runs_are_equal() -> None:
+    """A tuning compares one thing only."""
+    terms = ScalingTerms(least=1, most=4, target_s=0.2)
+
+    assert scaled(terms) == scaled(terms)

@@ -1,0 +1,139 @@
+"""Whole runs: nothing is lost, nothing is random, and what is known by hand comes out."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import pytest
+
+from homing.cluster.lab.simulate import (
+    ORACLE,
+    MockerModel,
+    ReplicaLimits,
+    ReplicaModel,
+    Result,
+    policy_names,
+    run,
+    simulation_of,
+)
+from homing.cluster.lab.simulate.delivery import Channel
+from homing.cluster.lab.simulate.faults import EngineRestarted, Fault, ReplicaAdded, ReplicaLost, RouterRestarted
+from homing.cluster.lab.simulate.workload import Arrival, Chats, Siblings, compress, conversations, siblings
+
+from .fakes import MODEL, arrival, setup_of
+
+CHATS = Chats(requests=400, block_tokens=100, rate_per_s=1.0, system_tokens=1000, turn_tokens=300, output_tokens=20)
+
+
+def chats(factor: float = 1.0) -> list[Arrival]:
+    return list(compress(conversations(CHATS), factor))
+
+
+def result_of(policy: str, arrivals: Sequence[Arrival], faults: Sequence[Fault] = (), **fields: object) -> Result:
+    return run(setup_of(policy, **fields), arrivals, faults, cpu_s=lambda: 0.0)
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_every_request_ends(policy: str) -> None:
+    """Whoever steers, and with events that come late."""
+    result = result_of(policy, chats(3.0), replicas=3, channel=Channel(delay_s=0.1))
+
+    assert result.finished == result.requests == 400
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_a_run_is_determined_by_its_seed(policy: str) -> None:
+    """Two runs that are to be compared must differ in one thing only."""
+    first, second = (result_of(policy, chats(3.0), replicas=3, seed=5) for _ in range(2))
+
+    assert asdict(first) == asdict(second)
+
+
+@pytest.mark.parametrize("policy", [name for name in policy_names() if name != ORACLE])
+def test_no_request_is_lost_with_its_replica_or_router(policy: str) -> None:
+    """Requests of a lost replica go on elsewhere; a router that starts anew finishes what the old one began."""
+    faults = (
+        ReplicaLost(60.0, "r1"),
+        RouterRestarted(65.0),
+        ReplicaAdded(70.0, "r1"),
+        ReplicaAdded(80.0, "r9"),
+        EngineRestarted(90.0, "r0"),
+    )
+
+    result = result_of(policy, chats(3.0), faults, replicas=3, routers=2, channel=Channel(delay_s=0.05))
+
+    assert result.finished == result.requests == 400
+
+
+def test_what_is_held_is_hit() -> None:
+    """Three equal prompts, one after the other: the second and the third find all but their last block."""
+    result = result_of(
+        "expected-ttft", [arrival(at_s, list(range(9)), tail=100) for at_s in (0.0, 5.0, 10.0)], replicas=4
+    )
+
+    assert result.hit_rate == pytest.approx(1800 / 3000)
+    assert result.exact_rate == 1.0
+    assert result.regret_rate == 0.0
+
+
+def test_the_oracle_hits_at_least_as_much_as_any_router() -> None:
+    """It has what any replica holds, on each of them; but who waits for a sibling to compute a prefix finds it, too."""
+    oracle = result_of(ORACLE, chats(3.0), replicas=4)
+
+    others = [result_of(policy, chats(3.0), replicas=4) for policy in policy_names()]
+
+    assert all(other.hit_rate <= oracle.hit_rate + 0.01 for other in others)
+
+
+def test_predictions_are_exact_without_delay_and_evictions() -> None:
+    """The index is the very set that the replicas hold."""
+    result = result_of("expected-ttft", chats(2.0), replicas=4, blocks=10_000)
+
+    assert result.exact_rate == 1.0
+
+
+def test_without_reuse_nothing_is_lost_against_least_loaded() -> None:
+    """The field's most cited failure of cache-aware routers: here it is the very same run."""
+    drawn = list(siblings(Siblings(requests=500, prefix_tokens=0, tail_tokens=900, block_tokens=100, rate_per_s=3.0)))
+
+    ours, plain = (result_of(policy, drawn, replicas=4) for policy in ("expected-ttft", "least-loaded"))
+
+    assert ours.ttft_mean_s == pytest.approx(plain.ttft_mean_s, rel=0.01)
+    assert ours.ttft_p99_s == pytest.approx(plain.ttft_p99_s, rel=0.01)
+    assert ours.requests_per_s == pytest.approx(plain.requests_per_s, rel=0.01)
+
+
+@pytest.mark.parametrize("model", [MODEL, MockerModel()], ids=["rates", "mocker"])
+def test_a_burst_on_a_cold_prefix_is_computed_once_on_each_replica_that_was_idle(
+    model: ReplicaModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """100 requests with one new prefix of 2,000 tokens: on fewer than all 8, each would wait longer for nobody's gain.
+
+    By rates, 13 tails of 64 ms behind a prefix of 2 s on each; on five replicas it would be 20.
+    """
+    drawn = siblings(
+        Siblings(requests=100, groups=1, rate_per_s=0.0, block_tokens=16, prefix_tokens=2000, tail_tokens=64)
+    )
+    simulation = simulation_of(setup_of(replicas=8, model=model, limits=ReplicaLimits(blocks=4096, block_tokens=16)))
+    for _ in simulation.run(drawn):
+        pass
+
+    tally = simulation.tally
+    with capsys.disabled():
+        print(f"\nburst, {model.name}: {len(tally.sent)} replicas, {tally.full_prefills} full prefills of the prefix")
+    assert tally.full_prefills == len(tally.sent) == 8
+
+
+def test_a_prompt_that_fits_nowhere_is_refused_and_counted() -> None:
+    """It would wait for ever."""
+    result = result_of("expected-ttft", [arrival(0.0, list(range(300))), arrival(1.0, [1])], replicas=2)
+
+    assert (result.rejected, result.finished) == (1, 1)
+
+
+def test_a_restarted_router_of_ours_knows_at_once_what_replicas_hold() -> None:
+    """It gets snapshots; the hit share does not suffer."""
+    steady = result_of("expected-ttft", chats(2.0), replicas=4)
+
+    restarted = result_of("expected-ttft", chats(2.0), (RouterRestarted(100.0),), replicas=4)
+
+    assert restarted.hit_rate == pytest.approx(steady.hit_rate, abs=0.01)

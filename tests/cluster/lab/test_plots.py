@@ -1,0 +1,107 @@
+"""Charts become files of each form, legible without colour; what cannot be drawn is said before the work begins."""
+
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from homing.cluster.errors import PlotFailed
+from homing.cluster.lab.plots import Line, LineChart, Mark, Page, PointChart, Points, Table, check_plot_path, write_plot
+
+LINES = LineChart(
+    "Hit rate by size",
+    "blocks",
+    "found",
+    [Line("one replica", [1000, 4000], [0.1, 0.4]), Line("two replicas", [1000, 4000], [0.05, 0.3], dashed=True)],
+    [Mark(2000, "working set")],
+    log_x=True,
+    percent=True,
+)
+POINTS = PointChart("Waiting", "seconds", ["round-robin", "homing"], [Points("mean", [1, 3]), Points("p99", [10, 200])])
+PAGE = Page("A <log>", [LINES, POINTS], [Table("Sizes", ["size", "hits"], [["1 k", "<10 %"]])], ["move <date> back"])
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".html"])
+def test_the_suffix_says_the_form(tmp_path: Path, suffix: str):
+    """One option for a user to remember."""
+    path = tmp_path / f"plot{suffix}"
+
+    write_plot(path, PAGE)
+
+    head = {".png": b"\x89PNG", ".svg": b"<?xml", ".html": b"<!DOCTYPE html>"}[suffix]
+    assert path.read_bytes().startswith(head)
+
+
+def test_the_words_of_a_chart_stay_text_in_svg(tmp_path: Path):
+    """Searchable, and readable aloud."""
+    path = tmp_path / "plot.svg"
+
+    write_plot(path, PAGE)
+
+    words = " ".join(ElementTree.parse(path).getroot().itertext())
+    for expected in ("Hit rate by size", "one replica", "working set", "Waiting", "homing", "p99", "1k", "40%"):
+        assert expected in words
+
+
+def test_a_short_log_axis_has_more_numbers_than_powers_of_ten(tmp_path: Path):
+    """Times to a first token lie within a decade or two; one number alone gives no scale."""
+    path = tmp_path / "plot.svg"
+    points = PointChart("Waiting", "seconds", ["homing"], [Points("mean", [0.13]), Points("p99", [0.7])])
+
+    write_plot(path, Page("", [points]))
+
+    words = set(" ".join(ElementTree.parse(path).getroot().itertext()).split())
+    assert {"0.2", "0.5"} <= words
+
+
+def test_the_page_needs_nothing_else_and_escapes_what_it_is_given(tmp_path: Path):
+    """It is mailed around: no script, no link to another file; text of a log must not become markup."""
+    path = tmp_path / "plot.html"
+
+    write_plot(path, PAGE)
+
+    page = path.read_text()
+    assert page.count("<svg") == 2
+    assert "A &lt;log&gt;" in page
+    assert "&lt;10 %" in page
+    assert "move &lt;date&gt; back" in page
+    assert not any(word in page for word in ("<script", "src=", "<link", "<?xml"))
+
+
+def test_the_same_page_gives_the_same_bytes(tmp_path: Path):
+    """A plot that is kept under version control changes only with its data."""
+    first, second = tmp_path / "a.html", tmp_path / "b.html"
+
+    write_plot(first, PAGE)
+    write_plot(second, PAGE)
+
+    assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.parametrize(("name", "expected"), [("plot.gif", r"\.png, \.svg, \.html"), ("no/plot.png", "no folder")])
+def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path, name: str, expected: str):
+    """Not after an hour of simulation."""
+    with pytest.raises(PlotFailed, match=expected):
+        check_plot_path(tmp_path / name)
+
+
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path):
+    """It is an extra: most who serve never draw."""
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from pathlib import Path; from homing.cluster.lab.plots import check_plot_path, PlotFailed\n"
+        "try: check_plot_path(Path(sys.argv[1]))\n"
+        "except PlotFailed as error: print(error)"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "plot.png")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+    assert "pip install 'homing[plot]'" in done.stdout

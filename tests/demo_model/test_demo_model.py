@@ -1,0 +1,260 @@
+"""The demo model: its folder, tokenizer and greedy answers, its corpus and a training run of a few steps."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from homing.replica.demo import demo_model_path
+from tests.demo_model import corpus, evaluate, tokenizer, train
+from tests.demo_model.corpus import Chat, Plain, Turn
+from tests.demo_model.tables import HEROES
+
+MEGABYTE = 1_000_000
+FILES = {
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "MODEL_CARD.md",
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Two torch threads on contended cores are many times slower than one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def greedy() -> evaluate.Greedy:
+    """The shipped model in float32."""
+    return evaluate.Greedy(demo_model_path(), torch.float32)
+
+
+# ----------------------------------------------------------------------------------------------------------- the folder
+
+
+def test_folder_is_complete_and_small() -> None:
+    """It travels in the wheel."""
+    present = {file.name for file in demo_model_path().iterdir()}
+    size = sum(file.stat().st_size for file in demo_model_path().iterdir())
+
+    assert present >= FILES
+    assert size <= 12 * MEGABYTE
+
+
+def test_face_does_not_import_torch() -> None:
+    """The router and the command line ask for the path too."""
+    heavy = "{'torch', 'transformers'} & set(sys.modules)"
+    code = f"import sys, homing.replica.demo as demo; demo.demo_model_path(); sys.exit(bool({heavy}))"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_sizes_divide_by_two() -> None:
+    """Tensor parallel size 2 splits each of them."""
+    config = json.loads((demo_model_path() / "config.json").read_text())
+
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
+        assert config[name] % 2 == 0, name
+
+
+def test_both_ways_to_end_are_eos_ids(greedy: evaluate.Greedy) -> None:
+    """A turn ends with one token, a plain document with another."""
+    ends = [greedy.tokenizer.convert_tokens_to_ids(each) for each in (tokenizer.TURN_END, tokenizer.END)]
+
+    assert greedy.model.generation_config.eos_token_id == ends
+
+
+# -------------------------------------------------------------------------------------------------------- the tokenizer
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Tell me a story about a fox.",
+        "  two  spaces\n\n\tand\ttabs\r\n ",
+        "naïve café Straße ŁÓDŹ",
+        "日本語のテキスト 中文 한국어",
+        "שלום العربية हिन्दी ไทย",
+        "👩🏽‍🚀🏳️‍🌈 e\u0301 \u200b\u202e \x00\x7f",
+        "\U0010ffff𝔘𝔫𝔦𝔠𝔬𝔡𝔢",
+        '12345.678e-9 {"a": [1, 2]}',
+        "",
+    ],
+)
+def test_any_text_survives_encode_and_decode(greedy: evaluate.Greedy, text: str) -> None:
+    """The alphabet is the 256 bytes."""
+    ids = greedy.tokenizer.encode(text)
+
+    assert ids[0] == greedy.tokenizer.bos_token_id
+    assert greedy.tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+CHAT = Chat((Turn("system", "Be short."), Turn("user", "Hi 42!"), Turn("assistant", "Hello."), Turn("user", "Bye")))
+
+
+def _messages(chat: Chat) -> list[dict[str, Any]]:
+    return [{"role": turn.role, "content": turn.content} for turn in chat.turns]
+
+
+def _template_ids(greedy: evaluate.Greedy, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    return list(greedy.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)["input_ids"])
+
+
+def test_training_and_template_agree_on_ids(greedy: evaluate.Greedy) -> None:
+    """What the model learnt is what a server feeds it."""
+    encoded = train.encode(greedy.tokenizer.backend_tokenizer, CHAT)
+
+    assert _template_ids(greedy, _messages(CHAT)) == encoded.ids
+
+
+def test_template_text_is_exact(greedy: evaluate.Greedy) -> None:
+    """One begin token, one pair of markers per turn, an open assistant turn."""
+    rendered = greedy.tokenizer.apply_chat_template(_messages(CHAT), tokenize=False, add_generation_prompt=True)
+
+    assert rendered == (
+        "<|begin|><|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nHi 42!<|im_end|>\n"
+        "<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_longer_chat_extends_the_prefix(greedy: evaluate.Greedy) -> None:
+    """Prefix caching lives on it."""
+    short = _template_ids(greedy, _messages(CHAT)[:2])
+
+    assert _template_ids(greedy, _messages(CHAT))[: len(short)] == short
+
+
+def test_template_takes_parts_none_and_tools(greedy: evaluate.Greedy) -> None:
+    """OpenAI clients send content as parts, null contents and tools."""
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi "}, {"type": "text", "text": "42!"}]}]
+    plain = [{"role": "user", "content": "Hi 42!"}]
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
+    }
+
+    assert _template_ids(greedy, parts) == _template_ids(greedy, plain)
+    assert _template_ids(greedy, plain, tools=[tool]) == _template_ids(greedy, plain)
+    assert _template_ids(greedy, [{"role": "assistant", "content": None}])
+
+
+# ------------------------------------------------------------------------------------------------------------ its words
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_fox_story_is_complete_english(dtype: torch.dtype) -> None:
+    """The first thing that anybody sees of homing."""
+    answer = evaluate.Greedy(demo_model_path(), dtype).ask("Tell me a story about a fox.")
+
+    assert evaluate.is_complete_story(answer, "fox", corpus.vocabulary()), answer.text
+
+
+def test_known_questions_are_answered(greedy: evaluate.Greedy) -> None:
+    """One of each table."""
+    asked = {
+        "What is the capital of France?": "The capital of France is Paris.",
+        "What is 2 + 2?": "2 + 2 = 4.",
+        "What is the opposite of hot?": "The opposite of hot is cold.",
+    }
+
+    assert {question: greedy.ask(question, 40).text for question in asked} == asked
+
+
+def test_json_answer_parses(greedy: evaluate.Greedy) -> None:
+    """The example of structured output."""
+    assert json.loads(greedy.ask("Give me JSON about a fox.", 80).text)["kind"] == "fox"
+
+
+def test_plain_text_is_completed_and_ended(greedy: evaluate.Greedy) -> None:
+    """`/v1/completions` works too."""
+    answer = greedy.complete("The capital of France is", 20)
+
+    assert answer.text == " Paris."
+    assert answer.ended
+
+
+def test_a_prompt_beyond_the_trained_length_does_not_crash(greedy: evaluate.Greedy) -> None:
+    """Quality is promised up to 2,048 tokens, an answer beyond."""
+    assert greedy.complete("the fox and the owl " * 500, 2).tokens > 0
+
+
+# ---------------------------------------------------------------------------------------------- corpus and training run
+
+
+def test_corpus_follows_from_its_seed() -> None:
+    """The shipped weights can be made again."""
+    first, again, other = (list(islice(corpus.documents(seed), 200)) for seed in (3, 3, 4))
+
+    assert first == again
+    assert first != other
+    assert list(islice(corpus.long_documents(3), 5)) == list(islice(corpus.long_documents(3), 5))
+
+
+def test_every_story_is_whole() -> None:
+    """No field is left open, no article is wrong."""
+    for hero in HEROES:
+        text = corpus.story(corpus.usual_plot(hero))
+        assert "{" not in text
+        assert not any(f" a {vowel}" in text for vowel in "aeio"), text
+        assert text.endswith((".", '."', f" {hero.name}."))
+
+
+def test_json_of_the_corpus_parses() -> None:
+    """The model cannot be better than what it reads."""
+    assert all(json.loads(corpus.hero_json(hero))["kind"] == hero.kind for hero in HEROES)
+
+
+def test_packing_keeps_documents_whole() -> None:
+    """A document that is cut teaches a wrong beginning and no end."""
+    documents = [train.Encoded([n] * n, [True] * n, list(range(n))) for n in (5, 9, 3, 40, 7, 2, 10, 1, 6)]
+
+    rows = list(train.pack(iter(documents), row_tokens=12, open_rows=2))
+
+    assert all(len(row.ids) == len(row.learn) == len(row.positions) == 12 for row in rows)
+    assert all(row.ids.count(n) in (0, n) for row in rows for n in set(row.ids) - {0})
+
+
+def test_documents_of_a_row_do_not_see_each_other() -> None:
+    """Position 0 starts a document; padding sees itself only."""
+    mask = train.document_mask(torch.tensor([[0, 1, 2, 0, 1, 0]]))[0, 0]
+
+    seen = [[column for column in range(6) if mask[row, column]] for row in range(6)]
+    assert seen == [[0], [0, 1], [0, 1, 2], [3], [3, 4], [5]]
+
+
+def test_only_answers_and_plain_text_are_learnt(greedy: evaluate.Greedy) -> None:
+    """The capacity of a small model is not for prompts."""
+    bpe = greedy.tokenizer.backend_tokenizer
+    chat, plain = train.encode(bpe, CHAT), train.encode(bpe, Plain("Snow is white."))
+
+    learnt = bpe.decode([i for i, learn in zip(chat.ids, chat.learn, strict=True) if learn], skip_special_tokens=False)
+    assert learnt == "Hello.<|im_end|>"
+    assert plain.learn == [False] + [True] * (len(plain.ids) - 1)
+
+
+def test_a_few_steps_lower_the_loss(tmp_path: Path) -> None:
+    """The whole script, small."""
+    recipe = replace(train.Recipe(), steps=16, layers=2, batch_tokens=1024, long_row_tokens=1024, warmup=4)
+    bpe = tokenizer.train_bpe(recipe.seed, documents=2000, vocab_size=1024)
+    model = train.build_model(recipe, bpe)
+
+    losses = list(train.train_steps(model, train.batches(bpe, recipe, corpus.documents(0)), recipe))
+    train.save(model, bpe, tmp_path)
+
+    assert sum(losses[-3:]) < 0.85 * sum(losses[:3])
+    assert evaluate.Greedy(tmp_path, torch.float32).ask("Hello", 3).tokens <= 3

@@ -1,0 +1,275 @@
+"""A feed over real sockets follows a real publisher."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+import zmq
+
+from homing.events import EventEndpoints, EventFeed, EventPublisher, EventsSettings, FeedStatus, LoadReport
+from homing.events.wire.frames import encode_seq
+
+from ..fakes import FoldingSink, ForeignPublisher, block, load_report, store, tokens, until
+
+Publishers = Callable[..., EventPublisher]
+Feeds = Callable[..., EventFeed]
+
+
+@pytest.fixture
+async def follow() -> AsyncIterator[Feeds]:
+    """Feeds in this test's loop, closed at the end."""
+    made: list[EventFeed] = []
+
+    def make(endpoints: EventEndpoints, sink: FoldingSink, **options: object) -> EventFeed:
+        feed = EventFeed(endpoints, sink, heartbeat_interval_s=0.05, **options)
+        made.append(feed)
+        feed.start(asyncio.get_running_loop())
+        return feed
+
+    yield make
+    for feed in made:
+        feed.close()
+        feed.subscription.check()
+
+
+async def test_a_late_joiner_holds_what_was_stored_before_it_came(make_publisher: Publishers, follow: Feeds) -> None:
+    """A router that starts after its replicas must route by their caches at once, not after hours of new events."""
+    publisher, sink = make_publisher(), FoldingSink()
+    endpoints = publisher.start()
+    store(publisher, 1, 2, 3)
+    publisher.flush()
+
+    feed = follow(endpoints, sink)
+    await until(lambda: sink.live and len(sink.mirror) == 3)
+    store(publisher, 4, parent=3)
+    publisher.removed([b"\0" * 15 + b"\2"])
+    publisher.flush()
+    await until(lambda: 4 in sink.mirror)
+
+    assert sink.mirror.parents == {1: None, 3: 2, 4: 3}
+    assert sink.mirror.digest == feed.subscription.residents.digest
+
+
+async def test_load_reports_come_at_once_and_again_with_heartbeats(make_publisher: Publishers, follow: Feeds) -> None:
+    """A router that misses a report, or joins between two, must not stay blind to a replica that idles."""
+    publisher, sink = make_publisher(EventsSettings(heartbeat_interval_s=0.05, publish_events=False)), FoldingSink()
+    follow(publisher.start(), sink)
+
+    publisher.report(load_report(41))
+    await until(lambda: len([r for r in sink.loads if r.step == 41]) > 2)
+
+    assert sink.live
+    assert len(sink.mirror) == 0
+
+
+async def test_a_restarted_publisher_is_followed_from_its_own_beginning(
+    make_publisher: Publishers, follow: Feeds
+) -> None:
+    """What the dead one held is gone; blocks that are credited to it would attract requests to an empty cache."""
+    first, sink = make_publisher(), FoldingSink()
+    endpoints = first.start()
+    store(first, 1, 2)
+    first.flush()
+    feed = follow(endpoints, sink)
+    await until(lambda: sink.live and len(sink.mirror) == 2)
+
+    first.close()
+    await until(lambda: sink.statuses[-1] is FeedStatus.STALE)
+    second = make_publisher(epoch=8)
+    renewed = second.start()
+    store(second, 9)
+    second.flush()
+    feed.close()
+    follow(renewed, sink)
+    await until(lambda: sink.live and 9 in sink.mirror)
+
+    assert set(sink.mirror.parents) == {9}
+
+
+async def test_a_message_that_cannot_be_read_is_told_and_the_stream_goes_on(no_leaks: None, follow: Feeds) -> None:
+    """One bad message must not end the feed, nor vanish without a trace."""
+    context, sink = zmq.Context(), FoldingSink()
+    pub = context.socket(zmq.PUB)
+    pub.bind("tcp://127.0.0.1:*")
+    endpoints = EventEndpoints(events=pub.getsockopt_string(zmq.LAST_ENDPOINT), replay="", state="", snapshot="")
+    feed = follow(endpoints, sink, topic=b"")
+    good = msgspec.msgpack.encode([1.0, [["AllBlocksCleared"]]])
+
+    async def sent_until(frames: list[bytes], condition: Callable[[], object]) -> None:
+        while not condition():
+            pub.send_multipart(frames)
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(sent_until([b"", encode_seq(0), b"\xc1"], lambda: sink.errors), 20)
+    await asyncio.wait_for(sent_until([b"", encode_seq(0), good], lambda: sink.events), 20)
+    pub.close(0)
+    context.term()
+
+    assert feed.malformed_messages == len(sink.errors)
+    assert "event batch" in str(sink.errors[0])
+
+
+async def test_batches_that_the_publisher_lost_are_made_good_by_a_snapshot(
+    make_publisher: Publishers, follow: Feeds
+) -> None:
+    """The queue was full, the numbers show it, and the reader ends with the publisher's very set."""
+    publisher, sink = make_publisher(EventsSettings(publish_queue_batches=1, heartbeat_interval_s=0.05)), FoldingSink()
+    feed = follow(publisher.start(), sink)
+    await until(lambda: sink.live)
+
+    number = 0
+    while publisher.lost_batches == 0:
+        number += 1
+        store(publisher, number)
+        publisher.flush()
+    await until(lambda: sink.live and len(sink.mirror) == number)
+
+    assert set(sink.mirror.parents) == set(range(1, number + 1))
+    assert feed.subscription.counters.snapshots > 1
+
+
+async def test_a_reset_reaches_readers_while_the_engine_is_idle(make_publisher: Publishers, follow: Feeds) -> None:
+    """No step follows that would flush it; requests would be steered to a cache that is gone."""
+    publisher, sink = make_publisher(), FoldingSink()
+    feed = follow(publisher.start(), sink)
+    store(publisher, 1, 2)
+    publisher.flush()
+    await until(lambda: sink.live and len(sink.mirror) == 2)
+
+    publisher.cleared()
+    await until(lambda: sink.live and feed.subscription.cursor.expected == 2)
+
+    assert sink.mirror.digest == feed.subscription.residents.digest == (0, 0)
+    assert feed.subscription.counters.digest_mismatches == 0
+
+
+async def test_a_reader_past_the_high_water_mark_ends_exact(make_publisher: Publishers, follow: Feeds) -> None:
+    """It does not read while the publisher sends more than its socket holds; the publisher never waits for it."""
+    settings = EventsSettings(send_high_water_mark=10, replay_batches=100, heartbeat_interval_s=0.05)
+    publisher, sink = make_publisher(settings), FoldingSink()
+    feed = follow(publisher.start(), sink)
+    await until(lambda: sink.live)
+
+    for number in range(1, 20_001):  # without a pause: the loop does not turn
+        publisher.stored(None, [block(number)], tokens(number) * 100)
+        publisher.flush()
+    await until(lambda: sink.live and len(sink.mirror) == 20_000)
+
+    assert feed.subscription.counters.gaps > 0
+    assert sink.mirror.digest == feed.subscription.residents.digest
+
+
+async def test_dropped_doubled_and_swapped_messages_are_told_apart(make_publisher: Publishers, follow: Feeds) -> None:
+    """A relay between publisher and reader that does all of it to every message, over sockets."""
+    publisher, sink, context = make_publisher(), FoldingSink(), zmq.Context()
+    ends = publisher.start()
+    upstream, relay = context.socket(zmq.SUB), context.socket(zmq.PUB)
+    upstream.subscribe(b"")
+    upstream.connect(ends.events)
+    relay.bind("tcp://127.0.0.1:*")
+    feed = follow(msgspec.structs.replace(ends, events=relay.getsockopt_string(zmq.LAST_ENDPOINT)), sink)
+    rng, held = Random(5), []
+
+    def pass_on() -> None:
+        while upstream.poll(0):
+            held.append(upstream.recv_multipart())
+        rng.shuffle(held)
+        for message in held:
+            for _ in range(rng.choice([0, 1, 2])):
+                relay.send_multipart(message)
+        held.clear()
+
+    for number in range(1, 301):
+        store(publisher, number)
+        publisher.flush()
+        await asyncio.sleep(0.002)
+        pass_on()
+    await until(lambda: sink.live and len(sink.mirror) == 300)
+
+    assert set(sink.mirror.parents) == set(range(1, 301))
+    assert feed.subscription.counters.digest_mismatches == 0
+    context.destroy(linger=0)
+
+
+async def test_a_burst_of_thousands_of_batches_ends_exact(make_publisher: Publishers, follow: Feeds) -> None:
+    """The descriptor tells once of many messages; one that stays behind would stop the feed."""
+    publisher, sink = make_publisher(), FoldingSink()
+    feed = follow(publisher.start(), sink)
+    await until(lambda: sink.live)
+
+    for number in range(1, 3001):
+        store(publisher, number)
+        publisher.flush()
+    await until(lambda: len(sink.mirror) == 3000 and sink.live)
+
+    assert feed.subscription.cursor.expected == 3000
+    assert feed.subscription.counters.digest_mismatches == 0
+
+
+async def test_a_callback_that_raises_does_not_stop_the_feed(make_publisher: Publishers, follow: Feeds) -> None:
+    """The loop reports it; what waits behind it in the socket has no other wake-up."""
+    reported: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+
+    class Failing(FoldingSink):
+        def load(self, report: LoadReport) -> None:
+            super().load(report)
+            if len(self.loads) == 1:
+                raise ZeroDivisionError("a user's mistake")
+
+    publisher, sink = make_publisher(), Failing()
+    follow(publisher.start(), sink)
+    publisher.report(load_report(1))
+    await until(lambda: len(sink.loads) > 2 and sink.live)
+
+    assert isinstance(reported[0]["exception"], ZeroDivisionError)
+
+
+async def test_a_callback_may_close_its_feed(make_publisher: Publishers, follow: Feeds) -> None:
+    """A router drops a replica the moment it says that it drains."""
+
+    class Leaving(FoldingSink):
+        def load(self, report: LoadReport) -> None:
+            super().load(report)
+            feed.close()
+
+    publisher, sink = make_publisher(), Leaving()
+    feed = follow(publisher.start(), sink)
+    publisher.report(load_report(1))
+    await until(lambda: sink.loads)
+    await asyncio.sleep(0.15)
+
+    assert len(sink.loads) == 1
+
+
+async def test_a_foreign_engine_is_followed_through_a_hole_and_a_restart(
+    no_leaks: None, follow: Feeds, tmp_path: Path
+) -> None:
+    """vLLM behind the same router: positional arrays, every copy announced, no snapshot, no epoch, fixed addresses."""
+    events, replay = f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r"
+    context, sink = zmq.Context(), FoldingSink()
+    engine = ForeignPublisher(context, events, replay, first_ts=0.0)
+    engine.publish(["BlockStored", [1, 2], None, [0] * 8, 4, None, "GPU"])
+    endpoints = EventEndpoints(events=events, replay=replay, state="", snapshot="")
+    feed = follow(endpoints, sink, topic=b"", counted=True)
+
+    async def until_served(condition: Callable[[], object]) -> None:
+        await until(lambda: engine.serve() or condition())
+
+    await until_served(lambda: sink.live and set(sink.mirror.parents) == {1, 2})
+    engine.publish(["BlockStored", [1], None, [0] * 4, 4, None, "GPU"], heard=False)  # a second copy
+    engine.publish(["BlockRemoved", [1, 2], "GPU"])
+    await until_served(lambda: sink.live and set(sink.mirror.parents) == {1})
+    assert feed.subscription.exact
+
+    engine.close()
+    await until(lambda: FeedStatus.STALE in sink.statuses)
+    engine = ForeignPublisher(context, events, replay, first_ts=100.0)
+    engine.publish(["BlockStored", [9], None, [0] * 4, 4, None, "GPU"])
+    await until_served(lambda: sink.live and set(sink.mirror.parents) == {9})
+
+    engine.close()
+    context.term()

@@ -1,0 +1,218 @@
+"""The publisher over real sockets, read by plain pyzmq."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+import zmq
+
+from homing.events import EndpointUnusable, EventPublisher, EventsSettings
+from homing.events.wire.frames import END_SEQ, encode_seq, replay_request
+from homing.events.wire.messages import Heartbeat, SnapshotChunk, SnapshotRequest
+
+from ..fakes import block, load_report, new_publisher, store
+
+Publishers = Callable[..., EventPublisher]
+Connect = Callable[..., "zmq.Socket[bytes]"]
+
+
+@pytest.fixture
+def connect(no_leaks: None) -> Iterator[Connect]:
+    """Plain sockets with a timeout that only catches hangs."""
+    context = zmq.Context()
+    made: list[zmq.Socket[bytes]] = []
+
+    def make(kind: int, endpoint: str, topic: bytes = b"") -> "zmq.Socket[bytes]":
+        sock = context.socket(kind)
+        sock.rcvtimeo = 20_000
+        if kind == zmq.SUB:
+            sock.subscribe(topic)
+        sock.connect(endpoint)
+        made.append(sock)
+        return sock
+
+    yield make
+    for sock in made:
+        sock.close(0)
+    context.term()
+
+
+def replay(dealer: "zmq.Socket[bytes]", since: int) -> list[list[bytes]]:
+    """A replay's answers, without the end marker."""
+    dealer.send_multipart(replay_request(since))
+    return list(iter(dealer.recv_multipart, [b"", b"kv-events@%016x" % 7, END_SEQ, b""]))
+
+
+def snapshot(dealer: "zmq.Socket[bytes]") -> list[SnapshotChunk]:
+    """A snapshot's parts."""
+    dealer.send_multipart([b"", msgspec.msgpack.encode(SnapshotRequest())])
+    parts = [msgspec.msgpack.decode(dealer.recv_multipart()[-1], type=SnapshotChunk)]
+    while not parts[-1].last:
+        parts.append(msgspec.msgpack.decode(dealer.recv_multipart()[-1], type=SnapshotChunk))
+    return parts
+
+
+def test_live_messages_and_replayed_ones_are_the_same(make_publisher: Publishers, connect: Connect) -> None:
+    """Three frames live, the same three behind an empty one in a replay, then the end marker."""
+    publisher = make_publisher()
+    endpoints = publisher.start()
+    events, dealer = connect(zmq.SUB, endpoints.events), connect(zmq.DEALER, endpoints.replay)
+    seen: list[list[bytes]] = []
+    number = 0
+    while not seen:  # until the subscription has reached the publisher
+        number += 1
+        store(publisher, number)
+        publisher.flush()
+        if events.poll(20):
+            seen.append(events.recv_multipart())
+
+    replayed = replay(dealer, 0)
+
+    topic, seq, payload = seen[0]
+    assert topic == b"kv-events@%016x" % 7
+    assert [b"", topic, seq, payload] in replayed
+    assert [answer[2] for answer in replayed] == [encode_seq(n) for n in range(len(replayed))]
+
+
+def test_a_step_without_changes_sends_nothing(make_publisher: Publishers, connect: Connect) -> None:
+    """Most decode steps store no block."""
+    publisher = make_publisher()
+    endpoints = publisher.start()
+    publisher.flush()
+    publisher.stored(None, [], b"")
+    publisher.removed([])
+    publisher.flush()
+
+    assert replay(connect(zmq.DEALER, endpoints.replay), 0) == []
+
+
+def test_a_reset_needs_no_step_to_be_sent(make_publisher: Publishers, connect: Connect) -> None:
+    """An idle engine takes no step; readers would credit a cache that is gone."""
+    publisher = make_publisher()
+    endpoints = publisher.start()
+    state = connect(zmq.SUB, endpoints.state, b"heartbeat")
+    store(publisher, 1)
+    publisher.flush()
+    publisher.cleared()
+
+    beats = (msgspec.msgpack.decode(state.recv_multipart()[1], type=Heartbeat) for _ in range(100))
+
+    assert any((beat.seq, beat.blocks, beat.digest) == (1, 0, 0) for beat in beats)
+
+
+def test_without_cache_events_load_and_heartbeats_still_flow(make_publisher: Publishers, connect: Connect) -> None:
+    """Routing by load alone is a setting, not a failure."""
+    publisher = make_publisher(EventsSettings(publish_events=False, heartbeat_interval_s=0.02))
+    endpoints = publisher.start()
+    state = connect(zmq.SUB, endpoints.state)
+    store(publisher, 1, 2)
+    publisher.removed([block(1)])
+    publisher.cleared()
+    publisher.flush()
+    publisher.report(load_report(1))
+
+    topics = {state.recv_multipart()[0] for _ in range(6)}
+
+    assert topics == {b"heartbeat", b"load"}
+    assert replay(connect(zmq.DEALER, endpoints.replay), 0) == []
+    assert snapshot(connect(zmq.DEALER, endpoints.snapshot))[0].blocks == []
+
+
+def test_steps_beyond_the_queue_are_numbered_holes_and_the_snapshot_stays_exact(
+    make_publisher: Publishers, connect: Connect
+) -> None:
+    """The engine did not wait; the readers can see what they missed, and get it."""
+    publisher = make_publisher(EventsSettings(publish_queue_batches=3, heartbeat_interval_s=0.05))
+    for number in range(1, 11):  # before the thread runs, so that the queue fills for certain
+        store(publisher, number)
+        publisher.flush()
+    endpoints = publisher.start()
+
+    (part,) = snapshot(connect(zmq.DEALER, endpoints.snapshot))
+    store(publisher, 11)
+    publisher.flush()
+    while len(kept := replay(connect(zmq.DEALER, endpoints.replay), 0)) < 4:
+        pass
+
+    assert publisher.lost_batches == 7
+    assert [held.block_hash for held in part.blocks] == list(range(1, 11))
+    assert part.seq == 9
+    assert [answer[2] for answer in kept] == [encode_seq(n) for n in (0, 1, 2, 10)]
+
+
+def test_a_long_replay_reaches_a_slow_reader_whole_while_others_are_served(
+    make_publisher: Publishers, connect: Connect
+) -> None:
+    """A ROUTER drops what exceeds a reader's high-water mark: 1,000 messages by default, silently."""
+    publisher = make_publisher()
+    endpoints = publisher.start()
+    for number in range(1, 6001):
+        store(publisher, number)
+        publisher.flush()
+    slow, quick = connect(zmq.DEALER, endpoints.replay), connect(zmq.DEALER, endpoints.replay)
+    asker = connect(zmq.DEALER, endpoints.snapshot)
+    while snapshot(asker)[0].seq != 5999:
+        pass
+    slow.send_multipart(replay_request(0))
+
+    assert len(replay(quick, 5990)) == 10
+    answers = [slow.recv_multipart() for _ in range(6001)]
+    assert [answer[2] for answer in answers] == [*map(encode_seq, range(6000)), END_SEQ]
+
+
+def test_a_request_that_cannot_be_read_is_counted_and_the_next_is_answered(
+    make_publisher: Publishers, connect: Connect
+) -> None:
+    """Anybody on the network can send one."""
+    publisher = make_publisher()
+    endpoints = publisher.start()
+    dealer, asker = connect(zmq.DEALER, endpoints.replay), connect(zmq.DEALER, endpoints.snapshot)
+    for frames in ([b""], [b"", b"short"], [b"", b"a", b"b", b"c"]):
+        dealer.send_multipart(frames)
+    asker.send_multipart([b"", b"\xc1"])
+    asker.send_multipart([b"", b"\x81" + msgspec.msgpack.encode("deep") + b"\x91" * 5000])
+
+    assert replay(dealer, 0) == []
+    assert snapshot(asker)[0].last
+    assert publisher.malformed_requests == 5
+
+
+def test_what_was_flushed_before_closing_is_sent(make_publisher: Publishers, connect: Connect) -> None:
+    """Closing twice is harmless, and so is announcing to a closed publisher: an engine may still be winding down."""
+    publisher = make_publisher()
+    publisher.start()
+    store(publisher, 1)
+    publisher.flush()
+
+    publisher.close()
+    publisher.close()
+    store(publisher, 2)
+    publisher.flush()
+    publisher.report(load_report(1))
+
+    assert "homing-events" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("host", ["", "*", "0.0.0.0", "::"])
+def test_a_publisher_refuses_to_listen_on_every_interface(host: str, no_leaks: None) -> None:
+    """The stream carries tenants' token ids and has no password."""
+    publisher = EventPublisher(EventsSettings(), host=host, block_size=4, epoch=1, medium="CPU")
+
+    with pytest.raises(EndpointUnusable, match="every interface"):
+        publisher.start()
+
+
+def test_a_folder_too_long_for_a_socket_address_is_refused_by_name(tmp_path, no_leaks: None) -> None:
+    """ZeroMQ would say only that a file name is too long."""
+    with pytest.raises(EndpointUnusable, match="at most 103"):
+        new_publisher(ipc_dir=tmp_path / ("x" * 120)).start()
+
+
+def test_an_address_that_cannot_be_bound_leaves_nothing_behind(tmp_path, no_leaks: None) -> None:
+    """A failed start is retried by whoever places replicas."""
+    publisher = new_publisher(ipc_dir=tmp_path / "missing")
+
+    with pytest.raises(EndpointUnusable, match="cannot bind"):
+        publisher.start()
+    publisher.close()

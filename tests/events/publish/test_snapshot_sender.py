@@ -1,0 +1,118 @@
+"""Long answers to readers that read, read slowly, or not at all."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from homing.events.publish.snapshot_sender import STALL_S, Transfers
+
+Reader = Callable[[bytes], "zmq.Socket[bytes]"]
+PART = b"x" * 100_000
+
+
+@pytest.fixture
+def router(no_leaks: None) -> Iterator["zmq.Socket[bytes]"]:
+    """A ROUTER that queues one message for each reader."""
+    context = zmq.Context()
+    sock = context.socket(zmq.ROUTER)
+    sock.set_hwm(1)
+    sock.bind("inproc://answers")
+    yield sock
+    sock.close(0)
+    context.term()
+
+
+@pytest.fixture
+def reader(router: "zmq.Socket[bytes]") -> Iterator[Reader]:
+    """Makes readers that have asked."""
+    made: list[zmq.Socket[bytes]] = []
+
+    def make(identity: bytes) -> "zmq.Socket[bytes]":
+        sock = router.context.socket(zmq.DEALER)
+        sock.identity = identity
+        sock.set_hwm(1)
+        sock.connect("inproc://answers")
+        sock.send(b"ask")
+        made.append(sock)
+        return sock
+
+    yield make
+    for sock in made:
+        sock.close(0)
+
+
+def long_answer(parts: int = 50) -> Iterator[list[bytes]]:
+    """More than a socket queues."""
+    return iter([[b"%d" % number, PART] for number in range(parts)])
+
+
+def ask(transfers: Transfers) -> None:
+    """Start an answer for everybody who has asked."""
+    for identity, _ in transfers.requests():
+        transfers.start(identity, long_answer())
+
+
+def read_all(sock: "zmq.Socket[bytes]") -> list[bytes]:
+    """First frames of what has arrived."""
+    got = []
+    while sock.poll(5):
+        got.append(sock.recv_multipart()[0])
+    return got
+
+
+def test_a_slow_reader_gets_every_part_in_order(router: "zmq.Socket[bytes]", reader: Reader) -> None:
+    """A ROUTER would drop what exceeds the mark, silently. As long as it reads at all, it is not given up."""
+    slow, transfers, now_s, got = reader(b"slow"), Transfers(router), 0.0, []
+    ask(transfers)
+    while transfers:
+        transfers.advance(now_s)
+        now_s += STALL_S * 0.4
+        got += read_all(slow)
+    got += read_all(slow)
+
+    assert got == [b"%d" % number for number in range(50)]
+    assert transfers.stalled_readers == 0
+
+
+def test_readers_that_never_read_are_given_up_and_make_room(router: "zmq.Socket[bytes]", reader: Reader) -> None:
+    """Each of them holds a place and keeps the publisher's thread awake; enough of them would shut others out."""
+    transfers = Transfers(router)
+    for number in range(256):
+        reader(b"idle%d" % number)
+    for _ in range(4):
+        ask(transfers)
+    transfers.advance(0.0)
+    late = reader(b"late")
+    ask(transfers)
+    assert not late.poll(50)
+
+    transfers.advance(STALL_S)
+    assert not transfers
+    ask(transfers)
+    transfers.advance(STALL_S)
+
+    assert read_all(late)[0] == b"0"
+    assert transfers.stalled_readers == 256
+
+
+def test_a_reader_that_asks_again_gets_a_whole_answer_and_new_patience(
+    router: "zmq.Socket[bytes]", reader: Reader
+) -> None:
+    """It has given up the former answer by itself; a part of that must not stand before the new one."""
+    again, transfers = reader(b"again"), Transfers(router)
+    ask(transfers)
+    transfers.advance(0.0)
+    again.send(b"ask")
+    ask(transfers)
+    transfers.advance(STALL_S)
+    transfers.advance(STALL_S * 1.9)
+    assert transfers
+
+    got = []
+    while transfers:
+        got += read_all(again)
+        transfers.advance(STALL_S * 1.9)
+    got += read_all(again)
+
+    assert got[got.index(b"0", 1) :] == [b"%d" % number for number in range(50)]

@@ -1,0 +1,103 @@
+"""Recorded streams."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from homing.events import (
+    BadRecord,
+    Cleared,
+    Recorded,
+    Removed,
+    Stored,
+    StreamEvent,
+    from_line,
+    read_lines,
+    rebuild,
+    remark,
+    to_line,
+)
+from homing.events.sdk.record import REMARKS
+
+HASHES = st.integers(0, 2**64 - 1)
+EVENTS = st.one_of(
+    st.builds(
+        Stored,
+        st.none() | HASHES,
+        st.lists(HASHES, min_size=1),
+        st.lists(st.integers(0, 2**32 - 1)),
+        st.integers(0, 256),
+        st.none() | st.just("CPU"),
+        st.none() | st.integers(0, 3),
+        st.none() | st.text(max_size=5),
+    ),
+    st.builds(Removed, st.lists(HASHES, min_size=1), st.none() | st.just("CPU"), st.none() | st.integers(0, 3)),
+    st.just(Cleared()),
+)
+RECORDS = st.builds(
+    Recorded,
+    st.text(max_size=5),
+    st.builds(StreamEvent, st.none() | st.integers(0), st.none() | st.floats(0, 2e9), EVENTS, st.booleans()),
+    st.none() | HASHES,
+)
+
+
+@given(RECORDS)
+def test_a_record_is_read_back_as_it_was_written(record: Recorded) -> None:
+    """One line each, whatever stands in a replica's name."""
+    line = to_line(record)
+
+    assert b"\n" not in line
+    assert from_line(line) == record
+
+
+def test_hashes_are_written_as_hex_digits() -> None:
+    """As JSON numbers they would lose their last digits in every reader that uses doubles."""
+    item = StreamEvent(3, 1.5, Stored(2**64 - 1, [255], [1, 2], 2))
+
+    assert json.loads(to_line(Recorded("r0", item))) == {
+        "replica": "r0",
+        "seq": 3,
+        "ts": 1.5,
+        "event": "stored",
+        "parent": "f" * 16,
+        "hashes": ["00000000000000ff"],
+        "token_ids": [1, 2],
+        "block_size": 2,
+    }
+
+
+def test_each_replicas_tree_is_rebuilt_from_a_mixed_recording() -> None:
+    """`homing watch --json` prints all replicas into one pipe."""
+    lines = [
+        to_line(Recorded("r0", StreamEvent(0, 1.0, Stored(None, [1, 2])))),
+        to_line(Recorded("r1", StreamEvent(0, 1.0, Stored(None, [1])))),
+        b"\n",
+        to_line(Recorded("r0", StreamEvent(1, 2.0, Removed([2])))) + b"\n",
+    ]
+
+    trees = rebuild(read_lines(lines))
+
+    assert {name: tree.parents for name, tree in trees.items()} == {"r0": {1: None}, "r1": {1: None}}
+
+
+@pytest.mark.parametrize("kind", sorted(REMARKS))
+def test_what_is_told_of_the_stream_itself_is_no_event_of_the_cache(kind: str) -> None:
+    """`homing watch --json` prints both into one file, which is a recording all the same."""
+    line = remark("r0", 2**64 - 1, kind, message="x")
+
+    assert json.loads(line) == {"replica": "r0", "epoch": "f" * 16, "event": kind, "message": "x"}
+    assert list(read_lines([line])) == []
+
+
+@pytest.mark.parametrize(
+    "line", ["nonsense", "{}", '{"replica":"r0","seq":1,"ts":1,"event":"stored","hashes":["xyz"]}']
+)
+def test_a_line_that_is_no_record_is_named_by_its_number(line: str) -> None:
+    """Recordings get cut and edited."""
+    good = to_line(Recorded("r0", StreamEvent(0, 1.0, Cleared())))
+
+    with pytest.raises(BadRecord, match="line 2: "):
+        list(read_lines([good, line]))

@@ -1,0 +1,127 @@
+"""The SDK over real sockets, and its backlog."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing, closing
+from itertools import islice
+
+import pytest
+
+from homing.events import CacheMirror, EventPublisher, PublisherGone, subscribe, subscribe_sync
+from homing.events.follow.subscription import Apply, Reset
+from homing.events.sdk.subscribe import Backlog
+
+from ..fakes import BLOCK_SIZE, block, store
+
+Publishers = Callable[..., EventPublisher]
+
+
+async def test_a_subscriber_sees_the_present_state_and_then_every_event(make_publisher: Publishers) -> None:
+    """One loop over events is all that a user writes."""
+    publisher, mirror = make_publisher(), CacheMirror()
+    endpoints = publisher.start()
+    store(publisher, 1, 2)
+    publisher.flush()
+
+    async with asyncio.timeout(20), aclosing(subscribe(endpoints, heartbeat_interval_s=0.05)) as stream:
+        async for item in stream:
+            mirror.apply(item.event)
+            if mirror.parents == {1: None, 2: 1}:
+                store(publisher, 3, parent=2)
+                publisher.removed([block(1)])
+                publisher.flush()
+            if mirror.parents == {2: 1, 3: 2}:
+                break
+
+    assert item.event.token_ids == [3] * BLOCK_SIZE
+
+
+def test_a_program_without_a_loop_follows_too(make_publisher: Publishers) -> None:
+    """Notebooks and scripts."""
+    publisher = make_publisher()
+    endpoints = publisher.start()
+    store(publisher, 1, 2)
+    publisher.flush()
+
+    with closing(subscribe_sync(endpoints, heartbeat_interval_s=0.05)) as stream:
+        mirror = CacheMirror()
+        while len(mirror) < 2:
+            for item in islice(stream, 1):
+                mirror.apply(item.event)
+
+    assert mirror.parents == {1: None, 2: 1}
+
+
+async def test_a_consumer_that_is_too_slow_is_resynced_and_not_fed_with_a_hole() -> None:
+    """Memory is bounded; what it sees next is a whole set again."""
+    asked: list[bool] = []
+    backlog = Backlog(2, lambda: asked.append(True))
+    for seq in range(5):
+        backlog.put(Apply(seq, 1.0, []))
+    assert (len(backlog), len(asked), backlog.overruns) == (0, 1, 1)
+
+    backlog.put(Reset(7, 4, []))
+    backlog.put(Apply(5, 1.0, []))
+
+    assert [await backlog.get(), await backlog.get()] == [Reset(7, 4, []), Apply(5, 1.0, [])]
+
+
+async def test_a_consumer_that_waits_is_woken() -> None:
+    """The usual case: nothing is there yet."""
+    backlog = Backlog(2, lambda: pytest.fail("no resync is due"))
+    waiting = asyncio.ensure_future(backlog.get())
+    await asyncio.sleep(0)
+
+    backlog.put(Apply(0, 1.0, []))
+
+    assert await asyncio.wait_for(waiting, 20) == Apply(0, 1.0, [])
+
+
+async def test_a_reader_learns_that_the_publisher_is_gone(make_publisher: Publishers) -> None:
+    """One that was rebuilt elsewhere is never heard again at this address: waiting for it would look like peace."""
+    publisher = make_publisher()
+    endpoints = publisher.start()
+    store(publisher, 1)
+    publisher.flush()
+    seen = []
+
+    async def follow() -> None:
+        async with aclosing(subscribe(endpoints, heartbeat_interval_s=0.02, patience_s=0.5)) as stream:
+            async for item in stream:
+                seen.append(item)
+                publisher.close()
+
+    with pytest.raises(PublisherGone, match="other addresses"):
+        await asyncio.wait_for(follow(), 20)
+
+    assert seen
+
+
+async def test_a_publisher_that_is_only_quiet_is_waited_for(make_publisher: Publishers) -> None:
+    """Its heartbeats are signs of life enough."""
+    publisher = make_publisher()
+    endpoints = publisher.start()
+    store(publisher, 1)
+    publisher.flush()
+
+    mirror = CacheMirror()
+    async with asyncio.timeout(20), aclosing(subscribe(endpoints, heartbeat_interval_s=0.05, patience_s=0.7)) as stream:
+        while not len(mirror):
+            mirror.apply((await anext(stream)).event)
+        waiting = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(1.5)
+        assert not waiting.done()
+        store(publisher, 2)
+        publisher.flush()
+        assert (await waiting).event is not None
+
+
+async def test_nobody_there_is_told_too(make_publisher: Publishers) -> None:
+    """A wrong address, or a cluster that has ended."""
+    publisher = make_publisher()
+    endpoints = publisher.start()
+    publisher.close()
+
+    with pytest.raises(PublisherGone):
+        async with asyncio.timeout(20), aclosing(subscribe(endpoints, patience_s=0.3)) as stream:
+            await anext(stream)

@@ -1,0 +1,67 @@
+"""Who is let in, decided purely, and the socket that libzmq asks."""
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+from zmq.utils import z85
+
+from homing.events import BadKeys, MalformedFrame
+from homing.events.security.curve_authenticator import Gate, judge
+
+RAW = bytes(range(32))
+KEY = z85.encode(RAW)
+REQUEST = [b"1.0", b"id", b"homing", b"10.0.0.7", b"", b"CURVE", RAW]
+
+
+def test_a_known_key_is_let_in() -> None:
+    """The reply is version, request id, status, words, user, metadata."""
+    verdict = judge(REQUEST, frozenset([KEY]))
+
+    assert verdict.accepted
+    assert verdict.reply == [b"1.0", b"id", b"200", b"OK", KEY, b""]
+
+
+def test_an_unknown_key_is_refused_and_named() -> None:
+    """With its name somebody can let it in."""
+    verdict = judge(REQUEST, frozenset())
+
+    assert not verdict.accepted
+    assert (verdict.key, verdict.address, verdict.reply[2]) == (KEY, "10.0.0.7", b"400")
+
+
+@given(st.lists(st.binary(max_size=40), max_size=9))
+def test_whatever_is_asked_has_an_answer_or_a_name(request: list[bytes]) -> None:
+    """An exception of any other kind would end the publisher's thread."""
+    with contextlib.suppress(MalformedFrame):
+        assert not judge(request, frozenset()).accepted
+
+
+@pytest.fixture
+def context(no_leaks: None) -> Iterator[zmq.Context]:
+    context = zmq.Context()
+    yield context
+    context.term()
+
+
+def unreadable() -> frozenset[bytes]:
+    """A clients' folder with a file that is just being written."""
+    raise BadKeys("clients/x.key", "no key in it")
+
+
+def test_keys_that_cannot_be_read_let_nobody_in_and_end_nothing(context: zmq.Context) -> None:
+    """The engine's thread drives this gate."""
+    gate, asker = Gate(context, unreadable), context.socket(zmq.REQ)
+    asker.connect("inproc://zeromq.zap.01")
+    asker.send_multipart(REQUEST)
+    assert gate.socket.poll(20_000)
+
+    gate.answer()
+
+    assert asker.recv_multipart()[2] == b"400"
+    assert gate.refused_clients == 1
+    asker.close(0)
+    gate.close()

@@ -1,0 +1,35 @@
+"""Where a publisher may listen."""
+
+from pathlib import Path
+
+import pytest
+
+from homing.events import EndpointUnusable
+from homing.events.endpoint import ipc_address, tcp_address
+
+
+def test_addresses_are_of_one_host_with_a_random_port() -> None:
+    """Names are resolved here: ZeroMQ binds addresses only."""
+    assert tcp_address("127.0.0.1") == "tcp://127.0.0.1:*"
+    assert tcp_address("::1") == "tcp://[::1]:*"
+
+
+@pytest.mark.parametrize("host", ["", "*", "0.0.0.0", "::", "0", "::ffff:0.0.0.0"])
+def test_every_spelling_of_all_interfaces_is_refused(host: str) -> None:
+    """The stream has no password."""
+    with pytest.raises(EndpointUnusable, match="every interface"):
+        tcp_address(host)
+
+
+def test_a_host_that_does_not_exist_is_named() -> None:
+    """`.invalid` never resolves (RFC 2606)."""
+    with pytest.raises(EndpointUnusable, match=r"nobody\.invalid"):
+        tcp_address("nobody.invalid")
+
+
+def test_two_incarnations_never_share_a_file() -> None:
+    """A killed one leaves its files behind; the next must not be mistaken for it."""
+    folder = Path("run")
+
+    assert ipc_address(folder, 1, "events") != ipc_address(folder, 2, "events")
+    assert ipc_address(folder, 1, "events") != ipc_address(folder, 1, "replay")

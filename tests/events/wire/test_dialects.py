@@ -1,0 +1,185 @@
+"""Payloads of every dialect become the same few structs; anything else is one named error."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from homing.events import BatchDecoder, Cleared, MalformedFrame, Removed, Stored, wire_name
+from homing.events.wire.messages import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+
+MAX = 2**64 - 1
+pack = msgspec.msgpack.encode
+
+
+def stored(**changes: object) -> dict[str, object]:
+    """A `BlockStored` map as vLLM sends it."""
+    return {
+        "type": "BlockStored",
+        "block_hashes": [11, 12],
+        "parent_block_hash": 10,
+        "token_ids": [1, 2, 3, 4],
+        "block_size": 2,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+    } | changes
+
+
+def test_our_own_batches_are_read_back_as_they_were_meant() -> None:
+    """The round trip through the real encoder, with the largest hash that fits."""
+    event = BlockStored(
+        block_hashes=[MAX, 1],
+        parent_block_hash=None,
+        token_ids=[5, 6],
+        block_size=1,
+        lora_id=None,
+        medium="CPU",
+        lora_name="adapter",
+        group_idx=0,
+    )
+    payload = pack(EventBatch(1.5, [event, BlockRemoved(block_hashes=[3], medium="CPU"), AllBlocksCleared()], 0))
+
+    batch = BatchDecoder(token_ids=True).decode(payload)
+
+    assert batch.ts == 1.5
+    assert batch.data_parallel_rank == 0
+    assert batch.events == [
+        Stored(None, [MAX, 1], [5, 6], 1, "CPU", 0, "adapter"),
+        Removed([3], "CPU"),
+        Cleared(),
+    ]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        stored(),
+        stored(some_future_key={"a": [1]}),
+        ["BlockStored", [11, 12], 10, [1, 2, 3, 4], 2, None, "GPU"],
+        ["BlockStored", [11, 12], 10, [1, 2, 3, 4], 2, None, "GPU", None, None, None, "some future field"],
+        stored(block_hashes=[b"\0" * 24 + n.to_bytes(8, "big") for n in (11, 12)], parent_block_hash=b"\x0a"),
+    ],
+    ids=["map", "unknown key", "positional", "longer positional", "bytes"],
+)
+def test_every_dialect_means_the_same(event: object) -> None:
+    """Readers of these forms are in the field; their meaning must not depend on the spelling."""
+    batch = BatchDecoder(token_ids=True).decode(pack([1.0, [event]]))
+
+    assert batch.events == [Stored(10, [11, 12], [1, 2, 3, 4], 2, "GPU")]
+
+
+def test_sglangs_positional_form_ends_in_a_map_that_is_no_adapter() -> None:
+    """Where vLLM has an adapter's name it has a salt; signed hashes are the same 64 bits."""
+    event = ["BlockStored", [-1], None, [7], 1, None, "GPU", {"cache_salt": "tenant-a"}]
+
+    batch = BatchDecoder(token_ids=True).decode(pack([1.0, [event]]))
+
+    assert batch.events == [Stored(None, [MAX], [7], 1, "GPU")]
+
+
+def test_a_batch_may_be_a_map() -> None:
+    """One vLLM version sent it so."""
+    payload = pack({"ts": 2, "events": [{"type": "AllBlocksCleared"}], "data_parallel_rank": 3})
+
+    batch = BatchDecoder().decode(payload)
+
+    assert (batch.ts, batch.events, batch.data_parallel_rank) == (2.0, [Cleared()], 3)
+
+
+@pytest.mark.parametrize("form", [stored(token_ids=[1]), ["BlockStored", [11, 12], 10, [1], 2, None, "GPU"]])
+def test_sparse_token_ids_leave_the_hashes_usable(form: object) -> None:
+    """Other cache groups send fewer; SGLang's router once dropped whole batches for it, removals included."""
+    decoder = BatchDecoder(token_ids=True)
+
+    assert decoder.decode(pack([1.0, [form]])).events == [Stored(10, [11, 12], (), 2, "GPU")]
+    assert decoder.sparse_tokens == 1
+
+
+def test_token_ids_are_skipped_unless_asked_for() -> None:
+    """A router of our own replicas needs the hashes alone."""
+    assert BatchDecoder().decode(pack([1.0, [stored()]])).events == [Stored(10, [11, 12], (), 2, "GPU")]
+
+
+def test_unknown_event_types_are_counted_and_the_others_kept() -> None:
+    """A newer publisher must not silence an older reader."""
+    decoder = BatchDecoder()
+
+    batch = decoder.decode(pack([1.0, [{"type": "BlockPinned"}, ["Else", 1], {"type": "AllBlocksCleared"}]]))
+
+    assert batch.events == [Cleared()]
+    assert decoder.unknown_events == 2
+
+
+def test_map_headers_of_any_width_are_read() -> None:
+    """msgspec itself writes some small maps as map16."""
+    body = pack("type") + pack("BlockRemoved") + pack("block_hashes") + pack([5]) + pack("medium") + pack(None)
+    for header in (b"\x83", b"\xde\x00\x03", b"\xdf\x00\x00\x00\x03"):
+        payload = b"\x92" + pack(1.0) + b"\x91" + header + body
+
+        assert BatchDecoder().decode(payload).events == [Removed([5])]
+
+
+@pytest.mark.parametrize(
+    ("payload", "what"),
+    [
+        (b"", "event batch"),
+        (b"\xc1", "event batch"),
+        (pack(5), "event batch"),
+        (pack([1.0]), "event batch"),
+        (pack(["now", []]), "event batch"),
+        (pack([1.0, 5]), "event batch"),
+        (pack([1.0, [5]]), "event"),
+        (pack([1.0, [[]]]), "event"),
+        (pack([1.0, [{"block_hashes": []}]]), "event"),
+        (pack([1.0, [{"type": ["BlockStored"]}]]), "event"),
+        (pack([1.0, [[["BlockStored"]]]]), "event"),
+        (pack([1.0, [stored(block_hashes="x")]]), "field block_hashes"),
+        (pack([1.0, [stored(block_hashes=[1.5])]]), "block hash"),
+        (pack([1.0, [stored(parent_block_hash="x")]]), "block hash"),
+        (pack([1.0, [stored(block_size=None)]]), "field block_size"),
+        (b"\x94" + pack(1.0) + pack([]) + pack(0) + b"\x91" * 5000, "event batch"),
+    ],
+)
+def test_a_malformed_payload_is_one_error_that_names_the_part(payload: bytes, what: str) -> None:
+    """Whoever reads the log must see whose format to look at."""
+    with pytest.raises(MalformedFrame) as caught:
+        BatchDecoder().decode(payload)
+
+    assert caught.value.what == what
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_batch_or_that_error(payload: bytes) -> None:
+    """They come from a socket."""
+    _decode_or_refuse(payload)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), MAX) | st.floats() | st.text(max_size=4) | st.binary(max_size=9),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.sampled_from(sorted(stored())), VALUES, st.booleans())
+def test_any_value_in_any_field_is_a_batch_or_that_error(field: str, value: object, token_ids: bool) -> None:
+    """The nearer a malformed message is to a good one, the deeper it gets."""
+    for payload in (pack([1.0, [stored(**{field: value})]]), pack([1.0, [["BlockRemoved", value]]])):
+        _decode_or_refuse(payload, token_ids=token_ids)
+
+
+def _decode_or_refuse(payload: bytes, *, token_ids: bool = False) -> None:
+    try:
+        batch = BatchDecoder(token_ids=token_ids).decode(payload)
+    except MalformedFrame:
+        return
+    for event in batch.events:
+        if isinstance(event, Stored | Removed):
+            assert all(0 <= block <= MAX for block in event.hashes)
+
+
+def test_a_hash_is_named_by_its_last_eight_bytes() -> None:
+    """That is how vLLM cuts its own, so both spellings of a stream name the same blocks."""
+    assert wire_name(bytes(range(16))) == int.from_bytes(bytes(range(8, 16)), "big")
+    assert wire_name(-1) == MAX

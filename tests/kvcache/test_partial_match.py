@@ -1,0 +1,225 @@
+"""What follows a prefix: a prompt that leaves a cached chain inside a block finds the block it leaves, and no other."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from homing.kvcache import Block, BlockHash, BlockHasher, PartialHit, PrefixCache, PrefixMatch, StaleMatch, token_bytes
+from homing.kvcache.prefix_cache import MOST_SOURCES
+
+SIZE = 4
+ROOT = BlockHash(b"root-of-tenant-a")
+OTHER_ROOT = BlockHash(b"root-of-tenant-b")
+HASHER = BlockHasher(SIZE, seed=7)
+NOTHING = PrefixMatch((), 0)
+
+
+@pytest.fixture
+def cache():
+    """Eight blocks for requests; all invariants are asserted after each test."""
+    made = PrefixCache(9, SIZE)
+    yield made
+    made.check()
+
+
+def look_up(cache: PrefixCache, ids: Sequence[int], root: BlockHash = ROOT) -> PrefixMatch:
+    tokens = token_bytes(ids)
+    return cache.match(root, HASHER.chain(root, tokens), tokens, len(ids))
+
+
+def compute(
+    cache: PrefixCache, ids: Sequence[int], match: PrefixMatch = NOTHING, root: BlockHash = ROOT
+) -> list[Block]:
+    """Acquire a table and commit all its full blocks."""
+    tokens = token_bytes(ids)
+    hashes = HASHER.chain(root, tokens)
+    table = cache.acquire(match, -(-len(ids) // SIZE) - len(match.blocks))
+    assert table is not None
+    cache.commit(table[: len(hashes)], 0, root, hashes, tokens[: len(hashes) * SIZE * 4])
+    return table
+
+
+def leave(cache: PrefixCache, ids: Sequence[int], root: BlockHash = ROOT) -> list[Block]:
+    """A request that came and went: its full blocks are cached and idle."""
+    table = compute(cache, ids, look_up(cache, ids, root), root)
+    cache.release(table)
+    return table
+
+
+def take(cache: PrefixCache, count: int) -> list[Block]:
+    blocks = cache.allocate(count)
+    assert blocks is not None
+    return blocks
+
+
+def partial_tokens(match: PrefixMatch) -> int:
+    return match.partial.tokens if match.partial else 0
+
+
+def test_a_prompt_that_leaves_a_chain_inside_a_block_takes_the_tokens_before_that(cache: PrefixCache):
+    """They would be recomputed otherwise: up to a block's worth of every prompt with a shared beginning."""
+    table = leave(cache, range(12))
+
+    match = look_up(cache, [*range(7), 99, 99])
+
+    assert match.blocks == tuple(table[:1])
+    assert match.partial == PartialHit(table[1], 3)
+    assert match.tokens == 7
+
+
+def test_the_first_block_of_a_prompt_can_be_hit_in_part(cache: PrefixCache):
+    """Short system prompts are shorter than a block of 256."""
+    table = leave(cache, range(4))
+
+    match = look_up(cache, [0, 1, 50, 51, 52])
+
+    assert match == PrefixMatch((), 2, 5, partial=PartialHit(table[0], 2))
+
+
+def test_a_prompt_shorter_than_a_block_takes_all_but_its_last_token(cache: PrefixCache):
+    """It has no block hash at all; the last token's logits are wanted."""
+    table = leave(cache, range(4))
+
+    assert look_up(cache, [0, 1, 2]).partial == PartialHit(table[0], 2)
+    assert look_up(cache, [0]).partial is None
+
+
+def test_a_repeated_prompt_of_whole_blocks_computes_one_token(cache: PrefixCache):
+    """Its last block is there as a whole, but may not be taken as a whole."""
+    leave(cache, range(8))
+
+    assert look_up(cache, range(8)).tokens == 7
+
+
+def test_the_longest_agreement_is_taken_and_among_equals_the_newest(cache: PrefixCache):
+    """The newest is the last to be evicted, most of the time."""
+    tails = ([4, 7, 7, 7], [4, 5, 8, 8], [4, 5, 9, 9], [6, 6, 6, 6])
+    second_blocks = [leave(cache, [0, 1, 2, 3, *tail])[1] for tail in tails]
+
+    assert look_up(cache, [0, 1, 2, 3, 4, 5, 1, 1]).partial == PartialHit(second_blocks[2], 2)
+
+
+def test_only_the_newest_followers_are_compared():
+    """A prefix that a thousand prompts leave must not cost a thousand comparisons."""
+    cache = PrefixCache(64, SIZE)
+    for tail in range(100, 100 + MOST_SOURCES + 1):
+        leave(cache, [0, 1, 2, 3, tail, tail, tail, tail])
+
+    found = [partial_tokens(look_up(cache, [0, 1, 2, 3, tail, tail, 0])) for tail in (100, 101)]
+
+    assert found == [0, 2]
+
+
+def test_tenants_do_not_hit_each_other_in_part(cache: PrefixCache):
+    """Followers hang on a root or on a hash under it; equal tokens of another tenant are never looked at."""
+    leave(cache, range(8))
+
+    assert look_up(cache, [0, 1, 2, 9], OTHER_ROOT) == PrefixMatch((), 0, 4)
+    assert look_up(cache, [*range(6), 9], OTHER_ROOT).partial is None
+
+
+def test_the_middle_of_a_chain_is_no_start_in_part_either(cache: PrefixCache):
+    """A root that equals a block's hash must not open what follows that block."""
+    leave(cache, range(8))
+    stolen = HASHER.chain(ROOT, token_bytes(range(4)))[0]
+
+    assert look_up(cache, [4, 5, 6, 9], stolen).partial is None
+
+
+def test_nothing_is_hit_in_part_before_its_kv_is_there(cache: PrefixCache):
+    """An allocated block is not resident."""
+    cache.acquire(look_up(cache, range(8)), 2)
+
+    assert look_up(cache, [0, 1, 9]).partial is None
+
+
+def test_an_evicted_block_is_no_source(cache: PrefixCache):
+    """It holds something else by now."""
+    leave(cache, range(8))
+    cache.release(take(cache, 8))
+
+    assert look_up(cache, [0, 1, 9]).partial is None
+
+
+def test_what_follows_stays_known_when_another_copy_takes_a_block_s_place(cache: PrefixCache):
+    """Two requests computed one prefix; the one whose copy was found ends first."""
+    tables = [compute(cache, range(12)) for _ in range(2)]
+    cache.release(tables[0])
+
+    assert look_up(cache, [0, 1, 2, 3, 4, 5, 9, 9]).partial == PartialHit(tables[1][1], 2)
+    cache.release(tables[1])
+
+
+def test_a_source_may_be_evicted_by_the_request_that_copies_from_it(cache: PrefixCache):
+    """Its KV lies there until the step writes: the last idle block is used twice rather than not at all."""
+    source = leave(cache, range(4))[0]
+    held = take(cache, 7)
+    match = look_up(cache, [0, 1, 9])
+
+    table = cache.acquire(match, 1)
+
+    assert table == [source]
+    assert cache.counters.partial_hit_tokens == 2
+    cache.release([*table, *held])
+
+
+def test_without_room_a_partial_hit_has_no_effect(cache: PrefixCache):
+    """The scheduler tries again later."""
+    source = compute(cache, range(4))
+    held = take(cache, 7)
+    match = look_up(cache, [0, 1, 9])
+
+    assert match.partial == PartialHit(source[0], 2)
+    assert cache.acquire(match, 1) is None
+    assert (source[0].ref_count, cache.counters.query_tokens, cache.counters.partial_hit_tokens) == (1, 0, 0)
+    cache.release(held)
+    cache.release(source)
+
+
+def test_partial_hits_are_counted_as_hits_and_on_their_own(cache: PrefixCache):
+    """The hit rate counts tokens, however they came; the gain of copying can be told apart."""
+    leave(cache, range(8))
+    leave(cache, [*range(6), 99])
+
+    counters = cache.counters
+    assert (counters.query_tokens, counters.hit_tokens, counters.partial_hit_tokens) == (8 + 7, 6, 2)
+
+
+def test_a_partial_match_is_stale_once_blocks_lost_their_hashes(cache: PrefixCache):
+    """Its source may hold another prefix by then."""
+    leave(cache, range(4))
+    match = look_up(cache, [0, 1, 9])
+    cache.release(take(cache, 8))
+
+    with pytest.raises(StaleMatch):
+        cache.acquire(match, 1)
+
+
+def test_a_partial_hit_needs_a_block_of_its_own(cache: PrefixCache):
+    """The source is shared, so nobody may write behind its tokens."""
+    leave(cache, range(4))
+
+    with pytest.raises(AssertionError, match="copied into"):
+        cache.acquire(look_up(cache, [0, 1, 9]), 0)
+
+
+def test_switched_off_only_whole_blocks_are_shared():
+    """The setting that rules copying out when a wrong answer is looked into."""
+    cache = PrefixCache(9, SIZE, partial_block_reuse=False)
+    leave(cache, range(8))
+
+    assert look_up(cache, [*range(7), 9]) == PrefixMatch((look_up(cache, range(5)).blocks[0],), 4, 8)
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=SIZE, max_size=SIZE), st.data())
+def test_agreement_is_counted_in_whole_tokens(held: list[int], data: st.DataObject):
+    """Two ids may share bytes without being equal."""
+    flipped = data.draw(st.lists(st.sampled_from([0, 1, 1 << 7, 1 << 31]), min_size=SIZE - 1, max_size=SIZE - 1))
+    wanted = [token ^ mask for token, mask in zip(held, flipped, strict=False)]
+    cache = PrefixCache(9, SIZE)
+    leave(cache, held)
+
+    agreed = next((place for place, mask in enumerate(flipped) if mask), SIZE - 1)
+    assert partial_tokens(look_up(cache, [*wanted, 0])) == agreed

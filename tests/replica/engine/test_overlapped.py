@@ -1,0 +1,446 @@
+"""Steps launched ahead give the tokens of steps run one by one, whatever the schedule, and leave nothing behind."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from homing.kvcache.hashing import BlockHasher
+from homing.kvcache.pins import PinLimits
+from homing.kvcache.prefix_cache import PrefixCache
+from homing.replica.config import ReplicaSettings
+from homing.replica.engine.engine import Engine, EngineModel, StepResult
+from homing.replica.engine.overlapped import OverlappedEngine
+from homing.replica.engine.scheduler import Limits
+from homing.replica.engine.step_plan import StepPlan
+from homing.replica.engine.throughput import Rates
+from homing.replica.execute.cuda_graphs import NotCaptured
+from homing.replica.execute.gpu_runner import ResidentRunner
+from homing.replica.execute.runner import ModelRunner
+from homing.replica.messages import Pin, TokenOutput
+from homing.replica.parallel.worker import LocalExecutor
+
+from ..fakes import VOCAB, FakeClock, FakeExecutor, FakeModel, generate, undisturbed
+
+EOS = 96
+HANG = 5_000
+
+
+@dataclass
+class FakeLaunched:
+    """Tokens that are known when they are asked for, not before."""
+
+    values: list[int | None]
+    error: Exception | None = None
+
+    def tokens(self) -> list[int | None]:
+        if self.error is not None:
+            raise self.error
+        return self.values
+
+
+@dataclass
+class FakeLauncher(FakeExecutor):
+    """The fake model with the device's memory of what it drew last for each slot."""
+
+    last: dict[int, int] = field(default_factory=dict)
+    fail_landing: int = 0
+
+    def launch(self, plan: StepPlan) -> FakeLaunched:
+        if self.fail_next:
+            self.fail_next -= 1
+            raise self.error("the fake model fails as it was told to")
+        plan.check()
+        assert len(set(plan.slots)) == len(plan.slots), "two rows of one slot"
+        tokens = torch.frombuffer(bytearray(plan.token_ids), dtype=torch.int32)
+        ends = torch.tensor(plan.q_lens).cumsum(0) - 1
+        for row in plan.fed:
+            tokens[ends[row]] = self.last[plan.slots[row]]
+        followers = self.model.run(msgspec.structs.replace(plan, token_ids=tokens.numpy().tobytes()))
+        drawn = followers[: len(plan.drawn)]
+        self.last.update(zip(plan.drawn, drawn, strict=True))
+        if self.fail_landing:
+            self.fail_landing -= 1
+            return FakeLaunched([], self.error("the fake device fails as it was told to"))
+        return FakeLaunched(drawn)
+
+
+@dataclass
+class Rig:
+    """An overlapped engine on a fake model, and all that it put out."""
+
+    blocks: int = 32
+    block_size: int = 2
+    budget: int = 64
+    running: int = 8
+    worth_waiting: int = 128
+    outputs: dict[int, list[TokenOutput]] = field(default_factory=lambda: defaultdict(list))
+    refused: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.hasher = BlockHasher(self.block_size, seed=3)
+        limits = PinLimits(tenant_share=0.5, total_share=1.0)
+        self.cache = PrefixCache(self.blocks + 1, self.block_size, pin_limits=limits)
+        self.launcher = FakeLauncher(FakeModel(self.blocks + 1, self.block_size))
+        self.engine = OverlappedEngine(
+            limits=Limits(self.running, self.budget, self.blocks * self.block_size, self.worth_waiting),
+            model=EngineModel(VOCAB, (EOS,)),
+            cache=self.cache,
+            hasher=self.hasher,
+            executor=self.launcher,
+            rates=Rates(1000.0, 0.01),
+            epoch=11,
+            clock=FakeClock(tick=0.02),
+            wall_clock=FakeClock(),
+        )
+
+    def add(self, number: int, tokens: list[int], pins: tuple[Pin, ...] = (), **options) -> None:
+        request = generate(number, tokens, self.hasher, **options)
+        self.engine.add("a", msgspec.structs.replace(request, pins=pins))
+
+    def step(self) -> StepResult:
+        result = self.engine.step()
+        for output in result.outputs.get("a", []):
+            self.outputs[output.request_id].append(output)
+        self.refused += [refused.request_id for refused in result.refused.get("a", [])]
+        self.engine.scheduler.check()
+        self.engine._slots.check()
+        return result
+
+    def run(self) -> None:
+        for _ in range(HANG):
+            if not self.engine.has_work:
+                return
+            self.step()
+        raise AssertionError("requests never end")
+
+    def tokens(self, number: int) -> list[int]:
+        return [token for output in self.outputs[number] for token in output.token_ids]
+
+
+@pytest.fixture
+def rig():
+    made = Rig()
+    yield made
+    made.run()
+    made.engine.scheduler.check()
+    assert made.cache.free_blocks + made.cache.pinned_idle_blocks == made.cache.total_blocks
+
+
+def test_a_step_is_launched_before_the_one_before_has_landed(rig):
+    """That is the point: the device never waits for the host."""
+    rig.add(1, [1, 2, 3], ignore_eos=True)
+
+    first = rig.step()
+    second = rig.step()
+
+    assert not first.outputs
+    assert [output.token_ids for output in second.outputs["a"]] == [undisturbed([1, 2, 3], 1)]
+    assert len(rig.launcher.model.plans) == 2
+    assert rig.launcher.model.plans[1].fed == [0]
+
+
+def test_no_step_is_launched_for_a_request_that_is_known_to_end(rig):
+    """Its length is known ahead; only ends by a token's value cost a row."""
+    rig.add(1, [1, 2, 3], max_tokens=3, ignore_eos=True)
+
+    rig.run()
+
+    assert len(rig.launcher.model.plans) == 3
+    assert rig.tokens(1) == undisturbed([1, 2, 3], 3)
+
+
+def test_a_request_ends_where_the_context_is_full(rig):
+    """Also in blocks that are full to the last slot; the step after the last token is never launched."""
+    rig.add(1, [1] * 60, max_tokens=1000, ignore_eos=True)
+
+    rig.run()
+
+    assert rig.tokens(1) == undisturbed([1] * 60, 4)
+    assert rig.outputs[1][-1].finish_reason == "length"
+    assert len(rig.launcher.model.plans) == 4
+
+
+def test_row_in_flight_of_an_ended_request_is_dropped(rig):
+    """The token after the end must not be told, nor its KV be announced."""
+    prompt = next([a, b] for a in range(VOCAB) for b in range(VOCAB) if undisturbed([a, b], 2)[-1] == EOS)
+    rig.add(1, prompt, max_tokens=20)
+
+    rig.run()
+
+    assert rig.tokens(1) == undisturbed(prompt, 2)
+    assert rig.outputs[1][-1].finish_reason == "stop"
+    assert len(rig.launcher.model.plans) == 3
+
+
+def test_aborted_request_is_told_nothing_more(rig):
+    """A step of it may be in flight when the abort comes."""
+    rig.add(1, [1, 2, 3], max_tokens=20, ignore_eos=True)
+    rig.add(2, [4, 5], max_tokens=6, ignore_eos=True)
+    for _ in range(3):
+        rig.step()
+
+    rig.engine.abort("a", [1])
+    told = len(rig.tokens(1))
+    rig.run()
+
+    assert len(rig.tokens(1)) == told
+    assert rig.tokens(2) == undisturbed([4, 5], 6)
+
+
+@pytest.mark.parametrize("where", ["fail_next", "fail_landing"])
+def test_failed_step_ends_its_requests_alone(rig, where):
+    """Whether the launch raised or the device: who comes later is served."""
+    rig.add(1, [1, 2, 3], max_tokens=20, ignore_eos=True)
+    rig.step()
+    setattr(rig.launcher, where, 1)
+
+    rig.step()
+    rig.step()
+    rig.add(2, [4, 5], max_tokens=6, ignore_eos=True)
+    rig.run()
+
+    assert rig.refused == [1]
+    assert rig.tokens(2) == undisturbed([4, 5], 6)
+
+
+def test_request_that_needs_the_host_makes_steps_plain_while_it_lives(rig):
+    """Penalties read the token that is still on the device; others go on with what they have."""
+    rig.add(1, [1, 2, 3], max_tokens=12, ignore_eos=True)
+    for _ in range(3):
+        rig.step()
+    rig.add(2, [4, 5], max_tokens=3, ignore_eos=True, logit_bias={7: 100.0})
+
+    rig.run()
+
+    assert rig.tokens(1) == undisturbed([1, 2, 3], 12)
+    assert rig.tokens(2) == [7, 7, 7]
+    assert [bool(plan.slots) for plan in rig.launcher.model.plans].count(False) == 3
+
+
+def test_who_comes_while_the_last_chunk_of_its_prefix_is_in_flight_waits_for_it():
+    """Its blocks are announced a step later; computing them again would cost the whole prompt."""
+    rig = Rig(worth_waiting=4)
+    rig.add(1, [1, 2, 3, 4, 5, 6, 7, 8, 9], ignore_eos=True)
+    rig.step()
+    rig.add(2, [1, 2, 3, 4, 5, 6, 7, 8, 5], ignore_eos=True)
+
+    meanwhile = rig.step().rows
+    rig.run()
+
+    assert meanwhile == 1
+    assert [rig.outputs[number][0].cached_tokens for number in (1, 2)] == [0, 8]
+    assert [rig.tokens(number)[0] for number in (1, 2)] == [
+        undisturbed([1, 2, 3, 4, 5, 6, 7, 8, last], 1)[0] for last in (9, 5)
+    ]
+
+
+@pytest.mark.parametrize("where", ["fail_next", "fail_landing", "aborted"])
+def test_who_waits_for_a_prefix_in_flight_goes_on_when_it_never_comes(where):
+    """The step fails, or the one who computes it is aborted: nothing was announced, all is computed."""
+    rig = Rig(worth_waiting=4, budget=4)
+    rig.add(1, [1, 2, 3, 4, 5, 6, 7, 8, 9], ignore_eos=True)
+    rig.step()
+    rig.add(2, [1, 2, 3, 4, 5, 6, 7, 8, 5], ignore_eos=True)
+    rig.step()
+    if where == "aborted":
+        rig.engine.abort("a", [1])
+    else:
+        setattr(rig.launcher, where, 1)
+    rig.run()
+
+    assert rig.refused == ([] if where == "aborted" else [1])
+    assert rig.tokens(2) == undisturbed([1, 2, 3, 4, 5, 6, 7, 8, 5], 4)
+
+
+REQUEST = st.tuples(
+    st.integers(0, 6),
+    st.lists(st.integers(0, 2), min_size=1, max_size=5),
+    st.integers(1, 6),
+    st.integers(0, 3),
+    st.sampled_from(["greedy", "greedy", "greedy", "biased", "echo", "pinned", "aborted"]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(REQUEST, min_size=1, max_size=8),
+    st.integers(1, 16),
+    st.integers(1, 4),
+    st.integers(1, 20),
+    st.integers(1, 5),
+    st.sampled_from([1, 4, 128]),
+)
+def test_whatever_the_schedule_everybody_gets_the_tokens_of_an_undisturbed_run(
+    requests, blocks, block_size, budget, running, worth_waiting
+):
+    """Chunks, cache hits, waits, preemption of rows in flight, aborts and steps that need the host, in any order."""
+    rig = Rig(blocks=blocks, block_size=block_size, budget=budget, running=running, worth_waiting=worth_waiting)
+    expected: dict[int, list[int]] = {}
+    aborted: dict[int, list[int]] = {}
+    for number, (shared, own, max_tokens, steps_before, kind) in enumerate(requests):
+        prompt = [*range(shared), *own]
+        if len(prompt) + max_tokens > blocks * block_size:
+            continue
+        for _ in range(steps_before):
+            rig.step()
+        rig.engine.abort("a", aborted)
+        bias = {"biased": {"logit_bias": {200 % VOCAB: 0.0}}, "echo": {"prompt_logprobs": 0}}.get(kind, {})
+        pins = (Pin(tenant=b"t" * 16, num_tokens=len(prompt), ttl_s=60.0),) if kind == "pinned" else ()
+        rig.add(number, prompt, max_tokens=max_tokens, ignore_eos=True, pins=pins, **bias)
+        (aborted if kind == "aborted" else expected)[number] = undisturbed(prompt, max_tokens)
+
+    rig.run()
+
+    assert {number: rig.tokens(number) for number in expected} == expected
+    assert all(wanted[: len(rig.tokens(number))] == rig.tokens(number) for number, wanted in aborted.items())
+    assert rig.cache.free_blocks + rig.cache.pinned_idle_blocks == rig.cache.total_blocks
+
+
+# With a real model.
+
+SAMPLINGS: list[dict[str, float]] = [
+    {},
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 0.8, "seed": 1 << 63, "top_p": 0.9, "top_k": 20},
+    {"temperature": 1.3, "seed": 9, "min_p": 0.05},
+]
+
+
+class EveryBatchPadded:
+    """Graphs that have one size only, the largest."""
+
+    def capture(self, size: int, run: Callable[[], None]) -> None:
+        self.most = max(size, getattr(self, "most", 0))
+        self.runs = {**getattr(self, "runs", {}), size: run}
+
+    def replay(self, size: int) -> None:
+        self.runs[self.most]()
+
+    def clear(self) -> None:
+        self.runs = {}
+
+
+def answers(kind: type[Engine], runner: ModelRunner, prompts: Sequence[Sequence[int]], blocks: int) -> dict:
+    hasher = BlockHasher(runner.block_size, seed=3)
+    cache = PrefixCache(blocks + 1, runner.block_size)
+    engine = kind(
+        limits=Limits(4, 24, blocks * runner.block_size),
+        model=EngineModel(runner.spec.vocab_size, (2,)),
+        cache=cache,
+        hasher=hasher,
+        executor=LocalExecutor(runner),
+        rates=Rates(1000.0, 0.01),
+        epoch=1,
+    )
+    found: dict[int, list[int]] = defaultdict(list)
+
+    def step() -> None:
+        for output in engine.step().outputs["a"]:
+            found[output.request_id] += output.token_ids
+        engine.scheduler.check()
+
+    for number, prompt in enumerate(prompts):
+        sampling = SAMPLINGS[number % len(SAMPLINGS)]
+        engine.add("a", generate(number, prompt, hasher, max_tokens=9, ignore_eos=number % 3 > 0, **sampling))
+        step()
+    while engine.has_work:
+        step()
+    assert cache.free_blocks == cache.total_blocks
+    return dict(found)
+
+
+def runner_of(kind: type[ModelRunner], folder: Path, blocks: int, provider: str = "native", **options) -> ModelRunner:
+    torch.set_num_threads(1)
+    settings = ReplicaSettings(
+        dtype="float32", device="cpu", model_provider=provider, max_running_requests=4, max_model_len=128
+    )
+    made = kind(settings, folder, 8, **options)
+    made.allocate_kv(blocks + 1)
+    return made
+
+
+@pytest.mark.parametrize("provider", ["native", "transformers"])
+@pytest.mark.parametrize("model", ["qwen3", "mistral"])
+def test_resident_steps_give_the_tokens_of_plain_steps(provider, model, checkpoint, prompts):
+    """Greedy and sampled, in chunks, with shared prefixes and preemption, by both providers; padded or not."""
+    folder = checkpoint(model, **({"head_dim": 32} if model == "qwen3" else {"sliding_window": 12}))
+    blocks = 14
+
+    plain = answers(Engine, runner_of(ModelRunner, folder, blocks, provider), prompts, blocks)
+    ahead = answers(OverlappedEngine, runner_of(ResidentRunner, folder, blocks, provider), prompts, blocks)
+    graphs = EveryBatchPadded()
+    padded = answers(
+        OverlappedEngine, runner_of(ResidentRunner, folder, blocks, provider, graphs=graphs), prompts, blocks
+    )
+
+    assert ahead == plain
+    assert padded == plain
+    assert sum(map(len, plain.values())) > 40
+
+
+@dataclass
+class Refusing:
+    """Graphs that take the larger sizes only, as a device does whose step reads something back."""
+
+    captured: list[int] = field(default_factory=list)
+    cleared: int = 0
+
+    def capture(self, size: int, run: Callable[[], None]) -> None:
+        run()
+        if size < 4:
+            raise NotCaptured("operation not permitted when stream is capturing")
+        self.captured.append(size)
+
+    def replay(self, size: int) -> None:
+        raise AssertionError(f"size {size} was replayed from a graph that is no use")
+
+    def clear(self) -> None:
+        self.cleared += 1
+
+
+def test_steps_that_no_graph_takes_are_called(checkpoint, prompts, caplog):
+    """All sizes, so that one request's tokens come by one way whatever the batch; the log says why."""
+    folder = checkpoint("llama")
+    graphs = Refusing()
+
+    with caplog.at_level("WARNING"):
+        runner = runner_of(ResidentRunner, folder, 14, graphs=graphs)
+    ahead = answers(OverlappedEngine, runner, prompts, 14)
+
+    assert ahead == answers(Engine, runner_of(ModelRunner, folder, 14), prompts, 14)
+    assert graphs.captured == [4]
+    assert graphs.cleared == 2
+    assert "graphs_unusable reason='operation not permitted when stream is capturing'" in caplog.text
+
+
+def test_experts_that_run_on_what_chose_them_are_not_captured(checkpoint, prompts, caplog):
+    """Their shapes depend on the data: a graph would replay the first step's."""
+    folder = checkpoint("mixtral", num_local_experts=4)
+    graphs = Refusing()
+
+    with caplog.at_level("WARNING"):
+        runner = runner_of(ResidentRunner, folder, 14, graphs=graphs)
+    ahead = answers(OverlappedEngine, runner, prompts, 14)
+
+    assert ahead == answers(Engine, runner_of(ModelRunner, folder, 14), prompts, 14)
+    assert not graphs.captured
+    assert "graphs_unusable reason='how many tokens an expert takes is read back'" in caplog.text
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.lists(st.integers(3, 9), min_size=1, max_size=30), min_size=1, max_size=7), st.integers(6, 20))
+def test_resident_steps_give_the_tokens_of_plain_steps_for_any_prompts(checkpoint, prompts, blocks):
+    """Few words, so that prefixes are often shared; small pools, so that requests are preempted."""
+    folder = checkpoint("llama")
+
+    plain = answers(Engine, runner_of(ModelRunner, folder, blocks), prompts, blocks)
+    ahead = answers(OverlappedEngine, runner_of(ResidentRunner, folder, blocks), prompts, blocks)
+
+    assert ahead == plain

@@ -1,0 +1,589 @@
+"""The scheduler against a model whose every token can be computed by hand."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from homing.events.wire.messages import PrefillWork
+from homing.kvcache.hashing import BlockHasher
+from homing.kvcache.pins import PinLimits
+from homing.kvcache.prefix_cache import PrefixCache
+from homing.replica.engine.batch import plan_of_step, wanted_logits
+from homing.replica.engine.request import Phase, RequestState
+from homing.replica.engine.scheduler import Drafter, Limits, ScheduledRow, Scheduler
+from homing.replica.engine.step_plan import BlockCopy, block_ids
+from homing.replica.errors import PromptTooLong
+from homing.replica.messages import Pin
+
+from ..fakes import FakeModel, request_state, undisturbed
+
+HANG = 5_000
+
+
+@dataclass
+class Bench:
+    """A scheduler with a fake model behind it."""
+
+    blocks: int = 16
+    block_size: int = 2
+    budget: int = 64
+    running: int = 8
+    enabled: bool = True
+    partial_block_reuse: bool = True
+    worth_waiting: int = 128
+    prefill_step: int | None = None
+    drafter: Drafter | None = None
+    ended: dict[int, RequestState] = field(default_factory=dict)
+    rows: list[ScheduledRow] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.hasher = BlockHasher(self.block_size, seed=7)
+        self.cache = PrefixCache(
+            self.blocks + 1,
+            self.block_size,
+            enabled=self.enabled,
+            partial_block_reuse=self.partial_block_reuse,
+            pin_limits=PinLimits(tenant_share=1.0, total_share=1.0),
+        )
+        self.model = FakeModel(self.blocks + 1, self.block_size)
+        longest = self.blocks * self.block_size
+        limits = Limits(self.running, self.budget, longest, self.worth_waiting, self.prefill_step)
+        self.scheduler = Scheduler(limits, self.cache, self.hasher, self.drafter)
+        self.number = 0
+
+    def add(self, prompt: list[int], *, pinned: bool = False, **options) -> RequestState:
+        self.number += 1
+        request = request_state(self.number, prompt, self.hasher, **options)
+        request.pins = (Pin(len(prompt), 60.0, b"t" * 16),) if pinned else ()
+        self.scheduler.add(request)
+        return request
+
+    def step(self, abort_meanwhile: RequestState | None = None) -> int:
+        """One step of the engine, and what it would do with the tokens."""
+        self.rows = rows = self.scheduler.schedule()
+        self.check_rows(rows)
+        if not rows:
+            return 0
+        wanted = wanted_logits(rows)
+        tokens = self.model.run(plan_of_step(0, rows, wanted.logits_at))
+        if abort_meanwhile:
+            self.scheduler.finish(abort_meanwhile)
+        for row in rows:
+            self.scheduler.complete(row)
+        for row, token in zip(wanted.samplers, tokens, strict=False):
+            if row.request.phase is Phase.RUNNING:
+                self.advance(row.request, token)
+        return len(rows)
+
+    def fail(self) -> int:
+        """A step that raises: its requests end. How many."""
+        rows = self.scheduler.schedule()
+        for row in rows:
+            self.scheduler.finish(row.request)
+        return len(rows)
+
+    def advance(self, request: RequestState, token: int) -> None:
+        if request.pins and not request.answered:
+            self.scheduler.pin(request, now=0.0)
+        self.scheduler.append(request, token)
+        request.answered = True
+        full = request.num_tokens >= self.scheduler.limits.max_model_len
+        if full or request.generated >= request.sampling.max_tokens:
+            self.ended[request.key.request_id] = request
+            self.scheduler.finish(request)
+
+    def check_rows(self, rows: list[ScheduledRow]) -> None:
+        assert sum(row.width for row in rows) <= self.budget
+        assert len({row.request.key for row in rows}) == len(rows) <= self.running
+        assert all(row.count >= 1 for row in rows)
+
+    def run(self) -> None:
+        for _ in range(HANG):
+            if not len(self.scheduler):
+                return
+            assert self.step(), "requests are alive and nothing runs: a deadlock"
+            self.scheduler.check()
+        raise AssertionError("requests never end")
+
+    def check_end(self) -> None:
+        """Nothing is held, and everybody got what an undisturbed run yields."""
+        assert self.cache.free_blocks + self.cache.pinned_idle_blocks == self.cache.total_blocks
+        for request in self.ended.values():
+            prompt = list(request.tokens[: request.prompt_tokens])
+            limit = self.scheduler.limits.max_model_len - len(prompt)
+            expected = undisturbed(prompt, min(request.sampling.max_tokens, limit))
+            assert list(request.tokens[len(prompt) :]) == expected
+
+
+@pytest.fixture
+def bench():
+    made = Bench()
+    yield made
+    made.scheduler.check()
+
+
+def test_decodes_go_first_and_a_prefill_takes_the_rest_of_the_budget() -> None:
+    """A long prompt must not stall those who are already answering."""
+    bench = Bench(budget=4)
+    bench.add([1, 2, 3], max_tokens=5)
+    bench.step()
+    bench.add(list(range(10)))
+
+    bench.step()
+
+    assert [(row.request.key.request_id, row.start, row.count) for row in bench.rows] == [(1, 3, 1), (2, 0, 3)]
+
+
+def test_a_prompt_longer_than_the_budget_runs_in_chunks() -> None:
+    """Chunks add up to the prompt and its tokens are those of one whole prefill."""
+    bench = Bench(budget=3)
+    bench.add(list(range(10)), max_tokens=1)
+
+    counts = [bench.rows[0].count for _ in range(4) if bench.step()]
+
+    assert counts == [3, 3, 3, 1]
+    bench.check_end()
+
+
+def test_the_second_of_two_equal_prompts_takes_the_cached_blocks(bench: Bench) -> None:
+    """All but the last token, which has to be computed: of its block the tokens before it are copied."""
+    bench.add([1, 2, 3, 4, 5, 6])
+    bench.run()
+
+    again = bench.add([1, 2, 3, 4, 5, 6])
+    bench.step()
+
+    assert again.cached_tokens == 5
+    assert bench.model.plans[-1].copies == [BlockCopy(source=3, target=again.blocks[2].block_id, tokens=1)]
+    bench.run()
+    bench.check_end()
+
+
+def test_a_prompt_that_diverges_inside_a_block_computes_from_there_on() -> None:
+    """Every token that a block shares with the prompt is one token less to compute."""
+    bench = Bench(block_size=8)
+    bench.add([*range(13)], max_tokens=4)
+    bench.run()
+
+    other = bench.add([*range(11), 50, 51], max_tokens=1)
+    bench.step()
+
+    assert [(row.start, row.count) for row in bench.rows] == [(11, 2)]
+    assert other.cached_tokens == 11
+    bench.check_end()
+
+
+def test_one_admission_s_source_may_be_the_next_one_s_block() -> None:
+    """Copies of a step are read before anything is written, so a source need not be held for its reader."""
+    bench = Bench(blocks=4, block_size=4, running=2)
+    bench.add([1, 2, 3, 4], max_tokens=1)
+    bench.run()
+    bench.add([5, 6, 7, 8], max_tokens=1)
+    bench.run()
+
+    bench.add([1, 2, 9, 9, 9], max_tokens=1)
+    bench.add([5, 6, 7, 9, 9], max_tokens=1)
+    bench.step()
+
+    first, second = bench.model.plans[-1].copies
+    assert (first.tokens, second.tokens) == (2, 3)
+    assert first.source in {block for table in bench.model.plans[-1].block_tables for block in block_ids(table)}
+    bench.run()
+    bench.check_end()
+
+
+def test_a_source_that_becomes_its_own_target_is_not_copied() -> None:
+    """The only block that is left may be the one to copy from: the tokens are where they belong."""
+    bench = Bench(blocks=2, block_size=4)
+    bench.add([1, 2, 3, 4], max_tokens=1)
+    bench.run()
+    bench.add([7, 7, 7], max_tokens=4)
+    bench.step()
+
+    sharer = bench.add([1, 2, 9], max_tokens=1)
+    bench.step()
+
+    assert (sharer.cached_tokens, bench.model.plans[-1].copies) == (2, [])
+    bench.run()
+    bench.check_end()
+
+
+def test_with_copying_switched_off_whole_blocks_alone_are_taken() -> None:
+    """The setting for when a wrong answer is looked into."""
+    bench = Bench(partial_block_reuse=False)
+    for _ in range(2):
+        last = bench.add([1, 2, 3, 4, 5, 6])
+        bench.run()
+
+    assert last.cached_tokens == 4
+    assert not any(plan.copies for plan in bench.model.plans)
+
+
+def test_drafts_take_what_prompts_leave_of_the_budget() -> None:
+    """A guess may be wrong; a prompt's tokens are needed."""
+    bench = Bench(budget=6, drafter=lambda _, most: [9] * most)
+    bench.add([1, 2], max_tokens=20)
+    bench.step()
+    bench.add([3, 4, 5, 6])
+
+    beside = [(row.count, len(row.drafts)) for row in bench.scheduler.schedule()]
+
+    assert beside == [(1, 1), (4, 0)]
+
+
+def test_rows_with_drafts_stand_behind_those_of_one_token() -> None:
+    """Leading rows of one token are what kernels for decoding take, and graphs."""
+    bench = Bench(drafter=lambda tokens, most: [9] * most if tokens[0] == 1 else [])
+    for first in (3, 1, 4):
+        bench.add([first, 2], max_tokens=20)
+    bench.step()
+
+    rows = bench.scheduler.schedule()
+
+    assert [(row.request.tokens[0], len(row.drafts) > 0) for row in rows] == [(3, False), (4, False), (1, True)]
+
+
+def test_drafts_take_blocks_only_while_some_are_free() -> None:
+    """Nobody is preempted for a guess: it is cut to the room there is."""
+    bench = Bench(blocks=4, block_size=2, drafter=lambda _, most: [9] * most)
+    requests = [bench.add([number, 2], max_tokens=6) for number in (1, 3)]
+    bench.step()
+
+    rows = bench.scheduler.schedule()
+
+    assert [(row.start, row.count, len(row.drafts)) for row in rows] == [(2, 1, 1), (2, 1, 1)]
+    assert [len(request.blocks) for request in requests] == [2, 2]
+    assert bench.scheduler.preemptions == 0
+
+
+def test_no_draft_lies_beyond_an_answer_s_end() -> None:
+    """Its last token is drawn after the one before it, so no more than the rest but one is worth guessing."""
+    bench = Bench(drafter=lambda _, most: [9] * (most + 3))
+    bench.add([1, 2], max_tokens=4)
+    bench.step()
+
+    (row,) = bench.scheduler.schedule()
+
+    assert len(row.drafts) == 2
+
+
+def test_generated_blocks_are_cached(bench: Bench) -> None:
+    """The next turn of a conversation starts with the last answer."""
+    first = bench.add([1, 2, 3], max_tokens=4)
+    bench.run()
+
+    following = bench.add([*first.tokens, 9])
+    bench.step()
+
+    assert following.cached_tokens == 6, "7 tokens, of which the KV of the last was never computed"
+
+
+def test_a_block_is_not_shared_before_its_kv_is_there(bench: Bench) -> None:
+    """Two equal prompts of one step both compute: the second would otherwise read what is being written."""
+    bench.add([1, 2, 3, 4, 5])
+    bench.add([1, 2, 3, 4, 5])
+
+    bench.step()
+
+    assert [row.start for row in bench.rows] == [0, 0]
+    bench.run()
+    bench.check_end()
+
+
+def test_a_request_waits_for_a_prefix_that_another_computes() -> None:
+    """Eight callers of one system prompt at once: it is computed once, in chunks here, and those behind go ahead."""
+    bench = Bench(budget=5, worth_waiting=4)
+    first = bench.add([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    second = bench.add([1, 2, 3, 4, 5, 6, 7, 8, 5])
+    other = bench.add([6, 6])
+
+    bench.step()
+    assert [(row.request, row.start, row.count) for row in bench.rows] == [(first, 0, 5)]
+    bench.step()
+    assert [(row.request, row.start, row.count) for row in bench.rows] == [(first, 5, 4), (other, 0, 1)]
+    bench.step()
+
+    assert (second, 8, 1) in [(row.request, row.start, row.count) for row in bench.rows]
+    bench.run()
+    bench.check_end()
+
+
+def test_nobody_waits_for_a_few_tokens_or_without_a_cache() -> None:
+    """A step's fixed cost would be more than what is saved; without a cache the blocks would never come."""
+    for options in ({"worth_waiting": 6}, {"worth_waiting": 4, "enabled": False}):
+        bench = Bench(**options)
+        bench.add([1, 2, 3, 4, 5])
+        bench.add([1, 2, 3, 4, 6])
+
+        bench.step()
+
+        assert [row.start for row in bench.rows] == [0, 0]
+        bench.run()
+        bench.check_end()
+
+
+def test_prompts_that_fill_a_step_leave_further_ones_to_the_next() -> None:
+    """Each first token comes as soon as its own prompt is done, not when those of all are; no prompt is cut for it."""
+    bench = Bench(prefill_step=4)
+    first, second, third = bench.add([1, 2, 3]), bench.add([4, 5, 6, 7, 8]), bench.add([9])
+
+    bench.step()
+    assert [(row.request, row.count) for row in bench.rows] == [(first, 3), (second, 5)]
+    bench.step()
+
+    assert [(row.request, row.count) for row in bench.rows] == [(first, 1), (second, 1), (third, 1)]
+    bench.run()
+    bench.check_end()
+
+
+LONG = [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def two_of_one_prefix() -> tuple[Bench, RequestState, RequestState]:
+    """The first computes it in chunks, the second waits for that."""
+    bench = Bench(budget=4, worth_waiting=4)
+    leader, waiter = bench.add([*LONG, 9]), bench.add([*LONG, 5])
+    bench.step()
+    assert (leader.phase, waiter.phase) == (Phase.RUNNING, Phase.WAITING)
+    return bench, leader, waiter
+
+
+def test_who_waits_for_a_prefix_goes_on_when_its_computer_is_aborted() -> None:
+    """With what was computed until then; nobody else would ever compute the rest."""
+    bench, leader, waiter = two_of_one_prefix()
+
+    bench.scheduler.finish(leader)
+    bench.step()
+
+    assert [(row.request, row.start) for row in bench.rows] == [(waiter, 4)]
+    bench.run()
+    bench.check_end()
+
+
+def test_who_waits_for_a_prefix_goes_on_when_the_step_fails() -> None:
+    """Blocks of a failed step are not committed, so what the waiter gets is what was there before."""
+    bench, _, waiter = two_of_one_prefix()
+
+    failed = bench.fail()
+    bench.step()
+
+    assert failed == 1
+    assert [(row.request, row.start) for row in bench.rows] == [(waiter, 4)]
+    bench.run()
+    bench.check_end()
+
+
+def test_who_waits_for_a_prefix_goes_on_when_its_computer_is_preempted() -> None:
+    """A decode takes the leader's blocks; it comes back before the waiter, and both end."""
+    bench = Bench(blocks=8, budget=3, worth_waiting=4)
+    bench.add([9, 9], max_tokens=9)
+    bench.step()
+    leader, waiter = bench.add([*LONG, 9], max_tokens=1), bench.add([*LONG, 5], max_tokens=1)
+
+    phases = set()
+    while len(bench.scheduler):
+        phases.add((leader.phase, waiter.phase))
+        assert bench.step()
+
+    assert leader.preemptions == 1
+    assert (Phase.RUNNING, Phase.WAITING) in phases
+    bench.check_end()
+
+
+def test_the_least_urgent_is_preempted_and_gets_its_tokens_all_the_same() -> None:
+    """Preemption by recomputation: the youngest gives way, waits at the front, and nobody notices in the tokens."""
+    bench = Bench(blocks=6)
+    old = bench.add([1, 2, 3, 4], max_tokens=7)
+    young = bench.add([5, 6, 7, 8], max_tokens=7)
+    bench.add([9, 9], max_tokens=1)
+
+    bench.run()
+
+    assert (old.preemptions, young.preemptions) == (0, 1)
+    bench.check_end()
+
+
+def test_a_preempted_request_gets_its_cached_prefix_back() -> None:
+    """Its blocks stay cached until somebody needs them; only what was evicted is recomputed."""
+    bench = Bench(blocks=6)
+    bench.add([1, 2, 3, 4], max_tokens=5)
+    young = bench.add([5, 6, 7, 8], max_tokens=7)
+    while not young.preemptions:
+        bench.step()
+
+    while young.phase is Phase.WAITING:
+        bench.step()
+
+    assert young.computed > 2
+    bench.run()
+    bench.check_end()
+
+
+def test_priority_goes_before_arrival() -> None:
+    """A lower number runs first; equals run in the order in which they came."""
+    bench = Bench(running=1)
+    for priority in (1, 0, 1, 0):
+        bench.add([1, 2], priority=priority, max_tokens=1)
+    order = []
+    while bench.step():
+        order.append(bench.rows[0].request.key.request_id)
+
+    assert order == [2, 4, 1, 3]
+
+
+def test_who_does_not_fit_holds_up_those_behind() -> None:
+    """A big request that small ones overtook for ever would starve."""
+    bench = Bench(blocks=8)
+    bench.add([1] * 8, max_tokens=6)
+    big = bench.add([2] * 12, max_tokens=1)
+    small = bench.add([3] * 2, max_tokens=1)
+    bench.step()
+
+    bench.step()
+
+    assert (big.phase, small.phase) == (Phase.WAITING, Phase.WAITING)
+    bench.run()
+    bench.check_end()
+
+
+def test_a_request_that_can_never_fit_is_refused_by_name(bench: Bench) -> None:
+    """It would wait for ever, and all behind it."""
+    with pytest.raises(PromptTooLong, match="32 tokens leave no room"):
+        bench.add([1] * 32)
+
+    assert len(bench.scheduler) == 0
+
+
+def test_an_abort_frees_the_blocks_at_once(bench: Bench) -> None:
+    """A client that goes away pays nobody's memory."""
+    running = bench.add([1, 2, 3, 4])
+    waiting = bench.add([1, 2, 3, 4])
+    bench.step()
+
+    bench.scheduler.finish(running)
+    bench.scheduler.finish(waiting)
+
+    assert bench.cache.free_blocks == bench.cache.total_blocks
+    bench.scheduler.finish(running)  # a second abort finds nothing
+
+
+def test_a_request_with_prompt_logprobs_takes_no_cached_blocks(bench: Bench) -> None:
+    """The logits of skipped tokens would be missing."""
+    bench.add([1, 2, 3, 4, 5], max_tokens=1)
+    bench.run()
+
+    echo = bench.add([1, 2, 3, 4, 5], max_tokens=1, prompt_logprobs=0)
+    bench.step()
+
+    assert echo.cached_tokens == 0
+    assert wanted_logits([ScheduledRow(echo, 0, 5)]).logits_at[1:] == []  # answered: no more prompt rows
+
+
+def test_wanted_logits_name_the_sampling_rows_first_then_the_prompt_positions() -> None:
+    """Sampler and prompt logprobs each take one slice of the logits."""
+    bench = Bench(budget=6)
+    echo = bench.add([1, 2, 3, 4], prompt_logprobs=1)
+    plain = bench.add([5, 6, 7])
+
+    rows = bench.scheduler.schedule()
+    wanted = wanted_logits(rows)
+
+    assert [(row.request, row.count) for row in rows] == [(echo, 4), (plain, 2)]
+    assert (wanted.samplers, wanted.logits_at) == ([rows[0]], [3, 0, 1, 2])
+
+
+def test_the_backlog_counts_uncached_prompt_tokens_and_decode_context() -> None:
+    """The router foresees waiting times from these."""
+    bench = Bench(budget=4, running=2)
+    bench.add([1, 2, 3], max_tokens=8)
+    bench.step()
+    bench.add([4] * 9)
+    bench.add([1, 2, 9, 9])
+    bench.step()
+
+    backlog = bench.scheduler.backlog()
+
+    assert (backlog.running, backlog.waiting) == (2, 1)
+    assert backlog.queued_prefill == PrefillWork(
+        prompts=1,
+        tokens=(9 - 3) + (4 - 2),
+        pairs=sum([3.5, 4.5, 5.5, 6.5, 7.5, 8.5]) + sum([0.5, 1.5]),
+        context=2 * 2,
+    )
+    assert backlog.decode_context_tokens == 4
+
+
+class Schedules(RuleBasedStateMachine):
+    """Random arrivals, pins, steps, failures and aborts over random limits, in pools down to one block: all end."""
+
+    @initialize(
+        blocks=st.integers(1, 12),
+        block_size=st.integers(1, 4),
+        budget=st.integers(1, 12),
+        running=st.integers(1, 5),
+        enabled=st.booleans(),
+        partial_block_reuse=st.booleans(),
+        worth_waiting=st.sampled_from([1, 4, 128]),
+        prefill_step=st.sampled_from([None, 1, 3]),
+    )
+    def start(self, **limits: Any) -> None:
+        self.bench = Bench(**limits)
+        self.refused = self.aborted = 0
+
+    @rule(
+        shared=st.integers(0, 8),
+        own=st.lists(st.integers(0, 2), min_size=1, max_size=6),
+        max_tokens=st.integers(1, 9),
+        priority=st.integers(0, 1),
+        echo=st.sampled_from([None, None, None, 0]),
+        pinned=st.sampled_from([False, False, True]),
+    )
+    def add(self, shared: int, own: list[int], max_tokens: int, priority: int, echo: int | None, pinned: bool) -> None:
+        options = {"max_tokens": max_tokens, "priority": priority, "prompt_logprobs": echo, "pinned": pinned}
+        try:
+            self.bench.add([*range(shared), *own], **options)
+        except PromptTooLong:
+            self.refused += 1
+
+    @rule(count=st.integers(1, 4))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            assert self.bench.step() or not len(self.bench.scheduler)
+
+    @rule()
+    def step_fails(self) -> None:
+        self.aborted += self.bench.fail()
+
+    def pick(self, data: st.DataObject) -> RequestState:
+        return data.draw(st.sampled_from(list(self.bench.scheduler.requests())))
+
+    @precondition(lambda self: len(self.bench.scheduler))
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.bench.scheduler.finish(self.pick(data))
+        self.aborted += 1
+
+    @precondition(lambda self: len(self.bench.scheduler))
+    @rule(data=st.data())
+    def abort_while_a_step_runs(self, data: st.DataObject) -> None:
+        self.bench.step(abort_meanwhile=self.pick(data))
+        self.aborted += 1
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "bench"):
+            self.bench.scheduler.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "bench"):
+            self.bench.run()
+            self.bench.check_end()
+            assert len(self.bench.ended) + self.refused + self.aborted == self.bench.number
+
+
+Schedules.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestSchedules = Schedules.TestCase

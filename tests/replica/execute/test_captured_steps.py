@@ -1,0 +1,279 @@
+"""Recorded decode steps give the logits of steps that were never recorded, bit for bit."""
+
+import logging
+import math
+from functools import partial
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from homing.replica.attention.base import Batch
+from homing.replica.config import ReplicaSettings
+from homing.replica.engine.step_plan import PlanRow, lay_out, plan_of_rows
+from homing.replica.execute.captured_steps import MOST_SHAPES, DecodePrograms, Shape, decode_shape
+from homing.replica.execute.runner import ModelRunner, programs_for
+from homing.replica.kernels.cpu.pointwise.gather import take
+from homing.replica.kernels.cpu.runtime.processor import beats_packed
+from homing.replica.models.layers import FEW_ROWS
+
+from ..fakes import Guesses
+from ..schedules import ASKS, SETUPS, Schedule, made_runner
+from ..test_schedules import following
+from ..toys import BLOCK_SIZE, make_runner
+from .test_runner import BOUNDS, distance
+
+PAGES_EACH = 40
+#: Own decoders; the vocabulary and the last one's sizes fill no whole blocks of a product's outputs.
+MODELS = {
+    "llama": ("llama", {}),
+    "mistral with a window": ("mistral", {"sliding_window": 12}),
+    "qwen2": ("qwen2", {}),
+    "qwen3 with tied embeddings": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "odd sizes": ("llama", {"hidden_size": 36, "head_dim": 10, "intermediate_size": 50}),
+}
+
+
+class Counted(DecodePrograms):
+    """Counts the steps that a program made."""
+
+    made = 0
+
+    def run(self, batch):
+        logits = super().run(batch)
+        self.made += logits is not None
+        return logits
+
+
+@pytest.fixture
+def runners(checkpoint):
+    return runners_of(checkpoint("llama"))
+
+
+def runners_of(folder):
+    """The same model with and without programs."""
+    found = [ModelRunner(ReplicaSettings(dtype="bfloat16", device="cpu"), folder, BLOCK_SIZE) for _ in range(2)]
+    for runner in found:
+        allocate(runner, 12 * PAGES_EACH)
+    found[1]._programs = None
+    return found
+
+
+@torch.inference_mode()
+def allocate(runner, blocks):
+    """Memory that holds no number: what a row sees it must have written."""
+    runner.allocate_kv(blocks)
+    runner._programs = Counted(runner._whole_logits)
+    for pages in (*runner._pool.keys, *runner._pool.values):
+        pages.fill_(math.nan)
+
+
+@pytest.fixture
+def threads_as_before():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def laid_out(rows, **kwargs):
+    return lay_out(plan_of_rows(0, rows, **kwargs), BLOCK_SIZE)
+
+
+def test_a_shape_is_of_rows_that_decode():
+    """Their number, the width of their tables in powers of two, and the threads."""
+    rows = [PlanRow([7], 20, list(range(1, 9))), PlanRow([8], 3, [9])]
+
+    assert decode_shape(laid_out(rows), 2) == Shape(2, 16, 2)
+    assert decode_shape(laid_out([PlanRow([7], BLOCK_SIZE * 40, list(range(1, 99)))]), 1) == Shape(1, 64, 1)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        laid_out([PlanRow([7, 8], 20, list(range(1, 9)))]),
+        laid_out([PlanRow([7], 20, list(range(1, 9)))], logits_at=[]),
+        laid_out([]),
+    ],
+    ids=["several tokens", "no logits", "no rows"],
+)
+def test_other_steps_have_no_shape(batch):
+    """They come in too many shapes, or compute what a program does not."""
+    assert decode_shape(batch, 1) is None
+
+
+@pytest.mark.usefixtures("threads_as_before")
+@pytest.mark.parametrize("model", MODELS)
+def test_logits_are_those_of_steps_that_are_not_recorded(checkpoint, model):
+    """Whatever the order of batch sizes, lengths, blocks and wanted logits, and whatever the threads: a program keeps
+    nothing of the rows it was recorded on, and what nobody wrote may be NaN.
+    """
+    model_type, overrides = MODELS[model]
+    runners = runners_of(checkpoint(model_type, **overrides))
+    rng, lengths = Random(5), [0] * 11
+    tables = [list(range(1 + row * PAGES_EACH, (row + 1) * PAGES_EACH)) for row in range(11)]
+    for step in range(120):
+        torch.set_num_threads(1 + step // 8 % 3)
+        picked = rng.sample(range(11), rng.choice([1, 1, 2, 5, 11]))
+        counts = [rng.choice([1, 9, 60]) if rng.random() < 0.1 or not lengths[row] else 1 for row in picked]
+        rows = [
+            PlanRow([rng.randrange(200) for _ in range(count)], lengths[row], tables[row])
+            for row, count in zip(picked, counts, strict=True)
+        ]
+        plan = plan_of_rows(step, rows, rng.sample(range(sum(counts)), len(rows)))
+        with_programs, without = (runner.forward(plan) for runner in runners)
+        assert with_programs.isfinite().all()
+        assert torch.equal(with_programs, without)
+        for row, count in zip(picked, counts, strict=True):
+            lengths[row] += count
+
+    assert runners[0]._programs.made > (30 if beats_packed() else 15)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_no_schedule_tells_recorded_steps_from_others(model, checkpoint):
+    """Whatever joins, leaves, is preempted, copied or drafted: the same tokens and ends, logprobs to the last bit."""
+    model_type, overrides = MODELS[model]
+    folder = checkpoint(model_type, **overrides)
+    recording, plain = (made_runner(folder, resident=False, dtype="bfloat16") for _ in range(2))
+    recording._programs, plain._programs = Counted(recording._whole_logits), None
+
+    @settings(max_examples=30, deadline=None)
+    @given(ASKS, SETUPS, st.booleans())
+    def answers_are_the_same(asks, setup, drafted):
+        answers = [[*ask.prompt, *got.tokens] for (ask, _), got in Schedule(plain, setup).run(asks).items()]
+        drafter = Guesses(0.7, following=partial(following, answers)) if drafted else None
+        found, wanted = (Schedule(runner, setup, drafter).run(asks) for runner in (recording, plain))
+        assert found == wanted
+
+    answers_are_the_same()
+
+    assert recording._programs.made, "nothing was recorded"
+
+
+def test_a_text_computed_by_programs_is_as_exact_as_a_prompt(checkpoint, runners):
+    """Within the bound of docs/models.md, beside float32."""
+    tokens, runner, exact = list(range(3, 43)), runners[0], make_runner(checkpoint("llama"))
+    wanted = exact.forward(plan_of_rows(0, [PlanRow(tokens, 0, list(range(1, 8)))], range(len(tokens))))
+
+    steps = [plan_of_rows(at, [PlanRow([token], at, list(range(1, 8)))]) for at, token in enumerate(tokens)]
+    got = torch.cat([runner.forward(step) for step in steps])
+
+    assert distance(got, wanted) < BOUNDS["bfloat16"]
+    assert runner._programs.made == len(tokens) - 1
+
+
+@torch.inference_mode()
+def test_answers_are_the_caller_s_to_change(runners):
+    """The sampler writes into them, and the next step must not."""
+    row = PlanRow([7], 0, [1])
+    runner = runners[0]
+
+    answers = [runner.forward(plan_of_rows(step, [row])) for step in range(4)]
+    answers[2].fill_(0)
+    again = runner.forward(plan_of_rows(4, [row]))
+
+    assert torch.equal(answers[3], answers[0])
+    assert torch.equal(again, answers[0])
+    assert runner._programs.made == 4
+
+
+def test_a_shape_is_recorded_when_it_comes_again():
+    """And the one that was not used for longest is forgotten."""
+    forward = Forward()
+    programs = DecodePrograms(forward)
+    first = laid_out([PlanRow([7], 0, [1])])
+
+    assert programs.run(first) is None
+    for rows in range(2, MOST_SHAPES + 2):
+        assert programs.run(laid_out([PlanRow([7], 0, [1])] * rows)) is None
+
+    assert forward.steps == 0
+    assert programs.run(first) is None, "it was forgotten"
+    assert programs.run(first) is not None
+    assert programs.run(first) is not None
+    assert forward.steps == 1
+
+
+class Forward:
+    """A model whose logits are its token ids' embeddings."""
+
+    def __init__(self) -> None:
+        self._table, self.steps = torch.randn(200, 3), 0
+
+    def __call__(self, batch):
+        self.steps += 1
+        return take(self._table, batch.token_ids)
+
+
+def test_what_cannot_be_recorded_runs_as_ever(caplog):
+    """The log says why and what would help, and nothing is tried again."""
+    calls = []
+    programs = DecodePrograms(lambda batch: calls.append(batch) or batch.token_ids + 1)
+    caplog.set_level(logging.INFO, logger="homing")  # other tests leave it less to say
+
+    answers = [programs.run(laid_out([PlanRow([7], step % 16, [1])])) for step in range(5)]
+
+    assert answers == [None] * 5
+    assert len(calls) == 1
+    assert caplog.text.count("decode_programs_unusable rows=1 reason='aten.add.Tensor' remedy='dtype bfloat16") == 1
+
+
+def of_few_rows(taken):
+    return taken if len(taken) <= FEW_ROWS else taken + 1
+
+
+def test_few_rows_are_recorded_where_more_cannot_be(caplog):
+    """Products of more than `FEW_ROWS` are oneDNN's on processors that do not multiply bfloat16."""
+    table = torch.randn(200, 3)
+    programs = Counted(lambda batch: of_few_rows(take(table, batch.token_ids)))
+    caplog.set_level(logging.INFO, logger="homing")  # other tests leave it less to say
+
+    for rows in (1, 9, 9, FEW_ROWS + 1, FEW_ROWS + 1, 9, 1, FEW_ROWS, FEW_ROWS, 1):
+        programs.run(laid_out([PlanRow([7], 0, [1])] * rows))
+
+    assert programs.made == 3
+    assert caplog.text.count("decode_programs_unusable") == 1
+
+
+def test_several_ranks_have_no_programs(caplog):
+    """They sum between kernels, which a program would leave out."""
+    caplog.set_level(logging.INFO, logger="homing")  # other tests leave it less to say
+
+    assert programs_for(torch.device("cpu"), SimpleNamespace(size=2), None) is None
+    assert "decode_programs_unusable reason='2 ranks" in caplog.text
+
+
+def test_a_step_that_fails_while_it_is_recorded_leaves_nothing_behind():
+    """Its error is the engine's to tell; the next one of its shape is recorded."""
+    forward, failures = Forward(), [MemoryError("no more")]
+
+    def fails_once(batch):
+        logits = forward(batch)
+        if failures:
+            raise failures.pop()
+        return logits
+
+    programs, batches = DecodePrograms(fails_once), [laid_out([PlanRow([7 + at], 0, [1])]) for at in range(3)]
+    programs.run(batches[0])
+
+    with pytest.raises(MemoryError):
+        programs.run(batches[1])
+
+    assert torch.equal(programs.run(batches[2]), forward(Batch.on_device(batches[2], torch.device("cpu"))))
+
+
+def test_memory_made_anew_is_recorded_anew(runners):
+    """A program holds addresses of the old pool."""
+    runner, without = runners
+    plans = [plan_of_rows(step, [PlanRow([5 + step], step, [1])]) for step in range(5)]
+    for plan in plans:
+        runner.forward(plan)
+
+    allocate(runner, 50)
+    answers = [runner.forward(plan) for plan in plans]
+
+    assert runner._programs.made == len(plans) - 1
+    assert all(torch.equal(answer, without.forward(plan)) for answer, plan in zip(answers, plans, strict=True))

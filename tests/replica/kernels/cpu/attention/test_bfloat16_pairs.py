@@ -1,0 +1,47 @@
+"""Decode attention by pairs equals float64 with the instructions of every processor."""
+
+import pytest
+import torch
+
+from homing.replica.kernels.cpu.attention.bfloat16_pairs import fits
+from homing.replica.kernels.cpu.attention.decode import decode
+from homing.replica.kernels.cpu.runtime.scalars import storage_of
+from homing.replica.models.base import AttentionRule
+
+from ...layouts import TOLERANCE, Shape, error, exact, paged
+
+CPU, BFLOAT16 = torch.device("cpu"), torch.bfloat16
+SHAPES = {
+    "one query a head": Shape(heads=2, dtype=BFLOAT16),
+    "three": Shape(heads=6, dtype=BFLOAT16),
+    "sixteen, head dim 128": Shape(heads=16, kv_heads=1, key_dim=128, value_dim=128, dtype=BFLOAT16),
+    "seven, values shorter, page 64": Shape(heads=14, key_dim=96, value_dim=32, page=64, dtype=BFLOAT16),
+}
+
+
+@pytest.mark.usefixtures("instructions")
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("window", [None, 1, 20, 500])
+def test_equals_attention_in_float64(shape, window):
+    """Whatever begins or ends inside a vector of tokens; slots that no row owns hold NaN, and padding rows are 0."""
+    lengths = [1, 17, 0, 64, 200, 5]
+    rows, scale = paged(shape, lengths, CPU), 0.2
+    q = torch.randn(len(lengths), shape.heads, shape.key_dim).bfloat16()
+    out = torch.full((len(lengths), shape.heads, shape.value_dim), torch.nan, dtype=BFLOAT16)
+
+    decode(q, rows, AttentionRule(scale, window=window), out)
+
+    real = rows.seq_lens > 0
+    wanted = exact(q[real], rows, [min(length, 1) for length in lengths], scale, window)
+    assert error(out[real], wanted) < TOLERANCE[BFLOAT16]
+    assert torch.equal(out[~real], torch.zeros_like(out[~real]))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fit"),
+    [((64, 64, 16), True), ((128, 32, 256), True), ((48, 64, 16), False), ((64, 80, 16), False), ((64, 64, 8), False)],
+)
+def test_heads_and_pages_must_fill_vectors(sizes, fit):
+    """Others are computed number by number, and float32 always."""
+    assert fits(storage_of(BFLOAT16), *sizes) is fit
+    assert not fits(storage_of(torch.float32), *sizes)

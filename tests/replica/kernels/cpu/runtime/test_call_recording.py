@@ -1,0 +1,127 @@
+"""A recorded step gives what the step gives, on what its tensors hold then, and records nothing that it would miss."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from homing.replica.kernels.cpu.linear.product import pack, product
+from homing.replica.kernels.cpu.pointwise.activation import silu_mul
+from homing.replica.kernels.cpu.pointwise.norm import add_rms_norm
+from homing.replica.kernels.cpu.runtime.call_recording import LEAST_PIECE, Arena, NotRecorded, record
+from homing.replica.kernels.cpu.runtime.thread_team import run_all
+
+FEATURES = 256
+WEIGHTS = [pack(torch.randn(2 * FEATURES, FEATURES).bfloat16() / 16) for _ in range(6)]
+NORM = torch.ones(FEATURES).bfloat16()
+
+
+def chain(x: torch.Tensor) -> torch.Tensor:
+    """Products by all threads, the norms and activations of a row by one."""
+    for weight in WEIGHTS:
+        _, normed = add_rms_norm(x, None, NORM, 1e-6)
+        x, _ = add_rms_norm(x, silu_mul(product(normed, weight)), NORM, 1e-6)
+    return x
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("rows", [1, 5])
+def test_runs_again_on_what_its_tensors_hold(rows):
+    """Bit for bit. Each call needs what the one before it wrote, often with another number of threads."""
+    x = torch.randn(rows, FEATURES).bfloat16()
+
+    program = record(Arena(), lambda: chain(x))
+
+    for _ in range(20):
+        x.copy_(torch.randn(rows, FEATURES))
+        assert torch.equal(program.run(), chain(x))
+
+
+@pytest.mark.parametrize("threads", [3], indirect=True)
+@pytest.mark.parametrize("given", [1, 2])
+def test_a_team_may_be_smaller_than_calls_ask_for(threads, given):
+    """OpenMP gives what its limits leave (OMP_THREAD_LIMIT): those who are there do all, and wait for nobody else."""
+    x = torch.randn(5, FEATURES).bfloat16()
+    program = record(Arena(), lambda: chain(x))
+    assert program.threads == threads
+
+    x.copy_(torch.randn(5, FEATURES))
+    run_all(program.calls, given)
+
+    assert torch.equal(program.result, chain(x))
+
+
+def test_steps_share_their_memory():
+    """One runs after the other: a batch size more needs no memory more, and spoils no other's results."""
+    arena, x = Arena(), torch.randn(8, FEATURES).bfloat16()
+    largest = record(arena, lambda: chain(x))
+    pieces = arena.pieces
+
+    others = [record(arena, lambda rows=rows: chain(x[:rows])) for rows in range(1, 8)]
+
+    assert arena.pieces == pieces
+    for program, rows in zip([*others, largest], range(1, 9), strict=True):
+        assert torch.equal(program.run(), chain(x[:rows]))
+
+
+def test_what_a_step_reads_stays():
+    """Also where nobody else holds it any more."""
+    x = torch.randn(1, FEATURES).bfloat16()
+    wanted = chain(x)
+    program = recorded_on_a_copy(x)
+
+    junk = [torch.full((size,), float("nan")) for size in range(16, 2048, 16)]
+
+    assert torch.equal(program.run(), wanted)
+    assert all(each.isnan().all() for each in junk)
+
+
+def recorded_on_a_copy(x):
+    copied = x.clone()
+    return record(Arena(), lambda: chain(copied))
+
+
+@pytest.mark.parametrize(
+    ("step", "named"),
+    [
+        (lambda x: add_rms_norm(x, None, NORM, 1e-6)[1] * 2, "aten.mul"),
+        (lambda x: silu_mul(x[:, ::2].contiguous()), "aten.contiguous.default, which copies"),
+        (lambda x: torch.zeros(1) if x.sum() else x, "aten.sum"),
+        (lambda x: silu_mul(torch.tensor([[float(len(x)), 1.0]])), "aten.lift_fresh"),
+        (lambda x: silu_mul(x.chunk(2, 1)[0]), "aten.chunk.default, which makes several views"),
+        (lambda x: x.view(-1, FEATURES), "not of its own making"),
+    ],
+)
+def test_what_would_be_missed_is_refused(step, named):
+    """Named, so that the log says which operation it is: run again, it would be left out."""
+    x = torch.randn(1, FEATURES).bfloat16()
+
+    with torch.inference_mode(), pytest.raises(NotRecorded, match=named):
+        record(Arena(), lambda: step(x))
+
+
+def test_pieces_are_given_out_again_when_no_view_is_left():
+    """A view of a tensor holds its memory as the tensor does."""
+    arena = Arena()
+    view = arena.empty((3, 5), torch.bfloat16)[1:].flatten()
+
+    beside = arena.empty((3, 5), torch.bfloat16)
+    assert beside.untyped_storage().data_ptr() != view.untyped_storage().data_ptr()
+    assert arena.pieces == 2
+
+    del view
+    arena.empty((LEAST_PIECE,), torch.uint8)
+    assert arena.pieces == 2
+
+
+def test_no_numbers_are_no_error():
+    """A step may want no logits."""
+    assert Arena().empty((0, 7), torch.float32).shape == (0, 7)

@@ -1,0 +1,124 @@
+"""Machine code comes back as it was kept, or not at all."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from homing.replica.kernels.cpu.runtime.code_store import MOST_FILES, CodeStore, MachineCode, open_store
+
+CODE = MachineCode("symbol", "library", b"code", b"bitcode")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CodeStore:
+    opened = open_store(tmp_path / "kernels")
+    assert opened is not None
+    return opened
+
+
+def test_code_comes_back_under_its_words_alone(store):
+    """Code that was made for another shape would read and write beside its tensors."""
+    store.put("norm of 64", CODE)
+
+    assert store.get("norm of 64") == CODE
+    assert store.get("norm of 65") is None
+
+
+def test_another_process_of_the_same_user_finds_it(store):
+    """That is what it is for: ranks are new processes."""
+    store.put("norm", CODE)
+
+    again = open_store(store.folder)
+
+    assert again is not None
+    assert again.get("norm") == CODE
+
+
+@pytest.mark.parametrize("left", [0, 20, 40])
+def test_a_damaged_file_is_nothing(store, left):
+    """A disk that was full, a machine that lost power: what is read must never be run."""
+    store.put("norm", CODE)
+    (file,) = store.folder.iterdir()
+    file.write_bytes(file.read_bytes()[:left])
+
+    assert store.get("norm") is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_file_of_somebody_else_is_nothing(store):
+    """The folder was open to others once, and its mode was mended since."""
+    store.put("norm", CODE)
+    (file,) = store.folder.iterdir()
+    os.chown(file, 12345, 12345)
+
+    assert store.get("norm") is None
+
+
+def test_turns_are_taken_one_after_the_other(store):
+    """Ranks of a gang and all replicas of a cluster start at once: one compiles, the others find what it put."""
+    together, compiled = threading.Barrier(4), []
+
+    def start() -> None:
+        together.wait()
+        with store.turn():  # a lock belongs to the file that was opened, so threads stand for processes
+            if store.get("norm") is None:
+                compiled.append(threading.get_ident())
+                store.put("norm", CODE)
+
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert len(compiled) == 1
+
+
+def test_who_waits_for_one_that_hangs_goes_on(store):
+    """A process that was stopped in its turn costs the next one its patience, once."""
+    waiting = CodeStore(store.folder, patience_s=0.05)
+
+    with store.turn(), waiting.turn():
+        assert waiting.patience_s == 0.0
+
+
+def test_without_a_lock_everybody_compiles(tmp_path, caplog):
+    """A folder that cannot be written; the start goes on."""
+    with CodeStore(tmp_path / "gone").turn():
+        assert "kernels_not_locked" in caplog.text
+
+
+def test_a_folder_that_others_may_write_into_is_not_used(tmp_path):
+    """Whoever could put a file there would run code in every replica."""
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    folder.chmod(0o777)
+
+    assert open_store(folder) is None
+
+
+def test_a_folder_that_cannot_be_made_is_done_without(tmp_path):
+    """Kernels are then compiled in every process."""
+    (tmp_path / "file").touch()
+
+    assert open_store(tmp_path / "file" / "kernels") is None
+
+
+def test_what_cannot_be_written_is_done_without(tmp_path):
+    """A disk that is full keeps no replica from its start."""
+    store = CodeStore(tmp_path / "gone")
+
+    store.put("norm", CODE)
+
+    assert store.get("norm") is None
+
+
+def test_files_are_bounded(store):
+    """Each version of a kernel's source, of numba, and each CPU that a home folder meets leaves its own."""
+    for number in range(MOST_FILES + 10):
+        store.put(f"kernel {number}", CODE)
+
+    assert len(list(store.folder.iterdir())) == MOST_FILES
+    assert store.get(f"kernel {MOST_FILES + 9}") == CODE

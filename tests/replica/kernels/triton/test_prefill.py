@@ -1,0 +1,120 @@
+"""Prefill attention equals the definition in float64: whole prompts, chunks after a prefix, lone tokens, at once."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from homing.replica.kernels.triton import prefill as kernel
+from homing.replica.models.base import AttentionRule
+
+from ..layouts import IMPLEMENTATIONS, TOLERANCE, Shape, error, exact, paged
+
+SHAPES = {
+    "page 16": Shape(),
+    "page 64": Shape(page=64),
+    "page 256": Shape(page=256),
+    "head dim 96": Shape(key_dim=96, value_dim=96),
+    "head dim 128, group of 4": Shape(heads=4, kv_heads=1, key_dim=128, value_dim=128),
+    "no group": Shape(heads=2),
+    "values shorter": Shape(key_dim=96, value_dim=64),
+    "bfloat16": Shape(dtype=torch.bfloat16),
+    "bfloat16, page 256": Shape(dtype=torch.bfloat16, page=256),
+}
+
+
+def prefill(run, shape, q_lens, lengths, device, window=None):
+    """What `run` gives, and what it should give; queries of padding rows do not exist."""
+    rows = paged(shape, lengths, device)
+    tokens = sum(q_lens)
+    q = torch.randn(tokens, shape.heads, shape.key_dim, generator=torch.Generator().manual_seed(1))
+    q = q.to(device, shape.dtype)
+    out = torch.empty(tokens, shape.heads, shape.value_dim, dtype=shape.dtype, device=device)
+    first = torch.tensor([0, *q_lens]).cumsum(0).int().to(device)
+    scale = shape.key_dim**-0.5
+    run(q, rows, first, AttentionRule(scale, window=window), out)
+    return out, exact(q, rows, q_lens, scale, window)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_equals_attention_in_float64(implementation, shape, device):
+    """A whole prompt, a chunk after a prefix, a lone token, a row without queries, a prompt longer than a tile."""
+    out, wanted = prefill(implementation().prefill, shape, [9, 40, 1, 0, 140], [9, 100, 33, 0, 140], device)
+
+    assert error(out, wanted) < TOLERANCE[shape.dtype]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("window", [1, 7, 64, 300])
+def test_window_hides_all_but_the_last_keys(implementation, window, device):
+    """Each query has a window of its own; tiles before all of them are skipped."""
+    out, wanted = prefill(implementation().prefill, Shape(), [30, 20], [200, 20], device, window)
+
+    assert error(out, wanted) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_token_without_numbers_reaches_those_who_see_it_and_no_others(implementation, window, number, device):
+    """Or a prefix that stands before it in a chunk would be cached as NaN, and given to others."""
+    q_lens, lengths = [9, 100, 30], [9, 130, 30]
+    clean, _ = prefill(implementation().prefill, Shape(), q_lens, lengths, device, window)
+
+    def run(q, rows, first, rule, out):
+        rows.values[rows.tables[1, 60 // 16].long(), 60 % 16] = number
+        implementation().prefill(q, rows, first, rule, out)
+
+    out, _ = prefill(run, Shape(), q_lens, lengths, device, window)
+
+    seeing = torch.zeros(len(out), dtype=torch.bool)
+    seeing[9 + 30 : 9 + 100 if window is None else 9 + 30 + window] = True
+    torch.testing.assert_close(out[~seeing], clean[~seeing], rtol=1e-5, atol=1e-5)
+    assert not out[seeing].isfinite().any()
+
+
+@pytest.mark.parametrize("queries", [16, 32])
+@pytest.mark.parametrize("q_lens", [[16], [16, 16, 16], [15, 1, 17, 31], [0, 33, 0, 1], [64, 0]], ids=str)
+def test_every_query_has_a_tile(queries, q_lens, device):
+    """Rows that end at, before and after a tile's end: the grid is a bound, and beyond a row nothing is done."""
+
+    def run(q, rows, first, rule, out):
+        kernel.prefill(q, rows, first, rule.scale, rule.window, out, queries=queries, tile=16)
+
+    lengths = [count and count + 21 for count in q_lens]
+    out, wanted = prefill(run, Shape(), q_lens, lengths, device)
+
+    assert error(out, wanted) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_without_queries_alone_are_no_error(implementation, device):
+    """Nothing is there to be written."""
+    out, _ = prefill(implementation().prefill, Shape(), [0, 0, 0], [0, 0, 0], device)
+
+    assert out.shape == (0, 4, 64)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=4),
+    st.sampled_from([16, 64, 256]),
+    st.sampled_from([None, 1, 20, 100]),
+)
+def test_equals_float64_for_any_lengths(rows, page, window):
+    """Cached parts and new ones of any length, empty rows among them."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    q_lens = [count for count, _ in rows]
+    lengths = [count and count + before for count, before in rows]
+
+    def run(q, paged_rows, first, rule, out):
+        kernel.prefill(q, paged_rows, first, rule.scale, rule.window, out, queries=16, tile=16)
+
+    out, wanted = prefill(
+        run, Shape(heads=2, kv_heads=1, key_dim=16, value_dim=16, page=page), q_lens, lengths, device, window
+    )
+
+    assert not len(out) or error(out, wanted) < TOLERANCE[torch.float32]

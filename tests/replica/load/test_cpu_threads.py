@@ -1,0 +1,94 @@
+"""Threads follow the cores that others leave: down at once, up when a core was free twice."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from homing.replica.load.cpu_threads import (
+    INTERVAL_S,
+    CpuTimes,
+    ThreadChoice,
+    ThreadKeeper,
+    read_cpu_times,
+    usable_cores,
+)
+
+from ..fakes import FakeClock
+
+
+class Machine:
+    """A machine whose cores are used as told."""
+
+    def __init__(self) -> None:
+        self.at_s = self.busy_s = self.own_s = 0.0
+
+    def pass_by(self, others: float, own: float) -> CpuTimes:
+        """A second in which others used so many cores, and this process so many."""
+        self.at_s += 1.0
+        self.busy_s += others + own
+        self.own_s += own
+        return CpuTimes(self.at_s, self.busy_s, self.own_s)
+
+
+def chosen(choice: ThreadChoice, others: list[float]) -> list[int]:
+    """What each second's look gives, the first of which only begins."""
+    machine = Machine()
+    choice.observe(machine.pass_by(0.0, 0.0))
+    return [choice.observe(machine.pass_by(used, float(choice.threads))) for used in others]
+
+
+def test_a_free_core_is_taken_the_second_time_and_given_up_at_once() -> None:
+    """Two threads on one core cost ten times, an idle core not even twice."""
+    assert chosen(ThreadChoice(cores=2, most=2), [0.1, 0.2, 1.0, 0.1, 0.1]) == [2, 2, 1, 1, 2]
+
+
+def test_a_little_work_of_others_takes_no_core() -> None:
+    """The router beside the replica, and Ray's own processes, always do something."""
+    assert chosen(ThreadChoice(cores=4, most=4), [0.3, 0.3, 0.3]) == [4, 4, 4]
+
+
+@given(st.integers(1, 64), st.integers(1, 8), st.lists(st.floats(0, 64), max_size=20))
+def test_there_is_always_a_thread_and_never_more_than_allowed(cores: int, ranks: int, others: list[float]) -> None:
+    """Whatever the kernel's counters say."""
+    most = max(1, cores // ranks)
+
+    assert all(1 <= threads <= most for threads in chosen(ThreadChoice(cores, most), others))
+
+
+def test_a_keeper_looks_once_in_a_while_and_applies_changes_alone() -> None:
+    """A look between all steps would cost more than it gives."""
+    clock, machine = FakeClock(), Machine()
+    applied: list[int] = []
+    looks: list[float] = []
+
+    def read() -> CpuTimes:
+        looks.append(clock.now)
+        return machine.pass_by(0.0, 1.0)
+
+    keeper = ThreadKeeper(ThreadChoice(cores=2, most=2), applied.append, read, clock)
+    keeper.begin()
+    for _ in range(40):
+        keeper.look()
+        clock.now += INTERVAL_S / 8
+
+    assert len(looks) == 5
+    assert applied == [1, 2]
+
+
+def test_a_system_that_does_not_tell_keeps_its_threads() -> None:
+    """Not every system has Linux' counters."""
+    applied: list[int] = []
+    keeper = ThreadKeeper(ThreadChoice(cores=2, most=2, threads=2), applied.append, lambda: None)
+
+    keeper.begin()
+    keeper.look()
+
+    assert applied == [2]
+
+
+def test_this_machine_tells_its_cores_and_times() -> None:
+    """The readers work where the tests run, and time passes."""
+    assert usable_cores() >= 1
+    first, second = read_cpu_times(), read_cpu_times()
+    if first is not None and second is not None:
+        assert second.at_s >= first.at_s
+        assert second.own_s >= first.own_s

@@ -1,0 +1,193 @@
+"""What is refused before anything is loaded, by its name and with a remedy; and what is not."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from homing.kvcache.config import KvCacheSettings
+from homing.kvcache.errors import KvCacheError, PoolTooSmall
+from homing.replica.config import ReplicaSettings
+from homing.replica.demo import demo_model_path
+from homing.replica.errors import StartupError
+from homing.replica.kernels.cpu.runtime.processor import beats_packed
+from homing.replica.load.preflight import check_model, weight_bytes
+from homing.replica.models.errors import TensorParallelUnsupported, UnsupportedModel, WeightsMissing, WeightsTorn
+
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two shards with an index, as large models come."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    shards = {"a": "one.safetensors", "b": "two.safetensors"}
+    for tensor, file in shards.items():
+        save_file({tensor: torch.zeros(3, 4)}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    return tmp_path
+
+
+def check(folder: Path, cache: KvCacheSettings | None = None, **settings: object) -> None:
+    check_model(folder, ReplicaSettings(**settings), cache or KvCacheSettings())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_whole_models_pass(folder: Path, ranks: int) -> None:
+    """A check that refuses what would run is worse than none."""
+    check(folder, tensor_parallel_size=ranks)
+    check(demo_model_path(), tensor_parallel_size=ranks)
+
+
+def cut(folder: Path) -> None:
+    path = folder / "two.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def cut_in_header(folder: Path) -> None:
+    path = folder / "two.safetensors"
+    path.write_bytes(path.read_bytes()[:20])
+
+
+def empty(folder: Path) -> None:
+    (folder / "two.safetensors").write_bytes(b"")
+
+
+def scramble(folder: Path) -> None:
+    path = folder / "two.safetensors"
+    path.write_bytes(path.read_bytes()[:8] + b"?" * (path.stat().st_size - 8))
+
+
+def lose_shard(folder: Path) -> None:
+    (folder / "two.safetensors").unlink()
+
+
+def swap_shard(folder: Path) -> None:
+    (folder / "two.safetensors").write_bytes((folder / "one.safetensors").read_bytes())
+
+
+def lose_all(folder: Path) -> None:
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+
+
+def break_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("harm", "error", "told"),
+    [
+        (cut, WeightsTorn, r"two\.safetensors is torn: it has \d+ bytes of \d+; fetch the model again"),
+        (cut_in_header, WeightsTorn, r"two\.safetensors is torn.*less than its header"),
+        (empty, WeightsTorn, r"two\.safetensors is torn"),
+        (scramble, WeightsTorn, r"two\.safetensors is torn: its header"),
+        (lose_shard, WeightsMissing, r"index\.json names two\.safetensors, which is not in the folder"),
+        (swap_shard, WeightsMissing, r"two\.safetensors holds 'b', which it does not"),
+        (lose_all, WeightsMissing, r"no \*\.safetensors"),
+        (break_index, WeightsTorn, r"no index of weights"),
+    ],
+)
+def test_weights_that_are_not_whole_are_named(
+    folder: Path, harm: Callable[[Path], None], error: type[StartupError], told: str
+) -> None:
+    """A download that broke off is the usual case; loading finds it after minutes, or never."""
+    harm(folder)
+
+    with pytest.raises(error, match=told):
+        check(folder)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"num_attention_heads": "four"}'])
+def test_a_configuration_that_is_none_is_named(folder: Path, content: str) -> None:
+    """With the file."""
+    (folder / "config.json").write_text(content)
+
+    with pytest.raises(UnsupportedModel, match=r"config\.json is no model's configuration"):
+        check(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "cache", "error", "told"),
+    [
+        ({"tensor_parallel_size": 3}, {}, TensorParallelUnsupported, "tensor_parallel_size 3: 4 attention heads"),
+        ({"tensor_parallel_size": 2, "model_provider": "transformers"}, {}, TensorParallelUnsupported, "one rank"),
+        ({"max_model_len": 257}, {}, StartupError, "max_model_len 257 is more than the model's 256"),
+        ({"max_model_len": 1}, {}, StartupError, "max_model_len 1"),
+        ({}, {"block_size": 256}, StartupError, "block_size 256: no prompt of at most 256 tokens fills a block"),
+        ({"max_model_len": 16}, {}, StartupError, "block_size 16"),
+        ({}, {"num_kv_blocks": 1}, StartupError, "num_kv_blocks 1"),
+        ({}, {"kv_cache_bytes": 1000}, PoolTooSmall, "kv_cache_bytes"),
+    ],
+)
+def test_settings_that_no_replica_could_have_are_named(
+    folder: Path, settings: dict[str, object], cache: dict[str, int], error: type[Exception], told: str
+) -> None:
+    """With the setting's name, before Ray is started."""
+    with pytest.raises(error, match=told) as caught:
+        check(folder, KvCacheSettings(**cache), **settings)
+
+    assert isinstance(caught.value, StartupError | KvCacheError)
+
+
+def test_what_the_configuration_does_not_tell_is_left_to_the_replica(folder: Path) -> None:
+    """Families of transformers call things otherwise, and some keep their weights in other files."""
+    (folder / "config.json").write_text('{"model_type": "gpt2", "n_head": 3}')
+    lose_all(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "pytorch_model.bin").touch()
+
+    check(folder, KvCacheSettings(kv_cache_bytes=1, block_size=256))
+
+
+def test_large_blocks_do_where_nothing_is_cached(folder: Path) -> None:
+    """They only waste room then."""
+    check(folder, KvCacheSettings(block_size=256, prefix_caching=False))
+
+
+#: Bytes of a weight in a linear.
+IN_BFLOAT16 = 2 if beats_packed() else 4
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "by_linear", "by_head", "by_other"),
+    [
+        ({}, 4, 4, 4),
+        ({"dtype": "bfloat16"}, IN_BFLOAT16, IN_BFLOAT16, 2),
+        ({"dtype": "float16"}, 2, 2, 2),
+        ({"dtype": "bfloat16", "quantization": "int8"}, 1, IN_BFLOAT16, 2),
+    ],
+    ids=str,
+)
+def test_weights_are_counted_as_they_are_held(checkpoint, asked, by_linear, by_head, by_other, tied):
+    """Linears in bfloat16 twice where the processor does not multiply it, and a tied head beside its embedding.
+
+    The head is never in 8 bits; in transformers' hands each weight is there once.
+    """
+    folder = checkpoint("llama", tie_word_embeddings=tied)
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors.pop("model.embed_tokens.weight").numel()
+    head = embedding if tied else tensors.pop("lm_head.weight").numel()
+    linears = sum(each.numel() for each in tensors.values() if each.dim() == 2)
+    others = sum(each.numel() for each in tensors.values() if each.dim() == 1)
+
+    own = weight_bytes(folder, ReplicaSettings(**asked))
+    foreign = weight_bytes(folder, ReplicaSettings(model_provider="transformers", dtype="bfloat16"))
+    halved = weight_bytes(folder, ReplicaSettings(tensor_parallel_size=2, **asked))
+
+    shared = linears * by_linear + head * by_head + others * by_other
+    assert own == embedding * by_other + shared
+    assert foreign == 2 * (embedding + linears + others + (0 if tied else head))
+    assert halved == embedding * by_other + shared // 2

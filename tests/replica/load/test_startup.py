@@ -1,0 +1,242 @@
+"""How many blocks a GPU gets: what the largest step leaves, found by running it, the same on all ranks."""
+
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from homing.kvcache.config import KvCacheSettings
+from homing.kvcache.errors import PoolTooSmall
+from homing.kvcache.sizing import MemoryReading, kv_budget_bytes
+from homing.replica.config import ReplicaSettings
+from homing.replica.engine.scheduler import Limits
+from homing.replica.engine.step_plan import PlanRow, StepPlan, lay_out, plan_of_rows
+from homing.replica.errors import StartupError
+from homing.replica.execute.gpu_runner import ResidentRunner
+from homing.replica.execute.runner import ModelRunner
+from homing.replica.load.startup import TRIAL_BLOCKS, blocks_left, largest_steps, measure_rates, number_of_blocks
+from homing.replica.models.spec import KvShape, ModelSpec
+from homing.replica.parallel.rank_spec import GangSpec
+from homing.replica.parallel.step_broadcast import PlanChannel
+from homing.replica.parallel.worker import GangExecutor, LocalExecutor, RankWorker, join_gang
+from homing.replica.parallel.worker import share_endpoint as share
+
+from ..toys import BLOCK_SIZE
+
+CUDA = torch.device("cuda")  # as a name alone: nothing of it is asked
+SPEC = ModelSpec((KvShape(2, 16, 16),) * 2, 50, 300, (2,), "float32", 4)
+BLOCK_BYTES = SPEC.bytes_per_block(16)
+
+
+@dataclass
+class TrialRun:
+    """An executor without a model, whose ranks say what they are told to say."""
+
+    found: list[MemoryReading]
+    error: Exception | None = None
+    pools: list[int] = field(default_factory=list)
+    plans: list[StepPlan] = field(default_factory=list)
+
+    def allocate(self, num_blocks: int) -> None:
+        self.pools.append(num_blocks)
+
+    def execute(self, plan: StepPlan) -> torch.Tensor:
+        self.plans.append(plan)
+        if self.error is not None:
+            raise self.error
+        return torch.zeros(len(plan.logits_at), SPEC.vocab_size)
+
+    def readings(self) -> list[MemoryReading]:
+        return self.found
+
+
+@dataclass
+class Told:
+    """A device that knows what it will be asked."""
+
+    reading: MemoryReading
+    begun: int = 0
+
+    def begin(self) -> None:
+        self.begun += 1
+
+    def read(self) -> MemoryReading:
+        return self.reading
+
+
+def reading(kv_bytes: int) -> MemoryReading:
+    """A rank that has room for so much at a utilization of 0.5."""
+    return MemoryReading(total_bytes=2 * (kv_bytes + 700), free_bytes=kv_bytes + 700, held_bytes=600, peak_bytes=100)
+
+
+def blocks(executor: Any, device: torch.device = CUDA, cache: dict[str, Any] | None = None, **settings: Any) -> int:
+    options = KvCacheSettings(gpu_memory_utilization=0.5, **cache or {})
+    return number_of_blocks(options, ReplicaSettings(**settings), SPEC, executor, device)
+
+
+def test_the_pool_is_what_the_rank_with_the_least_has_left():
+    """All ranks hold the same blocks; one that has less would run out."""
+    executor = TrialRun([reading(9 * BLOCK_BYTES), reading(5 * BLOCK_BYTES + 3), reading(7 * BLOCK_BYTES)])
+
+    found = blocks(executor)
+
+    assert found == 5
+    assert executor.pools == [TRIAL_BLOCKS]
+
+
+@pytest.mark.parametrize(
+    ("device", "cache", "expected"),
+    [
+        (CUDA, {"num_kv_blocks": 77}, 77),
+        (CUDA, {"kv_cache_bytes": 10 * BLOCK_BYTES}, 10),
+        (torch.device("cpu"), {}, 512 * 1024 * 1024 // BLOCK_BYTES),
+    ],
+)
+def test_what_is_set_or_known_is_not_tried(device, cache, expected):
+    """A trial costs seconds, and on a CPU the memory is not ours alone."""
+    executor = TrialRun([])
+
+    assert blocks(executor, device, cache) == expected
+    assert not executor.pools
+
+
+@given(st.integers(1, 70), st.integers(1, 300), st.integers(2, 400), st.sampled_from([1, 8, 16]))
+def test_trial_steps_are_the_largest_that_the_limits_allow(running, budget, longest, block_size):
+    """A larger one later would find no memory; one that no scheduler would make would waste some."""
+    limits = Limits(running, budget, longest)
+
+    alone, shared = largest_steps(limits, block_size)
+
+    laid_out = [lay_out(plan, block_size) for plan in (alone, shared)]
+    assert sum(alone.q_lens) == min(budget, longest - 1)
+    assert laid_out[0].kv_lens == [longest - 1]
+    assert len(shared.q_lens) == limits.running
+    assert limits.running <= sum(shared.q_lens) <= budget
+    assert shared.q_lens[0] == min(budget // limits.running, longest - 1)
+    assert all(int(each.slots.max()) < TRIAL_BLOCKS * block_size for each in laid_out)
+
+
+def test_logits_of_the_trial_go_through_all_that_logits_may():
+    """A filtered draw for each request, and a chunk of prompt logprobs: their copies are as large as activations."""
+    executor = TrialRun([reading(9 * BLOCK_BYTES)])
+
+    blocks(executor, max_running_requests=6, max_batched_tokens=290)
+
+    assert [len(plan.logits_at) for plan in executor.plans] == [256, 6]
+
+
+def test_too_little_is_refused_with_the_setting_the_rank_and_the_numbers():
+    """Whoever reads it must know what to turn."""
+    with pytest.raises(StartupError) as refused:
+        blocks(TrialRun([reading(9 * BLOCK_BYTES), reading(BLOCK_BYTES)]))
+
+    said = str(refused.value)
+    assert "gpu_memory_utilization 0.5 leaves 8192 bytes for KV on rank 1" in said
+    assert "held_bytes=600 peak_bytes=100" in said
+    assert "raise it, lower max_batched_tokens or max_running_requests" in said
+    assert "another process" not in said
+
+
+@pytest.mark.parametrize(("length", "words"), [(1, "two tokens at least"), (301, "more than the model's 300")])
+def test_lengths_that_no_request_can_have_are_refused_before_anything_is_tried(length, words):
+    """A step of no tokens would be tried, or one beyond the model's positions."""
+    executor = TrialRun([reading(9 * BLOCK_BYTES)])
+
+    with pytest.raises(StartupError, match=words):
+        blocks(executor, max_model_len=length)
+
+    assert not executor.pools
+
+
+def test_a_length_of_two_is_served():
+    """One token of prompt, one of answer: the least that there is."""
+    executor = TrialRun([reading(9 * BLOCK_BYTES)])
+
+    assert blocks(executor, max_model_len=2) == 9
+
+    limits = Limits(4, 32, 2)
+    assert [plan.q_lens for plan in executor.plans[:1]] == [[1]]
+    assert measure_rates(executor, limits, 16).decode_step_s > 0
+
+
+def test_memory_that_others_hold_is_named():
+    """Raising the share would not help then."""
+    taken = MemoryReading(total_bytes=1 << 30, free_bytes=1000, held_bytes=1000, peak_bytes=100)
+
+    with pytest.raises(StartupError, match="another process holds memory of this GPU"):
+        blocks_left([taken], 0.9, BLOCK_BYTES)
+
+
+def test_step_that_does_not_fit_is_refused_with_the_remedy():
+    """Before any request meets it."""
+    with pytest.raises(StartupError, match="lower max_batched_tokens or max_running_requests"):
+        blocks(TrialRun([], torch.OutOfMemoryError("CUDA out of memory")))
+
+
+def test_bytes_that_hold_no_block_are_refused_by_their_setting():
+    """The operator set them."""
+    with pytest.raises(PoolTooSmall, match="kv_cache_bytes"):
+        blocks(TrialRun([]), cache={"kv_cache_bytes": 100})
+
+
+PROMPT = plan_of_rows(0, [PlanRow(list(range(3, 16)), 0, [1, 2])])
+
+
+@pytest.mark.parametrize("kind", [ModelRunner, ResidentRunner])
+def test_a_runner_is_as_new_after_its_trial(kind, checkpoint):
+    """The trial's pool, table and graphs are given back, and what it computed is nowhere read."""
+    folder = checkpoint("llama")
+    settings = ReplicaSettings(dtype="float32", device="cpu", max_running_requests=3, max_model_len=60)
+    untried = kind(settings, folder, BLOCK_SIZE)
+    untried.allocate_kv(4)
+    memory = Told(reading(100_000))
+    tried = kind(settings, folder, BLOCK_SIZE, memory=memory)
+    cache = KvCacheSettings(block_size=BLOCK_SIZE, gpu_memory_utilization=0.5)
+
+    found = number_of_blocks(cache, settings, tried.spec, LocalExecutor(tried), CUDA)
+    tried.allocate_kv(found)
+
+    assert found == kv_budget_bytes(memory.reading, 0.5) // tried.spec.bytes_per_block(BLOCK_SIZE)
+    assert memory.begun == 2
+    torch.testing.assert_close(tried.forward(PROMPT), untried.forward(PROMPT))
+
+
+def test_ranks_agree_on_the_pool_of_the_one_with_the_least(checkpoint, free_port):
+    """Two ranks over gloo, a device of its own each: rank 0 hears of both and tells both."""
+    folder: Path = checkpoint("llama")
+    settings = ReplicaSettings(
+        dtype="float32", device="cpu", tensor_parallel_size=2, max_model_len=60, max_running_requests=3, cpu_threads=1
+    )
+    gangs = [GangSpec(rank=rank, size=2, host="127.0.0.1", port=free_port, secret=bytes(32)) for rank in range(2)]
+    runners: dict[int, ModelRunner] = {}
+
+    def load(settings, model_dir, block_size, group):
+        memory = Told(reading(200_000 - 50_000 * group.rank))
+        runners[group.rank] = ModelRunner(settings, model_dir, block_size, group, memory=memory)
+        return runners[group.rank]
+
+    worker = RankWorker(settings, block_size=BLOCK_SIZE, model_dir=folder, gang=gangs[1], load_runner=load)
+    thread = threading.Thread(target=lambda: (worker.start(), worker.run()))
+    thread.start()
+    group, channel = join_gang(gangs[0], settings), PlanChannel(gangs[0])
+    share(group, channel.endpoint, settings)
+    executor = GangExecutor(load(settings, folder, BLOCK_SIZE, group), channel)
+    channel.wait_for_workers()
+    cache = KvCacheSettings(block_size=BLOCK_SIZE, gpu_memory_utilization=0.5)
+
+    found = number_of_blocks(cache, settings, runners[0].spec, executor, CUDA)
+    executor.allocate(found)
+    logits = executor.execute(PROMPT)
+    sizes = [runner._pool.num_blocks for runner in runners.values()]
+    executor.close()
+    thread.join(60)
+
+    assert not thread.is_alive()
+    assert found == 150_000 // runners[0].spec.bytes_per_block(BLOCK_SIZE)
+    assert sizes == [found, found]
+    assert logits.shape == (1, 211)

@@ -1,0 +1,185 @@
+"""A model split over ranks answers like the whole one; a lost rank is an error, not a hang."""
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import psutil
+import pytest
+import torch
+
+from homing.replica.config import ReplicaSettings
+from homing.replica.engine.step_plan import PlanRow, StepPlan, plan_of_rows
+from homing.replica.errors import RankLost
+from homing.replica.execute.runner import ModelRunner
+from homing.replica.models.errors import TensorParallelUnsupported
+from homing.replica.models.layers import int8_problem
+from homing.replica.parallel.rank_group import RankGroup
+
+from ..toys import BLOCK_SIZE, NUM_BLOCKS, ToyScheduler, make_runner
+
+WORKER = Path(__file__).with_name("rank_worker.py")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Gang:
+    """Rank 0 in this process, the others in processes of their own that run every plan it runs."""
+
+    def __init__(self, folder: Path, size: int, quantization: Literal["none", "int8"] = "none") -> None:
+        port = free_port()
+        self.workers = [
+            subprocess.Popen(
+                [sys.executable, WORKER, folder, quantization, *map(str, (rank, size, port, BLOCK_SIZE, NUM_BLOCKS))],
+                stdin=subprocess.PIPE,
+            )
+            for rank in range(1, size)
+        ]
+        group = RankGroup.join(0, size, host="127.0.0.1", port=port, backend="gloo", timeout_s=250)
+        settings = ReplicaSettings(dtype="float32", device="cpu", tensor_parallel_size=size, quantization=quantization)
+        self.runner = ModelRunner(settings, folder, BLOCK_SIZE, group)
+        self.runner.allocate_kv(NUM_BLOCKS)
+
+    def forward(self, plan: StepPlan) -> torch.Tensor | None:
+        frame = msgspec.msgpack.encode(plan)
+        for worker in self.workers:
+            assert worker.stdin is not None
+            worker.stdin.write(len(frame).to_bytes(4, "little") + frame)
+            worker.stdin.flush()
+        return self.runner.forward(plan)
+
+
+@contextmanager
+def gang(folder: Path, size: int, quantization: Literal["none", "int8"] = "none") -> Iterator[Gang]:
+    """A gang whose processes are gone afterwards, whatever happened."""
+    made = Gang(folder, size, quantization)
+    try:
+        yield made
+    finally:
+        for worker in made.workers:
+            assert worker.stdin is not None
+            worker.stdin.close()
+            try:
+                worker.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                worker.wait()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "size"),
+    [
+        ("qwen2", {}, 2),
+        pytest.param("llama", {"attention_bias": True, "mlp_bias": True}, 2, marks=pytest.mark.slow),
+        pytest.param("qwen3", {"head_dim": 32, "tie_word_embeddings": True}, 2, marks=pytest.mark.slow),
+        pytest.param("llama", {}, 4, marks=pytest.mark.slow),
+        pytest.param("mistral", {"sliding_window": 11}, 4, marks=pytest.mark.slow),
+        pytest.param("qwen3", {"head_dim": 32, "tie_word_embeddings": True}, 4, marks=pytest.mark.slow),
+        pytest.param("mixtral", {"num_local_experts": 4}, 2, marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3_moe",
+            {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+            4,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "qwen2_moe",
+            {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+            4,
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_split_model_answers_as_the_whole(model_type, overrides, size, checkpoint, prompts, reference):
+    """Two ranks share KV heads, four ranks hold each of two twice; the vocabulary of 211 divides by neither."""
+    folder = checkpoint(model_type, **overrides)
+
+    with gang(folder, size) as made:
+        answers = ToyScheduler(made.forward, chunk=7).generate(prompts, 10)
+        codes = [worker.poll() for worker in made.workers]
+
+    assert answers == reference(folder, prompts, 10)
+    assert made.runner.spec.kv_heads == 1
+    assert codes == [None] * (size - 1)
+    assert [worker.returncode for worker in made.workers] == [0] * (size - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(int8_problem() is not None, reason="no 8-bit linears on this processor")
+@pytest.mark.parametrize("size", [2, 4])
+def test_eight_bits_on_ranks_are_as_near_as_on_one(size, checkpoint):
+    """Each rank scales its own part of what goes into a linear, so the logits are others; the error is no larger."""
+    folder = checkpoint("llama")
+    plan = plan_of_rows(0, [PlanRow(list(range(3, 40)), 0, [1, 2, 3, 4, 5])], logits_at=range(37))
+    exact, alone = (make_runner(folder, quantization=kind).forward(plan) for kind in ("none", "int8"))
+
+    with gang(folder, size, "int8") as made:
+        split = made.forward(plan)
+
+    assert 0 < (split - exact).norm() < 0.05 * exact.norm()
+    assert (split - exact).norm() < 1.5 * (alone - exact).norm()
+
+
+def test_step_without_logits_keeps_ranks_together(checkpoint):
+    """A step of prefill chunks alone gathers nothing, on any rank; the next step must still meet."""
+    with gang(checkpoint("qwen2"), 2) as made:
+        nothing = made.forward(plan_of_rows(0, [PlanRow([5, 6, 7], 0, [1])], logits_at=[]))
+        something = made.forward(plan_of_rows(1, [PlanRow([8], 3, [1])]))
+
+    assert nothing is not None
+    assert nothing.shape == (0, 211)
+    assert something is not None
+    assert something.shape == (1, 211)
+
+
+def test_killed_rank_is_an_error_at_the_next_step(checkpoint):
+    """The supervisor rebuilds the gang; a step that never ends would hide the loss."""
+    plan = plan_of_rows(0, [PlanRow([5, 6, 7], 0, [1])])
+    with gang(checkpoint("qwen2"), 2) as made:
+        made.forward(plan)
+        made.workers[0].kill()
+        made.workers[0].wait()
+
+        with pytest.raises(RankLost):
+            made.runner.forward(plan)
+
+
+def test_absent_rank_is_an_error_in_time():
+    """Rank 1 never comes; rank 0 says so."""
+    with pytest.raises(RankLost, match="2 ranks"):
+        RankGroup.join(0, 2, host="127.0.0.1", port=free_port(), backend="gloo", timeout_s=1)
+
+
+class Alone:
+    """A process group of one, for what is refused before any rank is called."""
+
+
+@pytest.mark.parametrize(
+    ("provider", "size", "reason"), [("native", 3, "4 attention heads"), ("transformers", 2, "tensor_parallel_size: 1")]
+)
+def test_impossible_split_is_refused_by_name(provider, size, reason, checkpoint):
+    """Before weights are read, and with what to change."""
+    settings = ReplicaSettings(device="cpu", model_provider=provider, tensor_parallel_size=size)
+
+    with pytest.raises(TensorParallelUnsupported, match=reason):
+        ModelRunner(settings, checkpoint("llama"), BLOCK_SIZE, RankGroup(0, size, Alone()))
+
+
+def test_ranks_meet_on_their_own_address_alone() -> None:
+    """Torch's listener is on every interface, where a replica on loopback must not be."""
+    port = free_port()
+    group = RankGroup.join(0, 1, host="127.0.0.1", port=port, backend="gloo", timeout_s=60)
+    listening = [each.laddr for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+
+    assert group.size == 1
+    assert port in {address.port for address in listening}
+    assert {address.ip for address in listening} == {"127.0.0.1"}

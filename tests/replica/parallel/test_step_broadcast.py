@@ -1,0 +1,240 @@
+"""The ranks' channel on real sockets: who does not know the gang's secret gets nothing in, and nothing out.
+
+The socket is a TCP port of the node, so that any process of the host may knock.
+"""
+
+import contextlib
+import random
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from homing.events.security.curve_keys import KeyPair, new_pair, protect_client
+from homing.replica.errors import RankLost, StartupError
+from homing.replica.parallel.rank_spec import GangSpec
+from homing.replica.parallel.step_broadcast import (
+    HELLO,
+    STEP,
+    STOP,
+    Hello,
+    PlanChannel,
+    WorkerLink,
+    gang_keys,
+    read_hello,
+)
+
+from ..clients import PATIENCE_S
+
+SECRET, OTHER_SECRET = bytes(range(32)), bytes(32)
+SIZE = 3
+KNOCKS = 40
+#: ZMTP 3.1's greeting, as a client sends it that asks for this mechanism.
+GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01%s" + b"\0" * 32
+ORDERS = 20
+
+
+def spec(rank: int, size: int = SIZE, secret: bytes = SECRET) -> GangSpec:
+    return GangSpec(rank=rank, size=size, host="127.0.0.1", port=0, secret=secret)
+
+
+@contextlib.contextmanager
+def rank_0(size: int = SIZE) -> Iterator[PlanChannel]:
+    channel = PlanChannel(spec(0, size))
+    try:
+        yield channel
+    finally:
+        channel.close()
+
+
+@contextlib.contextmanager
+def workers(channel: PlanChannel, size: int = SIZE) -> Iterator[list[WorkerLink]]:
+    """The other ranks, one of which comes after the other."""
+    links = [WorkerLink(channel.endpoint, spec(rank, size)) for rank in range(1, size)]
+    try:
+        yield links
+    finally:
+        for link in links:
+            link.close()
+
+
+@contextlib.contextmanager
+def dealer(endpoint: str, identity: bytes, server: bytes | None) -> Iterator["zmq.Socket[bytes]"]:
+    """Another client; without a `server` key it does not encrypt."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
+        sock.linger = 0
+        sock.identity = identity
+        if server is not None:
+            protect_client(sock, new_pair(), server)
+        sock.connect(endpoint)
+        yield sock
+
+
+def knock(endpoint: str, rng: random.Random) -> None:
+    """Bytes of a stranger's on the bare connection: noise, or a handshake that turns into noise."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    mechanism = rng.choice([b"NULL", b"PLAIN", b"CURVE", b"GSSAPI"]).ljust(20, b"\0")
+    hello = b"\x04\x26\x05READY" + rng.randbytes(32)
+    parts = [GREETING % mechanism, hello, rng.randbytes(rng.choice([1, 64, 5000])), b"\x00\x05hello", b"\xff" * 9]
+    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), PATIENCE_S) as sock:
+        for part in parts[rng.randrange(3) :]:
+            sock.sendall(part)
+
+
+def obeyed(channel: PlanChannel, links: list[WorkerLink]) -> bool:
+    """Whether every worker gets every order, in turn, and no other."""
+    orders = [(STEP, bytes([number])) for number in range(ORDERS)]
+    for order in orders:
+        channel.send(*order)
+    return all([link.receive(PATIENCE_S) for _ in orders] == orders and link.receive(0) is None for link in links)
+
+
+def test_ranks_are_told_apart_and_obey_in_turn() -> None:
+    """Eleven workers: as texts, 10 comes before 2."""
+    with rank_0(12) as channel, workers(channel, 12) as links:
+        pids = channel.wait_for_workers(PATIENCE_S)
+
+        assert len(pids) == 11
+        assert obeyed(channel, links)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_strangers_at_the_door_change_nothing(seed: int) -> None:
+    """Before the workers come, among them, and when they are at work."""
+    rng = random.Random(seed)
+    with rank_0() as channel, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(channel.wait_for_workers, PATIENCE_S)
+        for _ in range(KNOCKS):
+            knock(channel.endpoint, rng)
+        with workers(channel) as links:
+            pids = waiting.result(PATIENCE_S)
+            for _ in range(KNOCKS):
+                knock(channel.endpoint, rng)
+
+            assert len(pids) == SIZE - 1
+            assert obeyed(channel, links)
+
+
+@pytest.mark.parametrize("server", [None, gang_keys(OTHER_SECRET).public, new_pair().public])
+def test_without_the_secret_nobody_is_a_rank(server: bytes | None) -> None:
+    """A gang must not start with a stranger in the place of a rank: it would get all plans, and the rank none."""
+    with rank_0() as channel, dealer(channel.endpoint, b"1", server) as stranger:
+        stranger.send_multipart([HELLO, msgspec.msgpack.encode(1)])
+        with workers(channel) as links:
+            pids = channel.wait_for_workers(PATIENCE_S)
+
+            assert 1 not in pids
+            assert obeyed(channel, links)
+            assert not stranger.poll(0)
+
+
+def test_a_gang_of_strangers_does_not_start() -> None:
+    """However many of them say hello."""
+    with rank_0() as channel, contextlib.ExitStack() as stack:
+        for rank in range(1, SIZE):
+            stranger = stack.enter_context(dealer(channel.endpoint, str(rank).encode(), None))
+            stranger.send_multipart([HELLO, msgspec.msgpack.encode(1)])
+
+        with pytest.raises(StartupError, match="0 of 2 workers"):
+            channel.wait_for_workers(0.3)
+
+
+def test_who_knows_the_secret_and_says_nothing_sensible_is_passed_over() -> None:
+    """Such as a worker of another version: the gang waits for its own ranks."""
+    said: list[tuple[bytes, list[bytes]]] = [
+        (b"7", [HELLO, msgspec.msgpack.encode(1)]),
+        (b"0", [HELLO, msgspec.msgpack.encode(1)]),
+        (b"01", [HELLO, msgspec.msgpack.encode(1)]),
+        (b"a", [b""]),
+        (b"b", [STOP, b""]),
+        (b"c", [HELLO, b"\xc1"]),
+        (b"d", [b"x"] * 50),
+        (b"e", [HELLO, b"x" * 2000]),
+    ]
+    with rank_0() as channel, contextlib.ExitStack() as stack:
+        for identity, frames in said:
+            sock = stack.enter_context(dealer(channel.endpoint, identity, gang_keys(SECRET).public))
+            sock.send_multipart(frames)
+        links = stack.enter_context(workers(channel))
+        pids = channel.wait_for_workers(PATIENCE_S)
+
+        assert 1 not in pids
+        assert obeyed(channel, links)
+
+
+def test_a_worker_takes_no_orders_from_a_stranger() -> None:
+    """Somebody else may listen where rank 0 was: its orders, and STOP most of all, must not be read."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as impostor:
+        impostor.linger = 0
+        _serve_curve(impostor, gang_keys(OTHER_SECRET))
+        impostor.bind("tcp://127.0.0.1:*")
+        link = WorkerLink(impostor.getsockopt_string(zmq.LAST_ENDPOINT), spec(1))
+        try:
+            assert not _hears(link)
+            assert not impostor.poll(0)
+        finally:
+            link.close()
+
+
+def test_a_rank_that_is_gone_is_an_error_at_the_next_order() -> None:
+    """The others cannot go on without it."""
+    with rank_0() as channel, contextlib.ExitStack() as stack:
+        links = stack.enter_context(workers(channel))
+        channel.wait_for_workers(PATIENCE_S)
+        assert obeyed(channel, links)
+        links.pop().close()
+
+        with pytest.raises(RankLost, match="rank 2 of 3"):
+            _until_raised(channel)
+
+
+@given(st.lists(st.binary(max_size=20), max_size=5), st.integers(2, 9))
+def test_a_hello_is_read_or_refused_by_name(frames: list[bytes], size: int) -> None:
+    """Nothing else may come of any frames."""
+    try:
+        hello = read_hello(frames, size)
+    except (ValueError, msgspec.MsgspecError):
+        return
+    assert 0 < hello.rank < size
+
+
+@given(st.integers(2, 64), st.data())
+def test_every_rank_is_known_by_its_hello(size: int, data: st.DataObject) -> None:
+    """And by nobody else's."""
+    rank, pid = data.draw(st.integers(1, size - 1)), data.draw(st.integers(1, 2**22))
+    frames = [str(rank).encode(), HELLO, msgspec.msgpack.encode(pid)]
+
+    assert read_hello(frames, size) == Hello(rank, pid)
+    with pytest.raises(ValueError, match="no rank"):
+        read_hello(frames, rank)
+
+
+def test_the_secret_is_in_no_log() -> None:
+    """Specs are logged when something goes wrong."""
+    assert repr(SECRET) not in repr(spec(1))
+    assert gang_keys(SECRET).secret.decode() not in repr(gang_keys(SECRET))
+
+
+def _serve_curve(sock: "zmq.Socket[bytes]", keys: KeyPair) -> None:
+    sock.curve_server = True
+    sock.curve_publickey, sock.curve_secretkey = keys.public, keys.secret
+
+
+def _hears(link: WorkerLink) -> bool:
+    try:
+        return link.receive(0.5) is not None
+    except RankLost:
+        return False
+
+
+def _until_raised(channel: PlanChannel) -> None:
+    """ZeroMQ notices a closed connection soon, not at once."""
+    for _ in range(int(PATIENCE_S * 100)):
+        channel.send(STEP)
+        time.sleep(0.01)

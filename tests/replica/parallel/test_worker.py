@@ -1,0 +1,130 @@
+"""Two ranks in two processes, over gloo and ZeroMQ: one replica, the same tokens, and no survivor without the other."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from homing.replica.errors import RankLost
+from homing.replica.parallel.rank_spec import GangSpec
+
+from ..clients import PATIENCE_S, Client, served
+from .gang_rank import SECRET
+
+RANK = Path(__file__).with_name("gang_rank.py")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def rank_process(folder: Path, rank: int, port: int, overlap: str = "off") -> Iterator[subprocess.Popen[str]]:
+    """A rank of two; gone afterwards, whatever happened."""
+    command = [sys.executable, str(RANK), str(folder), str(rank), "2", str(port), overlap]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("llama")
+
+
+def rank_0(port: int, overlap: str = "off") -> dict[str, object]:
+    return {
+        "settings": {"tensor_parallel_size": 2, "overlap_steps": overlap},
+        "gang": GangSpec(rank=0, size=2, host="127.0.0.1", port=port, secret=SECRET),
+    }
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_two_ranks_answer_like_one_and_end_together(
+    folder: Path, tmp_path: Path, prompts: list[list[int]], reference: Callable[..., list[list[int]]], overlap: str
+) -> None:
+    """Greedy tokens of two ranks are those of `generate`, also when rank 0 alone draws tokens that both go on from."""
+    port = free_port()
+    with rank_process(folder, 1, port, overlap) as worker:
+        with served(folder, tmp_path, **rank_0(port, overlap)) as running:
+            client = running.client()
+            for number, prompt in enumerate(prompts):
+                client.ask(number, prompt, max_tokens=8, ignore_eos=False)
+            client.wait(*range(len(prompts)))
+            described = running.description
+
+        assert worker.wait(PATIENCE_S) == 0
+    assert [client.tokens(number) for number in range(len(prompts))] == reference(folder, prompts, 8)
+    assert (described.tensor_parallel_size, described.pids[1]) == (2, worker.pid)
+
+
+def test_two_ranks_that_launch_ahead_draw_what_one_rank_draws_step_by_step(
+    folder: Path, tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    """Rank 0 alone draws; the others hear of it on the device, within the step, and the host tells nobody."""
+    port = free_port()
+
+    def drawn(client: Client) -> list[list[int]]:
+        for number, prompt in enumerate(prompts):
+            client.ask(number, prompt, max_tokens=9, temperature=0.9, top_p=0.95, seed=number)
+        client.wait(*range(len(prompts)))
+        return [client.tokens(number) for number in range(len(prompts))]
+
+    with rank_process(folder, 1, port, "on"), served(folder, tmp_path, **rank_0(port, "on")) as two:
+        ahead = drawn(two.client())
+    with served(folder, tmp_path, settings={"overlap_steps": "off"}) as one:
+        plain = drawn(one.client())
+
+    assert ahead == plain
+
+
+def test_both_ranks_copy_the_tokens_that_prompts_share_inside_a_block(
+    folder: Path, tmp_path: Path, prompts: list[list[int]], reference: Callable[..., list[list[int]]]
+) -> None:
+    """Each rank holds its own heads' KV, so copies travel in the plan: a rank without them would change tokens."""
+    port = free_port()
+    branching = [prompts[0], prompts[2], [*prompts[2][:43], 9], prompts[0]]
+    with rank_process(folder, 1, port), served(folder, tmp_path, **rank_0(port)) as running:
+        client = running.client()
+        for number, prompt in enumerate(branching):
+            client.ask(number, prompt, max_tokens=8, ignore_eos=False)
+            client.wait(number)
+
+    assert [client.outputs[number][0].cached_tokens for number in range(4)] == [0, 21, 43, 24]
+    assert [client.tokens(number) for number in range(4)] == reference(folder, branching, 8)
+
+
+def test_rank_0_ends_with_a_clear_error_when_a_worker_dies(folder: Path, tmp_path: Path) -> None:
+    """The requests are handed back at once; the supervisor rebuilds both ranks."""
+    port = free_port()
+    with rank_process(folder, 1, port) as worker, served(folder, tmp_path, **rank_0(port)) as running:
+        client = running.client()
+        client.ask(1, [5, 6, 7], max_tokens=240)
+        client.receive()
+        worker.kill()
+        client.wait(1)
+        running.thread.join(PATIENCE_S)
+
+        assert isinstance(running.error, RankLost)
+        assert client.refused[1].retry
+
+
+def test_a_worker_ends_when_rank_0_dies(folder: Path) -> None:
+    """Even an idle one, which no broken collective would tell: it would hold its GPU for ever."""
+    port = free_port()
+    with rank_process(folder, 0, port) as first, rank_process(folder, 1, port) as worker:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "ready\n"
+        first.kill()
+
+        assert worker.wait(PATIENCE_S) == 3
+        assert worker.stderr is not None
+        assert "rank 0" in worker.stderr.read()

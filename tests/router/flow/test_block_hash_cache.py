@@ -1,0 +1,58 @@
+"""Properties of remembered chains: they are the hasher's own, whatever came before, and they are bounded."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from homing.kvcache.hashing import BlockHash, BlockHasher, HashAlgorithm, join_hashes, token_bytes
+from homing.router.flow.block_hash_cache import ENTRY_BYTES, SPAN_BLOCKS, ChainBook
+
+BLOCK = 4
+SPAN = SPAN_BLOCKS * BLOCK
+ROOTS = [BlockHash(bytes([index]) * 16) for index in range(2)]
+SPAN_COST = SPAN_BLOCKS * 16 + ENTRY_BYTES
+
+
+def tokens(prefix: int, length: int) -> bytes:
+    """One of few conversations, cut anywhere: prompts then share beginnings."""
+    return token_bytes([(prefix * 7 + index // SPAN) % 50 for index in range(length)])
+
+
+prompts = st.lists(
+    st.tuples(st.sampled_from(ROOTS), st.integers(0, 2), st.integers(0, 4 * SPAN + 3)), min_size=1, max_size=20
+)
+
+
+@pytest.mark.parametrize("algorithm", ["xxh3_128", "sha256"])
+@given(prompts=prompts, room=st.integers(0, 6))
+def test_hashes_are_those_of_the_hasher(
+    algorithm: HashAlgorithm, prompts: list[tuple[BlockHash, int, int]], room: int
+) -> None:
+    """The replica hashes the same prompt by itself: one wrong name and nothing behind it is found."""
+    hasher = BlockHasher(BLOCK, 7, algorithm)
+    book = ChainBook(hasher, room * SPAN_COST)
+
+    for root, prefix, length in prompts:
+        prompt = tokens(prefix, length)
+        assert book.hashes(root, prompt) == join_hashes(hasher.chain(root, prompt))
+        book.check()
+
+
+def test_a_further_turn_remembers_the_ones_before() -> None:
+    """What it is for: only what is new is hashed block by block."""
+    book = ChainBook(BlockHasher(BLOCK, 7))
+    book.hashes(ROOTS[0], tokens(0, 3 * SPAN))
+
+    book.hashes(ROOTS[0], tokens(0, 3 * SPAN + 5))
+
+    assert len(book) == 3
+
+
+def test_tenants_share_no_span() -> None:
+    """Otherwise the time that a prompt takes would tell one tenant what another has sent."""
+    book = ChainBook(BlockHasher(BLOCK, 7))
+    book.hashes(ROOTS[0], tokens(0, 2 * SPAN))
+
+    book.hashes(ROOTS[1], tokens(0, 2 * SPAN))
+
+    assert len(book) == 4

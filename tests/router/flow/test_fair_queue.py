@@ -1,0 +1,187 @@
+"""Shares of tenants in the queue: bounded unfairness, nobody starves, and order where order was promised."""
+
+from collections import Counter
+from hashlib import sha256
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from homing.router.flow.fair_queue import LANES_OWN, FairQueue
+
+WEIGHTS = {b"ann": 1.0, b"bob": 2.0, b"eve": 0.5}
+MOST = 100.0
+work = st.floats(1, MOST)
+
+
+def push(queue: FairQueue, name: int, tenant: bytes, priority: int = 0) -> None:
+    queue.push(name, priority=priority, tenant=tenant, weight=WEIGHTS.get(tenant, 1.0))
+
+
+@given(st.lists(work, min_size=60, max_size=60), st.integers(1, 59))
+def test_what_waiting_tenants_get_differs_by_a_request_of_each(works: list[float], since: int) -> None:
+    """Over their weights, in any stretch of time, whatever the requests cost."""
+    queue = FairQueue()
+    tenant_of = {}
+    for at in range(180):
+        tenant_of[at] = sorted(WEIGHTS)[at % 3]
+        push(queue, at, tenant_of[at])
+    served: Counter[bytes] = Counter()
+    for at, cost in enumerate(works):
+        name = queue.head()
+        assert name is not None
+        queue.take(cost)
+        if at >= since:
+            served[tenant_of[name]] += cost / WEIGHTS[tenant_of[name]]
+
+    for one, weight in WEIGHTS.items():
+        for other, others in WEIGHTS.items():
+            assert served[one] - served[other] <= MOST / weight + MOST / others + 1e-6
+
+
+@given(st.integers(0, 300), st.lists(work, min_size=1, max_size=40), st.integers(1, 5))
+def test_a_newcomer_waits_for_one_request_of_each_other_tenant(before: int, works: list[float], others: int) -> None:
+    """However many a thousand they queue, and however long they have been at it."""
+    queue = FairQueue()
+    for at in range(1000):
+        push(queue, at, b"flood%d" % (at % others))
+    for at in range(before):
+        queue.take(works[at % len(works)])
+    push(queue, 5000, b"newcomer")
+
+    ahead = 0
+    while queue.head() != 5000:
+        queue.take(works[ahead % len(works)])
+        ahead += 1
+    assert ahead <= others
+
+
+def test_who_idled_has_saved_nothing_up() -> None:
+    """Ann was away while bob was served; she is not owed his share of that time."""
+    queue = FairQueue()
+    for name in range(100):
+        push(queue, name, b"bob")
+    push(queue, 1000, b"ann")
+    for _ in range(50):
+        queue.take(10.0)
+    for name in range(1001, 1010):
+        push(queue, name, b"ann")
+
+    order = []
+    for _ in range(8):
+        order.append("ann" if (queue.head() or 0) >= 1000 else "bob")
+        queue.take(10.0)
+    assert order.count("bob") >= 4
+
+
+def test_requests_that_were_withdrawn_cost_nothing() -> None:
+    """A client that gave up a hundred times is not behind for it."""
+    queue = FairQueue()
+    for name in range(100):
+        push(queue, name, b"ann")
+    push(queue, 100, b"bob")
+    for name in range(99):
+        queue.discard(name)
+    push(queue, 101, b"bob")
+
+    assert queue.head() == 99
+
+
+def test_work_that_shows_later_is_charged() -> None:
+    """Nobody knows the length of an answer before."""
+    queue = FairQueue()
+    for name in range(10):
+        push(queue, name, (b"x", b"y")[name % 2])
+    queue.take(1.0)
+    queue.charge(priority=0, tenant=b"x", work=3.0)
+
+    order = []
+    for _ in range(5):
+        order.append((queue.head() or 0) % 2)
+        queue.take(1.0)
+    assert order == [1, 1, 1, 1, 0]
+
+
+def test_endless_newcomers_neither_starve_others_nor_fill_the_memory() -> None:
+    """Without a keys file any key is a tenant, and each goes level with the least served."""
+    queue = FairQueue()
+    for name in range(100):
+        push(queue, name, b"regular")
+    for name in range(1000, 10_000):
+        push(queue, name, sha256(b"%d" % name).digest())
+        queue.take(1.0)
+    lanes = queue._levels[0].lanes
+
+    assert len(lanes) <= LANES_OWN + 256
+    assert len(lanes[b"regular"].names) < 99
+
+
+class FairQueueMachine(RuleBasedStateMachine):
+    """Against a plain list: order by priority, resumed ones first, first come within a tenant; nothing lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = FairQueue()
+        self.waiting: list[tuple[int, bool, bytes, int]] = []  # priority, in a lane, tenant, name
+        self.names = 0
+
+    @rule(tenant=st.sampled_from(sorted(WEIGHTS)), priority=st.integers(-1, 1))
+    def push(self, tenant, priority):
+        push(self.queue, self.names, tenant, priority)
+        self.waiting.append((priority, True, tenant, self.names))
+        self.names += 1
+
+    @rule(priority=st.integers(-1, 1))
+    def resume(self, priority):
+        self.queue.resume(self.names, priority=priority)
+        self.waiting.append((priority, False, b"", self.names))
+        self.names += 1
+
+    @precondition(lambda self: self.waiting)
+    @rule(cost=work)
+    def take(self, cost):
+        head = self.queue.head()
+        self.queue.take(cost)
+        self.waiting = [entry for entry in self.waiting if entry[3] != head]
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def discard(self, data):
+        name = data.draw(st.sampled_from([entry[3] for entry in self.waiting]))
+        self.queue.discard(name)
+        self.queue.discard(name)
+        self.waiting = [entry for entry in self.waiting if entry[3] != name]
+
+    @rule(tenant=st.sampled_from(sorted(WEIGHTS)), priority=st.integers(-1, 1), cost=work)
+    def charge(self, tenant, priority, cost):
+        self.queue.charge(priority=priority, tenant=tenant, work=cost)
+
+    @invariant()
+    def the_head_is_a_right_one(self):
+        self.queue.check()
+        assert len(self.queue) == len(self.waiting)
+        if not self.waiting:
+            assert self.queue.head() is None
+            return
+        best = min(entry[:2] for entry in self.waiting)
+        first_of_each: dict[bytes, int] = {}
+        for priority, in_lane, tenant, name in self.waiting:
+            if (priority, in_lane) == best:
+                first_of_each.setdefault(tenant, name)
+        assert self.queue.head() in first_of_each.values()
+
+    @invariant()
+    def who_gives_way_has_the_most_waiting(self):
+        count = Counter(tenant for _, in_lane, tenant, _ in self.waiting if in_lane)
+        victim = self.queue.crowded_out_by(b"new")
+        if not count or max(count.values()) < 2:
+            assert victim is None
+            return
+        tenant = next(tenant for _, _, tenant, name in self.waiting if name == victim)
+        assert count[tenant] == max(count.values())
+        mine = [(priority, name) for priority, in_lane, owner, name in self.waiting if in_lane and owner == tenant]
+        assert victim == max(mine)[1]
+
+
+TestFairQueue = FairQueueMachine.TestCase
+TestFairQueue.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

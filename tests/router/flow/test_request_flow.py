@@ -1,0 +1,841 @@
+"""The flow of requests, over fake replicas without sockets."""
+
+from collections import defaultdict
+from random import Random
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from homing.kvcache.hashing import tenant_root, token_array, wire_hash, wire_hashes
+from homing.replica.messages import Abort, Generate, Refused, TokenBatch, TokenOutput
+from homing.router.backend import FinishedRequest, GenerationRequest, RouterCounters, TokenDelta
+from homing.router.errors import (
+    DeadlineExceeded,
+    InvalidGeneration,
+    PromptTooLong,
+    QueueFull,
+    ReplicaLost,
+    RequestFailed,
+    RouterClosed,
+    RouterError,
+    Superseded,
+)
+from homing.router.flow.request_flow import (
+    PRESSING_WAIT_S,
+    Cancelled,
+    Deliver,
+    Dispatcher,
+    DispatcherLimits,
+    Failed,
+    Finished,
+    FlightId,
+    Hold,
+    Instruction,
+    Naming,
+    Send,
+)
+from homing.router.routing.policy.base import make_policy
+from homing.router.routing.replica_load import LoadBook, Rest
+from homing.router.routing.reservations import Reservations
+
+from ..fakes import HASHER, LIMITS, ROOT, FakeReplica, answer, description_of, request_of
+
+
+class World:
+    """A dispatcher with its fake replicas, and all that readers saw."""
+
+    def __init__(
+        self, replicas: int = 2, *, retries: int = 3, max_waiting: int = 100, seed: int = 0, silence_s: float = 1e9
+    ) -> None:
+        self.now = 0.0
+        self.dispatcher = Dispatcher(
+            make_policy("expected-ttft"),
+            Naming(HASHER, ROOT, LIMITS),
+            loads=LoadBook("me", silence_s),
+            reservations=Reservations(30.0),
+            limits=DispatcherLimits(max_waiting, retries, request_timeout_s=600.0, warm_up_bytes=1 << 20),
+            counters=RouterCounters(),
+            rng=Random(seed),
+        )
+        self.replicas: dict[str, FakeReplica] = {}
+        self.on_wire: dict[str, list[Generate | Abort]] = defaultdict(list)
+        self.deltas: dict[FlightId, list[TokenDelta]] = defaultdict(list)
+        self.records: dict[FlightId, FinishedRequest] = {}
+        self.errors: dict[FlightId, RouterError] = {}
+        self.held: list[FlightId] = []
+        for index in range(replicas):
+            self.join(f"r{index}")
+
+    def join(self, name: str, rest: Rest | None = None) -> None:
+        self.replicas[name] = FakeReplica(name)
+        self.run(self.dispatcher.join(description_of(name), self.now, rest))
+        self.dispatcher.set_feed(name, "live")
+
+    def lose(self, name: str) -> None:
+        del self.replicas[name]
+        self.on_wire.pop(name, None)
+        self.run(self.dispatcher.replica_lost(name, self.now)[1])
+
+    def submit(self, request: GenerationRequest) -> FlightId:
+        flight, instructions = self.dispatcher.submit(request, self.now)
+        self.run(instructions)
+        return flight
+
+    def reply(self, name: str, *outputs: TokenOutput) -> None:
+        self.run(self.dispatcher.on_reply(name, TokenBatch(step=0, outputs=list(outputs)), self.now))
+
+    def step(self, name: str) -> None:
+        """The replica takes what is on the wire, makes a step, and says so everywhere."""
+        replica = self.replicas[name]
+        for message in self.on_wire.pop(name, []):
+            refused = replica.take(message)
+            assert refused is None
+        batch, stored = replica.step()
+        for _, hashes, _ in stored:
+            self.dispatcher.stored(name, [wire_hash(block) for block in hashes])
+        self.run(self.dispatcher.on_reply(name, batch, self.now))
+        self.run(self.dispatcher.report(name, replica.load("me"), self.now))
+
+    def settle(self) -> None:
+        for _ in range(200):
+            for name in list(self.replicas):
+                self.step(name)
+            if not self.dispatcher.in_flight and not self.dispatcher.waiting:
+                return
+        raise AssertionError("requests do not end")
+
+    def run(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Send(replica, message):
+                    self.on_wire[replica].append(message)
+                case Hold(flight):
+                    self.held.append(flight)
+                case Deliver(flight, delta, _):
+                    assert flight not in self.records, "a delta after the end"
+                    self.deltas[flight].append(delta)
+                case Finished(flight, record) | Cancelled(flight, record):
+                    self.end(flight, record)
+                case Failed(flight, error, record):
+                    self.errors[flight] = error
+                    self.end(flight, record)
+
+    def end(self, flight: FlightId, record: FinishedRequest) -> None:
+        assert flight not in self.records, "a request ends once"
+        self.records[flight] = record
+
+    def tokens(self, flight: FlightId) -> list[int]:
+        return [token for delta in self.deltas[flight] for token in delta.token_ids]
+
+    def sent(self, name: str) -> Generate:
+        message = self.on_wire[name][-1]
+        assert isinstance(message, Generate)
+        return message
+
+    def home(self, flight: FlightId) -> str:
+        replica = self.dispatcher.replica_of(flight)
+        assert replica is not None
+        return replica
+
+
+@pytest.fixture
+def world():
+    world = World()
+    yield world
+    world.dispatcher.check()
+
+
+PROMPT = list(range(100))
+
+
+def test_a_request_ends_with_exactly_its_tokens(world: World) -> None:
+    """The plain case."""
+    request = request_of(PROMPT)
+    flight = world.submit(request)
+
+    world.settle()
+
+    assert world.tokens(flight) == answer(request)
+    assert world.deltas[flight][-1].finish_reason == "length"
+    assert [delta.cached_tokens for delta in world.deltas[flight]] == [0] + [None] * 7
+    assert world.records[flight].outcome == "finished"
+
+
+def test_siblings_follow_the_first_before_any_event(world: World) -> None:
+    """Blocks are expected from dispatch on."""
+    homes = {world.home(world.submit(request_of([*PROMPT, index], seed=index))) for index in range(3)}
+
+    assert len(homes) == 1
+
+
+def test_the_prediction_is_recorded_beside_what_was_delivered(world: World) -> None:
+    """The routing must be judged by its own words."""
+    world.submit(request_of(PROMPT))
+    world.settle()
+
+    again = world.submit(request_of([*PROMPT, *[7] * 20], seed=2))
+    world.settle()
+
+    record = world.records[again]
+    assert (record.predicted_cached_tokens, record.delivered_cached_tokens, record.regret_tokens) == (96, 96, 0)
+
+
+def test_tokens_copied_inside_a_block_are_more_than_predicted_and_no_regret(world: World) -> None:
+    """The stream names whole blocks alone; what a replica finds beyond them is a gain, not a wrong decision."""
+    world.submit(request_of(PROMPT))
+    world.settle()
+    for replica in world.replicas.values():
+        replica.copied_tokens = 5
+
+    again = world.submit(request_of([*PROMPT, *[7] * 20], seed=2))
+    world.settle()
+
+    record = world.records[again]
+    assert (record.predicted_cached_tokens, record.delivered_cached_tokens, record.regret_tokens) == (96, 101, 0)
+
+
+def predictions(world: World) -> tuple[int, int, int]:
+    counters = world.dispatcher.counters
+    return counters.predictions_exact, counters.predictions_low, counters.predictions_high
+
+
+def test_predictions_are_judged_in_whole_blocks(world: World) -> None:
+    """What is right, too low and too high is counted when the first token tells; a part of a block is no error."""
+    world.submit(request_of(PROMPT))
+    world.settle()
+    seen = [predictions(world)]
+    for seed, copied in ((2, 15), (3, 16), (4, -1)):
+        for replica in world.replicas.values():
+            replica.copied_tokens = copied
+        world.submit(request_of([*PROMPT, *[seed] * 20], seed=seed))
+        world.settle()
+        seen.append(predictions(world))
+
+    assert seen == [(1, 0, 0), (2, 0, 0), (2, 1, 0), (2, 1, 1)]
+
+
+def test_a_prompt_that_ends_with_a_block_is_predicted_without_it(world: World) -> None:
+    """Its last token is computed in any case, and the stream names whole blocks alone."""
+    world.submit(request_of(PROMPT[:96]))
+    world.settle()
+    again = world.submit(request_of(PROMPT[:96], seed=2))
+    world.settle()
+
+    assert world.records[again].predicted_cached_tokens == 80
+
+
+def test_a_prompt_to_be_scored_is_expected_nowhere(world: World) -> None:
+    """An engine computes all of it, so that where it is cached must not draw it."""
+    world.submit(request_of(PROMPT))
+    world.settle()
+    request = request_of(PROMPT, seed=2)
+    scored = msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=1))
+    again = world.submit(scored)
+    world.settle()
+
+    record = world.records[again]
+    assert (record.predicted_cached_tokens, record.regret_tokens) == (0, 0)
+
+
+def test_a_request_that_moves_before_its_first_token_is_predicted_anew(world: World) -> None:
+    """The prediction is held against the replica that computed the prompt."""
+    world.submit(request_of(PROMPT))
+    world.settle()
+    again = world.submit(request_of(PROMPT, seed=2))
+
+    world.lose(world.home(again))
+    world.settle()
+
+    assert world.records[again].predicted_cached_tokens == 0
+    assert predictions(world) == (2, 0, 0)
+
+
+def test_a_busy_holder_is_regretted(world: World) -> None:
+    """The best hit forgone is known, so that its cost can be watched."""
+    first = world.submit(request_of(PROMPT))
+    holder = world.home(first)
+    world.settle()
+    for seed in range(20, 24):
+        world.run(
+            world.dispatcher.report(holder, world.replicas[holder].load("me", queued_prefill_tokens=5000), world.now)
+        )
+        flight = world.submit(request_of(PROMPT, seed=seed))
+        if world.home(flight) != holder:
+            break
+    other = flight
+    world.settle()
+
+    assert world.records[other].regret_tokens == 96
+    assert world.dispatcher.counters.regret_tokens == 96
+
+
+def test_a_lost_replicas_request_goes_on_with_what_was_generated(world: World) -> None:
+    """No token lost, none doubled, and the blocks of prompt and answer are named for the next replica."""
+    request = request_of(PROMPT, max_tokens=40)
+    flight = world.submit(request)
+    home = world.home(flight)
+    for _ in range(30):
+        world.step(home)
+
+    world.lose(home)
+
+    sent = world.sent(world.home(flight))
+    assert list(token_array(sent.token_ids)) == PROMPT + answer(request)[:30]
+    assert (sent.prompt_tokens, len(sent.block_hashes) // 16) == (100, 130 // 16)
+    world.settle()
+    assert world.tokens(flight) == answer(request)
+    assert world.records[flight].continuations == 1
+
+
+def test_only_the_first_delta_carries_cached_tokens_wherever_it_comes_from(world: World) -> None:
+    """A usage that changed in the middle of an answer would be a lie about one of its halves."""
+    flight = world.submit(request_of(PROMPT))
+    world.step(world.home(flight))
+
+    world.lose(world.home(flight))
+    world.settle()
+
+    assert [delta.cached_tokens for delta in world.deltas[flight]] == [0] + [None] * 7
+
+
+def test_a_request_that_only_lacks_its_last_word_is_finished_here(world: World) -> None:
+    """All tokens came, and the replica died before it could say so: there is nothing left to generate."""
+    request = request_of(PROMPT, max_tokens=2)
+    flight = world.submit(request)
+    home = world.home(flight)
+    wire_id = world.sent(home).request_id
+    world.reply(home, TokenOutput(wire_id, 0, answer(request)))
+
+    world.lose(home)
+
+    assert world.deltas[flight][-1] == TokenDelta(token_ids=[], finish_reason="length")
+    assert world.tokens(flight) == answer(request)
+
+
+def test_continuations_are_bounded() -> None:
+    """A request that kills replicas must not kill them all."""
+    world = World(4, retries=2)
+    flight = world.submit(request_of(PROMPT))
+
+    for _ in range(3):
+        world.lose(world.home(flight))
+
+    assert isinstance(world.errors[flight], ReplicaLost)
+    assert len(world.replicas) == 1
+    world.dispatcher.check()
+
+
+def test_a_stuck_replicas_request_goes_on_elsewhere_and_its_late_tokens_count_for_nothing() -> None:
+    """It is not dead, and what it has ready when it comes back must not be said twice."""
+    world = World(silence_s=3.0)
+    request = request_of(range(40), max_tokens=8)
+    flight = world.submit(request)
+    stuck = world.home(flight)
+    other = next(name for name in world.replicas if name != stuck)
+    for _ in range(3):
+        world.step(stuck)
+    said = len(world.tokens(flight))
+
+    world.now = 10.0
+    world.step(other)
+    world.run(world.dispatcher.expire(world.now))
+
+    assert world.home(flight) == other
+    assert isinstance(world.on_wire[stuck][-1], Abort)
+    assert said > 0
+    world.settle()
+    assert world.tokens(flight) == answer(request)
+    assert world.records[flight].continuations == 1
+    world.dispatcher.check()
+
+
+def test_a_request_without_a_retry_left_stays_with_its_stuck_replica() -> None:
+    """It may come back; to fail the request would be certain to lose it."""
+    world = World(retries=0, silence_s=3.0)
+    flight = world.submit(request_of(range(40), max_tokens=8))
+    stuck = world.home(flight)
+
+    world.now = 10.0
+    world.step(next(name for name in world.replicas if name != stuck))
+    world.run(world.dispatcher.expire(world.now))
+
+    assert world.home(flight) == stuck
+    world.settle()
+    assert flight not in world.errors
+
+
+def test_with_no_replica_left_requests_wait_for_the_next(world: World) -> None:
+    """A rebuild takes seconds; the client's stream can last that long."""
+    request = request_of(PROMPT)
+    flight = world.submit(request)
+    world.step(world.home(flight))
+    for name in ("r0", "r1"):
+        world.lose(name)
+
+    world.join("r2")
+    world.settle()
+
+    assert world.tokens(flight) == answer(request)
+
+
+def test_tokens_that_came_before_are_dropped_and_counted(world: World) -> None:
+    """Overlap is harmless as long as it is seen."""
+    request = request_of(PROMPT)
+    flight = world.submit(request)
+    home, right = world.home(flight), answer(request)
+    wire_id = world.sent(home).request_id
+
+    world.reply(home, TokenOutput(wire_id, 0, right[:3]))
+    world.reply(home, TokenOutput(wire_id, 1, right[1:5]))
+    world.reply(home, TokenOutput(wire_id, 0, right[:2]))
+
+    assert world.tokens(flight) == right[:5]
+    assert world.dispatcher.counters.duplicate_tokens == 4
+
+
+def test_a_hole_in_the_tokens_fails_the_request(world: World) -> None:
+    """An answer with a word missing is worse than none; the replica is told to stop."""
+    flight = world.submit(request_of(PROMPT))
+    home = world.home(flight)
+    wire_id = world.sent(home).request_id
+
+    world.reply(home, TokenOutput(wire_id, 1, [5]))
+
+    assert isinstance(world.errors[flight], RequestFailed)
+    assert world.on_wire[home][-1] == Abort(request_ids=[wire_id])
+
+
+@pytest.mark.parametrize(
+    ("reason", "error"),
+    [("prompt_too_long", PromptTooLong), ("invalid", InvalidGeneration), ("internal", RequestFailed)],
+)
+def test_a_final_refusal_says_whose_fault_it_is(world: World, reason: str, error: type[RouterError]) -> None:
+    """A caller's fault is a 400, the engine's is not."""
+    flight = world.submit(request_of(PROMPT))
+    home = world.home(flight)
+
+    refused = Refused(request_id=world.sent(home).request_id, reason=reason, message="no")
+    world.run(world.dispatcher.on_reply(home, refused, world.now))
+
+    assert type(world.errors[flight]) is error
+
+
+def test_a_refusal_with_retry_sends_the_request_elsewhere(world: World) -> None:
+    """A replica that drains says no to what was under way to it."""
+    flight = world.submit(request_of(PROMPT))
+    home = world.home(flight)
+
+    refused = Refused(request_id=world.sent(home).request_id, reason="draining", message="no", retry=True)
+    world.run(world.dispatcher.on_reply(home, refused, world.now))
+
+    assert world.home(flight) != home
+
+
+def test_a_message_that_cannot_be_sent_goes_elsewhere(world: World) -> None:
+    """The connection may be gone before anybody says so."""
+    flight = world.submit(request_of(PROMPT))
+    home = world.home(flight)
+
+    world.run(world.dispatcher.unsendable(home, world.on_wire.pop(home)[0], world.now))
+
+    assert world.home(flight) != home
+    assert world.dispatcher.counters.unsent == 1
+
+
+def test_a_cancelled_request_is_aborted_and_silent_from_then_on(world: World) -> None:
+    """What was under way when its client left belongs to nobody."""
+    flight = world.submit(request_of(PROMPT))
+    home = world.home(flight)
+    wire_id = world.sent(home).request_id
+
+    world.run(world.dispatcher.cancel(flight, world.now))
+    world.reply(home, TokenOutput(wire_id, 0, [5]))
+    world.run(world.dispatcher.cancel(flight, world.now))
+
+    assert world.on_wire[home][-1] == Abort(request_ids=[wire_id])
+    assert not world.deltas[flight]
+    assert world.dispatcher.counters.unknown_outputs == 1
+    assert world.records[flight].outcome == "cancelled"
+
+
+def test_a_deadline_ends_a_request_wherever_it_is() -> None:
+    """On a replica it is aborted; in the queue it is just over."""
+    world = World(1)
+    running = world.submit(request_of(PROMPT, deadline=5.0))
+    world.lose("r0")
+    waiting = world.submit(request_of(PROMPT, deadline=6.0))
+    world.join("r0")
+    assert world.dispatcher.waiting == 0
+
+    world.now = 7.0
+    world.run(world.dispatcher.expire(world.now))
+
+    assert {type(world.errors[flight]) for flight in (running, waiting)} == {DeadlineExceeded}
+    assert isinstance(world.on_wire["r0"][-1], Abort)
+    world.dispatcher.check()
+
+
+def test_saturated_replicas_leave_requests_in_the_router_in_order_of_priority() -> None:
+    """An engine's own queue cannot be reordered any more."""
+    world = World(1)
+    for seed in range(8):
+        world.submit(request_of(PROMPT, seed=seed))
+    late = world.submit(request_of(PROMPT, seed=90))
+    urgent = world.submit(request_of(PROMPT, seed=91, priority=-1))
+
+    assert world.held == [late, urgent]
+    world.run(world.dispatcher.cancel(FlightId(1), world.now))
+
+    assert world.dispatcher.replica_of(urgent) == "r0"
+    assert world.dispatcher.replica_of(late) is None
+    world.settle()
+    world.dispatcher.check()
+
+
+def test_a_single_request_does_not_wait_behind_a_flood() -> None:
+    """A tenant with a thousand queued requests gets its share, not the queue."""
+    world = World(1, max_waiting=2000)
+    flood = [world.submit(request_of(PROMPT, seed=seed, tenant=b"flood")) for seed in range(1000)]
+    single = world.submit(request_of(PROMPT, seed=5000, tenant=b"single"))
+    before = world.dispatcher.in_flight
+
+    while world.dispatcher.replica_of(single) is None:
+        world.step("r0")
+
+    served = sum(world.dispatcher.replica_of(flight) is not None or flight in world.records for flight in flood)
+    assert world.held[-1] == single
+    assert served <= before + world.dispatcher.in_flight + 1
+
+
+def test_a_full_queue_makes_room_for_who_has_less_in_it() -> None:
+    """A flood must not lock others out; who gives way is the one that came last of the flood."""
+    world = World(0, max_waiting=3)
+    flood = [world.submit(request_of(PROMPT, seed=seed, tenant=b"flood")) for seed in range(3)]
+
+    with pytest.raises(QueueFull):
+        world.submit(request_of(PROMPT, seed=3, tenant=b"flood"))
+    single = world.submit(request_of(PROMPT, seed=4, tenant=b"single"))
+
+    assert isinstance(world.errors[flood[2]], QueueFull)
+    assert not {flood[0], flood[1], single} & set(world.records)
+    assert world.dispatcher.waiting == 3
+    world.dispatcher.check()
+
+
+def test_what_was_generated_counts_as_service() -> None:
+    """Long answers are work, too: whoever got them waits for the other's turn."""
+    world = World(1)
+    for seed in range(12):
+        world.submit(request_of(PROMPT, seed=seed, tenant=b"long", max_tokens=200 if seed == 0 else 300))
+    world.run(world.dispatcher.cancel(FlightId(12), world.now))
+    waiting = {
+        tenant: [world.submit(request_of(PROMPT, seed=20 + at, tenant=tenant, max_tokens=1)) for at in range(3)]
+        for tenant in (b"long", b"brief")
+    }
+    while not world.records.get(FlightId(1)):
+        world.step("r0")
+    world.settle()
+
+    first = {tenant: min(world.records[flight].duration_s for flight in waiting[tenant]) for tenant in waiting}
+    assert first[b"brief"] <= first[b"long"]
+
+
+def test_deadlines_of_requests_that_are_over_are_forgotten(world: World) -> None:
+    """They lie minutes ahead; a busy router would note millions."""
+    for seed in range(3000):
+        world.run(world.dispatcher.cancel(world.submit(request_of(PROMPT, seed=seed)), world.now))
+        world.on_wire.clear()
+    world.run(world.dispatcher.expire(world.now))
+
+    assert not world.dispatcher._deadlines
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    """429 with Retry-After, and nothing has changed."""
+    world = World(0, max_waiting=2)
+    for seed in range(2):
+        world.submit(request_of(PROMPT, seed=seed))
+
+    with pytest.raises(QueueFull) as caught:
+        world.submit(request_of(PROMPT, seed=3))
+
+    assert caught.value.retry_after_s == 1.0
+    world.dispatcher.check()
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused_here(world: World) -> None:
+    """No replica need be asked."""
+    with pytest.raises(PromptTooLong):
+        world.submit(request_of([1] * LIMITS.max_model_len))
+
+
+def test_explaining_changes_nothing(world: World) -> None:
+    """Operators ask in the middle of an incident."""
+    table = world.dispatcher.explain(request_of(PROMPT), world.now)
+
+    assert table.chosen in ("r0", "r1")
+    assert world.dispatcher.in_flight == world.dispatcher.waiting == 0
+    assert not world.on_wire
+
+
+def test_a_shutdown_ends_every_request_by_name(world: World) -> None:
+    """No reader may wait for ever."""
+    flights = [world.submit(request_of(PROMPT, seed=seed)) for seed in range(30)]
+
+    world.run(world.dispatcher.fail_all(lambda: RouterClosed("bye"), world.now))
+
+    assert all(isinstance(world.errors[flight], RouterClosed) for flight in flights)
+
+
+def test_only_who_has_no_token_may_begin_anew_when_its_model_is_replaced() -> None:
+    """Another model would go on with another story. Who begins anew has not failed: nobody hears of it."""
+    world = World(1)
+    begun = world.submit(request_of(PROMPT))
+    world.step("r0")
+    sent = world.submit(request_of([*PROMPT, 1], seed=2))
+
+    world.run(world.dispatcher.supersede(world.now))
+
+    assert isinstance(world.errors[begun], Superseded)
+    assert isinstance(world.errors[sent], Superseded)
+    assert [world.records[each].outcome for each in (begun, sent)] == ["failed", "cancelled"]
+    assert (world.dispatcher.counters.failed, world.dispatcher.counters.cancelled) == (1, 1)
+    assert sum(isinstance(message, Abort) for message in world.on_wire["r0"]) == 2
+    world.dispatcher.check()
+
+
+def test_a_burst_of_siblings_neither_scatters_nor_herds(capsys: pytest.CaptureFixture[str]) -> None:
+    """One prefix, one hundred questions at once: no replica is sent the whole prefix twice.
+
+    An engine may still compute it twice: a sibling that is admitted in the very step that ends the first one's prefill
+    comes before its blocks are committed.
+    """
+    world = World(4)
+    shared = list(range(960))
+    flights = [world.submit(request_of([*shared, *range(seed, seed + 20)], seed=seed)) for seed in range(100)]
+    world.settle()
+
+    sent_whole = sum(record.predicted_cached_tokens == 0 for record in world.records.values())
+    computed = sum(replica.full_prefills for replica in world.replicas.values())
+    by_replica = [sum(world.records[flight].replica_id == name for flight in flights) for name in world.replicas]
+    with capsys.disabled():
+        print(f"\n100 siblings on 4 replicas: {by_replica} requests, {sent_whole} sent whole, {computed} full prefills")
+    assert sent_whole <= 4
+    assert computed <= 8
+    assert max(by_replica) <= 50
+    assert all(record.outcome == "finished" for record in world.records.values())
+
+
+def warming(world: World, share: float = 1.0) -> None:
+    """Twelve requests of two kinds, all answered; then a new replica begins to be filled."""
+    for seed in range(12):
+        world.submit(request_of([*([seed % 2 + 1] * 256), seed], seed=seed, salt=bytes([seed % 2])))
+    world.settle()
+    world.join("new", "warming")
+    world.run(world.dispatcher.warm_up("new", share, world.now))
+
+
+def test_a_new_replica_is_filled_with_what_is_hot_before_it_serves(world: World) -> None:
+    """One request at a time, behind all others, under the roots of the tenants who asked; nobody's traffic."""
+    warming(world)
+    before = msgspec.structs.replace(world.dispatcher.counters)
+    sent = []
+    while "new" in world.dispatcher.warm_ups:
+        sent.append(world.sent("new"))
+        assert len(world.on_wire["new"]) == 1
+        world.step("new")
+    world.run(world.dispatcher.rest("new", None, world.now))
+
+    counters = world.dispatcher.counters
+    assert [(each.warm_up, each.sampling.max_tokens, len(each.token_ids)) for each in sent] == [(True, 1, 1024)] * 2
+    assert {each.root for each in sent} == {tenant_root(ROOT, salt=bytes([kind])) for kind in range(2)}
+    assert min(each.priority for each in sent) > 10**9
+    assert (counters.warm_up_requests, counters.warm_up_tokens, counters.warm_ups_cut) == (2, 512, 0)
+    assert (counters.finished, counters.unknown_outputs) == (before.finished, before.unknown_outputs)
+    assert counters.delivered_cached_tokens == before.delivered_cached_tokens
+    assert world.dispatcher.index.match(wire_hashes(sent[0].block_hashes))["new"] == 16
+
+
+def test_a_warm_up_takes_no_more_than_its_share_and_tells_how_far_it_is(world: World) -> None:
+    """The pool is for requests to come; and who asks why nothing goes there hears it."""
+    warming(world, share=0.017)  # of 1,000 blocks, one prefix of 16
+
+    table = world.dispatcher.explain(request_of(PROMPT), world.now)
+    why = next(row.why for row in table.replicas if row.replica_id == "new")
+    first = len(world.sent("new").token_ids) // 4
+    world.step("new")
+
+    assert why == "warming up: 0 of 256 tokens computed"
+    assert first == 256
+    assert "new" not in world.dispatcher.warm_ups
+
+
+def test_a_warm_up_ends_at_once_when_a_request_is_held() -> None:
+    """A replica that could serve must not be kept from it."""
+    world = World(1)
+    warming(world)
+    world.run(world.dispatcher.rest("r0", "draining", world.now))
+
+    flight = world.submit(request_of(PROMPT))
+    world.run(world.dispatcher.expire(world.now))
+
+    assert flight in world.held
+    assert isinstance(world.on_wire["new"][-1], Abort)
+    assert "new" not in world.dispatcher.warm_ups
+    assert world.dispatcher.counters.warm_ups_cut == 1
+    assert world.dispatcher.warm_up("new", 1.0, world.now) == []
+    world.run(world.dispatcher.rest("new", None, world.now))
+    world.settle()
+    assert world.tokens(flight) == answer(request_of(PROMPT))
+
+
+def test_a_warm_up_ends_when_requests_queue_wherever_they_can_go(world: World) -> None:
+    """A replica more takes them off the others at once, cold as it is; it is filled by what it serves, then."""
+    warming(world)
+    seconds = PRESSING_WAIT_S + 1
+    for name in ("r0", "r1"):
+        assert "new" in world.dispatcher.warm_ups
+        queued = {"queued_prefill_tokens": 10_000, "queued_prefill_s": seconds, "step": 9}
+        world.run(world.dispatcher.report(name, world.replicas[name].load("me", **queued), world.now))
+
+    assert world.dispatcher.is_pressed(world.now)
+    assert isinstance(world.on_wire["new"][-1], Abort)
+    world.now += seconds
+    assert not world.dispatcher.is_pressed(world.now)
+    assert world.dispatcher.warm_up("new", 1.0, world.now) != []
+
+
+def test_a_warm_up_ends_with_its_time_with_its_replica_and_where_it_cannot_be_sent(world: World) -> None:
+    """And what is still under way then disturbs nobody."""
+    for end in ("serves", "is lost", "is not reached"):
+        warming(world)
+        if end == "serves":
+            world.run(world.dispatcher.rest("new", None, world.now))
+            assert isinstance(world.on_wire["new"][-1], Abort)
+        elif end == "is not reached":
+            world.run(world.dispatcher.unsendable("new", world.sent("new"), world.now))
+        world.lose("new")
+        assert "new" not in world.dispatcher.warm_ups
+        assert not world.errors
+
+
+def test_a_prefix_that_the_new_replica_refuses_is_passed_over(world: World) -> None:
+    """One that it has no room for says nothing of the others."""
+    warming(world)
+    first = world.on_wire.pop("new")[0]
+
+    refused = Refused(request_id=first.request_id, reason="prompt_too_long", message="no")
+    world.run(world.dispatcher.on_reply("new", refused, world.now))
+
+    assert world.sent("new").root != first.root
+    world.step("new")
+    assert world.dispatcher.counters.warm_up_requests == 1
+
+
+def test_only_who_rests_for_it_is_warmed_up(world: World) -> None:
+    """Whoever serves is filled by what it serves."""
+    assert world.dispatcher.warm_up("r0", 1.0, world.now) == []
+    assert world.dispatcher.warm_up("unknown", 1.0, world.now) == []
+
+
+class DispatcherMachine(RuleBasedStateMachine):
+    """Whatever is lost, refused, cancelled or late: a request yields exactly its tokens or a clear error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(2, retries=2, max_waiting=20, silence_s=2.0)  # who takes no step for so long is stuck
+        self.requests: dict[FlightId, GenerationRequest] = {}
+        self.cancelled: set[FlightId] = set()
+        self.names = 2
+
+    @rule(tokens=st.integers(1, 300), count=st.integers(1, 5), priority=st.integers(0, 2), late=st.booleans())
+    def submit(self, tokens, count, priority, late):
+        request = request_of(
+            list(range(tokens)),
+            max_tokens=count,
+            seed=len(self.requests),
+            priority=priority,
+            deadline=self.world.now + (3 if late else 1000),
+        )
+        try:
+            self.requests[self.world.submit(request)] = request
+        except QueueFull:
+            assert self.world.dispatcher.waiting == 20
+
+    @precondition(lambda self: self.world.replicas)
+    @rule(data=st.data())
+    def step(self, data):
+        self.world.step(data.draw(st.sampled_from(sorted(self.world.replicas))))
+
+    @precondition(lambda self: self.world.replicas)
+    @rule(data=st.data())
+    def lose(self, data):
+        self.world.lose(data.draw(st.sampled_from(sorted(self.world.replicas))))
+
+    @precondition(lambda self: len(self.world.replicas) < 4)
+    @rule()
+    def join(self):
+        self.world.join(f"r{self.names}")
+        self.names += 1
+
+    @precondition(lambda self: len(self.world.replicas) < 4)
+    @rule()
+    def come_to_be_warmed_up(self):
+        self.world.join(f"r{self.names}", "warming")
+        self.world.run(self.world.dispatcher.warm_up(f"r{self.names}", 1.0, self.world.now))
+        self.names += 1
+
+    @precondition(lambda self: self.world.replicas)
+    @rule(data=st.data())
+    def serve(self, data):
+        name = data.draw(st.sampled_from(sorted(self.world.replicas)))
+        self.world.run(self.world.dispatcher.rest(name, None, self.world.now))
+
+    @precondition(lambda self: any(self.world.on_wire.values()))
+    @rule(data=st.data(), retry=st.booleans(), unsendable=st.booleans())
+    def turn_away(self, data, retry, unsendable):
+        name = data.draw(st.sampled_from(sorted(name for name, wire in self.world.on_wire.items() if wire)))
+        message = self.world.on_wire[name].pop()
+        if unsendable:
+            self.world.run(self.world.dispatcher.unsendable(name, message, self.world.now))
+        elif isinstance(message, Generate):
+            refused = Refused(request_id=message.request_id, reason="internal", message="no", retry=retry)
+            self.world.run(self.world.dispatcher.on_reply(name, refused, self.world.now))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def cancel(self, data):
+        flight = data.draw(st.sampled_from(sorted(self.requests)))
+        if flight not in self.world.records:
+            self.cancelled.add(flight)
+        self.world.run(self.world.dispatcher.cancel(flight, self.world.now))
+
+    @rule(seconds=st.integers(1, 3))
+    def pass_time(self, seconds):
+        self.world.now += seconds
+        self.world.run(self.world.dispatcher.expire(self.world.now))
+
+    @invariant()
+    def consistent(self):
+        self.world.dispatcher.check()
+
+    def teardown(self):
+        self.world.join("last")
+        self.world.settle()
+        for flight, request in self.requests.items():
+            outcome, got = self.world.records[flight].outcome, self.world.tokens(flight)
+            assert got == answer(request)[: len(got)], "a token was lost, doubled or wrong"
+            assert (outcome == "cancelled") == (flight in self.cancelled)
+            assert (outcome == "finished") == (len(got) == request.sampling.max_tokens and outcome != "cancelled") or (
+                outcome == "failed"
+            )
+            assert (outcome == "failed") == (flight in self.world.errors)
+        self.world.dispatcher.check()
+        assert not self.world.dispatcher.in_flight
+
+
+TestDispatcher = DispatcherMachine.TestCase
+TestDispatcher.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

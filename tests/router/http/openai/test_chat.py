@@ -1,0 +1,277 @@
+"""Properties of chat answers, with OpenAI's own client and types as judges."""
+
+import json
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from homing.kvcache.hashing import token_array
+from homing.router.errors import ReplicaLost
+from homing.router.http.front import Front
+from homing.router.http.openai import schema, validate
+from homing.router.text.template import Chat
+from homing.router.text.tokenizer import TextModel
+
+from ..conftest import ANSWER
+from ..fakes import FakeBackend, reply
+
+MESSAGES = [{"role": "user", "content": "Tell me a story about a fox."}]
+CHAT = "/v1/chat/completions"
+
+
+def events(response: httpx.Response) -> list[str]:
+    """The data of each event."""
+    return [block.removeprefix("data: ") for block in response.text.split("\n\n") if block]
+
+
+async def test_an_answer_is_openais_to_the_letter(client: httpx.AsyncClient, backend: FakeBackend):
+    """Validated strictly: a null where OpenAI's schema wants absence would break typed clients."""
+    response = await client.post(CHAT, json={"model": "demo", "messages": MESSAGES})
+
+    answer = ChatCompletion.model_validate_json(response.content, strict=True)
+    assert answer.choices[0].message.content == ANSWER
+    assert answer.choices[0].finish_reason == "stop"
+    assert {"service_tier", "system_fingerprint"}.isdisjoint(response.json())
+    assert set(response.json()["choices"][0]["message"]) == {"role", "content", "refusal"}
+
+
+async def test_usage_and_headers_tell_where_the_answer_comes_from(client: httpx.AsyncClient, backend: FakeBackend):
+    """Benchmarks read cached tokens from usage; people read the headers."""
+    response = await client.post(CHAT, json={"messages": MESSAGES}, headers={"x-request-id": "bench-1"})
+
+    usage = response.json()["usage"]
+    assert usage["prompt_tokens"] == len(token_array(backend.requests[0].token_ids))
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 3}
+    assert response.headers["x-request-id"] == "bench-1" == backend.requests[0].trace_id
+    assert (response.headers["x-homing-replica"], response.headers["x-homing-cached-tokens"]) == ("r0", "3")
+
+
+async def test_the_prompt_is_the_rendered_template(
+    client: httpx.AsyncClient, backend: FakeBackend, text_model: TextModel
+):
+    """Text parts are one text: guidellm and vLLM's benchmark send nothing else."""
+    parts = [{"type": "text", "text": "Tell me a story "}, {"type": "text", "text": "about a fox."}]
+
+    await client.post(CHAT, json={"messages": MESSAGES})
+    await client.post(CHAT, json={"messages": [{"role": "user", "content": parts}]})
+
+    wanted = list(text_model.encode_chat_now(Chat(MESSAGES)))
+    assert [token_array(request.token_ids).tolist() for request in backend.requests] == [wanted, wanted]
+
+
+async def test_streamed_chunks_join_to_the_whole_answer(openai_client: AsyncOpenAI, backend: FakeBackend):
+    """Every event is a valid chunk, the role comes once and the reason at the end."""
+    stream = await openai_client.chat.completions.create(model="demo", messages=MESSAGES, stream=True)
+    chunks = [chunk async for chunk in stream]
+
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk.model_dump(exclude_unset=True), strict=True)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas) == ANSWER
+    assert [delta.role for delta in deltas if delta.role] == ["assistant"]
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["stop"]
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_the_usage_chunk_has_no_choices_and_comes_last(client: httpx.AsyncClient, backend: FakeBackend):
+    """Clients index choices[0] unless the list is empty."""
+    body = {"messages": MESSAGES, "stream": True, "stream_options": {"include_usage": True}}
+
+    *chunks, last, done = events(await client.post(CHAT, json=body))
+
+    assert done == "[DONE]"
+    assert json.loads(last)["choices"] == []
+    assert json.loads(last)["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+    assert all(json.loads(chunk)["usage"] is None for chunk in chunks)
+
+
+async def test_continuous_usage_counts_up(client: httpx.AsyncClient, backend: FakeBackend):
+    """Benchmarks that ask for it take the number of tokens from each chunk."""
+    body = {"messages": MESSAGES, "stream": True, "stream_options": {"continuous_usage_stats": True}}
+
+    *chunks, _ = events(await client.post(CHAT, json=body))
+
+    counts = [json.loads(chunk)["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[0] == 1
+
+
+async def test_choices_draw_with_seeds_that_follow_each_other(openai_client: AsyncOpenAI, backend: FakeBackend):
+    """So that n answers of one seed differ, and each can be had again alone."""
+    answer = await openai_client.chat.completions.create(model="demo", messages=MESSAGES, n=3, seed=41)
+
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert {choice.message.content for choice in answer.choices} == {ANSWER}
+    assert [request.sampling.seed for request in backend.requests] == [41, 42, 43]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(token_array(backend.requests[0].token_ids))
+
+
+async def test_streamed_choices_are_told_apart(openai_client: AsyncOpenAI, backend: FakeBackend):
+    """Chunks of several choices interleave; each choice is whole."""
+    texts = ["", "", ""]
+    stream = await openai_client.chat.completions.create(model="demo", messages=MESSAGES, n=3, stream=True)
+
+    async for chunk in stream:
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+
+    assert texts == [ANSWER] * 3
+
+
+async def test_a_stop_string_ends_the_answer_and_the_stream(openai_client: AsyncOpenAI, backend: FakeBackend):
+    """What follows is not shown, and the replica is told at once."""
+    for stop in ("owl", ["zebra", " an owl"]):
+        answer = await openai_client.chat.completions.create(model="demo", messages=MESSAGES, stop=stop)
+
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.choices[0].message.content == ANSWER[: ANSWER.index(stop if isinstance(stop, str) else stop[1])]
+
+
+async def test_logprobs_cover_the_text(openai_client: AsyncOpenAI, backend: FakeBackend):
+    """The bytes of all entries joined are the answer, streamed or not."""
+    asked = {"model": "demo", "messages": MESSAGES, "logprobs": True, "top_logprobs": 2}
+
+    answer = await openai_client.chat.completions.create(**asked)
+    chunks = [chunk async for chunk in await openai_client.chat.completions.create(**asked, stream=True)]
+
+    ChatCompletion.model_validate(answer.model_dump(exclude_unset=True), strict=True)
+    whole = answer.choices[0].logprobs.content
+    assert bytes(byte for entry in whole for byte in entry.bytes).decode() == ANSWER
+    assert {len(entry.top_logprobs) for entry in whole} == {2}
+    assert [entry for chunk in chunks for entry in chunk.choices[0].logprobs.content] == whole
+
+
+async def test_the_limit_of_tokens_is_told_as_length(openai_client: AsyncOpenAI, backend: FakeBackend):
+    """OpenAI's helpers raise on `length`: it must be right."""
+    answer = await openai_client.chat.completions.create(model="demo", messages=MESSAGES, max_completion_tokens=2)
+
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 2
+
+
+async def test_the_default_limit_is_a_setting_and_shrinks_to_the_room(client, backend: FakeBackend):
+    """Otherwise a model that does not stop runs to its maximum length for each request without a limit."""
+    await client.post(CHAT, json={"messages": MESSAGES})
+    await client.post(CHAT, json={"messages": [{"role": "user", "content": "fox " * 200}]})
+
+    first, second = backend.requests
+    assert first.sampling.max_tokens == 64
+    assert second.sampling.max_tokens == 256 - len(token_array(second.token_ids)) < 64
+
+
+async def test_parameters_reach_the_replica(client: httpx.AsyncClient, backend: FakeBackend):
+    """Each under its own name; explicit nulls count as absent."""
+    given = {"temperature": 0, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "presence_penalty": 1, "frequency_penalty": -1}
+    given |= {"repetition_penalty": 1.1, "min_tokens": 2, "stop_token_ids": [9], "ignore_eos": True, "seed": -1}
+    body = given | {"messages": MESSAGES, "logit_bias": {"5": -100}, "n": None, "stop": None, "user": "u"}
+
+    body |= {"response_format": {"type": "text"}}
+    response = await client.post(CHAT, json=body | {"priority": 3, "reasoning_effort": "low", "service_tier": "auto"})
+
+    assert response.status_code == 200
+    sampling = backend.requests[0].sampling
+    assert sampling.seed == 2**64 - 1
+    assert (sampling.stop_token_ids, sampling.logit_bias, backend.requests[0].priority) == ((9,), {5: -100.0}, 3)
+    simple = set(given) - {"seed", "stop_token_ids"}
+    assert {name: getattr(sampling, name) for name in simple} == {name: given[name] for name in simple}
+
+
+async def test_tenants_do_not_share_blocks(client: httpx.AsyncClient, backend: FakeBackend):
+    """The salt derives from the API key; `cache_salt` narrows it; anonymous callers share."""
+    for key, salt in ((None, None), ("a", None), ("a", None), ("b", None), ("a", "x")):
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        await client.post(CHAT, json={"messages": MESSAGES, "cache_salt": salt}, headers=headers)
+
+    salts = [request.salt for request in backend.requests]
+    assert salts[0] == b""
+    assert salts[1] == salts[2]
+    assert len(set(salts)) == 4
+
+
+async def test_a_session_header_reaches_the_router(client: httpx.AsyncClient, backend: FakeBackend):
+    """It is the hint by which turns of one conversation stay together."""
+    for name in ("X-Session-Affinity", "X-Correlation-ID"):
+        await client.post(CHAT, json={"messages": MESSAGES}, headers={name: "s1"})
+
+    assert [request.session for request in backend.requests] == ["s1", "s1"]
+
+
+async def test_a_stream_that_breaks_ends_in_an_error_event(client, backend: FakeBackend, answer_ids: list[int]):
+    """A `[DONE]` after it would make a cut answer look whole."""
+    whole = reply(answer_ids)
+    backend.script = lambda request: [*list(whole(request))[:3], ReplicaLost("r0 is gone")]
+
+    response = await client.post(CHAT, json={"messages": MESSAGES, "stream": True})
+
+    assert response.status_code == 200
+    assert json.loads(events(response)[-1])["error"]["code"] == "replica_lost"
+    assert "[DONE]" not in response.text
+
+
+async def test_openais_client_raises_on_a_broken_stream(openai_client: AsyncOpenAI, backend, answer_ids):
+    """The event has the shape that the client looks for."""
+    whole = reply(answer_ids)
+    backend.script = lambda request: [*list(whole(request))[:3], ReplicaLost("r0 is gone")]
+
+    stream = await openai_client.chat.completions.create(model="demo", messages=MESSAGES, stream=True)
+
+    with pytest.raises(openai.APIError, match="r0 is gone"):
+        [chunk async for chunk in stream]
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_that_breaks_before_its_first_token_is_an_http_error(client, backend, stream, choices):
+    """The status can still be told, so that clients and proxies retry."""
+    backend.script = lambda request: [ReplicaLost("r0 is gone")]
+
+    response = await client.post(CHAT, json={"messages": MESSAGES, "stream": stream, "n": choices})
+
+    assert response.status_code == 502
+    assert response.json()["error"]["message"] == "r0 is gone"
+
+
+async def test_tool_calls_of_earlier_turns_reach_the_template_as_objects(client, backend: FakeBackend):
+    """OpenAI sends arguments as a JSON string; templates expect an object. Broken JSON is the caller's error."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    turns = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+    good = await client.post(CHAT, json={"messages": turns, "tools": tools, "tool_choice": "auto"})
+    call["function"]["arguments"] = "{"
+    bad = await client.post(CHAT, json={"messages": turns})
+
+    assert (good.status_code, bad.status_code) == (200, 400)
+    assert bad.json()["error"]["param"] == "messages[1].tool_calls"
+
+
+def test_tools_are_given_to_the_template():
+    """What a template makes of them is its own affair: the demo model's leaves them out."""
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    body = schema.CHAT.decode(json.dumps({"messages": MESSAGES, "tools": tools}))
+
+    assert validate.chat(body).tools == tools
+
+
+async def test_a_timeout_is_the_requests_deadline(client: httpx.AsyncClient, backend: FakeBackend, front: Front):
+    """Counted from its arrival; one that is longer than the setting's does not prolong it."""
+    limit_s = front.settings.request_timeout_s
+    for timeout_s in (limit_s / 2, None, 2 * limit_s):
+        await client.post(CHAT, json={"messages": MESSAGES, "timeout": timeout_s})
+
+    short, usual, long = (request.deadline or 0.0 for request in backend.requests)
+    assert short < usual - limit_s / 4
+    assert usual <= long < usual + limit_s / 4
+
+
+async def test_a_body_may_begin_with_a_byte_order_mark(client: httpx.AsyncClient):
+    """Windows' tools write one in front of UTF-8; behind it the same is refused as ever."""
+    bodies = [b'{"messages": [{"role": "user", "content": "hi"}]}', b'{"messages": []}', b"{", b""]
+    answers = [await client.post(CHAT, content=b"\xef\xbb\xbf" + body) for body in bodies]
+
+    assert [answer.status_code for answer in answers] == [200, 400, 400, 400]
+    assert answers[1].json()["error"]["param"] == "messages"

@@ -1,0 +1,144 @@
+"""Properties of completions: prompts in every form, echo, logprobs."""
+
+import json
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+from openai.types import Completion
+
+from homing.kvcache.hashing import token_array
+from homing.replica.messages import PositionLogprobs, TokenLogprob
+from homing.router.backend import GenerationRequest, TokenDelta
+from homing.router.text.tokenizer import TextModel
+
+from ..conftest import ANSWER
+from ..fakes import FakeBackend
+
+COMPLETIONS = "/v1/completions"
+PROMPT = "Tell me a story about a fox."
+
+
+@pytest.fixture
+def prompt_ids(text_model: TextModel) -> list[int]:
+    """`PROMPT`, with the leading special token."""
+    return list(text_model.encode_now([PROMPT], special_tokens=True)[0])
+
+
+async def test_an_answer_is_openais_to_the_letter(client: httpx.AsyncClient, backend: FakeBackend):
+    """Validated strictly, with and without logprobs."""
+    for logprobs in (None, 0, 3):
+        response = await client.post(COMPLETIONS, json={"model": "demo", "prompt": PROMPT, "logprobs": logprobs})
+
+        answer = Completion.model_validate_json(response.content, strict=True)
+        assert answer.choices[0].text == ANSWER
+        assert (answer.choices[0].logprobs is None) == (logprobs is None)
+
+
+async def test_prompts_come_as_texts_and_as_ids(client: httpx.AsyncClient, backend: FakeBackend, prompt_ids):
+    """One or several, and all forms of one prompt are the same prompt."""
+    for prompt, count in ((PROMPT, 1), ([PROMPT, PROMPT], 2), (prompt_ids, 1), ([prompt_ids, prompt_ids], 2)):
+        response = await client.post(COMPLETIONS, json={"prompt": prompt})
+
+        assert [choice["index"] for choice in response.json()["choices"]] == list(range(count))
+        assert response.json()["usage"]["prompt_tokens"] == count * len(prompt_ids)
+    assert {request.token_ids for request in backend.requests} == {backend.requests[0].token_ids}
+    assert token_array(backend.requests[0].token_ids).tolist() == prompt_ids
+
+
+async def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(client, backend: FakeBackend):
+    """Clients cut the list into groups of n; a prompt's tokens count once, however many choices it has."""
+    response = await client.post(COMPLETIONS, json={"prompt": ["a", "bb"], "n": 2, "seed": 5})
+
+    prompts = [request.token_ids for request in backend.requests]
+    assert prompts[0] == prompts[1] != prompts[2] == prompts[3]
+    assert [request.sampling.seed for request in backend.requests] == [5, 6, 5, 6]
+    assert response.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 6
+
+
+async def test_streamed_chunks_join_to_the_whole_answer(openai_client: AsyncOpenAI, backend: FakeBackend):
+    """With the prompt on the first chunk if it is echoed."""
+    for echo in (False, True):
+        stream = await openai_client.completions.create(model="demo", prompt=PROMPT, stream=True, echo=echo)
+        chunks = [chunk async for chunk in stream]
+
+        assert "".join(chunk.choices[0].text for chunk in chunks) == PROMPT * echo + ANSWER
+        assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "stop"
+
+
+async def test_streamed_chunks_are_openais(client: httpx.AsyncClient, backend: FakeBackend):
+    """Only a null finish reason, which OpenAI sends too, departs from its type."""
+    response = await client.post(COMPLETIONS, json={"prompt": PROMPT, "stream": True, "logprobs": 1})
+
+    *chunks, done = [block.removeprefix("data: ") for block in response.text.split("\n\n") if block]
+    assert done == "[DONE]"
+    for chunk in map(json.loads, chunks):
+        chunk["choices"][0]["finish_reason"] = chunk["choices"][0]["finish_reason"] or "stop"
+        Completion.model_validate(chunk, strict=True)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+async def test_echo_scores_the_prompt(client: httpx.AsyncClient, backend: FakeBackend, prompt_ids, max_tokens):
+    """What lm-eval reads: a logprob for each prompt token but the first, and the greatest alternative at each."""
+    asked = {"prompt": [prompt_ids], "echo": True, "logprobs": 1, "max_tokens": max_tokens, "temperature": 0}
+
+    response = await client.post(COMPLETIONS, json=asked)
+
+    choice = response.json()["choices"][0]
+    logprobs = choice["logprobs"]
+    assert choice["finish_reason"] == "length"
+    assert choice["text"].startswith(PROMPT)
+    assert len({len(column) for column in logprobs.values()}) == 1
+    assert len(logprobs["tokens"]) == len(prompt_ids) + max_tokens
+    assert logprobs["token_logprobs"][0] is None
+    assert all(max(top.values()) == -0.25 for top in logprobs["top_logprobs"][1:])
+    assert response.json()["usage"]["completion_tokens"] == max_tokens
+    for token, offset in list(zip(logprobs["tokens"], logprobs["text_offset"], strict=True))[1:]:
+        assert choice["text"][offset:].startswith(token)
+
+
+async def test_echo_alone_gives_prompt_and_answer(client: httpx.AsyncClient, backend: FakeBackend, prompt_ids):
+    """Also for a prompt of ids, whose text is decoded."""
+    for prompt in (PROMPT, prompt_ids):
+        response = await client.post(COMPLETIONS, json={"prompt": prompt, "echo": True})
+
+        assert response.json()["choices"][0]["text"] == PROMPT + ANSWER
+
+
+async def test_best_of_one_is_what_happens_anyway(client: httpx.AsyncClient, backend: FakeBackend):
+    """A benchmark client always sends it."""
+    assert (await client.post(COMPLETIONS, json={"prompt": "x", "best_of": 1})).status_code == 200
+    assert backend.requests[0].sampling.logprobs is None
+
+
+async def test_best_of_gives_the_likeliest_answers_and_counts_all(client, backend, text_model, answer_ids: list[int]):
+    """By the mean over their tokens, of each prompt its own; the caller pays for what was generated."""
+    chances = iter([-3.0, -1.0, -2.0, -1.0, -2.0, -3.0])
+
+    def script(request: GenerationRequest) -> list[TokenDelta]:
+        chance, length = next(chances), request.sampling.seed  # the likeliest are long: a sum would choose others
+        scores = [PositionLogprobs(TokenLogprob(answer_ids[at], chance), []) for at in range(length)]
+        return [TokenDelta(token_ids=answer_ids[:length], logprobs=scores, finish_reason="length", cached_tokens=0)]
+
+    backend.script = script
+    asked = {"prompt": ["a", "b"], "n": 2, "best_of": 3, "seed": 2}
+    answer = (await client.post(COMPLETIONS, json=asked)).json()
+
+    texts = [text_model.decode(answer_ids[:length]) for length in (2, 3, 4)]
+    chosen = [(choice["index"], choice["text"], choice["logprobs"]) for choice in answer["choices"]]
+    assert [text for _, text, _ in chosen] == [texts[1], texts[2], texts[0], texts[1]]
+    assert [(index, logprobs) for index, _, logprobs in chosen] == [(0, None), (1, None), (2, None), (3, None)]
+    assert answer["usage"]["completion_tokens"] == 2 * (2 + 3 + 4)
+    assert {request.sampling.logprobs for request in backend.requests} == {0}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}, {"best_of": 9}, {"best_of": 5, "prompt": ["a", "b"]}],
+)
+async def test_a_best_of_that_cannot_be_is_refused_by_name(client, backend: FakeBackend, fields: dict[str, object]):
+    """Fewer than are wanted, streamed, or more than one request may have."""
+    response = await client.post(COMPLETIONS, json={"prompt": "x"} | fields)
+
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "best_of")
+    assert not backend.requests

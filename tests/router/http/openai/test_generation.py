@@ -1,0 +1,140 @@
+"""Properties of running generations that no single answer shows."""
+
+import asyncio
+import gc
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import httpx
+import pytest
+
+from homing.router.backend import GenerationRequest, TokenDelta
+from homing.router.errors import RouterError, Superseded
+from homing.router.http.front import Front
+
+from ..conftest import Live
+from ..fakes import FakeBackend, FakeStream, Item, Script
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+
+
+async def ask(port: int, path: str, body: dict[str, Any]) -> bytes:
+    """The answer, of a connection that makes no objects of this package."""
+    data = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
+    writer.write(head.encode() + data)
+    answer = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/chat/completions", CHAT | {"stream": True}),
+        ("/v1/chat/completions", CHAT | {"n": 2, "logprobs": True}),
+        ("/v1/completions", {"prompt": [300, 301], "max_tokens": 5}),
+        ("/v1/completions", {"prompt": ["a fox", "an owl"], "max_tokens": 5, "stream": True}),
+    ],
+)
+async def test_a_request_leaves_nothing_to_the_garbage_collector(
+    live: Live, backend: FakeBackend, path: str, body: dict[str, Any]
+):
+    """Cycles would keep prompts in memory between collections, and collections stop everybody's tokens."""
+    await ask(live.port, path, body)  # what is made once
+    backend.streams.clear()
+    gc.collect()
+    gc.freeze()  # what other tests left is not this request's
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        answer = await ask(live.port, path, body)
+        backend.streams.clear()
+        gc.collect()
+        left = {type(each).__name__ for each in gc.garbage if type(each).__module__.startswith("homing.")}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+        gc.unfreeze()
+
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert not left
+
+
+def once(error: RouterError, then: Script) -> Script:
+    """The first request breaks without a token, the others are answered."""
+    broken: list[GenerationRequest] = []
+
+    def script(request: GenerationRequest) -> Iterable[Item]:
+        if broken:
+            return then(request)
+        broken.append(request)
+        return [error]
+
+    return script
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_whose_model_is_replaced_before_it_began_is_answered_by_the_new_one(
+    client: httpx.AsyncClient, backend: FakeBackend, stream: bool
+) -> None:
+    """It was held, and nothing of it was computed: tokenized anew it is as good as ever; no client need know."""
+    backend.script = once(Superseded(), backend.script)
+
+    answer = await client.post("/v1/chat/completions", json=CHAT | {"stream": stream})
+
+    assert answer.status_code == 200
+    assert len(backend.requests) == 2
+    assert backend.requests[0].deadline == backend.requests[1].deadline
+
+
+async def test_a_request_whose_model_is_replaced_while_it_is_tokenized_goes_to_the_new_one(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
+    """Between choosing and sending lies a thread, for long prompts."""
+    refusals = [Superseded()]
+    send = backend.generate
+
+    def generate(request: GenerationRequest) -> FakeStream:
+        if refusals:
+            raise refusals.pop()
+        return send(request)
+
+    backend.generate = generate  # type: ignore[method-assign]
+
+    answer = await client.post("/v1/completions", json={"prompt": "a fox", "max_tokens": 5})
+
+    assert answer.status_code == 200
+    assert len(backend.requests) == 1
+
+
+async def test_a_request_that_began_ends_with_its_model(
+    client: httpx.AsyncClient, backend: FakeBackend, answer_ids: list[int]
+) -> None:
+    """Another model would go on with another story."""
+    first = TokenDelta(token_ids=answer_ids[:1], cached_tokens=0)
+    backend.script = lambda request: [first, Superseded()]
+
+    answer = await client.post("/v1/completions", json={"prompt": "a fox", "max_tokens": 5})
+
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "model_replaced"
+    assert answer.headers["retry-after"] == "1"
+    assert len(backend.requests) == 1
+
+
+async def test_a_request_that_begins_anew_is_charged_once(
+    front: Front, backend: FakeBackend, client: httpx.AsyncClient
+) -> None:
+    """A tenant does not pay for our updates, nor do metrics count a prompt twice."""
+    backend.script = once(Superseded(), backend.script)
+
+    answer = await client.post("/v1/completions", json={"prompt": [300, 301, 302], "max_tokens": 5})
+
+    assert answer.status_code == 200
+    assert 'homing_prompt_tokens_total{model="demo"} 3.0' in front.metrics.render().decode()

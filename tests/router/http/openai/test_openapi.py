@@ -1,0 +1,91 @@
+"""The document says what is served; whatever it allows, or nearly allows, is answered in its shapes."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from http.client import HTTPConnection
+
+import msgspec
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+
+from homing.router.config import RouterSettings
+from homing.router.http.errors import ErrorBody
+from homing.router.http.openai.endpoints import ENDPOINTS
+from homing.router.http.openai.openapi import OPERATIONS, document
+from homing.router.server import RouterServer
+
+from ..conftest import LoadedText
+from ..fakes import FakeBackend
+
+SCHEMA = schemathesis.openapi.from_dict(json.loads(document()))
+LABELS = {f"{each.method.upper()} {each.path}": each for each in OPERATIONS}
+EXAMPLES = 25
+
+
+@pytest.fixture
+def port(text_model, backend: FakeBackend) -> Iterator[int]:
+    """A whole server in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    settings = RouterSettings(max_choices=8, default_max_tokens=8, access_log="")
+    server = RouterServer(settings, backend, texts=LoadedText(text_model), grace_s=1.0)
+    yield asyncio.run_coroutine_threadsafe(server.start("127.0.0.1", 0), loop).result()
+    asyncio.run_coroutine_threadsafe(server.stop(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_the_document_lists_exactly_what_is_served() -> None:
+    """An endpoint that is added is documented, or this fails."""
+    served = {(path, method.lower()) for path, methods in ENDPOINTS.items() for method in methods}
+
+    assert {(each.path, each.method) for each in OPERATIONS} == served | {("/v1/models/{model}", "get")}
+
+
+def test_every_reference_leads_somewhere() -> None:
+    """Generators of clients stop at the first that does not."""
+    text = document().decode()
+    known = {f"#/components/schemas/{name}" for name in json.loads(text)["components"]["schemas"]}
+    used = {part.split('"')[0] for part in text.split('"$ref":"')[1:]}
+
+    assert used <= known
+
+
+def encoded(body: object) -> bytes | None:
+    """Some cases are no JSON at all."""
+    if isinstance(body, bytes) or body is None:
+        return body
+    return None if isinstance(body, schemathesis.core.NotSet) else json.dumps(body).encode()
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_whatever_is_sent_is_answered_in_the_documents_shape(label: str, port: int, backend: FakeBackend) -> None:
+    """Never a 5xx, never a cut connection: a right answer or an error that names what is wrong."""
+    operation = LABELS[label]
+    (found,) = [each.ok() for each in SCHEMA.get_all_operations() if each.ok().label == label]
+
+    def send(case: schemathesis.Case) -> None:
+        connection = HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request(case.method, case.formatted_path, encoded(case.body))
+        answer = connection.getresponse()
+        data = answer.read()
+        connection.close()
+        assert answer.status < 500, data
+        if answer.status >= 400:
+            assert msgspec.json.decode(data, type=ErrorBody).error.message
+        elif answer.headers["content-type"].startswith("text/event-stream"):
+            assert data.endswith(b"data: [DONE]\n\n")
+        elif operation.answer is not None:
+            msgspec.json.decode(data, type=operation.answer)
+
+    for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+        if mode is GenerationMode.POSITIVE or operation.bodies:
+            run = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+            run(given(case=found.as_strategy(generation_mode=mode))(send))()
+    backend.streams.clear()

@@ -1,0 +1,269 @@
+"""`cache_control` on the wire: what is refused, what a marked place is in tokens, and what the answer says."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import pytest
+
+from homing.kvcache.hashing import token_array
+from homing.replica.messages import ModelLimits
+from homing.router.backend import GenerationRequest
+from homing.router.errors import CacheInUse, InvalidRequest, TemplateRefusal
+from homing.router.http.front import Front
+from homing.router.http.openai.pins import Mark, chat_pins
+from homing.router.metrics import RouterMetrics
+from homing.router.tenants.api_keys import tenants_of
+from homing.router.text.template import Chat
+from homing.router.text.tokenizer import TextModel
+
+from ...tenants.test_api_keys import entry
+from ..conftest import LoadedText, serving
+from ..fakes import FakeBackend, reply
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+SYSTEM = {"role": "system", "content": "You tell stories of animals in a forest."}
+USER = {"role": "user", "content": "Tell me a story about a fox."}
+KEEP: dict[str, Any] = {"type": "ephemeral"}
+
+
+def pinned(request: GenerationRequest) -> list[tuple[int, float]]:
+    return [(pin.num_tokens, pin.ttl_s) for pin in request.pins]
+
+
+def prompt_of(request: GenerationRequest) -> list[int]:
+    return token_array(request.token_ids).tolist()
+
+
+async def test_a_field_beside_the_prompt_keeps_all_of_it(client: httpx.AsyncClient, backend: FakeBackend):
+    """The simplest wish, alike for chats and completions; without a time, the setting's."""
+    await client.post(CHAT, json={"messages": [USER], "cache_control": KEEP})
+    await client.post(COMPLETION, json={"prompt": ["a fox", "an owl"], "cache_control": KEEP | {"ttl": "1h"}})
+
+    assert pinned(backend.requests[0]) == [(len(prompt_of(backend.requests[0])), 300.0)]
+    for request in backend.requests[1:]:
+        assert pinned(request) == [(len(prompt_of(request)), 3600.0)]
+
+
+async def test_a_marked_message_keeps_the_prompt_up_to_there(
+    client: httpx.AsyncClient, backend: FakeBackend, text_model: TextModel
+):
+    """What the next conversation under the same system prompt begins with, and not a token of the question."""
+    await client.post(CHAT, json={"messages": [SYSTEM | {"cache_control": KEEP | {"ttl": 60}}, USER]})
+    other = list(text_model.encode_chat_now(Chat([SYSTEM, USER | {"content": "zebra"}])))
+
+    [(kept, ttl_s)] = pinned(backend.requests[0])
+    assert ttl_s == 60.0
+    assert prompt_of(backend.requests[0])[:kept] == other[:kept]
+    text = text_model.decode(other[:kept])
+    assert SYSTEM["content"] in text
+    assert USER["content"] not in text
+
+
+async def test_parts_and_messages_may_be_marked_together(client: httpx.AsyncClient, backend: FakeBackend):
+    """Anthropic's clients mark the tools, the system prompt and the last turns, each for its own time."""
+    parts = [
+        {"type": "text", "text": "Tell me a story. ", "cache_control": KEEP | {"ttl": "1h"}},
+        {"type": "text", "text": "It is about a fox and an owl."},
+    ]
+    messages = [SYSTEM | {"cache_control": KEEP | {"ttl": "1h"}}, USER | {"content": parts, "cache_control": KEEP}]
+    await client.post(CHAT, json={"messages": messages})
+
+    request = backend.requests[0]
+    kept = [tokens for tokens, _ in pinned(request)]
+    assert [ttl_s for _, ttl_s in pinned(request)] == [3600.0, 3600.0, 300.0]
+    assert kept == sorted(set(kept))
+    assert kept[-1] == len(prompt_of(request))
+
+
+async def test_a_mark_changes_no_token_of_the_prompt(client: httpx.AsyncClient, backend: FakeBackend):
+    """Otherwise a marked prompt would miss what an unmarked one left."""
+    marked = {"role": "user", "content": [{"type": "text", "text": USER["content"], "cache_control": KEEP}]}
+    await client.post(CHAT, json={"messages": [SYSTEM, USER]})
+    await client.post(CHAT, json={"messages": [SYSTEM | {"cache_control": KEEP}, marked]})
+
+    assert prompt_of(backend.requests[0]) == prompt_of(backend.requests[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"cache_control": {"type": "persistent"}}, "cache_control.type"),
+        ({"cache_control": {}}, "cache_control.type"),
+        ({"cache_control": KEEP | {"ttl": "2d"}}, "cache_control.ttl"),
+        ({"cache_control": KEEP | {"ttl": 0}}, "cache_control.ttl"),
+        ({"cache_control": KEEP | {"ttl": 3601}}, "cache_control.ttl"),
+        ({"cache_control": KEEP | {"scope": "all"}}, "cache_control.scope"),
+        ({"messages": [USER | {"cache_control": 1}]}, "messages[0].cache_control"),
+        ({"messages": [USER | {"cache_control": KEEP | {"ttl": 1e9}}]}, "messages[0].cache_control.ttl"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"ttl": 1}}]}]},
+            "messages[0].content[0].cache_control.type",
+        ),
+        ({"messages": [USER | {"cache_control": KEEP}] * 5}, "messages"),
+    ],
+)
+async def test_a_malformed_wish_is_refused_by_field(
+    client: httpx.AsyncClient, backend: FakeBackend, changes: dict[str, Any], param: str
+):
+    """A silently dropped pin would be paid for and not had."""
+    response = await client.post(CHAT, json={"messages": [USER]} | changes)
+
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert backend.requests == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_answer_says_what_is_kept(
+    client: httpx.AsyncClient, backend: FakeBackend, answer_ids: list[int], stream: bool
+):
+    """0 is the word for over the budget; who asked for nothing is told nothing."""
+    backend.script = reply(answer_ids, pinned=16)
+    asked = await client.post(CHAT, json={"messages": [USER], "cache_control": KEEP, "stream": stream})
+    backend.script = reply(answer_ids, pinned=0)
+    refused = await client.post(CHAT, json={"messages": [USER], "cache_control": KEEP, "stream": stream})
+    plain = await client.post(CHAT, json={"messages": [USER], "stream": stream})
+
+    assert [answer.headers.get("x-homing-pinned-tokens") for answer in (asked, refused, plain)] == ["16", "0", None]
+
+
+async def test_a_prompt_is_pinned_once_however_many_choices(client: httpx.AsyncClient, backend: FakeBackend):
+    """Choices may run on several replicas; one copy is what the tenant pays for."""
+    await client.post(CHAT, json={"messages": [USER], "cache_control": KEEP, "n": 3})
+
+    assert [len(request.pins) for request in backend.requests] == [1, 0, 0]
+
+
+async def test_pins_are_on_the_tenant_s_account_not_the_key_s_text(client: httpx.AsyncClient, backend: FakeBackend):
+    """Budgets are per tenant; the key itself goes nowhere."""
+    for key, salt in (("a", None), ("a", "x"), ("b", None)):
+        headers = {"authorization": f"Bearer {key}"}
+        body = {"messages": [USER], "cache_control": KEEP, "cache_salt": salt}
+        await client.post(CHAT, json=body, headers=headers)
+
+    first, narrowed, other = (request.pins[0].tenant for request in backend.requests)
+    assert first == narrowed != other
+    assert len(first) == 16
+
+
+@pytest.mark.parametrize("ttl", ["7m", -1, 0, ["5m"]])
+@pytest.mark.parametrize("marks", ["body", "message", "part"])
+async def test_a_wrong_time_is_refused_with_what_it_may_be(client: httpx.AsyncClient, ttl: object, marks: str):
+    """Two words and a number are allowed, which nobody guesses."""
+    control = {"cache_control": KEEP | {"ttl": ttl}}
+    part = {"type": "text", "text": "x"}
+    message = {"role": "user", "content": [part | control] if marks == "part" else "x"}
+    body = {"messages": [message | (control if marks == "message" else {})]} | (control if marks == "body" else {})
+
+    error = (await client.post(CHAT, json=body)).json()["error"]
+
+    assert error["param"].endswith("cache_control.ttl")
+    assert "give seconds above 0, or one of '5m' and '1h'" in error["message"]
+
+
+class Picky(TextModel):
+    """A template that wants the user's word after the system's, or refuses every cut."""
+
+    def __init__(self, text: TextModel, last_roles: set[str]) -> None:
+        self.__dict__.update(text.__dict__)
+        self.last_roles = last_roles
+
+    async def encode_chat(self, chat: Chat, *, tenant: bytes = b"") -> Sequence[int]:
+        if chat.messages[-1]["role"] not in self.last_roles:
+            raise TemplateRefusal("no user query", param="messages")
+        return await super().encode_chat(chat, tenant=tenant)
+
+
+async def test_a_template_that_refuses_the_cut_is_given_a_question(text_model: TextModel):
+    """A system prompt is the most common thing to keep, and some templates do not take it alone."""
+    chat = Chat([SYSTEM, USER])
+    whole = text_model.encode_chat_now(chat)
+    mark = Mark(0, None, 60.0, "messages[0].cache_control")
+
+    [plain] = await chat_pins(text_model, chat, [mark], whole, b"")
+    [asked] = await chat_pins(Picky(text_model, {"user"}), chat, [mark], whole, b"")
+
+    assert SYSTEM["content"] in text_model.decode(whole[: asked.num_tokens])
+    assert plain.num_tokens <= asked.num_tokens < len(whole)
+
+
+async def test_a_template_that_cannot_be_cut_is_said_by_field(text_model: TextModel):
+    """The caller can mark a later message."""
+    chat = Chat([SYSTEM, USER])
+    mark = Mark(0, None, 60.0, "messages[0].cache_control")
+
+    with pytest.raises(InvalidRequest, match="mark a later message") as caught:
+        await chat_pins(Picky(text_model, {"tool"}), chat, [mark], text_model.encode_chat_now(chat), b"")
+    assert caught.value.param == "messages[0].cache_control"
+
+
+# --- keys and resets -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def guarded(settings, backend: FakeBackend, text_model: TextModel):
+    """A server that knows two keys."""
+    tenants = tenants_of({"keys": [entry("ann", "ann"), entry("root", "root", admin=True)]})
+    front = Front(settings, backend, RouterMetrics(), texts=LoadedText(text_model), tenants=tenants)
+    async with serving(front) as http:
+        yield http
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", CHAT),
+        ("POST", COMPLETION),
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/demo"),
+        ("POST", "/tokenize"),
+        ("POST", "/detokenize"),
+        ("POST", "/explain"),
+        ("POST", "/reset_prefix_cache"),
+    ],
+)
+async def test_with_a_keys_file_a_stranger_gets_401(guarded: httpx.AsyncClient, method: str, path: str):
+    """Before the body is read: nothing is done for those who are not known."""
+    missing = await guarded.request(method, path, content=b"{")
+    unknown = await guarded.request(method, path, content=b"{", headers=bearer("eve"))
+
+    assert (missing.status_code, missing.json()["error"]["code"]) == (401, "missing_api_key")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert unknown.headers["www-authenticate"] == "Bearer"
+
+
+async def test_with_a_keys_file_probes_need_no_key(guarded: httpx.AsyncClient):
+    """Load balancers, Prometheus and `homing status` have none."""
+    statuses = [(await guarded.get(path)).status_code for path in ("/health", "/ready", "/metrics", "/cluster")]
+
+    assert statuses == [200, 200, 200, 200]
+
+
+async def test_a_known_key_is_served(guarded: httpx.AsyncClient, backend: FakeBackend):
+    """And its salt is the tenant's."""
+    response = await guarded.post(CHAT, json={"messages": [USER]}, headers=bearer("ann"))
+
+    assert response.status_code == 200
+    assert len(backend.requests[0].salt) == 16
+
+
+async def test_a_reset_is_an_admin_s(guarded: httpx.AsyncClient, client: httpx.AsyncClient):
+    """It costs every tenant its cache. Without a file there is one kind of caller only."""
+    refused = await guarded.post("/reset_prefix_cache", headers=bearer("ann"))
+    done = await guarded.post("/reset_prefix_cache", headers=bearer("root"))
+
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_allowed")
+    assert (done.status_code, done.json()) == (200, {"status": "ok", "replicas": ["r0"]})
+    assert (await client.post("/reset_prefix_cache")).status_code == 200
+
+
+async def test_a_reset_in_use_is_a_conflict(client: httpx.AsyncClient, backend: FakeBackend, limits: ModelLimits):
+    """Benchmarks try again; a 200 would make them believe in an empty cache."""
+    backend.refusal = CacheInUse("2 requests are running: reset when they are over")
+    response = await client.post("/reset_prefix_cache")
+
+    assert (response.status_code, response.json()["error"]["code"]) == (409, "cache_in_use")

@@ -1,0 +1,192 @@
+"""Every shape of answer against OpenAI's types: nothing that they do not know, no null where they want absence.
+
+Their Python types take a null for any optional field, and unknown fields; the schema behind them does not.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.shared import ErrorObject
+from pydantic import BaseModel
+
+from homing.router.errors import ReplicaLost
+
+from ..fakes import FakeBackend, reply
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+#: Optional in the Python types; in the schema itself they may be null.
+NULLABLE = {
+    "Choice.finish_reason",
+    "CompletionChoice.logprobs",
+    "ErrorObject.code",
+    "ErrorObject.param",
+    "ChatCompletionMessage.refusal",
+    "ChatCompletionChunk.usage",
+    "Choice.logprobs",
+    "ChoiceLogprobs.refusal",
+    "Completion.usage",
+}
+CHATS: list[dict[str, Any]] = [
+    {},
+    {"n": 2},
+    {"logprobs": True},
+    {"logprobs": True, "top_logprobs": 2, "n": 2},
+    {"max_tokens": 1},
+    {"stop": ["met"]},
+    {"response_format": {"type": "text"}, "tools": [{"type": "function", "function": {"name": "f"}}]},
+]
+COMPLETED: list[dict[str, Any]] = [
+    {},
+    {"n": 2, "prompt": ["a", "b"]},
+    {"prompt": [5, 6, 7]},
+    {"prompt": [[5, 6], [7]]},
+    {"logprobs": 0},
+    {"logprobs": 3, "n": 2},
+    {"echo": True},
+    {"max_tokens": 1, "stop": "met"},
+]
+WHOLE: list[dict[str, Any]] = [
+    {"best_of": 3},
+    {"best_of": 3, "n": 2, "logprobs": 1},
+    {"echo": True, "logprobs": 1},
+    {"echo": True, "logprobs": 0, "max_tokens": 0},
+]
+USAGE: list[dict[str, Any]] = [
+    {},
+    {"stream_options": {"include_usage": True}},
+    {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+]
+
+
+def violations(value: object, place: str) -> Iterator[str]:
+    """What a parsed answer has that the schema has not."""
+    if isinstance(value, list):
+        for index, each in enumerate(value):
+            yield from violations(each, f"{place}[{index}]")
+    if not isinstance(value, BaseModel):
+        return
+    yield from (f"{place}.{name} is unknown" for name in value.model_extra or ())
+    for name, field in type(value).model_fields.items():
+        held = getattr(value, name)
+        null = name in value.model_fields_set and held is None
+        if null and not field.is_required() and f"{type(value).__name__}.{name}" not in NULLABLE:
+            yield f"{place}.{name} is null"
+        yield from violations(held, f"{place}.{name}")
+
+
+def check(kind: type[BaseModel], data: dict[str, Any]) -> None:
+    """Assert that `data` is one of these, strictly."""
+    found = list(violations(kind.model_validate(data, strict=True), kind.__name__))
+    assert not found, f"{found} in {data}"
+
+
+def with_numbers(answer: dict[str, Any]) -> dict[str, Any]:
+    """Without the two nulls that OpenAI's own answers have against its types: docs/api.md names them."""
+    for choice in answer["choices"]:
+        choice["finish_reason"] = choice["finish_reason"] or "stop"
+        if choice["logprobs"] and choice["logprobs"]["token_logprobs"][:1] == [None]:
+            choice["logprobs"]["token_logprobs"][0] = 0.0
+            choice["logprobs"]["top_logprobs"][0] = {}
+    return answer
+
+
+def chunks(response: httpx.Response) -> list[dict[str, Any]]:
+    """A stream's events before its end."""
+    *events, done = [block.removeprefix("data: ") for block in response.text.split("\n\n") if block]
+    assert done == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "Tell me a story."}]} | fields
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"prompt": "Tell me a story."} | fields
+
+
+@pytest.mark.parametrize("fields", CHATS)
+async def test_a_whole_chat(client: httpx.AsyncClient, backend: FakeBackend, fields: dict[str, Any]):
+    """As `create` returns it."""
+    answer = (await client.post(CHAT, json=chat(**fields))).raise_for_status().json()
+
+    check(ChatCompletion, answer)
+    assert len(answer["choices"]) == fields.get("n", 1)
+
+
+@pytest.mark.parametrize("usage", USAGE)
+@pytest.mark.parametrize("fields", CHATS)
+async def test_a_streamed_chat(client: httpx.AsyncClient, backend: FakeBackend, fields, usage):
+    """Each chunk by itself; a usage appears where it was asked for, and nowhere else."""
+    events = chunks(await client.post(CHAT, json=chat(stream=True, **fields, **usage)))
+
+    for event in events:
+        check(ChatCompletionChunk, event)
+        assert ("usage" in event) == bool(usage)
+    assert (events[-1]["choices"] == []) == bool(usage)
+
+
+@pytest.mark.parametrize("fields", [*COMPLETED, *WHOLE])
+async def test_a_whole_completion(client: httpx.AsyncClient, backend: FakeBackend, fields: dict[str, Any]):
+    """With echo and logprobs as lm-eval asks for them."""
+    answer = (await client.post(COMPLETIONS, json=completion(**fields))).raise_for_status().json()
+
+    check(Completion, with_numbers(answer))
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(answer["choices"])))
+
+
+@pytest.mark.parametrize("usage", USAGE)
+@pytest.mark.parametrize("fields", COMPLETED)
+async def test_a_streamed_completion(client: httpx.AsyncClient, backend: FakeBackend, fields, usage):
+    """As above."""
+    events = chunks(await client.post(COMPLETIONS, json=completion(stream=True, **fields, **usage)))
+
+    for event in events:
+        check(Completion, with_numbers(event))
+        assert ("usage" in event) == bool(usage)
+    assert (events[-1]["choices"] == []) == bool(usage)
+
+
+async def test_models(client: httpx.AsyncClient, backend: FakeBackend):
+    """`max_model_len` is vLLM's addition, which benchmarks read."""
+    listed = (await client.get("/v1/models")).json()
+    card = (await client.get("/v1/models/demo")).json()
+
+    assert listed == {"object": "list", "data": [card]}
+    assert card.pop("max_model_len") == 256
+    check(Model, card)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "a", "suffix": "b"},
+        {"prompt": "a", "nonsense": 1},
+        {"prompt": 1},
+        {"prompt": "a", "model": "other"},
+        {"prompt": "a", "stream": True},
+    ],
+)
+async def test_errors(client: httpx.AsyncClient, backend: FakeBackend, body: dict[str, Any]):
+    """Of the caller and of a replica."""
+    backend.script = lambda _: [ReplicaLost("gone")]
+    answer = await client.post(COMPLETIONS, json=body)
+
+    assert answer.status_code >= 400
+    assert set(answer.json()) == {"error"}
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    check(ErrorObject, answer.json()["error"])
+
+
+async def test_the_event_that_ends_a_broken_stream(client, backend: FakeBackend, answer_ids: list[int]):
+    """It has the shape of an error body."""
+    backend.script = lambda request: [*list(reply(answer_ids)(request))[:2], ReplicaLost("gone")]
+    response = await client.post(COMPLETIONS, json=completion(stream=True))
+    last = json.loads([block for block in response.text.split("\n\n") if block][-1].removeprefix("data: "))
+
+    check(ErrorObject, last["error"])

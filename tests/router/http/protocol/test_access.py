@@ -1,0 +1,81 @@
+"""Properties of the access log: one line per request, whose fields nobody can forge."""
+
+import asyncio
+import io
+
+import pytest
+
+from homing.router.http.protocol.access import FLUSH_LINES, AccessLog, line
+from homing.router.http.protocol.exchange import Account, Exchange, Request
+
+
+class Nowhere:
+    """A wire that takes everything."""
+
+    def send_head(self, exchange, headers, length) -> None: ...
+    def send_body(self, data) -> None: ...
+    def send_chunk(self, data) -> None: ...
+    def end_stream(self) -> None: ...
+    def exchange_over(self) -> None: ...
+
+
+def answered(path: str = "/v1/completions") -> Exchange:
+    exchange = Exchange(Request("POST", path, {}, b"", keep_alive=True), Nowhere(), "r-1", 0.0, lambda _: None)
+    exchange.respond(b"{}")
+    return exchange
+
+
+def test_a_line_tells_what_became_of_a_generation():
+    """In a fixed order, so that simple tools can cut it."""
+    exchange = answered()
+    exchange.account = Account("team-a", "r0", 12, 7, 8, 3, 0.0204)
+
+    assert line(exchange, 0.5, 1.0) == (
+        "ts=1.000 request=r-1 method=POST path=/v1/completions status=200 duration_ms=500.0 ttft_ms=20.4 "
+        "tenant=team-a replica=r0 prompt=12 predicted=7 cached=8 output=3\n"
+    )
+
+
+def test_what_never_generated_has_no_account():
+    """A health check, a refusal."""
+    assert line(answered("/health"), 0.001, 1.0).endswith("path=/health status=200 duration_ms=1.0\n")
+
+
+@pytest.mark.parametrize("path", ["/a\nts=0 request=forged", "/a b", "/ü", "/\x1b[2J"])
+def test_a_strangers_path_cannot_forge_a_line(path: str):
+    """Nor colour a terminal."""
+    told = line(answered(path), 0.1, 1.0)
+
+    assert told.count("\n") == 1
+    assert told.count(" ") == 5
+    assert told.isascii()
+    assert "\x1b" not in told
+
+
+async def test_lines_wait_a_moment_and_are_written_together():
+    """A system call each would cost as much as parsing the request."""
+    stream = io.StringIO()
+    log = AccessLog(stream, wall=lambda: 1.0)
+
+    for _ in range(FLUSH_LINES - 1):
+        log.write(answered(), 0.1)
+    assert stream.getvalue() == ""
+    log.write(answered(), 0.1)
+    assert stream.getvalue().count("\n") == FLUSH_LINES
+    log.write(answered(), 0.1)
+    log.close()
+
+    assert stream.getvalue().count("\n") == FLUSH_LINES + 1
+
+
+async def test_a_stream_that_takes_no_lines_stops_no_answer():
+    """What is lost is counted."""
+    stream = io.StringIO()
+    log = AccessLog(stream)
+    log.write(answered(), 0.1)
+    stream.close()
+
+    log.flush()
+    await asyncio.sleep(0)
+
+    assert log.lost == 1

@@ -1,0 +1,125 @@
+"""Properties of the smaller endpoints and of what passes every request."""
+
+import httpx
+from openai import AsyncOpenAI
+from openai.types import Model
+
+from homing.router.http.front import Front
+from homing.router.text.template import Chat
+from homing.router.text.tokenizer import TextModel
+
+from ..fakes import FakeBackend
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+async def test_the_model_is_listed_and_found(openai_client: AsyncOpenAI, backend: FakeBackend):
+    """Clients list models before anything else."""
+    listed = [model async for model in openai_client.models.list()]
+
+    assert [model.id for model in listed] == ["demo"]
+    Model.model_validate(listed[0].model_dump(exclude={"max_model_len"}), strict=True)
+    assert await openai_client.models.retrieve("demo") == listed[0]
+
+
+async def test_an_unknown_model_is_not_found(client: httpx.AsyncClient, backend: FakeBackend):
+    """Names with slashes are names."""
+    response = await client.get("/v1/models/meta-llama/Llama-3")
+
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_health_is_the_process_and_ready_the_cluster(client: httpx.AsyncClient, backend: FakeBackend):
+    """A router without replicas must not be restarted, but gets no traffic."""
+    assert (await client.get("/health")).status_code == 200
+    assert (await client.get("/ready")).status_code == 200
+
+    backend.state = "silent"
+    assert (await client.get("/ready")).status_code == 503
+    backend.limits = None
+    assert (await client.get("/ready")).status_code == 503
+    assert (await client.get("/health")).status_code == 200
+    assert (await client.get("/v1/models")).json()["data"] == []
+    assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 503
+
+
+async def test_ready_waits_for_the_tokenizer(client: httpx.AsyncClient, front: Front):
+    """Loading it takes seconds: whoever is sent here before would wait them out."""
+    front.texts.present = False
+
+    assert (await client.get("/ready")).status_code == 503
+
+
+async def test_ready_waits_for_an_exact_index(client: httpx.AsyncClient, backend: FakeBackend):
+    """A router that was just restarted would send every conversation to the wrong replica."""
+    backend.is_exact = False
+
+    assert (await client.get("/ready")).status_code == 503
+
+
+async def test_tokenize_and_detokenize_are_inverse(
+    client: httpx.AsyncClient, backend: FakeBackend, text_model: TextModel
+):
+    """In vLLM's shapes, which its benchmark probes."""
+    made = (await client.post("/tokenize", json={"prompt": "a fox", "return_token_strs": True})).json()
+    back = (await client.post("/detokenize", json={"tokens": made["tokens"][1:]})).json()
+
+    assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
+    assert (made["max_model_len"], back) == (256, {"prompt": "a fox"})
+    chat = (await client.post("/tokenize", json={"messages": MESSAGES})).json()
+    assert chat["tokens"] == list(text_model.encode_chat_now(Chat(MESSAGES)))
+
+
+async def test_tokenize_wants_one_of_prompt_and_messages(client: httpx.AsyncClient, backend: FakeBackend):
+    """Neither is no question, both are two."""
+    for body in ({}, {"prompt": "x", "messages": MESSAGES}):
+        assert (await client.post("/tokenize", json=body)).json()["error"]["param"] == "prompt"
+    response = await client.post("/detokenize", json={"tokens": [99999]})
+    assert response.json()["error"]["param"] == "tokens"
+
+
+async def test_explain_generates_nothing(client: httpx.AsyncClient, backend: FakeBackend):
+    """It takes the very body that would be sent, of either kind."""
+    for body in ({"messages": MESSAGES}, {"prompt": "hi"}):
+        response = await client.post("/explain", json=body)
+
+        assert (response.status_code, response.json()["chosen"]) == (200, "r0")
+        assert response.json()["prompt_tokens"] > 0
+    assert backend.requests == []
+
+
+async def test_cluster_shows_the_backends_view(client: httpx.AsyncClient, backend: FakeBackend):
+    """For people and dashboards."""
+    view = (await client.get("/cluster")).json()
+
+    assert [replica["replica_id"] for replica in view["replicas"]] == ["r0"]
+
+
+async def test_version_is_the_packages(client: httpx.AsyncClient, backend: FakeBackend):
+    """So that a bug report can name it."""
+    import homing
+
+    assert (await client.get("/version")).json() == {"version": homing.__version__}
+
+
+async def test_every_answer_has_an_id(client: httpx.AsyncClient, backend: FakeBackend):
+    """The client's where it gave one that fits into a header and a log line, else a new one."""
+    for given, kept in (("abc-1", True), ("a b", False), ("x" * 300, False)):
+        response = await client.get("/health", headers={"x-request-id": given})
+
+        assert (response.headers["x-request-id"] == given) == kept
+        assert response.headers["x-request-id"]
+
+
+async def test_metrics_count_requests_and_tokens(client: httpx.AsyncClient, backend: FakeBackend):
+    """Strangers' paths share one label, so that they cannot grow the metrics."""
+    await client.post("/v1/completions", json={"prompt": "x"})
+    for path in ("/a", "/b"):
+        await client.get(path)
+
+    text = (await client.get("/metrics")).text
+
+    assert 'homing_http_requests_total{endpoint="/v1/completions",status="200"} 1.0' in text
+    assert 'homing_http_requests_total{endpoint="other",status="404"} 2.0' in text
+    assert 'homing_time_to_first_token_seconds_count{model="demo"} 1.0' in text
+    assert 'homing_requests_running{model="demo",replica="r0"} 2.0' in text

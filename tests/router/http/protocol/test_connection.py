@@ -1,0 +1,599 @@
+"""Properties of HTTP on the wire, over real sockets: framing, order, limits, and clients that misbehave."""
+
+import asyncio
+import json
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from homing.router.errors import RouterError
+from homing.router.http.errors import fail
+from homing.router.http.protocol.connection import MAX_HEAD_BYTES, MAX_PIPELINED, ConnectionLimits, HttpConnection
+from homing.router.http.protocol.exchange import Exchange, Headers, Request
+from homing.router.http.protocol.server import HttpServer
+
+HANG_S = 20
+LIMITS = ConnectionLimits(
+    max_body_bytes=100_000, max_unsent_bytes=256 * 1024, read_timeout_s=10, stall_timeout_s=5, keep_alive_s=60
+)
+
+
+class Handler:
+    """Tells what it was asked; keeps exchanges under /hold for the test to answer."""
+
+    def __init__(self) -> None:
+        self.held: list[Exchange] = []
+        self.seen: list[Request] = []
+        self.over: list[Exchange] = []
+        self.cuts: list[str] = []
+
+    def serve(self, request: Request, wire: HttpConnection) -> Exchange:
+        self.seen.append(request)
+        exchange = Exchange(request, wire, f"id-{len(self.seen)}", 0.0, self.over.append)
+        if request.path == "/hold":
+            self.held.append(exchange)
+        else:
+            told = {"method": request.method, "path": request.path, "body": len(request.body)}
+            exchange.respond(json.dumps(told).encode())
+        return exchange
+
+    def refuse(self, request: Request, wire: HttpConnection, error: RouterError) -> None:
+        fail(Exchange(request, wire, "refused", 0.0, self.over.append), error)
+
+    def headers_for(self, request: Request) -> Headers:
+        return ()
+
+    def cut(self, reason: str) -> None:
+        self.cuts.append(reason)
+
+
+class Client:
+    """Raw bytes out, parsed answers in."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def head(self) -> tuple[int, dict[str, str]]:
+        lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        fields = (line.split(": ", 1) for line in lines[1:] if line)
+        return int(lines[0].split()[1]), {name.lower(): value for name, value in fields}
+
+    async def answer(self) -> tuple[int, dict[str, str], bytes]:
+        status, headers = await self.head()
+        return status, headers, await self.reader.readexactly(int(headers.get("content-length", 0)))
+
+    async def told(self) -> dict[str, object]:
+        status, _, body = await self.answer()
+        assert status == 200, body
+        return json.loads(body)
+
+    async def chunks(self) -> list[bytes]:
+        found = []
+        while size := int((await self.reader.readuntil(b"\r\n")).strip(), 16):
+            found.append(await self.reader.readexactly(size))
+            await self.reader.readexactly(2)
+        await self.reader.readexactly(2)
+        return found
+
+
+class Rig:
+    """A server, its handler, and the clients of a test."""
+
+    def __init__(self) -> None:
+        self.handler = Handler()
+        self.server = HttpServer(self.handler, LIMITS, clock=time.monotonic)
+        self.port = 0
+        self.clients: list[Client] = []
+
+    async def client(self) -> Client:
+        client = Client(*await asyncio.open_connection("127.0.0.1", self.port))
+        self.clients.append(client)
+        return client
+
+    @property
+    def connection(self) -> HttpConnection:
+        (only,) = self.server.connections
+        return only
+
+    async def until(self, holds: Callable[[], object]) -> None:
+        while not holds():  # noqa: ASYNC110 - what is waited for is a plain value of the thing under test
+            await asyncio.sleep(0.001)
+
+    async def held(self, count: int = 1) -> Exchange:
+        await self.until(lambda: len(self.handler.held) >= count)
+        return self.handler.held[count - 1]
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    made = Rig()
+    made.port = await made.server.start("127.0.0.1", 0)
+    async with asyncio.timeout(HANG_S):
+        yield made
+        for client in made.clients:
+            client.writer.transport.abort()
+        await made.server.stop(1.0)
+    assert all(exchange.over for exchange in made.handler.held), "an exchange was forgotten"
+
+
+def get(path: str = "/", *headers: str, version: str = "1.1", method: str = "GET") -> bytes:
+    lines = [f"{method} {path} HTTP/{version}", "host: x", *headers]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def post(body: bytes, *headers: str) -> bytes:
+    return get("/", f"content-length: {len(body)}", *headers, method="POST") + body
+
+
+# Framing
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1000])
+async def test_a_request_may_come_in_any_pieces(rig: Rig, piece: int):
+    """TCP keeps no boundaries."""
+    client, data = await rig.client(), post(b"hello") + get("/next")
+    for start in range(0, len(data), piece):
+        client.send(data[start : start + piece])
+        await asyncio.sleep(0)
+
+    assert (await client.told())["body"] == 5
+    assert (await client.told())["path"] == "/next"
+
+
+async def test_a_chunked_body_is_joined(rig: Rig):
+    """Clients that stream their body do not know its length; trailers are allowed."""
+    client = await rig.client()
+    client.send(get("/", "transfer-encoding: chunked", method="POST"))
+    client.send(b"5\r\nhello\r\n6;x=y\r\n world\r\n0\r\nsum: 1\r\n\r\n" + get("/next"))
+
+    assert (await client.told())["body"] == 11
+    assert (await client.told())["path"] == "/next"
+
+
+async def test_trailers_are_dropped(rig: Rig):
+    """A proxy that checks heads has not seen them: a key or a length among them must not count."""
+    client = await rig.client()
+    client.send(get("/", "transfer-encoding: chunked", "x-session-affinity: a", method="POST"))
+    client.send(b"5\r\nhello\r\n0\r\nauthorization: Bearer k\r\nx-session-affinity: b\r\n\r\n" + get("/next"))
+
+    assert (await client.told())["body"] == 5
+    assert (await client.told())["path"] == "/next"
+    assert "authorization" not in rig.handler.seen[0].headers
+    assert rig.handler.seen[0].headers["x-session-affinity"] == "a"
+
+
+@pytest.mark.parametrize("field", [b"x: y\r\n", b"y"], ids=["many", "one"])
+async def test_trailers_without_end_are_refused(rig: Rig, field: bytes):
+    """They would fill the memory; a single one of 24 MB kept the loop busy for 11 s, as the parser joins its parts."""
+    client = await rig.client()
+    client.send(get("/", "transfer-encoding: chunked", method="POST") + b"5\r\nhello\r\n0\r\nx: ")
+    for _ in range(16):
+        client.send(field * (MAX_HEAD_BYTES // len(field)))
+        await asyncio.sleep(0)
+
+    assert (await client.answer())[0] == 431
+
+
+async def test_a_chunk_may_be_larger_than_a_head(rig: Rig):
+    """Its content is no trailer."""
+    client = await rig.client()
+    client.send(get("/", "transfer-encoding: chunked", method="POST"))
+    for _ in range(3):
+        client.send(b"%x\r\n" % 30_000)
+        await asyncio.sleep(0.01)
+        client.send(b"x" * 30_000 + b"\r\n")
+    client.send(b"0\r\n\r\n")
+
+    assert (await client.told())["body"] == 90_000
+
+
+async def test_paths_are_decoded_and_queries_dropped(rig: Rig):
+    """Also of the absolute form, which proxies send."""
+    client = await rig.client()
+    for target in ("/a%20b?x=1", "http://host:1/a%20b?x=1"):
+        client.send(get(target))
+
+        assert (await client.told())["path"] == "/a b"
+
+
+async def test_a_head_answer_has_a_length_and_no_body(rig: Rig):
+    """The next answer would be read as its body."""
+    client = await rig.client()
+    client.send(get(method="HEAD") + get())
+
+    _, headers = await client.head()
+    assert int(headers["content-length"]) > 0
+    assert (await client.told())["method"] == "GET"
+
+
+async def test_headers_given_twice_are_joined(rig: Rig):
+    """As proxies would join them."""
+    client = await rig.client()
+    client.send(get("/", "X-A: 1", "x-a: 2"))
+    await client.told()
+
+    assert rig.handler.seen[0].headers["x-a"] == "1,2"
+
+
+async def test_every_answer_carries_date_and_id(rig: Rig):
+    """The one is HTTP's, the other ours."""
+    client = await rig.client()
+    client.send(get())
+    _, headers, _ = await client.answer()
+
+    assert headers["x-request-id"] == "id-1"
+    assert headers["date"].endswith("GMT")
+
+
+# Keep-alive
+
+
+@pytest.mark.parametrize(
+    ("version", "header", "kept"),
+    [
+        ("1.1", "x: y", True),
+        ("1.1", "connection: close", False),
+        ("1.0", "x: y", False),
+        ("1.0", "connection: keep-alive", True),
+    ],
+)
+async def test_a_connection_is_kept_as_the_client_wants(rig: Rig, version: str, header: str, kept: bool):
+    """And the answer says so where it is not the version's default."""
+    client = await rig.client()
+    client.send(get("/", header, version=version))
+    _, headers, _ = await client.answer()
+    told = headers.get("connection", "keep-alive")
+    if kept:
+        client.send(get())
+        await client.told()
+
+    assert told == ("keep-alive" if kept else "close")
+    if not kept:
+        assert await client.reader.read() == b""
+
+
+async def test_an_old_client_that_proposes_an_upgrade_is_answered_as_an_old_one(rig: Rig):
+    """HTTP/1.0 knows no connection that stays open by itself: the client waits for its end."""
+    client = await rig.client()
+    client.send(get("/", "connection: upgrade", "upgrade: h2c", version="1.0"))
+
+    _, headers, _ = await client.answer()
+    assert headers["connection"] == "close"
+    assert rig.handler.seen[0].http_1_0
+
+
+async def test_an_upgrade_is_answered_in_plain_http(rig: Rig):
+    """Java's client asks every server for HTTP/2 and takes 1.1 for an answer."""
+    client = await rig.client()
+    client.send(post(b"hello", "connection: upgrade", "upgrade: h2c", "x-a: 1") + get("/next"))
+
+    assert (await client.told())["body"] == 5
+    assert (await client.told())["path"] == "/next"
+    assert rig.handler.seen[0].headers["x-a"] == "1"
+
+
+async def test_a_tunnel_is_not_opened(rig: Rig):
+    """Nor is what would go through it taken for requests."""
+    client = await rig.client()
+    client.send(b"CONNECT other:80 HTTP/1.1\r\nhost: x\r\n\r\n" + get("/hidden"))
+    await client.answer()
+
+    assert await client.reader.read() == b""
+    assert [request.method for request in rig.handler.seen] == ["CONNECT"]
+
+
+async def test_an_idle_connection_is_closed_after_a_while(rig: Rig):
+    """They are finite."""
+    client = await rig.client()
+    client.send(get())
+    await client.told()
+
+    rig.connection.watch(time.monotonic() + LIMITS.keep_alive_s + 1)
+
+    assert await client.reader.read() == b""
+
+
+async def test_a_busy_connection_is_not_idle(rig: Rig):
+    """A long prefill sends nothing for minutes."""
+    client = await rig.client()
+    client.send(get("/hold"))
+    exchange = await rig.held()
+
+    rig.connection.watch(time.monotonic() + 10_000)
+    exchange.respond(b"{}")
+
+    assert (await client.answer())[0] == 200
+
+
+# Pipelining
+
+
+async def test_pipelined_requests_are_answered_in_order(rig: Rig):
+    """Whatever the first one takes."""
+    client = await rig.client()
+    client.send(get("/hold") + get("/b") + post(b"ccc"))
+    exchange = await rig.held()
+    await asyncio.sleep(0.01)
+    assert [request.path for request in rig.handler.seen] == ["/hold"]
+    exchange.respond(b"{}")
+
+    assert (await client.answer())[2] == b"{}"
+    assert (await client.told())["path"] == "/b"
+    assert (await client.told())["body"] == 3
+
+
+async def test_a_big_pipeline_is_answered_whole_and_read_in_portions(rig: Rig):
+    """No recursion, and no memory for requests that nobody answers yet."""
+    client, count = await rig.client(), 5_000
+    client.send(get("/hold") + b"".join(get(f"/{number}") for number in range(count)))
+    exchange = await rig.held()
+    await rig.until(lambda: rig.connection._paused_reading)
+    assert len(rig.connection._waiting) >= MAX_PIPELINED
+    exchange.respond(b"{}")
+    await client.answer()
+
+    assert [(await client.told())["path"] for _ in range(count)] == [f"/{number}" for number in range(count)]
+
+
+# Expect
+
+
+async def test_a_client_that_waits_for_it_is_told_to_go_on(rig: Rig):
+    """curl does for bodies over a megabyte, and otherwise loses a second."""
+    client = await rig.client()
+    client.send(get("/", "content-length: 5", "expect: 100-continue", method="POST"))
+    assert (await client.head())[0] == 100
+    client.send(b"hello")
+
+    assert (await client.told())["body"] == 5
+
+
+async def test_nothing_is_asked_for_that_would_be_refused(rig: Rig):
+    """That is what the header is for."""
+    client = await rig.client()
+    client.send(get("/", "content-length: 100001", "expect: 100-continue", method="POST"))
+
+    assert (await client.answer())[0] == 413
+
+
+async def test_going_on_waits_for_the_answer_before(rig: Rig):
+    """Two answers must not mix."""
+    client = await rig.client()
+    client.send(get("/hold") + get("/", "content-length: 2", "expect: 100-continue", method="POST"))
+    exchange = await rig.held()
+    await asyncio.sleep(0.01)
+    exchange.respond(b"{}")
+
+    assert (await client.answer())[0] == 200
+    assert (await client.head())[0] == 100
+    client.send(b"hi")
+    assert (await client.told())["body"] == 2
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "code"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, "malformed_http"),
+        (b"GET / HTTP/9.9\r\n\r\n", 400, "malformed_http"),
+        (get("/", "no colon here"), 400, "malformed_http"),
+        (get("/", "content-length: -1"), 400, "malformed_http"),
+        (get("/", "content-length: 5", "transfer-encoding: chunked", method="POST"), 400, "malformed_http"),
+        (get("/", "transfer-encoding: chunked", method="POST") + b"zz\r\n", 400, "malformed_http"),
+        (get("/", "content-length: 100001", method="POST"), 413, "body_too_large"),
+        (get("/", "x: " + "y" * MAX_HEAD_BYTES), 431, "head_too_large"),
+        (b"GET / HTTP/1.1\r\nx: " + b"y" * (MAX_HEAD_BYTES + 1), 431, "head_too_large"),
+        (b"GET /" + b"y" * (MAX_HEAD_BYTES + 1), 431, "head_too_large"),
+    ],
+)
+async def test_what_is_no_request_is_refused_in_openais_shape(rig: Rig, data: bytes, status: int, code: str):
+    """And the connection ends, as nobody knows where the next request would begin."""
+    client = await rig.client()
+    client.send(data)
+
+    got, headers, body = await client.answer()
+    assert (got, json.loads(body)["error"]["code"]) == (status, code)
+    assert headers["connection"] == "close"
+    assert await client.reader.read() == b""
+
+
+async def test_a_chunked_body_over_the_limit_is_refused_while_it_comes(rig: Rig):
+    """Nobody announced its length; what still comes is dropped, so that the answer is not lost in a reset."""
+    client = await rig.client()
+    client.send(get("/", "transfer-encoding: chunked", method="POST"))
+    client.send(b"8000\r\n" + b"x" * 0x8000 + b"\r\n")
+    await asyncio.sleep(0.01)
+    client.send((b"8000\r\n" + b"x" * 0x8000 + b"\r\n") * 100)
+
+    assert (await client.answer())[0] == 413
+    assert rig.handler.seen == []
+
+
+async def test_garbage_behind_a_request_does_not_spoil_its_answer(rig: Rig):
+    """The answer under way comes whole; then the connection ends."""
+    client = await rig.client()
+    client.send(get("/hold") + b"\x00\x01garbage\r\n\r\n")
+    exchange = await rig.held()
+    await asyncio.sleep(0.01)
+    exchange.respond(b"{}")
+
+    assert (await client.answer())[2] == b"{}"
+    assert await client.reader.read() == b""
+
+
+async def test_a_request_that_does_not_come_whole_in_time_is_refused(rig: Rig):
+    """A byte now and then would hold a connection for ever (slowloris)."""
+    client = await rig.client()
+    client.send(get()[:-1])
+    await rig.until(lambda: rig.server.connections and rig.connection._reading)
+
+    rig.connection.watch(time.monotonic() + LIMITS.read_timeout_s + 1)
+
+    assert (await client.answer())[0] == 408
+
+
+# Streams
+
+
+async def test_a_stream_is_chunked_and_the_connection_goes_on(rig: Rig):
+    """Each piece leaves at once."""
+    client = await rig.client()
+    client.send(get("/hold"))
+    exchange = await rig.held()
+    exchange.begin_stream([("x-a", "1")])
+    for piece in (b"one", b"two"):
+        exchange.send(piece)
+    exchange.end()
+
+    _, headers = await client.head()
+    assert (headers["transfer-encoding"], headers["x-a"]) == ("chunked", "1")
+    assert await client.chunks() == [b"one", b"two"]
+    client.send(get())
+    await client.told()
+
+
+async def test_a_stream_to_an_old_client_ends_with_the_connection(rig: Rig):
+    """HTTP/1.0 has no chunks."""
+    client = await rig.client()
+    client.send(get("/hold", "connection: keep-alive", version="1.0"))
+    exchange = await rig.held()
+    exchange.begin_stream([])
+    exchange.send(b"one")
+    exchange.end()
+
+    assert (await client.head())[1]["connection"] == "close"
+    assert await client.reader.read() == b"one"
+
+
+async def test_a_client_that_does_not_read_is_bounded_in_bytes_and_cut_off(rig: Rig):
+    """The stream comes from a step that others share: it cannot be paused, so its reader must go."""
+    client = await rig.client()
+    client.send(get("/hold"))
+    exchange = await rig.held()
+    client.writer.transport.pause_reading()
+    exchange.begin_stream([])
+    sent = 0
+    while not exchange.gone and sent < 100_000_000:
+        exchange.send(b"x" * 16_384)
+        sent += 16_384
+        await asyncio.sleep(0)
+
+    assert exchange.gone
+    assert sent < 20_000_000  # what the kernel's buffers take, and the limit
+    assert rig.handler.cuts == ["unsent"]
+
+
+async def test_a_finished_answer_that_nobody_reads_is_dropped(rig: Rig):
+    """Its connection is not busy any more, and would hold the bytes until the client dies."""
+    client = await rig.client()
+    client.send(get("/hold"))
+    exchange = await rig.held()
+    client.writer.transport.pause_reading()
+    raw = rig.connection._transport.get_extra_info("socket")
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    exchange.respond(b"x" * 12_000_000)
+    connection, now = rig.connection, time.monotonic()
+    assert connection._transport.get_write_buffer_size() > 0
+
+    connection.watch(now)
+    await asyncio.sleep(0.05)
+    connection.watch(now + 1)
+    assert rig.handler.cuts == []
+    connection.watch(now + 2 * LIMITS.stall_timeout_s)
+
+    assert rig.handler.cuts == ["stalled"]
+    await rig.until(lambda: not rig.server.connections)
+
+
+async def test_a_client_that_reads_slowly_but_reads_is_served(rig: Rig):
+    """Only who takes nothing at all is cut off."""
+    client = await rig.client()
+    client.send(get("/hold"))
+    exchange = await rig.held()
+    body, now = b"x" * 8_000_000, time.monotonic()
+    exchange.respond(body)
+    connection = rig.connection
+    await client.head()
+    read = 0
+    while unsent := connection._transport.get_write_buffer_size():
+        while connection._transport.get_write_buffer_size() == unsent:
+            read += len(await client.reader.read(400_000))
+        now += LIMITS.stall_timeout_s * 0.9
+        connection.watch(now)
+    await client.reader.readexactly(len(body) - read)
+
+    assert rig.handler.cuts == []
+
+
+# Clients that leave
+
+
+@pytest.mark.parametrize("how", ["abort", "close", "half-close", "reset"])
+async def test_a_client_that_leaves_ends_its_exchange_at_once(rig: Rig, how: str):
+    """However it leaves: nothing tells a killed process' socket from one that only stopped sending."""
+    client = await rig.client()
+    client.send(get("/hold"))
+    exchange = await rig.held()
+    told: list[bool] = []
+    exchange.on_gone = lambda: told.append(True)
+    if how == "half-close":
+        client.writer.write_eof()
+    elif how == "reset":
+        raw = client.writer.transport.get_extra_info("socket")
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.writer.close()
+    else:
+        getattr(client.writer.transport, how)()
+
+    await rig.until(lambda: exchange.gone)
+    exchange.respond(b"nobody reads this")
+    exchange.begin_anew()
+
+    assert (told, exchange.status, rig.handler.over) == ([True], 499, [exchange])
+
+
+async def test_requests_behind_one_whose_client_left_are_not_served(rig: Rig):
+    """They would generate for nobody."""
+    client = await rig.client()
+    client.send(get("/hold") + get("/hold"))
+    exchange = await rig.held()
+    client.writer.transport.abort()
+
+    await rig.until(lambda: exchange.gone)
+    await rig.until(lambda: not rig.server.connections)
+    assert len(rig.handler.seen) == 1
+
+
+async def test_what_was_answered_before_a_half_close_arrives(rig: Rig):
+    """`printf … | nc` closes its sending side with the request."""
+    client = await rig.client()
+    client.send(get())
+    client.writer.write_eof()
+
+    assert (await client.told())["path"] == "/"
+
+
+# Stopping
+
+
+async def test_a_stop_lets_an_answer_end_and_says_that_the_connection_does(rig: Rig):
+    """No request is lost by a restart that could have been answered."""
+    client = await rig.client()
+    client.send(get("/hold"))
+    exchange = await rig.held()
+    stopping = asyncio.create_task(rig.server.stop(10.0))
+    await asyncio.sleep(0)
+    exchange.respond(b"{}")
+    await stopping
+
+    _, headers, _ = await client.answer()
+    assert headers["connection"] == "close"

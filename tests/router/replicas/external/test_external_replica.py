@@ -1,0 +1,429 @@
+"""Foreign engines behind the routing side, over real sockets: requests out over HTTP, their events in."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from random import Random
+
+import pytest
+
+from homing.events.wire.messages import LoadReport
+from homing.kvcache.hashing import tenant_root
+from homing.replica.messages import Pin, ReplicaDescription
+from homing.router.backend import FinishedRequest, ReplicaView, TokenDelta
+from homing.router.config import RouterSettings
+from homing.router.errors import InvalidGeneration, RequestFailed
+from homing.router.replicas.external.block_keys import cache_salt
+from homing.router.replicas.external.probe import ForeignTerms
+from homing.router.replicas.membership import text_digests
+from homing.router.replicas.service import RouterService
+
+from ...fakes import BLOCK, CACHE, LIMITS, ROOT, SEED, Reading, description_of, parity_of, request_of, until
+from .fakes import FakeEngine, answer
+
+PROMPT = list(range(200))
+BLOCKS = len(PROMPT) // BLOCK
+TERMS = ForeignTerms(
+    model_names=("fake",), max_model_len=4096, block_size=BLOCK, canary_ids=(1, 2, 3), max_running_requests=8
+)
+
+
+class Watcher:
+    """Keeps what the service tells its observer."""
+
+    def __init__(self) -> None:
+        self.finished: list[FinishedRequest] = []
+        self.reports: list[LoadReport] = []
+        self.gaps = 0
+
+    def request_finished(self, record: FinishedRequest) -> None:
+        self.finished.append(record)
+
+    def load_reported(self, replica_id: str, report: LoadReport) -> None:
+        self.reports.append(report)
+
+    def events_gap(self, replica_id: str) -> None:
+        self.gaps += 1
+
+
+class Cluster:
+    """A service with fake engines behind it."""
+
+    def __init__(self, folder) -> None:
+        self.watcher = Watcher()
+        self.service = RouterService(
+            RouterSettings(replica_silence_s=30.0),
+            CACHE,
+            router_id="me",
+            model_dir=folder,
+            observer=self.watcher,
+            heartbeat_interval_s=0.05,
+            foreign=TERMS,
+            rng=Random(1),
+        )
+        self._parity = parity_of(text_digests(folder))
+        self.engines: dict[str, FakeEngine] = {}
+        self.service.start(asyncio.get_running_loop())
+
+    async def add(self, *names: str, events: bool = True, **fields: object) -> list[FakeEngine]:
+        for name in names:
+            self.engines[name] = FakeEngine(**fields)
+            await self.engines[name].start()
+        self.tell(events=events)
+        return [self.engines[name] for name in names]
+
+    def tell(self, *, events: bool = True) -> None:
+        members = [self._description(name, engine, events) for name, engine in self.engines.items()]
+        self.service.apply_membership(members, SEED)
+
+    def _description(self, name: str, engine: FakeEngine, events: bool) -> ReplicaDescription:
+        fields = {"event_endpoints": engine.endpoints} if events else {}
+        return description_of(
+            name, request_endpoint=engine.url, foreign=True, parity=self._parity, model=LIMITS, **fields
+        )
+
+    def replica(self, name: str) -> ReplicaView:
+        return next(view for view in self.service.view().replicas if view.replica_id == name)
+
+    async def live(self, *names: str) -> None:
+        await until(lambda: all((self.replica(n).state, self.replica(n).feed) == ("serving", "live") for n in names))
+
+    async def ask(self, tokens: list[int] = PROMPT, **fields: object) -> tuple[str, list[TokenDelta]]:
+        stream = self.service.generate(request_of(tokens, **fields))
+        deltas = [delta async for delta in Reading(stream)]
+        return stream.replica_id or "", deltas
+
+    async def close(self) -> None:
+        self.service.close()
+        for engine in self.engines.values():
+            await engine.stop()
+        await asyncio.sleep(0)
+
+
+def tokens(deltas: list[TokenDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+@pytest.fixture
+async def cluster(tmp_path) -> AsyncIterator[Cluster]:
+    cluster = Cluster(tmp_path)
+    yield cluster
+    if cluster.service._dispatcher is not None:
+        cluster.service._dispatcher.check()
+    await cluster.close()
+
+
+@pytest.fixture
+async def pair(cluster: Cluster) -> Cluster:
+    await cluster.add("b0", "b1")
+    await cluster.live("b0", "b1")
+    return cluster
+
+
+async def test_a_request_ends_with_the_engines_tokens_and_its_word_on_cached_ones(pair: Cluster) -> None:
+    """The dispatcher works with ids; how many were cached is only known at the end of the stream."""
+    await pair.ask()
+    home, deltas = await pair.ask(seed=5)
+
+    assert tokens(deltas) == answer(PROMPT, 5, 8)
+    assert deltas[-1].finish_reason == "length"
+    assert [delta.cached_tokens for delta in deltas] == [*[None] * 7, BLOCKS * BLOCK]
+    assert pair.watcher.finished[-1].delivered_cached_tokens == BLOCKS * BLOCK
+    assert pair.replica(home).url == pair.engines[home].url
+
+
+async def test_the_holder_is_chosen_once_its_events_arrived(pair: Cluster) -> None:
+    """The point of it all: its own hashes mean nothing to us, what they stand for does."""
+    home, _ = await pair.ask()
+    await until(lambda: pair.replica(home).indexed_blocks >= BLOCKS)
+
+    table = pair.service.explain(request_of([*PROMPT, 7, 7, 7]))
+    homes = {(await pair.ask([*PROMPT, number], seed=number))[0] for number in range(5)}
+
+    assert homes == {home}
+    assert table.chosen == home
+    assert {row.replica_id: row.held_blocks for row in table.replicas}[home] == BLOCKS
+
+
+async def test_removals_and_clears_are_followed(pair: Cluster) -> None:
+    """A block that is gone must not be credited."""
+    home, _ = await pair.ask(max_tokens=1)
+    engine = pair.engines[home]
+    await until(lambda: pair.replica(home).indexed_blocks == BLOCKS)
+
+    engine.evict(PROMPT, blocks=5)
+    await until(lambda: pair.replica(home).indexed_blocks == BLOCKS - 5)
+    engine.clear()
+    await until(lambda: pair.replica(home).indexed_blocks == 0)
+
+
+async def test_a_lost_batch_is_replayed(pair: Cluster) -> None:
+    """vLLM keeps its last batches for who asks."""
+    home, _ = await pair.ask(max_tokens=1)
+    engine = pair.engines[home]
+    await until(lambda: pair.replica(home).indexed_blocks == BLOCKS)
+
+    engine.publish({"type": "AllBlocksCleared"}, heard=False)
+    engine.publish()
+    await until(lambda: pair.replica(home).indexed_blocks == 0)
+    await until(lambda: pair.watcher.gaps)
+
+    assert pair.replica(home).feed == "live"
+
+
+async def test_blocks_without_a_known_beginning_are_shown_and_not_credited(pair: Cluster) -> None:
+    """Credit is for what is sure; what is dropped is counted where an operator looks."""
+    orphan = {"block_hashes": [1, 2], "parent_block_hash": 77, "token_ids": list(range(32)), "block_size": 16}
+
+    pair.engines["b0"].publish({"type": "BlockStored", "lora_id": None, "medium": "GPU", "lora_name": None, **orphan})
+    await until(lambda: pair.replica("b0").unplaced_blocks == 2)
+
+    assert pair.replica("b0").indexed_blocks == 0
+
+
+async def test_tenants_are_kept_apart_in_the_engine_and_in_the_index(pair: Cluster) -> None:
+    """The tenant's root travels as `cache_salt` and comes back with the events."""
+    salt = b"tenant a"
+    home, _ = await pair.ask(salt=salt, max_tokens=1)
+    await until(lambda: pair.replica(home).indexed_blocks == BLOCKS)
+
+    held = {
+        name: {row.replica_id: row.held_blocks for row in pair.service.explain(request_of(PROMPT, salt=name)).replicas}
+        for name in (salt, b"tenant b", b"")
+    }
+
+    assert pair.engines[home].bodies[-1]["cache_salt"] == cache_salt(tenant_root(ROOT, salt=salt))
+    assert [held[salt][home], held[b"tenant b"][home], held[b""][home]] == [BLOCKS, 0, 0]
+
+
+async def test_an_engine_killed_in_mid_stream_is_survived(pair: Cluster) -> None:
+    """The client's stream goes on at the other one, from the very next token."""
+    for engine in pair.engines.values():
+        engine.behaves.gate.clear()
+    stream = pair.service.generate(request_of(PROMPT, seed=9))
+    reading = Reading(stream)
+    first = await anext(reading)
+    home = stream.replica_id or ""
+    other = next(name for name in pair.engines if name != home)
+
+    await pair.engines[home].stop()
+    pair.engines[other].behaves.gate.set()
+    deltas = [first, *[delta async for delta in reading]]
+
+    assert stream.replica_id == other
+    assert tokens(deltas) == answer(PROMPT, 9, 8)
+    assert pair.engines[other].bodies[-1]["prompt"] == [*PROMPT, first.token_ids[0]]
+    assert pair.engines[other].bodies[-1]["max_tokens"] == 7
+    await until(lambda: pair.replica(home).state == "joining")
+    await pair.engines[home].start()
+
+
+async def test_a_restarted_engine_comes_back_with_an_empty_cache(pair: Cluster) -> None:
+    """What the former one held is gone, whatever its numbers say."""
+    home, _ = await pair.ask(max_tokens=1)
+    await until(lambda: pair.replica(home).indexed_blocks == BLOCKS)
+
+    await pair.engines[home].stop()
+    await until(lambda: pair.replica(home).state == "joining")
+    await pair.engines[home].start()
+    await pair.live(home)
+
+    assert pair.replica(home).indexed_blocks == 0
+
+
+async def test_an_engine_that_is_there_later_joins_later(cluster: Cluster) -> None:
+    """Routers and engines start in any order."""
+    (engine,) = await cluster.add("b0")
+    await engine.stop()
+    stream = cluster.service.generate(request_of(PROMPT))
+
+    await engine.start()
+    deltas = [delta async for delta in Reading(stream)]
+
+    assert tokens(deltas) == answer(PROMPT, 1, 8)
+
+
+async def test_a_refusal_of_the_request_itself_is_the_callers(pair: Cluster) -> None:
+    """Another engine would say the same, and its words say what to change."""
+    for engine in pair.engines.values():
+        engine.behaves.refusal = (400, "top_p must be in (0, 1]")
+
+    with pytest.raises(InvalidGeneration, match="top_p must be"):
+        await pair.ask()
+
+    assert sum(len(engine.bodies) for engine in pair.engines.values()) == 1
+
+
+async def test_mistakes_of_callers_are_nothing_against_an_engine(pair: Cluster) -> None:
+    """A breaker that counts them would take every engine from everybody, as sglang-router's does for a minute."""
+    for engine in pair.engines.values():
+        engine.behaves.refusal = (400, "top_p must be in (0, 1]")
+    for seed in range(60):
+        with pytest.raises(InvalidGeneration):
+            await pair.ask([seed, *PROMPT], seed=seed)
+    for engine in pair.engines.values():
+        engine.behaves.refusal = None
+
+    for seed in range(10):
+        _, deltas = await pair.ask([seed, *PROMPT], seed=seed)
+        assert tokens(deltas) == answer([seed, *PROMPT], seed, 8)
+    assert {pair.replica(name).state for name in pair.engines} == {"serving"}
+
+
+async def test_an_engine_in_trouble_passes_the_request_on(pair: Cluster) -> None:
+    """503 of one engine is nothing that a client should see while another one works."""
+    pair.engines["b0"].behaves.refusal = (503, "out of service")
+
+    for seed in range(4):
+        home, deltas = await pair.ask([seed, *PROMPT], seed=seed)
+        assert (home, tokens(deltas)) == ("b1", answer([seed, *PROMPT], seed, 8))
+
+
+async def test_when_every_engine_fails_the_client_gets_its_words(pair: Cluster) -> None:
+    """After the retries, with what the last engine said."""
+    for engine in pair.engines.values():
+        engine.behaves.refusal = (500, "CUDA out of memory")
+
+    with pytest.raises(RequestFailed, match="CUDA out of memory"):
+        await pair.ask()
+
+
+async def test_a_cancelled_stream_hangs_up(pair: Cluster) -> None:
+    """Engines stop when their client is gone: that is the abort."""
+    for engine in pair.engines.values():
+        engine.behaves.token_s = 0.01
+    stream = pair.service.generate(request_of(PROMPT, max_tokens=2000))
+    await anext(Reading(stream))
+    home = stream.replica_id or ""
+
+    stream.cancel()
+    await until(lambda: pair.engines[home].hung_up and not pair.engines[home].running)
+
+    assert pair.replica(home).in_flight == 0
+
+
+async def test_an_engine_that_tells_no_ids_is_taken_by_its_text(cluster: Cluster) -> None:
+    """Older servers stream text alone: it is handed on as it is, and counted by the engine's own usage."""
+    (engine,) = await cluster.add("b0")
+    engine.behaves.tells_ids = False
+    await cluster.live("b0")
+
+    _, deltas = await cluster.ask(seed=3)
+
+    assert [delta.text for delta in deltas] == [f"<{token}>" for token in answer(PROMPT, 3, 8)]
+    assert sum(delta.text_tokens for delta in deltas) == 8
+    assert not tokens(deltas)
+
+
+async def test_text_without_ids_cannot_go_on_elsewhere(pair: Cluster) -> None:
+    """Nobody can say which tokens the text was; making them up would be worse than an error."""
+    for engine in pair.engines.values():
+        engine.behaves.tells_ids = False
+        engine.behaves.break_after = 3
+
+    with pytest.raises(RequestFailed):
+        await pair.ask()
+
+    assert sum(len(engine.bodies) for engine in pair.engines.values()) == 1
+
+
+async def test_pins_are_not_promised(pair: Cluster) -> None:
+    """Foreign engines keep nothing on request; the caller is told 0."""
+    _, deltas = await pair.ask(pins=(Pin(96, 60.0, bytes(16)),))
+
+    assert deltas[0].pinned_tokens == 0
+
+
+async def test_a_busy_engine_is_avoided(pair: Cluster) -> None:
+    """Other clients' requests show in its metrics; ours we know."""
+    pair.engines["b0"].running = 30
+    await until(lambda: pair.replica("b0").running == 30)
+
+    homes = [(await pair.ask([seed, *PROMPT], seed=seed))[0] for seed in range(4)]
+
+    pair.engines["b0"].running = 0
+    assert homes == ["b1"] * 4
+
+
+async def test_rates_are_learned_from_answers(pair: Cluster) -> None:
+    """Engines do not tell how fast they are."""
+    pair.engines["b0"].behaves.token_s = pair.engines["b1"].behaves.token_s = 0.002
+    home, _ = await pair.ask()
+
+    view = pair.replica(home)
+
+    assert view.prefill_tokens_per_s != description_of("x").prefill_tokens_per_s
+    assert 0.0005 < view.decode_step_s < 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda engine: setattr(engine, "model", "another"), "model"),
+        (lambda engine: setattr(engine, "canary_ids", (9, 9)), "tokenizer"),
+        (lambda engine: setattr(engine, "max_model_len", 1024), "max_model_len"),
+        (lambda engine: setattr(engine, "block_size", 32), "block_size"),
+    ],
+)
+async def test_an_engine_that_differs_is_refused_by_name(
+    cluster: Cluster, change: Callable[[FakeEngine], None], field: str
+) -> None:
+    """It would answer wrongly, or never hit."""
+    engine = FakeEngine()
+    change(engine)
+    await engine.start()
+    cluster.engines["b0"] = engine
+    cluster.tell()
+    await until(lambda: cluster.service.view().refused)
+
+    (refused,) = cluster.service.view().refused
+
+    assert (refused.replica_id, refused.field) == ("b0", field)
+    assert cluster.replica("b0").state == "joining"
+
+
+async def test_blocks_of_another_size_are_noticed_by_the_first_event(cluster: Cluster) -> None:
+    """Not every engine tells its block size beforehand."""
+    engine = FakeEngine(block_size=32)
+    engine.behaves.tells_block_size = False
+    await engine.start()
+    cluster.engines["b0"] = engine
+    cluster.tell()
+    await cluster.live("b0")
+
+    engine._store(PROMPT, None)
+    await until(lambda: cluster.service.view().refused)
+
+    assert cluster.service.view().refused[0].field == "block_size"
+    assert cluster.replica("b0").state == "joining"
+
+
+async def test_without_events_load_alone_decides(cluster: Cluster) -> None:
+    """Servers that publish nothing can still stand behind the router."""
+    await cluster.add("b0", "b1", events=False)
+    await until(lambda: all(cluster.replica(name).state == "serving" for name in ("b0", "b1")))
+
+    _, deltas = await cluster.ask()
+
+    assert tokens(deltas) == answer(PROMPT, 1, 8)
+    assert {cluster.replica(name).feed for name in ("b0", "b1")} == {"stale"}
+
+
+async def test_a_reset_reaches_the_engines(pair: Cluster) -> None:
+    """vLLM offers it in its development mode."""
+    home, _ = await pair.ask(max_tokens=1)
+    await until(lambda: pair.replica(home).indexed_blocks == BLOCKS)
+
+    assert await pair.service.reset_caches() == ["b0", "b1"]
+    await until(lambda: pair.replica(home).indexed_blocks == 0)
+
+
+async def test_an_engine_that_leaves_the_membership_is_left_alone(pair: Cluster) -> None:
+    """Its requests go on elsewhere, and nobody asks after it any more."""
+    engine = pair.engines.pop("b0")
+    pair.tell()
+
+    home, _ = await pair.ask()
+    await engine.stop()
+
+    assert home == "b1"
+    assert [view.replica_id for view in pair.service.view().replicas] == ["b1"]

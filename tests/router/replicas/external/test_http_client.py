@@ -1,0 +1,92 @@
+"""HTTP as a client, over real sockets."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from homing.router.replicas.external.http_client import Address, Answer, BackendUnreachableError, Client, NoAnswerError
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def served(handle: Handler, *, api_key: str = "") -> AsyncIterator[Client]:
+    """A server that handles each connection so, and a client of it."""
+
+    async def closing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await handle(reader, writer)
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_server(closing, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        yield Client(Address.of(f"http://127.0.0.1:{port}/base"), loop=asyncio.get_running_loop(), api_key=api_key)
+    await asyncio.sleep(0)
+
+
+def saying(data: bytes, heard: list[bytes] | None = None) -> Handler:
+    """Reads a request's head, and says this."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        if heard is not None:
+            heard.append(head)
+        writer.write(data)
+        await writer.drain()
+
+    return handle
+
+
+async def test_a_request_names_host_path_and_key() -> None:
+    """Servers behind a proxy have a path before every path."""
+    heard: list[bytes] = []
+    async with served(saying(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi", heard), api_key="secret") as client:
+        answer = await client.ask("GET", "/health", timeout_s=20)
+
+    assert answer == Answer(200, b"hi")
+    assert heard[0].startswith(b"GET /base/health HTTP/1.1\r\nhost: 127.0.0.1:")
+    assert b"\r\nauthorization: Bearer secret\r\n" in heard[0]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhi", b""],
+    ids=["no HTTP", "cut short", "nothing"],
+)
+async def test_half_an_answer_is_none(data: bytes) -> None:
+    """Whatever the reason, it comes by one error."""
+    async with served(saying(data)) as client:
+        with pytest.raises(BackendUnreachableError):
+            await client.ask("GET", "/health", timeout_s=20)
+
+
+async def test_silence_is_told_from_refusal() -> None:
+    """A busy engine is slow; one that is gone refuses."""
+    release = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await release.wait()
+
+    async with served(silent) as client:
+        with pytest.raises(NoAnswerError):
+            await client.ask("GET", "/health", timeout_s=0.05)
+        release.set()
+
+    with pytest.raises(BackendUnreachableError, match="no connection"):
+        await client.ask("GET", "/health", timeout_s=20)
+
+
+async def test_a_closed_call_says_nothing_more() -> None:
+    """Also when it is closed before the connection stands."""
+    said: list[object] = []
+
+    class Sink:
+        head = body = end = staticmethod(said.append)
+
+    async with served(saying(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")) as client:
+        client.call("GET", "/", b"", Sink()).close()
+        await client.ask("GET", "/", timeout_s=20)
+
+    assert not said

@@ -1,0 +1,51 @@
+"""Who is let in."""
+
+import pytest
+
+from homing.router.errors import ParityMismatch
+from homing.router.replicas.external.engine_metrics import Numbers
+from homing.router.replicas.external.probe import Card, ForeignTerms, Told, examine
+
+TERMS = ForeignTerms(
+    model_names=("org/m", "m"), max_model_len=4096, block_size=16, canary_ids=(1, 2), max_running_requests=8
+)
+
+
+def told(**fields: object) -> Told:
+    """A fitting engine, but for what is given."""
+    values: dict[str, object] = {
+        "cards": [Card("m", None, 8192)],
+        "canary_ids": [1, 2],
+        "numbers": Numbers(block_size=16),
+    }
+    return Told(**(values | fields))
+
+
+def test_what_an_engine_does_not_tell_is_not_held_against_it() -> None:
+    """SGLang has no /tokenize with ids, and not every server has metrics."""
+    engine = examine("b0", TERMS, told(cards=[Card("m")], canary_ids=None, numbers=Numbers()))
+
+    assert engine.model == "m"
+
+
+def test_a_model_is_known_by_the_path_it_was_loaded_from_and_called_by_its_name() -> None:
+    """vLLM's --served-model-name may be anything."""
+    assert examine("b0", TERMS, told(cards=[Card("x"), Card("alias", "org/m")])).model == "alias"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "remedy"),
+    [
+        ({"cards": [Card("other")]}, "model", "--backend-model"),
+        ({"cards": []}, "model", "--backend-model"),
+        ({"cards": [Card("m", None, 2048)]}, "max_model_len", "--max-model-len 2048"),
+        ({"canary_ids": [1, 3]}, "tokenizer", "MODEL must be the folder"),
+        ({"numbers": Numbers(block_size=32)}, "block_size", "--block-size 32"),
+    ],
+)
+def test_what_differs_is_refused_with_a_remedy(fields: dict[str, object], field: str, remedy: str) -> None:
+    """Whoever reads it should know what to do."""
+    with pytest.raises(ParityMismatch, match=remedy) as refused:
+        examine("b0", TERMS, told(**fields))
+
+    assert refused.value.field == field

@@ -1,0 +1,150 @@
+"""One request at an engine, event by event."""
+
+import json
+from typing import Any
+
+import pytest
+
+from homing.kvcache.hashing import token_bytes
+from homing.replica.messages import Generate, Refused, SamplingParams, TokenOutput
+from homing.router.backend import TextOutput
+from homing.router.replicas.external.request import ForeignRequest
+
+EOS = 2
+
+
+class Desk:
+    """Keeps what a request brings."""
+
+    def __init__(self) -> None:
+        self.outputs: list[TokenOutput | TextOutput] = []
+        self.refusals: list[Refused] = []
+
+    def brought(self, request: ForeignRequest, output: TokenOutput | TextOutput) -> None:
+        self.outputs.append(output)
+
+    def turned_down(self, request: ForeignRequest, refusal: Refused) -> None:
+        self.refusals.append(refusal)
+
+
+def request_at(desk: Desk, generated: list[int] | None = None, **sampling: Any) -> ForeignRequest:
+    """A request of three prompt tokens that an engine has begun to answer."""
+    generate = Generate(
+        request_id=4,
+        token_ids=token_bytes([7, 8, 9, *(generated or [])]),
+        prompt_tokens=3,
+        root=bytes(16),
+        block_hashes=b"",
+        sampling=SamplingParams(max_tokens=10, **sampling),
+    )
+    request = ForeignRequest(
+        generate, desk, eos_token_ids=frozenset({EOS}), tokens_ahead=3, clock=iter(range(1000)).__next__
+    )
+    request.head(200)
+    return request
+
+
+def event(ids: list[int] | None, finish: str | None = None, **more: Any) -> bytes:
+    """One event of a stream."""
+    choice = {"text": "x", "token_ids": ids, "finish_reason": finish}
+    return b"data: " + json.dumps({"choices": [choice], **more}).encode() + b"\n\n"
+
+
+USAGE = b'data: {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 2}}}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def test_the_last_output_waits_for_the_word_on_cached_tokens(desk: Desk) -> None:
+    """It comes behind the finish reason, and the router wants both."""
+    request = request_at(desk)
+
+    request.body(event([5]) + event([6], "length"))
+    assert desk.outputs == [TokenOutput(4, 0, [5])]
+    request.body(USAGE + DONE)
+
+    assert desk.outputs[1:] == [TokenOutput(4, 1, [6], finish_reason="length", cached_tokens=2)]
+    assert request.closed
+
+
+def test_a_stream_that_just_ends_behind_its_finish_reason_is_whole(desk: Desk) -> None:
+    """Not every server says [DONE]."""
+    request = request_at(desk)
+
+    request.body(event([5], "length"))
+    request.end("the connection was lost")
+
+    assert desk.outputs == [TokenOutput(4, 0, [5], finish_reason="length")]
+    assert not desk.refusals
+
+
+def test_a_continuation_counts_from_the_beginning_of_the_answer(desk: Desk) -> None:
+    """The dispatcher checks places over all engines that worked on it."""
+    request = request_at(desk, generated=[11, 12])
+
+    request.body(event([13]))
+
+    assert desk.outputs == [TokenOutput(4, 2, [13])]
+
+
+@pytest.mark.parametrize(
+    ("ids", "sampling", "stop"),
+    [
+        ([5, EOS], {}, EOS),
+        ([5, EOS], {"ignore_eos": True}, None),
+        ([5, 9], {"stop_token_ids": (9,)}, 9),
+        ([5], {}, None),
+    ],
+)
+def test_a_token_that_ended_the_answer_is_named(
+    desk: Desk, ids: list[int], sampling: dict[str, Any], stop: int | None
+) -> None:
+    """It gives no text."""
+    request = request_at(desk, **sampling)
+
+    request.body(event(ids, "stop") + DONE)
+
+    assert isinstance(desk.outputs[0], TokenOutput)
+    assert desk.outputs[0].stop_token_id == stop
+
+
+def test_text_without_ids_is_counted_by_usage_or_by_pieces(desk: Desk) -> None:
+    """The best that there is."""
+    request = request_at(desk)
+
+    request.body(event(None, usage={"completion_tokens": 3}) + event(None) + event(None, "stop") + DONE)
+
+    assert [output.num_tokens for output in desk.outputs if isinstance(output, TextOutput)] == [3, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"data: <html>\n\n", b'data: {"error": {"message": "EngineCore died"}}\n\n', DONE],
+)
+def test_a_broken_answer_may_go_on_elsewhere(desk: Desk, data: bytes) -> None:
+    """Garbage, an engine's own error, an end without a reason: none of it is the caller's."""
+    request = request_at(desk)
+
+    request.body(event([5]) + data)
+    request.end("lost")
+
+    assert [refusal.retry for refusal in desk.refusals] == [True]
+    assert len(desk.outputs) == 1
+
+
+@pytest.mark.parametrize(("status", "retry"), [(400, False), (422, False), (404, True), (429, True), (503, True)])
+def test_a_status_says_whose_fault_it_is(desk: Desk, status: int, retry: bool) -> None:
+    """What no engine would take goes back to the caller, in the engine's words."""
+    request = request_at(desk)
+
+    request.head(status)
+    request.body(b'{"error": {"message": ')
+    request.body(b'"no room"}}')
+    request.end(None)
+
+    assert [refusal.retry for refusal in desk.refusals] == [retry]
+    assert "no room" in desk.refusals[0].message

@@ -1,0 +1,129 @@
+"""What is said to an engine and what its answers mean; answers as vLLM 0.32 gave them."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from homing.kvcache.hashing import token_bytes
+from homing.replica.messages import Generate, PositionLogprobs, SamplingParams, TokenLogprob
+from homing.router.replicas.external.wire import Piece, completion_body, error_message, read_piece
+
+
+def body(generated: list[int] | None = None, *, salt: str | None = None, **sampling: Any) -> dict[str, Any]:
+    """The body of a request of three prompt tokens."""
+    tokens = [7, 8, 9, *(generated or [])]
+    generate = Generate(
+        request_id=1,
+        token_ids=token_bytes(tokens),
+        prompt_tokens=3,
+        root=bytes(16),
+        block_hashes=b"",
+        sampling=SamplingParams(max_tokens=10, **sampling),
+    )
+    content: dict[str, Any] = json.loads(completion_body("m", generate, salt))
+    return content
+
+
+def test_every_parameter_that_has_a_default_at_the_engine_is_spelled_out() -> None:
+    """vLLM takes missing ones from the model's generation_config.json, and the answer would be another."""
+    assert body() == {
+        "model": "m",
+        "prompt": [7, 8, 9],
+        "max_tokens": 10,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "seed": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "return_token_ids": True,
+    }
+
+
+def test_a_continuation_asks_for_what_is_left() -> None:
+    """Limits count from the beginning of the answer, wherever it began."""
+    content = body([1, 2, 3, 4], min_tokens=6)
+
+    assert (content["prompt"], content["max_tokens"], content["min_tokens"]) == ([7, 8, 9, 1, 2, 3, 4], 6, 2)
+
+
+def test_parameters_arrive_in_the_engines_words() -> None:
+    """Seeds there are signed, biases are named by text, top_k counts from 1."""
+    content = body(
+        seed=(1 << 64) - 1, logit_bias={5: -1.5}, top_k=20, stop_token_ids=(3,), ignore_eos=True, logprobs=0, salt="s"
+    )
+
+    assert content["seed"] == (1 << 63) - 1
+    assert content["logit_bias"] == {"5": -1.5}
+    assert (content["top_k"], content["stop_token_ids"], content["ignore_eos"]) == (20, [3], True)
+    assert (content["logprobs"], content["return_tokens_as_token_ids"], content["cache_salt"]) == (0, True, "s")
+
+
+def test_a_piece_has_ids_logprobs_and_usage() -> None:
+    """Tokens are named by their ids, so that logprobs belong to ids and not to texts that look alike."""
+    logprobs = {
+        "tokens": ["token_id:12"],
+        "token_logprobs": [-0.5],
+        "top_logprobs": [{"token_id:12": -0.5, "token_id:13": -0.25}],
+        "text_offset": [0],
+    }
+    choice = {"index": 0, "text": "a", "token_ids": [12], "logprobs": logprobs, "finish_reason": None}
+
+    piece = read_piece(json.dumps({"choices": [choice], "usage": {"completion_tokens": 1}}).encode())
+
+    top = [TokenLogprob(13, -0.25), TokenLogprob(12, -0.5)]
+    assert piece == Piece(
+        text="a", token_ids=[12], logprobs=[PositionLogprobs(TokenLogprob(12, -0.5), top)], completion_tokens=1
+    )
+
+
+def test_cached_tokens_come_with_the_usage_at_the_end() -> None:
+    """vLLM: only with --enable-prompt-tokens-details."""
+    usage = {"completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 224}}
+
+    assert read_piece(json.dumps({"choices": [], "usage": usage}).encode()) == Piece(
+        completion_tokens=4, cached_tokens=224
+    )
+    assert read_piece(b"[DONE]").done
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [("stop", "stop"), ("length", "length"), (None, None), ("abort", "abort"), ("repetition", "error")],
+)
+def test_an_unknown_reason_is_a_failure(said: str | None, meant: str | None) -> None:
+    """What nobody understands must not pass for a whole answer."""
+    assert read_piece(json.dumps({"choices": [{"finish_reason": said}]}).encode()).finish_reason == meant
+
+
+def test_an_error_in_the_stream_is_told_in_its_words() -> None:
+    """An engine that dies says so in the middle of a stream, with status 200."""
+    assert read_piece(b'{"error": {"message": "EngineCore died", "code": 500}}').error == "EngineCore died"
+    assert read_piece(b'{"error": {}}').error
+
+
+def test_garbage_is_refused() -> None:
+    """By an error that the caller expects."""
+    with pytest.raises(msgspec.DecodeError):
+        read_piece(b"<html>")
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b'{"error": {"message": "too long"}}', "too long"),
+        (b'{"object": "error", "message": "too long"}', "too long"),
+        (b'{"detail": "Not Found"}', "Not Found"),
+        (b"upstream is gone", "upstream is gone"),
+        (b"", "no words"),
+    ],
+)
+def test_error_answers_of_every_shape_have_words(answer: bytes, words: str) -> None:
+    """The client reads them."""
+    assert words in error_message(answer)

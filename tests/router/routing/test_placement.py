@@ -1,0 +1,76 @@
+"""What is known of the replicas when a request is placed."""
+
+from random import Random
+
+import pytest
+
+from homing.router.routing.placement import Placement, regret_tokens
+from homing.router.routing.policy.base import ExpectedTtft, LeastLoaded, Policy, Prompt
+from homing.router.routing.replica_load import LoadBook
+from homing.router.routing.reservations import Reservations
+
+from ..fakes import BLOCK, description_of
+
+PROMPT = Prompt(tokens=1000, blocks=62, block_size=BLOCK)
+KEYS = range(62)
+
+
+def placement_of(policy: Policy) -> Placement:
+    placement = Placement(policy, loads=LoadBook("router", 3.0), reservations=Reservations(30.0), rng=Random(0))
+    for name in ("r0", "r1"):
+        placement.join(description_of(name), 0.0)
+        placement.set_feed(name, "live")
+    return placement
+
+
+@pytest.fixture
+def placement() -> Placement:
+    return placement_of(ExpectedTtft())
+
+
+def place(placement: Placement, request_id: int) -> str:
+    candidates = placement.candidates(KEYS, (), 0.0)
+    decision = placement.decide(PROMPT, candidates)
+    placement.book(request_id, decision, KEYS, 0.0)
+    placement.check()
+    assert decision.chosen is not None
+    return decision.chosen.replica_id
+
+
+def test_siblings_follow_each_other_before_any_event(placement: Placement) -> None:
+    """The first one's blocks are expected where it went, so the others need not compute them elsewhere."""
+    first = place(placement, 1)
+
+    assert {place(placement, request_id) for request_id in range(2, 8)} == {first}
+
+
+def test_a_request_that_ended_leaves_nothing_behind(placement: Placement) -> None:
+    """What nobody computes any more is neither expected nor load."""
+    replica = place(placement, 1)
+
+    placement.ended(replica, 1)
+
+    placement.check()
+    assert placement.reservations.count(replica) == 0
+    assert placement.loads.view(replica, 0.0).queued_prefill_tokens == 0
+
+
+def test_a_replica_that_left_is_no_candidate(placement: Placement) -> None:
+    """Nothing can be sent there."""
+    placement.leave("r0")
+
+    placement.check()
+    assert "r0" not in placement
+    assert [candidate.replica_id for candidate in placement.candidates(KEYS, (), 0.0)] == ["r1"]
+
+
+def test_regret_is_the_best_hit_forgone() -> None:
+    """Whoever ignores the cache computes what another replica holds."""
+    placement = placement_of(LeastLoaded())
+    placement.stored("r0", KEYS)
+    placement.book(1, placement.decide(PROMPT, placement.candidates([], (), 0.0)), [], 0.0)
+    candidates = placement.candidates(KEYS, ("r0",), 0.0)
+
+    decision = placement.decide(PROMPT, candidates)
+
+    assert regret_tokens(PROMPT, candidates, decision) == 62 * BLOCK

@@ -1,0 +1,121 @@
+"""What a prefill costs on each replica, by what all have measured."""
+
+import pytest
+
+from homing.events.prefill_cost import PrefillSums
+from homing.events.wire.messages import PrefillCost, PrefillWork
+from homing.router.routing.prefill_costs import MEMORY_S, CostPool
+
+COST = PrefillCost(prompt_s=0.01, token_s=2e-5, pair_s=2e-9, context_s=0.0)
+RATE = 40_000.0
+
+
+class Measured:
+    """A replica that takes `slowness` times as long as COST says and reports to `pool`."""
+
+    def __init__(self, pool: CostPool, name: str, slowness: float = 1.0) -> None:
+        self.pool, self.name, self.slowness = pool, name, slowness
+        self.sums = PrefillSums()
+
+    def run(self, now: float, *prompts: int) -> None:
+        for tokens in prompts:
+            work = PrefillWork(1, tokens, tokens * tokens / 2, 0.0)
+            self.sums.observe(work, COST.total(work) * self.slowness)
+        self.pool.report(self.name, self.sums.values, RATE, now)
+
+
+SHORT = (20, 100, 300, 700) * 10
+LONG = (500, 2_000, 8_000) * 10
+
+
+@pytest.fixture
+def pool() -> CostPool:
+    return CostPool()
+
+
+def test_a_replica_knows_of_long_prompts_what_another_has_computed(pool: CostPool) -> None:
+    """Its own short ones do not tell; an extrapolation of its own would be seconds from that of the next replica."""
+    Measured(pool, "r0").run(0.0, *SHORT)
+    Measured(pool, "r1").run(0.0, *LONG)
+
+    costs = pool.costs()
+
+    assert costs["r0"].seconds(0, 100_000) == pytest.approx(COST.seconds(0, 100_000), rel=0.05)
+    assert costs["r0"].seconds(0, 100_000) == pytest.approx(costs["r1"].seconds(0, 100_000), rel=0.01)
+
+
+def test_a_replica_that_really_is_slower_stays_so(pool: CostPool) -> None:
+    """Machines differ; with fresh evidence of many steps the pool does not hide it."""
+    replicas = [Measured(pool, "r0"), Measured(pool, "r1"), Measured(pool, "r2", slowness=3.0)]
+    for second in range(300):
+        for replica in replicas:
+            replica.run(float(second), 200, 4_000)
+        costs = pool.costs()
+
+    assert costs["r2"].seconds(0, 4_000) == pytest.approx(3 * COST.seconds(0, 4_000), rel=0.15)
+    assert costs["r0"].seconds(0, 4_000) == pytest.approx(COST.seconds(0, 4_000), rel=0.1)
+
+
+def test_a_replica_that_was_slow_once_is_taken_for_as_fast_as_the_others_in_the_end(pool: CostPool) -> None:
+    """It gets no requests while it seems slow, so nothing else would ever put it right."""
+    fast, once = Measured(pool, "r0"), Measured(pool, "r1", slowness=3.0)
+    once.run(0.0, *LONG)
+    fast.run(0.0, *LONG)
+    before = pool.costs()
+    for second in range(1, round(6 * MEMORY_S)):
+        fast.run(float(second), 200, 4_000)
+        after = pool.costs()
+
+    assert before["r1"].token_s > 2 * before["r0"].token_s
+    assert after["r1"].token_s == pytest.approx(after["r0"].token_s, rel=0.05)
+
+
+def test_new_evidence_outweighs_what_was_long_ago(pool: CostPool) -> None:
+    """Else the first request after a bad spell would bring the whole of it back."""
+    fast, once = Measured(pool, "r0"), Measured(pool, "r1", slowness=3.0)
+    fast.run(0.0, *LONG)
+    once.run(0.0, *LONG)
+    pool.costs()
+    fast.run(6 * MEMORY_S, *LONG)
+    once.slowness = 1.0
+    once.run(6 * MEMORY_S, 200, 4_000)
+
+    costs = pool.costs()
+
+    assert costs["r1"].token_s == pytest.approx(costs["r0"].token_s, rel=0.05)
+
+
+def test_while_all_rest_nothing_is_forgotten(pool: CostPool) -> None:
+    """A quiet night does not make machines alike."""
+    Measured(pool, "r0").run(0.0, *LONG)
+    Measured(pool, "r1", slowness=3.0).run(0.0, *LONG)
+
+    costs = pool.costs()
+
+    assert costs["r1"].token_s > 2 * costs["r0"].token_s
+    assert pool.costs() == {}
+
+
+def test_a_start_anew_and_lost_reports_do_not_matter(pool: CostPool) -> None:
+    """Sums are of all steps since the start, so one report tells what any number of lost ones had."""
+    Measured(pool, "r0").run(0.0, *LONG, *LONG, *LONG, *LONG, *LONG)
+    Measured(pool, "r0").run(1.0, *LONG)
+
+    assert pool.costs()["r0"].seconds(0, 8_000) == pytest.approx(COST.seconds(0, 8_000), rel=0.02)
+
+
+def test_who_has_left_counts_no_longer(pool: CostPool) -> None:
+    """Its machine is gone with it."""
+    Measured(pool, "r0").run(0.0, *LONG)
+    Measured(pool, "r1").run(0.0, *LONG)
+    pool.leave("r1")
+    pool.leave("never heard of")
+
+    assert list(pool.costs()) == ["r0"]
+
+
+def test_sums_of_another_width_are_left_alone(pool: CostPool) -> None:
+    """A replica of a later version may sum more; its own cost still comes with its report."""
+    pool.report("r0", [1.0] * 21, RATE, now=0.0)
+
+    assert pool.costs() == {}

@@ -1,0 +1,188 @@
+"""The prefix index against a naive oracle."""
+
+import tracemalloc
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from homing.router.routing.prefix_index import MAX_SHARED_SETS, STRETCH, PrefixIndex
+
+#: Two replicas promise that what they hold is prefix-closed, two do not.
+CLOSED = {"r0": True, "r1": True, "r2": False, "r3": False}
+#: Prompts as block hashes: a hash names all before it, so equal hashes stand at equal places.
+prompts = st.lists(st.integers(0, 2), max_size=8).map(
+    lambda words: [hash(tuple(words[:n])) for n in range(1, 1 + len(words))]
+)
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Random changes on the index and on plain sets must give the same matches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex()
+        self.oracle: dict[str, set[int]] = {}
+        self.prompts: list[list[int]] = [[]]
+
+    @rule(replica=st.sampled_from(sorted(CLOSED)))
+    def join_or_leave(self, replica):
+        if replica in self.oracle:
+            self.index.leave(replica)
+            del self.oracle[replica]
+        else:
+            self.index.join(replica, capacity=1000, closed=CLOSED[replica])
+            self.oracle[replica] = set()
+
+    @precondition(lambda self: self.oracle)
+    @rule(data=st.data(), prompt=prompts)
+    def add(self, data, prompt):
+        replica = data.draw(st.sampled_from(sorted(self.oracle)))
+        self.index.add(replica, prompt)
+        self.oracle[replica].update(prompt)
+        self.prompts.append(prompt)
+
+    @precondition(lambda self: self.oracle)
+    @rule(data=st.data())
+    def remove(self, data):
+        """One who promises closure gives up a prompt's blocks with all that follow them."""
+        replica = data.draw(st.sampled_from(sorted(self.oracle)))
+        prompt = data.draw(st.sampled_from(self.prompts))
+        cut = data.draw(st.integers(0, len(prompt)))
+        gone = set(prompt[cut : cut + 1])
+        if CLOSED[replica]:
+            gone = {block for known in self.prompts if gone & set(known) for block in known[cut:]}
+        self.index.remove(replica, gone)
+        self.oracle[replica] -= gone
+
+    @precondition(lambda self: self.oracle)
+    @rule(data=st.data(), prompt=prompts, clear=st.booleans())
+    def reset_or_clear(self, data, prompt, clear):
+        replica = data.draw(st.sampled_from(sorted(self.oracle)))
+        if clear:
+            self.index.clear(replica)
+        else:
+            self.index.reset(replica, prompt)
+        self.oracle[replica] = set() if clear else set(prompt)
+        self.prompts.append(prompt)
+
+    @rule(prompt=prompts)
+    def match(self, prompt):
+        assert self.index.match(prompt) == {replica: prefix(held, prompt) for replica, held in self.oracle.items()}
+
+    @rule(data=st.data())
+    def match_known(self, data):
+        self.match(data.draw(st.sampled_from(self.prompts)))
+
+    @invariant()
+    def consistent(self):
+        self.index.check()
+        assert len(self.index) == len(set().union(*self.oracle.values()))
+        assert all(block in self.index for held in self.oracle.values() for block in held)
+        assert -1 not in self.index
+        assert self.index.unique() == {replica: len(self.alone(replica)) for replica in self.oracle}
+
+    def alone(self, replica):
+        """Blocks that nobody else holds."""
+        return self.oracle[replica] - set().union(*(held for name, held in self.oracle.items() if name != replica))
+
+
+def prefix(held: set[int], prompt: list[int]) -> int:
+    return next((position for position, block in enumerate(prompt) if block not in held), len(prompt))
+
+
+TestIndex = IndexMachine.TestCase
+TestIndex.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), unique=True, min_size=1, max_size=50))
+def test_a_hole_ends_the_prefix_even_if_later_blocks_are_held(hashes: list[int]) -> None:
+    """KV behind a missing block is of no use: counting it would send requests to the wrong replica."""
+    index = PrefixIndex()
+    index.join("r0", 100, closed=False)
+    hole = len(hashes) // 2
+
+    index.add("r0", hashes[:hole] + hashes[hole + 1 :])
+
+    assert index.match(hashes) == {"r0": hole}
+
+
+def test_memory_is_bounded_by_what_a_replica_says_it_has() -> None:
+    """A publisher gone wrong must not fill the router's memory."""
+    index = PrefixIndex()
+    index.join("r0", 10, closed=True)
+
+    index.add("r0", range(100))
+
+    assert index.count("r0") == len(index) == 10
+    assert index.dropped == 90
+    index.check()
+
+
+def test_a_replica_that_left_leaves_nothing_behind() -> None:
+    """Its bit goes to the next replica, which must not inherit its blocks."""
+    index = PrefixIndex()
+    index.join("old", 10, closed=True)
+    index.add("old", [1, 2])
+
+    index.leave("old")
+    index.join("new", 10, closed=True)
+
+    assert index.match([1, 2]) == {"new": 0}
+    assert len(index) == 0
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=90))
+def test_bisection_finds_what_a_walk_finds(ends: list[int]) -> None:
+    """Of many replicas, each with its own end in one long chain."""
+    chain = list(range(1000, 1040))
+    jumping, walking = PrefixIndex(), PrefixIndex()
+    for number, end in enumerate(ends):
+        for index, closed in ((jumping, True), (walking, False)):
+            index.join(f"r{number}", 100, closed=closed)
+            index.add(f"r{number}", chain[:end])
+
+    assert jumping.match(chain) == walking.match(chain) == {f"r{number}": end for number, end in enumerate(ends)}
+
+
+@given(st.integers(0, 3), st.booleans())
+def test_many_ends_in_one_prompt_are_found(apart: int, closed: bool) -> None:
+    """Where nearly every block is the last of some replica, halving would read all blocks several times."""
+    chain = list(range(1000, 1200))
+    index = PrefixIndex()
+    for end in range(0, 200, 1 + apart):
+        index.join(f"r{end}", 200, closed=closed or end % 2 == 0)
+        index.add(f"r{end}", chain[:end])
+
+    assert index.match(chain) == {f"r{end}": end for end in range(0, 200, 1 + apart)}
+
+
+def test_a_prompt_longer_than_a_stretch_is_walked_to_its_end() -> None:
+    """A walk reads stretches; holders that change at a seam must not be missed."""
+    chain = list(range(10_000, 12_000))
+    index = PrefixIndex()
+    ends = [STRETCH - 1, STRETCH, STRETCH + 1, 2000]
+    for end in ends:
+        index.join(f"r{end}", 2000, closed=False)
+        index.add(f"r{end}", chain[:end])
+
+    assert index.match(chain) == {f"r{end}": end for end in ends}
+
+
+def test_sets_of_many_replicas_are_kept_once_and_not_for_ever() -> None:
+    """A set of 256 replicas takes 60 bytes: a block must not have its own, nor may sets that are gone pile up."""
+    blocks, index = list(range(2000)), PrefixIndex()
+    tracemalloc.start()
+    for number in range(256):
+        index.join(f"r{number}", 2000, closed=True)
+
+    for number in range(256):
+        index.add(f"r{number}", blocks)
+    shared, _ = tracemalloc.get_traced_memory()
+    for turn in range(4 * MAX_SHARED_SETS):
+        index.remove(f"r{turn % 251}", [turn % 2000])
+    churned, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert shared < 2000 * 100
+    assert churned - shared < (2000 + MAX_SHARED_SETS) * 200

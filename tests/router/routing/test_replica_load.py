@@ -1,0 +1,210 @@
+"""Load of a replica: what it reported, and what was sent since."""
+
+import pytest
+
+from homing.events.prefill_cost import PrefillSums
+from homing.events.wire.messages import PrefillCost, PrefillWork
+from homing.router.routing.replica_load import PRICED_EVERY_S, LoadBook, Pending
+
+from ..fakes import description_of, report_of
+
+
+@pytest.fixture
+def book():
+    book = LoadBook("me", silence_s=3.0)
+    book.join(description_of("r0"), now=0.0)
+    yield book
+    book.check()
+
+
+def test_what_is_on_the_way_counts_at_once(book: LoadBook) -> None:
+    """Otherwise a burst herds onto the replica whose last report was the best."""
+    book.dispatched("r0", 1, Pending(uncached_tokens=100, blocks=7, prefill_s=0.1), now=0.0)
+    book.dispatched("r0", 2, Pending(uncached_tokens=50, blocks=4, prefill_s=0.05), now=0.0)
+
+    load = book.view("r0", now=0.0)
+
+    assert (load.waiting, load.queued_prefill_tokens, load.free_blocks) == (2, 150, 989)
+
+
+def test_what_the_replica_has_accepted_is_counted_once(book: LoadBook) -> None:
+    """The report names the highest id that it has taken into account."""
+    book.dispatched("r0", 1, Pending(100, 7, 0.1), now=0.0)
+    book.dispatched("r0", 2, Pending(50, 4, 0.05), now=0.0)
+
+    book.report("r0", report_of(running=1, queued_prefill_tokens=90, accepted={"me": 1, "other": 9}), now=1.0)
+
+    load = book.view("r0", now=1.0)
+    assert (load.running, load.waiting, load.queued_prefill_tokens) == (1, 1, 140)
+    assert book.in_flight("r0") == 2
+
+
+def test_a_replica_without_a_word_is_silent_until_it_is_heard_again(book: LoadBook) -> None:
+    """A publisher that died must not go on being the idlest replica for ever."""
+    assert not book.view("r0", now=3.0).silent
+    assert book.view("r0", now=3.1).silent
+
+    book.heard("r0", now=3.2)
+
+    assert not book.view("r0", now=4.0).silent
+
+
+def test_a_replica_that_works_on_our_requests_without_a_word_is_stuck(book: LoadBook) -> None:
+    """Its process may well answer pings; what it was sent comes to nothing there."""
+    book.join(description_of("r1"), now=0.0)
+    book.dispatched("r0", 1, Pending(uncached_tokens=100, blocks=7, prefill_s=0.1), now=0.0)
+    book.heard("r1", now=4.0)
+
+    assert book.stalled(now=2.9) == []
+    assert book.stalled(now=4.0) == ["r0"]
+
+    book.heard("r0", now=4.1)
+
+    assert book.stalled(now=4.2) == []
+
+
+def test_a_report_that_is_repeated_is_no_sign_that_anything_moves(book: LoadBook) -> None:
+    """A publisher has a thread of its own, which goes on when the engine hangs in a step."""
+    book.join(description_of("r1"), now=0.0)
+    book.dispatched("r0", 1, Pending(uncached_tokens=100, blocks=7, prefill_s=0.1), now=0.0)
+    for tenth in range(1, 50):
+        book.report("r0", report_of(step=3, ts=1.0), now=tenth / 10)
+        book.report("r1", report_of(step=3, ts=tenth / 10), now=tenth / 10)
+
+    assert book.stalled(now=4.9) == ["r0"]
+    assert book.view("r0", now=4.9).silent
+    assert not book.view("r1", now=4.9).silent
+    assert [load.silent for load in book.views(now=4.9)] == [True, False]
+
+
+def test_a_step_may_take_as_long_as_its_budget_does(book: LoadBook) -> None:
+    """A slow replica in the middle of a long prompt is no stuck one: 2,048 tokens at 200 a second are ten seconds."""
+    book.join(description_of("r1"), now=0.0)
+    book.report("r0", report_of(prefill_tokens_per_s=200.0), now=0.0)
+    book.dispatched("r0", 1, Pending(uncached_tokens=100, blocks=7, prefill_s=0.1), now=0.0)
+    longest_s = description_of("r0").max_batched_tokens / 200.0
+
+    for now in (4.0, 3 * longest_s):
+        book.heard("r1", now)
+        assert book.stalled(now) == []
+
+    book.heard("r1", 5 * longest_s)
+    assert book.stalled(5 * longest_s) == ["r0"]
+
+
+def test_nobody_is_stuck_where_all_are_silent_or_nothing_is_asked(book: LoadBook) -> None:
+    """All at once: it is we who were asleep, or there is nowhere else to go."""
+    book.join(description_of("r1"), now=0.0)
+    book.dispatched("r0", 1, Pending(uncached_tokens=100, blocks=7, prefill_s=0.1), now=0.0)
+    assert book.stalled(now=60.0) == []
+
+    book.heard("r0", now=60.0)
+
+    assert book.stalled(now=60.0) == []
+
+
+def test_a_drained_replica_says_so_whoever_decided_it(book: LoadBook) -> None:
+    """The controller may drain it, or the replica itself may say that it does."""
+    book.report("r0", report_of(draining=True), now=0.0)
+    assert book.view("r0", now=0.0).draining
+
+    book.report("r0", report_of(), now=0.0)
+    book.rest("r0", "draining")
+
+    assert book.view("r0", now=0.0).draining
+
+
+def test_a_replica_that_warms_up_rests_until_it_is_let_go(book: LoadBook) -> None:
+    """It does not drain: it is about to come, not to leave."""
+    book.rest("r0", "warming")
+    warming = book.view("r0", now=0.0)
+    book.rest("r0", None)
+
+    assert (warming.warming, warming.draining) == (True, False)
+    assert not book.view("r0", now=0.0).warming
+
+
+def test_a_finished_request_leaves_no_load(book: LoadBook) -> None:
+    """Also one that never showed in a report."""
+    book.dispatched("r0", 1, Pending(100, 7, 0.1), now=0.0)
+
+    book.ended("r0", 1)
+
+    assert book.view("r0", now=0.0).queued_prefill_tokens == 0
+    assert book.in_flight("r0") == 0
+
+
+def test_the_rates_of_warm_up_count_until_others_are_measured(book: LoadBook) -> None:
+    """A replica that has not worked yet reports no rate; dividing by it would be fatal."""
+    book.report("r0", report_of(prefill_tokens_per_s=0.0, decode_step_s=0.0), now=0.0)
+
+    load = book.view("r0", now=0.0)
+
+    assert (load.prefill_tokens_per_s, load.decode_step_s) == (10_000.0, 0.002)
+
+
+def test_a_queue_is_worked_down_while_nothing_is_heard(book: LoadBook) -> None:
+    """A step of a long prompt takes most of a second: what was left of it at the last report is not left now."""
+    book.report("r0", report_of(step=1, queued_prefill_tokens=9, queued_prefill_s=2.0), now=10.0)
+    book.dispatched("r0", 1, Pending(100, 7, 0.5), now=11.0)
+
+    assert book.view("r0", now=11.0).busy_until == 12.5
+
+
+def test_what_is_sent_to_an_idle_replica_begins_then(book: LoadBook) -> None:
+    """Its last report may be old: nothing of the time since was spent on this request."""
+    book.report("r0", report_of(step=1), now=10.0)
+    book.dispatched("r0", 1, Pending(100, 7, 0.5), now=60.0)
+
+    assert book.view("r0", now=60.0).busy_until == 60.5
+
+
+def test_a_request_that_is_taken_back_is_not_waited_for(book: LoadBook) -> None:
+    """An idle replica repeats its report, so nothing else would say that the seconds are free again."""
+    book.dispatched("r0", 1, Pending(10_000, 625, prefill_s=10.0), now=1.0)
+    book.ended("r0", 1)
+
+    assert book.view("r0", now=1.0).busy_until <= 1.0
+
+
+def test_a_report_says_anew_how_long_the_queue_is(book: LoadBook) -> None:
+    """What it has accepted is in it; what is still on the way comes after it."""
+    book.dispatched("r0", 1, Pending(100, 7, 0.1), now=0.0)
+    book.dispatched("r0", 2, Pending(50, 4, 0.05), now=0.0)
+
+    report = report_of(step=1, queued_prefill_tokens=90, queued_prefill_s=0.4, accepted={"me": 1})
+    book.report("r0", report, now=1.0)
+
+    assert book.view("r0", now=1.0).busy_until == 1.0 + 0.4 + 0.05
+
+
+def test_a_heartbeat_that_repeats_a_report_does_not_undo_what_was_worked_since(book: LoadBook) -> None:
+    """It comes in the middle of a long step, with the numbers from before it."""
+    report = report_of(step=1, queued_prefill_tokens=9, queued_prefill_s=2.0)
+    book.report("r0", report, now=10.0)
+    book.report("r0", report, now=11.0)
+
+    assert book.view("r0", now=11.0).busy_until == 12.0
+
+
+def test_a_replica_that_does_not_say_how_long_its_queue_takes_is_taken_at_its_rate(book: LoadBook) -> None:
+    """Foreign engines, and ours of a former version."""
+    book.report("r0", report_of(step=1, queued_prefill_tokens=5000), now=1.0)
+
+    assert book.view("r0", now=1.0).busy_until == 1.5
+
+
+def test_a_queue_is_priced_by_what_all_replicas_have_measured(book: LoadBook) -> None:
+    """What a replica's own fit says of a long prompt may be seconds off; it is taken only where there is no better."""
+    work, sums = PrefillWork(1, 100, 0.0, 0.0), PrefillSums()
+    for _ in range(100):
+        sums.observe(work, 0.1)
+    own = PrefillCost(0.0, 1.0, 0.0)
+    book.report("r0", report_of(step=1, prefill_cost=own, prefill_sums=sums.values), now=0.0)
+    cost = book.view("r0", now=PRICED_EVERY_S).prefill_cost
+
+    report = report_of(step=2, queued_prefill_tokens=100, queued_prefill_s=100.0, queued_prefill=work, prefill_cost=own)
+    book.report("r0", report, now=2.0)
+
+    assert cost.seconds(0, 100) == pytest.approx(0.1, rel=0.02)
+    assert book.view("r0", now=2.0).busy_until == pytest.approx(2.1, rel=0.01)

@@ -1,0 +1,151 @@
+"""Who may ask, who shares with whom, and what is said of a wrong file."""
+
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import yaml
+
+from homing.router.errors import KeysFileInvalid, MissingKey, UnknownKey
+from homing.router.tenants.api_keys import REMEMBERED_CHARACTERS, Tenant, Tenants, _remembered, read_tenants, tenants_of
+
+
+def entry(key: str, tenant: str, **more: object) -> dict[str, object]:
+    return {"key_sha256": sha256(key.encode()).hexdigest(), "tenant": tenant, **more}
+
+
+def known(*entries: dict[str, object]) -> Tenants:
+    return tenants_of({"keys": list(entries)})
+
+
+def by(tenants: Tenants, key: str) -> Tenant:
+    return tenants.of(f"Bearer {key}")
+
+
+def test_without_a_file_each_key_is_a_tenant_and_strangers_are_one_more():
+    """A laptop needs no file, and two keys still see nothing of each other."""
+    tenants = Tenants()
+    ann, bob, nobody = by(tenants, "ann"), by(tenants, "bob"), tenants.of(None)
+
+    assert len({ann.digest, bob.digest, nobody.digest}) == 3
+    assert len({each.cache_salt(None) for each in (ann, bob, nobody)}) == 3
+    assert nobody.cache_salt(None) == b""
+    assert by(tenants, "ann") == ann
+
+
+def test_long_keys_are_tenants_and_are_not_remembered():
+    """Whoever sends thousands of them, each as long as a head may be, must not fill the router's memory."""
+    tenants, long = Tenants(), "k" * (REMEMBERED_CHARACTERS + 1)
+    before = _remembered.cache_info().currsize
+
+    assert by(tenants, long) == by(tenants, long)
+    assert by(tenants, long).digest != by(tenants, long + "k").digest
+    assert _remembered.cache_info().currsize == before
+
+
+def test_with_a_file_its_keys_are_the_only_ones():
+    """A key that is not in the file is nobody's."""
+    tenants = known(entry("k1", "acme"))
+
+    assert by(tenants, "k1").name == "acme"
+    with pytest.raises(UnknownKey):
+        by(tenants, "k2")
+    with pytest.raises(MissingKey, match="Authorization"):
+        tenants.of(None)
+
+
+def test_an_empty_file_lets_nobody_in():
+    """A file that lost its keys must not open the server."""
+    with pytest.raises(UnknownKey):
+        by(known(), "k1")
+
+
+def test_keys_of_a_tenant_are_one_account_and_share():
+    """A tenant rotates its keys without losing its cache."""
+    tenants = known(entry("old", "acme"), entry("new", "acme"))
+
+    assert by(tenants, "old") == by(tenants, "new")
+
+
+def test_tenants_of_a_group_share_blocks_and_pay_for_themselves():
+    """Sharing is of the cache; budgets stay with the tenant."""
+    tenants = known(entry("a", "ann", group="lab"), entry("b", "bob", group="lab"), entry("c", "lab"))
+    ann, bob, other = (by(tenants, key) for key in "abc")
+
+    assert ann.cache_salt(None) == bob.cache_salt(None) != other.cache_salt(None)
+    assert ann.cache_salt("x") == bob.cache_salt("x") != ann.cache_salt(None)
+    assert ann.digest != bob.digest
+
+
+def test_a_tenant_has_its_limits_whatever_the_key():
+    """They are the account's, and stand once in the file."""
+    limits = {"ann": {"requests_per_minute": 60, "weight": 2}}
+    tenants = tenants_of({"keys": [entry("a", "ann"), entry("b", "ann"), entry("c", "bob")], "tenants": limits})
+
+    assert [by(tenants, key).limits.requests_per_minute for key in "abc"] == [60, 60, None]
+    assert sorted((tenant.name, tenant.limits.weight) for tenant in tenants.named()) == [("ann", 2), ("bob", 1)]
+    assert Tenants().named() == []
+
+
+def test_a_digest_gives_nothing_away():
+    """It travels to replicas and stands in their accounts; the key must not."""
+    secret = by(Tenants(), "secret-key")
+
+    assert len(secret.digest) == 16
+    assert "secret-key" not in repr(secret)
+
+
+def test_only_a_marked_key_is_an_admin_s():
+    """What empties everybody's cache is not for every tenant."""
+    tenants = known(entry("a", "ann"), entry("r", "root", admin=True))
+
+    assert (by(tenants, "a").admin, by(tenants, "r").admin, Tenants().of(None).admin) == (False, True, True)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ([], "top level"),
+        ({"keys": [entry("a", "ann")], "key": 1}, "top level"),
+        ({"keys": [entry("a", "ann")], "tenants": []}, "tenants: must map"),
+        ({"keys": [entry("a", "ann")], "tenants": {"bob": {}}}, r"tenants\.bob: no key"),
+        ({"keys": [entry("a", "ann")], "tenants": {"ann": {"requests": 1}}}, r"tenants\.ann: .*requests"),
+        ({"keys": [entry("a", "ann")], "tenants": {"ann": {"weight": 0}}}, r"tenants\.ann: .*weight"),
+        ({"keys": [entry("a", "ann"), {"tenant": "bob"}]}, r"keys\[1\]: .*key_sha256"),
+        ({"keys": [entry("a", "ann", colour="red")]}, r"keys\[0\]: .*colour"),
+        ({"keys": [{"key_sha256": "secret", "tenant": "ann"}]}, r"keys\[0\]: .*key_sha256"),
+        ({"keys": [entry("a", "ann"), entry("a", "bob")]}, r"keys\[1\]\.key_sha256: the same key as keys\[0\]"),
+        ({"keys": [entry("a", "ann", group="x"), entry("b", "ann")]}, r"keys\[1\]\.group: None, .* keys\[0\]"),
+    ],
+)
+def test_a_wrong_entry_is_named(content: object, said: str):
+    """The one who edits the file must see where to look."""
+    with pytest.raises(KeysFileInvalid, match=said):
+        tenants_of(content)
+
+
+def test_a_file_is_read_and_named_when_wrong(tmp_path: Path):
+    """YAML, as the settings are; no path is no file."""
+    path = tmp_path / "keys.yaml"
+    path.write_text(yaml.safe_dump({"keys": [entry("a", "ann")]}))
+    assert by(read_tenants(str(path)), "a").name == "ann"
+    assert read_tenants("").of(None).name == ""
+
+    path.write_text("keys: [")
+    for wrong in (path, tmp_path / "missing.yaml"):
+        with pytest.raises(KeysFileInvalid, match=wrong.name):
+            read_tenants(str(wrong))
+    path.write_text("keys: [1]")
+    with pytest.raises(KeysFileInvalid, match=r"keys.yaml: keys\[0\]"):
+        read_tenants(str(path))
+
+
+def test_a_digest_that_only_begins_like_a_known_one_is_unknown() -> None:
+    """Keys are found by the first bytes and compared whole, in constant time: the way there must not let anybody in."""
+    digest = sha256(b"secret").hexdigest()
+    tenants = tenants_of(
+        {"keys": [{"key_sha256": digest[:-2] + ("00" if digest[-2:] != "00" else "01"), "tenant": "a"}]}
+    )
+
+    with pytest.raises(UnknownKey):
+        tenants.of("Bearer secret")

@@ -1,0 +1,133 @@
+"""Accounts that several routers keep: one set of numbers, whoever changes them and whoever dies."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from homing.router.errors import RateLimited
+from homing.router.tenants.rate_limits import Meter, TenantLimits
+from homing.router.tenants.shared_usage import SharedAccounts
+
+ACME, OTHER = b"a" * 16, b"o" * 16
+#: Asks for far more than the limit from a process of its own, and prints how often it was let in.
+ASKER = """
+import sys
+from pathlib import Path
+from homing.router.tenants.shared_usage import SharedAccounts
+from homing.router.errors import RateLimited
+from homing.router.tenants.rate_limits import Meter, TenantLimits
+
+path, seat = Path(sys.argv[1]), int(sys.argv[2])
+book = SharedAccounts(path, seat=seat, seats=3).books([b"a" * 16])[b"a" * 16]
+account = Meter("acme", TenantLimits(requests_per_minute=2000, max_running=1500), book)
+begun = 0
+for _ in range(5000):
+    try:
+        account.begin([5], 0.0)
+        begun += 1
+    except RateLimited:
+        pass
+    if begun % 2 and account.running:
+        account.end(0, 0.0)
+print(begun, account.running)
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "accounts"
+
+
+def account(path: Path, *, seat: int, tenant: bytes = ACME, **limits: int) -> Meter:
+    """The account of a tenant as the router in this seat has it."""
+    return Meter("acme", TenantLimits(**limits), SharedAccounts(path, seat=seat, seats=3).books([tenant])[tenant])
+
+
+def test_processes_that_ask_at_the_same_time_get_the_limit_together(path: Path) -> None:
+    """Not one more: each request is looked at and booked under one lock."""
+    askers = [
+        subprocess.Popen([sys.executable, "-c", ASKER, str(path), str(seat)], stdout=subprocess.PIPE, text=True)
+        for seat in range(3)
+    ]
+    told = [list(map(int, asker.communicate()[0].split())) for asker in askers]
+    book = SharedAccounts(path, seat=0, seats=3).books([OTHER, ACME])[ACME]
+
+    assert sum(begun for begun, _ in told) == 2000
+    assert list(book.running[1:]) == [running for _, running in told[1:]]
+
+
+def test_what_one_router_books_the_others_refuse(path: Path) -> None:
+    """A client with one connection is dealt to one router: it must get its whole limit there, and no more elsewhere."""
+    here, there = (account(path, seat=seat, requests_per_minute=2, tokens_per_minute=100) for seat in (0, 1))
+    here.begin([30], 0.0)
+    there.begin([30], 0.0)
+
+    for each in (here, there):
+        with pytest.raises(RateLimited, match="requests_per_minute"):
+            each.check([1], 0.0)
+        assert each.standing(0.0)["tokens"].remaining == 40
+
+
+def test_a_router_that_dies_loses_nothing_but_its_running_requests(path: Path) -> None:
+    """What was used stays used; its requests are over, and its successor says so."""
+    limits = {"requests_per_minute": 3, "max_running": 2}
+    lost, other = (account(path, seat=seat, **limits) for seat in (0, 1))
+    lost.begin([5], 0.0)
+    other.begin([5], 0.0)
+    with pytest.raises(RateLimited, match="max_running"):
+        other.check([5], 0.0)
+
+    successor = account(path, seat=0, **limits)
+
+    assert (successor.running, other.running) == (0, 1)
+    successor.begin([5], 0.0)
+    successor.end(0, 0.0)
+    with pytest.raises(RateLimited, match="requests_per_minute"):
+        other.check([5], 0.0)
+
+
+def test_a_router_that_lives_on_beside_its_successor_ends_its_requests(path: Path) -> None:
+    """It was believed dead, as when its machine stood still: its last requests end, and the number is never below 0."""
+    old = account(path, seat=0, max_running=2)
+    old.begin([5], 0.0)
+    successor = account(path, seat=0, max_running=2)
+    old.end(7, 0.0)
+
+    assert (old.running, successor.running) == (0, 0)
+    successor.begin([5], 0.0)
+    successor.begin([5], 0.0)
+    with pytest.raises(RateLimited, match="max_running"):
+        successor.check([5], 0.0)
+
+
+def test_the_file_goes_with_the_cluster(path: Path) -> None:
+    """In a joined Ray it lies among the files of others; routers that stop a moment later mind nothing."""
+    first, second = (SharedAccounts(path, seat=seat, seats=2) for seat in (0, 1))
+    book = second.books([ACME])[ACME]
+    first.close()
+    assert not path.exists()
+
+    Meter("acme", TenantLimits(), book).begin([5], 0.0)
+    second.close()
+
+
+def test_tenants_that_come_with_a_later_keys_file_get_accounts(path: Path) -> None:
+    """A router reads the file when it starts; those that run know nothing of new tenants, and lose none of theirs."""
+    first = account(path, seat=0, requests_per_minute=1)
+    both = SharedAccounts(path, seat=1, seats=3).books([OTHER, ACME])
+    Meter("other", TenantLimits(requests_per_minute=1), both[OTHER]).begin([5], 0.0)
+    first.check([5], 0.0)
+    Meter("acme", TenantLimits(requests_per_minute=1), both[ACME]).begin([5], 0.0)
+
+    with pytest.raises(RateLimited):
+        first.check([5], 0.0)
+
+
+def test_a_router_without_tenants_needs_no_accounts(path: Path) -> None:
+    """No keys file names any."""
+    accounts = SharedAccounts(path, seat=0, seats=2)
+
+    assert accounts.books([]) == {}
+    accounts.close()
