@@ -9,7 +9,8 @@ COMPAT ?= .venv-compat
 PIP_FLAGS ?=
 # Flags handed to `homing serve`.
 ARGS ?=
-PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt $(PIP_FLAGS)
+# Not quiet: torch and Ray take minutes to download, and pip's progress bars show it.
+PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test test-fast check lint types format wheel wheel-check compat clients bench-core bench-events bench-eviction bench-partial bench-warm-up bench-decision bench-router bench-engine bench-step bench-routing test-slow chaos audit gpu-check clean
