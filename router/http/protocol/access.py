@@ -56,17 +56,17 @@ class AccessLog:
 
 def line(exchange: Exchange, duration_s: float, now: float) -> str:
     """The line of one request: fields in a fixed order, absent ones left out."""
-    request, account = exchange.request, exchange.account
+    request, summary = exchange.request, exchange.summary
     text = (
         f"ts={now:.3f} request={exchange.id} method={request.method or '-'} path={_safe(request.path) or '-'} "
         f"status={exchange.status} duration_ms={duration_s * 1e3:.1f}"
     )
-    if account is None:
+    if summary is None:
         return text + "\n"
-    ttft = "" if account.ttft_s is None else f" ttft_ms={account.ttft_s * 1e3:.1f}"
+    ttft = "" if summary.ttft_s is None else f" ttft_ms={summary.ttft_s * 1e3:.1f}"
     return (
-        f"{text}{ttft} tenant={account.tenant or '-'} replica={account.replicas or '-'} prompt={account.prompt_tokens} "
-        f"predicted={account.predicted_tokens} cached={account.cached_tokens} output={account.output_tokens}\n"
+        f"{text}{ttft} tenant={summary.tenant or '-'} replica={summary.replicas or '-'} prompt={summary.prompt_tokens} "
+        f"predicted={summary.predicted_tokens} cached={summary.cached_tokens} output={summary.output_tokens}\n"
     )
 
 

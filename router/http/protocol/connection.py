@@ -346,7 +346,7 @@ class HttpConnection(asyncio.Protocol):
         self._waiting.clear()
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
-            exchange.lose()
+            exchange.client_left()
 
     def _cut(self, reason: str) -> None:
         """Drop a client that holds too much: what waits for it is thrown away."""
