@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ..events.wire.messages import LoadReport
-from .backend import ClusterView, FinishedRequest, RouterCounters
+from .backend import ClusterView, FinishedRequest, ReplicaView, RouterCounters
 from .tenants.rate_limits import RateLimiter
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -188,8 +188,17 @@ class Histogram:
 class ModelMetrics:
     """Records what happens with one model; the `Observer` of the model's services."""
 
-    __slots__ = ("_replicas", "completion_tokens", "first_token", "inter_token", "itl", "name", "outcomes")
-    __slots__ += ("prompt_tokens", "ttft")
+    __slots__ = (
+        "_replicas",
+        "completion_tokens",
+        "first_token",
+        "inter_token",
+        "itl",
+        "name",
+        "outcomes",
+        "prompt_tokens",
+        "ttft",
+    )
 
     def __init__(self, name: str, replicas: "ReplicaMetrics") -> None:
         self.name = name
@@ -245,9 +254,10 @@ class ReplicaMetrics:
 
     def samples(self, view: ClusterView | None) -> Samples:
         """Totals of all replicas, and gauges of those in the view; without one, of all."""
-        views = {(each.model, each.replica_id): each for each in view.replicas} if view is not None else {}
+        shown = view.replicas if view is not None else ()
+        views: dict[Labels, ReplicaView] = {(each.model, each.replica_id): each for each in shown}
         present = {key: each for key, each in self._reports.items() if view is None or key in views}
-        loads: dict[Labels, Any] = {**present, **views}
+        loads: dict[Labels, LoadReport | ReplicaView] = {**present, **views}
         made: Samples = {
             "homing_requests_running": {key: load.running for key, load in loads.items()},
             "homing_requests_waiting": {key: load.waiting for key, load in loads.items()},

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
+from itertools import zip_longest
 from math import inf
 from typing import Annotated, Any, Literal
 
@@ -75,15 +76,15 @@ async def _encoded_prompts(front: Front, served: Served, body: CompletionBody) -
     """The prompts as ids; texts are encoded together."""
     given = prompts(body.prompt, served.limits.vocab_size)
     texts = [each for each in given if isinstance(each, str)]
-    encoded = await served.text.encode(texts, special_tokens=True) if texts else given
-    made = []
-    for ids, prompt in zip(encoded, given, strict=True):
-        assert not isinstance(ids, str), "a prompt that was not encoded"
-        if not ids:
-            raise InvalidRequest("field 'prompt': a prompt has no tokens", param="prompt")
-        kept = whole_prompt(body.cache_control, front.settings, ids)
-        made.append(EncodedPrompt(ids, prompt if isinstance(prompt, str) else None, kept))
-    return made
+    encoded = [each for each in given if not isinstance(each, str)]
+    if texts:
+        encoded = await served.text.encode(texts, special_tokens=True)
+    if not all(encoded):
+        raise InvalidRequest("field 'prompt': a prompt has no tokens", param="prompt")
+    return [
+        EncodedPrompt(ids, text, whole_prompt(body.cache_control, front.settings, ids))
+        for ids, text in zip_longest(encoded, texts)
+    ]
 
 
 def prompts(field: str | list[Any], vocab_size: int) -> list[str] | list[TokenIds]:
