@@ -219,7 +219,6 @@ class ModelMetrics:
         self.completion_tokens += completion
 
     def request_finished(self, record: FinishedRequest) -> None:
-        """See `Observer`."""
         self.outcomes[record.outcome] += 1
 
     def load_reported(self, replica_id: str, report: LoadReport) -> None:
@@ -227,7 +226,6 @@ class ModelMetrics:
         self._replicas.load_reported((self.name, replica_id), report)
 
     def events_gap(self, replica_id: str) -> None:
-        """See `Observer`."""
         self._replicas.gaps[self.name, replica_id] += 1
 
 

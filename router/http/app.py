@@ -35,7 +35,6 @@ class App:
         self.cut = front.metrics.client_cut
 
     def serve(self, request: Request, wire: HttpConnection) -> Exchange:
-        """See `Handler`."""
         exchange = self._exchange(request, wire)
         if self._cors is not None and self._cors.is_preflight(request):
             exchange.respond(b"", status=204, headers=self._cors.preflight(request))
@@ -44,11 +43,9 @@ class App:
         return exchange
 
     def refuse(self, request: Request, wire: HttpConnection, error: RouterError) -> None:
-        """See `Handler`."""
         fail(self._exchange(request, wire), error)
 
     def headers_for(self, request: Request) -> Headers:
-        """See `Handler`."""
         return () if self._cors is None else self._cors.headers(request)
 
     def _exchange(self, request: Request, wire: HttpConnection) -> Exchange:

@@ -47,7 +47,6 @@ class ByteDetokenizer:
         self._utf8: BufferedIncrementalDecoder | None = None
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """See `Detokenizer.push`."""
         pieces = self._pieces
         if len(token_ids) == 1:
             data = pieces.get(token_ids[0], b"")
@@ -63,7 +62,6 @@ class ByteDetokenizer:
         return self._utf8.decode(data)
 
     def flush(self) -> str:
-        """See `Detokenizer.flush`."""
         return "" if self._utf8 is None else self._utf8.decode(b"", final=True)
 
 
@@ -84,7 +82,6 @@ class WindowDetokenizer:
         self._unfinished = 0  #: ids held because they end inside a character, not because a space is stripped
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """See `Detokenizer.push`."""
         parts = []
         for token_id in token_ids:
             self._ids.append(token_id)
@@ -102,7 +99,6 @@ class WindowDetokenizer:
         return text[len(before) :]
 
     def flush(self) -> str:
-        """See `Detokenizer.flush`."""
         return self._advance(patient=False)
 
 

@@ -239,7 +239,6 @@ class ChatBuilder(ResponseBuilder):
         self._top = body.top_logprobs or 0
 
     def whole(self, choices: Sequence[RunningChoice], counts: Usage) -> ChatCompletion:
-        """See `ResponseBuilder`."""
         made = [
             ChatChoice(each.index, ChatMessage(each.text), each.ending or "stop", self.logprobs(each.tokens))
             for each in choices
@@ -247,13 +246,11 @@ class ChatBuilder(ResponseBuilder):
         return ChatCompletion(id=self._id, created=self._created, model=self._model, choices=made, usage=counts)
 
     def chunk(self, choice: RunningChoice, shown: TextDelta, counts: ChunkUsage, *, first: bool) -> ChatChunk:
-        """See `ResponseBuilder`."""
         delta = ChatDelta(shown.text if shown.text or first else UNSET, "assistant" if first else UNSET)
         made = ChatChunkChoice(choice.index, delta, shown.ending, self.logprobs(shown.tokens))
         return ChatChunk(id=self._id, created=self._created, model=self._model, choices=[made], usage=counts)
 
     def usage_chunk(self, counts: Usage) -> ChatChunk:
-        """See `ResponseBuilder`."""
         return ChatChunk(id=self._id, created=self._created, model=self._model, choices=[], usage=counts)
 
     def logprobs(self, tokens: Sequence[TokenAt]) -> ChatLogprobs | None:

@@ -162,18 +162,15 @@ class CompletionBuilder(ResponseBuilder):
         self._drawn = body.best_of or self._kept
 
     def whole(self, choices: Sequence[RunningChoice], counts: Usage) -> Completion:
-        """See `ResponseBuilder`."""
         made = [self._choice(index, each) for index, each in enumerate(self._best(choices))]
         return Completion(id=self._id, created=self._created, model=self._model, choices=made, usage=counts)
 
     def chunk(self, choice: RunningChoice, shown: TextDelta, counts: ChunkUsage, *, first: bool) -> Completion:
-        """See `ResponseBuilder`."""
         text = self._echoed(choice.prompt) + shown.text if first else shown.text
         made = CompletionChoice(choice.index, text, shown.ending, self.logprobs(shown.tokens))
         return Completion(id=self._id, created=self._created, model=self._model, choices=[made], usage=counts)
 
     def usage_chunk(self, counts: Usage) -> Completion:
-        """See `ResponseBuilder`."""
         return Completion(id=self._id, created=self._created, model=self._model, choices=[], usage=counts)
 
     def _choice(self, index: int, choice: RunningChoice) -> CompletionChoice:

@@ -100,7 +100,6 @@ class RunningChoice(msgspec.Struct, eq=False):
         return "".join(self.parts)
 
     def delta(self, delta: TokenDelta) -> None:
-        """See `TokenSink.delta`."""
         generation = self.generation
         if generation.over or self.ending:
             return
@@ -123,7 +122,6 @@ class RunningChoice(msgspec.Struct, eq=False):
             generation.crash(error)
 
     def failed(self, error: RouterError) -> None:
-        """See `TokenSink.failed`."""
         self.generation.fail(error)
 
     def _take(self, delta: TokenDelta) -> TextDelta:

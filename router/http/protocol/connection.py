@@ -297,12 +297,10 @@ class HttpConnection(asyncio.Protocol):
         self._bodiless = request.method == "HEAD"
 
     def send_body(self, data: bytes) -> None:
-        """See `Wire.send_body`."""
         head, self._head = self._head, b""
         self._write(head if self._bodiless else head + data)
 
     def send_chunk(self, data: bytes) -> None:
-        """See `Wire.send_chunk`."""
         if self._chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         if self._head:
@@ -310,12 +308,10 @@ class HttpConnection(asyncio.Protocol):
         self._write(data)
 
     def end_stream(self) -> None:
-        """See `Wire.end_stream`."""
         if self._chunked:
             self._write(_LAST_CHUNK)
 
     def exchange_over(self) -> None:
-        """See `Wire.exchange_over`."""
         self._exchange = None
         self._since = self._clock()
         if not self._closing:

@@ -114,7 +114,6 @@ class HttpServer:
             await self._no_connection.wait()
 
     def closed(self) -> None:
-        """See `Host.closed`."""
         if not self.connections:
             self._no_connection.set()
 
