@@ -65,9 +65,7 @@ async def job(front: Front, served: Served, body: ChatBody, salt: bytes) -> Job:
         template_arguments=body.chat_template_kwargs or {},
     )
     token_ids = await served.text.encode_chat(asked, tenant=salt)
-    marks = pins.marks(body.messages, front.settings)
-    kept = await pins.chat_pins(served.text, asked, marks, token_ids, salt) if marks else ()
-    kept += pins.whole_prompt(body.cache_control, front.settings, token_ids)
+    kept = await pins.requested(served.text, asked, body.messages, body.cache_control, token_ids, salt, front.settings)
     newer = body.max_completion_tokens is not None
     return validate.job(
         front,
@@ -119,7 +117,7 @@ def conversation(
 
 def _message(body: MessageBody, index: int) -> Message:
     """A message as templates read it: its content is one text, the arguments of tool calls are objects."""
-    message: Message = {"role": body.role, "content": pins.text_of(body.content, f"messages[{index}].content")}
+    message: Message = {"role": body.role, "content": body.text(index)}
     if body.name is not None:
         message["name"] = body.name
     if body.tool_call_id is not None:

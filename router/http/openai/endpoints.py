@@ -13,7 +13,6 @@ from ...backend import ClusterView, Explanation
 from ...errors import NoReplica, NotAllowed, UnknownPath, WrongMethod
 from ...metrics import CONTENT_TYPE
 from ..caller import Caller
-from ..errors import decode
 from ..front import Front
 from ..protocol.exchange import Exchange, Request
 from .chat import CHAT, ChatBody, ChatCompletion
@@ -21,7 +20,7 @@ from .completions import COMPLETION, Completion, CompletionBody
 from .dialect import BodyType, Dialect, StreamWriter, WholeWriter
 from .generation import Generation, ResponseWriter, generation_request
 from .openapi import Endpoint, Handler, document
-from .schema import ENCODER
+from .schema import ENCODER, decode
 from .tokenize import DetokenizeBody, Detokenized, TokenizeBody, Tokenized, detokenize, tokenize
 
 MODELS = "/v1/models"

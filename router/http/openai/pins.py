@@ -5,7 +5,6 @@ Turns fields into numbers of tokens. Whether a pin fits the tenant's budget is d
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -13,8 +12,7 @@ from ...config import RouterSettings
 from ...errors import InvalidRequest, TemplateRefusal
 from ...text.template import Conversation
 from ...text.tokenizer import TextModel
-from ..errors import from_msgspec
-from .schema import CacheControl, MessageBody
+from .schema import CacheControl, MessageBody, from_msgspec
 
 #: Places that one chat may mark; the same number as Anthropic's.
 MAX_MARKS = 4
@@ -82,27 +80,26 @@ def _marks_of(message: MessageBody, index: int, settings: RouterSettings) -> Ite
                 except msgspec.ValidationError as error:
                     raise from_msgspec(error, param) from error
                 last = place == len(message.content) - 1
-                text = None if last else text_of(message.content[: place + 1], f"messages[{index}].content")
+                text = None if last else message.text(index, place + 1)
                 yield Mark(index, text, ttl_s(control, settings, param), param)
     if message.cache_control is not None:
         param = f"messages[{index}].cache_control"
         yield Mark(index, None, ttl_s(message.cache_control, settings, param), param)
 
 
-def text_of(content: str | list[dict[str, Any]] | None, param: str) -> str | None:
-    """The text of a content. Parts are joined with nothing between, as templates that support parts do."""
-    if content is None or isinstance(content, str):
-        return content
-    texts = []
-    for index, part in enumerate(content):
-        if part.get("type") != "text":
-            where = f"{param}[{index}].type"
-            raise InvalidRequest(f"field {where!r}: only text parts are supported", param=where)
-        text = part.get("text")
-        if not isinstance(text, str):
-            raise InvalidRequest(f"field '{param}[{index}].text': expected str", param=f"{param}[{index}].text")
-        texts.append(text)
-    return "".join(texts)
+async def requested(
+    text: TextModel,
+    conversation: Conversation,
+    messages: Sequence[MessageBody],
+    control: CacheControl | None,
+    token_ids: Sequence[int],
+    salt: bytes,
+    settings: RouterSettings,
+) -> tuple[PinRequest, ...]:
+    """The pins of a chat, by the `cache_control` of its parts, its messages and its body. Raises InvalidRequest."""
+    places = marks(messages, settings)
+    kept = await chat_pins(text, conversation, places, token_ids, salt) if places else ()
+    return (*kept, *whole_prompt(control, settings, token_ids))
 
 
 async def chat_pins(

@@ -1,13 +1,19 @@
-"""Types that several request and response bodies share, and what error messages say about their fields.
+"""Types that several request and response bodies share, and the decoding of request bodies with errors by field.
 
 Request types reject unknown fields and wrong types by name; an explicit null counts as absent. The range of a single
 field is part of its type; what involves two fields, the model or the settings is checked in `validate.py`.
 """
 
-from typing import Annotated, Any, Literal
+import re
+from codecs import BOM_UTF8
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
+
+from ...errors import InvalidJson, InvalidRequest
+
+Decoded = TypeVar("Decoded")
 
 NonNegative = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -89,6 +95,24 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     audio: Any = None
     function_call: Any = None
 
+    def text(self, index: int, parts: int | None = None) -> str | None:
+        """The content of message `index`, or of its first parts, as one text. Raises InvalidRequest.
+
+        Parts are joined with nothing between, as templates that support parts do.
+        """
+        if not isinstance(self.content, list):
+            return self.content
+        texts = []
+        for place, part in enumerate(self.content[:parts]):
+            param = f"messages[{index}].content[{place}]"
+            if part.get("type") != "text":
+                raise InvalidRequest(f"field '{param}.type': only text parts are supported", param=f"{param}.type")
+            text = part.get("text")
+            if not isinstance(text, str):
+                raise InvalidRequest(f"field '{param}.text': expected str", param=f"{param}.text")
+            texts.append(text)
+        return "".join(texts)
+
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
     """How much of the prompts was in a replica's cache."""
@@ -137,3 +161,46 @@ EXPECTED = {
     "cache_control.type": "the only value is 'ephemeral'",
     "role": "one of system, developer, user, assistant, tool and function",
 }
+
+#: `Expected ... - at `$.logit_bias[...]``; for the keys of maps, `at `key` in `$.logit_bias``.
+_PATH = re.compile(r"`\$\.?([^`]*)`$")
+_FIELD_OF_OBJECT = re.compile(r"Object (contains unknown|missing required) field `([^`]*)`")
+
+
+def decode(data: bytes, decoder: "msgspec.json.Decoder[Decoded]") -> Decoded:
+    """A body as a typed struct. Raises InvalidRequest, which names the field, and InvalidJson."""
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        try:
+            msgspec.json.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as malformed:
+            # The wrong field came before the place where the JSON is malformed.
+            raise InvalidJson(f"the body is not valid JSON: {malformed}") from malformed
+        raise from_msgspec(error) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if data.startswith(BOM_UTF8):  # written by clients on Windows; RFC 8259 allows readers to ignore it
+            return decode(data.removeprefix(BOM_UTF8), decoder)
+        raise InvalidJson(f"the body is not valid JSON: {error}") from error
+
+
+def from_msgspec(error: msgspec.ValidationError, within: str = "") -> InvalidRequest:
+    """A decoder's error about a body, or about its field `within`, with the name of the field."""
+    text = str(error)
+    path = _PATH.search(text)
+    where = ".".join(filter(None, (within, path[1] if path else "")))
+    if field := _FIELD_OF_OBJECT.search(text):
+        name = f"{where}.{field[2]}" if where else field[2]
+        if field[1] == "missing required":
+            what = "is required"
+        elif wanted := NOT_YET.get(field[2]):
+            what = f"requests {wanted}, which is not supported yet"
+        else:
+            what = "is unknown"
+        return InvalidRequest(f"field {name!r} {what}", param=name)
+    reason = text.split(" - at ")[0].replace("`", "").replace(" | null", "")
+    reason = f"{reason[0].lower()}{reason[1:]}"
+    if not where:
+        return InvalidRequest(f"the body is not a valid request: {reason}")
+    expected = "".join(f"; {words}" for end, words in EXPECTED.items() if where.endswith(end))
+    return InvalidRequest(f"field {where!r}: {reason}{expected}", param=where)

@@ -7,11 +7,10 @@ from msgspec import Meta
 
 from ...errors import InvalidRequest
 from ..caller import Caller
-from ..errors import decode
 from ..front import Front
 from ..protocol.exchange import Exchange
 from .chat import conversation
-from .schema import ENCODER, MessageBody, NonNegative
+from .schema import ENCODER, MessageBody, NonNegative, decode
 from .validate import check_token_ids
 
 
