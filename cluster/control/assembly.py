@@ -140,7 +140,7 @@ class HomingRouter:
         from ...router.metrics import RouterMetrics
         from ...router.replicas.model_versions import Generations
         from ...router.server import RouterServer
-        from ...router.tenants.shared_usage import SharedAccounts
+        from ...router.tenants.shared_usage import SharedUsage
 
         settings = self._spec.common.settings
         self._stopped = asyncio.Event()
@@ -161,11 +161,9 @@ class HomingRouter:
         )
         self._service.start(asyncio.get_running_loop())
         accounts = (
-            SharedAccounts(self._accounts_file, seat=doors.seat, seats=settings.cluster.routers)
-            if doors.shared
-            else None
+            SharedUsage(self._accounts_file, seat=doors.seat, seats=settings.cluster.routers) if doors.shared else None
         )
-        self._server = RouterServer(settings.router, self._service, metrics=metrics, accounts=accounts)
+        self._server = RouterServer(settings.router, self._service, metrics=metrics, usage=accounts)
         if told.members:
             await self.apply_membership(told, seed)
             await self._service.until_exact()
