@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from secrets import randbits
 from typing import TypeVar
 
@@ -157,7 +157,7 @@ class ReplicaServer:
     """Rank 0 of one replica, as `start_replica` makes it: ready, and serving while `run` runs.
 
     `run` belongs in the thread that started it (load/cpu_threads.py says why); all other methods may be called from any
-    thread. `residents`, `idle`, `drain`, `check` and `reset_cache` are answered between two steps of `run`.
+    thread. `residents`, `idle`, `drain` and `check` are answered between two steps of `run`.
     """
 
     def __init__(
@@ -223,10 +223,6 @@ class ReplicaServer:
     def check(self) -> None:
         """Assert the engine's invariants."""
         self._ask(self._engine.scheduler.check)
-
-    def reset_cache(self) -> bool:
-        """Drop all cached blocks; False, and nothing dropped, while any is in use."""
-        return self._ask(self._cache.reset)
 
     @property
     def malformed_requests(self) -> int:
@@ -315,12 +311,8 @@ class ReplicaServer:
             self._requests.send(source, Refused(request_id=request_id, reason="draining", message=message, retry=True))
 
     def _run_commands(self) -> None:
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except Empty:
-                return
-            command()
+        while not self._commands.empty():  # no other thread takes commands
+            self._commands.get()()
 
     def _close(self) -> None:
         """Answer the last commands and close all resources, last first."""

@@ -88,7 +88,7 @@ class Engine:
         #: Failed steps since the last successful one.
         self.failures_in_a_row = 0
         self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
-        self._block_size = hasher.block_size
+        self._hasher = hasher
         self._cache = cache
         self._executor = executor
         self._epoch = epoch
@@ -109,7 +109,7 @@ class Engine:
             raise Draining("this replica is draining and takes no new requests")
         if self.scheduler.get(RequestKey(source, request.request_id)):
             raise InvalidRequest(f"request_id: {request.request_id} is running already")
-        self.scheduler.add(admit(source, request, self._vocab_size, self._block_size))
+        self.scheduler.add(admit(source, request, self._vocab_size, self._hasher.block_size))
 
     def abort(self, source: str, request_ids: Iterable[int]) -> None:
         """End these requests and free their blocks. Ignores unknown ids: such a request may have just ended."""
@@ -260,7 +260,7 @@ class Engine:
         for place, sampled in enumerate(drawn):
             if place:
                 self.scheduler.accept(request)
-            self.scheduler.append(request, sampled.token_id)
+            request.append(sampled.token_id, self._hasher)
             self._generated_tokens += not request.warm_up
             request.unsent.append(sampled.token_id)
             if sampled.logprobs:

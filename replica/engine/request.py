@@ -53,7 +53,6 @@ class RequestState:
     priority: int = 0
     #: Order of arrival; kept across preemptions, so that a preempted request goes first.
     arrival: int = 0
-    trace_id: str = ""
     #: Prefixes of the prompt to keep once it is computed.
     pins: tuple[Pin, ...] = ()
     tokens_per_output: int = 1
@@ -203,7 +202,6 @@ def admit(source: str, request: Generate, vocab_size: int, block_size: int) -> R
         hashes=split_hashes(request.block_hashes),
         sampling=request.sampling,
         priority=request.priority,
-        trace_id=request.trace_id,
         pins=request.pins,
         tokens_per_output=request.tokens_per_output,
         warm_up=request.warm_up,

@@ -232,10 +232,6 @@ class Scheduler:
         if request.phase is RequestPhase.RUNNING and request.preemptions == preemptions:
             self._commit(request, row.end)
 
-    def append(self, request: RequestState, token_id: int) -> None:
-        """Add a token drawn for a running request."""
-        request.append(token_id, self._hasher)
-
     def accept(self, request: RequestState) -> None:
         """The newest token matched its draft, so that its KV is computed already."""
         assert request.uncomputed == 1, f"request {request.key}: a draft accepted {request.uncomputed} tokens ahead"
@@ -334,7 +330,12 @@ class Scheduler:
             if len(self._running) == 1 and self._cache.break_pin():
                 continue
             victim = self._running[-1]
-            self._preempt(victim)
+            self.preemptions += 1
+            victim.preemptions += 1
+            self._leave(victim)
+            victim.phase = RequestPhase.WAITING
+            victim.expected_cached = self._match(victim).tokens
+            insort(self._waiting, victim, key=_by_urgency)
             if victim is request:
                 return False
         return True
@@ -423,14 +424,6 @@ class Scheduler:
         if not request.may_use_cache:
             count = min(count, PROMPT_LOGPROBS_CHUNK)
         return ScheduledRow(request, request.computed, count, copy)
-
-    def _preempt(self, request: RequestState) -> None:
-        self.preemptions += 1
-        request.preemptions += 1
-        self._leave(request)
-        request.phase = RequestPhase.WAITING
-        request.expected_cached = self._match(request).tokens
-        insort(self._waiting, request, key=_by_urgency)
 
     def _leave(self, request: RequestState) -> None:
         """Remove a request from its list and release its blocks."""

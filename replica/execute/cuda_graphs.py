@@ -7,7 +7,7 @@ replayed. Which size a batch gets is pure.
 import gc
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,43 +28,30 @@ class NotCaptured(Exception):  # noqa: N818
     """A step does what a graph cannot hold, such as reading a value back. The message is the device's."""
 
 
-class Graphs(Protocol):
-    """Captured steps by batch size."""
+class EagerSteps:
+    """Decode steps by batch size, replayed by calling them."""
+
+    def __init__(self) -> None:
+        self._replays: dict[int, Callable[[], None]] = {}
 
     def capture(self, size: int, run: Callable[[], None]) -> None:
         """Keep `run` for replays; may call it several times now, on any contents. Raises NotCaptured."""
-        ...
+        self._replays[size] = run
 
     def replay(self, size: int) -> None:
         """Run the step of this size on the present contents of its tensors."""
-        ...
+        self._replays[size]()
 
     def clear(self) -> None:
         """Free all captured steps and their memory."""
-        ...
+        self._replays.clear()
 
 
-class EagerGraphs:
-    """Replays a step by calling it."""
-
-    def __init__(self) -> None:
-        self._runs: dict[int, Callable[[], None]] = {}
-
-    def capture(self, size: int, run: Callable[[], None]) -> None:
-        self._runs[size] = run
-
-    def replay(self, size: int) -> None:
-        self._runs[size]()
-
-    def clear(self) -> None:
-        self._runs.clear()
-
-
-class CudaGraphs:
-    """Replays CUDA graphs that share one memory pool. Not run on a GPU yet."""
+class CudaGraphs(EagerSteps):
+    """Decode steps as CUDA graphs that share one memory pool. Not run on a GPU yet."""
 
     def __init__(self) -> None:
-        self._graphs: dict[int, Any] = {}
+        super().__init__()
         self._pool: Any = None
 
     def capture(self, size: int, run: Callable[[], None]) -> None:
@@ -89,11 +76,8 @@ class CudaGraphs:
             torch.cuda.set_stream(current)  # a failed capture leaves its own stream current
             raise NotCaptured(f"{type(error).__name__}: {error}") from error
         self._pool = graph.pool()
-        self._graphs[size] = graph
-
-    def replay(self, size: int) -> None:
-        self._graphs[size].replay()
+        self._replays[size] = graph.replay
 
     def clear(self) -> None:
-        self._graphs.clear()
+        super().clear()
         self._pool = None

@@ -22,7 +22,7 @@ from ..kernels.choice import choose_kernels
 from ..load.device_memory import CudaMemory
 from ..models.base import Model
 from ..parallel.rank_group import RankGroup
-from .cuda_graphs import CudaGraphs, EagerGraphs, Graphs, NotCaptured, graph_sizes, padded_size
+from .cuda_graphs import CudaGraphs, EagerSteps, NotCaptured, graph_sizes, padded_size
 from .decode_step import DecodeStep
 from .request_table import RequestTable, TableMirror
 from .runner import ModelRunner, resolve_device
@@ -84,14 +84,14 @@ class GpuRunner(ModelRunner):
         group: RankGroup | None = None,
         *,
         model: Model | None = None,
-        graphs: Graphs | None = None,
+        graphs: EagerSteps | None = None,
         memory: CudaMemory | None = None,
     ) -> None:
         super().__init__(settings, model_dir, block_size, group, model=model, memory=memory)
         self._most_rows = min(settings.max_running_requests, settings.max_batched_tokens)
         self._max_model_len = settings.max_model_len or self.spec.max_positions
         self._kernels = choose_kernels(self.device)
-        self._graphs = graphs or (CudaGraphs() if self.device.type == "cuda" else EagerGraphs())
+        self._graphs: EagerSteps = graphs or (CudaGraphs() if self.device.type == "cuda" else EagerSteps())
         self._sizes = graph_sizes(self._most_rows)
         self._state: _DeviceState | None = None
 
@@ -130,7 +130,7 @@ class GpuRunner(ModelRunner):
                 problem = str(error)
         log.warning("graphs_unusable reason=%r", problem)
         self._graphs.clear()
-        self._graphs = EagerGraphs()
+        self._graphs = EagerSteps()
         for size in self._sizes:
             self._graphs.capture(size, partial(decode.run, size))
 

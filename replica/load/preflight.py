@@ -6,6 +6,7 @@ unsupported family, a tensor of the wrong shape) are reported by the replica whe
 
 import importlib.util
 import json
+import sys
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,19 +158,22 @@ def check_ranks(config: ModelConfig, settings: ReplicaSettings) -> None:
 
 def check_length(config: ModelConfig, settings: ReplicaSettings, cache: KvCacheSettings) -> None:
     """Check that requests may be as long as set, and fill at least one block. Raises StartupError."""
-    wanted, most = settings.max_model_len, config.max_position_embeddings
-    if wanted == 1:
-        raise StartupError("max_model_len 1: a prompt and its answer are two tokens at least; 0 takes the model's")
-    if most is None:
-        return
-    if wanted > most:
-        raise StartupError(f"max_model_len {wanted} is more than the model's {most} positions; lower it")
-    longest = wanted or most
-    if cache.prefix_caching and cache.block_size >= longest:
+    positions = config.max_position_embeddings
+    longest = longest_request(settings.max_model_len, sys.maxsize if positions is None else positions)
+    if positions is not None and cache.prefix_caching and cache.block_size >= longest:
         raise StartupError(
             f"block_size {cache.block_size}: no prompt of at most {longest} tokens fills a block, so nothing would "
             "be cached; lower it, or set --no-prefix-caching"
         )
+
+
+def longest_request(configured: int, positions: int) -> int:
+    """Most tokens of prompt plus answer that the setting (0: unset) and the model allow. Raises StartupError."""
+    if configured == 1:
+        raise StartupError("max_model_len 1: a prompt and its answer are two tokens at least; 0 takes the model's")
+    if configured > positions:
+        raise StartupError(f"max_model_len {configured} is more than the model's {positions} positions; lower it")
+    return configured or positions
 
 
 def check_pool(config: ModelConfig, settings: ReplicaSettings, cache: KvCacheSettings) -> None:

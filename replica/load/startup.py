@@ -20,6 +20,7 @@ from ..engine.throughput import SmoothedRates
 from ..errors import StartupError
 from ..messages import SamplingParams
 from ..models.spec import ModelSpec
+from .preflight import longest_request
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,11 @@ def number_of_blocks(
     block_bytes = spec.bytes_per_block(cache.block_size)
     if cache.kv_cache_bytes or device.type == "cpu":
         return blocks_that_fit(cache.kv_cache_bytes or CPU_KV_BYTES, block_bytes)
-    limits = SchedulerLimits(settings.max_running_requests, settings.max_batched_tokens, _longest(settings, spec))
+    limits = SchedulerLimits(
+        settings.max_running_requests,
+        settings.max_batched_tokens,
+        longest_request(settings.max_model_len, spec.max_positions),
+    )
     # Run the largest steps that the limits allow, and all that their logits may go through.
     filtered = SamplingRow(SamplingParams(max_tokens=1, top_p=0.5, logit_bias={0: 1.0}), 0, (), ())
     try:
@@ -102,7 +107,7 @@ def resolve_limits(
 ) -> SchedulerLimits:
     """The limits, with the longest request that settings, model and pool allow. Raises StartupError."""
     capacity = (num_blocks - 1) * block_size
-    wanted = _longest(settings, spec)
+    wanted = longest_request(settings.max_model_len, spec.max_positions)
     if wanted > capacity:
         log.warning("max_model_len_capped wanted=%d pool_tokens=%d", wanted, capacity)
     longest = min(wanted, capacity)
@@ -112,18 +117,6 @@ def resolve_limits(
     return SchedulerLimits(
         settings.max_running_requests, settings.max_batched_tokens, longest, prefill_step_tokens=fills
     )
-
-
-def _longest(settings: ReplicaSettings, spec: ModelSpec) -> int:
-    """Longest prompt plus answer by settings and model. Raises StartupError."""
-    if settings.max_model_len > spec.max_positions:
-        raise StartupError(
-            f"max_model_len: {settings.max_model_len} is more than the model's {spec.max_positions} positions"
-        )
-    longest = settings.max_model_len or spec.max_positions
-    if longest < 2:
-        raise StartupError(f"max_model_len: {longest} is too short: a prompt and its answer are two tokens at least")
-    return longest
 
 
 def measure_rates(

@@ -24,7 +24,7 @@ from homing.replica.engine.overlapped import OverlappedEngine
 from homing.replica.engine.scheduler import SchedulerLimits
 from homing.replica.engine.step_plan import PlanRow, SlotStart, StepPlan, plan_of_rows
 from homing.replica.engine.throughput import SmoothedRates
-from homing.replica.execute.cuda_graphs import EagerGraphs
+from homing.replica.execute.cuda_graphs import EagerSteps
 from homing.replica.execute.gpu_runner import GpuRunner
 from homing.replica.execute.runner import ModelRunner
 from homing.replica.messages import Generate, SamplingParams
@@ -151,7 +151,7 @@ def steps(setup: Setup) -> list[Figure]:
 
 class _EagerRunner(GpuRunner):
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options, graphs=EagerGraphs())
+        super().__init__(*arguments, **options, graphs=EagerSteps())
 
 
 def _toy_checkpoint() -> Path:
@@ -186,7 +186,7 @@ def _answers(kind: type[Engine], runner: ModelRunner, cached: bool) -> dict[int,
 def _graph_bits(name: str, made: Callable[[], GpuRunner]) -> Figure:
     """The same decode steps of one model from graphs and eagerly: what they leave behind, bit by bit."""
     pools = []
-    for graphs in (None, EagerGraphs()):
+    for graphs in (None, EagerSteps()):
         runner = made()
         if graphs is not None:
             for size in runner._sizes:

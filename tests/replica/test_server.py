@@ -269,7 +269,7 @@ async def test_a_set_built_from_the_stream_is_what_the_replica_holds(folder: Pat
 
         await until(lambda: view.live and view.held == resident_names(running))
         resident = running.server.residents()
-        running.server.reset_cache()
+        assert await asyncio.to_thread(client.reset_cache, 1)
         await until(lambda: not view.held)
         feed.close()
 

@@ -95,7 +95,7 @@ class Bench:
     def advance(self, request: RequestState, token: int) -> None:
         if request.pins and not request.answered:
             self.scheduler.pin(request, now=0.0)
-        self.scheduler.append(request, token)
+        request.append(token, self.hasher)
         request.answered = True
         full = request.num_tokens >= self.scheduler.limits.max_model_len
         if full or request.generated >= request.sampling.max_tokens:
