@@ -111,7 +111,8 @@ def start_replica(
             pin_limits=PinLimits(kvcache.pin_tenant_share, kvcache.pin_total_share),
         )
         hasher = BlockHasher(block_size, cluster_seed, kvcache.hash_algorithm)
-        engine = (OverlappedEngine if isinstance(runner, GpuRunner) else Engine)(
+        kind: type[Engine] = OverlappedEngine if isinstance(runner, GpuRunner) else Engine
+        engine = kind(
             limits=limits,
             vocab_size=spec.vocab_size,
             eos_token_ids=spec.eos_token_ids,
