@@ -9,7 +9,7 @@ A block is named by the last 8 bytes of its hash as an unsigned int, on every si
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ..wire.dialects import Cleared, Removed, Stored
+from ..wire.cache_events import CacheEvent, fold
 
 
 class Digest(NamedTuple):
@@ -46,15 +46,9 @@ class CacheMirror:
         """Count and XOR of the held blocks, as a heartbeat carries them."""
         return Digest(len(self._parents), self._xor)
 
-    def apply(self, event: Stored | Removed | Cleared) -> None:
+    def apply(self, event: CacheEvent) -> None:
         """Fold one event."""
-        match event:
-            case Stored():
-                self.store(event.parent, event.hashes)
-            case Removed():
-                self.remove(event.hashes)
-            case Cleared():
-                self.clear()
+        fold(event, self)
 
     def store(self, parent: int | None, hashes: Sequence[int]) -> None:
         """Add a chain of blocks that continues `parent`."""

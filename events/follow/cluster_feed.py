@@ -17,7 +17,7 @@ import msgspec
 
 from ..errors import ClusterUnreachable, EventError, KeysRefused
 from ..security.curve_keys import KeyPair
-from ..wire.dialects import CacheEvent
+from ..wire.cache_events import CacheEvent
 from ..wire.messages import EVENTS_TOPIC, EventEndpoints, LoadReport, SnapshotBlock
 from .feed import EventFeed
 from .subscription import Apply, FeedStatus, Reset

@@ -14,7 +14,8 @@ import zmq
 
 from ..errors import EndpointUnusable, EventError, KeysRefused, MalformedFrame
 from ..security.curve_keys import KeyPair, new_pair, protect_client
-from ..wire.dialects import BatchDecoder, CacheEvent
+from ..wire.cache_events import CacheEvent
+from ..wire.dialects import BatchDecoder
 from ..wire.frames import read_event, read_replay, replay_request
 from ..wire.messages import (
     EVENTS_TOPIC,

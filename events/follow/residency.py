@@ -6,9 +6,9 @@ gets those can be a plain set.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, assert_never
 
-from ..wire.dialects import CacheEvent, Cleared, Removed, Stored
+from ..wire.cache_events import CacheEvent, Cleared, Removed, Stored
 from .block_set import CacheMirror, Digest
 
 
@@ -89,6 +89,8 @@ class CountedResidents:
             case Cleared():
                 self.replace([])
                 return event
+            case _:
+                assert_never(event)
 
     def replace(self, blocks: list[tuple[int, int | None]]) -> None:
         """Hold exactly these, one copy each."""

@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from ..wire.cache_events import CacheEvent
 from ..wire.cursor import Contiguous, Cursor, Gap, Initial, NewEpoch, Stale
-from ..wire.dialects import Batch, CacheEvent, snapshot_pairs
+from ..wire.dialects import Batch, snapshot_pairs
 from ..wire.messages import Heartbeat, LoadReport, SnapshotBlock, SnapshotChunk
 from .residency import Residents, SetResidents
 

@@ -12,7 +12,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import msgspec
 
@@ -121,6 +121,8 @@ class Ledger:
             case AllCleared():
                 self._mirror.clear()
                 self._residents.clear()
+            case _:
+                assert_never(change)
 
     def _fold_stored(self, change: StoredBlocks) -> None:
         parent, hashes, _ = change
@@ -155,6 +157,8 @@ class Ledger:
                 return BlockRemoved(block_hashes=self._wire(hashes), medium=self._medium, group_idx=0)
             case AllCleared():
                 return AllBlocksCleared()
+            case _:
+                assert_never(change)
 
     def _wire(self, hashes: Sequence[bytes]) -> list[WireHash]:
         return list(hashes) if self._as_bytes else list(_names(hashes))

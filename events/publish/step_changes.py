@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 
 class StoredBlocks(NamedTuple):
@@ -68,6 +68,10 @@ def _split_removals(step: Step) -> tuple[dict[bytes, None], Step, dict[bytes, No
             case RemovedBlocks(hashes):
                 for block in hashes:
                     (after if block in stored else before)[block] = None
+            case AllCleared():
+                raise AssertionError("`arrange` passes on only what follows the last reset")
+            case _:
+                assert_never(change)
     return before, stores, after
 
 
@@ -93,6 +97,8 @@ class Lost:
                     self.cleared = True
                     self.removed.clear()
                     self.stored.clear()
+                case _:
+                    assert_never(change)
 
     def _store(self, parent: bytes | None, hashes: Sequence[bytes], tokens: bytes) -> None:
         stride = len(tokens) // len(hashes) if hashes else 0

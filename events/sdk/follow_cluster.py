@@ -15,7 +15,7 @@ from ..follow.cluster_feed import REFRESH_S, ClusterFeed, Source, ask_router
 from ..follow.feed import EventFeed
 from ..follow.subscription import Apply, FeedStatus, Reset
 from ..security.curve_keys import KeyPair
-from ..wire.dialects import Cleared
+from ..wire.cache_events import Cleared
 from .plain_stream import StreamEvent, told
 from .record import Recorded
 from .subscribe import BACKLOG_BATCHES, Backlog

@@ -5,11 +5,12 @@ held, marked `resync`, so that whoever folds events needs to know nothing about 
 """
 
 from collections.abc import Iterator, Sequence
+from typing import assert_never
 
 import msgspec
 
 from ..follow.subscription import Apply, Reset
-from ..wire.dialects import CacheEvent, Cleared, Stored, wire_name
+from ..wire.cache_events import CacheEvent, Cleared, Stored, wire_name
 from ..wire.messages import SnapshotBlock
 
 
@@ -32,6 +33,8 @@ def told(instruction: Apply | Reset) -> Iterator[StreamEvent]:
             yield StreamEvent(seq, None, Cleared(), resync=True)
             for event in chains(blocks):
                 yield StreamEvent(seq, None, event, resync=True)
+        case _:
+            assert_never(instruction)
 
 
 def chains(blocks: Sequence[SnapshotBlock]) -> Iterator[Stored]:

@@ -15,7 +15,7 @@ from ..errors import EventError, KeysRefused, PublisherGone
 from ..follow.feed import EventFeed
 from ..follow.subscription import Apply, FeedStatus, Reset
 from ..security.curve_keys import KeyPair
-from ..wire.dialects import CacheEvent
+from ..wire.cache_events import CacheEvent
 from ..wire.messages import EVENTS_TOPIC, EventEndpoints, LoadReport, SnapshotBlock
 from .plain_stream import StreamEvent, told
 

@@ -8,11 +8,12 @@ is tried again.
 import asyncio
 import logging
 from collections.abc import Sequence
+from typing import assert_never
 
 from ...events.errors import KeysRefused
 from ...events.follow.feed import EventFeed
 from ...events.follow.handshake import Handshakes
-from ...events.wire.dialects import CacheEvent, Removed, Stored, wire_name
+from ...events.wire.cache_events import CacheEvent, Cleared, Removed, Stored, wire_name
 from ...events.wire.messages import LoadReport, SnapshotBlock
 from ...replica.messages import Abort, CacheReset, ReplicaDescription, Reply, Request, ResetCache
 from ..backend import RefusedReplica
@@ -140,12 +141,15 @@ class Member(Followed):
     def apply(self, events: Sequence[CacheEvent]) -> None:
         """The next batch of cache events."""
         for event in events:
-            if isinstance(event, Stored):
-                self._dispatcher.stored(self.replica_id, event.hashes)
-            elif isinstance(event, Removed):
-                self._dispatcher.removed(self.replica_id, event.hashes)
-            else:
-                self._dispatcher.reset(self.replica_id, ())
+            match event:
+                case Stored():
+                    self._dispatcher.stored(self.replica_id, event.hashes)
+                case Removed():
+                    self._dispatcher.removed(self.replica_id, event.hashes)
+                case Cleared():
+                    self._dispatcher.reset(self.replica_id, ())
+                case _:
+                    assert_never(event)
 
     def reset(self, blocks: Sequence[SnapshotBlock]) -> None:
         """The replica's whole cached set."""

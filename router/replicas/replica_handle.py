@@ -15,7 +15,7 @@ from ...events.errors import EndpointUnusable, EventError, KeysRefused
 from ...events.follow.feed import EventFeed
 from ...events.follow.subscription import FeedStatus
 from ...events.security.curve_keys import KeyPair
-from ...events.wire.dialects import CacheEvent
+from ...events.wire.cache_events import CacheEvent
 from ...events.wire.messages import LoadReport, SnapshotBlock
 from ...replica.messages import ReplicaDescription, Request
 from ..backend import FeedState, Observer, RefusedReplica, RouterCounters

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from random import Random
-from typing import Protocol
+from typing import Protocol, assert_never
 
 import msgspec
 
@@ -32,7 +32,8 @@ from ....events.follow.subscription import (
 )
 from ....events.publish.event_log import Ledger
 from ....events.publish.step_changes import AllCleared, Change, RemovedBlocks, StoredBlocks
-from ....events.wire.dialects import BatchDecoder, CacheEvent, Cleared, Removed, Stored, wire_name
+from ....events.wire.cache_events import CacheEvent, Cleared, Removed, Stored, wire_name
+from ....events.wire.dialects import BatchDecoder
 from ....events.wire.messages import Heartbeat, LoadReport, SnapshotBlock, SnapshotChunk
 from ....kvcache.hashing import wire_hashes
 from .errors import SimulationError
@@ -399,6 +400,8 @@ def learn(learner: Learner, replica: str, changes: Sequence[Change]) -> None:
                 learner.removed(replica, wire_hashes(b"".join(hashes)))
             case AllCleared():
                 learner.reset(replica, ())
+            case _:
+                assert_never(change)
 
 
 def _learn_events(learner: Learner, replica: str, events: Sequence[CacheEvent]) -> None:
@@ -410,6 +413,8 @@ def _learn_events(learner: Learner, replica: str, events: Sequence[CacheEvent]) 
                 learner.removed(replica, event.hashes)
             case Cleared():
                 learner.reset(replica, ())
+            case _:
+                assert_never(event)
 
 
 def _wire_names(blocks: Sequence[SnapshotBlock]) -> Iterator[int]:

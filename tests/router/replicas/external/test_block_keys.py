@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from homing.events.follow.residency import CountedResidents
-from homing.events.wire.dialects import Cleared, Removed, Stored
+from homing.events.wire.cache_events import Cleared, Removed, Stored
 from homing.kvcache.hashing import BlockHash, BlockHasher, tenant_root, token_bytes, wire_hash
 from homing.router.errors import ParityMismatch
 from homing.router.replicas.external.block_keys import ForeignChains, cache_salt
