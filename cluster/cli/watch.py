@@ -208,7 +208,7 @@ class JsonPrinter:
     def rates(self, source: Source, seconds: float, tally: Tally, feed: EventFeed) -> None:
         """See `Printer`."""
         reader = feed.subscription
-        rates = tally.take(seconds, reader.residents.digest.blocks, reader.counters)
+        rates = tally.take(seconds, reader.digest.blocks, reader.counters)
         self._write(
             remark(source.replica, source.epoch, "rates", ts=time.time(), **msgspec.to_builtins(rates)).decode()
         )
@@ -237,7 +237,7 @@ class ReadablePrinter:
     def rates(self, source: Source, seconds: float, tally: Tally, feed: EventFeed) -> None:
         """See `Printer`."""
         reader = feed.subscription
-        self._line(source, "", tally.take(seconds, reader.residents.digest.blocks, reader.counters).words())
+        self._line(source, "", tally.take(seconds, reader.digest.blocks, reader.counters).words())
 
     def _line(self, source: Source, kind: str, words: str) -> None:
         kind = f"{kind:<8} " if kind else ""

@@ -1,10 +1,4 @@
-"""What one replica holds: normalised events folded into a set of blocks. Pure state: no sockets, no clock.
-
-The publisher's live record, a subscriber's proof of exactness and `homing watch`'s rebuilt tree are all this fold, so
-equal inputs give equal digests. Does not know block contents: whoever needs tokens keeps them by hash.
-
-A block is named by the last 8 bytes of its hash as an unsigned int, on every side, whatever the wire carries.
-"""
+"""The set of blocks that a replica holds, as its events say. Pure state: no sockets, no clock, no block contents."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple

@@ -28,8 +28,9 @@ from ..wire.messages import (
     SnapshotChunk,
     SnapshotRequest,
 )
+from .block_set import CacheMirror
 from .handshake import WATCHED, Connection, Handshakes
-from .residency import CountedResidents
+from .residency import CountedResidency, ResidentBlocks, SetResidency
 from .socket_reader import Message, SocketReader
 from .subscription import (
     Apply,
@@ -91,12 +92,15 @@ class EventFeed:
         heartbeat_interval_s: float = 0.2,
         token_ids: bool = False,
         counted: bool = False,
+        blocks: ResidentBlocks | None = None,
         topic: bytes = EVENTS_TOPIC,
         reach: Reach | None = None,
         tap: Callable[[Apply | Reset], None] | None = None,
         keys: KeyPair | None = None,
     ) -> None:
-        """`counted`: the publisher announces every copy (vLLM). `token_ids`: hand them on, in snapshots too.
+        """`counted`: the publisher announces every copy (vLLM). `token_ids`: hand them on, in snapshots too. `blocks`:
+        where held blocks are stored, unless `counted`; it is changed before the sink is called. None: a set of the
+        feed's own.
 
         `tap` sees what the sink's `apply` and `reset` get, before them, with numbers and times. `topic` is a prefix;
         empty takes everything. A context that is handed in stays the caller's. `keys`: what is shown to a publisher
@@ -114,7 +118,8 @@ class EventFeed:
         self._token_ids = token_ids
         self._topic = topic
         self._decoder = BatchDecoder(token_ids=token_ids)
-        self._subscription = Subscription(reach or _reach_of(endpoints), CountedResidents() if counted else None)
+        residency = CountedResidency() if counted else SetResidency(CacheMirror() if blocks is None else blocks)
+        self._subscription = Subscription(reach or _reach_of(endpoints), residency)
         self._loop: asyncio.AbstractEventLoop | None = None
         #: The first one is the events socket, which is monitored.
         self._sockets: list[zmq.Socket[bytes]] = []

@@ -17,16 +17,17 @@ false (`exact` says so). They have no epoch either: a restart is told by a numbe
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 
 from ..wire.cache_events import CacheEvent
 from ..wire.cursor import Contiguous, Cursor, Gap, Initial, NewEpoch, Stale
 from ..wire.dialects import Batch, snapshot_pairs
 from ..wire.messages import Heartbeat, LoadReport, SnapshotBlock, SnapshotChunk
-from .residency import Residents, SetResidents
+from .block_set import CacheMirror, Digest
+from .residency import Residency, SetResidency
 
 
-class FeedStatus(Enum):
+class FeedStatus(StrEnum):
     """How far a publisher's stream can be trusted. Only LIVE means: what was applied is what the publisher holds."""
 
     SYNCING = "syncing"
@@ -139,9 +140,10 @@ _BEAT_GRACE_TICKS = 2
 class Subscription:
     """Follows one publisher. Every `on_…` returns what is to be done, in order."""
 
-    def __init__(self, reach: Reach | None = None, residents: Residents | None = None) -> None:
+    def __init__(self, reach: Reach | None = None, residency: Residency | None = None) -> None:
+        """`residency`: where the held blocks are stored; by default a set of this subscription's own."""
         self._reach = reach or Reach()
-        self._residents: Residents = residents or SetResidents()
+        self._residency: Residency = residency or SetResidency(CacheMirror())
         self._cursor = Cursor()
         self._buffer: dict[int, Batch] = {}
         self._heard = -1  # the newest number held back, even if the buffer has lost it since
@@ -175,9 +177,9 @@ class Subscription:
         return self._cursor
 
     @property
-    def residents(self) -> Residents:
-        """What the publisher holds, as far as applied."""
-        return self._residents
+    def digest(self) -> Digest:
+        """Of what the publisher holds, as far as applied."""
+        return self._residency.digest
 
     # What happens to a reader.
 
@@ -299,7 +301,7 @@ class Subscription:
 
     def _apply(self, seq: int, batch: Batch) -> None:
         assert seq == self._cursor.expected, f"batch {seq} applied, {self._cursor.expected} is next"
-        events = self._residents.apply(batch.events)
+        events = self._residency.apply(batch.events)
         self._cursor = self._cursor.after(seq)
         if batch.ts > self._last_ts:
             self._last_ts = batch.ts
@@ -347,7 +349,7 @@ class Subscription:
         self.exact = True
         self._last_ts = float("-inf")
         self._cursor = Cursor(self._cursor.epoch, None)
-        self._residents.replace([])
+        self._residency.replace([])
         self._out.append(Reset(self._cursor.epoch, None, ()))
 
     def _ask_replay(self) -> None:
@@ -416,7 +418,7 @@ class Subscription:
         self._parts.clear()
         self._waiting = _Waiting.NOTHING
         self._cursor = Cursor(epoch, expected)
-        self._residents.replace(list(snapshot_pairs(blocks)))
+        self._residency.replace(snapshot_pairs(blocks))
         self._out.append(Reset(epoch, seq, blocks))
         self._buffer = {held: batch for held, batch in self._buffer.items() if held >= expected}
         self._advance()
@@ -469,7 +471,7 @@ class Subscription:
         self._beat = None
         if beat_next < expected:
             return
-        if self._residents.digest == (beat.blocks, beat.digest):
+        if self._residency.digest == (beat.blocks, beat.digest):
             self._disproofs = self._pause_ticks = 0
             return
         self.counters.digest_mismatches += 1

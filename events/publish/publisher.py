@@ -1,4 +1,4 @@
-"""The publishing side of the stream: one thread and its four sockets around a `Ledger`.
+"""The publishing side of the stream: one thread and its four sockets around a `EventLog`.
 
 The engine's thread hands changes and load reports over and never waits: a full mailbox turns into a numbered hole
 (changes.py), a load report that nobody has sent yet is replaced by the next. Everything else happens on the
@@ -20,12 +20,12 @@ import zmq
 from ..config import EventsSettings
 from ..endpoint import SOCKET_NAMES, ipc_address, tcp_address
 from ..errors import EndpointUnusable, MalformedFrame
-from ..security.curve_authenticator import Gate
+from ..security.curve_authenticator import CurveAuthenticator
 from ..security.curve_keys import ServerKeys, protect_server
 from ..wire.frames import END_SEQ, decode_seq, encode_seq, events_topic, read_request
 from ..wire.messages import HEARTBEAT_TOPIC, LOAD_TOPIC, EventEndpoints, LoadReport, SnapshotRequest
-from .event_log import Ledger, Sent
-from .snapshot_sender import Transfers
+from .event_log import EventLog, Sent
+from .snapshot_sender import SnapshotSender
 from .step_changes import AllCleared, Lost, Mailbox, RemovedBlocks, Step, StoredBlocks
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class EventPublisher:
         self._clock = clock
         self._step: Step = []
         self._mailbox = Mailbox(settings.publish_queue_batches)
-        self._ledger = Ledger(settings, epoch=epoch, block_size=block_size, medium=medium)
+        self._ledger = EventLog(settings, epoch=epoch, block_size=block_size, medium=medium)
         self._load: LoadReport | None = None
         self._new_load = False
         self._waker: Waker | None = None
@@ -277,7 +277,9 @@ class _Desk:
         self._context = zmq.Context()
         self._keys = keys
         #: there is none when nothing is encrypted, or every client is let in
-        self.gate = Gate(self._context, keys.allowed) if keys is not None and keys.allowed is not None else None
+        self.gate = (
+            CurveAuthenticator(self._context, keys.allowed) if keys is not None and keys.allowed is not None else None
+        )
         # libzmq leaves the files of a context that ends; a readers' address must not outlive its publisher.
         self._files = [Path(a.removeprefix("ipc://")) for a in addresses if a.startswith("ipc://")]
         self._pub = self._socket(zmq.PUB, settings.send_high_water_mark)
@@ -291,7 +293,7 @@ class _Desk:
             raise
         curve_key = "" if keys is None else keys.pair.public.decode()
         self.endpoints = EventEndpoints(**dict(zip(SOCKET_NAMES, bound, strict=True)), curve_key=curve_key)
-        self.replays, self.snapshots = Transfers(replay), Transfers(snapshot)
+        self.replays, self.snapshots = SnapshotSender(replay), SnapshotSender(snapshot)
         self._poller = zmq.Poller()
         self._poller.register(replay, zmq.POLLIN)
         self._poller.register(snapshot, zmq.POLLIN)

@@ -22,7 +22,7 @@ _REQUESTS_PER_TURN = 64
 STALL_S = 5.0
 
 
-class Transfers:
+class SnapshotSender:
     """The answers under way on one ROUTER socket. False when there are none."""
 
     def __init__(self, router: "zmq.Socket[bytes]") -> None:

@@ -1,6 +1,6 @@
 """Who may connect to a socket that is protected by CURVE: answers ZeroMQ's authentication requests (ZAP, RFC 27).
 
-`judge` decides, purely; `Gate` is the socket that libzmq asks, one per context, driven by the thread that owns the
+`judge` decides, purely; `CurveAuthenticator` is the socket that libzmq asks, one per context, driven by the thread that owns the
 other sockets of that context. A client whose key is not known is refused, counted and logged with its public key, so
 that it can be let in.
 """
@@ -39,7 +39,7 @@ def judge(request: Sequence[bytes], allowed: frozenset[bytes]) -> Verdict:
     return Verdict(accepted, name, address, [version, request_id, *status, name, b""])
 
 
-class Gate:
+class CurveAuthenticator:
     """The door-keeper of one context. Make it before any protected socket binds."""
 
     def __init__(self, context: zmq.Context["zmq.Socket[bytes]"], allowed: Callable[[], frozenset[bytes]]) -> None:

@@ -1,8 +1,8 @@
 """How the routers of a simulation learn what replicas hold and how loaded they are.
 
 Two ways behind one protocol. `Direct` hands a step's changes to every router after a delay, complete and in order.
-`Streamed` puts production's event code in between: each replica has its `Ledger`, whose encoded batches, heartbeats and
-load reports cross a channel that is late and loses some of them; each router follows it through a `Subscription`, which
+`Streamed` puts production's event code in between: each replica has its `EventLog`, whose encoded batches, heartbeats
+and load reports cross a channel that is late and loses some of them; each router follows it through a `Subscription`, which
 finds the holes and has them closed by replay or snapshot. Both are pure: time and chance come in.
 
 Knows nothing of requests, nor of what routers do with what they learn.
@@ -30,7 +30,7 @@ from ....events.follow.subscription import (
     SetStatus,
     Subscription,
 )
-from ....events.publish.event_log import Ledger
+from ....events.publish.event_log import EventLog
 from ....events.publish.step_changes import AllCleared, Change, RemovedBlocks, StoredBlocks
 from ....events.wire.cache_events import CacheEvent, Cleared, Removed, Stored, wire_name
 from ....events.wire.dialects import BatchDecoder
@@ -190,7 +190,7 @@ class _Publisher:
     """One incarnation of a replica, as it publishes."""
 
     replica: str
-    ledger: Ledger
+    ledger: EventLog
     report: LoadReport
     loads: int = 1  #: load reports made
     ticks: int = 0
@@ -262,7 +262,7 @@ class Streamed:
 
     def _publish(self, replica: SimulatedReplica) -> _Publisher:
         assert not any(replica.residents()), f"{replica.replica_id} is not followed from its beginning"
-        ledger = Ledger(_SETTINGS, epoch=replica.epoch, block_size=replica.limits.block_tokens, medium="GPU")
+        ledger = EventLog(_SETTINGS, epoch=replica.epoch, block_size=replica.limits.block_tokens, medium="GPU")
         publisher = _Publisher(replica.replica_id, ledger, replica.report(self._agenda.now))
         self._publishers[replica.replica_id] = publisher
         return publisher

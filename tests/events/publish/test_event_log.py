@@ -4,15 +4,15 @@ import msgspec
 import pytest
 
 from homing.events import EventsSettings
-from homing.events.publish.event_log import Ledger
+from homing.events.publish.event_log import EventLog
 from homing.events.publish.step_changes import AllCleared, Lost, RemovedBlocks, StoredBlocks
 
 from ..fakes import BLOCK_SIZE, block, tokens
 
 
-def new_ledger(**settings: object) -> Ledger:
+def new_ledger(**settings: object) -> EventLog:
     """An empty book."""
-    return Ledger(EventsSettings(**settings), epoch=7, block_size=BLOCK_SIZE, medium="GPU")
+    return EventLog(EventsSettings(**settings), epoch=7, block_size=BLOCK_SIZE, medium="GPU")
 
 
 def chain(*numbers: int, parent: int | None = None) -> StoredBlocks:
