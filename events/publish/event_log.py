@@ -134,9 +134,8 @@ class EventLog:
             if name not in residents:
                 xor ^= name
         self._xor = xor
-        residents.update(
-            zip(names, zip(hashes, (parent, *hashes[:-1]), self._contents(change), strict=True), strict=True)
-        )
+        parents = (parent, *hashes)[: len(hashes)]
+        residents.update(zip(names, zip(hashes, parents, self._contents(change), strict=True), strict=True))
 
     def _contents(self, change: StoredBlocks) -> Iterable[bytes]:
         """Each block's token bytes, where they are kept."""

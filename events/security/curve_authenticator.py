@@ -1,8 +1,8 @@
-"""Who may connect to a socket that is protected by CURVE: answers ZeroMQ's authentication requests (ZAP, RFC 27).
+"""Decides which clients may connect to a CURVE-protected socket: answers ZeroMQ's authentication requests.
 
-`judge` decides, purely; `CurveAuthenticator` is the socket that libzmq asks, one per context, driven by the thread that owns the
-other sockets of that context. A client whose key is not known is refused, counted and logged with its public key, so
-that it can be let in.
+The protocol is ZAP (RFC 27). `judge` is the pure decision. `CurveAuthenticator` owns the socket that libzmq asks: one
+per context, driven by the thread that owns the other sockets of that context. A client with an unknown key is refused,
+counted and logged with its public key, so that an operator can add it.
 """
 
 import logging
@@ -40,7 +40,7 @@ def judge(request: Sequence[bytes], allowed: frozenset[bytes]) -> Verdict:
 
 
 class CurveAuthenticator:
-    """The door-keeper of one context. Make it before any protected socket binds."""
+    """Authenticates the clients of one context. Create it before any protected socket binds."""
 
     def __init__(self, context: zmq.Context["zmq.Socket[bytes]"], allowed: Callable[[], frozenset[bytes]]) -> None:
         self._allowed = allowed

@@ -2,8 +2,8 @@
 
 Two ways behind one protocol. `Direct` hands a step's changes to every router after a delay, complete and in order.
 `Streamed` puts production's event code in between: each replica has its `EventLog`, whose encoded batches, heartbeats
-and load reports cross a channel that is late and loses some of them; each router follows it through a `Subscription`, which
-finds the holes and has them closed by replay or snapshot. Both are pure: time and chance come in.
+and load reports cross a channel that is late and loses some of them; each router follows it through a `Subscription`,
+which finds the holes and has them closed by replay or snapshot. Both are pure: time and chance come in.
 
 Knows nothing of requests, nor of what routers do with what they learn.
 """
