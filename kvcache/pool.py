@@ -86,7 +86,7 @@ class Block:
         self.tokens = b""
         #: True only while cached, and only for the first block of a chain.
         self.first = False
-        #: What follows this block, kept by `Children`: means something only while this copy is the one that is found.
+        #: What follows this block, kept by `PartialMatcher`; valid only while this copy is the one in the index.
         self.children: BlockHash | Siblings | None = None
         #: The dictionary in which this block's hash stands, if it stands in one.
         self.siblings: Siblings | None = None

@@ -25,7 +25,7 @@ from typing import Protocol
 from .errors import StaleMatch
 from .eviction import EvictionPolicy, Lru
 from .hashing import TOKEN_BYTES, BlockHash
-from .partial_match import Children
+from .partial_match import PartialHit, PartialMatcher
 from .pins import PinBook, PinLimits
 from .pool import Block, BlockId, BlockPool, BlockState
 
@@ -41,20 +41,6 @@ class CacheListener(Protocol):
 
     def cleared(self) -> None:
         """Nothing is resident any more."""
-
-
-#: How many of the blocks that follow a prefix a look-up compares with the prompt: the last ones to become resident.
-#: On the chats of tests/bench/partial_blocks.py at 256 tokens a block, 1 found 88 % of the tokens that all together
-#: found, 4 found 96 %, 8 found 99.6 %; in blocks of 16 or 64 it made no difference.
-MOST_SOURCES = 8
-
-
-@dataclass(slots=True, frozen=True)
-class PartialHit:
-    """A resident block whose first tokens go on where the matched blocks end; then it differs from the prompt."""
-
-    source: Block
-    tokens: int  #: at least 1, fewer than a block
 
 
 @dataclass(slots=True, frozen=True)
@@ -119,7 +105,7 @@ class PrefixCache:
         #: One copy of each resident hash, in the order in which they became resident: parents before children.
         self._index: dict[BlockHash, Block] = {}
         #: Which of them follow each other.
-        self._children = Children(self._index)
+        self._followers = PartialMatcher(self._index)
         #: Further copies, by block id. All copies of a hash that stands here are live.
         self._twins: dict[BlockHash, dict[BlockId, Block]] = {}
         #: Live blocks whose hash, or an ancestor's, names another prefix: never shared.
@@ -130,6 +116,11 @@ class PrefixCache:
         self._kept: dict[BlockHash, Block] = {}
         #: Counts the moments at which blocks lost their hash: a match of an earlier one may be wrong.
         self._generation = 0
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """All block records by id, the null block first."""
+        return self._pool.blocks
 
     @property
     def null_block(self) -> Block:
@@ -177,7 +168,7 @@ class PrefixCache:
                 break
             append(block)
         blocks = tuple(found[: self._verified(root, hashes, tokens, found)])
-        partial = self._partial(root, blocks, tokens, num_tokens) if self.partial_block_reuse else None
+        partial = self._partial_match(root, blocks, tokens, num_tokens) if self.partial_block_reuse else None
         return PrefixMatch(
             blocks,
             len(blocks) * self.block_size + (partial.tokens if partial else 0),
@@ -187,31 +178,14 @@ class PrefixCache:
             partial,
         )
 
-    def _partial(self, root: BlockHash, blocks: Sequence[Block], tokens: bytes, num_tokens: int) -> PartialHit | None:
-        """Of the blocks that follow the matched ones, the newest that begins with most of the tokens which come next.
-
-        They follow the very prefix that was verified, as a resident block's parent is its true predecessor.
-        """
+    def _partial_match(
+        self, root: BlockHash, blocks: Sequence[Block], tokens: bytes, num_tokens: int
+    ) -> PartialHit | None:
         start = len(blocks) * self.block_size
         # One token is left to compute, and the next block as a whole was not found.
         end = min(num_tokens, start + self.block_size) - 1
-        if end <= start:
-            return None
         wanted = tokens[start * TOKEN_BYTES : end * TOKEN_BYTES]
-        next_token = wanted[:TOKEN_BYTES]
-        followers = (
-            self._children.newest(blocks[-1], MOST_SOURCES)
-            if blocks
-            else self._children.newest_firsts(root, MOST_SOURCES)
-        )
-        longest, source = 0, None
-        for block in followers:
-            if not block.tokens.startswith(next_token):  # nearly all, where a thousand prompts begin each in its way
-                continue
-            agreed = _common_tokens(block.tokens, wanted)
-            if agreed > longest:
-                longest, source = agreed, block
-        return PartialHit(source, longest) if source else None
+        return self._followers.match(blocks[-1] if blocks else root, wanted) if end > start else None
 
     def _verified(self, root: BlockHash, hashes: Sequence[BlockHash], tokens: bytes, found: list[Block]) -> int:
         """How many of the blocks found by hash hold this very prefix."""
@@ -288,7 +262,7 @@ class PrefixCache:
             block_hash = block.block_hash
             assert block_hash is not None, f"{block} was given up but holds nothing"
             if block.siblings is not None:
-                self._children.leave(block)
+                self._followers.leave(block)
             del index[block_hash]
             append(block_hash)
             block.block_hash = None
@@ -366,7 +340,7 @@ class PrefixCache:
         else:
             if self._kept.pop(block_hash, None) is None:
                 self._policy.discard(holder)
-            self._children.hand_over(holder, block)
+            self._followers.hand_over(holder, block)
             block.hits = hits
             self._forget(holder)
             self._pool.give((holder,))
@@ -412,9 +386,9 @@ class PrefixCache:
             if begin < end:
                 before = hashes[begin - 1] if begin else (parent if start else None)
                 if before is None:
-                    self._children.add_first(parent, blocks[0])
+                    self._followers.add_first(parent, blocks[0])
                 else:
-                    self._children.add(self._index[before], blocks[begin])
+                    self._followers.add(self._index[before], blocks[begin])
                 if self._listener is not None:
                     content = tokens[begin * self._stride : end * self._stride]
                     self._listener.stored(before, hashes[begin:end], content)
@@ -455,7 +429,7 @@ class PrefixCache:
                 continue
             if self._index[block_hash] is block:
                 heir = self._index[block_hash] = twins.popitem()[1]
-                self._children.hand_over(block, heir)
+                self._followers.hand_over(block, heir)
                 heir.hits = block.hits
             else:
                 del twins[block.block_id]
@@ -527,7 +501,7 @@ class PrefixCache:
             self._forget(block)
         self._pool.give(idle)
         self._index.clear()
-        self._children.clear()
+        self._followers.clear()
         if self.enabled and self._listener is not None:
             self._listener.cleared()
         return True
@@ -549,7 +523,7 @@ class PrefixCache:
         self._check_copies()
         self._check_prefixes()
         self._check_pins()
-        self._children.check()
+        self._followers.check()
 
     def _check_places(self) -> None:
         idle = list(self._policy)
@@ -600,11 +574,3 @@ class PrefixCache:
         assert len(self._kept) <= len(self.pins), f"{len(self._kept)} blocks withheld, {len(self.pins)} pinned"
         resident = sum(block_hash in self._index for block_hash in self.pins)
         assert resident == len(self.pins), f"{len(self.pins)} blocks pinned, {resident} of them resident"
-
-
-def _common_tokens(held: bytes, wanted: bytes) -> int:
-    """How many leading tokens agree. `wanted` is not the longer one."""
-    # As little-endian numbers, so that the lowest bit in which they differ is in the first token that does.
-    differing = int.from_bytes(held[: len(wanted)], "little") ^ int.from_bytes(wanted, "little")
-    lowest = (differing & -differing).bit_length() - 1
-    return (lowest // 8 if differing else len(wanted)) // TOKEN_BYTES

@@ -26,7 +26,7 @@ FEWEST_BLOCKS_PER_LEARNING = 8_192
 PRIOR_TURNOVERS = 0.25
 
 
-class ReuseTable:
+class AgeTable:
     """Cohorts, what they went through, and the densities learned from it."""
 
     def __init__(self, lanes: int, epoch_blocks: int) -> None:

@@ -2,7 +2,7 @@
 
 Pure counting: knows no blocks. What LRU would have hit needs no second cache. LRU keeps the blocks that fell idle last,
 as many as there is room for; the ages of all blocks that wait for a hit are known, whether they are still resident or
-not (reuse.py); so the age at which LRU gives a block up is known, and LRU has every hit at a lower age.
+not (age_table.py); so the age at which LRU gives a block up is known, and LRU has every hit at a lower age.
 
 When the learned order has had less than that, LRU's rules for a while, twice as long after each relapse.
 """
@@ -29,7 +29,8 @@ class LruGuard:
         self.learned = True
         #: LRU has given up what waited for more epochs; nothing yet.
         self._lru_age = inf
-        self._own_hits = self._lru_hits = 0.0
+        #: Hits since the last turnover: ours, and those that LRU would have had.
+        self._own_hits = self.lru_hits = 0.0
         self._lead = self._asked = 0.0
         self._rest = SHORTEST_REST
         self._resting = 0
@@ -39,12 +40,12 @@ class LruGuard:
         """So many blocks were asked for after so many epochs."""
         if resident:
             self._own_hits += blocks
-        self._lru_hits += blocks * min(1.0, max(0.0, self._lru_age - age))
+        self.lru_hits += blocks * min(1.0, max(0.0, self._lru_age - age))
 
     def turnover(self, stored: int, lru_age: float) -> None:
         """So many blocks were stored since the last call; LRU would give up what waits for over `lru_age` epochs."""
-        own, lru = self._own_hits, self._lru_hits
-        self._own_hits = self._lru_hits = 0.0
+        own, lru = self._own_hits, self.lru_hits
+        self._own_hits = self.lru_hits = 0.0
         self._lru_age = lru_age
         self._turnovers += 1
         if self._turnovers > WARM_UP:
