@@ -23,7 +23,7 @@ MOST_SOURCES = 8
 
 @dataclass(slots=True, frozen=True)
 class PartialHit:
-    """A resident block whose first tokens continue the prompt behind the matched blocks, and whose later ones differ."""
+    """A resident block whose first tokens continue the prompt behind the matched blocks; later ones differ."""
 
     source: Block
     tokens: int  #: at least 1, fewer than a block

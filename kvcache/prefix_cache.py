@@ -1,16 +1,16 @@
-"""The prefix cache: which blocks hold the KV of which prefix, who uses them, and what goes when room is needed.
+"""The prefix cache: which blocks hold the KV of which prefix, which requests use them, and which are evicted.
 
-Pure synchronous state: no clock, no sockets, no tensors. It is told what was computed and hands out blocks; it never
-looks into KV. One caller at a time (the engine's thread).
+Pure synchronous state: no clock, no sockets, no tensors. The caller reports what was computed and gets blocks; the
+cache never reads KV. One caller at a time (the engine's thread).
 
 A prompt's life here: `match` (look up), `acquire` (share what was found, allocate the rest), `commit` (the KV of these
 blocks is there), `allocate` (more blocks while it decodes), `release`.
 
 What always holds (`check` asserts it):
 
-* Of one hash, either all copies are live, or there is one copy and nobody uses it.
+* Of one hash, either all copies are live, or there is one copy and it is unused.
 * Residency is prefix-closed: with a cached block its parent is cached, too, up to the first of the chain.
-* A pinned block is resident; when nobody uses it, the policy does not have it, and it is no free block.
+* A pinned block is resident; while unused, the policy does not have it, and it does not count as free.
 * A cached block's parent hash names the very prefix before it. A hit therefore needs to compare one step only, its
   parent's hash and its own tokens, although hashes may collide. `commit` keeps it so: from the first block on whose
   hash another prefix has taken, a request's blocks stay private.
@@ -31,7 +31,7 @@ from .pool import Block, BlockId, BlockPool, BlockState
 
 
 class CacheListener(Protocol):
-    """Told at once, in the caller's thread, what is resident. Must not block and must not call back."""
+    """Receives changes of the resident set at once, in the caller's thread. Must not block and must not call back."""
 
     def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes) -> None:
         """Consecutive blocks of one chain became resident; `parent` None: the first of them starts the chain."""
@@ -112,7 +112,7 @@ class PrefixCache:
         self._private: dict[BlockId, BlockHash] = {}
         limits = pin_limits or PinLimits()
         self.pins = PinBook(int(limits.tenant_share * self.total_blocks), int(limits.total_share * self.total_blocks))
-        #: Pinned blocks that nobody uses: withheld from the policy.
+        #: Unused pinned blocks: withheld from the policy.
         self._kept: dict[BlockHash, Block] = {}
         #: Counts the moments at which blocks lost their hash: a match of an earlier one may be wrong.
         self._generation = 0
@@ -134,7 +134,7 @@ class PrefixCache:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that can be allocated now: free ones and cached ones that nobody uses and that are not pinned."""
+        """Blocks that can be allocated now: free ones, and unused cached ones that are not pinned."""
         return len(self._pool) + len(self._policy)
 
     @property
@@ -144,7 +144,7 @@ class PrefixCache:
 
     @property
     def pinned_idle_blocks(self) -> int:
-        """Pinned blocks that nobody uses: neither live nor free."""
+        """Unused pinned blocks: neither live nor free."""
         return len(self._kept)
 
     @property
@@ -276,7 +276,7 @@ class PrefixCache:
     def commit(
         self, blocks: Sequence[Block], start: int, parent: BlockHash, hashes: Sequence[BlockHash], tokens: bytes
     ) -> None:
-        """The KV of these consecutive full blocks is there now: others may use them, and the listener is told.
+        """The KV of these consecutive full blocks is computed: they can be shared, and the listener is notified.
 
         `blocks[0]` is block `start` of its chain and follows `parent` (the root when `start` is 0); `tokens` are the
         ids of these blocks alone. A request commits its blocks in order and leaves none out; a block that is
@@ -353,7 +353,7 @@ class PrefixCache:
     def _public(self, blocks: Sequence[Block], start: int, parent: BlockHash) -> int:
         """How many leading blocks may be shared while other blocks are private.
 
-        None when `parent` is the hash of a private block: whose it is cannot be told, so both chains end there.
+        None when `parent` is the hash of a private block: two prefixes share that hash, so both chains end there.
         """
         if start and parent in self._private.values():
             return 0
@@ -380,7 +380,7 @@ class PrefixCache:
         hashes: Sequence[BlockHash],
         tokens: bytes,
     ) -> None:
-        """Tell of each run of blocks between copies, which were announced before."""
+        """Announce each run of blocks between copies, which were announced before."""
         begin = 0
         for end in chain(copies, (len(blocks),)):
             if begin < end:
@@ -395,7 +395,7 @@ class PrefixCache:
             begin = end + 1
 
     def release(self, blocks: Sequence[Block]) -> None:
-        """A request lets go of its table (given in order). The tail is freed first, so that roots live longest."""
+        """A request releases its table (given in order). The tail is freed first, so that roots live longest."""
         idle: list[Block] = []
         spare: list[Block] = []
         for block in reversed(blocks):
@@ -447,14 +447,14 @@ class PrefixCache:
         """
         chain: list[BlockHash] = []
         for block in blocks:
-            assert block.ref_count, f"{block} is pinned while nobody uses it"
+            assert block.ref_count, f"{block} is pinned but not in use"
             if block.block_hash is None:
                 break
             chain.append(block.block_hash)
         return len(chain) if self.pins.pin(tenant, chain, expires_at) else None
 
     def expire_pins(self, now: float) -> None:
-        """End the pins that are due; what nobody uses can be given up from here on, as if used just now."""
+        """End the pins that are due; their unused blocks can be evicted from now on, as if used just now."""
         self._unpin(self.pins.expire(now))
 
     def break_pin(self) -> bool:
@@ -545,7 +545,7 @@ class PrefixCache:
             assert twins, f"{block_hash.hex()} has an empty set of copies"
             assert len({copy.block_id for copy in copies}) == len(copies), f"a copy of {block_hash.hex()} stands twice"
             for copy in copies:
-                assert copy.state is BlockState.LIVE, f"{copy} is a copy that nobody uses"
+                assert copy.state is BlockState.LIVE, f"{copy} is a copy that no request uses"
                 assert copy.block_hash == block_hash, f"{copy} is a copy of {block_hash.hex()}"
         cached = sum(block.block_hash is not None for block in self._pool.blocks)
         indexed = len(self._index) + sum(map(len, self._twins.values()))

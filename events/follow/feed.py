@@ -59,7 +59,7 @@ _NO_KEYS = "no key was given, so an unlisted one was shown: give keys (homing wa
 
 
 class FeedSink(Protocol):
-    """Who uses a publisher's stream. All calls come from the loop's thread."""
+    """The user of a publisher's stream. All calls come from the loop's thread."""
 
     def apply(self, events: Sequence[CacheEvent]) -> None:
         """The next batch, without a hole before it."""
@@ -68,7 +68,7 @@ class FeedSink(Protocol):
         """Hold exactly these, parents first; `wire_name` gives their hashes as `apply` spells them."""
 
     def status(self, status: FeedStatus) -> None:
-        """The stream can be trusted so far."""
+        """How far the stream can be trusted."""
 
     def load(self, report: LoadReport) -> None:
         """The publisher's load."""
@@ -77,7 +77,7 @@ class FeedSink(Protocol):
         """A message was dropped."""
 
     def refused(self, error: KeysRefused) -> None:
-        """The publisher does not talk to us, nor will it until somebody mends the keys."""
+        """The publisher does not accept our keys; an operator has to correct them."""
 
 
 class EventFeed:
@@ -104,7 +104,7 @@ class EventFeed:
 
         `tap` sees what the sink's `apply` and `reset` get, before them, with numbers and times. `topic` is a prefix;
         empty takes everything. A context that is handed in stays the caller's. `keys`: what is shown to a publisher
-        that encrypts; a fresh pair by default, which is refused where only listed clients are let in.
+        that encrypts; a fresh pair by default, which a publisher that accepts only listed clients refuses.
         """
         self._endpoints = endpoints
         self._sink = sink
@@ -158,7 +158,7 @@ class EventFeed:
         self._timer = loop.call_later(self._tick_s, self._on_tick)
 
     def resync(self) -> None:
-        """Ask for the whole set again: for users that have lost what they were told."""
+        """Request the full state again, for a user that lost messages."""
         self._run(self._subscription.resync())
 
     def close(self) -> None:
@@ -183,7 +183,7 @@ class EventFeed:
         state = self._subscriber(context, [HEARTBEAT_TOPIC, LOAD_TOPIC])
         replay, snapshot = self._socket(context, zmq.DEALER), self._socket(context, zmq.DEALER)
         events.set_hwm(_EVENTS_HIGH_WATER_MARK)
-        # Before it connects: a refusal is told once.
+        # Before it connects: a refusal is reported once.
         monitor = events.get_monitor_socket(WATCHED)
         self._open(loop, events, ends.events, self._on_event)
         self._replay = self._open(loop, replay, ends.replay, self._on_replay)
@@ -263,7 +263,7 @@ class EventFeed:
     def _on_monitor(self, frames: Message) -> None:
         if self._handshakes.observe(frames) is not Connection.LOST:
             return
-        # What the publisher had sent before must not pass for a sign of life after.
+        # Messages from before the disconnect must not count as received after it.
         for reader in self._readers[:-1]:
             reader.drain()
         self._run(self._subscription.on_disconnect())
@@ -310,7 +310,7 @@ class EventFeed:
                     self._ask(self._snapshot, [b"", msgspec.msgpack.encode(request)])
 
     def _ask(self, reader: SocketReader | None, frames: Message) -> None:
-        """A request that cannot leave is as good as lost: the state machine asks again."""
+        """A request that cannot be sent counts as lost: the state machine repeats it."""
         if reader is not None and not reader.send(frames):
             log.debug("event_request_unsent endpoint=%s", self._endpoints.events)
 

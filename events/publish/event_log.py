@@ -32,7 +32,7 @@ from ..wire.messages import (
 )
 from .step_changes import AllCleared, Change, Lost, RemovedBlocks, Step, StoredBlocks, arrange
 
-#: Blocks in one part of a snapshot: about 40 KiB without token ids. Not measured; a publisher goes on sending events
+#: Blocks in one part of a snapshot: about 40 KiB without token ids. Not measured; a publisher keeps sending events
 #: between two parts, so smaller is gentler.
 SNAPSHOT_CHUNK_BLOCKS = 2048
 

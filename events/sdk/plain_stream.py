@@ -1,7 +1,7 @@
 """One publisher's stream as a plain sequence of events, resync included: what the SDK yields, prints and records.
 
-Pure. A resync (late join, restart, hole out of reach) is told as a `Cleared` followed by the `Stored` of all that is
-held, marked `resync`, so that whoever folds events needs to know nothing about it.
+Pure. A resync (late join, restart, hole out of reach) becomes a `Cleared` followed by the `Stored` of all that is
+held, marked `resync`, so that consumers that fold events need no special case.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,8 +23,8 @@ class StreamEvent(msgspec.Struct, frozen=True):
     resync: bool = False
 
 
-def told(instruction: Apply | Reset) -> Iterator[StreamEvent]:
-    """The events of what a subscription says."""
+def stream_events(instruction: Apply | Reset) -> Iterator[StreamEvent]:
+    """The events of one instruction of a subscription."""
     match instruction:
         case Apply(seq, ts, events):
             for event in events:

@@ -15,16 +15,16 @@ from .plain_stream import StreamEvent
 
 _NAMES = {each.kind: each.recorded_name for each in EVENT_TYPES}
 _KINDS: dict[str, type[CacheEvent]] = {each.recorded_name: each.kind for each in EVENT_TYPES}
-#: What a line may tell beside events of the cache: of the stream, not of blocks.
+#: Kinds of lines about the stream itself, beside those about blocks.
 REMARKS = frozenset({"joined", "gone", "status", "malformed", "refused", "rates"})
 
 
 class Recorded(NamedTuple):
-    """An event, and whose it is."""
+    """An event and the replica that sent it."""
 
     replica: str
     item: StreamEvent
-    epoch: int | None = None  #: another one after a rebuild; None: it was not told
+    epoch: int | None = None  #: changes with a rebuild; None: not known
 
 
 class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -53,7 +53,7 @@ def to_line(record: Recorded) -> bytes:
 
 
 def remark(replica: str, epoch: int, kind: str, **fields: str | float | None) -> bytes:
-    """A line that tells of a replica's stream, in the same shape. `kind` is one of `REMARKS`."""
+    """A line about a replica's stream, in the same shape. `kind` is one of `REMARKS`."""
     assert kind in REMARKS, kind
     return msgspec.json.encode({"replica": replica, "epoch": _hex(epoch), "event": kind, **fields})
 

@@ -20,7 +20,7 @@ _ADDRESS = "inproc://zeromq.zap.01"
 
 
 class Verdict(NamedTuple):
-    """A client that asked, and whether it is let in."""
+    """A client, and whether it is accepted."""
 
     accepted: bool
     key: bytes  #: its public key, Z85
@@ -51,7 +51,7 @@ class CurveAuthenticator:
         self.refused_clients = 0
 
     def answer(self) -> None:
-        """Decide over all who ask now; never waits."""
+        """Answer all waiting requests; never blocks."""
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)

@@ -1,13 +1,13 @@
 """Which replicas hold which blocks, and how long a prefix of a prompt each of them holds.
 
-Pure state: no sockets, no clock, no tokens. Knows neither load nor what is merely expected (reservations.py). Blocks go
-by their wire hash: as a hash names its whole prefix, one flat dict serves for the tree.
+Pure state: no sockets, no clock, no tokens. Knows neither load nor expected blocks (reservations.py). Blocks are named
+by their wire hash: as a hash names its whole prefix, one flat dict serves for the tree. This is the router's only copy
+of what replicas hold; subscriptions change it through `ReplicaBlocks`.
 
 A replica's prefix ends at its first missing block. Our own replicas keep what they hold prefix-closed
-(kvcache/prefix_cache.py
-asserts it, and heartbeats prove that the index holds the same), so a held block implies all blocks before it, and the
-end is found by bisection. A replica that does not promise it (`closed=False`, foreign engines) is walked block by
-block, which is exact wherever a hole came from.
+(kvcache/prefix_cache.py asserts it, and heartbeats prove that the index holds the same), so a held block implies all
+before it, and the end is found by bisection. A replica that does not promise it (`closed=False`, foreign engines) is
+walked block by block, which is exact wherever a hole came from.
 """
 
 import logging
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 #: Sets of replicas that are kept once for all their blocks. One more and they are all forgotten: blocks that have them
 #: keep them, later ones get copies, which costs memory and nothing else.
 MAX_SHARED_SETS = 4096
-#: A prompt is read at so many places to tell whether halving is worth it: it is where two neighbours have equal sets.
+#: Places at which a prompt is sampled to decide whether bisection pays: it does if two neighbours have equal sets.
 PROBES = 64
 #: Blocks that a walk reads at once.
 STRETCH = 512
@@ -50,7 +50,7 @@ class PrefixIndex:
     )
 
     def __init__(self) -> None:
-        #: no entry is 0: a block that nobody holds has none
+        #: no entry is 0: a block without a holder has none
         self._holders: dict[int, int] = {}
         self._bits: dict[str, int] = {}
         #: replicas with their bits, by the place of the bit
@@ -169,7 +169,7 @@ class PrefixIndex:
         """The ends for replicas that hold the first block, by halving wherever the set of holders shrinks."""
         get = self._holders.get
         ends = []
-        # Behind the last block nobody holds anything: a span never needs a special case for its end.
+        # No replica holds anything behind the last block, so the end of a span needs no special case.
         spans = [(0, holding, len(hashes), 0)]
         while spans:
             low, holders, high, left = spans.pop()
@@ -267,7 +267,7 @@ class PrefixIndex:
             assert len(held) <= self._capacity[replica], f"{replica} holds {len(held)} of {self._capacity[replica]}"
 
     def _shares(self) -> Callable[[int, int], int]:
-        """Gives the object to keep for a set of several replicas, when called with it as key and as value."""
+        """Interns sets of several replicas: call the result with the set as key and as value."""
         if len(self._shared) > MAX_SHARED_SETS:
             self._shared = {}
         return self._shared.setdefault
