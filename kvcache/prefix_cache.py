@@ -219,9 +219,10 @@ class PrefixCache:
         kept = self._leading_kept(idle) if self._kept else 0
         if new_blocks > self.free_blocks - len(idle) + kept:
             return None
-        if kept:
-            self._use_kept(idle[:kept])
-            del idle[:kept]
+        for block in idle[:kept]:
+            assert block.block_hash is not None, f"{block} is withheld but holds nothing"
+            del self._kept[block.block_hash]
+        del idle[:kept]
         # Touched before anything is taken, so that a request never evicts its own prefix.
         if idle:
             self._policy.reuse(idle)
@@ -229,14 +230,12 @@ class PrefixCache:
             block.ref_count += 1
             block.hits += 1
         if match.query_tokens:
-            self._count(match)
+            counters = self.counters
+            counters.query_tokens += match.query_tokens
+            counters.hit_tokens += match.tokens
+            counters.partial_hit_tokens += match.partial.tokens if match.partial else 0
+            counters.collisions += match.collisions
         return [*match.blocks, *self._take(new_blocks)]
-
-    def _count(self, match: PrefixMatch) -> None:
-        self.counters.query_tokens += match.query_tokens
-        self.counters.hit_tokens += match.tokens
-        self.counters.partial_hit_tokens += match.partial.tokens if match.partial else 0
-        self.counters.collisions += match.collisions
 
     def allocate(self, count: int) -> list[Block] | None:
         """`count` more blocks for a running request. None, and no effect, without room."""
@@ -472,11 +471,6 @@ class PrefixCache:
     def _leading_kept(self, idle: Sequence[Block]) -> int:
         """How many of a chain's idle blocks are withheld; as pins are prefix-closed, the first ones."""
         return next((place for place, block in enumerate(idle) if block.block_hash not in self._kept), len(idle))
-
-    def _use_kept(self, blocks: Sequence[Block]) -> None:
-        for block in blocks:
-            assert block.block_hash is not None, f"{block} is withheld but holds nothing"
-            del self._kept[block.block_hash]
 
     def _without_pinned(self, idle: list[Block]) -> list[Block]:
         """Those of `idle` that are not pinned; the others are withheld from the policy."""

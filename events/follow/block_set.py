@@ -1,6 +1,8 @@
 """The set of blocks that a replica holds, as its events say. Pure state: no sockets, no clock, no block contents."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 from ..wire.cache_events import CacheEvent, fold
@@ -76,28 +78,7 @@ class CacheMirror:
         for block, parent in blocks:
             self.store(parent, (block,))
 
-    def parents_first(self) -> Iterator[tuple[int, int | None]]:
-        """Every held block with its parent, no block before its own parent.
-
-        Insertion order is nearly that; a parent that went and came back while its child stayed is the exception.
-        """
-        done: set[int] = set()
-        for block in self._parents:
-            yield from self._with_ancestors(block, done)
-
-    def _with_ancestors(self, block: int, done: set[int]) -> Iterator[tuple[int, int | None]]:
-        line: list[int] = []
-        at: int | None = block
-        while at is not None and at not in done and at in self._parents:
-            done.add(at)
-            line.append(at)
-            at = self._parents[at]
-        for held in reversed(line):
-            yield held, self._parents[held]
-
     def check(self) -> None:
         """Assert that the running XOR is the XOR of what is held."""
-        xor = 0
-        for block in self._parents:
-            xor ^= block
+        xor = reduce(operator.xor, self._parents, 0)
         assert xor == self._xor, f"digest {self._xor:#x}, the held blocks give {xor:#x}"

@@ -18,7 +18,7 @@ from ..security.curve_keys import KeyPair
 from ..wire.cache_events import Cleared
 from .plain_stream import StreamEvent, stream_events
 from .record import Recorded
-from .subscribe import BACKLOG_BATCHES, Backlog
+from .subscribe import BACKLOG_BATCHES, Backlog, iterate
 
 _GONE = StreamEvent(None, None, Cleared(), resync=True)
 
@@ -119,17 +119,7 @@ def follow_sync(
     ask: Callable[[], Any] | None = None,
 ) -> Iterator[Recorded]:
     """The same for programs without an event loop. Messages wait in the sockets while the caller is busy."""
-    with asyncio.Runner() as runner:
-        stream = follow(url, replicas=replicas, token_ids=token_ids, keys=keys, refresh_s=refresh_s, ask=ask)
-        try:
-            while True:
-                yield runner.run(_next(stream))
-        finally:
-            runner.run(stream.aclose())
-
-
-async def _next(stream: AsyncGenerator[Recorded, None]) -> Recorded:
-    return await anext(stream)
+    return iterate(follow(url, replicas=replicas, token_ids=token_ids, keys=keys, refresh_s=refresh_s, ask=ask))
 
 
 def _report_end(inbox: Inbox, running: "asyncio.Future[None]") -> None:

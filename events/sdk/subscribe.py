@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from typing import TypeVar
 
 from ..errors import EventError, KeysRefused, PublisherGone
 from ..follow.feed import EventFeed
@@ -20,6 +21,8 @@ from ..wire.messages import EVENTS_TOPIC, EventEndpoints, LoadReport, SnapshotBl
 from .plain_stream import StreamEvent, stream_events
 
 log = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
 
 #: Batches that may wait for a slow consumer; beyond that they are dropped and it is resynced. Not measured.
 BACKLOG_BATCHES = 100_000
@@ -165,8 +168,8 @@ def subscribe_sync(
     keys: KeyPair | None = None,
 ) -> Iterator[StreamEvent]:
     """The same for programs without an event loop. Messages wait in the sockets while the caller is busy."""
-    with asyncio.Runner() as runner:
-        stream = subscribe(
+    return iterate(
+        subscribe(
             endpoints,
             token_ids=token_ids,
             counted=counted,
@@ -175,12 +178,18 @@ def subscribe_sync(
             patience_s=patience_s,
             keys=keys,
         )
+    )
+
+
+def iterate(stream: AsyncGenerator[Item, None]) -> Iterator[Item]:
+    """Run an asynchronous stream for a program without an event loop."""
+
+    async def take() -> Item:
+        return await anext(stream)
+
+    with asyncio.Runner() as runner:
         try:
             while True:
-                yield runner.run(_next(stream))
+                yield runner.run(take())
         finally:
             runner.run(stream.aclose())
-
-
-async def _next(stream: AsyncGenerator[StreamEvent, None]) -> StreamEvent:
-    return await anext(stream)

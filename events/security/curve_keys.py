@@ -126,16 +126,15 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "no such file, or no key in it"
         raise BadKeys(path, f"{reason} (homing keys makes a folder of keys)") from error
-    if not all(_is_key(key) for key in (public, secret) if key is not None):
+    try:
+        whole = all(
+            len(key) == _TEXT_BYTES and len(z85.decode(key)) == 32 for key in (public, secret) if key is not None
+        )
+    except (KeyError, ValueError, OverflowError):
+        whole = False
+    if not whole:
         raise BadKeys(path, "a key in it is not 40 characters of Z85")
     return public, secret
-
-
-def _is_key(key: bytes) -> bool:
-    try:
-        return len(key) == _TEXT_BYTES and len(z85.decode(key)) == 32
-    except (KeyError, ValueError, OverflowError):
-        return False
 
 
 def _write_pair(folder: Path, name: str, pair: KeyPair) -> None:
