@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from ..events.endpoint import ipc_address, tcp_address
-from ..events.security.curve_authenticator import Gate
+from ..events.security.curve_authenticator import CurveAuthenticator
 from ..events.security.curve_keys import ServerKeys, protect_server
 from .errors import StartupError
 from .messages import Reply, Request
@@ -46,7 +46,9 @@ class RequestSocket:
         self._decode = msgspec.msgpack.Decoder(Request).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._context = zmq.Context()
-        self._gate = Gate(self._context, keys.allowed) if keys is not None and keys.allowed is not None else None
+        self._gate = (
+            CurveAuthenticator(self._context, keys.allowed) if keys is not None and keys.allowed is not None else None
+        )
         self._socket = self._context.socket(zmq.ROUTER)
         if keys is not None:
             protect_server(self._socket, keys)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from ...events.prefill_cost import PrefillSpan, work_of
+from ...events.load_report import PrefillSpan, work_of
 from ...events.wire.messages import CacheCounters, LoadReport
 from ...kvcache.hashing import BlockHasher
 from ...kvcache.prefix_cache import PrefixCache

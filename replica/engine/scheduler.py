@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from ...events.prefill_cost import PrefillSpan, work_of
+from ...events.load_report import PrefillSpan, work_of
 from ...events.wire.messages import PrefillWork
 from ...kvcache.hashing import BlockHasher
 from ...kvcache.pool import Block

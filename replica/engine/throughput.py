@@ -6,7 +6,7 @@ unusual step.
 
 from dataclasses import dataclass, field
 
-from ...events.prefill_cost import FADING, PrefillSums, fit
+from ...events.load_report import FADING, PrefillSums, fit
 from ...events.wire.messages import PrefillCost, PrefillWork
 
 #: A step with fewer prompt tokens measures the fixed cost of a step, not the prefill rate: after a prefix hit of nearly

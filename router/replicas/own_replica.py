@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ...events.errors import KeysRefused
 from ...events.follow.feed import EventFeed
 from ...events.follow.handshake import Handshakes
-from ...events.wire.dialects import CacheEvent, Removed, Stored, wire_name
+from ...events.wire.cache_events import CacheEvent
 from ...events.wire.messages import LoadReport, SnapshotBlock
 from ...replica.messages import Abort, CacheReset, ReplicaDescription, Reply, Request, ResetCache
 from ..backend import RefusedReplica
@@ -138,18 +138,10 @@ class Member(Followed):
     # From the feed
 
     def apply(self, events: Sequence[CacheEvent]) -> None:
-        """The next batch of cache events."""
-        for event in events:
-            if isinstance(event, Stored):
-                self._dispatcher.stored(self.replica_id, event.hashes)
-            elif isinstance(event, Removed):
-                self._dispatcher.removed(self.replica_id, event.hashes)
-            else:
-                self._dispatcher.reset(self.replica_id, ())
+        """The feed has changed the index already, see `_new_feed`."""
 
     def reset(self, blocks: Sequence[SnapshotBlock]) -> None:
-        """The replica's whole cached set."""
-        self._dispatcher.reset(self.replica_id, [wire_name(block.block_hash) for block in blocks])
+        """The feed has changed the index already."""
 
     def load(self, report: LoadReport) -> None:
         """The replica's load."""
@@ -166,6 +158,7 @@ class Member(Followed):
             self,
             context=self._shell.context,
             heartbeat_interval_s=self._shell.heartbeat_interval_s,
+            blocks=self._dispatcher.placement.index.blocks_of(self.replica_id),
             keys=self._shell.keys if self.description.event_endpoints.curve_key else None,
         )
 

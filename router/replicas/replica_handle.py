@@ -15,10 +15,10 @@ from ...events.errors import EndpointUnusable, EventError, KeysRefused
 from ...events.follow.feed import EventFeed
 from ...events.follow.subscription import FeedStatus
 from ...events.security.curve_keys import KeyPair
-from ...events.wire.dialects import CacheEvent
+from ...events.wire.cache_events import CacheEvent
 from ...events.wire.messages import LoadReport, SnapshotBlock
 from ...replica.messages import ReplicaDescription, Request
-from ..backend import FeedState, Observer, RefusedReplica, RouterCounters
+from ..backend import Observer, RefusedReplica, RouterCounters
 from ..flow.request_flow import Dispatcher, Instruction
 from ..routing.replica_load import Rest
 from .request_link import RequestContext
@@ -32,12 +32,6 @@ RESET_TIMEOUT_S = 30.0
 
 #: What became of a cache that was to be reset; "silent": nobody knows.
 ResetOutcome = Literal["empty", "in use", "lost", "silent"]
-
-FEED_STATES: dict[FeedStatus, FeedState] = {
-    FeedStatus.SYNCING: "syncing",
-    FeedStatus.LIVE: "live",
-    FeedStatus.STALE: "stale",
-}
 
 
 @dataclass(slots=True, frozen=True)
@@ -134,13 +128,13 @@ class Followed(ABC):
     def _follow(self, feed: EventFeed | None) -> None:
         """Follow its events from now on; None: it has none, and load alone decides."""
         if feed is None:
-            self._dispatcher.set_feed(self.replica_id, "stale")
+            self._dispatcher.set_feed(self.replica_id, FeedStatus.STALE)
             return
         try:
             feed.start(self._shell.loop)
         except EndpointUnusable as error:
             log.error("feed_unusable replica=%s error=%s", self.replica_id, error)
-            self._dispatcher.set_feed(self.replica_id, "stale")
+            self._dispatcher.set_feed(self.replica_id, FeedStatus.STALE)
             return
         self._feed = feed
 
@@ -164,9 +158,8 @@ class Followed(ABC):
 
     def status(self, status: FeedStatus) -> None:
         """How far the events can be trusted."""
-        state = FEED_STATES[status]
-        log.info("feed_%s replica=%s", state, self.replica_id)
-        self._dispatcher.set_feed(self.replica_id, state)
+        log.info("feed_%s replica=%s", status, self.replica_id)
+        self._dispatcher.set_feed(self.replica_id, status)
 
     def malformed(self, error: EventError) -> None:
         """An event message was dropped; the feed closes the hole."""

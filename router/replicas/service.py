@@ -308,7 +308,7 @@ class RouterService:
 
     def _feed_of(self, member: Member | ForeignMember) -> FeedState:
         if self._dispatcher is None or not member.joined:
-            return "syncing"
+            return FeedState.SYNCING
         return self._dispatcher.feed(member.replica_id)
 
     def generate(self, request: GenerationRequest) -> RequestStream:
@@ -537,7 +537,7 @@ def _joining(about: ReplicaDescription) -> ReplicaView:
         epoch=about.epoch,
         node=about.node,
         state="joining",
-        feed="syncing",
+        feed=FeedState.SYNCING,
         model=about.model.name,
         num_blocks=about.num_blocks,
         indexed_blocks=0,

@@ -14,7 +14,7 @@ import zmq
 from homing.events.config import EventsSettings
 from homing.events.follow.feed import EventFeed
 from homing.events.follow.subscription import FeedStatus
-from homing.events.wire.dialects import CacheEvent, Cleared, Removed, Stored
+from homing.events.wire.cache_events import CacheEvent, Cleared, Removed, Stored
 from homing.events.wire.messages import LOAD_TOPIC, LoadReport, SnapshotBlock
 from homing.kvcache.config import KvCacheSettings
 from homing.kvcache.hashing import BlockHash, wire_hash

@@ -9,10 +9,11 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import assert_never
 
 from ....events.errors import KeysRefused
 from ....events.follow.feed import EventFeed
-from ....events.wire.dialects import CacheEvent, Removed, Stored
+from ....events.wire.cache_events import CacheEvent, Cleared, Removed, Stored
 from ....events.wire.messages import LoadReport, SnapshotBlock
 from ....kvcache.hashing import tenant_root
 from ....replica.messages import (
@@ -268,8 +269,10 @@ class ForeignMember(Followed):
                 self._note_unplaced()
             case Removed():
                 self._dispatcher.removed(self.replica_id, self._chains.removed(event.hashes))
-            case _:
+            case Cleared():
                 self.reset(())
+            case _:
+                assert_never(event)
 
     def _note_unplaced(self) -> None:
         if self.unplaced_blocks and not self._unplaced_told:
