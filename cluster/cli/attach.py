@@ -32,11 +32,11 @@ from ...router.text.tokenizer import TextModel
 from ..config import Settings, state_folder
 from ..control.control_messages import ClusterStatus
 from ..errors import ModelUnavailable, SettingsError, StartFailed
-from ..event_loop import fast_loop
-from ..logs import set_up_logging
+from ..runtime import fast_loop
+from ..runtime import set_up_logging
 from ..model_source import find_model
 from ..preflight import check_front, check_tokenizer
-from ..registry import Note, Notebook, own_note
+from ..registry import ClusterRegistry, RegistryEntry, own_entry
 from .console import Console, program
 from .serve import named, with_api_keys
 
@@ -57,14 +57,14 @@ def serve_backends(settings: Settings, out: TextIO, *, detached: bool = False) -
     api_key = read_key(settings.router.backend_key_file)
     console = Console(out, program=program())
     console.opening(settings)
-    notebook, name = Notebook(state_folder(settings)), settings.cluster.name
-    note = own_note(name, settings.replica.model, str(notebook.log_path(name)) if detached else None)
-    with notebook.claim(note):
+    registry, name = ClusterRegistry(state_folder(settings)), settings.cluster.name
+    entry = own_entry(name, settings.replica.model, str(registry.log_path(name)) if detached else None)
+    with registry.claim(entry):
         check_front(settings.router)
         model_dir = find_model(settings.replica)
         check_tokenizer(model_dir)
         set_up_logging(settings.cluster.log_level)
-        serving = Serving(settings, engines, api_key, model_dir, console, notebook, note)
+        serving = AttachedRouter(settings, engines, api_key, model_dir, console, registry, entry)
         with asyncio.Runner(loop_factory=fast_loop) as runner:
             return runner.run(serving.run(detached=detached))
 
@@ -105,7 +105,7 @@ def model_names(settings: Settings) -> tuple[str, ...]:
     return tuple(dict.fromkeys((given, settings.router.served_model_name, Path(given).name)))
 
 
-class Serving:
+class AttachedRouter:
     """One `homing serve --backend` while it runs."""
 
     def __init__(
@@ -115,8 +115,8 @@ class Serving:
         api_key: str,
         model_dir: Path,
         console: Console,
-        notebook: Notebook,
-        note: Note,
+        registry: ClusterRegistry,
+        entry: RegistryEntry,
     ) -> None:
         self._settings = settings
         self._engines = engines
@@ -124,8 +124,8 @@ class Serving:
         self._model_dir = model_dir
         self._limits = model_limits(model_dir, settings)
         self._console = console
-        self._notebook = notebook
-        self._note = note
+        self._registry = registry
+        self._entry = entry
         self._stop = asyncio.Event()
         self._metrics = RouterMetrics()
 
@@ -182,13 +182,13 @@ class Serving:
         if not await self._until_ready(service):
             return 0
         settle()
-        self._notebook.write(msgspec.structs.replace(self._note, phase="ready", url=url))
-        status = ClusterStatus(gangs=(), url=url, router_error=None, notices=(), router_urls=())
+        self._registry.write(msgspec.structs.replace(self._entry, phase="ready", url=url))
+        status = ClusterStatus(replicas=(), url=url, router_error=None, notices=(), router_urls=())
         self._console.banner(status, self._settings, detached=detached)
         while not self._stop.is_set():
             self._show(service)
             await self._pause(POLL_S * 10)
-        self._notebook.write(msgspec.structs.replace(self._note, phase="stopping"))
+        self._registry.write(msgspec.structs.replace(self._entry, phase="stopping"))
         self._console.farewell("stopping")
         return 0
 
@@ -225,7 +225,7 @@ class Serving:
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
-            self._notebook.sweep(self._note.name)
+            self._registry.sweep(self._entry.name)
             print("killed", file=sys.stderr)
             os._exit(130)
         self._stop.set()

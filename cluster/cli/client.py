@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config import Settings, state_folder
 from ..errors import ClusterError, NotRunning
-from ..registry import Notebook
+from ..registry import ClusterRegistry
 
 TIMEOUT_S = 10.0
 _REMEDY = "a router that died is back within seconds, else the output of homing serve says why"
@@ -20,18 +20,18 @@ def cluster_url(settings: Settings, url: str | None = None) -> str:
     """Address of the router: `url`, or that of the cluster that runs here. Raises NotRunning."""
     if url:
         return (url if "://" in url else f"http://{url}").rstrip("/")
-    note = Notebook(state_folder(settings)).running(settings.cluster.name)
-    if note.url is None:
-        raise NotRunning(f"cluster {note.name!r} is still starting (pid {note.pid})")
-    return note.url
+    entry = ClusterRegistry(state_folder(settings)).running(settings.cluster.name)
+    if entry.url is None:
+        raise NotRunning(f"cluster {entry.name!r} is still starting (pid {entry.pid})")
+    return entry.url
 
 
 def router_urls(settings: Settings, url: str | None = None) -> tuple[str, ...]:
     """`url`, or the cluster's address and then that of each router where there are several. Raises NotRunning."""
     if url:
         return (cluster_url(settings, url),)
-    note = Notebook(state_folder(settings)).running(settings.cluster.name)
-    return (cluster_url(settings), *note.router_urls)
+    entry = ClusterRegistry(state_folder(settings)).running(settings.cluster.name)
+    return (cluster_url(settings), *entry.router_urls)
 
 
 def get_json(url: str) -> Any:

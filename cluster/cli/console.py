@@ -16,7 +16,7 @@ from typing import TextIO
 
 from ... import __version__
 from ..config import Settings, state_folder
-from ..control.control_messages import ClusterStatus, GangStatus, Notice
+from ..control.control_messages import ClusterStatus, Notice, ReplicaStatus
 from ..exposure import exposures
 
 REQUEST = {"messages": [{"role": "user", "content": "Tell me a story about a fox."}], "temperature": 0}
@@ -64,8 +64,8 @@ class Console:
 
     def progress(self, status: ClusterStatus) -> None:
         """Where every part stands."""
-        for gang in status.gangs:
-            self.step(gang.replica_id, _gang_words(gang))
+        for group in status.replicas:
+            self.step(group.replica_id, _rank_group_words(group))
         self.step("router", f"listening on {status.url}" if status.url else "starting")
 
     def happened(self, notices: tuple[Notice, ...]) -> None:
@@ -135,7 +135,7 @@ def _replicas(settings: Settings) -> str:
     return f"{len(backends.split(','))} backends" if backends else f"{settings.cluster.replicas} replicas"
 
 
-def _gang_words(gang: GangStatus) -> str:
-    if gang.phase == "ready":
-        return f"ready · {gang.blocks} KV blocks · pid {', '.join(map(str, gang.pids))}"
-    return gang.reason or {"placing": "waiting for a place"}.get(gang.phase, gang.phase)
+def _rank_group_words(group: ReplicaStatus) -> str:
+    if group.phase == "ready":
+        return f"ready · {group.blocks} KV blocks · pid {', '.join(map(str, group.pids))}"
+    return group.reason or {"placing": "waiting for a place"}.get(group.phase, group.phase)

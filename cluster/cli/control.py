@@ -18,7 +18,7 @@ from ..control.control_messages import CONTROLLER, ClusterStatus, Failed, ModelS
 from ..errors import ClusterError, NoSuchModel, NoSuchReplica, NotRunning, StartFailed, UpdateAbandoned
 from ..model_source import find_model
 from ..preflight import check_bounds, check_folder
-from ..registry import Notebook
+from ..registry import ClusterRegistry
 from .console import Console
 
 POLL_S = 0.2
@@ -31,13 +31,13 @@ def scale(settings: Settings, out: TextIO, model: str | None, wanted: int, *, wa
     Raises NotRunning, NoSuchModel and StartFailed.
     """
     with _visit(settings):
-        control = Control(out)
-        name = meant([each.name for each in control.status().models], model)
+        control = ControllerClient(out)
+        name = choose_model([each.name for each in control.status().models], model)
         control.order("scale", name, wanted)
         return control.follow([name], wait=wait, done=f"{wanted} replicas")
 
 
-def meant(names: Sequence[str], model: str | None) -> str:
+def choose_model(names: Sequence[str], model: str | None) -> str:
     """Which of the models that run is meant. Raises NoSuchModel."""
     there = ", ".join(names)
     if model is None and len(names) > 1:
@@ -49,17 +49,17 @@ def meant(names: Sequence[str], model: str | None) -> str:
 
 def failed_since(before: ClusterStatus, status: ClusterStatus) -> str:
     """What did not come up since then, though the controller tries it again; empty: nothing."""
-    known = {(gang.replica_id, gang.failures) for gang in before.gangs}
-    failed = [gang for gang in status.gangs if gang.failures and (gang.replica_id, gang.failures) not in known]
-    texts = (f"replica {gang.replica_id} could not start, and is tried again: {gang.last_error}" for gang in failed)
+    known = {(group.replica_id, group.failures) for group in before.replicas}
+    failed = [group for group in status.replicas if group.failures and (group.replica_id, group.failures) not in known]
+    texts = (f"replica {group.replica_id} could not start, and is tried again: {group.last_error}" for group in failed)
     return next(texts, "")
 
 
 def drain(settings: Settings, out: TextIO, replica_id: str, *, replace: bool, wait: bool) -> int:
     """End one replica in good order; returns when it is gone. Raises NotRunning and NoSuchReplica."""
     with _visit(settings):
-        control = Control(out)
-        models = {gang.model for gang in control.status().gangs if gang.replica_id == replica_id}
+        control = ControllerClient(out)
+        models = {group.model for group in control.status().replicas if group.replica_id == replica_id}
         failed: Failed | None = control.ask("drain", replica_id, replace=replace)
         if failed is not None:
             raise NoSuchReplica(failed.message)
@@ -67,7 +67,7 @@ def drain(settings: Settings, out: TextIO, replica_id: str, *, replace: bool, wa
 
 
 @dataclass(slots=True, frozen=True)
-class Wish:
+class UpdateRequest:
     """What an update is to change."""
 
     flags: Mapping[str, str] = field(default_factory=dict)
@@ -76,14 +76,14 @@ class Wish:
     restart: bool = False  #: also what stays as it is
 
 
-def update(settings: Settings, out: TextIO, wish: Wish, *, wait: bool) -> int:
+def update(settings: Settings, out: TextIO, wish: UpdateRequest, *, wait: bool) -> int:
     """Replace replicas by ones with changed settings, start those of models that a file adds, and end models' last.
 
     Raises NotRunning, SettingsError, NoSuchModel, StartFailed and UpdateAbandoned.
     """
     with _visit(settings):
-        control = Control(out)
-        orders = orders_of({model.name: model for model in control.ask("current")}, wish)
+        control = ControllerClient(out)
+        orders = update_orders({model.name: model for model in control.ask("current")}, wish)
         if not orders:
             print("nothing changes (every replica anew: --restart)", file=out)
             return 0
@@ -93,12 +93,12 @@ def update(settings: Settings, out: TextIO, wish: Wish, *, wait: bool) -> int:
         return control.follow(names, wait=wait, done="updated", given_up=_abandoned)
 
 
-def orders_of(running: Mapping[str, ModelSpec], wish: Wish) -> list[tuple[str, ModelSpec | str]]:
+def update_orders(running: Mapping[str, ModelSpec], wish: UpdateRequest) -> list[tuple[str, ModelSpec | str]]:
     """What the controller is to be told: `remove`, `add` and `update`, with the name or the settings of a model.
 
     Raises SettingsError and NoSuchModel.
     """
-    removed = [meant(list(running), name) for name in wish.remove]
+    removed = [choose_model(list(running), name) for name in wish.remove]
     staying = {name: spec.settings for name, spec in running.items() if name not in removed}
     if not staying:
         raise NoSuchModel(f"no model would be left of {', '.join(running)}: end the cluster with homing stop")
@@ -113,7 +113,7 @@ def orders_of(running: Mapping[str, ModelSpec], wish: Wish) -> list[tuple[str, M
     return removals + [("add", spec) for spec in added] + [("update", spec) for spec in changed]
 
 
-class Control:
+class ControllerClient:
     """The controller, as long as Ray is visited."""
 
     def __init__(self, out: TextIO) -> None:
@@ -182,7 +182,7 @@ def _of(models: Collection[str], status: ClusterStatus) -> ClusterStatus:
     return dataclasses.replace(
         status,
         models=tuple(model for model in status.models if model.name in models),
-        gangs=tuple(gang for gang in status.gangs if gang.model in models),
+        groups=tuple(group for group in status.replicas if group.model in models),
     )
 
 
@@ -192,11 +192,11 @@ def _abandoned(status: ClusterStatus) -> str:
 
 
 def _visit(settings: Settings) -> AbstractContextManager[None]:
-    note = Notebook(state_folder(settings)).running(settings.cluster.name)
-    if note.ray_address is None:
-        raise NotRunning(f"cluster {note.name!r} is still starting, or has no replicas of its own (pid {note.pid})")
-    ours = note.run_dir is not None
-    return local_ray.visit(note.ray_address, note.name, ours=ours, token=ours or note.ray_token)
+    entry = ClusterRegistry(state_folder(settings)).running(settings.cluster.name)
+    if entry.ray_address is None:
+        raise NotRunning(f"cluster {entry.name!r} is still starting, or has no replicas of its own (pid {entry.pid})")
+    ours = entry.run_dir is not None
+    return local_ray.visit(entry.ray_address, entry.name, ours=ours, token=ours or entry.ray_token)
 
 
 def _changed_spec(running: ModelSpec, settings: Settings) -> ModelSpec:
@@ -218,5 +218,5 @@ def _checked_model(settings: Settings) -> Path:
 
 
 def _serving(status: ClusterStatus) -> str:
-    names = sorted(gang.replica_id for gang in status.gangs if gang.phase == "ready")
+    names = sorted(group.replica_id for group in status.replicas if group.phase == "ready")
     return f"serving are {', '.join(names)}" if names else "nothing serves"

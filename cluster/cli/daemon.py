@@ -12,23 +12,23 @@ from typing import TextIO
 
 from ..config import Settings, state_folder
 from ..errors import AlreadyRunning
-from ..registry import Notebook
+from ..registry import ClusterRegistry
 
 POLL_S = 0.1
 
 
 def detach(settings: Settings, words: Sequence[str], out: TextIO) -> int:
     """Start `homing` with these words in the background; returns 0 once it serves, else what it ended with."""
-    notebook = Notebook(state_folder(settings))
+    registry = ClusterRegistry(state_folder(settings))
     name = settings.cluster.name
-    notebook.make_folder()
-    note = notebook.read(name)
-    if note is not None and note.process() is not None:
-        raise AlreadyRunning(f"cluster {name!r} is running already (pid {note.pid}); end it with homing stop")
-    log = notebook.log_path(name)
+    registry.make_folder()
+    entry = registry.read(name)
+    if entry is not None and entry.process() is not None:
+        raise AlreadyRunning(f"cluster {name!r} is running already (pid {entry.pid}); end it with homing stop")
+    log = registry.log_path(name)
     daemon = _spawn(words, log)
     try:
-        return _follow(daemon, notebook, name, log, out)
+        return _follow(daemon, registry, name, log, out)
     except KeyboardInterrupt:
         daemon.terminate()
         daemon.wait()
@@ -45,14 +45,14 @@ def _spawn(words: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
         )
 
 
-def _follow(daemon: "subprocess.Popen[bytes]", notebook: Notebook, name: str, log: Path, out: TextIO) -> int:
+def _follow(daemon: "subprocess.Popen[bytes]", registry: ClusterRegistry, name: str, log: Path, out: TextIO) -> int:
     with log.open() as lines:
         while True:
             code = daemon.poll()
-            note = notebook.read(name)
-            ready = note is not None and note.pid == daemon.pid and note.phase == "ready"
+            entry = registry.read(name)
+            ready = entry is not None and entry.pid == daemon.pid and entry.phase == "ready"
             if ready or code is not None:
-                time.sleep(POLL_S)  # the banner follows the note
+                time.sleep(POLL_S)  # the banner follows the entry
             print(lines.read(), end="", file=out, flush=True)
             if ready:
                 print(f"running in the background, pid {daemon.pid}; its output goes to {log}", file=out)

@@ -19,10 +19,10 @@ from ...replica.load.preflight import weight_bytes
 from ..config import Settings, state_folder
 from ..errors import ClusterError, NotRunning
 from ..exposure import exposures
-from ..host import Host, look
+from ..host import MachineInfo, look
 from ..model_source import DEMO, find_model
 from ..preflight import check_folder, check_front
-from ..registry import Note, Notebook
+from ..registry import ClusterRegistry, RegistryEntry
 from .client import get_json
 from .keys import check_keys
 from .serve import with_api_keys
@@ -55,9 +55,9 @@ class Finding:
 
 def doctor(settings: Settings, out: TextIO, *, as_json: bool) -> int:
     """Look at machine, settings and running cluster; returns the exit code."""
-    note = _running(settings)
+    entry = _running(settings)
     host = look(_folders(settings))
-    findings = [*examine_host(host, settings), *examine_settings(settings, note), *_examine_cluster(note)]
+    findings = [*examine_host(host, settings), *examine_settings(settings, entry), *_examine_cluster(entry)]
     if as_json:
         out.write(msgspec.json.format(msgspec.json.encode(findings)).decode() + "\n")
     else:
@@ -78,9 +78,9 @@ def render(findings: Iterable[Finding]) -> str:
 # The machine
 
 
-def examine_host(host: Host, settings: Settings) -> list[Finding]:
+def examine_host(host: MachineInfo, settings: Settings) -> list[Finding]:
     """What the machine lacks for these settings."""
-    checks: tuple[Callable[[Host, Settings], Finding], ...] = (
+    checks: tuple[Callable[[MachineInfo, Settings], Finding], ...] = (
         _versions,
         _gpus,
         _memory,
@@ -92,7 +92,7 @@ def examine_host(host: Host, settings: Settings) -> list[Finding]:
     return [*(check(host, settings) for check in checks), *_disks(host)]
 
 
-def _versions(host: Host, settings: Settings) -> Finding:  # noqa: ARG001 - all checks are called alike
+def _versions(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG001 - all checks are called alike
     missing = [name for name, version in host.packages.items() if version is None]
     if host.python < (3, 11):
         words = ".".join(map(str, host.python))
@@ -105,7 +105,7 @@ def _versions(host: Host, settings: Settings) -> Finding:  # noqa: ARG001 - all 
     return Finding("environment", "ok", f"Python {host.python[0]}.{host.python[1]}, {versions}")
 
 
-def _gpus(host: Host, settings: Settings) -> Finding:
+def _gpus(host: MachineInfo, settings: Settings) -> Finding:
     cluster, ranks = settings.cluster, sum(each.ranks for each in settings.each_model)
     wanted = sum(each.ranks * each.cluster.gpus_per_rank for each in settings.each_model)
     if host.gpus_seen and not host.gpus_usable:
@@ -122,7 +122,7 @@ def _gpus(host: Host, settings: Settings) -> Finding:
     return Finding("gpus", "ok", f"{host.gpus_usable} usable, {wanted:g} wanted")
 
 
-def _memory(host: Host, settings: Settings) -> Finding:
+def _memory(host: MachineInfo, settings: Settings) -> Finding:
     on_cpu = [each for each in settings.each_model if not each.cluster.gpus_per_rank]
     if settings.cluster.ray_address or not on_cpu:
         return Finding("memory", "ok", f"{host.memory_bytes / GIB:.1f} GiB available here")
@@ -149,7 +149,7 @@ def _kv_bytes(cache: KvCacheSettings) -> int:
     return 0 if cache.num_kv_blocks else cache.kv_cache_bytes or CPU_KV_BYTES
 
 
-def _shared_memory(host: Host, settings: Settings) -> Finding:  # noqa: ARG001
+def _shared_memory(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG001
     size = host.shared_memory_bytes
     if size is None or size < SHARED_MEMORY_BYTES:
         there = "there is no /dev/shm" if size is None else f"/dev/shm has {size / MIB:.0f} MiB"
@@ -158,14 +158,14 @@ def _shared_memory(host: Host, settings: Settings) -> Finding:  # noqa: ARG001
     return Finding("shared memory", "ok", f"/dev/shm has {size / MIB:.0f} MiB")
 
 
-def _files(host: Host, settings: Settings) -> Finding:  # noqa: ARG001
+def _files(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG001
     if 0 <= host.open_files < OPEN_FILES:
         message = f"a process may open {host.open_files} files: many clients would be turned away"
         return Finding("file limits", "warning", message, "ulimit -n 65536, or LimitNOFILE= of the service")
     return Finding("file limits", "ok", f"{host.open_files} open files")
 
 
-def _clock(host: Host, settings: Settings) -> Finding:  # noqa: ARG001
+def _clock(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG001
     if host.clock_synchronized is None:
         return Finding("clock", "ok", "the kernel does not tell whether it is synchronised")
     if not host.clock_synchronized:
@@ -176,7 +176,7 @@ def _clock(host: Host, settings: Settings) -> Finding:  # noqa: ARG001
     return Finding("clock", "ok", "synchronised")
 
 
-def _token(host: Host, settings: Settings) -> Finding:
+def _token(host: MachineInfo, settings: Settings) -> Finding:
     if host.token_mode is None:
         joined = bool(settings.cluster.ray_address)
         words = "Ray has no token here" + ("" if joined else "; a local cluster makes one")
@@ -188,7 +188,7 @@ def _token(host: Host, settings: Settings) -> Finding:
     return Finding("auth", "ok", "Ray's token is there, and only yours to read")
 
 
-def _disks(host: Host) -> list[Finding]:
+def _disks(host: MachineInfo) -> list[Finding]:
     findings = []
     for disk in host.disks:
         message = f"{disk.free_bytes / GIB:.1f} GiB free for {disk.use} in {disk.folder}"
@@ -202,15 +202,15 @@ def _disks(host: Host) -> list[Finding]:
 # The settings
 
 
-def examine_settings(settings: Settings, note: Note | None) -> list[Finding]:
-    """What would be refused before anything is started. `note`: of the cluster that runs under this name."""
-    return [_port(settings, note), *(_model(each) for each in settings.each_model), _doors(settings)]
+def examine_settings(settings: Settings, entry: RegistryEntry | None) -> list[Finding]:
+    """What would be refused before anything is started. `entry`: of the cluster that runs under this name."""
+    return [_port(settings, entry), *(_model(each) for each in settings.each_model), _doors(settings)]
 
 
-def _port(settings: Settings, note: Note | None) -> Finding:
+def _port(settings: Settings, entry: RegistryEntry | None) -> Finding:
     router = settings.router
-    if note is not None:
-        return Finding("ports", "ok", f"cluster {note.name} listens on {note.url or note.phase}")
+    if entry is not None:
+        return Finding("ports", "ok", f"cluster {entry.name} listens on {entry.url or entry.phase}")
     try:
         check_front(router)
     except ClusterError as error:
@@ -277,20 +277,20 @@ def _served(model: Mapping[str, Any]) -> Finding:
     return Finding("replicas", "ok", f"{model['serving']} serve {model['name']}")
 
 
-def _examine_cluster(note: Note | None) -> list[Finding]:
-    if note is None:
+def _examine_cluster(entry: RegistryEntry | None) -> list[Finding]:
+    if entry is None:
         return [Finding("cluster", "ok", "none runs under this name")]
-    if note.url is None:
-        return [Finding("cluster", "ok", f"{note.name} is {note.phase} (pid {note.pid})")]
+    if entry.url is None:
+        return [Finding("cluster", "ok", f"{entry.name} is {entry.phase} (pid {entry.pid})")]
     try:
-        return examine_view(get_json(f"{note.url}/cluster"))
+        return examine_view(get_json(f"{entry.url}/cluster"))
     except ClusterError as error:
-        return [Finding("cluster", "error", str(error), f"look into its output: {note.log or 'where it was started'}")]
+        return [Finding("cluster", "error", str(error), f"look into its output: {entry.log or 'where it was started'}")]
 
 
-def _running(settings: Settings) -> Note | None:
+def _running(settings: Settings) -> RegistryEntry | None:
     try:
-        return Notebook(state_folder(settings)).running(settings.cluster.name)
+        return ClusterRegistry(state_folder(settings)).running(settings.cluster.name)
     except NotRunning:
         return None
 

@@ -8,7 +8,7 @@ from ...events import Removed, Stored
 from ...events.follow.subscription import Apply, Counters, Reset
 
 
-class Rates(msgspec.Struct, frozen=True, kw_only=True):
+class RateReport(msgspec.Struct, frozen=True, kw_only=True):
     """One replica's stream over some seconds."""
 
     seconds: float
@@ -31,7 +31,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True)
-class Tally:
+class EventRates:
     """Sums since the last report."""
 
     stored: int = 0
@@ -51,9 +51,9 @@ class Tally:
             elif isinstance(event, Removed):
                 self.removed += len(event.hashes)
 
-    def take(self, seconds: float, held: int, counters: Counters) -> Rates:
+    def take(self, seconds: float, held: int, counters: Counters) -> RateReport:
         """What the last `seconds` brought, and start anew."""
-        rates = Rates(
+        rates = RateReport(
             seconds=seconds,
             stored_per_s=self.stored / seconds,
             removed_per_s=self.removed / seconds,

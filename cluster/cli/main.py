@@ -164,11 +164,11 @@ def _simulate(arguments: argparse.Namespace, out: TextIO) -> int:
 
 
 def _watch(arguments: argparse.Namespace, out: TextIO) -> int:
-    from .watch import Viewing, replay, wanted, watch
+    from .watch import WatchOptions, replay, wanted, watch
 
     if arguments.rates is not None and not 0 < arguments.rates < math.inf:
         raise SettingsError(f"--rates {arguments.rates:g}: give seconds above 0")
-    viewing = Viewing(
+    viewing = WatchOptions(
         wanted=wanted(arguments.replica or (), arguments.event or (), arguments.hash or ""),
         as_json=arguments.json,
         rates_s=arguments.rates,
@@ -192,9 +192,9 @@ def _drain(arguments: argparse.Namespace, out: TextIO) -> int:
 
 
 def _update(arguments: argparse.Namespace, out: TextIO) -> int:
-    from .control import Wish, update
+    from .control import UpdateRequest, update
 
-    wish = Wish(
+    wish = UpdateRequest(
         flags={name: value for name, value in given_flags(arguments).items() if name not in LOOKUP},
         file=Path(arguments.config) if arguments.config else None,
         remove=arguments.remove,

@@ -21,11 +21,11 @@ from ...router.errors import KeysFileInvalid
 from ...router.tenants.api_keys import read_tenants
 from .. import local_ray
 from ..config import Settings, state_folder
-from ..control.control_messages import CONTROLLER, KEEPER, ClusterSpec, ClusterStatus, ModelSpec
+from ..control.control_messages import CONTROLLER, SUPERVISOR, ClusterSpec, ClusterStatus, ModelSpec
 from ..errors import ClusterError, SettingsError, StartFailed
 from ..model_source import find_model
 from ..preflight import check_bounds, check_folder, check_front
-from ..registry import Note, Notebook, own_note
+from ..registry import ClusterRegistry, RegistryEntry, own_entry
 from .client import get_json, is_ready
 from .console import Console, program
 from .keys import check_keys
@@ -63,12 +63,12 @@ class Run:
     settings: Settings
     console: Console
     stopper: Stopper
-    notebook: Notebook
-    note: Note
+    registry: ClusterRegistry
+    entry: RegistryEntry
     folder: Path | None  #: of a local Ray
     detached: bool
     controller: Any = None
-    keeper: Any = None
+    supervisor: Any = None
 
 
 def serve(settings: Settings, out: TextIO, *, detached: bool = False) -> int:
@@ -78,15 +78,15 @@ def serve(settings: Settings, out: TextIO, *, detached: bool = False) -> int:
         check_bounds(each, f"model {each.served_name}: " if settings.models else "")
     console = Console(out, program=program())
     console.opening(settings)
-    notebook = Notebook(state_folder(settings))
+    registry = ClusterRegistry(state_folder(settings))
     name = settings.cluster.name
-    log = str(notebook.log_path(name)) if detached else None
-    note = own_note(name, ", ".join(each.replica.model for each in settings.each_model), log)
-    with notebook.claim(note):
+    log = str(registry.log_path(name)) if detached else None
+    entry = own_entry(name, ", ".join(each.replica.model for each in settings.each_model), log)
+    with registry.claim(entry):
         check_front(settings.router)
         here = not settings.cluster.ray_address
         folders = [_local_model(each) if here else None for each in settings.each_model]
-        with _silenced(), _ray(settings, console, notebook, note, detached) as run:
+        with _silenced(), _ray(settings, console, registry, entry, detached) as run:
             return _serve(run, folders)
 
 
@@ -106,20 +106,22 @@ def _silenced() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ray(settings: Settings, console: Console, notebook: Notebook, note: Note, detached: bool) -> Iterator[Run]:
+def _ray(
+    settings: Settings, console: Console, registry: ClusterRegistry, entry: RegistryEntry, detached: bool
+) -> Iterator[Run]:
     address = settings.cluster.ray_address
     folder = None if address else local_ray.run_folder()
-    note = msgspec.structs.replace(note, run_dir=str(folder) if folder else None)
-    notebook.write(note)
-    stopper = Stopper(lambda: _abandon(notebook, note))
+    entry = msgspec.structs.replace(entry, run_dir=str(folder) if folder else None)
+    registry.write(entry)
+    stopper = Stopper(lambda: _abandon(registry, entry))
     stopper.install()
     try:
         console.step("ray", f"joining {address}" if address else "starting a local cluster")
         local_ray.join(settings) if address else local_ray.start_local(settings, _present(folder))
         stopper.install()
-        note = msgspec.structs.replace(note, ray_address=local_ray.address(), ray_token=local_ray.wants_token())
+        entry = msgspec.structs.replace(entry, ray_address=local_ray.address(), ray_token=local_ray.wants_token())
         console.step("ray", "ready")
-        yield Run(settings, console, stopper, notebook, note, folder, detached)
+        yield Run(settings, console, stopper, registry, entry, folder, detached)
     finally:
         local_ray.leave(settings.cluster.stop_timeout_s)
         if folder:
@@ -133,13 +135,13 @@ def _serve(run: Run, folders: Sequence[Path | None]) -> int:
         if status is None:
             return 0
         url = status.url or ""
-        run.note = msgspec.structs.replace(run.note, phase="ready", url=url, router_urls=status.router_urls)
-        run.notebook.write(run.note)
+        run.entry = msgspec.structs.replace(run.entry, phase="ready", url=url, router_urls=status.router_urls)
+        run.registry.write(run.entry)
         run.console.last_notice = max((notice.seq for notice in status.notices), default=0)
         run.console.banner(status, run.settings, detached=run.detached)
         return _stay(run, running)
     finally:
-        run.notebook.write(msgspec.structs.replace(run.note, phase="stopping"))
+        run.registry.write(msgspec.structs.replace(run.entry, phase="stopping"))
         _take_down(run)
 
 
@@ -173,13 +175,13 @@ def named(settings: Settings) -> Settings:
 
 
 def _start_controller(run: Run, folders: Sequence[Path | None]) -> tuple[Any, Any]:
-    """The keeper and the controller; what keeps the cluster running, which never ends while all is well."""
+    """The supervisor and the controller; what keeps the cluster running, which never ends while all is well."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from ..control.assembly import make_rank, make_router
     from ..control.controller import Controller
-    from ..control.supervisor import Keeper
+    from ..control.supervisor import Supervisor
 
     node = ray.get_runtime_context().get_node_id()
     sockets = local_ray.sockets_folder(run.folder) if run.folder else None
@@ -195,10 +197,10 @@ def _start_controller(run: Run, folders: Sequence[Path | None]) -> tuple[Any, An
         for settings, folder in zip(run.settings.each_model, folders, strict=True)
     ]
     here = NodeAffinitySchedulingStrategy(node, soft=False)  # elsewhere the end of that node would end all
-    keeper = ray.remote(Keeper).options(
-        name=KEEPER, num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here
+    supervisor = ray.remote(Supervisor).options(
+        name=SUPERVISOR, num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here
     )
-    run.keeper = keeper.remote(make_rank, make_router, node)
+    run.supervisor = supervisor.remote(make_rank, make_router, node)
     controller = ray.remote(Controller).options(
         name=CONTROLLER,
         num_cpus=0,
@@ -207,7 +209,7 @@ def _start_controller(run: Run, folders: Sequence[Path | None]) -> tuple[Any, An
         max_task_retries=-1,
         scheduling_strategy=here,
     )
-    # Without the keeper's handle among the arguments: Ray could not start a controller anew that has one.
+    # Without the supervisor's handle among the arguments: Ray could not start a controller anew that has one.
     run.controller = controller.remote(ClusterSpec(tuple(models)))
     return run.controller, run.controller.run.remote()
 
@@ -217,9 +219,9 @@ def _until_ready(run: Run, running: Any) -> ClusterStatus | None:
     while not run.stopper.wait(POLL_S):
         status = _status(run, running)
         run.console.progress(status)
-        for gang in status.gangs:
-            if gang.failures:
-                raise StartFailed(f"replica {gang.replica_id} could not start: {gang.last_error}")
+        for group in status.replicas:
+            if group.failures:
+                raise StartFailed(f"replica {group.replica_id} could not start: {group.last_error}")
         if status.router_error:
             raise StartFailed(f"the router could not start: {status.router_error}")
         if status.url and status.settled and _all_routed(run, status, status.url):
@@ -271,10 +273,10 @@ def _take_down(run: Run) -> None:
         run.console.farewell(f"  not in good order: {type(error).__name__}; killing what is left")
 
 
-def _abandon(notebook: Notebook, note: Note) -> None:
+def _abandon(registry: ClusterRegistry, entry: RegistryEntry) -> None:
     """The second Ctrl-C: nobody is asked, nothing is left."""
     local_ray.kill_children()
-    notebook.sweep(note.name)
+    registry.sweep(entry.name)
     print("killed", file=sys.stderr)
     os._exit(130)
 

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 from prometheus_client.parser import text_string_to_metric_families
 
 from ..config import Settings, state_folder
-from ..registry import Notebook, addressed
+from ..registry import ClusterRegistry, addressed
 from .client import get_json, get_text, router_urls
 
 COLUMNS = ("replica", "state", "events", "ranks", "node", "running", "waiting", "kv used", "cached", "hit rate")
@@ -29,7 +29,7 @@ def status(settings: Settings, out: TextIO, *, url: str | None, as_json: bool) -
     print(render(name, found, views, rates, routers, now=time.time()), file=out)
     if url:
         return 0
-    if others := Notebook(state_folder(settings)).others(settings.cluster.name):
+    if others := ClusterRegistry(state_folder(settings)).others(settings.cluster.name):
         print(f"beside it there {addressed(others)}", file=out)
     return 0
 

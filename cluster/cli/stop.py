@@ -7,7 +7,7 @@ import psutil
 
 from ..config import Settings, state_folder
 from ..errors import StopFailed
-from ..registry import Notebook, addressed, wait_gone
+from ..registry import ClusterRegistry, addressed, wait_gone
 
 #: Beyond what the serving process allows itself for an orderly end.
 GRACE_S = 15.0
@@ -15,19 +15,19 @@ GRACE_S = 15.0
 
 def stop(settings: Settings, out: TextIO, *, force: bool) -> int:
     """End the cluster of this name. Raises NotRunning, or StopFailed when it does not end in time."""
-    notebook, name = Notebook(state_folder(settings)), settings.cluster.name
-    note = notebook.running(name)
-    process = note.process()
+    registry, name = ClusterRegistry(state_folder(settings)), settings.cluster.name
+    entry = registry.running(name)
+    process = entry.process()
     began = time.monotonic()
     timeout_s = settings.cluster.stop_timeout_s + GRACE_S
     # A second signal means: at once. One that stops already is only waited for.
-    alive = _end(process, timeout_s, ask=note.phase != "stopping", force=force) if process else []
+    alive = _end(process, timeout_s, ask=entry.phase != "stopping", force=force) if process else []
     if alive:
         pids = ", ".join(str(left.pid) for left in alive)
         raise StopFailed(f"cluster {name!r} did not end in time (pids {pids}); kill it with homing stop --force")
-    notebook.sweep(name)
-    print(f"stopped {name} (pid {note.pid}) in {time.monotonic() - began:.1f} s", file=out)
-    if others := notebook.others(name):
+    registry.sweep(name)
+    print(f"stopped {name} (pid {entry.pid}) in {time.monotonic() - began:.1f} s", file=out)
+    if others := registry.others(name):
         print(f"still there {addressed(others)}", file=out)
     return 0
 

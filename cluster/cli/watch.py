@@ -45,7 +45,7 @@ from ...events.security.curve_keys import reader_keys
 from ..config import Settings, nearest
 from ..errors import ClusterError, SettingsError
 from .client import cluster_url, get_json
-from .event_rates import Tally
+from .event_rates import EventRates
 
 #: What `--event` may name.
 KINDS = ("stored", "removed", "cleared", "reset", "joined", "gone", "status", "malformed", "refused")
@@ -55,7 +55,7 @@ Write = Callable[[str], None]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Wanted:
+class EventFilter:
     """What is to be shown; empty: everything."""
 
     replicas: frozenset[str] = frozenset()
@@ -83,27 +83,27 @@ class Wanted:
         return msgspec.structs.replace(event, hashes=kept) if kept else None
 
 
-def wanted(replicas: Collection[str], kinds: Collection[str], hash_prefix: str) -> Wanted:
+def wanted(replicas: Collection[str], kinds: Collection[str], hash_prefix: str) -> EventFilter:
     """What the flags of the command ask for. Raises SettingsError."""
     for kind in sorted(set(kinds) - set(KINDS)):
         raise SettingsError(f"--event {kind}: no such event{nearest(kind, KINDS)} (there are: {', '.join(KINDS)})")
     prefix = hash_prefix.lower()
     if not _HASH_DIGITS.fullmatch(prefix):
         raise SettingsError(f"--hash {hash_prefix}: a hash is up to 16 hex digits, 0-9 and a-f; give its first ones")
-    return Wanted(replicas=frozenset(replicas), kinds=frozenset(kinds), hash_prefix=prefix)
+    return EventFilter(replicas=frozenset(replicas), kinds=frozenset(kinds), hash_prefix=prefix)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Viewing:
+class WatchOptions:
     """How `homing watch` was asked."""
 
-    wanted: Wanted = Wanted()
+    wanted: EventFilter = EventFilter()
     as_json: bool = False
     rates_s: float | None = None  #: a summary so often instead of events
     record: Path | None = None  #: every event of the replicas that are followed goes into this file, shown or not
 
 
-def watch(settings: Settings, out: TextIO, viewing: Viewing, *, url: str | None) -> int:
+def watch(settings: Settings, out: TextIO, viewing: WatchOptions, *, url: str | None) -> int:
     """Print until interrupted; returns the exit code. Raises ClusterError when the cluster is gone."""
     found = f"{cluster_url(settings, url)}/cluster"
     check_replicas(viewing.wanted.replicas, listed(get_json(found)), "the cluster")
@@ -113,13 +113,13 @@ def watch(settings: Settings, out: TextIO, viewing: Viewing, *, url: str | None)
         raise SettingsError(f"setting events_curve_keys: {error}") from error
     with _recording(viewing.record) as recording:
         try:
-            asyncio.run(_follow(lambda: _ask(found), Watching(viewing, _writer(out), recording), own))
+            asyncio.run(_follow(lambda: _ask(found), WatchSession(viewing, _writer(out), recording), own))
         except ClusterUnreachable as error:
             raise ClusterError(str(error)) from error
     return 0
 
 
-def replay(path: Path, out: TextIO, viewing: Viewing) -> int:
+def replay(path: Path, out: TextIO, viewing: WatchOptions) -> int:
     """Print a recorded file; returns the exit code. Raises SettingsError for a file that is none."""
     write, only, seen = _writer(out), viewing.wanted.replicas, set()
     try:
@@ -183,14 +183,14 @@ class Printer(Protocol):
     def remark(self, source: Source, kind: str, words: str = "") -> None:
         """What happened to the stream itself."""
 
-    def rates(self, source: Source, seconds: float, tally: Tally, feed: EventFeed) -> None:
+    def rates(self, source: Source, seconds: float, tally: EventRates, feed: EventFeed) -> None:
         """A summary of the last seconds."""
 
 
 class JsonPrinter:
     """Lines for programs, as recordings have them."""
 
-    def __init__(self, write: Write, wanted: Wanted) -> None:
+    def __init__(self, write: Write, wanted: EventFilter) -> None:
         self._write, self._wanted = write, wanted
 
     def told(self, source: Source, instruction: Apply | Reset) -> None:
@@ -205,7 +205,7 @@ class JsonPrinter:
             fields = {"status" if kind == "status" else "message": words} if words else {}
             self._write(remark(source.replica, source.epoch, kind, **fields).decode())
 
-    def rates(self, source: Source, seconds: float, tally: Tally, feed: EventFeed) -> None:
+    def rates(self, source: Source, seconds: float, tally: EventRates, feed: EventFeed) -> None:
         """See `Printer`."""
         reader = feed.subscription
         rates = tally.take(seconds, reader.digest.blocks, reader.counters)
@@ -217,7 +217,7 @@ class JsonPrinter:
 class ReadablePrinter:
     """Lines for a person; a run of like events in a batch is one."""
 
-    def __init__(self, write: Write, wanted: Wanted) -> None:
+    def __init__(self, write: Write, wanted: EventFilter) -> None:
         self._write, self._wanted = write, wanted
 
     def told(self, source: Source, instruction: Apply | Reset) -> None:
@@ -234,7 +234,7 @@ class ReadablePrinter:
         if self._wanted.shows(kind):
             self._line(source, kind, words)
 
-    def rates(self, source: Source, seconds: float, tally: Tally, feed: EventFeed) -> None:
+    def rates(self, source: Source, seconds: float, tally: EventRates, feed: EventFeed) -> None:
         """See `Printer`."""
         reader = feed.subscription
         self._line(source, "", tally.take(seconds, reader.digest.blocks, reader.counters).words())
@@ -244,16 +244,16 @@ class ReadablePrinter:
         self._write(f"{time.strftime('%H:%M:%S')}  {source.replica:<5} {kind}{words}".rstrip())
 
 
-class Watching:
+class WatchSession:
     """The `ClusterSink` of one `homing watch`."""
 
-    def __init__(self, viewing: Viewing, write: Write, recording: BinaryIO | None) -> None:
+    def __init__(self, viewing: WatchOptions, write: Write, recording: BinaryIO | None) -> None:
         self._viewing = viewing
         self._write = write
         self._recording = recording
         printer = JsonPrinter if viewing.as_json else ReadablePrinter
         self._printer: Printer = printer(self._print, viewing.wanted)
-        self._tallies: dict[Source, tuple[Tally, EventFeed]] = {}
+        self._tallies: dict[Source, tuple[EventRates, EventFeed]] = {}
         self._events_shown = viewing.rates_s is None
         self._ended = asyncio.Event()
         self._broken: OSError | None = None
@@ -286,7 +286,7 @@ class Watching:
 
     def joined(self, source: Source, feed: EventFeed) -> None:
         """See `ClusterSink`."""
-        self._tallies[source] = Tally(), feed
+        self._tallies[source] = EventRates(), feed
         self._printer.remark(source, "joined")
 
     def gone(self, source: Source) -> None:
@@ -329,7 +329,7 @@ class Watching:
             self.stop()
 
 
-async def _follow(ask: Callable[[], Any], watching: Watching, keys: KeyPair | None) -> None:
+async def _follow(ask: Callable[[], Any], watching: WatchSession, keys: KeyPair | None) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, watching.stop)

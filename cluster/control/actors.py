@@ -21,8 +21,7 @@ from ...kvcache.prefix_cache import CachedBlock
 from ...replica.messages import ReplicaDescription
 from ...replica.parallel.step_broadcast import SECRET_BYTES
 from ...router.backend import AbsentReplica
-from ..event_loop import fast_loop
-from ..logs import set_up_logging
+from ..runtime import fast_loop, set_up_logging
 from .autoscale import Demand
 from .control_messages import (
     CacheWorth,
@@ -128,7 +127,7 @@ class ReplicaRank:
         return os.getpid()
 
     def rendezvous(self, host: str | None) -> Rendezvous:
-        """A free address on this node where the gang can meet, and what its ranks know each other by."""
+        """A free address on this node where the group can meet, and what its ranks know each other by."""
         host = host or node_address()
         with socket.socket() as probe:
             probe.bind((host, 0))

@@ -8,7 +8,7 @@ from ...replica.messages import ReplicaDescription
 from ..config import Settings
 
 #: Names of the two actors in the cluster's namespace.
-KEEPER = "keeper"
+SUPERVISOR = "supervisor"
 CONTROLLER = "controller"
 #: What a router may do with a replica: send it requests, only fill its cache, or nothing new.
 Role = Literal["serving", "warming", "draining"]
@@ -44,7 +44,7 @@ class ClusterSpec:
 
 @dataclass(slots=True, frozen=True)
 class Rendezvous:
-    """Where the ranks of one gang meet: rank 0 listens there."""
+    """Where the ranks of one group meet: rank 0 listens there."""
 
     host: str
     port: int
@@ -134,7 +134,7 @@ class CacheWorth:
 
 
 @dataclass(slots=True, frozen=True)
-class GangStatus:
+class ReplicaStatus:
     """One replica for somebody who watches."""
 
     replica_id: str
@@ -173,7 +173,7 @@ class ModelStatus:
 class ClusterStatus:
     """What the controller knows."""
 
-    gangs: tuple[GangStatus, ...]
+    replicas: tuple[ReplicaStatus, ...]
     url: str | None  #: where the routers listen, once all do
     router_urls: tuple[str, ...]  #: of each router alone, when there are several
     router_error: str | None

@@ -11,17 +11,17 @@ import pytest
 from homing.cluster.cli.doctor import Finding, examine_host, examine_settings, examine_view, render
 from homing.cluster.cli.main import run
 from homing.cluster.config import load_settings
-from homing.cluster.host import PACKAGES, Disk, Host
+from homing.cluster.host import PACKAGES, DiskInfo, MachineInfo
 
 GIB = 1 << 30
-WELL = Host(
+WELL = MachineInfo(
     python=(3, 11),
     packages=dict.fromkeys(PACKAGES, "1.0"),
     cores=8,
     memory_bytes=32 * GIB,
     gpus_seen=0,
     gpus_usable=0,
-    disks=(Disk("notes", "/notes", 100 * GIB),),
+    disks=(DiskInfo("notes", "/notes", 100 * GIB),),
     shared_memory_bytes=GIB,
     open_files=65536,
     clock_synchronized=True,
@@ -29,7 +29,7 @@ WELL = Host(
 )
 
 
-def faults(host: Host, **flags: str) -> list[Finding]:
+def faults(host: MachineInfo, **flags: str) -> list[Finding]:
     findings = examine_host(host, load_settings(flags, {}))
     return [finding for finding in findings if finding.level != "ok"]
 
@@ -59,8 +59,8 @@ def test_a_machine_in_order_has_no_fault() -> None:
         ({"clock_synchronized": False}, {}, "clock", "warning", "not synchronised"),
         ({"token_mode": 0o644}, {}, "auth", "warning", "mode 644"),
         ({"token_mode": None}, {"ray_address": "head:6379"}, "auth", "warning", "no token here"),
-        ({"disks": (Disk("notes", "/n", GIB),)}, {}, "disk", "warning", "1.0 GiB free for notes in /n"),
-        ({"disks": (Disk("notes", "/n", 1),)}, {}, "disk", "error", "0.0 GiB"),
+        ({"disks": (DiskInfo("notes", "/n", GIB),)}, {}, "disk", "warning", "1.0 GiB free for notes in /n"),
+        ({"disks": (DiskInfo("notes", "/n", 1),)}, {}, "disk", "error", "0.0 GiB"),
     ],
 )
 def test_each_fault_is_found_and_has_a_remedy(

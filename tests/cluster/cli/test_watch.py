@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from homing.cluster.cli.main import run
-from homing.cluster.cli.watch import JsonPrinter, ReadablePrinter, Viewing, Wanted, Watching, check_replicas, listed
+from homing.cluster.cli.watch import (
+    EventFilter,
+    JsonPrinter,
+    ReadablePrinter,
+    WatchOptions,
+    WatchSession,
+    check_replicas,
+    listed,
+)
 from homing.cluster.errors import SettingsError
 from homing.events import (
     Cleared,
@@ -33,7 +41,7 @@ from homing.events.follow.subscription import Apply, Reset
 SOURCE = Source("r0", 2**64 - 7)
 
 
-def printed(printer: type[JsonPrinter] | type[ReadablePrinter], wanted: Wanted = Wanted()) -> list[str]:  # noqa: B008
+def printed(printer: type[JsonPrinter] | type[ReadablePrinter], wanted: EventFilter = EventFilter()) -> list[str]:  # noqa: B008
     out: list[str] = []
     made = printer(out.append, wanted)
     made.told(SOURCE, Reset(7, 4, [SnapshotBlock(1, None, [5]), SnapshotBlock(2, 1, [6])]))
@@ -58,7 +66,7 @@ def test_json_lines_are_those_of_a_recording() -> None:
 def test_a_program_can_choose_what_it_reads() -> None:
     """What is held anew is both: a reset, and what it says."""
     kinds = [
-        [json.loads(line)["event"] for line in printed(JsonPrinter, Wanted(kinds=frozenset([kind])))]
+        [json.loads(line)["event"] for line in printed(JsonPrinter, EventFilter(kinds=frozenset([kind])))]
         for kind in ("reset", "stored", "status", "joined")
     ]
 
@@ -69,7 +77,7 @@ def test_a_program_can_choose_what_it_reads() -> None:
 async def test_rates_are_lines_of_the_kind_that_was_asked_for(as_json: bool) -> None:
     """A program that asked for JSON must not meet a table."""
     lines: list[str] = []
-    watching = Watching(Viewing(as_json=as_json, rates_s=0.01), lines.append, None)
+    watching = WatchSession(WatchOptions(as_json=as_json, rates_s=0.01), lines.append, None)
     nowhere = EventFeed(EventEndpoints(events="", replay="", state="", snapshot=""), IgnoringSink())
 
     watching.joined(SOURCE, nowhere)
@@ -104,7 +112,7 @@ async def test_a_reader_that_goes_away_ends_the_command_quietly() -> None:
         attempts += 1
         raise BrokenPipeError
 
-    watching = Watching(Viewing(), gone, None)
+    watching = WatchSession(WatchOptions(), gone, None)
     watching.status(SOURCE, FeedStatus.LIVE)
     watching.status(SOURCE, FeedStatus.STALE)
 
@@ -126,7 +134,7 @@ def test_readable_lines_are_one_per_event() -> None:
     ]
 
 
-def shown(wanted: Wanted, *events: object) -> list[str]:
+def shown(wanted: EventFilter, *events: object) -> list[str]:
     """The readable lines of one batch, without time and replica."""
     out: list[str] = []
     ReadablePrinter(out.append, wanted).told(SOURCE, Apply(5, 60.0, events))
@@ -137,7 +145,7 @@ def test_a_run_of_one_kind_is_one_line() -> None:
     """A step of a busy engine stores a dozen chains; nobody reads a dozen lines for it."""
     chains = [Stored(None, [1, 2]), Stored(None, [3])]
 
-    assert shown(Wanted(), Removed([9]), *chains) == [
+    assert shown(EventFilter(), Removed([9]), *chains) == [
         "removed 1 block: 0000000000000009",
         "stored 3 blocks in 2 chains",
     ]
@@ -147,9 +155,9 @@ def test_filters_keep_the_kinds_and_blocks_that_were_asked_for() -> None:
     """One block is followed through its life among thousands."""
     batch = [Stored(None, [0x1F << 56, 0x2F << 56]), Removed([0x1F << 56]), Cleared()]
 
-    assert [line.split()[0] for line in shown(Wanted(kinds=frozenset(["removed"])), *batch)] == ["removed"]
-    assert shown(Wanted(hash_prefix="1f"), *batch)[0].startswith("stored 1 block after the root, the last is 1f00")
-    assert shown(Wanted(hash_prefix="ee"), *batch) == ["cleared"]
+    assert [line.split()[0] for line in shown(EventFilter(kinds=frozenset(["removed"])), *batch)] == ["removed"]
+    assert shown(EventFilter(hash_prefix="1f"), *batch)[0].startswith("stored 1 block after the root, the last is 1f00")
+    assert shown(EventFilter(hash_prefix="ee"), *batch) == ["cleared"]
 
 
 @pytest.fixture
@@ -202,10 +210,10 @@ async def test_what_is_followed_is_recorded_whole_whatever_is_shown(tmp_path: Pa
     endpoints = publisher.start()
     publisher.stored(None, [bytes(15) + b"\1", bytes(15) + b"\2"], bytes(8))
     publisher.flush()
-    viewing, lines = Viewing(wanted=Wanted(kinds=frozenset(["status"]))), []
+    viewing, lines = WatchOptions(wanted=EventFilter(kinds=frozenset(["status"]))), []
 
     with (tmp_path / "record").open("wb") as record:
-        feed = ClusterFeed(dict, Watching(viewing, lines.append, record))
+        feed = ClusterFeed(dict, WatchSession(viewing, lines.append, record))
         feed.adjust({SOURCE: endpoints})
         async with asyncio.timeout(20):
             while not any("live" in line for line in lines):  # noqa: ASYNC110 - lines are plain text
