@@ -172,7 +172,7 @@ def remove(folder: Path) -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Raises ClusterError at once where Ray would retry for over a minute. Skips what is not host:port, such as auto."""
+    """Fail at once where Ray would retry for over a minute. An address that is not host:port (auto) is not checked."""
     host, _, port = address.rpartition(":")
     if not port.isdigit() or "/" in host:
         return

@@ -131,7 +131,7 @@ def prepare(settings: Settings) -> Settings:
 
 
 def with_api_keys(settings: Settings) -> Settings:
-    """Settings with an absolute path of a valid API keys file: routers may run in another folder. Raises SettingsError."""
+    """Settings with a checked, absolute `api_keys_file`: routers may run in another folder. Raises SettingsError."""
     path = settings.router.api_keys_file
     if not path:
         return settings

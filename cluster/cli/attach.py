@@ -1,7 +1,6 @@
-"""`homing serve --backend URL`: a router in front of engines that run already, in this very process, without Ray.
+"""`homing serve --backend URL`: a router in front of inference servers that run already, in this process, without Ray.
 
-Puts settings into the router's constructors and tells how it goes; what is let in, and what is sent where, the router
-decides.
+Constructs the router from the settings and prints the progress; the router decides about the servers and requests.
 """
 
 import asyncio
@@ -32,13 +31,11 @@ from ...router.text.tokenizer import TextModel
 from ..config import Settings, state_folder
 from ..control.control_messages import ClusterStatus
 from ..errors import ModelUnavailable, SettingsError, StartFailed
-from ..runtime import fast_loop
-from ..runtime import set_up_logging
 from ..model_source import find_model
-from ..preflight import check_front, check_tokenizer
+from ..preflight import check_front, check_tokenizer, prepare
 from ..registry import ClusterRegistry, RegistryEntry, own_entry
+from ..runtime import fast_loop, set_up_logging
 from .console import Console, program
-from .serve import named, with_api_keys
 
 POLL_S = 0.05
 
@@ -46,10 +43,10 @@ POLL_S = 0.05
 def serve_backends(settings: Settings, out: TextIO, *, detached: bool = False) -> int:
     """Serve until a signal; returns the exit code. Raises ClusterError when it cannot start."""
     if settings.cluster.routers > 1:
-        raise SettingsError("routers: with backends there is one router; start homing once more on another port")
+        raise SettingsError("routers: with --backend there is one router; start another homing on another port")
     if settings.models:
-        raise SettingsError("models: with backends there is one model; start homing once more for another one")
-    settings = with_api_keys(named(settings))
+        raise SettingsError("models: with --backend there is one model; start another homing for another model")
+    settings = prepare(settings)
     try:
         engines = backends(settings.router)
     except BackendsInvalid as error:
@@ -64,13 +61,13 @@ def serve_backends(settings: Settings, out: TextIO, *, detached: bool = False) -
         model_dir = find_model(settings.replica)
         check_tokenizer(model_dir)
         set_up_logging(settings.cluster.log_level)
-        serving = AttachedRouter(settings, engines, api_key, model_dir, console, registry, entry)
+        router = AttachedRouter(settings, engines, api_key, model_dir, console, registry, entry)
         with asyncio.Runner(loop_factory=fast_loop) as runner:
-            return runner.run(serving.run(detached=detached))
+            return runner.run(router.run(detached=detached))
 
 
 def read_key(path: str) -> str:
-    """The API key in a file; empty without one. Raises SettingsError."""
+    """The API key in a file; empty without a file. Raises SettingsError."""
     if not path:
         return ""
     try:
@@ -80,14 +77,14 @@ def read_key(path: str) -> str:
 
 
 def model_limits(folder: Path, settings: Settings) -> ModelLimits:
-    """What a model's folder says of it, without its weights. Raises ModelUnavailable."""
+    """The model's limits, from its folder's configuration files. Raises ModelUnavailable."""
     config = _json(folder / "config.json")
-    config |= config.get("text_config") or {}  # of models that take images, too
+    config |= config.get("text_config") or {}  # of models that also accept images
     generation = _json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     eos = generation.get("eos_token_id", config.get("eos_token_id")) or ()
     longest = settings.replica.max_model_len or config.get("max_position_embeddings")
     if not isinstance(longest, int) or not isinstance(config.get("vocab_size"), int):
-        raise ModelUnavailable(f"{folder}/config.json tells no vocab_size, or no length: give --max-model-len")
+        raise ModelUnavailable(f"{folder}/config.json has no vocab_size or no length: give --max-model-len")
     return ModelLimits(
         name=settings.router.served_model_name,
         path=str(folder),
@@ -98,7 +95,7 @@ def model_limits(folder: Path, settings: Settings) -> ModelLimits:
 
 
 def model_names(settings: Settings) -> tuple[str, ...]:
-    """What the engines may call the model."""
+    """The names that the servers may use for the model."""
     if settings.router.backend_model:
         return (settings.router.backend_model,)
     given = settings.replica.model
@@ -106,7 +103,7 @@ def model_names(settings: Settings) -> tuple[str, ...]:
 
 
 class AttachedRouter:
-    """One `homing serve --backend` while it runs."""
+    """The router of one `homing serve --backend`."""
 
     def __init__(
         self,
@@ -130,7 +127,7 @@ class AttachedRouter:
         self._metrics = RouterMetrics()
 
     async def run(self, *, detached: bool) -> int:
-        """Until a signal comes; the second one does not wait for anybody."""
+        """Serve until a signal; the second signal ends the process at once."""
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         self._console.step("tokenizer", f"loading {self._model_dir.name}")
@@ -178,7 +175,11 @@ class AttachedRouter:
         scheme = "https" if self._settings.router.tls_cert_file else "http"
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         self._console.step("router", f"listening on {url}")
-        self._tell_members(service)
+        settings, most = self._settings, self._settings.router.backend_max_requests
+        seed, root = secrets.randbits(64), foreign_root(self._limits.name)
+        parity = own_parity(text_digests(self._model_dir), settings.kvcache, seed, BlockHash(root))
+        members = [describe(engine, parity, self._limits, max_running_requests=most) for engine in self._engines]
+        service.apply_membership(members, seed)
         if not await self._until_ready(service):
             return 0
         settle()
@@ -192,16 +193,8 @@ class AttachedRouter:
         self._console.farewell("stopping")
         return 0
 
-    def _tell_members(self, service: RouterService) -> None:
-        settings = self._settings
-        seed, root = secrets.randbits(64), foreign_root(self._limits.name)
-        parity = own_parity(text_digests(self._model_dir), settings.kvcache, seed, BlockHash(root))
-        most = settings.router.backend_max_requests
-        members = [describe(engine, parity, self._limits, max_running_requests=most) for engine in self._engines]
-        service.apply_membership(members, seed)
-
     async def _until_ready(self, service: RouterService) -> bool:
-        """Until one backend serves and its events are followed; False: told to stop. Raises StartFailed."""
+        """Wait until one server is ready and its events are followed; False: stopped meanwhile. Raises StartFailed."""
         while not self._stop.is_set():
             self._show(service)
             view = service.view()
@@ -216,7 +209,7 @@ class AttachedRouter:
         view = service.view()
         refusals = {refused.replica_id: refused.message for refused in view.refused}
         for replica in view.replicas:
-            self._console.step(replica.replica_id, refusals.get(replica.replica_id) or _words(replica))
+            self._console.step(replica.replica_id, refusals.get(replica.replica_id) or _state(replica))
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -225,19 +218,17 @@ class AttachedRouter:
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
-            self._registry.sweep(self._entry.name)
+            self._registry.remove(self._entry.name)
             print("killed", file=sys.stderr)
             os._exit(130)
         self._stop.set()
 
 
-def _words(replica: ReplicaView) -> str:
+def _state(replica: ReplicaView) -> str:
     if replica.state == "joining":
-        return f"{replica.url} · {replica.trouble or 'being asked'}"
-    events = (
-        "" if replica.event_endpoints is None or not replica.event_endpoints.events else f" · events {replica.feed}"
-    )
-    return f"{replica.url} · {replica.state}{events}"
+        return f"{replica.url} · {replica.trouble or 'waiting for its answer'}"
+    publishes = replica.event_endpoints is not None and replica.event_endpoints.events
+    return f"{replica.url} · {replica.state}" + (f" · events {replica.feed}" if publishes else "")
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -246,5 +237,5 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelUnavailable(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise ModelUnavailable(f"{path} holds no JSON object")
+        raise ModelUnavailable(f"{path} is not a JSON object")
     return content

@@ -1,9 +1,9 @@
 """How many replicas a model should have, from its load. Pure: demand and time in, a number out.
 
 The measure is time: all tokens that still wait for prefill, divided by the prefill rate of all replicas, is how long a
-new prompt waits for its first token. More replicas are wanted when that stays above the target, fewer when it would stay
-well below it with one less; in between nothing changes, and after each step nothing for a while. A request that no
-replica can take (it is held) counts as overload at once.
+new prompt waits for its first token. More replicas are wanted when that stays above the target, fewer when it would
+stay well below it with one less; in between nothing changes, and after each step nothing for a while. A request that
+no replica can take (it is held) counts as overload at once.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ class Autoscaler:
 
     terms: ScalingTerms
     changed_at: float | None = None  #: the last step
-    #: whether all wanted replicas have served since the last step up: replicas that still start are not idle
+    #: whether all wanted replicas have served once: while the first ones still start, the others are not idle
     _complete: bool = False
     _over_since: float | None = field(default=None)
     _under_since: float | None = field(default=None)

@@ -202,7 +202,7 @@ def test_one_model_needs_no_list() -> None:
         ("models: [{name: a}]", ["models[0].model", "a Hugging Face name or a local folder"]),
         ("models: [{name: 3, model: a}]", ["models[0].name", "3"]),
         ("models: [{name: a, model: b}, {name: a, model: c}]", ["models[1].name", "models[0] has the name 'a'"]),
-        ("models: [{name: a, model: b, replica: 2}]", ["models[0].replica:", "put its settings beside name, without sections"]),
+        ("models: [{name: a, model: b, replica: 2}]", ["models[0].replica:", "put its settings beside name"]),
         ("models: [{name: a, model: b, replcas: 2}]", ["models[0].replcas: no such setting", "did you mean replicas"]),
         ("models: [{name: a, model: b, port: 2}]", ["models[0].port: all models share this setting", "'router'"]),
         ("models: [{name: a, model: b, replicas: x}]", ["models[0].replicas", "'x' is not valid for replicas"]),

@@ -7,7 +7,7 @@ import pytest
 
 from homing.cluster.config import load_settings
 from homing.cluster.errors import ClusterError
-from homing.cluster.local_ray import make_token_private, join, run_folder, sockets_folder
+from homing.cluster.local_ray import join, make_token_private, run_folder, sockets_folder
 
 
 def test_an_address_where_nobody_listens_is_told_at_once_with_the_remedy() -> None:

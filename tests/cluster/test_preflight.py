@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from homing.cluster.cli.console import Console
 from homing.cluster.config import Settings
 from homing.cluster.errors import ModelUnavailable, PortTaken, SettingsError
-from homing.cluster.cli.console import Console
 from homing.cluster.preflight import check_folder, check_front, check_port, exposures
 from homing.replica.config import ReplicaSettings
 from homing.replica.demo import demo_model_path

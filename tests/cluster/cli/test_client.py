@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from homing.cluster.cli.client import _trust, get_json, post_json, router_urls
+from homing.cluster.cli.client import get_json, post_json, router_urls, ssl_context
 from homing.cluster.config import load_settings
 from homing.cluster.errors import ClusterError, NotRunning
 
@@ -53,11 +53,11 @@ def test_a_router_that_does_not_answer_is_told_with_a_remedy() -> None:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/cluster"
 
-        with pytest.raises(ClusterError, match="cannot be asked: Connection refused; a router that died is back"):
+        with pytest.raises(ClusterError, match="cannot be reached: Connection refused; a router that died is back"):
             get_json(url)
 
 
-def test_a_cluster_elsewhere_is_asked_without_a_note(tmp_path: Path) -> None:
+def test_a_cluster_elsewhere_is_asked_without_a_registry_entry(tmp_path: Path) -> None:
     """`--url`: no process of this machine has to be known by it."""
     settings = load_settings({"state_dir": str(tmp_path)}, {})
 
@@ -73,4 +73,4 @@ def test_a_router_on_this_machine_is_believed_whatever_its_certificate_names(rou
     router.socket = trust.wrap_socket(router.socket, server_side=True)
 
     assert post_json(f"https://localhost:{router.server_port}/explain", {}) == "none"
-    assert _trust("https://router.example/").verify_mode is ssl.CERT_REQUIRED
+    assert ssl_context("https://router.example/").verify_mode is ssl.CERT_REQUIRED

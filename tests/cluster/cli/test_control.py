@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from homing.cluster.cli.control import UpdateRequest, failed_since, update_orders
+from homing.cluster.cli.control import UpdateRequest, choose_model, failed_since, update_orders
 from homing.cluster.config import load_settings
 from homing.cluster.control.control_messages import ClusterStatus, ModelSpec, ReplicaStatus
 from homing.cluster.errors import NoSuchModel, SettingsError
@@ -26,13 +26,13 @@ def test_the_only_model_needs_no_name() -> None:
 def test_with_several_models_one_must_be_named() -> None:
     """Whoever scales the wrong one pays for it."""
     assert choose_model(["fox", "owl"], "owl") == "owl"
-    with pytest.raises(NoSuchModel, match="several models run here: fox, owl; say which"):
+    with pytest.raises(NoSuchModel, match="several models are served: fox, owl; name one"):
         choose_model(["fox", "owl"], None)
 
 
 def test_a_wrong_name_is_told_what_runs() -> None:
     """A typo must not scale something else."""
-    with pytest.raises(NoSuchModel, match=r"no model 'ox' runs here \(there are: fox, owl\)"):
+    with pytest.raises(NoSuchModel, match=r"no model 'ox' is served here \(served: fox, owl\)"):
         choose_model(["fox", "owl"], "ox")
 
 
@@ -73,13 +73,13 @@ def test_an_update_that_would_leave_something_out_is_refused(tmp_path: Path) -> 
     (tmp_path / "less").mkdir()
     less = written(tmp_path / "less", MODELS.replace("  - {name: owl, model: org/owl}\n", ""))
 
-    with pytest.raises(SettingsError, match="owl not listed; to take away what runs, say --remove owl"):
+    with pytest.raises(SettingsError, match="owl not listed; to stop serving them, add --remove owl"):
         orders(tmp_path, UpdateRequest(file=less))
-    with pytest.raises(NoSuchModel, match="no model 'ox' runs here"):
+    with pytest.raises(NoSuchModel, match="no model 'ox' is served here"):
         orders(tmp_path, UpdateRequest(remove=["ox"]))
     with pytest.raises(NoSuchModel, match="no model would be left of fox, owl: end the cluster with homing stop"):
         orders(tmp_path, UpdateRequest(remove=["fox", "owl"]))
-    with pytest.raises(SettingsError, match="model ox: replicas: 2 are wanted at first, autoscale allows 4:5"):
+    with pytest.raises(SettingsError, match="model ox: replicas: 2 is outside autoscale 4:5"):
         orders(
             tmp_path,
             UpdateRequest(file=written(tmp_path / "less", MODELS + '  - {name: ox, model: x, autoscale: "4:5"}\n')),
@@ -99,5 +99,5 @@ def test_a_command_fails_by_what_does_not_come_up_after_it() -> None:
 
     assert failed_since(before, cluster(r0=1, r1=0, r2=0)) == ""
     assert failed_since(before, cluster(r0=0, r1=0)) == ""
-    assert failed_since(before, cluster(r0=1, r2=1)) == "replica r2 could not start, and is tried again: no room"
-    assert failed_since(before, cluster(r0=2, r1=0)) == "replica r0 could not start, and is tried again: no room"
+    assert failed_since(before, cluster(r0=1, r2=1)) == "replica r2 could not start and will be retried: no room"
+    assert failed_since(before, cluster(r0=2, r1=0)) == "replica r0 could not start and will be retried: no room"

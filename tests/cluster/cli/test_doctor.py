@@ -17,7 +17,6 @@ GIB = 1 << 30
 WELL = MachineInfo(
     python=(3, 11),
     packages=dict.fromkeys(PACKAGES, "1.0"),
-    cores=8,
     memory_bytes=32 * GIB,
     gpus_seen=0,
     gpus_usable=0,
@@ -49,10 +48,10 @@ def test_a_machine_in_order_has_no_fault() -> None:
     [
         ({"python": (3, 10)}, {}, "environment", "error", "Python 3.10 is too old"),
         ({"packages": dict.fromkeys(PACKAGES, "1") | {"ray": None}}, {}, "environment", "error", "not installed: ray"),
-        ({"gpus_seen": 2}, {}, "gpus", "error", "the driver sees 2 GPUs, torch none"),
-        ({}, {"gpus_per_rank": "0.5"}, "gpus", "error", "2 ranks want 1 GPUs, here are 0"),
+        ({"gpus_seen": 2}, {}, "gpus", "error", "the driver reports 2 GPUs, torch none"),
+        ({}, {"gpus_per_rank": "0.5"}, "gpus", "error", "2 ranks need 1 GPUs, this machine has 0"),
         ({"gpus_seen": 1, "gpus_usable": 1}, {}, "gpus", "warning", "ranks reserve none"),
-        ({"memory_bytes": GIB // 2}, {}, "memory", "error", "2 ranks want 1.0 GiB for KV and 0.0 for weights, 0.5 GiB"),
+        ({"memory_bytes": GIB // 2}, {}, "memory", "error", "2 ranks need 1.0 GiB for KV and 0.0 for weights, 0.5 GiB"),
         ({"shared_memory_bytes": 64 << 20}, {}, "shared memory", "warning", "/dev/shm has 64 MiB"),
         ({"shared_memory_bytes": None}, {}, "shared memory", "warning", "no /dev/shm"),
         ({"open_files": 1024}, {}, "file limits", "warning", "1024 files"),

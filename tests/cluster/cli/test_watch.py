@@ -10,8 +10,9 @@ import pytest
 from homing.cluster.cli.main import run
 from homing.cluster.cli.watch import (
     EventFilter,
+    EventRates,
     JsonPrinter,
-    ReadablePrinter,
+    TextPrinter,
     WatchOptions,
     WatchSession,
     check_replicas,
@@ -36,17 +37,17 @@ from homing.events import (
     rebuild,
     to_line,
 )
-from homing.events.follow.subscription import Apply, Reset
+from homing.events.follow.subscription import Apply, Counters, Reset
 
 SOURCE = Source("r0", 2**64 - 7)
 
 
-def printed(printer: type[JsonPrinter] | type[ReadablePrinter], wanted: EventFilter = EventFilter()) -> list[str]:  # noqa: B008
+def printed(printer: type[JsonPrinter] | type[TextPrinter], wanted: EventFilter = EventFilter()) -> list[str]:  # noqa: B008
     out: list[str] = []
     made = printer(out.append, wanted)
-    made.told(SOURCE, Reset(7, 4, [SnapshotBlock(1, None, [5]), SnapshotBlock(2, 1, [6])]))
+    made.events(SOURCE, Reset(7, 4, [SnapshotBlock(1, None, [5]), SnapshotBlock(2, 1, [6])]))
     made.remark(SOURCE, "status", "live")
-    made.told(SOURCE, Apply(5, 60.0, [Stored(2, [3, 4], [7, 8], 1, "CPU"), Removed([3]), Cleared()]))
+    made.events(SOURCE, Apply(5, 60.0, [Stored(2, [3, 4], [7, 8], 1, "CPU"), Removed([3]), Cleared()]))
     return out
 
 
@@ -123,7 +124,7 @@ async def test_a_reader_that_goes_away_ends_the_command_quietly() -> None:
 
 def test_readable_lines_are_one_per_event() -> None:
     """For eyes."""
-    words = [line.split(maxsplit=2)[2] for line in printed(ReadablePrinter)]
+    words = [line.split(maxsplit=2)[2] for line in printed(TextPrinter)]
 
     assert words == [
         "reset    holds 2 blocks",
@@ -137,7 +138,7 @@ def test_readable_lines_are_one_per_event() -> None:
 def shown(wanted: EventFilter, *events: object) -> list[str]:
     """The readable lines of one batch, without time and replica."""
     out: list[str] = []
-    ReadablePrinter(out.append, wanted).told(SOURCE, Apply(5, 60.0, events))
+    TextPrinter(out.append, wanted).events(SOURCE, Apply(5, 60.0, events))
     return [" ".join(line.split()[2:]) for line in out]
 
 
@@ -210,7 +211,7 @@ async def test_what_is_followed_is_recorded_whole_whatever_is_shown(tmp_path: Pa
     endpoints = publisher.start()
     publisher.stored(None, [bytes(15) + b"\1", bytes(15) + b"\2"], bytes(8))
     publisher.flush()
-    viewing, lines = WatchOptions(wanted=EventFilter(kinds=frozenset(["status"]))), []
+    viewing, lines = WatchOptions(shown=EventFilter(kinds=frozenset(["status"]))), []
 
     with (tmp_path / "record").open("wb") as record:
         feed = ClusterFeed(dict, WatchSession(viewing, lines.append, record))
@@ -234,3 +235,26 @@ def test_a_replica_that_is_not_there_is_named_beside_those_that_are(recording: P
         check_replicas({"r0", "r1", "r9"}, listed(view), "the cluster")
     with pytest.raises(SettingsError, match=r"--replica r9: .*events.jsonl has no such replica \(there are: r0, r1\)"):
         run(["watch", "--replay", str(recording), "--replica", "r9"], io.StringIO())
+
+
+def test_a_report_says_rates_since_the_last_one() -> None:
+    """Blocks a second tell whether a cache churns."""
+    rates = EventRates()
+    rates.add(Apply(0, 99.0, [Stored(None, [1, 2, 3]), Removed([4])]), now_s=100.0)
+    rates.add(Apply(1, 99.975, [Stored(3, [5])]), now_s=100.0)
+
+    line = str(rates.take(2.0, 7, Counters(gaps=1, snapshots=3)))
+    empty = str(rates.take(2.0, 7, Counters()))
+
+    words = " ".join(line.split())
+    assert words == "stored 2.0/s removed 0.5/s batches 1.0/s lag 25 ms holds 7 blocks gaps 1 resyncs 2"
+    assert " ".join(empty.split()).startswith("stored 0.0/s removed 0.0/s batches 0.0/s lag - holds 7")
+
+
+def test_what_a_resync_tells_anew_is_not_counted() -> None:
+    """A late joiner's first report would show a burst that never was."""
+    rates = EventRates()
+
+    rates.add(Reset(7, 4, []), now_s=1.0)
+
+    assert (rates.stored, rates.batches) == (0, 0)
