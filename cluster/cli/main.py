@@ -42,11 +42,16 @@ class JoinAction(argparse.Action):
         setattr(namespace, self.dest, values if before is None else f"{before},{values}")
 
 
+#: The names and the options of a call of `add_argument`.
+Argument = tuple[tuple[str, ...], dict[str, Any]]
+
+
 @dataclass(slots=True, frozen=True)
 class Command:
     summary: str
-    arguments: Callable[[Parser], None]
     run: Callable[[argparse.Namespace, TextIO], int]  #: imports what it needs, so that the command line starts fast
+    arguments: Sequence[Argument]
+    all_settings: bool = False  #: accepts every setting as a flag
 
 
 def build_parser() -> tuple[Parser, dict[str, Parser]]:
@@ -58,7 +63,14 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     for name, command in COMMANDS.items():
         description = command.summary.capitalize() + "."
         built[name] = commands.add_parser(name, help=command.summary, description=description, allow_abbrev=False)
-        command.arguments(built[name])
+        for names, options in command.arguments:
+            built[name].add_argument(*names, **options)
+        for room in ROOMS if command.all_settings else ():
+            group = built[name].add_argument_group(f"{room} settings")
+            for setting in SETTINGS.values():
+                if setting.room == room:
+                    names, options = _setting(setting)
+                    group.add_argument(*names, **options)
     return parser, built
 
 
@@ -231,75 +243,28 @@ def _version(_: argparse.Namespace, out: TextIO) -> int:
     return 0
 
 
-#: An argument: its name or flag, its metavar (a type: of the value; None: a switch) and its help text.
-Argument = tuple[str, str | type | None, str]
-CONFIG = ("--config", "FILE", "YAML file of settings")
-URL = ("--url", "URL", "address of a cluster (default: the one that runs here)")
+def _argument(name: str, metavar: str | type | None, text: str, **options: Any) -> Argument:
+    """`metavar`: a type is also that of the value; None: a switch."""
+    if metavar is None:
+        options = {"action": "store_true", **options}
+    elif isinstance(metavar, str):
+        options["metavar"] = metavar
+    else:
+        options |= {"type": metavar, "metavar": metavar.__name__.upper()}
+    return (name,), {"help": text.replace("%", "%%"), **options}
 
 
-def _add(parser: Parser, *arguments: Argument, **options: Any) -> None:
-    for name, metavar, text in arguments:
-        text = text.replace("%", "%%")
-        if metavar is None:
-            parser.add_argument(name, help=text, **{"action": "store_true", **options})
-        elif isinstance(metavar, str):
-            parser.add_argument(name, metavar=metavar, help=text, **options)
-        else:
-            parser.add_argument(name, type=metavar, metavar=metavar.__name__.upper(), help=text, **options)
-
-
-def _serve_arguments(parser: Parser) -> None:
-    model = "Hugging Face name or local folder (default: the demo model that ships with the package)"
-    _add(parser, ("model_argument", "MODEL", model), nargs="?")
-    _add(
-        parser,
-        ("--config", "FILE", "YAML file of settings, with one section per package"),
-        ("--detach", None, "run in the background; return when it is ready"),
-    )
-    parser.add_argument("--background", action="store_true", help=argparse.SUPPRESS)
-    _all_settings(parser)
-
-
-def _doctor_arguments(parser: Parser) -> None:
-    _add(parser, ("model_argument", "MODEL", "the model to be served"), nargs="?")
-    _add(parser, CONFIG, ("--json", None, "print a list of findings, for programs"))
-    _all_settings(parser)
-
-
-def _scale_arguments(parser: Parser) -> None:
-    _add(parser, ("model_name", "MODEL", "name of the model, if several are served"), nargs="?")
-    _add(parser, ("replica_count", "N", "number of replicas"), type=_count)
-    _control_arguments(parser)
-
-
-def _drain_arguments(parser: Parser) -> None:
-    _add(
-        parser,
-        ("replica", "REPLICA", "name of the replica, such as r0"),
-        ("--replace", None, "start another replica in its place first"),
-    )
-    _control_arguments(parser)
-
-
-def _update_arguments(parser: Parser) -> None:
-    _add(parser, ("model_argument", "MODEL", "another model, or another version of it"), nargs="?")
-    _add(
-        parser,
-        (
-            "--config",
-            "FILE",
-            "YAML file of changes: settings that it does not name stay the same, new models are started",
-        ),
-        ("--restart", None, "replace every replica even if nothing changes"),
-    )
-    _add(parser, ("--remove", "NAME", "stop serving this model; may be repeated"), action="append", default=[])
-    _add(parser, ("--no-wait", None, "return at once"), dest="wait", action="store_false")
-    _all_settings(parser)
-
-
-def _control_arguments(parser: Parser) -> None:
-    _add(parser, ("--no-wait", None, "return at once"), dest="wait", action="store_false")
-    _lookup_arguments(parser)
+def _setting(setting: Setting) -> Argument:
+    default = "empty" if setting.default == "" else str(setting.default).replace("True", "on").replace("False", "off")
+    help_text = f"{setting.description} (default: {default})".replace("%", "%%")
+    options: dict[str, Any] = {"dest": setting.name, "help": help_text}
+    if setting.bare_type is bool:
+        options |= {"action": argparse.BooleanOptionalAction, "default": None}
+    else:
+        options["metavar"] = "|".join(setting.choices) if setting.choices else setting.bare_type.__name__.upper()
+    if setting.repeatable:
+        options["action"] = JoinAction
+    return setting.flags, options
 
 
 def _count(word: str) -> int:
@@ -308,180 +273,176 @@ def _count(word: str) -> int:
     return int(word)
 
 
-def _all_settings(parser: Parser) -> None:
-    for room in ROOMS:
-        group = parser.add_argument_group(f"{room} settings")
-        for setting in SETTINGS.values():
-            if setting.room == room:
-                _add_setting(group, setting)
-
-
-def _lookup_arguments(parser: Parser) -> None:
-    _add(parser, ("--config", "FILE", "YAML file of settings that the cluster was started with"))
-    for name in LOOKUP:
-        _add_setting(parser, SETTINGS[name])
-
-
-def _status_arguments(parser: Parser) -> None:
-    _add(parser, URL)
-    _lookup_arguments(parser)
-    _add(parser, ("--json", None, "print the response of /cluster, for programs"))
-
-
-def _simulate_arguments(parser: Parser) -> None:
-    log = "OpenAI requests or a Mooncake trace, as JSON lines (default: conversations are generated)"
-    _add(parser, ("trace", "LOG", log), nargs="?")
-    _add(parser, CONFIG)
-    _add_setting(parser, SETTINGS["model"])
-    _add(
-        parser,
-        ("--tokenizer", "FOLDER", "tokenizer and chat template for requests (default: the model's)"),
-        ("--output-tokens", int, "of each response, for logs of requests (default: 200)"),
-        ("--scenario", "NAME", "a prepared scenario instead: see docs/simulate.md"),
-        ("--policies", "NAMES", "separated by commas (default: homing's and others')"),
-        ("--replicas", int, "simulated replicas (default: 8)"),
-        ("--routers", int, "routers, which share no state (default: 1)"),
-        ("--cache-blocks", int, "KV blocks of one replica (default: 4096)"),
-        ("--block-tokens", int, "tokens per block (default: 512 for traces, else the setting)"),
-    )
-    _add(parser, ("--eviction", "lru|hit-density", "eviction policy (default: lru)"), choices=get_args(EvictionName))
-    _add(
-        parser,
-        ("--load", float, "share of the replicas' best throughput; sets the speed"),
-        ("--speed", float, "speed-up of the recorded times (default: 1)"),
-        ("--rate", float, "without a LOG: requests per second of the generated conversations (default: 4)"),
-        ("--requests", int, "use only this many requests, from the start"),
-        ("--rounds", int, "repeat the trace this many times, each time with new blocks (default: 1)"),
-        ("--event-delay-ms", float, "from a replica's step until routers know of it (default: 5)"),
-        ("--event-loss", float, "share of published messages that a router loses (default: 0)"),
-        ("--resync-ms", float, "a replica's answer to a router that lost messages (default: 20)"),
-        ("--wire", None, "encode, number and decode events as in production, even without loss"),
-        ("--prefill-rate", float, "tokens per second of one replica (default: the mocker's curve)"),
-        ("--decode-step-ms", float, "one decode step of one replica (default: the mocker's curve)"),
-        ("--calibrate", "URL", "take both rates from the replicas of this running cluster"),
-        ("--ttft-target", float, "also find the number of replicas that reaches this mean, in seconds"),
-        (
-            "--autoscale",
-            "MIN:MAX",
-            "also let the number of homing's replicas follow the load (target: --ttft-target, else 1 s)",
-        ),
-        ("--start-s", float, "time until an added replica serves, in seconds (default: 30)"),
-        ("--seed", int, "of all random numbers (default: 0)"),
-        ("--json", "FILE", "write the results as JSON, for programs"),
-        ("--plot", "FILE", "draw the results: .png, .svg, or self-contained .html"),
-    )
-
-
-def _watch_arguments(parser: Parser) -> None:
-    _add(parser, URL)
-    _lookup_arguments(parser)
-    _add_setting(parser, SETTINGS["events_curve_keys"])
-    _add(
-        parser,
-        ("--replica", "ID", "follow only this replica; may be repeated"),
-        ("--event", "KIND", "only events of this kind; may be repeated"),
-        action="append",
-    )
-    _add(
-        parser,
-        ("--hash", "PREFIX", "only blocks whose hash begins with these hex digits"),
-        ("--record", "FILE", "append every event of the followed replicas to this file, shown or not"),
-        ("--replay", "FILE", "print a recorded file instead of following a cluster"),
-        ("--json", None, "print one JSON object per event, for programs"),
-    )
-    _add(parser, ("--rates", "S", "print rates every S seconds instead of events"), type=float)
-
-
-def _explain_arguments(parser: Parser) -> None:
-    _add(parser, ("prompt", "PROMPT", "sent as one user message; with --raw without a chat template"), nargs="?")
-    _add(parser, ("--raw", None, "no chat template: the prompt of a completion"))
-    model = (SETTINGS["served_model_name"].flag, "NAME", "name of the model, if several are served")
-    _add(parser, model, dest="asked_model")
-    _add(
-        parser,
-        ("--body", "FILE", "JSON body of a chat or completion request, instead of a prompt"),
-        (
-            "--api-key-file",
-            "FILE",
-            "file with the tenant's API key (-: standard input); tenants share no blocks",
-        ),
-        URL,
-    )
-    _lookup_arguments(parser)
-    _add(parser, ("--json", None, "print the response of /explain, for programs"))
-
-
-def _stop_arguments(parser: Parser) -> None:
-    _lookup_arguments(parser)
-    _add(parser, ("--force", None, "kill what does not end in time"))
-
-
-def _keys_arguments(parser: Parser) -> None:
-    _add(
-        parser,
-        ("folder", "DIR", "folder for the keys, which is created"),
-        ("--client", "NAME", "add keys for one more subscriber to an existing folder"),
-    )
-
-
-def _analyze_arguments(parser: Parser) -> None:
-    _add(parser, ("log", "LOG", "OpenAI requests or a trace, as JSON lines; -: standard input"), CONFIG)
-    _add_setting(parser, SETTINGS["model"])
+CONFIG = _argument("--config", "FILE", "YAML file of settings")
+URL = _argument("--url", "URL", "address of a cluster (default: the one that runs here)")
+NO_WAIT = _argument("--no-wait", None, "return at once", dest="wait", action="store_false")
+FIND_CLUSTER = (
+    _argument("--config", "FILE", "YAML file of settings that the cluster was started with"),
+    *(_setting(SETTINGS[name]) for name in LOOKUP),
+)
+SERVE = (
+    _argument(
+        "model_argument",
+        "MODEL",
+        "Hugging Face name or local folder (default: the demo model that ships with the package)",
+        nargs="?",
+    ),
+    _argument("--config", "FILE", "YAML file of settings, with one section per package"),
+    _argument("--detach", None, "run in the background; return when it is ready"),
+    (("--background",), {"action": "store_true", "help": argparse.SUPPRESS}),
+)
+STATUS = (URL, *FIND_CLUSTER, _argument("--json", None, "print the response of /cluster, for programs"))
+EXPLAIN = (
+    _argument("prompt", "PROMPT", "sent as one user message; with --raw without a chat template", nargs="?"),
+    _argument("--raw", None, "no chat template: the prompt of a completion"),
+    _argument(
+        SETTINGS["served_model_name"].flag, "NAME", "name of the model, if several are served", dest="asked_model"
+    ),
+    _argument("--body", "FILE", "JSON body of a chat or completion request, instead of a prompt"),
+    _argument(
+        "--api-key-file", "FILE", "file with the tenant's API key (-: standard input); tenants share no cached blocks"
+    ),
+    URL,
+    *FIND_CLUSTER,
+    _argument("--json", None, "print the response of /explain, for programs"),
+)
+SIMULATE = (
+    _argument(
+        "trace",
+        "LOG",
+        "OpenAI requests or a Mooncake trace, as JSON lines (default: conversations are generated)",
+        nargs="?",
+    ),
+    CONFIG,
+    _setting(SETTINGS["model"]),
+    _argument("--tokenizer", "FOLDER", "tokenizer and chat template for requests (default: the model's)"),
+    _argument("--output-tokens", int, "of each response, for logs of requests (default: 200)"),
+    _argument("--scenario", "NAME", "a prepared scenario instead: see docs/simulate.md"),
+    _argument("--policies", "NAMES", "separated by commas (default: homing's and others')"),
+    _argument("--replicas", int, "simulated replicas (default: 8)"),
+    _argument("--routers", int, "routers, which share no state (default: 1)"),
+    _argument("--cache-blocks", int, "KV blocks of one replica (default: 4096)"),
+    _argument("--block-tokens", int, "tokens per block (default: 512 for traces, else the setting)"),
+    (("--eviction",), {"choices": get_args(EvictionName), "help": "eviction policy (default: lru)"}),
+    _argument("--load", float, "share of the replicas' best throughput; sets the speed"),
+    _argument("--speed", float, "speed-up of the recorded times (default: 1)"),
+    _argument("--rate", float, "without a LOG: requests per second of the generated conversations (default: 4)"),
+    _argument("--requests", int, "use only this many requests, from the start"),
+    _argument("--rounds", int, "repeat the trace this many times, each time with new blocks (default: 1)"),
+    _argument("--event-delay-ms", float, "from a replica's step until routers know of it (default: 5)"),
+    _argument("--event-loss", float, "share of published messages that a router loses (default: 0)"),
+    _argument("--resync-ms", float, "a replica's answer to a router that lost messages (default: 20)"),
+    _argument("--wire", None, "encode, number and decode events as in production, even without loss"),
+    _argument("--prefill-rate", float, "tokens per second of one replica (default: the mocker's curve)"),
+    _argument("--decode-step-ms", float, "one decode step of one replica (default: the mocker's curve)"),
+    _argument("--calibrate", "URL", "take both rates from the replicas of this running cluster"),
+    _argument("--ttft-target", float, "also find the number of replicas that reaches this mean, in seconds"),
+    _argument(
+        "--autoscale",
+        "MIN:MAX",
+        "also let the number of homing's replicas follow the load (target: --ttft-target, else 1 s)",
+    ),
+    _argument("--start-s", float, "time until an added replica serves, in seconds (default: 30)"),
+    _argument("--seed", int, "of all random numbers (default: 0)"),
+    _argument("--json", "FILE", "write the results as JSON, for programs"),
+    _argument("--plot", "FILE", "draw the results: .png, .svg, or self-contained .html"),
+)
+WATCH = (
+    URL,
+    *FIND_CLUSTER,
+    _setting(SETTINGS["events_curve_keys"]),
+    _argument("--replica", "ID", "follow only this replica; may be repeated", action="append"),
+    _argument("--event", "KIND", "only events of this kind; may be repeated", action="append"),
+    _argument("--hash", "PREFIX", "only blocks whose hash begins with these hex digits"),
+    _argument("--rates", "S", "print rates every S seconds instead of events", type=float),
+    _argument("--record", "FILE", "append every event of the followed replicas to this file, shown or not"),
+    _argument("--replay", "FILE", "print a recorded file instead of following a cluster"),
+    _argument("--json", None, "print one JSON object per event, for programs"),
+)
+UPDATE = (
+    _argument("model_argument", "MODEL", "another model, or another version of it", nargs="?"),
+    _argument(
+        "--config", "FILE", "YAML file of changes: settings that it does not name stay the same, new models are started"
+    ),
+    _argument("--remove", "NAME", "stop serving this model; may be repeated", action="append", default=[]),
+    _argument("--restart", None, "replace every replica even if nothing changes"),
+    NO_WAIT,
+)
+ANALYZE = (
+    _argument("log", "LOG", "OpenAI requests or a trace, as JSON lines; -: standard input"),
+    CONFIG,
+    _setting(SETTINGS["model"]),
     # Not the setting of that name: traces have larger blocks than a cluster may have.
-    size = "tokens per block (default: 512 for traces, else the setting)"
-    _add(parser, ("--block-size", "N", size), dest="block_tokens")
-    _add(
-        parser,
-        ("--tokenizer", "FOLDER", "tokenizer and chat template for requests (default: the model's)"),
-        ("--format", "openai|mooncake", "format of the log (default: detected from its first line)"),
-        ("--sizes", "N,N,...", "cache sizes in blocks, such as 1k,4k,16k (default: powers of two)"),
-        ("--bytes-per-block", "SIZE", "KV bytes of a block over all ranks (default: those of --model)"),
-        ("--kv-memory", "SIZE", "KV memory of a GPU, such as 45GB: prints how many GPUs are needed"),
-        ("--prefill-rate", "TOKENS", "prompt tokens that a replica computes per second: prints the seconds saved"),
-        ("--skip-malformed", None, "skip and count malformed lines"),
-        ("--no-snippets", None, "print no text of the log in the advice"),
-        ("--json", None, "print JSON, for programs"),
-    )
-    _add(parser, ("--replicas", "N,N,...", "numbers of replicas (default: 1,2,4,8)"), dest="replica_counts")
-    _add(parser, ("--plot", "FILE", "draw .png, .svg or .html; may be repeated"), action="append", default=[])
-
-
-def _add_setting(parser: Any, setting: Setting) -> None:
-    default = "empty" if setting.default == "" else str(setting.default).replace("True", "on").replace("False", "off")
-    options: dict[str, Any] = {"help": f"{setting.description} (default: {default})".replace("%", "%%")}
-    if setting.bare_type is bool:
-        options |= {"action": argparse.BooleanOptionalAction, "default": None}
-    else:
-        options["metavar"] = "|".join(setting.choices) if setting.choices else setting.bare_type.__name__.upper()
-    if setting.repeatable:
-        options["action"] = JoinAction
-    parser.add_argument(*setting.flags, dest=setting.name, **options)
-
-
+    _argument("--block-size", "N", "tokens per block (default: 512 for traces, else the setting)", dest="block_tokens"),
+    _argument("--tokenizer", "FOLDER", "tokenizer and chat template for requests (default: the model's)"),
+    _argument("--format", "openai|mooncake", "format of the log (default: detected from its first line)"),
+    _argument("--sizes", "N,N,...", "cache sizes in blocks, such as 1k,4k,16k (default: powers of two)"),
+    _argument("--bytes-per-block", "SIZE", "KV bytes of a block over all ranks (default: those of --model)"),
+    _argument("--kv-memory", "SIZE", "KV memory of a GPU, such as 45GB: prints how many GPUs are needed"),
+    _argument("--prefill-rate", "TOKENS", "prompt tokens that a replica computes per second: prints the seconds saved"),
+    _argument("--replicas", "N,N,...", "numbers of replicas (default: 1,2,4,8)", dest="replica_counts"),
+    _argument("--skip-malformed", None, "skip and count malformed lines"),
+    _argument("--no-snippets", None, "print no text of the log in the advice"),
+    _argument("--json", None, "print JSON, for programs"),
+    _argument("--plot", "FILE", "draw .png, .svg or .html; may be repeated", action="append", default=[]),
+)
 COMMANDS = {
-    "serve": Command("start replicas and router, and keep them running", _serve_arguments, _serve),
-    "status": Command("show replicas, load and cache hits of a running cluster", _status_arguments, _status),
-    "explain": Command("show which replica a prompt would be sent to, and why", _explain_arguments, _explain),
-    "simulate": Command("compare routing policies on simulated replicas", _simulate_arguments, _simulate),
-    "watch": Command("print the cache events of a running cluster", _watch_arguments, _watch),
-    "scale": Command("change the number of replicas of a running cluster", _scale_arguments, _scale),
-    "drain": Command("end one replica of a running cluster after its running requests", _drain_arguments, _drain),
+    "serve": Command("start replicas and router, and keep them running", _serve, SERVE, all_settings=True),
+    "status": Command("show replicas, load and cache hits of a running cluster", _status, STATUS),
+    "explain": Command("show which replica a prompt would be sent to, and why", _explain, EXPLAIN),
+    "simulate": Command("compare routing policies on simulated replicas", _simulate, SIMULATE),
+    "watch": Command("print the cache events of a running cluster", _watch, WATCH),
+    "scale": Command(
+        "change the number of replicas of a running cluster",
+        _scale,
+        (
+            _argument("model_name", "MODEL", "name of the model, if several are served", nargs="?"),
+            _argument("replica_count", "N", "number of replicas", type=_count),
+            NO_WAIT,
+            *FIND_CLUSTER,
+        ),
+    ),
+    "drain": Command(
+        "end one replica of a running cluster after its running requests",
+        _drain,
+        (
+            _argument("replica", "REPLICA", "name of the replica, such as r0"),
+            _argument("--replace", None, "start another replica in its place first"),
+            NO_WAIT,
+            *FIND_CLUSTER,
+        ),
+    ),
     "update": Command(
         "change model or settings of a running cluster, one replica at a time, with no failed request",
-        _update_arguments,
         _update,
+        UPDATE,
+        all_settings=True,
     ),
     "doctor": Command(
-        "find what would keep a cluster from starting or serving here, with remedies", _doctor_arguments, _doctor
+        "find what would keep a cluster from starting or serving here, with remedies",
+        _doctor,
+        (
+            _argument("model_argument", "MODEL", "the model to be served", nargs="?"),
+            CONFIG,
+            _argument("--json", None, "print a list of findings, for programs"),
+        ),
+        all_settings=True,
     ),
-    "stop": Command("end a running cluster", _stop_arguments, _stop),
-    "keys": Command("create keys that encrypt what replicas, routers and subscribers exchange", _keys_arguments, _keys),
+    "stop": Command(
+        "end a running cluster", _stop, (*FIND_CLUSTER, _argument("--force", None, "kill what does not end in time"))
+    ),
+    "keys": Command(
+        "create keys that encrypt what replicas, routers and subscribers exchange",
+        _keys,
+        (
+            _argument("folder", "DIR", "folder for the keys, which is created"),
+            _argument("--client", "NAME", "add keys for one more subscriber to an existing folder"),
+        ),
+    ),
     "analyze": Command(
-        "estimate from a request log what prefix caching gains, and how large the cache should be",
-        _analyze_arguments,
-        _analyze,
+        "estimate from a request log what prefix caching gains, and how large the cache should be", _analyze, ANALYZE
     ),
-    "version": Command("print the version", lambda _: None, _version),
+    "version": Command("print the version", _version, ()),
 }
 
 if __name__ == "__main__":
