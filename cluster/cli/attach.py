@@ -10,6 +10,7 @@ import os
 import secrets
 import signal
 import sys
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -60,8 +61,9 @@ def serve_backends(settings: Settings, out: TextIO, *, detached: bool = False) -
         check_front(settings.router)
         model_dir = find_model(settings.replica)
         check_tokenizer(model_dir)
+        limits = model_limits(model_dir, settings)
         set_up_logging(settings.cluster.log_level)
-        router = AttachedRouter(settings, engines, api_key, model_dir, console, registry, entry)
+        router = AttachedRouter(settings, engines, api_key, model_dir, limits, console, registry, entry)
         with asyncio.Runner(loop_factory=fast_loop) as runner:
             return runner.run(router.run(detached=detached))
 
@@ -102,41 +104,32 @@ def model_names(settings: Settings) -> tuple[str, ...]:
     return tuple(dict.fromkeys((given, settings.router.served_model_name, Path(given).name)))
 
 
+@dataclass(slots=True)
 class AttachedRouter:
     """The router of one `homing serve --backend`."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        engines: list[Backend],
-        api_key: str,
-        model_dir: Path,
-        console: Console,
-        registry: ClusterRegistry,
-        entry: RegistryEntry,
-    ) -> None:
-        self._settings = settings
-        self._engines = engines
-        self._api_key = api_key
-        self._model_dir = model_dir
-        self._limits = model_limits(model_dir, settings)
-        self._console = console
-        self._registry = registry
-        self._entry = entry
-        self._stop = asyncio.Event()
-        self._metrics = RouterMetrics()
+    settings: Settings
+    engines: list[Backend]
+    api_key: str
+    model_dir: Path
+    limits: ModelLimits
+    console: Console
+    registry: ClusterRegistry
+    entry: RegistryEntry
+    _stop: asyncio.Event = field(default_factory=asyncio.Event)
+    _metrics: RouterMetrics = field(default_factory=RouterMetrics)
 
     async def run(self, *, detached: bool) -> int:
         """Serve until a signal; the second signal ends the process at once."""
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        self._console.step("tokenizer", f"loading {self._model_dir.name}")
-        texts = TextModels(partial(TextModel.load, cache_bytes=self._settings.router.token_cache_bytes))
+        self.console.step("tokenizer", f"loading {self.model_dir.name}")
+        texts = TextModels(partial(TextModel.load, cache_bytes=self.settings.router.token_cache_bytes))
         service = None
         try:
-            service = self._service(await texts.get(text_source(self._model_dir)))
-            self._console.step("tokenizer", "ready")
-            server = RouterServer(self._settings.router, service, metrics=self._metrics, texts=texts)
+            service = self._service(await texts.get(text_source(self.model_dir)))
+            self.console.step("tokenizer", "ready")
+            server = RouterServer(self.settings.router, service, metrics=self._metrics, texts=texts)
             async with contextlib.AsyncExitStack() as stack:
                 stack.push_async_callback(server.stop)
                 return await self._serve(server, service, detached=detached)
@@ -148,49 +141,49 @@ class AttachedRouter:
             await texts.close()
 
     def _service(self, text: TextModel) -> RouterService:
-        settings = self._settings
+        settings = self.settings
         service = RouterService(
             settings.router,
             settings.kvcache,
             router_id=f"router-{secrets.token_hex(4)}",
-            observer=self._metrics.of(self._limits.name),
-            model_dir=self._model_dir,
+            observer=self._metrics.of(self.limits.name),
+            model_dir=self.model_dir,
             heartbeat_interval_s=settings.events.heartbeat_interval_s,
             follows_events=bool(settings.router.events),
             foreign=ForeignTerms(
                 model_names=model_names(settings),
-                max_model_len=self._limits.max_model_len,
+                max_model_len=self.limits.max_model_len,
                 block_size=settings.kvcache.block_size,
                 canary_ids=tuple(text.encode_now([CANARY], special_tokens=False)[0]),
                 max_running_requests=settings.router.backend_max_requests,
-                api_key=self._api_key,
+                api_key=self.api_key,
             ),
         )
         service.start(asyncio.get_running_loop())
         return service
 
     async def _serve(self, server: RouterServer, service: RouterService, *, detached: bool) -> int:
-        host = self._settings.router.host
-        port = await server.start(host, self._settings.router.port)
-        scheme = "https" if self._settings.router.tls_cert_file else "http"
+        host = self.settings.router.host
+        port = await server.start(host, self.settings.router.port)
+        scheme = "https" if self.settings.router.tls_cert_file else "http"
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-        self._console.step("router", f"listening on {url}")
-        settings, most = self._settings, self._settings.router.backend_max_requests
-        seed, root = secrets.randbits(64), foreign_root(self._limits.name)
-        parity = own_parity(text_digests(self._model_dir), settings.kvcache, seed, BlockHash(root))
-        members = [describe(engine, parity, self._limits, max_running_requests=most) for engine in self._engines]
+        self.console.step("router", f"listening on {url}")
+        settings, most = self.settings, self.settings.router.backend_max_requests
+        seed, root = secrets.randbits(64), foreign_root(self.limits.name)
+        parity = own_parity(text_digests(self.model_dir), settings.kvcache, seed, BlockHash(root))
+        members = [describe(engine, parity, self.limits, max_running_requests=most) for engine in self.engines]
         service.apply_membership(members, seed)
         if not await self._until_ready(service):
             return 0
         settle()
-        self._registry.write(msgspec.structs.replace(self._entry, phase="ready", url=url))
+        self.registry.write(msgspec.structs.replace(self.entry, phase="ready", url=url))
         status = ClusterStatus(replicas=(), url=url, router_error=None, notices=(), router_urls=())
-        self._console.banner(status, self._settings, detached=detached)
+        self.console.banner(status, self.settings, detached=detached)
         while not self._stop.is_set():
             self._show(service)
             await self._pause(POLL_S * 10)
-        self._registry.write(msgspec.structs.replace(self._entry, phase="stopping"))
-        self._console.farewell("stopping")
+        self.registry.write(msgspec.structs.replace(self.entry, phase="stopping"))
+        self.console.farewell("stopping")
         return 0
 
     async def _until_ready(self, service: RouterService) -> bool:
@@ -198,7 +191,7 @@ class AttachedRouter:
         while not self._stop.is_set():
             self._show(service)
             view = service.view()
-            if len(view.refused) == len(self._engines):
+            if len(view.refused) == len(self.engines):
                 raise StartFailed(view.refused[0].message)
             if any(replica.state == "serving" for replica in view.replicas) and service.exact():
                 return True
@@ -209,7 +202,7 @@ class AttachedRouter:
         view = service.view()
         refusals = {refused.replica_id: refused.message for refused in view.refused}
         for replica in view.replicas:
-            self._console.step(replica.replica_id, refusals.get(replica.replica_id) or _state(replica))
+            self.console.step(replica.replica_id, refusals.get(replica.replica_id) or _state(replica))
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -218,7 +211,7 @@ class AttachedRouter:
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
-            self._registry.remove(self._entry.name)
+            self.registry.remove(self.entry.name)
             print("killed", file=sys.stderr)
             os._exit(130)
         self._stop.set()
