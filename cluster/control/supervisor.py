@@ -79,7 +79,10 @@ class Supervisor:
     def start_ranks(self, generation: int, log_level: str) -> list[Any]:
         """Start the processes of a placed rank group; returns the same ones when called again."""
         group = self._groups[generation]
-        for index, bundle in enumerate(group.place.bundle_specs if not group.ranks else ()):
+        if group.ranks:
+            return group.ranks
+        ranks = []
+        for index, bundle in enumerate(group.place.bundle_specs):
             actor = ray.remote(ReplicaRank).options(
                 name=f"{group.replica_id}.{index}.{group.generation}",
                 num_cpus=bundle["CPU"],
@@ -87,8 +90,9 @@ class Supervisor:
                 max_concurrency=RANK_CALLS,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group.place, placement_group_bundle_index=index),
             )
-            group.ranks.append(actor.remote(self._make_rank, log_level, freeze_loaded_objects))
-        return group.ranks
+            ranks.append(actor.remote(self._make_rank, log_level, freeze_loaded_objects))
+        group.ranks = ranks
+        return ranks
 
     def start_router(self, seat: int, spec: ClusterSpec) -> Any:
         """Start the process of a router."""
