@@ -5,7 +5,7 @@ The controller is called over Ray, by name, so these commands work on the machin
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,7 +81,7 @@ def update(settings: Settings, out: TextIO, request: UpdateRequest, *, wait: boo
         for verb, subject in orders:
             client.order(verb, subject)
         names = [subject if isinstance(subject, str) else subject.name for _, subject in orders]
-        return client.follow(names, wait=wait, done="updated", abandoned=_abandoned)
+        return client.follow(names, wait=wait, done="updated", updating=True)
 
 
 def update_orders(running: Mapping[str, ModelSpec], request: UpdateRequest) -> list[tuple[str, ModelSpec | str]]:
@@ -156,26 +156,21 @@ class ControllerClient:
         if failed is not None:
             raise NoSuchModel(failed.message)
 
-    def follow(
-        self,
-        models: Collection[str],
-        *,
-        wait: bool,
-        done: str,
-        abandoned: Callable[[ClusterStatus], str] = lambda _: "",
-    ) -> int:
-        """Print what happens until these models are settled or an update is abandoned.
+    def follow(self, models: Collection[str], *, wait: bool, done: str, updating: bool = False) -> int:
+        """Print what happens until these models are settled, or the update is abandoned when `updating`.
 
         Raises StartFailed and UpdateAbandoned.
         """
-        status = self._show(models)
-        while wait and not status.settled and not abandoned(status):
-            time.sleep(POLL_S)
+        while True:
             status = self._show(models)
-            if failed := failed_since(self._before, status):
+            abandoned = next((model.abandoned for model in status.models if model.abandoned), "")
+            if updating and abandoned:
+                raise UpdateAbandoned(f"the update was abandoned, the previous replicas still serve: {abandoned}")
+            if wait and (failed := failed_since(self._before, status)):
                 raise StartFailed(failed)
-        if reason := abandoned(status):
-            raise UpdateAbandoned(f"the update was abandoned, the previous replicas still serve: {reason}")
+            if not wait or status.settled:
+                break
+            time.sleep(POLL_S)
         if not wait:
             self._console.line("started; follow it with homing status")
             return 0
@@ -192,11 +187,6 @@ class ControllerClient:
             models=tuple(model for model in status.models if model.name in models),
             replicas=tuple(replica for replica in status.replicas if replica.model in models),
         )
-
-
-def _abandoned(status: ClusterStatus) -> str:
-    """Why an update was abandoned; empty: none was."""
-    return next((model.abandoned for model in status.models if model.abandoned), "")
 
 
 def _visit(settings: Settings) -> AbstractContextManager[None]:

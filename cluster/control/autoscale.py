@@ -61,7 +61,8 @@ class Autoscaler:
         if not demand.serving and not wanted:
             return self._step(1, now) if demand.held_requests and terms.most else 0
         self._complete = self._complete or demand.serving >= wanted
-        over, under = self._overloaded(demand), self._complete and self._idle(wanted, demand)
+        over = bool(demand.held_requests) or expected_wait_s(demand) > terms.target_s
+        under = self._complete and self._idle(wanted, demand)
         self._over_since = _since(over, self._over_since, now)
         self._under_since = _since(under, self._under_since, now)
         if self.changed_at is not None and now - self.changed_at < terms.cool_down_s:
@@ -75,9 +76,6 @@ class Autoscaler:
     def _step(self, wanted: int, now: float) -> int:
         self.changed_at, self._over_since, self._under_since = now, None, None
         return wanted
-
-    def _overloaded(self, demand: Demand) -> bool:
-        return bool(demand.held_requests) or expected_wait_s(demand) > self.terms.target_s
 
     def _missing(self, demand: Demand) -> int:
         """Enough to bring the wait to the target, at most doubling: the load may be gone when they have started."""

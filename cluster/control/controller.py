@@ -21,7 +21,6 @@ from ..runtime import set_up_logging
 from .autoscale import Autoscaler, expected_wait_s, terms_of
 from .control_messages import (
     SUPERVISOR,
-    CacheWorth,
     ClusterSpec,
     ClusterStatus,
     Failed,
@@ -273,9 +272,9 @@ class Controller:
 
     async def _drain(self, order: Drain, published: "asyncio.Task[None] | None") -> None:
         """Wait until neither the replica nor any router has a request there."""
-        worths = {worth.replica_id: worth for worth in await self._routers.worths()}
-        loss = _loss(worths.get(order.replica_id))
-        self._notice("info", f"replica_drains replica={order.replica_id} reason={order.reason!r}{loss}")
+        loss = next((worth for worth in await self._routers.worths() if worth.replica_id == order.replica_id), None)
+        lost = "" if loss is None else f" unique_tokens={loss.unique_tokens} pinned_blocks={loss.pinned_blocks}"
+        self._notice("info", f"replica_drains replica={order.replica_id} reason={order.reason!r}{lost}")
         if published is not None:
             await published
         if not await self._groups.until_idle(order.generation):
@@ -435,11 +434,6 @@ class Controller:
         self._background.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("controller_task_failed", exc_info=error)
-
-
-def _loss(worth: CacheWorth | None) -> str:
-    """Log fields of what is lost with a replica."""
-    return "" if worth is None else f" unique_tokens={worth.unique_tokens} pinned_blocks={worth.pinned_blocks}"
 
 
 def _autoscalers(specs: Iterable[ModelSpec]) -> dict[str, Autoscaler]:
