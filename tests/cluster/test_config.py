@@ -116,7 +116,7 @@ def test_a_malformed_flag_is_named() -> None:
 
 
 def test_no_number_is_without_a_lower_bound() -> None:
-    """A negative size would be found by whoever uses it, in the middle of a start."""
+    """A negative size would be detected where it is used, in the middle of a start."""
     numbers = [setting for setting in SETTINGS.values() if setting.bare_type in (int, float)]
 
     assert [setting.name for setting in numbers if setting.meta.ge is None and setting.meta.gt is None] == []

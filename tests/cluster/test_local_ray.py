@@ -1,4 +1,4 @@
-"""Properties of joining a Ray cluster: what can be told at once is told at once."""
+"""Starting and joining Ray: early errors, private folders and tokens."""
 
 import socket
 from pathlib import Path
@@ -10,8 +10,8 @@ from homing.cluster.errors import ClusterError
 from homing.cluster.local_ray import join, make_token_private, run_folder, sockets_folder
 
 
-def test_an_address_where_nobody_listens_is_told_at_once_with_the_remedy() -> None:
-    """Ray itself tries for over a minute, and then speaks of its control store."""
+def test_an_address_where_nothing_listens_is_reported_at_once_with_the_remedy() -> None:
+    """Ray itself retries for over a minute, and then reports its control store."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"

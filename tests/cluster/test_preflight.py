@@ -40,7 +40,7 @@ def test_a_folder_without_a_whole_tokenizer_is_refused(folder: Path, left: str |
 
 
 def test_weights_and_settings_are_told_apart(folder: Path) -> None:
-    """The one is mended by fetching, the other by a flag."""
+    """One is fixed by a download, the other by a flag."""
     settings = msgspec.structs.replace(Settings(), replica=ReplicaSettings(tensor_parallel_size=3))
 
     with pytest.raises(SettingsError, match="tensor_parallel_size 3: 8 attention heads do not divide"):
@@ -71,7 +71,7 @@ def test_a_taken_port_and_a_foreign_address_have_different_remedies() -> None:
         ({"access_log": "/nowhere/log"}, "access_log: folder /nowhere does not exist"),
     ],
 )
-def test_files_of_the_front_are_looked_at(router: dict[str, str], told: str) -> None:
+def test_files_of_the_router_are_checked(router: dict[str, str], told: str) -> None:
     """The router process would fail on them, after the replicas have loaded."""
     with pytest.raises(SettingsError, match=told):
         check_front(RouterSettings(port=0, **router))

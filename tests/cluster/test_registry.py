@@ -1,4 +1,4 @@
-"""Notes of running clusters: believed only while their writer lives, and never two of one name."""
+"""Registry entries of running clusters: valid only while their process runs, and never two of one name."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ def test_a_name_is_held_while_its_cluster_runs(registry: ClusterRegistry) -> Non
     assert list(registry.folder.iterdir()) == []
 
 
-def test_a_stale_note_is_swept_away_with_what_its_process_left(registry: ClusterRegistry, tmp_path: Path) -> None:
+def test_a_stale_entry_is_removed_with_the_folder_of_its_process(registry: ClusterRegistry, tmp_path: Path) -> None:
     """A killed cluster must not block its name, nor leave its folder for ever."""
     left = tmp_path / "homing-left"
     left.mkdir()
@@ -48,15 +48,15 @@ def test_a_stale_note_is_swept_away_with_what_its_process_left(registry: Cluster
     assert not left.exists()
 
 
-def test_nobody_else_may_write_notes(registry: ClusterRegistry) -> None:
+def test_other_users_cannot_write_entries(registry: ClusterRegistry) -> None:
     """A entry says which process is to be ended, and which folder to be removed with it."""
     with registry.claim(own_entry("default", "demo", None)):
         assert registry.folder.stat().st_mode & 0o777 == 0o700
         assert registry.path("default").stat().st_mode & 0o777 == 0o600
 
 
-def test_who_asks_for_a_name_that_does_not_run_is_told_what_does(registry: ClusterRegistry) -> None:
-    """Without `--name` one asks for `default`, which nobody may have started."""
+def test_a_name_that_is_not_running_is_answered_by_those_that_are(registry: ClusterRegistry) -> None:
+    """Without `--name` the name is `default`, which may not be running."""
     with pytest.raises(NotRunning, match=r"no cluster 'default' is running; start one with: homing serve$"):
         registry.running("default")
 
@@ -71,7 +71,7 @@ def test_who_asks_for_a_name_that_does_not_run_is_told_what_does(registry: Clust
 
 
 def test_a_reused_pid_is_not_taken_for_the_cluster(registry: ClusterRegistry) -> None:
-    """`homing stop` must never end somebody else's process."""
+    """`homing stop` must never end another process."""
     entry = own_entry("default", "demo", None)
 
     assert entry.process() is not None

@@ -40,7 +40,7 @@ def router() -> Iterator[HTTPServer]:
 
 
 def test_a_question_is_asked_in_the_name_of_a_key(router: HTTPServer) -> None:
-    """Tenants do not share cached blocks: without the key, `homing explain` would speak of nobody's."""
+    """Tenants do not share cached blocks: without the key, `homing explain` would show none of the tenant's."""
     url = f"http://127.0.0.1:{router.server_port}/explain"
 
     assert post_json(url, {}, api_key="ann") == "Bearer ann"
@@ -48,7 +48,7 @@ def test_a_question_is_asked_in_the_name_of_a_key(router: HTTPServer) -> None:
 
 
 def test_a_router_that_does_not_answer_is_told_with_a_remedy() -> None:
-    """In words: a number of the system's says nothing to whoever asked for the status."""
+    """In words: an error number of the system does not help."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/cluster"

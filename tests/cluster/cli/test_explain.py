@@ -86,7 +86,7 @@ def test_a_question_is_a_prompt_or_a_body(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_no_json_is_told_so(tmp_path: Path) -> None:
-    """Where the parser stopped says nothing to whoever gave the wrong file."""
+    """The parser's position does not help when the wrong file was given."""
     body = tmp_path / "README.md"
     body.write_text("# no JSON")
 

@@ -65,7 +65,7 @@ def test_json_lines_are_those_of_a_recording() -> None:
 
 
 def test_a_program_can_choose_what_it_reads() -> None:
-    """What is held anew is both: a reset, and what it says."""
+    """A resync counts as both: as a reset, and as the events that it repeats."""
     kinds = [
         [json.loads(line)["event"] for line in printed(JsonPrinter, EventFilter(kinds=frozenset([kind])))]
         for kind in ("reset", "stored", "status", "joined")
@@ -199,7 +199,7 @@ def test_a_replay_as_json_is_the_recording(recording: Path) -> None:
         (["--hash", "0" * 17], "up to 16 hex digits"),
     ],
 )
-def test_mistakes_are_told_by_name(words: list[str], told: str) -> None:
+def test_mistakes_are_reported_by_name(words: list[str], told: str) -> None:
     """With the remedy."""
     with pytest.raises(SettingsError, match=told):
         run(["watch", *words], io.StringIO())

@@ -1,4 +1,4 @@
-"""What the processes of replicas are prepared with, and what a router makes of what it is told."""
+"""How the processes of replicas are prepared, and how a router handles its messages."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The controller on a real Ray, with fake ranks: what dies is noticed, told to the router, and built again."""
+"""The controller on a real Ray, with fake ranks: deaths are detected, sent to the routers, and repaired."""
 
 import dataclasses
 import io
@@ -195,7 +195,7 @@ def test_a_replica_that_cannot_start_says_so_in_its_own_words(start: Callable[..
 
 
 def test_a_replica_that_takes_too_long_to_start_says_so(start: Callable[..., Cluster]) -> None:
-    """Whoever waits for it must not be told that it could not start, and nothing else."""
+    """`could not start` alone would not help."""
     cluster = start(replicas="1", model="endless", start_timeout_s="1")
 
     failing = until(lambda: next((group for group in cluster.status().replicas if group.failures), None), "it fails")
@@ -209,7 +209,7 @@ def routers() -> set[psutil.Process]:
 
 
 def test_a_router_that_hangs_is_replaced(start: Callable[..., Cluster]) -> None:
-    """The kernel goes on dealing connections out to it: beside others it would keep every second client waiting."""
+    """The kernel keeps giving it connections: with two routers, every second client would wait."""
     before = routers()  # those of other tests may still be ending
     cluster = start(replicas="1", routers="2", health_interval_s="0.1", health_timeout_s="2")
     members = cluster.told("r0")

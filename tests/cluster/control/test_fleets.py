@@ -1,4 +1,4 @@
-"""Fleets of several models: apart in what they want, together in what routers are told and in how things are called."""
+"""Fleets of several models: separate decisions, common names and one membership for the routers."""
 
 import pytest
 
@@ -70,7 +70,7 @@ def test_models_that_sound_alike_still_get_names_of_their_own() -> None:
 
 
 def test_routers_are_told_of_all_models_whenever_one_changes() -> None:
-    """Who is told of one model alone forgets the others."""
+    """A membership with one model alone would remove the others."""
     made = fleets(fox=1, owl=1)
     (published,) = [action for action in serve(made) if isinstance(action, Publish)]
     assert [each.description.replica_id for each in published.members] == ["fox-r0", "owl-r0"]
@@ -101,7 +101,7 @@ def test_what_one_model_wants_is_nothing_to_the_others() -> None:
 
 
 def test_a_model_that_is_added_gets_replicas_and_routers_hear_of_it_before_they_come() -> None:
-    """Who asks for it meanwhile is told to come again, not that it does not exist."""
+    """Requests meanwhile get 503, not 404."""
     made = fleets(fox=1)
     serve(made)
 

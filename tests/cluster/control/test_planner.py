@@ -153,7 +153,7 @@ def fewest_serving(actions: list[Action]) -> int:
 
 
 def test_fewer_wanted_replicas_drain_the_one_whose_cache_is_worth_least(fleet: Fleet) -> None:
-    """It is told to the routers before it is asked to finish, and is killed when it has."""
+    """Routers learn of it before it drains, and it is killed when it has finished."""
     bring_up(fleet)
     fleet.worths = {"r0": 0.5, "r1": 2.0}
     fleet.scale(1)
@@ -269,7 +269,7 @@ def test_an_update_goes_on_when_a_later_replica_fails(fleet: Fleet) -> None:
 
 
 def test_a_replica_that_comes_to_others_is_warmed_up_for_a_bounded_time() -> None:
-    """It gets no requests until then; the first of all has nobody to learn from."""
+    """It gets no requests until then; the first replica has no others to learn from."""
     fleet = Fleet(Pacing(warm_up_s=5), wanted=1)
     bring_up(fleet)
     fleet.scale(2)
@@ -299,7 +299,7 @@ def test_nobody_is_warmed_up_where_nobody_serves() -> None:
 
 
 def test_a_planner_that_takes_over_starts_nothing_that_runs() -> None:
-    """After the death of a controller: what drains goes on draining, what is missing is started under a free name."""
+    """After the death of a controller: draining groups keep draining, what is missing is started under a free name."""
     fleet = Fleet(PACING, wanted=2, names=NameAllocator(generation=9))
     for generation, phase in ((4, GroupPhase.READY), (7, GroupPhase.DRAINING)):
         name = f"r{generation}"
@@ -335,7 +335,7 @@ def test_what_a_replica_is_worth_is_the_time_to_compute_it_anew() -> None:
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 class FleetMachine(RuleBasedStateMachine):
-    """Any order of facts and wishes. The oracle keeps what runs (started and not killed) and what routers were told."""
+    """Any order of facts and orders. The oracle tracks what runs (started and not killed) and the published members."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -104,7 +104,7 @@ def test_ranks_share_a_gpu_where_each_wants_a_part(cluster: Cluster) -> None:
 
 
 def test_a_rank_group_that_ends_frees_its_place(cluster: Cluster) -> None:
-    """Whatever it had come to: nobody else may know of the place, as nobody waited for it to be asked for."""
+    """In any phase: the supervisor may be the only one that knows of the placement group."""
     cluster.place(ranks=1, gpus=1)
     cluster.place(ranks=1, gpus=1)
     assert not cluster.has_room(ranks=1, gpus=1)
