@@ -49,7 +49,7 @@ def test_a_stale_entry_is_removed_with_the_folder_of_its_process(registry: Clust
 
 
 def test_other_users_cannot_write_entries(registry: ClusterRegistry) -> None:
-    """A entry says which process is to be ended, and which folder to be removed with it."""
+    """An entry says which process to end and which folder to remove."""
     with registry.claim(own_entry("default", "demo", None)):
         assert registry.folder.stat().st_mode & 0o777 == 0o700
         assert registry.path("default").stat().st_mode & 0o777 == 0o600
