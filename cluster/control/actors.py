@@ -50,7 +50,6 @@ class RankServer(Protocol):
     def description(self) -> ReplicaDescription | None:
         """Of the replica; None on ranks above 0."""
 
-
     def run(self) -> None:
         """Serve until `stop`; raises when it fails."""
 
