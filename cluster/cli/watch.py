@@ -40,7 +40,7 @@ from ...events import (
     to_line,
 )
 from ...events.follow.subscription import Apply, Counters, Reset
-from ...events.sdk.plain_stream import told
+from ...events.sdk.plain_stream import stream_events
 from ...events.security.curve_keys import reader_keys
 from ..config import Settings, nearest
 from ..errors import ClusterError, SettingsError
@@ -232,7 +232,7 @@ class JsonPrinter:
 
     def events(self, source: Source, instruction: Apply | Reset) -> None:
         """A line for each event; a reset is a `cleared` and then all chains that are held, marked `resync`."""
-        for item in told(instruction):
+        for item in stream_events(instruction):
             if (kept := self._shown.select(item)) is not None:
                 self._write(to_line(Recorded(source.replica, kept, source.epoch)).decode())
 
@@ -258,7 +258,7 @@ class TextPrinter:
         if isinstance(instruction, Reset):
             self.remark(source, "reset", f"holds {count(len(instruction.blocks), 'block')}")
             return
-        kept = [item.event for each in told(instruction) if (item := self._shown.select(each)) is not None]
+        kept = [item.event for each in stream_events(instruction) if (item := self._shown.select(each)) is not None]
         for kind, run in itertools.groupby(kept, type):
             self._line(source, f"{kind.__name__.lower():<8} {_summary(list(run))}")
 
@@ -308,7 +308,7 @@ class WatchSession:
             now = time.monotonic()
             for source, (rates, feed) in self._followed.items():
                 reader = feed.subscription
-                report = rates.take(now - reported, reader.residents.digest.blocks, reader.counters)
+                report = rates.take(now - reported, reader.digest.blocks, reader.counters)
                 self._printer.rates(source, report)
             reported = now
         if self._broken is not None:
