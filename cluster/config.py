@@ -1,8 +1,7 @@
-"""All settings in one tree, and the four places they come from: default, file, environment, flag (the last wins).
+"""All settings in one tree, and their four sources: default, file, environment, flag (the last one wins).
 
-A setting is declared once, as a field of its room's struct; YAML key, flag, variable and the table in docs/settings.md
-follow from the field's name, type and description. This is the only module that reads the environment. It knows
-nothing of what the settings do.
+A setting is declared once, as a field of its package's struct. Its YAML key, flag, environment variable and row in
+docs/settings.md are derived from the field. This is the only module that reads HOMING_* variables.
 """
 
 import difflib
@@ -27,7 +26,7 @@ VARIABLE_PREFIX = "HOMING_"
 
 
 class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many replicas there are, where they run and how they are watched."""
+    """How many replicas run, where they run, and how they are monitored."""
 
     name: Annotated[
         str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$", description="name of the cluster on this machine")
@@ -37,78 +36,76 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         str,
         Meta(
             pattern=r"^(\d+:\d+)?$",
-            description="MIN:MAX replicas, between which their number follows what waits; MIN may be 0: the first "
-            "request then waits for a start; empty: it stays as it is",
+            description="MIN:MAX: the number of replicas follows the load between these bounds; with MIN 0 the first "
+            "request waits for a replica to start; empty: the number is fixed",
         ),
     ] = ""
     ttft_target_s: Annotated[
-        float, Meta(gt=0, description="autoscaling adds replicas when a prompt would wait longer for its first token")
+        float, Meta(gt=0, description="autoscaling adds replicas when prompts would wait longer for their first token")
     ] = 1.0
     scale_down_after_s: Annotated[
-        float, Meta(gt=0, description="autoscaling takes a replica away that was not needed for so long")
+        float, Meta(gt=0, description="autoscaling removes a replica that was not needed for this long")
     ] = 120.0
     routers: Annotated[
-        int, Meta(ge=1, le=64, description="router processes on one port, each of which hears all replicas")
+        int, Meta(ge=1, le=64, description="router processes on one port; each follows all replicas")
     ] = 1
     ray_address: Annotated[
         str,
         Meta(
-            description="Ray cluster to join, such as auto or host:6379; empty: a local one of our own",
+            description="Ray cluster to join, such as auto or host:6379; empty: start a local one",
             extra={"alias": "--address"},
         ),
     ] = ""
     cpus_per_rank: Annotated[
         float,
-        Meta(
-            ge=0, description="logical CPUs of a joined cluster that Ray reserves for a rank; steers scheduling alone"
-        ),
+        Meta(ge=0, description="logical CPUs that Ray reserves for a rank in a joined cluster; affects placement only"),
     ] = 1.0
     gpus_per_rank: Annotated[float, Meta(ge=0, description="GPUs that Ray reserves for a rank")] = 0.0
     start_timeout_s: Annotated[
-        float, Meta(gt=0, description="a replica that is not ready after so long counts as failed")
+        float, Meta(gt=0, description="a replica that is not ready after this time has failed")
     ] = 600.0
-    health_interval_s: Annotated[
-        float, Meta(gt=0, description="seconds between two questions whether a rank lives")
-    ] = 2.0
+    health_interval_s: Annotated[float, Meta(gt=0, description="time between two health checks of a rank")] = 2.0
     health_timeout_s: Annotated[
-        float, Meta(gt=0, description="a rank that does not answer for so long counts as dead")
+        float, Meta(gt=0, description="a rank that does not answer for this long has failed")
     ] = 30.0
     restart_backoff_s: Annotated[
-        float, Meta(gt=0, description="pause before the second rebuild of a replica; doubles with each failure")
+        float, Meta(gt=0, description="pause before the second restart of a replica; doubles with each failure")
     ] = 1.0
-    restart_backoff_limit_s: Annotated[float, Meta(gt=0, description="longest pause between two rebuilds")] = 30.0
+    restart_backoff_limit_s: Annotated[float, Meta(gt=0, description="longest pause between two restarts")] = 30.0
     stable_after_s: Annotated[
-        float, Meta(gt=0, description="a replica that served for so long starts over with the shortest pause")
+        float, Meta(gt=0, description="after serving for this long a replica restarts with the shortest pause again")
     ] = 60.0
     drain_timeout_s: Annotated[
-        float, Meta(gt=0, description="requests that a draining replica has after so long go on elsewhere")
+        float,
+        Meta(gt=0, description="requests still running on a draining replica after this time continue on another one"),
     ] = 60.0
     surge: Annotated[
         bool,
-        Meta(description="an update starts a replica before it drains one; without, it needs no room for one more"),
+        Meta(
+            description="an update starts a replica before it drains one; off: it drains first and needs no extra room"
+        ),
     ] = True
     warm_up_s: Annotated[
         float,
         Meta(
             gt=0,
-            description="a replica that comes to others takes requests after so long at the latest, however warm",
+            description="longest cache warm-up of a replica that joins others, before it takes requests",
         ),
     ] = 10.0
-    stop_timeout_s: Annotated[float, Meta(gt=0, description="time to take everything down before it is killed")] = 20.0
+    stop_timeout_s: Annotated[
+        float, Meta(gt=0, description="time for an orderly shutdown before processes are killed")
+    ] = 20.0
     state_dir: Annotated[
         str,
-        Meta(description="where running clusters are noted; empty: $XDG_STATE_HOME/homing or ~/.local/state/homing"),
+        Meta(description="folder that lists running clusters; empty: $XDG_STATE_HOME/homing or ~/.local/state/homing"),
     ] = ""
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="debug also shows what the actors write")
+        Literal["debug", "info", "warning", "error"], Meta(description="debug also shows the output of the Ray actors")
     ] = "info"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that can be set, by room.
-
-    Where several models are served, `models` has whole settings for each: its own, and what all share.
-    """
+    """All settings, by package. With several models, `models` has complete settings for each of them."""
 
     kvcache: KvCacheSettings = KvCacheSettings()
     events: EventsSettings = EventsSettings()
@@ -119,12 +116,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def each_model(self) -> tuple["Settings", ...]:
-        """The settings of each model, of which there is at least one."""
+        """The settings of each model; at least one."""
         return self.models or (self,)
 
     @property
     def ranks(self) -> int:
-        """Processes of this model's replicas, as many as there are at first."""
+        """Processes of this model's replicas at the start."""
         return self.cluster.replicas * self.replica.tensor_parallel_size
 
     @property
@@ -135,7 +132,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @dataclass(slots=True, frozen=True)
 class Setting:
-    """One field of one room's struct, and its names."""
+    """One field of a package's struct, and its names."""
 
     room: str
     name: str
@@ -149,7 +146,7 @@ class Setting:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """All spellings of its flag; the first is the one that messages use."""
+        """The flag and its alias; messages use the first."""
         alias = (self.meta.extra or {}).get("alias")
         return (self.flag, alias) if alias else (self.flag,)
 
@@ -159,12 +156,11 @@ class Setting:
 
     @property
     def bare_type(self) -> Any:
-        """The type without its constraints."""
         return get_args(self.type)[0]
 
     @property
     def choices(self) -> tuple[str, ...] | None:
-        """The words that are allowed, where there are only some."""
+        """The allowed values of a setting that is a choice."""
         return get_args(self.bare_type) if get_origin(self.bare_type) is Literal else None
 
     @property
@@ -173,13 +169,13 @@ class Setting:
 
     @property
     def repeatable(self) -> bool:
-        """Whether its flag may be given again, to add to a list separated by commas."""
+        """Whether the flag may be repeated; the values are joined by commas."""
         return bool((self.meta.extra or {}).get("repeatable"))
 
 
 @dataclass(slots=True, frozen=True)
 class Given:
-    """A value as one source gave it. `typed` values come from YAML, the others are text."""
+    """A value from one source. `typed`: it comes from YAML; otherwise it is text."""
 
     value: Any
     origin: str
@@ -188,13 +184,13 @@ class Given:
 
 @dataclass(slots=True, frozen=True)
 class FileContent:
-    """What a settings file says."""
+    """The settings of one file."""
 
-    shared: dict[str, Given]  #: its sections
-    models: list[dict[str, Given]]  #: what each entry of `models` says; none: there is one model
+    shared: dict[str, Given]  #: of the sections
+    models: dict[str, dict[str, Given]]  #: of each entry of `models`, by name; empty: there is one model
 
 
-#: Key of a file under which models are listed, and of the name of each.
+#: File keys of the list of models, and of the name of each model.
 MODELS, MODEL_NAME = "models", "name"
 _ROOM_FIELDS = tuple(field for field in msgspec.structs.fields(Settings) if field.name != MODELS)
 
@@ -206,23 +202,23 @@ def _declared() -> Iterator[Setting]:
             yield Setting(room.name, field.name, field.type, field.default, meta)
 
 
-#: By field name, which is unique over all rooms: a flag needs no room in front.
+#: By field name, which is unique over all packages.
 SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _declared()}
 ROOMS: tuple[str, ...] = tuple(field.name for field in _ROOM_FIELDS)
 
 
-_RESTART = "end it with homing stop and serve again"
+_RESTART = "stop it with homing stop and start it again"
 _SHARED = ("publish_events", "events_curve_keys", "events_curve_clients", "heartbeat_interval_s")
 _OF_THE_CLUSTER = ("name", "routers", "ray_address", "state_dir", "log_level", "stop_timeout_s")
-#: What all models have in common.
+#: Settings that all models share.
 COMMON = frozenset(
     {name for name, setting in SETTINGS.items() if setting.room == "router"} | {*_SHARED, *_OF_THE_CLUSTER}
 )
-#: What replicas are not started with, or what they share with routers that go on, and what to do instead.
+#: Settings that an update cannot change, as routers that keep running use them, and what to do instead.
 FIXED: dict[str, str] = dict.fromkeys((*COMMON, "autoscale", "ttft_target_s", "scale_down_after_s"), _RESTART) | {
-    "replicas": "say homing scale"
+    "replicas": "use homing scale"
 }
-#: What is each model's own where several are listed: nobody means one model, or name, for all of them.
+#: Settings that cannot be shared by several models.
 _NAMES = ("model", "served_model_name")
 
 
@@ -231,55 +227,48 @@ def load_settings(
 ) -> Settings:
     """Settings from all sources. `flags` maps field names to text. Raises SettingsError for the first mistake."""
     environ = os.environ if environ is None else environ
-    content = _read(file or _file_of(environ))
+    named = environ.get(VARIABLE_PREFIX + "CONFIG")
+    content = _read(file or (Path(named) if named else None))
     shared = content.shared | _from_environ(environ) | _from_flags(flags or {})
-    if content.models and (named := [name for name in _NAMES if name in shared]):
-        raise SettingsError(
-            f"{shared[named[0]].origin}: {named[0]} is each model's own: set it where models are listed"
-        )
-    models = tuple(_settled(shared | own) for own in content.models)
+    for name in _NAMES if content.models else ():
+        if name in shared:
+            raise SettingsError(f"{shared[name].origin}: each model has its own {name}: set it in the list of models")
+    models = tuple(_settled(shared | own) for own in content.models.values())
     return msgspec.structs.replace(_settled(shared), models=models)
 
 
 def changed_settings(
     running: Mapping[str, Settings], flags: Mapping[str, str], file: Path | None
 ) -> dict[str, Settings]:
-    """What models of these names run with, and over it what a file and flags say, for those that are concerned.
+    """The settings of running models with the changes that a file and flags ask for, for those that are affected.
 
-    Models that only the file lists are `added_settings`'.
-
-    Which model flags mean, and a file without `models`, the flag of `served_model_name` says where there are several.
-    The environment has no say: it is that of whoever types the command, not of the cluster. Raises SettingsError for
-    the first mistake.
+    With several models, flags and a file without `models` apply to the model that `served_model_name` names. New models
+    of the file are returned by `added_settings`. Environment variables do not count: they belong to the shell of this
+    command, not to the cluster. Raises SettingsError for the first mistake.
     """
-    content, given, meant = _read(file), _from_flags(flags), flags.get("served_model_name")
-    if meant is not None and meant not in running:
-        raise SettingsError(f"flag --served-model-name: no model {meant!r} runs here; there {_listed(running)}")
-    own = {str(entry["served_model_name"].value): entry for entry in content.models}
+    content, given, target = _read(file), _from_flags(flags), flags.get("served_model_name")
+    if target is not None and target not in running:
+        raise SettingsError(
+            f"flag --served-model-name: model {target!r} is not served here (served: {', '.join(running)})"
+        )
+    own = content.models
     if own and (missing := [name for name in running if name not in own]):
         words = " ".join(f"--remove {name}" for name in missing)
-        raise SettingsError(f"{file}: models: {', '.join(missing)} not listed; to take away what runs, say {words}")
-    if meant is None and len(running) > 1 and (given or (content.shared and not own)):
-        raise SettingsError(f"several models run here; say which with --served-model-name; there {_listed(running)}")
-    concerned = list(running) if meant is None else [meant]
-    return {name: _changed(running[name], content.shared | own.get(name, {}) | given) for name in concerned}
+        raise SettingsError(f"{file}: models: {', '.join(missing)} not listed; to stop serving them, add {words}")
+    if target is None and len(running) > 1 and (given or (content.shared and not own)):
+        raise SettingsError(f"several models are served; choose one with --served-model-name ({', '.join(running)})")
+    affected = list(running) if target is None else [target]
+    return {name: _changed(running[name], content.shared | own.get(name, {}) | given) for name in affected}
 
 
 def added_settings(running: Mapping[str, Settings], file: Path | None) -> dict[str, Settings]:
-    """What models that a file lists, and that do not run yet, are to run with.
+    """The settings of models that a file lists and that are not served yet.
 
-    What all models have in common is the cluster's, all else the file's: neither flags nor the environment of the one
-    who started the cluster are known here. Raises SettingsError for the first mistake.
+    Settings that all models share are the cluster's, all others the file's. Raises SettingsError for the first mistake.
     """
     content, cluster = _read(file), next(iter(running.values()))
-    own = {str(entry["served_model_name"].value): entry for entry in content.models}
-    new = {name: content.shared | entry for name, entry in own.items() if name not in running}
+    new = {name: content.shared | own for name, own in content.models.items() if name not in running}
     return {name: _added(cluster, given) for name, given in new.items()}
-
-
-def _listed(running: Iterable[str]) -> str:
-    names = list(running)
-    return f"{'is' if len(names) == 1 else 'are'} {', '.join(names)}"
 
 
 def _settled(given: Mapping[str, Given]) -> Settings:
@@ -315,7 +304,7 @@ def _changed(running: Settings, given: Mapping[str, Given]) -> Settings:
 
 
 def state_folder(settings: Settings, environ: Mapping[str, str] | None = None) -> Path:
-    """Where running clusters of this user are noted (it need not exist)."""
+    """Folder of this user's registry of running clusters (it need not exist)."""
     environ = os.environ if environ is None else environ
     if settings.cluster.state_dir:
         return Path(settings.cluster.state_dir).expanduser().absolute()
@@ -327,11 +316,6 @@ def nearest(word: str, words: Iterable[str]) -> str:
     """`; did you mean X?`, or nothing when no word is near."""
     found = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
     return f"; did you mean {found[0]}?" if found else ""
-
-
-def _file_of(environ: Mapping[str, str]) -> Path | None:
-    named = environ.get(VARIABLE_PREFIX + "CONFIG")
-    return Path(named) if named else None
 
 
 def _from_flags(flags: Mapping[str, str]) -> dict[str, Given]:
@@ -353,92 +337,79 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Given]:
 
 def _read(path: Path | None) -> FileContent:
     if path is None:
-        return FileContent({}, [])
-    sections = _read_yaml(path)
-    entries = sections.pop(MODELS, None)
-    return FileContent(_sections(path, sections), [] if entries is None else _entries(path, entries))
+        return FileContent({}, {})
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"cannot read settings file {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} is not valid YAML: {error}") from error
+    if content is None:
+        return FileContent({}, {})
+    if not isinstance(content, dict):
+        raise SettingsError(
+            f"{path}: the top level must map sections ({', '.join(ROOMS)}) to settings, or list {MODELS}"
+        )
+    entries = content.pop(MODELS, None)
+    return FileContent(_sections(path, content), {} if entries is None else _entries(path, entries))
 
 
-def _entries(path: Path, entries: Any) -> list[dict[str, Given]]:
-    """What is said of each model."""
+def _entries(path: Path, entries: Any) -> dict[str, dict[str, Given]]:
     if not isinstance(entries, list) or not entries:
         raise SettingsError(f"{path}: models must be a list of at least one model, not {entries!r}")
-    models = [_entry(path, f"models[{index}]", entry) for index, entry in enumerate(entries)]
-    names = [model["served_model_name"].value for model in models]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            before = names.index(name)
-            raise SettingsError(f"{path}: models[{index}].name: models[{before}] is called {name!r} already")
+    models: dict[str, dict[str, Given]] = {}
+    for index, entry in enumerate(entries):
+        model = _entry(path, f"models[{index}]", entry)
+        name = model["served_model_name"].value
+        if name in models:
+            raise SettingsError(
+                f"{path}: models[{index}].name: models[{list(models).index(name)}] has the name {name!r}"
+            )
+        models[name] = model
     return models
 
 
 def _entry(path: Path, where: str, entry: Any) -> dict[str, Given]:
     if not isinstance(entry, dict):
         raise SettingsError(f"{path}: {where} must map keys to values, not be {entry!r}")
-    for key in (MODEL_NAME, "model"):
+    for key, meaning in (
+        (MODEL_NAME, "the name that requests use"),
+        ("model", "a Hugging Face name or a local folder"),
+    ):
         if not isinstance(entry.get(key), str) or not entry[key]:
-            raise SettingsError(f"{path}: {where}.{key}: give {_WANTED[key]}, not {entry.get(key)!r}")
-    return {
-        _own_key(path, where, str(key)): Given(value, f"{path}, {where}.{key}", typed=True)
-        for key, value in entry.items()
-    }
-
-
-_WANTED = {MODEL_NAME: "the name that requests use", "model": "a Hugging Face name or a local folder"}
-
-
-def _own_key(path: Path, where: str, key: str) -> str:
-    """The setting that a key of a model's entry means."""
-    if key == MODEL_NAME:
-        return "served_model_name"
-    if key in COMMON:
-        raise SettingsError(f"{path}: {where}.{key}: it is common to all models{_where(key)}")
-    if key not in SETTINGS:
-        hint = f"; its settings stand beside {MODEL_NAME}, without sections" if key in ROOMS else ""
-        raise SettingsError(f"{path}: {where}.{key}: no such setting{hint or nearest(key, SETTINGS.keys() - COMMON)}")
-    return key
+            raise SettingsError(f"{path}: {where}.{key}: give {meaning}, not {entry.get(key)!r}")
+    given: dict[str, Given] = {}
+    for key, value in ((str(key), value) for key, value in entry.items()):
+        name = "served_model_name" if key == MODEL_NAME else key
+        if key in COMMON and key != MODEL_NAME:
+            raise SettingsError(f"{path}: {where}.{key}: all models share this setting{_section_hint(key)}")
+        if name not in SETTINGS:
+            hint = f"; put its settings beside {MODEL_NAME}, without sections" if key in ROOMS else ""
+            raise SettingsError(
+                f"{path}: {where}.{key}: no such setting{hint or nearest(key, SETTINGS.keys() - COMMON)}"
+            )
+        given[name] = Given(value, f"{path}, {where}.{key}", typed=True)
+    return given
 
 
 def _sections(path: Path, sections: Mapping[Any, Any]) -> dict[str, Given]:
     given: dict[str, Given] = {}
     for room, section in sections.items():
         if room not in ROOMS:
-            known = (*ROOMS, MODELS)
-            raise SettingsError(f"{path}: no section {room!r}{_where(str(room)) or nearest(str(room), known)}")
-        if section is None:
-            continue
-        if not isinstance(section, dict):
+            hint = _section_hint(str(room)) or nearest(str(room), (*ROOMS, MODELS))
+            raise SettingsError(f"{path}: no section {room!r}{hint}")
+        if section is not None and not isinstance(section, dict):
             raise SettingsError(f"{path}: section {room!r} must map keys to values, not be {section!r}")
-        for key, value in section.items():
-            given[_known_key(path, room, str(key))] = Given(value, f"{path}, {room}.{key}", typed=True)
+        own = [setting.name for setting in SETTINGS.values() if setting.room == room]
+        for key, value in (section or {}).items():
+            if key not in own:
+                hint = _section_hint(str(key)) or nearest(str(key), own)
+                raise SettingsError(f"{path}: no setting {str(key)!r} in section {room!r}{hint}")
+            given[key] = Given(value, f"{path}, {room}.{key}", typed=True)
     return given
 
 
-def _read_yaml(path: Path) -> dict[Any, Any]:
-    try:
-        content = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise SettingsError(f"cannot read settings file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path} is no YAML: {error}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise SettingsError(
-            f"{path}: the top level must map sections ({', '.join(ROOMS)}) to settings, or list {MODELS}"
-        )
-    return content
-
-
-def _known_key(path: Path, room: str, key: str) -> str:
-    setting = SETTINGS.get(key)
-    if setting is not None and setting.room == room:
-        return key
-    own = [name for name, candidate in SETTINGS.items() if candidate.room == room]
-    raise SettingsError(f"{path}: no setting {key!r} in section {room!r}{_where(key) or nearest(key, own)}")
-
-
-def _where(key: str) -> str:
+def _section_hint(key: str) -> str:
     return f"; it belongs into section {SETTINGS[key].room!r}" if key in SETTINGS else ""
 
 
@@ -446,17 +417,12 @@ def _convert(setting: Setting, given: Given) -> Any:
     try:
         value = msgspec.convert(given.value, setting.type, strict=given.typed)
     except msgspec.ValidationError as error:
-        hint = nearest(str(given.value), setting.choices) if setting.choices else ""
-        raise SettingsError(
-            f"{given.origin}: {given.value!r} does not do for {setting.name}: {_reason(setting, error)}{hint}"
-        ) from error
+        choices = setting.choices
+        reason = f"expected one of {', '.join(choices)}{nearest(str(given.value), choices)}" if choices else error
+        raise SettingsError(f"{given.origin}: {given.value!r} is not valid for {setting.name}: {reason}") from error
     if isinstance(value, float) and not math.isfinite(value):
-        raise SettingsError(f"{given.origin}: {given.value!r} does not do for {setting.name}: give a finite number")
+        raise SettingsError(f"{given.origin}: {given.value!r} is not valid for {setting.name}: give a finite number")
     return value
-
-
-def _reason(setting: Setting, error: msgspec.ValidationError) -> str:
-    return f"expected one of {', '.join(setting.choices)}" if setting.choices else str(error)
 
 
 def markdown() -> str:
@@ -464,10 +430,10 @@ def markdown() -> str:
     lines = [
         "# Settings",
         "",
-        "Generated by `python -m homing.cluster.config > docs/settings.md`; a test holds it. A setting is a flag",
+        "Generated by `python -m homing.cluster.config > docs/settings.md`; a test compares it. Each setting is a flag",
         "(`--block-size 32`; a switch is `--hash-only` or `--no-hash-only`), an environment variable",
         "(`HOMING_BLOCK_SIZE=32`) and a key in the file that `--config FILE` or `HOMING_CONFIG` names, in the section",
-        "of its room:",
+        "given below:",
         "",
         "```yaml",
         "kvcache:",
@@ -476,11 +442,11 @@ def markdown() -> str:
         "  replicas: 4",
         "```",
         "",
-        "A flag wins over a variable, a variable over the file, the file over the default. An unknown or malformed",
-        "setting is an error that names it, its source and the nearest spelling.",
+        "A flag overrides a variable, a variable the file, and the file the default. An unknown or malformed setting",
+        "is an error that names the setting, its source and the nearest spelling.",
         "",
-        "Several models on one cluster are listed in that file, each with the `name` that requests use, its `model`",
-        "and what else is its own; all else is taken from where it is set for all, flags and variables included:",
+        "To serve several models, list them in that file, each with the `name` that requests use, its `model` and any",
+        "settings of its own. Settings that a model does not list come from the sections, flags and variables:",
         "",
         "```yaml",
         "models:",
@@ -495,7 +461,7 @@ def markdown() -> str:
         "  gpus_per_rank: 1",
         "```",
         "",
-        "Common to all models are the settings of the section `router` and "
+        "All models share the settings of section `router` and "
         + ", ".join(f"`{name}`" for name in (*_SHARED, *_OF_THE_CLUSTER))
         + ".",
     ]

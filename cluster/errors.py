@@ -1,21 +1,22 @@
-"""What can go wrong when a cluster is set up or asked about, and whose fault it is.
+"""Errors of the cluster, and what causes them.
 
     ClusterError
-    ├── SettingsError        the user's: an unknown or malformed setting; says which, where it stands and what is near
-    ├── ModelUnavailable     the user's: no such folder or model on the hub, no way to get there, or a torn folder
-    ├── PortTaken            the user's: nobody can listen on the wanted address, mostly as another program does
-    ├── AlreadyRunning       the user's: a cluster of this name runs on this machine
-    ├── NotRunning           the user's: no cluster of this name runs on this machine
-    ├── DoesNotFit           the user's: the machine or cluster lacks the CPUs or GPUs that the settings ask for
     ├── StartFailed          a replica or the router could not start; carries its own message
     ├── StopFailed           the cluster did not end in time
-    ├── NoSuchModel          the user's: no model of this name runs, or several do and none is named
-    ├── NoSuchReplica        the user's: no replica of this name runs
-    ├── UpdateAbandoned      replicas could not start with the changed settings; those before still serve
-    ├── LogUnreadable        the user's: a line of a request log is malformed; says which line and which field
-    └── PlotFailed           the user's: a plot cannot be written, has an unknown suffix, or matplotlib is missing
+    ├── UpdateAbandoned      no replica could start with the changed settings; the old replicas still serve
+    ├── NotRunning           no cluster of this name runs on this machine
+    └── UserError            the command or its settings are wrong (exit code 2)
+        ├── SettingsError      an unknown or malformed setting; names it, its source and the nearest spelling
+        ├── ModelUnavailable   the model was not found here or on the hub, or its folder is damaged
+        ├── PortTaken          the router cannot listen on its address
+        ├── AlreadyRunning     a cluster of this name already runs on this machine
+        ├── DoesNotFit         the settings ask for more GPUs than the machine has
+        ├── NoSuchModel        no such model is served, or several are and none was named
+        ├── NoSuchReplica      no such replica exists
+        ├── LogUnreadable      a line of a request log is malformed; names the line and the field
+        └── PlotFailed         unknown suffix, unwritable file, or matplotlib is missing
 
-`exit_code` is what the command line ends with; the message is all that it prints.
+The command line prints the message and ends with `exit_code`.
 """
 # ruff: noqa: N818 - these names say what happened; a user reads them without "Error".
 
@@ -23,88 +24,51 @@ from typing import ClassVar
 
 
 class ClusterError(Exception):
-    """Anything that the command line reports by name, without a traceback."""
+    """An error that the command line reports in one line, without a traceback."""
 
-    http_status: ClassVar[int] = 500
     exit_code: ClassVar[int] = 1
 
 
-class SettingsError(ClusterError):
-    """A setting that does not exist or does not hold a valid value."""
+class StartFailed(ClusterError): ...
 
-    http_status = 400
+
+class StopFailed(ClusterError): ...
+
+
+class UpdateAbandoned(ClusterError): ...
+
+
+class NotRunning(ClusterError): ...
+
+
+class UserError(ClusterError):
     exit_code = 2
 
 
-class ModelUnavailable(ClusterError):
-    """The model is neither here nor to be had, or what is here is not whole."""
-
-    http_status = 404
-    exit_code = 2
+class SettingsError(UserError): ...
 
 
-class PortTaken(ClusterError):
-    """The wanted address cannot be bound."""
+class ModelUnavailable(UserError): ...
 
-    exit_code = 2
 
+class PortTaken(UserError):
     def __init__(self, host: str, port: int, reason: str, remedy: str) -> None:
         super().__init__(f"cannot listen on {host}:{port}: {reason}; {remedy}")
 
 
-class AlreadyRunning(ClusterError):
-    """A cluster of this name runs already."""
-
-    exit_code = 2
+class AlreadyRunning(UserError): ...
 
 
-class NotRunning(ClusterError):
-    """No cluster of this name runs."""
-
-    http_status = 404
+class DoesNotFit(UserError): ...
 
 
-class DoesNotFit(ClusterError):
-    """What is asked for exceeds what there is."""
-
-    exit_code = 2
+class NoSuchModel(UserError): ...
 
 
-class StartFailed(ClusterError):
-    """A part of the cluster could not start."""
+class NoSuchReplica(UserError): ...
 
 
-class StopFailed(ClusterError):
-    """A part of the cluster did not end."""
+class LogUnreadable(UserError): ...
 
 
-class NoSuchModel(ClusterError):
-    """A model that is to be scaled does not run here, or is not named beside others."""
-
-    http_status = 404
-    exit_code = 2
-
-
-class NoSuchReplica(ClusterError):
-    """A replica that is to be drained does not exist."""
-
-    http_status = 404
-    exit_code = 2
-
-
-class UpdateAbandoned(ClusterError):
-    """No replica came up with the changed settings."""
-
-
-class LogUnreadable(ClusterError):
-    """A log of requests that cannot be opened, or a line that cannot be read."""
-
-    http_status = 400
-    exit_code = 2
-
-
-class PlotFailed(ClusterError):
-    """A plot cannot be drawn or written; said before the work begins where it can be known."""
-
-    http_status = 400
-    exit_code = 2
+class PlotFailed(UserError): ...

@@ -1,6 +1,6 @@
-"""What this machine is like: versions, devices, memory, disks, limits and clock, as plain values for `homing doctor`.
+"""What `homing doctor` examines about this machine: versions, devices, memory, disks, limits and clock, as values.
 
-Looks and judges nothing (doctor.py does); what cannot be found out is None.
+Changes nothing and judges nothing; None stands for what cannot be found out.
 """
 
 import ctypes
@@ -17,9 +17,9 @@ from pathlib import Path
 
 import psutil
 
-#: Without one of these nothing is served.
+#: Packages without which nothing can be served.
 PACKAGES = ("ray", "torch", "transformers", "tokenizers", "safetensors", "pyzmq", "msgspec", "xxhash", "httptools")
-#: Of Ray, where its variable names no other.
+#: Ray's token file, unless RAY_AUTH_TOKEN_PATH names another one.
 DEFAULT_TOKEN = Path.home() / ".ray" / "auth_token"
 #: Larger than the kernel's `struct timex` on every platform.
 TIMEX_BYTES = 512
@@ -27,43 +27,38 @@ CLOCK_UNSYNCHRONIZED = 5
 
 
 @dataclass(slots=True, frozen=True)
-class Disk:
-    """A folder's file system."""
-
-    use: str  #: what is kept there
+class DiskInfo:
+    use: str  #: what is stored there
     folder: str
     free_bytes: int
 
 
 @dataclass(slots=True, frozen=True)
-class Host:
-    """One machine."""
-
+class MachineInfo:
     python: tuple[int, int]
     packages: Mapping[str, str | None]  #: version by name; None: not installed
-    cores: int
     memory_bytes: int  #: available
-    gpus_seen: int  #: by the driver's own tool
+    gpus_seen: int  #: by nvidia-smi
     gpus_usable: int  #: by torch
-    disks: tuple[Disk, ...]
+    disks: tuple[DiskInfo, ...]
     shared_memory_bytes: int | None  #: size of /dev/shm
     open_files: int  #: soft limit
     clock_synchronized: bool | None
     token_mode: int | None  #: permissions of Ray's token file; None: there is none
 
 
-def look(disks: Mapping[str, Path]) -> Host:
-    """This machine; `disks` are folders by what they are used for."""
+def inspect_machine(disks: Mapping[str, Path]) -> MachineInfo:
+    """Examine this machine; `disks` are folders by what is stored in them."""
     token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or DEFAULT_TOKEN)
-    return Host(
+    shared_memory = Path("/dev/shm")
+    return MachineInfo(
         python=sys.version_info[:2],
         packages={name: _version(name) for name in PACKAGES},
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=psutil.virtual_memory().available,
         gpus_seen=_gpus_seen(),
         gpus_usable=_gpus_usable(),
-        disks=tuple(Disk(use, str(folder), _free(folder)) for use, folder in disks.items()),
-        shared_memory_bytes=_shared_memory(Path("/dev/shm")),
+        disks=tuple(DiskInfo(use, str(folder), _free_bytes(folder)) for use, folder in disks.items()),
+        shared_memory_bytes=shutil.disk_usage(shared_memory).total if shared_memory.is_dir() else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         clock_synchronized=_clock_synchronized(),
         token_mode=stat.S_IMODE(token.stat().st_mode) if token.is_file() else None,
@@ -93,18 +88,13 @@ def _gpus_usable() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _free(folder: Path) -> int:
+def _free_bytes(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
-def _shared_memory(folder: Path) -> int | None:
-    return shutil.disk_usage(folder).total if folder.is_dir() else None
-
-
 def _clock_synchronized() -> bool | None:
-    """What the kernel says; None where it cannot be asked."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "adjtimex"):
         return None

@@ -1,6 +1,6 @@
-"""Ray for one `homing serve`: a local cluster of our own, taken down without a trace, or another one that is joined.
+"""Ray for one `homing serve`: a local cluster that is removed without a trace, or an existing cluster that is joined.
 
-A local Ray keeps everything in one short temporary folder (a Unix socket's path ends at 107 bytes) and binds to
+A local Ray keeps everything in one short temporary folder (a Unix socket's path is limited to 107 bytes) and binds to
 loopback. The only module that starts or stops Ray.
 """
 
@@ -22,12 +22,12 @@ from .errors import ClusterError, DoesNotFit
 from .host import DEFAULT_TOKEN
 from .registry import wait_gone
 
-#: Ray's own least; nothing of ours goes through its object store.
+#: The smallest that Ray accepts; homing sends nothing through the object store.
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
-#: For a TCP connection to a head, which is near.
+#: For a TCP connection to the head.
 CONNECT_TIMEOUT_S = 10.0
 PR_SET_CHILD_SUBREAPER = 36
-#: For Ray and its children only: no statistics to its makers, loopback only, CUDA_VISIBLE_DEVICES left alone.
+#: For Ray and its children only: no usage statistics, loopback only, CUDA_VISIBLE_DEVICES left alone.
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -38,111 +38,101 @@ RAY_ENVIRONMENT = {
 
 
 def run_folder() -> Path:
-    """A new short folder for the sockets and files of one local cluster, which nobody else may enter.
+    """A new short, private folder for the sockets and files of one local cluster.
 
-    Ray opens its own folder, inside, and the sockets in it to everybody.
+    Ray makes its own folder inside, and the sockets in it, accessible to everybody.
     """
     base = "/tmp" if Path("/tmp").is_dir() else None
     return Path(tempfile.mkdtemp(prefix="homing-", dir=base))
 
 
 def sockets_folder(folder: Path) -> Path:
-    """Where routers and ranks put sockets and shared files. It is made for all of them, as any may be the first."""
+    """The folder for sockets and shared files of routers and ranks, created before any of them starts."""
     sockets = folder / "s"
     sockets.mkdir(mode=0o700, exist_ok=True)
     return sockets
 
 
 def start_local(settings: Settings, folder: Path) -> None:
-    """Start a Ray of our own in `folder`. Logical CPUs are as many as our ranks want: they only steer placement."""
+    """Start a local Ray in `folder`. Logical CPUs are as many as the ranks need: they only steer placement."""
     os.environ.update(RAY_ENVIRONMENT)
-    _outlive_the_raylet()
+    _survive_raylet_exit()
     _adopt_orphans()
     import ray
 
-    cluster, ranks = settings.cluster, sum(each.ranks for each in settings.each_model)
+    ranks = sum(each.ranks for each in settings.each_model)
     cpus = sum(each.ranks * each.cluster.cpus_per_rank for each in settings.each_model)
-    with _groups_of_their_own():
+    with _own_process_groups():
         ray.init(
             num_cpus=max(os.cpu_count() or 1, int(cpus + 0.999) + 1),
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=cluster.log_level == "debug",
+            log_to_driver=settings.cluster.log_level == "debug",
             logging_level=logging.ERROR,
-            namespace=f"homing-{cluster.name}",
+            namespace=f"homing-{settings.cluster.name}",
             _temp_dir=str(folder / "ray"),
         )
-    guard(DEFAULT_TOKEN)
-    wanted = sum(each.ranks * each.cluster.gpus_per_rank for each in settings.each_model)
-    there = ray.cluster_resources().get("GPU", 0.0)
-    if wanted > there:
-        raise DoesNotFit(f"{ranks} ranks want {wanted:g} GPUs together; here are {there:g}")
+    make_token_private(DEFAULT_TOKEN)
+    needed = sum(each.ranks * each.cluster.gpus_per_rank for each in settings.each_model)
+    available = ray.cluster_resources().get("GPU", 0.0)
+    if needed > available:
+        raise DoesNotFit(f"{ranks} ranks need {needed:g} GPUs; this machine has {available:g}")
 
 
 def join(settings: Settings) -> None:
-    """Join the Ray cluster at `ray_address`. Raises ClusterError when nobody answers there or the token is refused."""
+    """Join the Ray cluster at `ray_address`. Raises ClusterError when it does not answer or refuses the token."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    _outlive_the_raylet()
-    import ray
-
+    _survive_raylet_exit()
     cluster = settings.cluster
-    _check_answers(cluster.ray_address)
-    try:
-        ray.init(
-            address=cluster.ray_address,
-            log_to_driver=cluster.log_level == "debug",
-            logging_level=logging.ERROR,
-            namespace=f"homing-{cluster.name}",
-        )
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
-        raise ClusterError(f"cannot join the Ray cluster at {cluster.ray_address}: {_reason(error)}") from error
+    _connect(cluster.ray_address, cluster.name, "join", debug=cluster.log_level == "debug", level=logging.ERROR)
 
 
 @contextlib.contextmanager
 def visit(ray_address: str, name: str, *, ours: bool, token: bool) -> Iterator[None]:
-    """Be a driver of a Ray cluster for a moment, to talk to what runs there: `ours` that of a local `homing serve`.
+    """Connect to a Ray cluster while the body runs; `ours`: one that a local `homing serve` started.
 
-    `token`: it wants one. Raises ClusterError. Ray must not have been imported: it reads these variables then.
+    `token`: the Ray cluster requires one. Raises ClusterError. Ray must not have been imported before: it reads these
+    variables at import.
     """
     os.environ.update(RAY_ENVIRONMENT if ours else {"RAY_USAGE_STATS_ENABLED": "0"})
-    if token:  # Ray shows one by itself where it starts a cluster or finds it, and not at an address
+    if token:  # Ray sends one by itself where it starts or finds a cluster, but not to a given address
         os.environ.setdefault("RAY_AUTH_MODE", "token")
-    import ray
-
-    _check_answers(ray_address)
     # Ray prints to `sys.stdout` whatever its settings say.
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        try:
-            ray.init(
-                address=ray_address, log_to_driver=False, logging_level=logging.CRITICAL, namespace=f"homing-{name}"
-            )
-        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
-            raise ClusterError(f"cannot reach the Ray cluster at {ray_address}: {_reason(error)}") from error
+        _connect(ray_address, name, "reach", debug=False, level=logging.CRITICAL)
+        import ray
+
         try:
             yield
         finally:
             ray.shutdown()
 
 
-def wants_token() -> bool:
-    """Whether the Ray cluster that this process is part of does: Ray notes it here when it finds a token by itself."""
+def _connect(address: str, name: str, verb: str, *, debug: bool, level: int) -> None:
+    import ray
+
+    _check_answers(address)
+    try:
+        ray.init(address=address, log_to_driver=debug, logging_level=level, namespace=f"homing-{name}")
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
+        reason = " ".join(str(error).split())
+        hint = "" if requires_token() else "; if it requires a token: RAY_AUTH_MODE=token"
+        raise ClusterError(f"cannot {verb} the Ray cluster at {address}: {reason}{hint}") from error
+
+
+def requires_token() -> bool:
+    """Whether the Ray cluster of this process requires a token: Ray sets the variable when it finds one by itself."""
     return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
 
-def _reason(error: Exception) -> str:
-    """Ray's words on one line. Where no token was shown it does not say that one may be missing."""
-    words = " ".join(str(error).split())
-    return words if wants_token() else f"{words}; if it wants a token: RAY_AUTH_MODE=token"
-
-
-def guard(token: Path) -> None:
-    """Let nobody else read the token that Ray makes, by default for everybody."""
+def make_token_private(token: Path) -> None:
+    """Remove others' rights to the token file; Ray creates it readable by everybody."""
     if token.is_file() and token.stat().st_uid == os.getuid():
         token.chmod(token.stat().st_mode & 0o700)
 
 
 def address() -> str:
-    """Where the Ray cluster is reached that this process is part of."""
+    """Address of the Ray cluster that this process is part of."""
     import ray
 
     found: str = ray.get_runtime_context().gcs_address
@@ -150,7 +140,7 @@ def address() -> str:
 
 
 def leave(timeout_s: float) -> None:
-    """Disconnect; a local Ray ends with us, and every process below this one is waited for, then killed."""
+    """Disconnect. A local Ray ends with this process: wait for all processes below, then kill them."""
     import ray
 
     ours = children()
@@ -160,34 +150,34 @@ def leave(timeout_s: float) -> None:
 
 
 def children() -> list[psutil.Process]:
-    """All processes below this one: orphans come to us, so nothing hides."""
+    """All processes below this one; orphans are adopted, so none is missing."""
     return psutil.Process().children(recursive=True)
 
 
 def kill_children() -> None:
-    """End whatever is still below this process."""
+    """Kill all processes below this one."""
     for _ in range(20):  # a process that is killed may just have started another
         below = children()
         if not below:
             return
         for process in below:
-            _kill(process)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         psutil.wait_procs(below, timeout=1)
 
 
 def remove(folder: Path) -> None:
-    """Remove the run folder; a file that another process removes at the same time is no error."""
+    """Remove the run folder; another process may remove files in it at the same time."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_answers(address: str) -> None:
-    """Ray itself takes over a minute to say that nobody is there. What is no host and port (auto) is left to it."""
+    """Fail at once where Ray would retry for over a minute. An address that is not host:port (auto) is not checked."""
     host, _, port = address.rpartition(":")
     if not port.isdigit() or "/" in host:
         return
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S):
-            return
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise ClusterError(
             f"no Ray cluster answers at {address}: {error.strerror or error}; start one there with: ray start --head"
@@ -195,45 +185,38 @@ def _check_answers(address: str) -> None:
 
 
 @contextlib.contextmanager
-def _groups_of_their_own() -> Iterator[None]:
-    """What Ray starts meanwhile is in process groups of its own: a signal to ours must not end it under the replicas.
+def _own_process_groups() -> Iterator[None]:
+    """Start Ray's processes in process groups of their own: a signal to our group must not end them under the replicas.
 
     `timeout`, supervisors and shells signal whole groups. Ray 2.60 has no setting for it, so the class by which it
-    starts processes is replaced for the time.
+    starts processes is replaced meanwhile.
     """
     from ray._private import services
 
-    before = services.ConsolePopen
+    original = services.ConsolePopen
 
-    class Apart(before):  # type: ignore[misc, valid-type]
-        def __init__(self, *words: Any, **how: Any) -> None:
-            super().__init__(*words, **how, process_group=0)
+    class OwnGroup(original):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs, process_group=0)
 
-    services.ConsolePopen = Apart
+    services.ConsolePopen = OwnGroup
     try:
         yield
     finally:
-        services.ConsolePopen = before
+        services.ConsolePopen = original
 
 
-def _kill(process: psutil.Process) -> None:
-    try:
-        process.kill()
-    except psutil.NoSuchProcess:
-        return
+def _survive_raylet_exit() -> None:
+    """Keep Ray from ending this process as soon as its connection to the raylet breaks. Call before importing Ray.
 
-
-def _outlive_the_raylet() -> None:
-    """Let a broken connection to the raylet not end this process on the spot. Before Ray is imported.
-
-    Ray 2.60 ends a process whose raylet is gone; whether it is, it tells in a driver by the parent process, and that of
-    a detached `homing serve` is gone indeed: one in three ended while it shut down, and left Ray's helpers and folder.
+    Ray 2.60 ends a process whose raylet has ended; a driver checks that by its parent process, and the parent of a
+    detached `homing serve` has ended: one in three was killed while it shut down, and left Ray's helpers and folder.
     """
     os.environ["RAY_RAYLET_PID"] = str(os.getpid())
 
 
 def _adopt_orphans() -> None:
-    """Let Ray's workers fall to us when their raylet dies, so that they can be found and waited for (Linux only)."""
+    """Become the parent of Ray's workers when their raylet dies, so that they can be waited for (Linux only)."""
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "prctl"):
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

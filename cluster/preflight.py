@@ -1,19 +1,27 @@
-"""What `homing serve` can know to be impossible before it starts anything: addresses, bounds, the model's folder.
+"""Checks of the settings, the addresses and the model's folder before anything is started.
 
-Better now than after a minute of loading. Looks, changes nothing; what only a loaded model tells is the replica's.
+A mistake that is reported here saves a minute of loading. Checks change nothing; what only a loaded model can tell is
+checked by the replica.
 """
 
 import errno
+import ipaddress
 import socket
 from pathlib import Path
 
+import msgspec
+
+from ..events.config import EventsSettings
+from ..events.errors import BadKeys
+from ..events.security.curve_keys import reader_keys, server_keys
 from ..kvcache.errors import KvCacheError
 from ..replica.errors import StartupError
 from ..replica.load.preflight import check_model
 from ..replica.models.errors import UnsupportedModel, WeightsMissing, WeightsTorn
 from ..router.config import RouterSettings
-from ..router.errors import TlsUnusable, TokenizerUnavailable
+from ..router.errors import KeysFileInvalid, TlsUnusable, TokenizerUnavailable
 from ..router.server import tls_context
+from ..router.tenants.api_keys import read_tenants
 from ..router.text.export import check_vocabulary
 from .config import Settings
 from .control.autoscale import terms_of
@@ -25,8 +33,33 @@ _REMEDIES = {
 }
 
 
+def exposures(settings: Settings) -> list[str]:
+    """What the settings allow anybody on the network to do; each warning names its remedy."""
+    router = settings.router
+    if _is_loopback(router.host):
+        return []
+    if not router.api_keys_file:
+        return [
+            f"anybody who can reach {router.host}:{router.port} can send requests, reset caches and read the cluster's "
+            "state: give --api-keys-file, or keep --host on 127.0.0.1"
+        ]
+    if not router.tls_cert_file:
+        return [
+            f"API keys and prompts travel to {router.host} unencrypted: give --tls-cert-file, "
+            "unless a proxy in front encrypts"
+        ]
+    return []
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"  # any other name may resolve to a public address
+
+
 def check_front(settings: RouterSettings) -> None:
-    """A router could listen, encrypt and log as the settings want it. Raises PortTaken and SettingsError."""
+    """Check the router's address, certificate and access log. Raises PortTaken and SettingsError."""
     check_port(settings.host, settings.port)
     try:
         tls_context(settings)
@@ -34,11 +67,11 @@ def check_front(settings: RouterSettings) -> None:
         raise SettingsError(error.message) from error
     log = Path(settings.access_log)
     if settings.access_log not in ("", "-") and not log.parent.is_dir():
-        raise SettingsError(f"access_log: there is no folder {log.parent}; make it, or choose another file")
+        raise SettingsError(f"access_log: folder {log.parent} does not exist; create it, or choose another file")
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises PortTaken when nobody could listen there."""
+    """Raises PortTaken when this address cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -50,22 +83,18 @@ def check_port(host: str, port: int) -> None:
 
 
 def check_bounds(settings: Settings, where: str) -> None:
-    """Replicas are within what autoscaling allows. `where`: whose settings they are, before the message.
-
-    Raises SettingsError.
-    """
+    """Check that `replicas` lies within the bounds of `autoscale`. `where` begins the message. Raises SettingsError."""
     cluster = settings.cluster
     try:
         terms = terms_of(cluster)
     except ValueError as error:
         raise SettingsError(f"{where}autoscale: {error}") from error
     if terms is not None and not max(1, terms.least) <= cluster.replicas <= terms.most:
-        words = f"{cluster.replicas} are wanted at first, autoscale allows {cluster.autoscale}"
-        raise SettingsError(f"{where}replicas: {words}")
+        raise SettingsError(f"{where}replicas: {cluster.replicas} is outside autoscale {cluster.autoscale}")
 
 
 def check_folder(folder: Path, settings: Settings) -> None:
-    """Replicas and router could serve the model in this folder. Raises ModelUnavailable and SettingsError."""
+    """Check that replicas and router can serve the model in this folder. Raises ModelUnavailable and SettingsError."""
     check_tokenizer(folder)
     try:
         check_model(folder, settings.replica, settings.kvcache)
@@ -76,8 +105,49 @@ def check_folder(folder: Path, settings: Settings) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """There are words to speak. Raises ModelUnavailable."""
+    """Raises ModelUnavailable when the folder has no usable tokenizer."""
     try:
         check_vocabulary(folder)
     except TokenizerUnavailable as error:
         raise ModelUnavailable(error.message) from error
+
+
+def check_keys(settings: EventsSettings) -> None:
+    """Raises SettingsError for CURVE keys that would lock out the cluster's own router."""
+    try:
+        server, reader = server_keys(settings), reader_keys(settings)
+        if server is None or server.allowed is None or reader is None:
+            return
+        if reader.public not in server.allowed():
+            raise BadKeys(Path(settings.events_curve_keys), "clients/ lacks the public half of reader.key_secret")
+    except BadKeys as error:
+        raise SettingsError(f"setting events_curve_keys: {error}") from error
+
+
+def prepare(settings: Settings) -> Settings:
+    """Settings as routers and replicas need them: models have names, paths are absolute. Raises SettingsError."""
+    models = tuple(with_api_keys(each) for each in settings.models)
+    return msgspec.structs.replace(with_api_keys(_named(settings)), models=models)
+
+
+def with_api_keys(settings: Settings) -> Settings:
+    """Settings with a checked, absolute `api_keys_file`: routers may run in another folder. Raises SettingsError."""
+    path = settings.router.api_keys_file
+    if not path:
+        return settings
+    try:
+        read_tenants(path)
+    except KeysFileInvalid as error:
+        raise SettingsError(f"api_keys_file: {error.message}") from error
+    router = msgspec.structs.replace(settings.router, api_keys_file=str(Path(path).expanduser().absolute()))
+    return msgspec.structs.replace(settings, router=router)
+
+
+def _named(settings: Settings) -> Settings:
+    """Settings with a `served_model_name`: by default the model's own, of a folder its last part."""
+    if settings.served_name or settings.models:
+        return settings
+    folder = Path(settings.replica.model).expanduser()
+    name = folder.resolve().name if folder.is_dir() else settings.replica.model
+    router = msgspec.structs.replace(settings.router, served_model_name=name)
+    return msgspec.structs.replace(settings, router=router)

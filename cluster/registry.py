@@ -1,7 +1,7 @@
-"""Notes of which clusters this user runs on this machine: one small file per name, written by `homing serve`.
+"""The registry of clusters that this user runs on this machine: one small file per name, written by `homing serve`.
 
-A note is only believed while the very process that wrote it lives; a stale one is swept away together with what that
-process could not remove. Knows files and processes, nothing of Ray.
+An entry is valid only while the process that wrote it runs; a stale one is removed together with that process's folder.
+Knows files and processes, nothing of Ray.
 """
 
 import os
@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -18,27 +18,27 @@ import psutil
 
 from .errors import AlreadyRunning, NotRunning
 
-#: A process is the one that wrote the note when it started within this of what the note says (pids are reused).
+#: Process ids are reused: the writer of an entry is the process that started within this of the recorded time.
 START_TOLERANCE_S = 1.0
 
 
-class Note(msgspec.Struct, frozen=True, kw_only=True):
+class RegistryEntry(msgspec.Struct, frozen=True, kw_only=True):
     """What is known about one running cluster."""
 
     name: str
     pid: int
-    started: float  #: when that process began, in seconds of the epoch
+    started: float  #: start time of that process, seconds since 1970
     phase: Literal["starting", "ready", "stopping"]
     url: str | None = None
-    router_urls: tuple[str, ...] = ()  #: of each router alone, when there are several
+    router_urls: tuple[str, ...] = ()  #: of each router, when there are several
     model: str = ""
     ray_address: str | None = None  #: of the Ray cluster, for Ray's own tools
-    ray_token: bool = False  #: that cluster wants one
+    ray_token: bool = False  #: whether that Ray cluster requires a token
     run_dir: str | None = None  #: removed when the cluster ends
     log: str | None = None  #: of a detached cluster
 
     def process(self) -> psutil.Process | None:
-        """The process that wrote this; None when it is gone."""
+        """The process that wrote this; None when it has ended."""
         try:
             process = psutil.Process(self.pid)
             same = abs(process.create_time() - self.started) < START_TOLERANCE_S
@@ -47,113 +47,105 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
             return None
 
 
-class Notebook:
-    """The notes in one folder."""
+class ClusterRegistry:
+    """The entries in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def make_folder(self) -> None:
-        """Where it is not there. Nobody else may enter: a note says what is to be ended and removed."""
+        """Create the folder. It is private: an entry says which process to end and which folder to remove."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def path(self, name: str) -> Path:
-        """Where the note of `name` lies."""
         return self.folder / f"{name}.json"
 
     def log_path(self, name: str) -> Path:
-        """Where the output of a detached cluster goes."""
+        """The output of a detached cluster."""
         return self.folder / f"{name}.log"
 
-    def read(self, name: str) -> Note | None:
-        """The note as it stands, believed or not."""
+    def read(self, name: str) -> RegistryEntry | None:
+        """The entry, valid or stale; None also for one that another version wrote."""
         try:
-            return msgspec.json.decode(self.path(name).read_bytes(), type=Note)
-        except FileNotFoundError:
+            return msgspec.json.decode(self.path(name).read_bytes(), type=RegistryEntry)
+        except (FileNotFoundError, msgspec.DecodeError):
             return None
-        except msgspec.DecodeError:
-            return None  # written by another version: nobody can be found by it
 
-    def running(self, name: str) -> Note:
-        """The note of a cluster that lives. Raises NotRunning, after sweeping a stale note away."""
-        note = self.read(name)
-        if note is not None and note.process() is not None:
-            return note
-        self.sweep(name)
+    def running(self, name: str) -> RegistryEntry:
+        """The entry of a running cluster. Removes a stale one and raises NotRunning."""
+        entry = self.read(name)
+        if entry is not None and entry.process() is not None:
+            return entry
+        self.remove(name)
         others = self.others(name)
-        remedy = f"there {addressed(others)}" if others else "start one with: homing serve"
+        remedy = f"running: {describe_running(others)}" if others else "start one with: homing serve"
         raise NotRunning(f"no cluster {name!r} is running; {remedy}")
 
-    def others(self, name: str) -> list[Note]:
-        """The notes of all clusters that live under other names."""
-        notes = [self.read(path.stem) for path in sorted(self.folder.glob("*.json"))]
-        return [note for note in notes if note is not None and note.name != name and note.process() is not None]
+    def others(self, name: str) -> list[RegistryEntry]:
+        """The entries of all running clusters with other names."""
+        entries = [self.read(path.stem) for path in sorted(self.folder.glob("*.json"))]
+        return [entry for entry in entries if entry is not None and entry.name != name and entry.process() is not None]
 
-    def write(self, note: Note) -> None:
-        """Replace the note, whole or not at all."""
-        self._new_file(note).replace(self.path(note.name))
+    def write(self, entry: RegistryEntry) -> None:
+        """Replace the entry atomically."""
+        self._new_file(entry).replace(self.path(entry.name))
 
     @contextmanager
-    def claim(self, note: Note) -> Iterator[None]:
+    def claim(self, entry: RegistryEntry) -> Iterator[None]:
         """Hold the name while the body runs. Raises AlreadyRunning."""
         self.make_folder()
-        self._create(note)
+        self._create(entry)
         try:
             yield
         finally:
-            self.path(note.name).unlink(missing_ok=True)
+            self.path(entry.name).unlink(missing_ok=True)
 
-    def sweep(self, name: str) -> None:
-        """Remove a note whose process is gone, and that process's folder."""
-        note = self.read(name)
-        if note is not None and note.run_dir:
-            shutil.rmtree(note.run_dir, ignore_errors=True)
+    def remove(self, name: str) -> None:
+        """Remove an entry, and the folder of the process that wrote it."""
+        entry = self.read(name)
+        if entry is not None and entry.run_dir:
+            shutil.rmtree(entry.run_dir, ignore_errors=True)
         self.path(name).unlink(missing_ok=True)
 
-    def _create(self, note: Note) -> None:
-        fresh = self._new_file(note)
+    def _create(self, entry: RegistryEntry) -> None:
+        new_file = self._new_file(entry)
         try:
             for _ in range(2):
-                try:
-                    os.link(fresh, self.path(note.name))  # fails when the name is taken, unlike a rename
+                with suppress(FileExistsError):
+                    os.link(new_file, self.path(entry.name))  # fails when the name is taken, unlike a rename
                     return
-                except FileExistsError:
-                    self._refuse_or_sweep(note.name)
-            raise AlreadyRunning(f"another homing is just starting as {note.name!r}")
+                old = self.read(entry.name)
+                if old is not None and old.process() is not None:
+                    raise AlreadyRunning(
+                        f"cluster {entry.name!r} is running already (pid {old.pid}, {old.url or old.phase}); "
+                        "end it with homing stop, or start another one with --name"
+                    )
+                self.remove(entry.name)
+            raise AlreadyRunning(f"another homing is starting as {entry.name!r} right now")
         finally:
-            fresh.unlink()
+            new_file.unlink()
 
-    def _refuse_or_sweep(self, name: str) -> None:
-        old = self.read(name)
-        if old is not None and old.process() is not None:
-            raise AlreadyRunning(
-                f"cluster {name!r} is running already (pid {old.pid}, {old.url or old.phase}); "
-                "end it with homing stop, or start another one with --name"
-            )
-        self.sweep(name)
-
-    def _new_file(self, note: Note) -> Path:
-        handle, path = tempfile.mkstemp(dir=self.folder, prefix=".note-")
+    def _new_file(self, entry: RegistryEntry) -> Path:
+        handle, path = tempfile.mkstemp(dir=self.folder, prefix=".entry-")
         with os.fdopen(handle, "wb") as file:
-            file.write(msgspec.json.encode(note))
+            file.write(msgspec.json.encode(entry))
         return Path(path)
 
 
-def addressed(notes: Sequence[Note]) -> str:
-    """What runs, in words, each with the flag that chooses it."""
-    places = [f"at {note.url}" if note.url else f"still {note.phase}" for note in notes]
-    words = [f"{note.name} {place} (--name {note.name})" for note, place in zip(notes, places, strict=True)]
-    return f"{'is' if len(words) == 1 else 'are'} {', '.join(words)}"
+def describe_running(entries: Sequence[RegistryEntry]) -> str:
+    """Running clusters, each with the flag that selects it."""
+    places = [f"at {entry.url}" if entry.url else f"still {entry.phase}" for entry in entries]
+    return ", ".join(f"{e.name} {place} (--name {e.name})" for e, place in zip(entries, places, strict=True))
 
 
-def own_note(name: str, model: str, log: str | None) -> Note:
-    """A note of this very process, which is about to start a cluster."""
+def own_entry(name: str, model: str, log: str | None) -> RegistryEntry:
+    """An entry of this process, which is about to start a cluster."""
     started = psutil.Process().create_time()
-    return Note(name=name, pid=os.getpid(), started=started, phase="starting", model=model, log=log)
+    return RegistryEntry(name=name, pid=os.getpid(), started=started, phase="starting", model=model, log=log)
 
 
 def wait_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Wait until these have ended; returns those that have not."""
+    """Wait until these processes have ended; returns those that have not."""
     deadline = time.monotonic() + timeout_s
     alive = [process for process in processes if _alive(process)]
     while alive and time.monotonic() < deadline:

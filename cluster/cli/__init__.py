@@ -1,4 +1,4 @@
-"""The command line: one file per command.
+"""The command line: one file per command. Nothing imports this package.
 
-Nothing imports it. Must stay light: torch, transformers and Ray are imported inside the commands that need them.
+Must stay light: torch, transformers and Ray are imported inside the commands that need them.
 """

@@ -1,7 +1,6 @@
-"""`homing serve --backend URL`: a router in front of engines that run already, in this very process, without Ray.
+"""`homing serve --backend URL`: a router in front of inference servers that run already, in this process, without Ray.
 
-Puts settings into the router's constructors and tells how it goes; what is let in, and what is sent where, the router
-decides.
+Constructs the router from the settings and prints the progress; the router decides about the servers and requests.
 """
 
 import asyncio
@@ -11,6 +10,7 @@ import os
 import secrets
 import signal
 import sys
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -32,13 +32,11 @@ from ...router.text.tokenizer import TextModel
 from ..config import Settings, state_folder
 from ..control.control_messages import ClusterStatus
 from ..errors import ModelUnavailable, SettingsError, StartFailed
-from ..event_loop import fast_loop
-from ..logs import set_up_logging
 from ..model_source import find_model
-from ..preflight import check_front, check_tokenizer
-from ..registry import Note, Notebook, own_note
+from ..preflight import check_front, check_tokenizer, prepare
+from ..registry import ClusterRegistry, RegistryEntry, own_entry
+from ..runtime import fast_loop, set_up_logging
 from .console import Console, program
-from .serve import named, with_api_keys
 
 POLL_S = 0.05
 
@@ -46,10 +44,10 @@ POLL_S = 0.05
 def serve_backends(settings: Settings, out: TextIO, *, detached: bool = False) -> int:
     """Serve until a signal; returns the exit code. Raises ClusterError when it cannot start."""
     if settings.cluster.routers > 1:
-        raise SettingsError("routers: with backends there is one router; start homing once more on another port")
+        raise SettingsError("routers: with --backend there is one router; start another homing on another port")
     if settings.models:
-        raise SettingsError("models: with backends there is one model; start homing once more for another one")
-    settings = with_api_keys(named(settings))
+        raise SettingsError("models: with --backend there is one model; start another homing for another model")
+    settings = prepare(settings)
     try:
         engines = backends(settings.router)
     except BackendsInvalid as error:
@@ -57,20 +55,21 @@ def serve_backends(settings: Settings, out: TextIO, *, detached: bool = False) -
     api_key = read_key(settings.router.backend_key_file)
     console = Console(out, program=program())
     console.opening(settings)
-    notebook, name = Notebook(state_folder(settings)), settings.cluster.name
-    note = own_note(name, settings.replica.model, str(notebook.log_path(name)) if detached else None)
-    with notebook.claim(note):
+    registry, name = ClusterRegistry(state_folder(settings)), settings.cluster.name
+    entry = own_entry(name, settings.replica.model, str(registry.log_path(name)) if detached else None)
+    with registry.claim(entry):
         check_front(settings.router)
         model_dir = find_model(settings.replica)
         check_tokenizer(model_dir)
+        limits = model_limits(model_dir, settings)
         set_up_logging(settings.cluster.log_level)
-        serving = Serving(settings, engines, api_key, model_dir, console, notebook, note)
+        router = AttachedRouter(settings, engines, api_key, model_dir, limits, console, registry, entry)
         with asyncio.Runner(loop_factory=fast_loop) as runner:
-            return runner.run(serving.run(detached=detached))
+            return runner.run(router.run(detached=detached))
 
 
 def read_key(path: str) -> str:
-    """The API key in a file; empty without one. Raises SettingsError."""
+    """The API key in a file; empty without a file. Raises SettingsError."""
     if not path:
         return ""
     try:
@@ -80,14 +79,14 @@ def read_key(path: str) -> str:
 
 
 def model_limits(folder: Path, settings: Settings) -> ModelLimits:
-    """What a model's folder says of it, without its weights. Raises ModelUnavailable."""
+    """The model's limits, from its folder's configuration files. Raises ModelUnavailable."""
     config = _json(folder / "config.json")
-    config |= config.get("text_config") or {}  # of models that take images, too
+    config |= config.get("text_config") or {}  # of models that also accept images
     generation = _json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     eos = generation.get("eos_token_id", config.get("eos_token_id")) or ()
     longest = settings.replica.max_model_len or config.get("max_position_embeddings")
     if not isinstance(longest, int) or not isinstance(config.get("vocab_size"), int):
-        raise ModelUnavailable(f"{folder}/config.json tells no vocab_size, or no length: give --max-model-len")
+        raise ModelUnavailable(f"{folder}/config.json has no vocab_size or no length: give --max-model-len")
     return ModelLimits(
         name=settings.router.served_model_name,
         path=str(folder),
@@ -98,48 +97,39 @@ def model_limits(folder: Path, settings: Settings) -> ModelLimits:
 
 
 def model_names(settings: Settings) -> tuple[str, ...]:
-    """What the engines may call the model."""
+    """The names that the servers may use for the model."""
     if settings.router.backend_model:
         return (settings.router.backend_model,)
     given = settings.replica.model
     return tuple(dict.fromkeys((given, settings.router.served_model_name, Path(given).name)))
 
 
-class Serving:
-    """One `homing serve --backend` while it runs."""
+@dataclass(slots=True)
+class AttachedRouter:
+    """The router of one `homing serve --backend`."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        engines: list[Backend],
-        api_key: str,
-        model_dir: Path,
-        console: Console,
-        notebook: Notebook,
-        note: Note,
-    ) -> None:
-        self._settings = settings
-        self._engines = engines
-        self._api_key = api_key
-        self._model_dir = model_dir
-        self._limits = model_limits(model_dir, settings)
-        self._console = console
-        self._notebook = notebook
-        self._note = note
-        self._stop = asyncio.Event()
-        self._metrics = RouterMetrics()
+    settings: Settings
+    engines: list[Backend]
+    api_key: str
+    model_dir: Path
+    limits: ModelLimits
+    console: Console
+    registry: ClusterRegistry
+    entry: RegistryEntry
+    _stop: asyncio.Event = field(default_factory=asyncio.Event)
+    _metrics: RouterMetrics = field(default_factory=RouterMetrics)
 
     async def run(self, *, detached: bool) -> int:
-        """Until a signal comes; the second one does not wait for anybody."""
+        """Serve until a signal; the second signal ends the process at once."""
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        self._console.step("tokenizer", f"loading {self._model_dir.name}")
-        texts = TextModels(partial(TextModel.load, cache_bytes=self._settings.router.token_cache_bytes))
+        self.console.step("tokenizer", f"loading {self.model_dir.name}")
+        texts = TextModels(partial(TextModel.load, cache_bytes=self.settings.router.token_cache_bytes))
         service = None
         try:
-            service = self._service(await texts.get(text_source(self._model_dir)))
-            self._console.step("tokenizer", "ready")
-            server = RouterServer(self._settings.router, service, metrics=self._metrics, texts=texts)
+            service = self._service(await texts.get(text_source(self.model_dir)))
+            self.console.step("tokenizer", "ready")
+            server = RouterServer(self.settings.router, service, metrics=self._metrics, texts=texts)
             async with contextlib.AsyncExitStack() as stack:
                 stack.push_async_callback(server.stop)
                 return await self._serve(server, service, detached=detached)
@@ -151,61 +141,57 @@ class Serving:
             await texts.close()
 
     def _service(self, text: TextModel) -> RouterService:
-        settings = self._settings
+        settings = self.settings
         service = RouterService(
             settings.router,
             settings.kvcache,
             router_id=f"router-{secrets.token_hex(4)}",
-            observer=self._metrics.of(self._limits.name),
-            model_dir=self._model_dir,
+            observer=self._metrics.of(self.limits.name),
+            model_dir=self.model_dir,
             heartbeat_interval_s=settings.events.heartbeat_interval_s,
             follows_events=bool(settings.router.events),
             foreign=ForeignTerms(
                 model_names=model_names(settings),
-                max_model_len=self._limits.max_model_len,
+                max_model_len=self.limits.max_model_len,
                 block_size=settings.kvcache.block_size,
                 canary_ids=tuple(text.encode_now([CANARY], special_tokens=False)[0]),
                 max_running_requests=settings.router.backend_max_requests,
-                api_key=self._api_key,
+                api_key=self.api_key,
             ),
         )
         service.start(asyncio.get_running_loop())
         return service
 
     async def _serve(self, server: RouterServer, service: RouterService, *, detached: bool) -> int:
-        host = self._settings.router.host
-        port = await server.start(host, self._settings.router.port)
-        scheme = "https" if self._settings.router.tls_cert_file else "http"
+        host = self.settings.router.host
+        port = await server.start(host, self.settings.router.port)
+        scheme = "https" if self.settings.router.tls_cert_file else "http"
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-        self._console.step("router", f"listening on {url}")
-        self._tell_members(service)
+        self.console.step("router", f"listening on {url}")
+        settings, most = self.settings, self.settings.router.backend_max_requests
+        seed, root = secrets.randbits(64), foreign_root(self.limits.name)
+        parity = own_parity(text_digests(self.model_dir), settings.kvcache, seed, BlockHash(root))
+        members = [describe(engine, parity, self.limits, max_running_requests=most) for engine in self.engines]
+        service.apply_membership(members, seed)
         if not await self._until_ready(service):
             return 0
         settle()
-        self._notebook.write(msgspec.structs.replace(self._note, phase="ready", url=url))
-        status = ClusterStatus(gangs=(), url=url, router_error=None, notices=(), router_urls=())
-        self._console.banner(status, self._settings, detached=detached)
+        self.registry.write(msgspec.structs.replace(self.entry, phase="ready", url=url))
+        status = ClusterStatus(replicas=(), url=url, router_error=None, notices=(), router_urls=())
+        self.console.banner(status, self.settings, detached=detached)
         while not self._stop.is_set():
             self._show(service)
             await self._pause(POLL_S * 10)
-        self._notebook.write(msgspec.structs.replace(self._note, phase="stopping"))
-        self._console.farewell("stopping")
+        self.registry.write(msgspec.structs.replace(self.entry, phase="stopping"))
+        self.console.farewell("stopping")
         return 0
 
-    def _tell_members(self, service: RouterService) -> None:
-        settings = self._settings
-        seed, root = secrets.randbits(64), foreign_root(self._limits.name)
-        parity = own_parity(text_digests(self._model_dir), settings.kvcache, seed, BlockHash(root))
-        most = settings.router.backend_max_requests
-        members = [describe(engine, parity, self._limits, max_running_requests=most) for engine in self._engines]
-        service.apply_membership(members, seed)
-
     async def _until_ready(self, service: RouterService) -> bool:
-        """Until one backend serves and its events are followed; False: told to stop. Raises StartFailed."""
+        """Wait until one server is ready and its events are followed; False: stopped meanwhile. Raises StartFailed."""
         while not self._stop.is_set():
             self._show(service)
             view = service.view()
-            if len(view.refused) == len(self._engines):
+            if len(view.refused) == len(self.engines):
                 raise StartFailed(view.refused[0].message)
             if any(replica.state == "serving" for replica in view.replicas) and service.exact():
                 return True
@@ -216,7 +202,7 @@ class Serving:
         view = service.view()
         refusals = {refused.replica_id: refused.message for refused in view.refused}
         for replica in view.replicas:
-            self._console.step(replica.replica_id, refusals.get(replica.replica_id) or _words(replica))
+            self.console.step(replica.replica_id, refusals.get(replica.replica_id) or _state(replica))
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -225,19 +211,17 @@ class Serving:
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
-            self._notebook.sweep(self._note.name)
+            self.registry.remove(self.entry.name)
             print("killed", file=sys.stderr)
             os._exit(130)
         self._stop.set()
 
 
-def _words(replica: ReplicaView) -> str:
+def _state(replica: ReplicaView) -> str:
     if replica.state == "joining":
-        return f"{replica.url} · {replica.trouble or 'being asked'}"
-    events = (
-        "" if replica.event_endpoints is None or not replica.event_endpoints.events else f" · events {replica.feed}"
-    )
-    return f"{replica.url} · {replica.state}{events}"
+        return f"{replica.url} · {replica.trouble or 'waiting for its answer'}"
+    publishes = replica.event_endpoints is not None and replica.event_endpoints.events
+    return f"{replica.url} · {replica.state}" + (f" · events {replica.feed}" if publishes else "")
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -246,5 +230,5 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelUnavailable(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise ModelUnavailable(f"{path} holds no JSON object")
+        raise ModelUnavailable(f"{path} is not a JSON object")
     return content

@@ -1,11 +1,10 @@
-"""What `homing serve` shows: progress while starting, a banner, and what happens afterwards. Words only.
+"""What `homing serve` prints: progress while starting, a banner, and later events.
 
-Writes to the stream it was given, so that the rest of the process (Ray prints to `sys.stdout`) can be silenced.
+Writes to the stream that it was given, as `sys.stdout` is silenced for Ray.
 """
 
 import contextlib
 import json
-import logging
 import shlex
 import shutil
 import sys
@@ -16,15 +15,14 @@ from typing import TextIO
 
 from ... import __version__
 from ..config import Settings, state_folder
-from ..control.control_messages import ClusterStatus, GangStatus, Notice
-from ..exposure import exposures
+from ..control.control_messages import ClusterStatus, Notice
+from ..preflight import exposures
 
 REQUEST = {"messages": [{"role": "user", "content": "Tell me a story about a fox."}], "temperature": 0}
-LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
 class Console:
-    """Lines for a person; one line per thing that changed."""
+    """Prints one line per change."""
 
     def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic, *, program: str = "homing") -> None:
         self._out = out
@@ -32,27 +30,26 @@ class Console:
         self._clock = clock
         self._began = clock()
         self._shown: dict[str, str] = {}
-        #: number of the last notice that was shown
-        self.last_notice = 0
+        self.last_notice = 0  #: number of the last notice that was printed
 
     def line(self, text: str = "") -> None:
-        """One line. Raises BrokenPipeError when its reader has gone."""
+        """Print a line. Raises BrokenPipeError when the reader has gone."""
         print(text, file=self._out, flush=True)
 
     def farewell(self, text: str) -> None:
-        """One line of taking down, which goes on where nobody is left to read it."""
+        """Print a line while shutting down, which continues when the reader has gone."""
         with contextlib.suppress(BrokenPipeError):
             self.line(text)
 
-    def step(self, who: str, what: str) -> None:
-        """Progress of one part, with the seconds since the start; silent when nothing changed."""
-        if self._shown.get(who) == what:
+    def step(self, part: str, state: str) -> None:
+        """Print the state of one part, with the seconds since the start, if it has changed."""
+        if self._shown.get(part) == state:
             return
-        self._shown[who] = what
-        self.line(f"  {self._clock() - self._began:5.1f} s  {who:<8} {what}")
+        self._shown[part] = state
+        self.line(f"  {self._clock() - self._began:5.1f} s  {part:<8} {state}")
 
     def opening(self, settings: Settings) -> None:
-        """What is about to be started, and what that opens to others."""
+        """What is about to be started, with warnings about what it exposes."""
         if not settings.models:
             self.line(f"homing {__version__} · model {settings.replica.model} · {_shape(settings)}")
         else:
@@ -63,20 +60,24 @@ class Console:
             self.line(f"  warning  {exposure}")
 
     def progress(self, status: ClusterStatus) -> None:
-        """Where every part stands."""
-        for gang in status.gangs:
-            self.step(gang.replica_id, _gang_words(gang))
+        """The state of every part."""
+        for replica in status.replicas:
+            if replica.phase == "ready":
+                state = f"ready · {replica.blocks} KV blocks · pid {', '.join(map(str, replica.pids))}"
+            else:
+                state = replica.reason or {"placing": "waiting for a place"}.get(replica.phase, replica.phase)
+            self.step(replica.replica_id, state)
         self.step("router", f"listening on {status.url}" if status.url else "starting")
 
     def happened(self, notices: tuple[Notice, ...]) -> None:
-        """What a running cluster reports, each once."""
+        """Print new notices of a running cluster."""
         for notice in notices:
             if notice.seq > self.last_notice:
                 self.last_notice = notice.seq
                 self.line(f"{time.strftime('%H:%M:%S')} {notice.level:<7} {notice.text}")
 
     def banner(self, status: ClusterStatus, settings: Settings, *, detached: bool) -> None:
-        """How to use what now runs."""
+        """Print how to use the cluster."""
         name = _address_flags(settings)
         body = json.dumps({"model": settings.each_model[0].served_name, **REQUEST})
         served = ", ".join(f"{each.served_name} on {_replicas(each)}" for each in settings.each_model)
@@ -104,12 +105,12 @@ class Console:
 
 
 def program() -> str:
-    """How a person at this prompt calls this very command: by its bare name only where the shell would find it."""
+    """How to call this command from this prompt: by its bare name only where the shell finds it."""
     return called(Path(sys.executable), shutil.which("homing"), Path.cwd())
 
 
 def called(interpreter: Path, found: str | None, here: Path) -> str:
-    """The words that run the `homing` of `interpreter` from the folder `here`; `found` is what the shell finds."""
+    """The command line of `interpreter`'s `homing`, from the folder `here`; `found`: the one on the PATH."""
     script = interpreter.with_name("homing")
     if not script.exists():
         return f"{shlex.quote(str(interpreter))} -m homing.cluster.cli.main"
@@ -119,7 +120,7 @@ def called(interpreter: Path, found: str | None, here: Path) -> str:
 
 
 def _address_flags(settings: Settings) -> str:
-    """What a command needs to find this cluster from another terminal, where no variable may be set."""
+    """Flags that select this cluster in another terminal, where no variable may be set."""
     name, folder = settings.cluster.name, state_folder(settings)
     name_flag = "" if name == "default" else f" --name {name}"
     return name_flag + (f" --state-dir {shlex.quote(str(folder))}" if settings.cluster.state_dir else "")
@@ -133,9 +134,3 @@ def _shape(settings: Settings) -> str:
 def _replicas(settings: Settings) -> str:
     backends = settings.router.backend
     return f"{len(backends.split(','))} backends" if backends else f"{settings.cluster.replicas} replicas"
-
-
-def _gang_words(gang: GangStatus) -> str:
-    if gang.phase == "ready":
-        return f"ready · {gang.blocks} KV blocks · pid {', '.join(map(str, gang.pids))}"
-    return gang.reason or {"placing": "waiting for a place"}.get(gang.phase, gang.phase)

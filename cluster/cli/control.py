@@ -1,12 +1,11 @@
-"""`homing scale`, `homing drain`, `homing update`: tell a running cluster's controller what is wanted, and follow it.
+"""`homing scale`, `homing drain`, `homing update`: send orders to a running cluster's controller and show what happens.
 
-The controller is asked over Ray, by name; so these commands work wherever the cluster was noted, on its machine. They
-decide nothing.
+The controller is called over Ray, by name, so these commands work on the machine whose registry lists the cluster.
 """
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ from ..control.control_messages import CONTROLLER, ClusterStatus, Failed, ModelS
 from ..errors import ClusterError, NoSuchModel, NoSuchReplica, NotRunning, StartFailed, UpdateAbandoned
 from ..model_source import find_model
 from ..preflight import check_bounds, check_folder
-from ..registry import Notebook
+from ..registry import ClusterRegistry
 from .console import Console
 
 POLL_S = 0.2
@@ -26,95 +25,105 @@ ANSWER_TIMEOUT_S = 60.0
 
 
 def scale(settings: Settings, out: TextIO, model: str | None, wanted: int, *, wait: bool) -> int:
-    """So many replicas of this model (None: the only one); returns when they serve.
+    """Change the number of replicas of this model (None: the only one); returns when they serve.
 
     Raises NotRunning, NoSuchModel and StartFailed.
     """
     with _visit(settings):
-        control = Control(out)
-        name = meant([each.name for each in control.status().models], model)
-        control.order("scale", name, wanted)
-        return control.follow([name], wait=wait, done=f"{wanted} replicas")
+        client = ControllerClient(out)
+        name = choose_model([each.name for each in client.status().models], model)
+        client.order("scale", name, wanted)
+        return client.follow([name], wait=wait, done=f"{wanted} replicas")
 
 
-def meant(names: Sequence[str], model: str | None) -> str:
-    """Which of the models that run is meant. Raises NoSuchModel."""
-    there = ", ".join(names)
+def choose_model(names: Sequence[str], model: str | None) -> str:
+    """`model`, or the only one that is served. Raises NoSuchModel."""
+    served = ", ".join(names)
     if model is None and len(names) > 1:
-        raise NoSuchModel(f"several models run here: {there}; say which, before the number")
+        raise NoSuchModel(f"several models are served: {served}; name one before the number")
     if model is not None and model not in names:
-        raise NoSuchModel(f"no model {model!r} runs here (there are: {there})")
+        raise NoSuchModel(f"no model {model!r} is served here (served: {served})")
     return model or names[0]
 
 
-def failed_since(before: ClusterStatus, status: ClusterStatus) -> str:
-    """What did not come up since then, though the controller tries it again; empty: nothing."""
-    known = {(gang.replica_id, gang.failures) for gang in before.gangs}
-    failed = [gang for gang in status.gangs if gang.failures and (gang.replica_id, gang.failures) not in known]
-    texts = (f"replica {gang.replica_id} could not start, and is tried again: {gang.last_error}" for gang in failed)
-    return next(texts, "")
-
-
 def drain(settings: Settings, out: TextIO, replica_id: str, *, replace: bool, wait: bool) -> int:
-    """End one replica in good order; returns when it is gone. Raises NotRunning and NoSuchReplica."""
+    """Drain one replica; returns when it has ended. Raises NotRunning and NoSuchReplica."""
     with _visit(settings):
-        control = Control(out)
-        models = {gang.model for gang in control.status().gangs if gang.replica_id == replica_id}
-        failed: Failed | None = control.ask("drain", replica_id, replace=replace)
+        client = ControllerClient(out)
+        models = {replica.model for replica in client.status().replicas if replica.replica_id == replica_id}
+        failed: Failed | None = client.ask("drain", replica_id, replace=replace)
         if failed is not None:
             raise NoSuchReplica(failed.message)
-        return control.follow(models, wait=wait, done=f"{replica_id} is drained")
+        return client.follow(models, wait=wait, done=f"{replica_id} is drained")
 
 
 @dataclass(slots=True, frozen=True)
-class Wish:
+class UpdateRequest:
     """What an update is to change."""
 
     flags: Mapping[str, str] = field(default_factory=dict)
     file: Path | None = None
-    remove: Sequence[str] = ()  #: models that are to be served no longer
-    restart: bool = False  #: also what stays as it is
+    remove: Sequence[str] = ()  #: models to stop serving
+    restart: bool = False  #: also replace replicas whose settings stay the same
 
 
-def update(settings: Settings, out: TextIO, wish: Wish, *, wait: bool) -> int:
-    """Replace replicas by ones with changed settings, start those of models that a file adds, and end models' last.
+def update(settings: Settings, out: TextIO, request: UpdateRequest, *, wait: bool) -> int:
+    """Replace replicas by ones with changed settings, start models that a file adds, and remove models.
 
     Raises NotRunning, SettingsError, NoSuchModel, StartFailed and UpdateAbandoned.
     """
     with _visit(settings):
-        control = Control(out)
-        orders = orders_of({model.name: model for model in control.ask("current")}, wish)
+        client = ControllerClient(out)
+        orders = update_orders({model.name: model for model in client.ask("current")}, request)
         if not orders:
-            print("nothing changes (every replica anew: --restart)", file=out)
+            print("nothing changes (to replace every replica: --restart)", file=out)
             return 0
-        for verb, about in orders:
-            control.order(verb, about)
-        names = [about if isinstance(about, str) else about.name for _, about in orders]
-        return control.follow(names, wait=wait, done="updated", given_up=_abandoned)
+        for verb, subject in orders:
+            client.order(verb, subject)
+        names = [subject if isinstance(subject, str) else subject.name for _, subject in orders]
+        return client.follow(names, wait=wait, done="updated", updating=True)
 
 
-def orders_of(running: Mapping[str, ModelSpec], wish: Wish) -> list[tuple[str, ModelSpec | str]]:
-    """What the controller is to be told: `remove`, `add` and `update`, with the name or the settings of a model.
+def update_orders(running: Mapping[str, ModelSpec], request: UpdateRequest) -> list[tuple[str, ModelSpec | str]]:
+    """The controller's orders: `remove`, `add` and `update`, with the name or the settings of a model.
 
-    Raises SettingsError and NoSuchModel.
+    Raises SettingsError, ModelUnavailable and NoSuchModel.
     """
-    removed = [meant(list(running), name) for name in wish.remove]
+    removed = [choose_model(list(running), name) for name in request.remove]
     staying = {name: spec.settings for name, spec in running.items() if name not in removed}
     if not staying:
         raise NoSuchModel(f"no model would be left of {', '.join(running)}: end the cluster with homing stop")
-    some = next(iter(running.values()))
-    added = [_added_spec(some, each) for each in added_settings(staying, wish.file).values()]
-    changed = [
-        _changed_spec(running[name], each)
-        for name, each in changed_settings(staying, wish.flags, wish.file).items()
-        if wish.restart or each != running[name].settings
-    ]
-    removals: list[tuple[str, ModelSpec | str]] = [("remove", name) for name in removed]
-    return removals + [("add", spec) for spec in added] + [("update", spec) for spec in changed]
+    orders: list[tuple[str, ModelSpec | str]] = [("remove", name) for name in removed]
+    template = next(iter(running.values()))
+    for added in added_settings(staying, request.file).values():
+        check_bounds(added, f"model {added.served_name}: ")
+        orders.append(("add", _with_settings(template, added)))
+    for name, changed in changed_settings(staying, request.flags, request.file).items():
+        if request.restart or changed != running[name].settings:
+            orders.append(("update", _with_settings(running[name], changed)))
+    return orders
 
 
-class Control:
-    """The controller, as long as Ray is visited."""
+def _with_settings(spec: ModelSpec, settings: Settings) -> ModelSpec:
+    """Raises ModelUnavailable and SettingsError."""
+    if settings.cluster.ray_address:  # each node finds the model by itself
+        return dataclasses.replace(spec, settings=settings, model_dir=None)
+    folder = find_model(settings.replica)
+    check_folder(folder, settings)
+    return dataclasses.replace(spec, settings=settings, model_dir=str(folder))
+
+
+def failed_since(before: ClusterStatus, status: ClusterStatus) -> str:
+    """Which replica has failed to start since then, though the controller will retry; empty: none."""
+    known = {(replica.replica_id, replica.failures) for replica in before.replicas}
+    for replica in status.replicas:
+        if replica.failures and (replica.replica_id, replica.failures) not in known:
+            return f"replica {replica.replica_id} could not start and will be retried: {replica.last_error}"
+    return ""
+
+
+class ControllerClient:
+    """Calls the controller while Ray is connected."""
 
     def __init__(self, out: TextIO) -> None:
         import ray
@@ -122,101 +131,67 @@ class Control:
         try:
             self._controller = ray.get_actor(CONTROLLER)
         except ValueError as error:
-            raise NotRunning("Ray knows no controller of this cluster: it is starting or ending") from error
+            raise NotRunning("the cluster has no controller in Ray: it is starting or ending") from error
         self._console = Console(out)
-        status = self.status()
-        self._console.last_notice = max((notice.seq for notice in status.notices), default=0)
-        self._before = status
+        self._before = self.status()
+        self._console.last_notice = max((notice.seq for notice in self._before.notices), default=0)
 
     def status(self) -> ClusterStatus:
-        """What the controller knows, with the notices that were not shown yet."""
+        """The controller's status, with the notices that were not printed yet."""
         status: ClusterStatus = self.ask("status", self._console.last_notice)
         return status
 
-    def ask(self, question: str, *words: object, **named: object) -> Any:
-        """The controller's answer. Raises ClusterError when none comes."""
+    def ask(self, question: str, *args: object, **kwargs: object) -> Any:
+        """Call a method of the controller. Raises ClusterError when it does not answer."""
         import ray
 
         try:
-            return ray.get(getattr(self._controller, question).remote(*words, **named), timeout=ANSWER_TIMEOUT_S)
+            return ray.get(getattr(self._controller, question).remote(*args, **kwargs), timeout=ANSWER_TIMEOUT_S)
         except ray.exceptions.RayError as error:
             raise ClusterError(f"the controller does not answer: {str(error).splitlines()[0]}") from error
 
-    def order(self, verb: str, *words: object) -> None:
-        """Have it done. Raises NoSuchModel when the controller knows better."""
-        failed: Failed | None = self.ask(verb, *words)
+    def order(self, verb: str, *args: object) -> None:
+        """Call a method that changes what is wanted. Raises NoSuchModel when the controller refuses."""
+        failed: Failed | None = self.ask(verb, *args)
         if failed is not None:
             raise NoSuchModel(failed.message)
 
-    def follow(
-        self,
-        models: Collection[str],
-        *,
-        wait: bool,
-        done: str,
-        given_up: Callable[[ClusterStatus], str] = lambda _: "",
-    ) -> int:
-        """Show what happens until everything of these models is as it is wanted, or an update is `given_up`.
+    def follow(self, models: Collection[str], *, wait: bool, done: str, updating: bool = False) -> int:
+        """Print what happens until these models are settled, or the update is abandoned when `updating`.
 
         Raises StartFailed and UpdateAbandoned.
         """
-        status = self._show(models)
-        while wait and not status.settled and not given_up(status):
-            time.sleep(POLL_S)
+        while True:
             status = self._show(models)
-            if failed := failed_since(self._before, status):
+            abandoned = next((model.abandoned for model in status.models if model.abandoned), "")
+            if updating and abandoned:
+                raise UpdateAbandoned(f"the update was abandoned, the previous replicas still serve: {abandoned}")
+            if wait and (failed := failed_since(self._before, status)):
                 raise StartFailed(failed)
-        if reason := given_up(status):
-            raise UpdateAbandoned(f"the update was given up, the replicas before it go on: {reason}")
-        self._console.line(f"{done}: {_serving(status)}" if wait else "told; homing status shows how it goes")
+            if not wait or status.settled:
+                break
+            time.sleep(POLL_S)
+        if not wait:
+            self._console.line("started; follow it with homing status")
+            return 0
+        names = sorted(replica.replica_id for replica in status.replicas if replica.phase == "ready")
+        self._console.line(f"{done}; serving: {', '.join(names) or 'no replica'}")
         return 0
 
     def _show(self, models: Collection[str]) -> ClusterStatus:
+        """Print new notices; returns the status of these models."""
         status = self.status()
         self._console.happened(status.notices)
-        return _of(models, status)
-
-
-def _of(models: Collection[str], status: ClusterStatus) -> ClusterStatus:
-    """What is said of these models."""
-    return dataclasses.replace(
-        status,
-        models=tuple(model for model in status.models if model.name in models),
-        gangs=tuple(gang for gang in status.gangs if gang.model in models),
-    )
-
-
-def _abandoned(status: ClusterStatus) -> str:
-    """Why an update was given up; empty: none was."""
-    return next((model.abandoned for model in status.models if model.abandoned), "")
+        return dataclasses.replace(
+            status,
+            models=tuple(model for model in status.models if model.name in models),
+            replicas=tuple(replica for replica in status.replicas if replica.model in models),
+        )
 
 
 def _visit(settings: Settings) -> AbstractContextManager[None]:
-    note = Notebook(state_folder(settings)).running(settings.cluster.name)
-    if note.ray_address is None:
-        raise NotRunning(f"cluster {note.name!r} is still starting, or has no replicas of its own (pid {note.pid})")
-    ours = note.run_dir is not None
-    return local_ray.visit(note.ray_address, note.name, ours=ours, token=ours or note.ray_token)
-
-
-def _changed_spec(running: ModelSpec, settings: Settings) -> ModelSpec:
-    """With these settings. Raises what `_checked_model` does."""
-    here = not settings.cluster.ray_address
-    return dataclasses.replace(running, settings=settings, model_dir=str(_checked_model(settings)) if here else None)
-
-
-def _added_spec(running: ModelSpec, settings: Settings) -> ModelSpec:
-    """Of a model beside one that runs. Raises what `_checked_model` and `check_bounds` do."""
-    check_bounds(settings, f"model {settings.served_name}: ")
-    return _changed_spec(running, settings)
-
-
-def _checked_model(settings: Settings) -> Path:
-    folder = find_model(settings.replica)
-    check_folder(folder, settings)
-    return folder
-
-
-def _serving(status: ClusterStatus) -> str:
-    names = sorted(gang.replica_id for gang in status.gangs if gang.phase == "ready")
-    return f"serving are {', '.join(names)}" if names else "nothing serves"
+    entry = ClusterRegistry(state_folder(settings)).running(settings.cluster.name)
+    if entry.ray_address is None:
+        raise NotRunning(f"cluster {entry.name!r} is still starting, or has no replicas of its own (pid {entry.pid})")
+    ours = entry.run_dir is not None
+    return local_ray.visit(entry.ray_address, entry.name, ours=ours, token=ours or entry.ray_token)

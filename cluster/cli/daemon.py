@@ -1,8 +1,10 @@
-"""`homing serve --detach`: the same command again as a process of its own, and a wait until it serves.
+"""`homing serve --detach` and `homing stop`: a cluster in the background, and its end.
 
-Shows the daemon's own progress while waiting, so that a failure reads as it would in the foreground.
+`--detach` runs the same command as a process of its own and shows its output until it serves, so that a failure reads
+as it would in the foreground.
 """
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -10,49 +12,48 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+import psutil
+
 from ..config import Settings, state_folder
-from ..errors import AlreadyRunning
-from ..registry import Notebook
+from ..errors import AlreadyRunning, StopFailed
+from ..registry import ClusterRegistry, describe_running, wait_gone
 
 POLL_S = 0.1
+#: Beyond the time that the serving process allows itself for an orderly end.
+GRACE_S = 15.0
 
 
 def detach(settings: Settings, words: Sequence[str], out: TextIO) -> int:
-    """Start `homing` with these words in the background; returns 0 once it serves, else what it ended with."""
-    notebook = Notebook(state_folder(settings))
-    name = settings.cluster.name
-    notebook.make_folder()
-    note = notebook.read(name)
-    if note is not None and note.process() is not None:
-        raise AlreadyRunning(f"cluster {name!r} is running already (pid {note.pid}); end it with homing stop")
-    log = notebook.log_path(name)
-    daemon = _spawn(words, log)
+    """Start `homing` with these words in the background; returns 0 once it serves, else its exit code."""
+    registry, name = ClusterRegistry(state_folder(settings)), settings.cluster.name
+    registry.make_folder()
+    entry = registry.read(name)
+    if entry is not None and entry.process() is not None:
+        raise AlreadyRunning(f"cluster {name!r} is running already (pid {entry.pid}); end it with homing stop")
+    log = registry.log_path(name)
+    # -P: a file in the current folder must not replace a module of the daemon's.
+    command = [sys.executable, "-P", "-m", "homing.cluster.cli.main", *words, "--background"]
+    with log.open("wb") as output:
+        log.chmod(0o600)
+        daemon = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
-        return _follow(daemon, notebook, name, log, out)
+        return _follow(daemon, registry, name, log, out)
     except KeyboardInterrupt:
         daemon.terminate()
         daemon.wait()
         raise
 
 
-def _spawn(words: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
-    # -P: a file in the current folder must not stand in for a module of the daemon's.
-    command = [sys.executable, "-P", "-m", "homing.cluster.cli.main", *words, "--background"]
-    with log.open("wb") as output:
-        log.chmod(0o600)
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-
-
-def _follow(daemon: "subprocess.Popen[bytes]", notebook: Notebook, name: str, log: Path, out: TextIO) -> int:
+def _follow(daemon: "subprocess.Popen[bytes]", registry: ClusterRegistry, name: str, log: Path, out: TextIO) -> int:
     with log.open() as lines:
         while True:
             code = daemon.poll()
-            note = notebook.read(name)
-            ready = note is not None and note.pid == daemon.pid and note.phase == "ready"
+            entry = registry.read(name)
+            ready = entry is not None and entry.pid == daemon.pid and entry.phase == "ready"
             if ready or code is not None:
-                time.sleep(POLL_S)  # the banner follows the note
+                time.sleep(POLL_S)  # the banner follows the registry entry
             print(lines.read(), end="", file=out, flush=True)
             if ready:
                 print(f"running in the background, pid {daemon.pid}; its output goes to {log}", file=out)
@@ -61,3 +62,39 @@ def _follow(daemon: "subprocess.Popen[bytes]", notebook: Notebook, name: str, lo
             if code is not None:
                 return code or 1
             time.sleep(POLL_S)
+
+
+def stop(settings: Settings, out: TextIO, *, force: bool) -> int:
+    """End the cluster of this name. Raises NotRunning, or StopFailed when it does not end in time."""
+    registry, name = ClusterRegistry(state_folder(settings)), settings.cluster.name
+    entry = registry.running(name)
+    began = time.monotonic()
+    # A second signal would kill it at once, so one that is stopping already is only waited for.
+    timeout_s, ask = settings.cluster.stop_timeout_s + GRACE_S, entry.phase != "stopping"
+    process = entry.process()
+    alive = _end(process, timeout_s, ask=ask, force=force) if process else []
+    if alive:
+        pids = ", ".join(str(left.pid) for left in alive)
+        raise StopFailed(f"cluster {name!r} did not end in time (pids {pids}); kill it with homing stop --force")
+    registry.remove(name)
+    print(f"stopped {name} (pid {entry.pid}) in {time.monotonic() - began:.1f} s", file=out)
+    if others := registry.others(name):
+        print(f"still running: {describe_running(others)}", file=out)
+    return 0
+
+
+def _end(process: psutil.Process, timeout_s: float, *, ask: bool, force: bool) -> list[psutil.Process]:
+    """End a process and all below it; returns those that are left."""
+    try:
+        family = [process, *process.children(recursive=True)]
+        if ask:
+            process.terminate()
+    except psutil.NoSuchProcess:
+        return []
+    alive = wait_gone(family, timeout_s)
+    if not alive or not force:
+        return alive
+    for left in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left.kill()
+    return wait_gone(alive, 5)

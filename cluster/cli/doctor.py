@@ -1,10 +1,10 @@
 """`homing doctor`: what would keep a cluster from starting or serving here, each finding with its remedy.
 
-The checks are pure: the machine (host.py), the settings and what a running cluster says come in. The command looks,
-and changes nothing. Exit code 1 when anything is wrong, 0 for warnings alone.
+The checks are pure: they judge the machine (host.py), the settings and the state of a running cluster. Nothing is
+changed. Exit code 1 for errors, 0 for warnings alone.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -18,26 +18,23 @@ from ...replica.errors import StartupError
 from ...replica.load.preflight import weight_bytes
 from ..config import Settings, state_folder
 from ..errors import ClusterError, NotRunning
-from ..exposure import exposures
-from ..host import Host, look
+from ..host import DiskInfo, MachineInfo, inspect_machine
 from ..model_source import DEMO, find_model
-from ..preflight import check_folder, check_front
-from ..registry import Note, Notebook
+from ..preflight import check_folder, check_front, check_keys, exposures, with_api_keys
+from ..registry import ClusterRegistry, RegistryEntry
 from .client import get_json
-from .keys import check_keys
-from .serve import with_api_keys
 
 GIB = 1 << 30
 MIB = 1 << 20
 #: Not measured: what one log, one run folder and one small model need.
 DISK_ERROR_BYTES, DISK_WARNING_BYTES = GIB // 4, 5 * GIB
-#: Of Ray's object store, which is the least that it takes.
+#: Ray's object store; the smallest that it accepts.
 SHARED_MEMORY_BYTES = 80 * MIB
 #: Two for each client and some for each replica; Ray's own processes take thousands.
 OPEN_FILES = 4096
-#: KV memory of a rank on CPU when no setting says otherwise (docs/settings.md, `kv_cache_bytes`).
+#: Default KV memory of a rank on CPU (docs/settings.md, `kv_cache_bytes`).
 CPU_KV_BYTES = 512 * MIB
-SEE_STATUS = "homing status shows what each waits for"
+SEE_STATUS = "homing status shows what each replica waits for"
 SIGNS = {"ok": "ok", "warning": "!", "error": "✗"}
 
 Level = Literal["ok", "warning", "error"]
@@ -45,7 +42,7 @@ Level = Literal["ok", "warning", "error"]
 
 @dataclass(slots=True, frozen=True)
 class Finding:
-    """What one check found."""
+    """The result of one check."""
 
     check: str
     level: Level
@@ -54,10 +51,10 @@ class Finding:
 
 
 def doctor(settings: Settings, out: TextIO, *, as_json: bool) -> int:
-    """Look at machine, settings and running cluster; returns the exit code."""
-    note = _running(settings)
-    host = look(_folders(settings))
-    findings = [*examine_host(host, settings), *examine_settings(settings, note), *_examine_cluster(note)]
+    """Check machine, settings and running cluster; returns the exit code."""
+    entry = _running(settings)
+    host = inspect_machine(_folders(settings))
+    findings = [*examine_host(host, settings), *examine_settings(settings, entry), *_examine_cluster(entry)]
     if as_json:
         out.write(msgspec.json.format(msgspec.json.encode(findings)).decode() + "\n")
     else:
@@ -78,66 +75,54 @@ def render(findings: Iterable[Finding]) -> str:
 # The machine
 
 
-def examine_host(host: Host, settings: Settings) -> list[Finding]:
+def examine_host(host: MachineInfo, settings: Settings) -> list[Finding]:
     """What the machine lacks for these settings."""
-    checks: tuple[Callable[[Host, Settings], Finding], ...] = (
-        _versions,
-        _gpus,
-        _memory,
-        _shared_memory,
-        _files,
-        _clock,
-        _token,
-    )
-    return [*(check(host, settings) for check in checks), *_disks(host)]
+    checks = (_versions, _gpus, _memory, _shared_memory, _files, _clock, _token)
+    return [*(check(host, settings) for check in checks), *map(_disk, host.disks)]
 
 
-def _versions(host: Host, settings: Settings) -> Finding:  # noqa: ARG001 - all checks are called alike
-    missing = [name for name, version in host.packages.items() if version is None]
+def _versions(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG001 - all checks are called alike
+    python = ".".join(map(str, host.python))
     if host.python < (3, 11):
-        words = ".".join(map(str, host.python))
-        return Finding("environment", "error", f"Python {words} is too old", "use Python 3.11 or newer")
-    if missing:
-        return Finding(
-            "environment", "error", f"not installed: {', '.join(missing)}", "pip install homing, or make setup"
-        )
+        return Finding("environment", "error", f"Python {python} is too old", "use Python 3.11 or newer")
+    if missing := [name for name, version in host.packages.items() if version is None]:
+        remedy = "pip install homing, or make setup"
+        return Finding("environment", "error", f"not installed: {', '.join(missing)}", remedy)
     versions = ", ".join(f"{name} {host.packages[name]}" for name in ("ray", "torch", "transformers"))
-    return Finding("environment", "ok", f"Python {host.python[0]}.{host.python[1]}, {versions}")
+    return Finding("environment", "ok", f"Python {python}, {versions}")
 
 
-def _gpus(host: Host, settings: Settings) -> Finding:
-    cluster, ranks = settings.cluster, sum(each.ranks for each in settings.each_model)
-    wanted = sum(each.ranks * each.cluster.gpus_per_rank for each in settings.each_model)
+def _gpus(host: MachineInfo, settings: Settings) -> Finding:
+    ranks = sum(each.ranks for each in settings.each_model)
+    needed = sum(each.ranks * each.cluster.gpus_per_rank for each in settings.each_model)
     if host.gpus_seen and not host.gpus_usable:
-        message = f"the driver sees {host.gpus_seen} GPUs, torch none"
-        return Finding(
-            "gpus", "error", message, "install a CUDA build of torch, and a driver that is new enough for it"
-        )
-    if not cluster.ray_address and wanted > host.gpus_usable:
-        message = f"{ranks} ranks want {wanted:g} GPUs, here are {host.gpus_usable}"
+        message = f"the driver reports {host.gpus_seen} GPUs, torch none"
+        return Finding("gpus", "error", message, "install a CUDA build of torch and a driver that is new enough for it")
+    if not settings.cluster.ray_address and needed > host.gpus_usable:
+        message = f"{ranks} ranks need {needed:g} GPUs, this machine has {host.gpus_usable}"
         return Finding("gpus", "error", message, "lower --replicas, --tensor-parallel-size or --gpus-per-rank")
-    if host.gpus_usable and not wanted:
-        message = f"{host.gpus_usable} GPUs are here, and ranks reserve none"
+    if host.gpus_usable and not needed:
+        message = f"this machine has {host.gpus_usable} GPUs, and ranks reserve none"
         return Finding("gpus", "warning", message, "serve with --gpus-per-rank 1")
-    return Finding("gpus", "ok", f"{host.gpus_usable} usable, {wanted:g} wanted")
+    return Finding("gpus", "ok", f"{host.gpus_usable} usable, {needed:g} needed")
 
 
-def _memory(host: Host, settings: Settings) -> Finding:
+def _memory(host: MachineInfo, settings: Settings) -> Finding:
     on_cpu = [each for each in settings.each_model if not each.cluster.gpus_per_rank]
     if settings.cluster.ray_address or not on_cpu:
         return Finding("memory", "ok", f"{host.memory_bytes / GIB:.1f} GiB available here")
     ranks = sum(each.ranks for each in on_cpu)
     kv = sum(each.ranks * _kv_bytes(each.kvcache) for each in on_cpu)
     weights = sum(each.ranks * _weight_bytes(each.replica) for each in on_cpu)
-    wanted = f"{kv / GIB:.1f} GiB for KV and {weights / GIB:.1f} for weights"
-    message = f"{ranks} ranks want {wanted}, {host.memory_bytes / GIB:.1f} GiB are available"
+    needed = f"{kv / GIB:.1f} GiB for KV and {weights / GIB:.1f} for weights"
+    message = f"{ranks} ranks need {needed}, {host.memory_bytes / GIB:.1f} GiB are available"
     if kv + weights > host.memory_bytes:
-        return Finding("memory", "error", message, "lower --kv-cache-bytes or --replicas, or take --dtype bfloat16")
+        return Finding("memory", "error", message, "lower --kv-cache-bytes or --replicas, or use --dtype bfloat16")
     return Finding("memory", "ok", message)
 
 
 def _weight_bytes(replica: ReplicaSettings) -> int:
-    """0 where that is not known yet: a model of the hub, or a folder that `_model` finds fault with."""
+    """0 where it is not known: a model of the hub, or a damaged folder, which `_model` reports."""
     folder = demo_model_path() if replica.model == DEMO else Path(replica.model).expanduser()
     try:
         return weight_bytes(folder, replica)
@@ -149,155 +134,149 @@ def _kv_bytes(cache: KvCacheSettings) -> int:
     return 0 if cache.num_kv_blocks else cache.kv_cache_bytes or CPU_KV_BYTES
 
 
-def _shared_memory(host: Host, settings: Settings) -> Finding:  # noqa: ARG001
+def _shared_memory(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG001
     size = host.shared_memory_bytes
     if size is None or size < SHARED_MEMORY_BYTES:
         there = "there is no /dev/shm" if size is None else f"/dev/shm has {size / MIB:.0f} MiB"
-        message = f"{there}; Ray wants {SHARED_MEMORY_BYTES / MIB:.0f} MiB and falls back to disk"
+        message = f"{there}; Ray needs {SHARED_MEMORY_BYTES / MIB:.0f} MiB, otherwise it uses the disk"
         return Finding("shared memory", "warning", message, "in a container: --shm-size=1g")
     return Finding("shared memory", "ok", f"/dev/shm has {size / MIB:.0f} MiB")
 
 
-def _files(host: Host, settings: Settings) -> Finding:  # noqa: ARG001
+def _files(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG001
     if 0 <= host.open_files < OPEN_FILES:
-        message = f"a process may open {host.open_files} files: many clients would be turned away"
+        message = f"a process may open {host.open_files} files: many clients would be refused"
         return Finding("file limits", "warning", message, "ulimit -n 65536, or LimitNOFILE= of the service")
     return Finding("file limits", "ok", f"{host.open_files} open files")
 
 
-def _clock(host: Host, settings: Settings) -> Finding:  # noqa: ARG001
+def _clock(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG001
     if host.clock_synchronized is None:
-        return Finding("clock", "ok", "the kernel does not tell whether it is synchronised")
+        return Finding("clock", "ok", "the kernel does not report whether it is synchronised")
     if not host.clock_synchronized:
-        message = (
-            "the kernel says that the clock is not synchronised: certificates and logs of several nodes may not fit"
-        )
+        message = "the clock is not synchronised: certificates may fail and logs of several nodes may not match"
         return Finding("clock", "warning", message, "run chrony or systemd-timesyncd on every node")
     return Finding("clock", "ok", "synchronised")
 
 
-def _token(host: Host, settings: Settings) -> Finding:
+def _token(host: MachineInfo, settings: Settings) -> Finding:
+    if host.token_mode is None and settings.cluster.ray_address:
+        remedy = "copy ~/.ray/auth_token of the head here, or set RAY_AUTH_TOKEN_PATH"
+        return Finding("auth", "warning", "Ray has no token here", remedy)
     if host.token_mode is None:
-        joined = bool(settings.cluster.ray_address)
-        words = "Ray has no token here" + ("" if joined else "; a local cluster makes one")
-        remedy = "bring ~/.ray/auth_token of the head here, or say where it is: RAY_AUTH_TOKEN_PATH" if joined else ""
-        return Finding("auth", "warning" if joined else "ok", words, remedy)
+        return Finding("auth", "ok", "Ray has no token here; a local cluster creates one")
     if host.token_mode & 0o077:
-        message = f"others on this machine may read Ray's token (mode {host.token_mode:o}): with it they can run code"
+        message = f"other users can read Ray's token (mode {host.token_mode:o}): with it they can run code"
         return Finding("auth", "warning", message, "chmod 600 ~/.ray/auth_token")
-    return Finding("auth", "ok", "Ray's token is there, and only yours to read")
+    return Finding("auth", "ok", "Ray's token exists, and only its owner can read it")
 
 
-def _disks(host: Host) -> list[Finding]:
-    findings = []
-    for disk in host.disks:
-        message = f"{disk.free_bytes / GIB:.1f} GiB free for {disk.use} in {disk.folder}"
-        level: Level = "ok"
-        if disk.free_bytes < DISK_WARNING_BYTES:
-            level = "error" if disk.free_bytes < DISK_ERROR_BYTES else "warning"
-        findings.append(Finding("disk", level, message, "" if level == "ok" else f"make room in {disk.folder}"))
-    return findings
+def _disk(disk: DiskInfo) -> Finding:
+    message = f"{disk.free_bytes / GIB:.1f} GiB free for {disk.use} in {disk.folder}"
+    if disk.free_bytes >= DISK_WARNING_BYTES:
+        return Finding("disk", "ok", message)
+    level: Level = "error" if disk.free_bytes < DISK_ERROR_BYTES else "warning"
+    return Finding("disk", level, message, f"free space in {disk.folder}")
 
 
 # The settings
 
 
-def examine_settings(settings: Settings, note: Note | None) -> list[Finding]:
-    """What would be refused before anything is started. `note`: of the cluster that runs under this name."""
-    return [_port(settings, note), *(_model(each) for each in settings.each_model), _doors(settings)]
+def examine_settings(settings: Settings, entry: RegistryEntry | None) -> list[Finding]:
+    """What `homing serve` would refuse. `entry`: of the cluster that runs under this name."""
+    return [_port(settings, entry), *map(_model, settings.each_model), _access(settings)]
 
 
-def _port(settings: Settings, note: Note | None) -> Finding:
+def _port(settings: Settings, entry: RegistryEntry | None) -> Finding:
     router = settings.router
-    if note is not None:
-        return Finding("ports", "ok", f"cluster {note.name} listens on {note.url or note.phase}")
+    if entry is not None:
+        return Finding("ports", "ok", f"cluster {entry.name} listens on {entry.url or entry.phase}")
     try:
         check_front(router)
     except ClusterError as error:
-        return _refused("ports", error, "choose another --port or --host, or mend what is named")
+        return _refused("ports", error, "choose another --port or --host, or correct the setting")
     return Finding("ports", "ok", f"{router.host}:{router.port} is free")
 
 
 def _model(settings: Settings) -> Finding:
     if settings.cluster.ray_address and not Path(settings.replica.model).expanduser().is_dir():
-        return Finding("model", "ok", "every node of the joined cluster finds it by itself")
+        return Finding("model", "ok", "each node of the joined cluster finds it by itself")
     try:
         folder = find_model(settings.replica)
         check_folder(folder, settings)
     except ClusterError as error:
-        return _refused("model", error, "give a whole model folder, or a name on the Hugging Face hub")
-    return Finding("model", "ok", f"weights and tokenizer of {settings.replica.model} are whole")
+        return _refused("model", error, "give a complete model folder, or a name on the Hugging Face hub")
+    return Finding("model", "ok", f"weights and tokenizer of {settings.replica.model} are complete")
 
 
-def _doors(settings: Settings) -> Finding:
+def _access(settings: Settings) -> Finding:
     router = settings.router
     try:
         with_api_keys(settings)
         check_keys(settings.events)
     except ClusterError as error:
-        return _refused("keys", error, "mend the file that is named: docs/api.md, docs/events.md")
+        return _refused("keys", error, "correct the file: docs/api.md, docs/events.md")
     if opened := exposures(settings):
         message, _, remedy = opened[0].partition(": ")
         return Finding("keys", "warning", message, remedy)
-    return Finding("keys", "ok", "listed API keys may ask" if router.api_keys_file else "loopback only")
+    return Finding("keys", "ok", "API keys are required" if router.api_keys_file else "loopback only")
 
 
 def _refused(check: str, error: ClusterError, remedy: str) -> Finding:
-    """Messages of early refusals mostly end in their remedy; `remedy` is for those that do not."""
-    words, _, told = str(error).rpartition("; ")
-    return Finding(check, "error", words or told, told if words else remedy)
+    """Most messages end with their remedy; `remedy` is for those that do not."""
+    message, _, own_remedy = str(error).rpartition("; ")
+    return Finding(check, "error", message or own_remedy, own_remedy if message else remedy)
 
 
 # A running cluster
 
 
 def examine_view(view: Mapping[str, Any]) -> list[Finding]:
-    """What /cluster tells of replicas that do not serve as they should."""
+    """What /cluster reports about replicas that do not serve as they should."""
     findings = []
     for row in view["refused"]:
         message = f"{row['replica_id']}: {row['message']}"
         findings.append(Finding("parity", "error", message, "give router and replicas the same model folder"))
     for row in view["absent"]:
         message = f"{row['replica_id']} does not serve: {row['reason']}"
-        findings.append(Finding("replicas", "error", message, "homing status shows since when"))
+        findings.append(Finding("replicas", "error", message, SEE_STATUS))
     for row in view["replicas"]:
         if row["state"] == "silent" or row["feed"] == "stale":
             message = f"{row['replica_id']} is {row['state']}, its events are {row['feed']}"
-            findings.append(Finding("replicas", "warning", message, f"look at its node {row['node']}"))
+            findings.append(Finding("replicas", "warning", message, f"check its node {row['node']}"))
     if not view["refused"]:
         findings.append(Finding("parity", "ok", "tokenizer, template, block size and hashes agree"))
     if not view["models"]:
-        findings.append(Finding("replicas", "error", "none serves", SEE_STATUS))
-    return [*findings, *(_served(model) for model in view["models"])]
+        findings.append(Finding("replicas", "error", "no replica serves", SEE_STATUS))
+    for model in view["models"]:
+        if model["serving"]:
+            findings.append(Finding("replicas", "ok", f"{model['serving']} serve {model['name']}"))
+        else:
+            findings.append(Finding("replicas", "error", f"no replica serves {model['name']}", SEE_STATUS))
+    return findings
 
 
-def _served(model: Mapping[str, Any]) -> Finding:
-    if not model["serving"]:
-        return Finding("replicas", "error", f"none serves {model['name']}", SEE_STATUS)
-    return Finding("replicas", "ok", f"{model['serving']} serve {model['name']}")
-
-
-def _examine_cluster(note: Note | None) -> list[Finding]:
-    if note is None:
-        return [Finding("cluster", "ok", "none runs under this name")]
-    if note.url is None:
-        return [Finding("cluster", "ok", f"{note.name} is {note.phase} (pid {note.pid})")]
+def _examine_cluster(entry: RegistryEntry | None) -> list[Finding]:
+    if entry is None:
+        return [Finding("cluster", "ok", "no cluster of this name is running")]
+    if entry.url is None:
+        return [Finding("cluster", "ok", f"{entry.name} is {entry.phase} (pid {entry.pid})")]
     try:
-        return examine_view(get_json(f"{note.url}/cluster"))
+        return examine_view(get_json(f"{entry.url}/cluster"))
     except ClusterError as error:
-        return [Finding("cluster", "error", str(error), f"look into its output: {note.log or 'where it was started'}")]
+        return [Finding("cluster", "error", str(error), f"see its output: {entry.log or 'in its terminal'}")]
 
 
-def _running(settings: Settings) -> Note | None:
+def _running(settings: Settings) -> RegistryEntry | None:
     try:
-        return Notebook(state_folder(settings)).running(settings.cluster.name)
+        return ClusterRegistry(state_folder(settings)).running(settings.cluster.name)
     except NotRunning:
         return None
 
 
 def _folders(settings: Settings) -> dict[str, Path]:
     base = Path("/tmp") if Path("/tmp").is_dir() else Path.cwd()
-    folders = {"notes and logs": state_folder(settings), "sockets and Ray's logs": base}
+    folders = {"registry and logs": state_folder(settings), "sockets and Ray's logs": base}
     if all(each.replica.model == DEMO for each in settings.each_model):
         return folders
     # Imported here: the hub's client takes a while and only this path needs it.

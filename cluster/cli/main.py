@@ -1,6 +1,6 @@
-"""The command line: words in, one call out. Flags of settings are derived from `config.SETTINGS`.
+"""The command line. Flags of settings are derived from `config.SETTINGS`.
 
-Exit codes: 0 done, 1 it failed, 2 the command or its settings are wrong.
+Exit codes: 0 done, 1 failed, 2 the command or its settings are wrong.
 """
 
 import argparse
@@ -17,17 +17,16 @@ from ...kvcache.eviction import EvictionName
 from ..config import ROOMS, SETTINGS, Setting, Settings, load_settings, nearest
 from ..errors import ClusterError, SettingsError
 
-DESCRIPTION = "Serve a language model on many replicas; requests find their way to the one that holds their prefix."
+DESCRIPTION = "Serve a language model on many replicas, and send each request to the one that has its prefix in cache."
 EPILOG = "Settings are flags, HOMING_* variables and keys of the file given by --config: docs/settings.md."
-#: What a command that only asks needs to find the cluster.
+#: Settings by which a command finds a running cluster.
 LOOKUP = ("name", "state_dir")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose mistakes are ours: one line, with the nearest spelling."""
+    """An argparse parser that raises SettingsError."""
 
     def error(self, message: str) -> NoReturn:
-        """Any mistake in the command."""
         raise SettingsError(f"{message} (see: {self.prog} --help)")
 
     def flags(self) -> list[str]:
@@ -36,25 +35,27 @@ class Parser(argparse.ArgumentParser):
 
 
 class JoinAction(argparse.Action):
-    """A flag that may be given again adds to its list."""
+    """Joins the values of a repeated flag by commas."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:  # noqa: ARG002
-        """See argparse."""
         before = getattr(namespace, self.dest)
         setattr(namespace, self.dest, values if before is None else f"{before},{values}")
 
 
+#: The names and the options of a call of `add_argument`.
+Argument = tuple[tuple[str, ...], dict[str, Any]]
+
+
 @dataclass(slots=True, frozen=True)
 class Command:
-    """One word after `homing`."""
-
     summary: str
-    arguments: Callable[[Parser], None]
-    run: Callable[[argparse.Namespace, TextIO], int]  #: imports what it needs: a command line must start at once
+    run: Callable[[argparse.Namespace, TextIO], int]  #: imports what it needs, so that the command line starts fast
+    arguments: Sequence[Argument]
+    all_settings: bool = False  #: accepts every setting as a flag
 
 
 def build_parser() -> tuple[Parser, dict[str, Parser]]:
-    """The parser and those of the commands."""
+    """The parser, and the parsers of the commands."""
     parser = Parser(prog="homing", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"homing {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
@@ -62,15 +63,19 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     for name, command in COMMANDS.items():
         description = command.summary.capitalize() + "."
         built[name] = commands.add_parser(name, help=command.summary, description=description, allow_abbrev=False)
-        command.arguments(built[name])
+        for names, options in command.arguments:
+            built[name].add_argument(*names, **options)
+        for room in ROOMS if command.all_settings else ():
+            group = built[name].add_argument_group(f"{room} settings")
+            for setting in SETTINGS.values():
+                if setting.room == room:
+                    names, options = _setting(setting)
+                    group.add_argument(*names, **options)
     return parser, built
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The command and its arguments, and as `words` all of them as given.
-
-    Raises SettingsError; `--help` and `--version` exit.
-    """
+    """The command, its arguments, and all words as given. Raises SettingsError; `--help` and `--version` exit."""
     parser, commands = build_parser()
     if words and not words[0].startswith("-") and words[0] not in commands:
         raise SettingsError(f"no command {words[0]!r}{nearest(words[0], commands)} (see: homing --help)")
@@ -85,12 +90,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def given_flags(arguments: argparse.Namespace) -> dict[str, str]:
-    """Flags of settings, and the model where it has a place of its own, as text by setting."""
+    """Settings given as flags, or as the MODEL argument, as text by name."""
     given = {name: value for name, value in vars(arguments).items() if name in SETTINGS and value is not None}
     flags = {name: str(value) for name, value in given.items()}
     if model := getattr(arguments, "model_argument", None):
         if "model" in flags:
-            raise SettingsError(f"the model is named twice: {model} and --model {flags['model']}")
+            raise SettingsError(f"the model is given twice: {model} and --model {flags['model']}")
         flags["model"] = model
     return flags
 
@@ -103,7 +108,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
 
 def run(words: Sequence[str], out: TextIO) -> int:
-    """Carry out one command; returns the exit code. Raises ClusterError."""
+    """Run one command; returns the exit code. Raises ClusterError."""
     arguments = parse(words)
     if arguments.command is None:
         build_parser()[0].print_help(out)
@@ -119,7 +124,7 @@ def main() -> int:
         print(f"homing: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        # The reader of our output went away (`homing watch | head`); flushing stdout at exit must not complain of it.
+        # The reader of our output has gone (`homing watch | head`); flushing stdout at exit must not fail, too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -158,25 +163,25 @@ def _explain(arguments: argparse.Namespace, out: TextIO) -> int:
 def _simulate(arguments: argparse.Namespace, out: TextIO) -> int:
     from ..lab.simulate.command import order_of, simulate
 
-    # The other flags, such as --replicas, are those of the modelled cluster.
+    # The other flags, such as --replicas, belong to the simulated cluster.
     settings = settings_of(argparse.Namespace(model=arguments.model, config=arguments.config))
     return simulate(order_of(vars(arguments)), settings, out, sys.stderr)
 
 
 def _watch(arguments: argparse.Namespace, out: TextIO) -> int:
-    from .watch import Viewing, replay, wanted, watch
+    from .watch import EventFilter, WatchOptions, replay, watch
 
     if arguments.rates is not None and not 0 < arguments.rates < math.inf:
         raise SettingsError(f"--rates {arguments.rates:g}: give seconds above 0")
-    viewing = Viewing(
-        wanted=wanted(arguments.replica or (), arguments.event or (), arguments.hash or ""),
+    options = WatchOptions(
+        shown=EventFilter.of(arguments.replica or (), arguments.event or (), arguments.hash or ""),
         as_json=arguments.json,
         rates_s=arguments.rates,
         record=Path(arguments.record) if arguments.record else None,
     )
     if arguments.replay:
-        return replay(Path(arguments.replay), out, viewing)
-    return watch(settings_of(arguments), out, viewing, url=arguments.url)
+        return replay(Path(arguments.replay), out, options)
+    return watch(settings_of(arguments), out, options, url=arguments.url)
 
 
 def _scale(arguments: argparse.Namespace, out: TextIO) -> int:
@@ -192,19 +197,19 @@ def _drain(arguments: argparse.Namespace, out: TextIO) -> int:
 
 
 def _update(arguments: argparse.Namespace, out: TextIO) -> int:
-    from .control import Wish, update
+    from .control import UpdateRequest, update
 
-    wish = Wish(
+    request = UpdateRequest(
         flags={name: value for name, value in given_flags(arguments).items() if name not in LOOKUP},
         file=Path(arguments.config) if arguments.config else None,
         remove=arguments.remove,
         restart=arguments.restart,
     )
-    return update(_lookup(arguments), out, wish, wait=arguments.wait)
+    return update(_lookup(arguments), out, request, wait=arguments.wait)
 
 
 def _lookup(arguments: argparse.Namespace) -> Settings:
-    """What finds the cluster that a command is for; its own file is of settings to change."""
+    """Settings that find the cluster; the command's other settings and its file are changes."""
     return settings_of(argparse.Namespace(**{name: getattr(arguments, name) for name in LOOKUP}))
 
 
@@ -215,7 +220,7 @@ def _doctor(arguments: argparse.Namespace, out: TextIO) -> int:
 
 
 def _stop(arguments: argparse.Namespace, out: TextIO) -> int:
-    from .stop import stop
+    from .daemon import stop
 
     return stop(settings_of(arguments), out, force=arguments.force)
 
@@ -238,253 +243,206 @@ def _version(_: argparse.Namespace, out: TextIO) -> int:
     return 0
 
 
-def _serve_arguments(parser: Parser) -> None:
-    parser.add_argument(
-        "model_argument",
-        metavar="MODEL",
-        nargs="?",
-        help="Hugging Face name or local folder; without it, the demo model that ships with the package",
-    )
-    parser.add_argument("--config", metavar="FILE", help="YAML file of settings, one section per room")
-    parser.add_argument("--detach", action="store_true", help="run in the background; return when it is ready")
-    parser.add_argument("--background", action="store_true", help=argparse.SUPPRESS)
-    _all_settings(parser)
+def _argument(name: str, metavar: str | type | None, text: str, **options: Any) -> Argument:
+    """`metavar`: a type is also that of the value; None: a switch."""
+    if metavar is None:
+        options = {"action": "store_true", **options}
+    elif isinstance(metavar, str):
+        options["metavar"] = metavar
+    else:
+        options |= {"type": metavar, "metavar": metavar.__name__.upper()}
+    return (name,), {"help": text.replace("%", "%%"), **options}
 
 
-def _doctor_arguments(parser: Parser) -> None:
-    parser.add_argument("model_argument", metavar="MODEL", nargs="?", help="that is to be served")
-    parser.add_argument("--config", metavar="FILE", help="YAML file of settings")
-    parser.add_argument("--json", action="store_true", help="print a list of findings, for programs")
-    _all_settings(parser)
-
-
-def _scale_arguments(parser: Parser) -> None:
-    parser.add_argument("model_name", metavar="MODEL", nargs="?", help="name of the model, where there are several")
-    parser.add_argument("replica_count", metavar="N", type=_count, help="replicas from now on")
-    _control_arguments(parser)
-
-
-def _drain_arguments(parser: Parser) -> None:
-    parser.add_argument("replica", metavar="REPLICA", help="its name, such as r0")
-    parser.add_argument("--replace", action="store_true", help="start another one in its place first")
-    _control_arguments(parser)
-
-
-def _update_arguments(parser: Parser) -> None:
-    parser.add_argument("model_argument", metavar="MODEL", nargs="?", help="another model, or another version of it")
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="YAML file; what it does not name stays as it is, models that it adds are started",
-    )
-    parser.add_argument(
-        "--remove", metavar="NAME", action="append", default=[], help="serve this model no longer; may be given again"
-    )
-    parser.add_argument("--restart", action="store_true", help="replace every replica even when nothing changes")
-    parser.add_argument("--no-wait", dest="wait", action="store_false", help="return at once")
-    _all_settings(parser)
-
-
-def _control_arguments(parser: Parser) -> None:
-    parser.add_argument("--no-wait", dest="wait", action="store_false", help="return at once")
-    _lookup_arguments(parser)
+def _setting(setting: Setting) -> Argument:
+    default = "empty" if setting.default == "" else str(setting.default).replace("True", "on").replace("False", "off")
+    help_text = f"{setting.description} (default: {default})".replace("%", "%%")
+    options: dict[str, Any] = {"dest": setting.name, "help": help_text}
+    if setting.bare_type is bool:
+        options |= {"action": argparse.BooleanOptionalAction, "default": None}
+    else:
+        options["metavar"] = "|".join(setting.choices) if setting.choices else setting.bare_type.__name__.upper()
+    if setting.repeatable:
+        options["action"] = JoinAction
+    return setting.flags, options
 
 
 def _count(word: str) -> int:
     if not word.isdigit():
-        raise argparse.ArgumentTypeError(f"{word!r} is no number of replicas")
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number of replicas")
     return int(word)
 
 
-def _all_settings(parser: Parser) -> None:
-    for room in ROOMS:
-        group = parser.add_argument_group(f"{room} settings")
-        for setting in SETTINGS.values():
-            if setting.room == room:
-                _add_setting(group, setting)
-
-
-def _lookup_arguments(parser: Parser) -> None:
-    parser.add_argument("--config", metavar="FILE", help="YAML file of settings that the cluster was started with")
-    for name in LOOKUP:
-        _add_setting(parser, SETTINGS[name])
-
-
-def _url_argument(parser: Parser) -> None:
-    parser.add_argument("--url", metavar="URL", help="of a cluster; without it, the one that runs here")
-
-
-def _status_arguments(parser: Parser) -> None:
-    _url_argument(parser)
-    _lookup_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print what /cluster answers, for programs")
-
-
-def _simulate_arguments(parser: Parser) -> None:
-    parser.add_argument(
-        "trace",
-        metavar="LOG",
+CONFIG = _argument("--config", "FILE", "YAML file of settings")
+URL = _argument("--url", "URL", "address of a cluster (default: the one that runs here)")
+NO_WAIT = _argument("--no-wait", None, "return at once", dest="wait", action="store_false")
+FIND_CLUSTER = (
+    _argument("--config", "FILE", "YAML file of settings that the cluster was started with"),
+    *(_setting(SETTINGS[name]) for name in LOOKUP),
+)
+SERVE = (
+    _argument(
+        "model_argument",
+        "MODEL",
+        "Hugging Face name or local folder (default: the demo model that ships with the package)",
         nargs="?",
-        help="OpenAI requests or a Mooncake trace, as JSON lines; without it, conversations are drawn",
-    )
-    parser.add_argument("--config", metavar="FILE", help="YAML file of settings")
-    _add_setting(parser, SETTINGS["model"])
-    parser.add_argument(
-        "--tokenizer", metavar="FOLDER", help="tokenizer and chat template for requests (default: the model's)"
-    )
-    _number(parser, "--output-tokens", int, "of each answer, where the log is of requests (default: 200)")
-    parser.add_argument("--scenario", metavar="NAME", help="a prepared situation instead: docs/simulate.md lists them")
-    parser.add_argument("--policies", metavar="NAMES", help="separated by commas (default: ours beside the peers')")
-    _number(parser, "--replicas", int, "modelled replicas (default: 8)")
-    _number(parser, "--routers", int, "routers that share no state (default: 1)")
-    _number(parser, "--cache-blocks", int, "KV blocks of one replica (default: 4096)")
-    _number(parser, "--block-tokens", int, "of a block (default: 512 for traces, else the setting)")
-    parser.add_argument("--eviction", choices=get_args(EvictionName), help="what a full cache gives up (default: lru)")
-    _number(parser, "--load", float, "share of what the replicas can do at best; sets the speed")
-    _number(parser, "--speed", float, "how many times as fast as recorded (default: 1)")
-    _number(parser, "--rate", float, "without a TRACE: conversations with so many requests a second (default: 4)")
-    _number(parser, "--requests", int, "only so many, from the start")
-    _number(parser, "--rounds", int, "the trace so many times, each time over new blocks (default: 1)")
-    _number(parser, "--event-delay-ms", float, "from a replica's step to what routers know of it (default: 5)")
-    _number(parser, "--event-loss", float, "share of published messages that a router never gets (default: 0)")
-    _number(parser, "--resync-ms", float, "a replica's answer to a router that missed something (default: 20)")
-    parser.add_argument(
-        "--wire", action="store_true", help="encode, number and decode events as in production, even without loss"
-    )
-    _number(parser, "--prefill-rate", float, "tokens a second of one replica (default: the mocker's curve)")
-    _number(parser, "--decode-step-ms", float, "one decode step of one replica (default: the mocker's curve)")
-    parser.add_argument("--calibrate", metavar="URL", help="take both rates from the replicas of this running cluster")
-    _number(parser, "--ttft-target", float, "also find how many replicas hold this mean, in seconds")
-    parser.add_argument(
-        "--autoscale",
-        metavar="MIN:MAX",
-        help="let the number of our replicas follow demand (target: --ttft-target, else 1 s), beside fixed numbers",
-    )
-    _number(parser, "--start-s", float, "seconds until a replica that is added serves (default: 30)")
-    _number(parser, "--seed", int, "of all that is drawn (default: 0)")
-    parser.add_argument("--json", metavar="FILE", help="write the results for programs")
-    parser.add_argument("--plot", metavar="FILE", help="draw them: .png, .svg, or .html with nothing else needed")
-
-
-def _number(parser: Parser, flag: str, kind: type, text: str) -> None:
-    parser.add_argument(flag, type=kind, metavar=kind.__name__.upper(), help=text.replace("%", "%%"))
-
-
-def _watch_arguments(parser: Parser) -> None:
-    _url_argument(parser)
-    _lookup_arguments(parser)
-    _add_setting(parser, SETTINGS["events_curve_keys"])
-    parser.add_argument("--replica", metavar="ID", action="append", help="follow only this replica; may be given again")
-    parser.add_argument("--event", metavar="KIND", action="append", help="only events of this kind; may be given again")
-    parser.add_argument("--hash", metavar="PREFIX", help="only blocks whose hash begins with these hex digits")
-    parser.add_argument("--rates", metavar="S", type=float, help="print rates every S seconds instead of events")
-    parser.add_argument(
-        "--record",
-        metavar="FILE",
-        help="append every event of the replicas that are followed to this file, shown or not",
-    )
-    parser.add_argument("--replay", metavar="FILE", help="print a recorded file instead of following a cluster")
-    parser.add_argument("--json", action="store_true", help="one JSON object per event, for programs")
-
-
-def _explain_arguments(parser: Parser) -> None:
-    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="sent as one user message; --raw: as it is")
-    parser.add_argument("--raw", action="store_true", help="no chat template: the prompt of a completion")
-    parser.add_argument(
-        SETTINGS["served_model_name"].flag,
-        dest="asked_model",
-        metavar="NAME",
-        help="of the model, where there are several",
-    )
-    parser.add_argument("--body", metavar="FILE", help="JSON body of a chat or completion request, instead of a prompt")
-    parser.add_argument(
-        "--api-key-file",
-        metavar="FILE",
-        help="with the key of whose request it is (-: standard input): tenants share no cached blocks",
-    )
-    _url_argument(parser)
-    _lookup_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print what /explain answers, for programs")
-
-
-def _stop_arguments(parser: Parser) -> None:
-    _lookup_arguments(parser)
-    parser.add_argument("--force", action="store_true", help="kill what does not end in time")
-
-
-def _keys_arguments(parser: Parser) -> None:
-    parser.add_argument("folder", metavar="DIR", help="where the keys are to be; the folder is made")
-    parser.add_argument("--client", metavar="NAME", help="add keys for one more subscriber to a folder made before")
-
-
-def _analyze_arguments(parser: Parser) -> None:
-    parser.add_argument("log", metavar="LOG", help="OpenAI requests or a trace, as JSON lines; - is standard input")
-    parser.add_argument("--config", metavar="FILE", help="YAML file of settings")
-    _add_setting(parser, SETTINGS["model"])
-    # Not the setting of that name: traces have larger blocks than a cluster may have.
-    size = "tokens per block (default: 512 for traces, else the setting)"
-    parser.add_argument("--block-size", dest="block_tokens", metavar="N", help=size)
-    for flag, metavar, text in (
-        ("--tokenizer", "FOLDER", "tokenizer and chat template for requests (default: the model's)"),
-        ("--format", "openai|mooncake", "format of the log (default: by its first line)"),
-        ("--sizes", "N,N,...", "cache sizes in blocks to look at, such as 1k,4k,16k (default: powers of two)"),
-        ("--bytes-per-block", "SIZE", "KV bytes of a block over all ranks (default: of the model that --model names)"),
-        ("--kv-memory", "SIZE", "KV memory of a GPU, such as 45GB: tells how many GPUs are needed"),
-        ("--prefill-rate", "TOKENS", "prompt tokens that a replica computes in a second: tells seconds saved"),
-    ):
-        parser.add_argument(flag, metavar=metavar, help=text)
-    parser.add_argument("--replicas", dest="replica_counts", metavar="N,N,...", help="numbers of replicas (1,2,4,8)")
-    parser.add_argument("--skip-malformed", action="store_true", help="count lines that cannot be read and go on")
-    parser.add_argument("--no-snippets", action="store_true", help="show no text of the log in the advice")
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    parser.add_argument(
-        "--plot", metavar="FILE", action="append", default=[], help="draw .png, .svg or .html; may be given again"
-    )
-
-
-def _add_setting(parser: Any, setting: Setting) -> None:
-    default = "empty" if setting.default == "" else str(setting.default).replace("True", "on").replace("False", "off")
-    text = f"{setting.description} (default: {default})".replace("%", "%%")
-    if setting.bare_type is bool:
-        parser.add_argument(
-            *setting.flags, dest=setting.name, action=argparse.BooleanOptionalAction, default=None, help=text
-        )
-        return
-    metavar = "|".join(setting.choices) if setting.choices else setting.bare_type.__name__.upper()
-    action = JoinAction if setting.repeatable else None
-    parser.add_argument(
-        *setting.flags, dest=setting.name, metavar=metavar, help=text, **({"action": action} if action else {})
-    )
-
-
-COMMANDS = {
-    "serve": Command("start replicas and router, and keep them running", _serve_arguments, _serve),
-    "status": Command("show replicas, load and cache hits of a running cluster", _status_arguments, _status),
-    "explain": Command("show where a prompt would go now, and why", _explain_arguments, _explain),
-    "simulate": Command(
-        "compare routing policies over modelled replicas, ours and others'", _simulate_arguments, _simulate
     ),
-    "watch": Command("print the cache events of a running cluster", _watch_arguments, _watch),
-    "scale": Command("change the number of replicas of a running cluster", _scale_arguments, _scale),
-    "drain": Command("end one replica of a running cluster when it has finished what it has", _drain_arguments, _drain),
+    _argument("--config", "FILE", "YAML file of settings, with one section per package"),
+    _argument("--detach", None, "run in the background; return when it is ready"),
+    (("--background",), {"action": "store_true", "help": argparse.SUPPRESS}),
+)
+STATUS = (URL, *FIND_CLUSTER, _argument("--json", None, "print the response of /cluster, for programs"))
+EXPLAIN = (
+    _argument("prompt", "PROMPT", "sent as one user message; with --raw without a chat template", nargs="?"),
+    _argument("--raw", None, "no chat template: the prompt of a completion"),
+    _argument(
+        SETTINGS["served_model_name"].flag, "NAME", "name of the model, if several are served", dest="asked_model"
+    ),
+    _argument("--body", "FILE", "JSON body of a chat or completion request, instead of a prompt"),
+    _argument(
+        "--api-key-file", "FILE", "file with the tenant's API key (-: standard input); tenants share no cached blocks"
+    ),
+    URL,
+    *FIND_CLUSTER,
+    _argument("--json", None, "print the response of /explain, for programs"),
+)
+SIMULATE = (
+    _argument(
+        "trace",
+        "LOG",
+        "OpenAI requests or a Mooncake trace, as JSON lines (default: conversations are generated)",
+        nargs="?",
+    ),
+    CONFIG,
+    _setting(SETTINGS["model"]),
+    _argument("--tokenizer", "FOLDER", "tokenizer and chat template for requests (default: the model's)"),
+    _argument("--output-tokens", int, "of each response, for logs of requests (default: 200)"),
+    _argument("--scenario", "NAME", "a prepared scenario instead: see docs/simulate.md"),
+    _argument("--policies", "NAMES", "separated by commas (default: homing's and others')"),
+    _argument("--replicas", int, "simulated replicas (default: 8)"),
+    _argument("--routers", int, "routers, which share no state (default: 1)"),
+    _argument("--cache-blocks", int, "KV blocks of one replica (default: 4096)"),
+    _argument("--block-tokens", int, "tokens per block (default: 512 for traces, else the setting)"),
+    (("--eviction",), {"choices": get_args(EvictionName), "help": "eviction policy (default: lru)"}),
+    _argument("--load", float, "share of the replicas' best throughput; sets the speed"),
+    _argument("--speed", float, "speed-up of the recorded times (default: 1)"),
+    _argument("--rate", float, "without a LOG: requests per second of the generated conversations (default: 4)"),
+    _argument("--requests", int, "use only this many requests, from the start"),
+    _argument("--rounds", int, "repeat the trace this many times, each time with new blocks (default: 1)"),
+    _argument("--event-delay-ms", float, "from a replica's step until routers know of it (default: 5)"),
+    _argument("--event-loss", float, "share of published messages that a router loses (default: 0)"),
+    _argument("--resync-ms", float, "a replica's answer to a router that lost messages (default: 20)"),
+    _argument("--wire", None, "encode, number and decode events as in production, even without loss"),
+    _argument("--prefill-rate", float, "tokens per second of one replica (default: the mocker's curve)"),
+    _argument("--decode-step-ms", float, "one decode step of one replica (default: the mocker's curve)"),
+    _argument("--calibrate", "URL", "take both rates from the replicas of this running cluster"),
+    _argument("--ttft-target", float, "also find the number of replicas that reaches this mean, in seconds"),
+    _argument(
+        "--autoscale",
+        "MIN:MAX",
+        "also let the number of homing's replicas follow the load (target: --ttft-target, else 1 s)",
+    ),
+    _argument("--start-s", float, "time until an added replica serves, in seconds (default: 30)"),
+    _argument("--seed", int, "of all random numbers (default: 0)"),
+    _argument("--json", "FILE", "write the results as JSON, for programs"),
+    _argument("--plot", "FILE", "draw the results: .png, .svg, or self-contained .html"),
+)
+WATCH = (
+    URL,
+    *FIND_CLUSTER,
+    _setting(SETTINGS["events_curve_keys"]),
+    _argument("--replica", "ID", "follow only this replica; may be repeated", action="append"),
+    _argument("--event", "KIND", "only events of this kind; may be repeated", action="append"),
+    _argument("--hash", "PREFIX", "only blocks whose hash begins with these hex digits"),
+    _argument("--rates", "S", "print rates every S seconds instead of events", type=float),
+    _argument("--record", "FILE", "append every event of the followed replicas to this file, shown or not"),
+    _argument("--replay", "FILE", "print a recorded file instead of following a cluster"),
+    _argument("--json", None, "print one JSON object per event, for programs"),
+)
+UPDATE = (
+    _argument("model_argument", "MODEL", "another model, or another version of it", nargs="?"),
+    _argument(
+        "--config", "FILE", "YAML file of changes: settings that it does not name stay the same, new models are started"
+    ),
+    _argument("--remove", "NAME", "stop serving this model; may be repeated", action="append", default=[]),
+    _argument("--restart", None, "replace every replica even if nothing changes"),
+    NO_WAIT,
+)
+ANALYZE = (
+    _argument("log", "LOG", "OpenAI requests or a trace, as JSON lines; -: standard input"),
+    CONFIG,
+    _setting(SETTINGS["model"]),
+    # Not the setting of that name: traces have larger blocks than a cluster may have.
+    _argument("--block-size", "N", "tokens per block (default: 512 for traces, else the setting)", dest="block_tokens"),
+    _argument("--tokenizer", "FOLDER", "tokenizer and chat template for requests (default: the model's)"),
+    _argument("--format", "openai|mooncake", "format of the log (default: detected from its first line)"),
+    _argument("--sizes", "N,N,...", "cache sizes in blocks, such as 1k,4k,16k (default: powers of two)"),
+    _argument("--bytes-per-block", "SIZE", "KV bytes of a block over all ranks (default: those of --model)"),
+    _argument("--kv-memory", "SIZE", "KV memory of a GPU, such as 45GB: prints how many GPUs are needed"),
+    _argument("--prefill-rate", "TOKENS", "prompt tokens that a replica computes per second: prints the seconds saved"),
+    _argument("--replicas", "N,N,...", "numbers of replicas (default: 1,2,4,8)", dest="replica_counts"),
+    _argument("--skip-malformed", None, "skip and count malformed lines"),
+    _argument("--no-snippets", None, "print no text of the log in the advice"),
+    _argument("--json", None, "print JSON, for programs"),
+    _argument("--plot", "FILE", "draw .png, .svg or .html; may be repeated", action="append", default=[]),
+)
+COMMANDS = {
+    "serve": Command("start replicas and router, and keep them running", _serve, SERVE, all_settings=True),
+    "status": Command("show replicas, load and cache hits of a running cluster", _status, STATUS),
+    "explain": Command("show which replica a prompt would be sent to, and why", _explain, EXPLAIN),
+    "simulate": Command("compare routing policies on simulated replicas", _simulate, SIMULATE),
+    "watch": Command("print the cache events of a running cluster", _watch, WATCH),
+    "scale": Command(
+        "change the number of replicas of a running cluster",
+        _scale,
+        (
+            _argument("model_name", "MODEL", "name of the model, if several are served", nargs="?"),
+            _argument("replica_count", "N", "number of replicas", type=_count),
+            NO_WAIT,
+            *FIND_CLUSTER,
+        ),
+    ),
+    "drain": Command(
+        "end one replica of a running cluster after its running requests",
+        _drain,
+        (
+            _argument("replica", "REPLICA", "name of the replica, such as r0"),
+            _argument("--replace", None, "start another replica in its place first"),
+            NO_WAIT,
+            *FIND_CLUSTER,
+        ),
+    ),
     "update": Command(
-        "change model or settings of a running cluster, one replica after the other, with no failed request",
-        _update_arguments,
+        "change model or settings of a running cluster, one replica at a time, with no failed request",
         _update,
+        UPDATE,
+        all_settings=True,
     ),
     "doctor": Command(
-        "look for what would keep a cluster from starting or serving here, and say what to do about it",
-        _doctor_arguments,
+        "find what would keep a cluster from starting or serving here, with remedies",
         _doctor,
+        (
+            _argument("model_argument", "MODEL", "the model to be served", nargs="?"),
+            CONFIG,
+            _argument("--json", None, "print a list of findings, for programs"),
+        ),
+        all_settings=True,
     ),
-    "stop": Command("end a running cluster", _stop_arguments, _stop),
-    "keys": Command("make keys that encrypt what replicas, routers and subscribers exchange", _keys_arguments, _keys),
+    "stop": Command(
+        "end a running cluster", _stop, (*FIND_CLUSTER, _argument("--force", None, "kill what does not end in time"))
+    ),
+    "keys": Command(
+        "create keys that encrypt what replicas, routers and subscribers exchange",
+        _keys,
+        (
+            _argument("folder", "DIR", "folder for the keys, which is created"),
+            _argument("--client", "NAME", "add keys for one more subscriber to an existing folder"),
+        ),
+    ),
     "analyze": Command(
-        "tell from a log of requests what prefix caching is worth, and how large the cache should be",
-        _analyze_arguments,
-        _analyze,
+        "estimate from a request log what prefix caching gains, and how large the cache should be", _analyze, ANALYZE
     ),
-    "version": Command("print the version", lambda _: None, _version),
+    "version": Command("print the version", _version, ()),
 }
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """`homing watch`: the cache events of all replicas as lines, for a person or (`--json`) for a program.
 
-Follows replicas as they come and go (`ClusterFeed`), so what is printed has no hole in it: after a gap comes all that
-is held. Printing only; a tree is somebody else's business. JSON lines are those of recordings (`events.record`).
+Follows replicas as they come and go (`ClusterFeed`). The output has no gaps: after lost messages a `reset` repeats all
+that is held. JSON lines have the format of recordings (`events.record`).
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import msgspec
 
@@ -39,15 +39,15 @@ from ...events import (
     remark,
     to_line,
 )
-from ...events.follow.subscription import Apply, Reset
+from ...events.follow.subscription import Apply, Counters, Reset
 from ...events.sdk.plain_stream import stream_events
 from ...events.security.curve_keys import reader_keys
 from ..config import Settings, nearest
 from ..errors import ClusterError, SettingsError
 from .client import cluster_url, get_json
-from .event_rates import Tally
+from .status import count
 
-#: What `--event` may name.
+#: Values of `--event`.
 KINDS = ("stored", "removed", "cleared", "reset", "joined", "gone", "status", "malformed", "refused")
 _HASH_DIGITS = re.compile(r"[0-9a-f]{0,16}")
 
@@ -55,82 +55,139 @@ Write = Callable[[str], None]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Wanted:
-    """What is to be shown; empty: everything."""
+class EventFilter:
+    """Which events are printed; an empty field selects all."""
 
     replicas: frozenset[str] = frozenset()
     kinds: frozenset[str] = frozenset()  #: of `KINDS`
-    hash_prefix: str = ""  #: first hex digits of a block's name
+    hash_prefix: str = ""  #: first hex digits of a block's hash
+
+    @classmethod
+    def of(cls, replicas: Collection[str], kinds: Collection[str], hash_prefix: str) -> "EventFilter":
+        """From the flags of the command. Raises SettingsError."""
+        for kind in sorted(set(kinds) - set(KINDS)):
+            raise SettingsError(f"--event {kind}: no such event{nearest(kind, KINDS)} (there are: {', '.join(KINDS)})")
+        prefix = hash_prefix.lower()
+        if not _HASH_DIGITS.fullmatch(prefix):
+            raise SettingsError(f"--hash {hash_prefix}: a hash is up to 16 hex digits (0-9, a-f); give its first ones")
+        return cls(replicas=frozenset(replicas), kinds=frozenset(kinds), hash_prefix=prefix)
 
     def shows(self, *kinds: str) -> bool:
-        """Whether one of these kinds is wanted."""
+        """Whether one of these kinds is selected."""
         return not self.kinds or not self.kinds.isdisjoint(kinds)
 
     def select(self, item: StreamEvent) -> StreamEvent | None:
-        """The event, with the blocks that are wanted; None when nothing of it is."""
-        if not self.shows(type(item.event).__name__.lower(), *(["reset"] if item.resync else [])):
+        """The event with the selected blocks; None when nothing of it is selected."""
+        event = item.event
+        if not self.shows(type(event).__name__.lower(), *(["reset"] if item.resync else [])):
             return None
-        event = self._with_hashes(item.event)
-        return None if event is None else msgspec.structs.replace(item, event=event)
-
-    def _with_hashes(self, event: CacheEvent) -> CacheEvent | None:
         if not self.hash_prefix or isinstance(event, Cleared):
-            return event
+            return item
         kept = [block for block in event.hashes if f"{block:016x}".startswith(self.hash_prefix)]
-        if isinstance(event, Stored) and len(kept) < len(event.hashes):
-            # A part of a chain is no chain: it has neither that parent nor those tokens.
-            return msgspec.structs.replace(event, hashes=kept, parent=None, token_ids=()) if kept else None
-        return msgspec.structs.replace(event, hashes=kept) if kept else None
-
-
-def wanted(replicas: Collection[str], kinds: Collection[str], hash_prefix: str) -> Wanted:
-    """What the flags of the command ask for. Raises SettingsError."""
-    for kind in sorted(set(kinds) - set(KINDS)):
-        raise SettingsError(f"--event {kind}: no such event{nearest(kind, KINDS)} (there are: {', '.join(KINDS)})")
-    prefix = hash_prefix.lower()
-    if not _HASH_DIGITS.fullmatch(prefix):
-        raise SettingsError(f"--hash {hash_prefix}: a hash is up to 16 hex digits, 0-9 and a-f; give its first ones")
-    return Wanted(replicas=frozenset(replicas), kinds=frozenset(kinds), hash_prefix=prefix)
+        if not kept:
+            return None
+        selected = msgspec.structs.replace(event, hashes=kept)
+        if isinstance(selected, Stored) and len(kept) < len(event.hashes):
+            # Part of a chain is not a chain: it has neither that parent nor those tokens.
+            selected = msgspec.structs.replace(selected, parent=None, token_ids=())
+        return msgspec.structs.replace(item, event=selected)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Viewing:
-    """How `homing watch` was asked."""
-
-    wanted: Wanted = Wanted()
+class WatchOptions:
+    shown: EventFilter = EventFilter()
     as_json: bool = False
-    rates_s: float | None = None  #: a summary so often instead of events
-    record: Path | None = None  #: every event of the replicas that are followed goes into this file, shown or not
+    rates_s: float | None = None  #: print rates at this interval instead of events
+    record: Path | None = None  #: append every event of the followed replicas to this file, shown or not
 
 
-def watch(settings: Settings, out: TextIO, viewing: Viewing, *, url: str | None) -> int:
-    """Print until interrupted; returns the exit code. Raises ClusterError when the cluster is gone."""
+class RateReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The rates of one replica's event stream over some seconds."""
+
+    seconds: float
+    stored_per_s: float  #: blocks
+    removed_per_s: float  #: blocks
+    batches_per_s: float
+    lag_s: float | None  #: of the newest batch, from the publisher's clock to ours; None: there was none
+    held_blocks: int
+    gaps: int  #: since it is followed
+    resyncs: int  #: since then, without the first
+
+    def __str__(self) -> str:
+        lag = "-" if self.lag_s is None else f"{self.lag_s * 1000:.0f} ms"
+        return (
+            f"stored {self.stored_per_s:7.1f}/s  removed {self.removed_per_s:7.1f}/s  "
+            f"batches {self.batches_per_s:6.1f}/s  lag {lag:>7}  "
+            f"holds {self.held_blocks} blocks  gaps {self.gaps}  resyncs {self.resyncs}"
+        )
+
+
+@dataclass(slots=True)
+class EventRates:
+    """Counts of one replica's events since the last report."""
+
+    stored: int = 0
+    removed: int = 0
+    batches: int = 0
+    lag_s: float | None = None  #: of the newest batch
+
+    def add(self, instruction: Apply | Reset, now_s: float) -> None:
+        """Count a batch; a resync only repeats what is held. `now_s`: seconds since 1970."""
+        if isinstance(instruction, Reset):
+            return
+        self.batches += 1
+        self.lag_s = now_s - instruction.ts
+        for event in instruction.events:
+            if isinstance(event, Stored):
+                self.stored += len(event.hashes)
+            elif isinstance(event, Removed):
+                self.removed += len(event.hashes)
+
+    def take(self, seconds: float, held: int, counters: Counters) -> RateReport:
+        """The rates over the last `seconds`; restarts the counts."""
+        report = RateReport(
+            seconds=seconds,
+            stored_per_s=self.stored / seconds,
+            removed_per_s=self.removed / seconds,
+            batches_per_s=self.batches / seconds,
+            lag_s=self.lag_s,
+            held_blocks=held,
+            gaps=counters.gaps,
+            resyncs=max(0, counters.snapshots - 1),
+        )
+        self.stored = self.removed = self.batches = 0
+        self.lag_s = None
+        return report
+
+
+def watch(settings: Settings, out: TextIO, options: WatchOptions, *, url: str | None) -> int:
+    """Print until interrupted; returns the exit code. Raises ClusterError when the cluster has ended."""
     found = f"{cluster_url(settings, url)}/cluster"
-    check_replicas(viewing.wanted.replicas, listed(get_json(found)), "the cluster")
+    check_replicas(options.shown.replicas, listed(get_json(found)), "the cluster")
     try:
-        own = reader_keys(settings.events)
+        keys = reader_keys(settings.events)
     except BadKeys as error:
         raise SettingsError(f"setting events_curve_keys: {error}") from error
-    with _recording(viewing.record) as recording:
+    with _recording(options.record) as recording:
         try:
-            asyncio.run(_follow(lambda: _ask(found), Watching(viewing, _writer(out), recording), own))
+            asyncio.run(_follow(found, WatchSession(options, _writer(out), recording), keys))
         except ClusterUnreachable as error:
             raise ClusterError(str(error)) from error
     return 0
 
 
-def replay(path: Path, out: TextIO, viewing: Viewing) -> int:
-    """Print a recorded file; returns the exit code. Raises SettingsError for a file that is none."""
-    write, only, seen = _writer(out), viewing.wanted.replicas, set()
+def replay(path: Path, out: TextIO, options: WatchOptions) -> int:
+    """Print a recording; returns the exit code. Raises SettingsError for a file that is not a recording."""
+    write, only, seen = _writer(out), options.shown.replicas, set()
     try:
         with path.open("rb") as lines:
             for record in read_lines(lines):
                 seen.add(record.replica)
-                item = viewing.wanted.select(record.item)
+                item = options.shown.select(record.item)
                 if item is None or (only and record.replica not in only):
                     continue
                 shown = record._replace(item=item)
-                write(to_line(shown).decode() if viewing.as_json else describe(record.replica, item))
+                write(to_line(shown).decode() if options.as_json else describe(record.replica, item))
     except BrokenPipeError:
         raise
     except (OSError, BadRecord) as error:
@@ -140,21 +197,14 @@ def replay(path: Path, out: TextIO, viewing: Viewing) -> int:
 
 
 def listed(view: Any) -> set[str]:
-    """All replicas of which /cluster knows."""
+    """All replicas in /cluster."""
     return {replica["replica_id"] for kind in ("replicas", "absent", "refused") for replica in view.get(kind, ())}
 
 
 def check_replicas(named: Collection[str], known: Collection[str], where: str) -> None:
-    """Raises SettingsError for a replica that is not there."""
+    """Raises SettingsError for a replica that is not known."""
     for name in sorted(set(named) - set(known)):
         raise SettingsError(f"--replica {name}: {where} has no such replica (there are: {', '.join(sorted(known))})")
-
-
-def _ask(url: str) -> Any:
-    try:
-        return get_json(url)
-    except ClusterError as error:
-        raise ClusterUnreachable(str(error)) from error
 
 
 def _writer(out: TextIO) -> Write:
@@ -174,152 +224,126 @@ def _recording(path: Path | None) -> Iterator[BinaryIO | None]:
         yield file
 
 
-class Printer(Protocol):
-    """Makes lines."""
-
-    def told(self, source: Source, instruction: Apply | Reset) -> None:
-        """What was stored, removed or cleared, or all that is held."""
-
-    def remark(self, source: Source, kind: str, words: str = "") -> None:
-        """What happened to the stream itself."""
-
-    def rates(self, source: Source, seconds: float, tally: Tally, feed: EventFeed) -> None:
-        """A summary of the last seconds."""
-
-
 class JsonPrinter:
-    """Lines for programs, as recordings have them."""
+    """Lines for programs, in the format of recordings."""
 
-    def __init__(self, write: Write, wanted: Wanted) -> None:
-        self._write, self._wanted = write, wanted
+    def __init__(self, write: Write, shown: EventFilter) -> None:
+        self._write, self._shown = write, shown
 
-    def told(self, source: Source, instruction: Apply | Reset) -> None:
-        """A line for each event; what is held is told as a `cleared` and the chains that are there, all `resync`."""
+    def events(self, source: Source, instruction: Apply | Reset) -> None:
+        """A line for each event; a reset is a `cleared` and then all chains that are held, marked `resync`."""
         for item in stream_events(instruction):
-            if (kept := self._wanted.select(item)) is not None:
+            if (kept := self._shown.select(item)) is not None:
                 self._write(to_line(Recorded(source.replica, kept, source.epoch)).decode())
 
-    def remark(self, source: Source, kind: str, words: str = "") -> None:
-        """See `Printer`."""
-        if self._wanted.shows(kind):
-            fields = {"status" if kind == "status" else "message": words} if words else {}
+    def remark(self, source: Source, kind: str, text: str = "") -> None:
+        """What happened to the stream itself."""
+        if self._shown.shows(kind):
+            fields = {"status" if kind == "status" else "message": text} if text else {}
             self._write(remark(source.replica, source.epoch, kind, **fields).decode())
 
-    def rates(self, source: Source, seconds: float, tally: Tally, feed: EventFeed) -> None:
-        """See `Printer`."""
-        reader = feed.subscription
-        rates = tally.take(seconds, reader.digest.blocks, reader.counters)
-        self._write(
-            remark(source.replica, source.epoch, "rates", ts=time.time(), **msgspec.to_builtins(rates)).decode()
-        )
+    def rates(self, source: Source, report: RateReport) -> None:
+        fields = {"ts": time.time(), **msgspec.to_builtins(report)}
+        self._write(remark(source.replica, source.epoch, "rates", **fields).decode())
 
 
-class ReadablePrinter:
-    """Lines for a person; a run of like events in a batch is one."""
+class TextPrinter:
+    """Lines for a person; successive events of one kind in a batch are one line."""
 
-    def __init__(self, write: Write, wanted: Wanted) -> None:
-        self._write, self._wanted = write, wanted
+    def __init__(self, write: Write, shown: EventFilter) -> None:
+        self._write, self._shown = write, shown
 
-    def told(self, source: Source, instruction: Apply | Reset) -> None:
-        """See `Printer`."""
+    def events(self, source: Source, instruction: Apply | Reset) -> None:
+        """What was stored, removed or cleared; of a reset, how much is held."""
         if isinstance(instruction, Reset):
-            self.remark(source, "reset", f"holds {_blocks(len(instruction.blocks))}")
+            self.remark(source, "reset", f"holds {count(len(instruction.blocks), 'block')}")
             return
-        kept = [left.event for item in stream_events(instruction) if (left := self._wanted.select(item)) is not None]
+        kept = [item.event for each in stream_events(instruction) if (item := self._shown.select(each)) is not None]
         for kind, run in itertools.groupby(kept, type):
-            self._line(source, kind.__name__.lower(), _words(list(run)))
+            self._line(source, f"{kind.__name__.lower():<8} {_summary(list(run))}")
 
-    def remark(self, source: Source, kind: str, words: str = "") -> None:
-        """See `Printer`."""
-        if self._wanted.shows(kind):
-            self._line(source, kind, words)
+    def remark(self, source: Source, kind: str, text: str = "") -> None:
+        """What happened to the stream itself."""
+        if self._shown.shows(kind):
+            self._line(source, f"{kind:<8} {text}")
 
-    def rates(self, source: Source, seconds: float, tally: Tally, feed: EventFeed) -> None:
-        """See `Printer`."""
-        reader = feed.subscription
-        self._line(source, "", tally.take(seconds, reader.digest.blocks, reader.counters).words())
+    def rates(self, source: Source, report: RateReport) -> None:
+        self._line(source, str(report))
 
-    def _line(self, source: Source, kind: str, words: str) -> None:
-        kind = f"{kind:<8} " if kind else ""
-        self._write(f"{time.strftime('%H:%M:%S')}  {source.replica:<5} {kind}{words}".rstrip())
+    def _line(self, source: Source, text: str) -> None:
+        self._write(f"{time.strftime('%H:%M:%S')}  {source.replica:<5} {text}".rstrip())
 
 
-class Watching:
+class WatchSession:
     """The `ClusterSink` of one `homing watch`."""
 
-    def __init__(self, viewing: Viewing, write: Write, recording: BinaryIO | None) -> None:
-        self._viewing = viewing
+    def __init__(self, options: WatchOptions, write: Write, recording: BinaryIO | None) -> None:
+        self._options = options
         self._write = write
         self._recording = recording
-        printer = JsonPrinter if viewing.as_json else ReadablePrinter
-        self._printer: Printer = printer(self._print, viewing.wanted)
-        self._tallies: dict[Source, tuple[Tally, EventFeed]] = {}
-        self._events_shown = viewing.rates_s is None
+        self._printer = (JsonPrinter if options.as_json else TextPrinter)(self._print, options.shown)
+        self._followed: dict[Source, tuple[EventRates, EventFeed]] = {}
+        self._events_shown = options.rates_s is None
         self._ended = asyncio.Event()
         self._broken: OSError | None = None
 
     @property
     def only(self) -> frozenset[str]:
         """Replicas to follow; empty: all."""
-        return self._viewing.wanted.replicas
+        return self._options.shown.replicas
 
     def stop(self) -> None:
-        """Wait no more."""
+        """End `until_stopped`."""
         self._ended.set()
 
     async def until_stopped(self) -> None:
-        """Returns after `stop`; meanwhile rates are told, where they are wanted. Raises BrokenPipeError."""
+        """Wait for `stop`, and print rates where they are asked for. Raises BrokenPipeError."""
         reported = time.monotonic()
-        while not await self._stopped_within(self._viewing.rates_s):
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._options.rates_s):
+                    await self._ended.wait()
+            if self._ended.is_set():
+                break
             now = time.monotonic()
-            for source, (tally, feed) in self._tallies.items():
-                self._printer.rates(source, now - reported, tally, feed)
+            for source, (rates, feed) in self._followed.items():
+                reader = feed.subscription
+                report = rates.take(now - reported, reader.digest.blocks, reader.counters)
+                self._printer.rates(source, report)
             reported = now
         if self._broken is not None:
             raise self._broken
 
-    async def _stopped_within(self, seconds: float | None) -> bool:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._ended.wait()
-        return self._ended.is_set()
-
     def joined(self, source: Source, feed: EventFeed) -> None:
-        """See `ClusterSink`."""
-        self._tallies[source] = Tally(), feed
+        self._followed[source] = EventRates(), feed
         self._printer.remark(source, "joined")
 
     def gone(self, source: Source) -> None:
-        """See `ClusterSink`."""
-        del self._tallies[source]
+        del self._followed[source]
         self._printer.remark(source, "gone")
 
     def told(self, source: Source, instruction: Apply | Reset) -> None:
-        """See `ClusterSink`."""
-        self._tallies[source][0].add(instruction, time.time())
+        self._followed[source][0].add(instruction, time.time())
         if self._recording is not None:
             for item in stream_events(instruction):
                 self._recording.write(to_line(Recorded(source.replica, item, source.epoch)) + b"\n")
             self._recording.flush()
         if self._events_shown:
-            self._printer.told(source, instruction)
+            self._printer.events(source, instruction)
 
     def status(self, source: Source, status: FeedStatus) -> None:
-        """See `ClusterSink`."""
         if self._events_shown:
             self._printer.remark(source, "status", status.name.lower())
 
     def malformed(self, source: Source, error: EventError) -> None:
-        """See `ClusterSink`."""
         if self._events_shown:
             self._printer.remark(source, "malformed", str(error))
 
     def refused(self, source: Source, error: KeysRefused) -> None:
-        """See `ClusterSink`."""
         self._printer.remark(source, "refused", str(error))
 
     def _print(self, line: str) -> None:
-        """A reader that went away (`| head`) ends the command; here, in a callback of the loop, nobody could."""
+        """End the command when the reader of its output has gone (`| head`); an error in a callback would not."""
         if self._broken is not None:
             return
         try:
@@ -329,37 +353,38 @@ class Watching:
             self.stop()
 
 
-async def _follow(ask: Callable[[], Any], watching: Watching, keys: KeyPair | None) -> None:
-    loop = asyncio.get_running_loop()
+async def _follow(url: str, session: WatchSession, keys: KeyPair | None) -> None:
+    def ask() -> Any:
+        try:
+            return get_json(url)
+        except ClusterError as error:
+            raise ClusterUnreachable(str(error)) from error
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, watching.stop)
-    feed = ClusterFeed(ask, watching, only=watching.only, keys=keys)
-    following = asyncio.ensure_future(feed.run())
-    following.add_done_callback(lambda _: watching.stop())
+        asyncio.get_running_loop().add_signal_handler(number, session.stop)
+    following = asyncio.ensure_future(ClusterFeed(ask, session, only=session.only, keys=keys).run())
+    following.add_done_callback(lambda _: session.stop())
     try:
-        await watching.until_stopped()
+        await session.until_stopped()
     finally:
         following.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await following
 
 
-def _words(events: Sequence[CacheEvent]) -> str:
-    """What a run of events of one kind is about."""
+def _summary(events: Sequence[CacheEvent]) -> str:
+    """A summary of successive events of one kind."""
     blocks = sum(len(event.hashes) for event in events if not isinstance(event, Cleared))
     match events:
         case [Stored(parent, hashes)]:
             after = "the root" if parent is None else f"{parent:016x}"
-            return f"{_blocks(blocks)} after {after}, the last is {hashes[-1]:016x}"
+            return f"{count(blocks, 'block')} after {after}, the last is {hashes[-1]:016x}"
         case [Removed(hashes)]:
-            return f"{_blocks(blocks)}: {' '.join(f'{name:016x}' for name in hashes[:4])}{' …' * (blocks > 4)}"
+            return f"{count(blocks, 'block')}: {' '.join(f'{name:016x}' for name in hashes[:4])}{' …' * (blocks > 4)}"
         case [Cleared()]:
             return ""
         case [Cleared(), *_]:
             return f"{len(events)} times"
         case _:
-            return f"{_blocks(blocks)} in {len(events)} {'chains' if isinstance(events[0], Stored) else 'parts'}"
-
-
-def _blocks(count: int) -> str:
-    return f"{count} block" if count == 1 else f"{count} blocks"
+            kind = "chains" if isinstance(events[0], Stored) else "parts"
+            return f"{count(blocks, 'block')} in {len(events)} {kind}"

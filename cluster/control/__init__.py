@@ -1,4 +1,5 @@
 """The control plane on Ray: the controller and its planner, rank groups, router processes, the supervisor.
 
-Imported by `cli.serve`. `planner`, `autoscale`, `fleets` and the other pure modules must not import Ray.
+Imported by `cluster.cli` and `cluster.preflight`. `planner`, `fleets`, `autoscale` and `diagnosis` must not import
+Ray.
 """

@@ -1,7 +1,7 @@
-"""The processes that Ray starts: one per rank of a replica, one per router. Thin shells, with a thread for the work.
+"""The Ray actors that run the ranks of replicas and the routers, each in a thread of its process.
 
-They know nothing of each other; the controller does. Each has a `watch` that returns only when the part has stopped
-working by itself: a killed process makes the same call fail at once, so one open call notices every kind of death.
+Each has a `watch` call that returns when the part has stopped working. When the process is killed the same call fails
+at once, so one open call detects every kind of death.
 """
 
 import asyncio
@@ -21,8 +21,7 @@ from ...kvcache.prefix_cache import CachedBlock
 from ...replica.messages import ReplicaDescription
 from ...replica.parallel.step_broadcast import SECRET_BYTES
 from ...router.backend import AbsentReplica
-from ..event_loop import fast_loop
-from ..logs import set_up_logging
+from ..runtime import fast_loop, set_up_logging
 from .autoscale import Demand
 from .control_messages import (
     CacheWorth,
@@ -40,31 +39,31 @@ from .control_messages import (
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-#: A call that watches returns after so long at the latest: it holds a thread even when the one who asked is gone.
+#: The longest duration of a `watch` call: it occupies a thread even when its caller has died.
 WATCH_S = 10.0
 
 
 class RankServer(Protocol):
-    """What one rank runs, loaded: a replica's server (rank 0) or a worker beside it. One thread makes and runs it."""
+    """What one rank runs, loaded: a replica's server (rank 0) or a worker. It is created and run in one thread."""
 
     @property
     def description(self) -> ReplicaDescription | None:
         """Of the replica; None on ranks above 0."""
 
     def run(self) -> None:
-        """Serve until `stop`; raises when it cannot go on."""
+        """Serve until `stop`; raises when it fails."""
 
     def stop(self) -> None:
-        """Make `run` return soon; callable from another thread."""
+        """Make `run` return soon. Callable from another thread."""
 
     def drain(self) -> None:
-        """Take no new requests. Callable from another thread; rank 0 alone is asked."""
+        """Accept no new requests. Called on rank 0 only, from another thread."""
 
     def idle(self) -> bool:
-        """Whether no request is here. Callable from another thread; rank 0 alone is asked."""
+        """Whether there are no requests. Called on rank 0 only, from another thread."""
 
     def residents(self) -> list[CachedBlock]:
-        """What this rank's cache really holds, parents first; empty on ranks above 0. Callable from another thread."""
+        """The content of this rank's cache, parents first; empty on ranks above 0. Callable from another thread."""
 
 
 class Router(Protocol):
@@ -99,13 +98,13 @@ class Router(Protocol):
 
 
 def node_address() -> str:
-    """Address under which this node is known in the Ray cluster."""
+    """This node's address in the Ray cluster."""
     address: str = ray.util.get_node_ip_address()
     return address
 
 
 class ReplicaRank:
-    """Ray actor: one rank of a replica. Its calls run side by side: `watch` takes long while all is well."""
+    """Ray actor: one rank of a replica. Its calls run concurrently, as `watch` waits."""
 
     def __init__(
         self,
@@ -113,7 +112,7 @@ class ReplicaRank:
         log_level: str = "warning",
         settle: Callable[[], None] = lambda: None,
     ) -> None:
-        """`settle` is called once, when all is loaded."""
+        """`settle` is called once, when everything is loaded."""
         set_up_logging(log_level)
         self._make = make
         self._settle = settle
@@ -124,56 +123,56 @@ class ReplicaRank:
         self._reason = "stopped"
 
     def pid(self) -> int:
-        """Process id, known before the model is loaded."""
+        """The process id, also before the model is loaded."""
         return os.getpid()
 
     def rendezvous(self, host: str | None) -> Rendezvous:
-        """A free address on this node where the gang can meet, and what its ranks know each other by."""
+        """A free address on this node where the ranks can meet, and a secret that identifies them."""
         host = host or node_address()
         with socket.socket() as probe:
             probe.bind((host, 0))
             return Rendezvous(host, probe.getsockname()[1], secrets.token_bytes(SECRET_BYTES))
 
     def start(self, spec: RankSpec) -> Started | Failed:
-        """Load the model and serve. A failure is a value: it is for the user, and a traceback through Ray is not."""
+        """Load the model and serve. A failure is returned: users need its message, not a traceback through Ray."""
         begun: Future[Started | Failed] = Future()
         threading.Thread(target=self._live, args=(spec, begun), name="rank", daemon=True).start()
         self._started = begun.result()
         return self._started
 
     def started(self) -> Started | Failed | None:
-        """What `start` returned; None: it has not yet."""
+        """The result of `start`; None while it runs."""
         return self._started
 
     def watch(self) -> Failed | None:
-        """Returns when the rank stopped serving, with the reason; None when it still serves after WATCH_S."""
+        """Wait until the rank has stopped serving; None when it still serves after WATCH_S."""
         return Failed(self._reason) if self._ended.wait(WATCH_S) else None
 
     def drain(self) -> None:
-        """Take no new requests."""
-        assert self._server is not None, "a drain before the start"
+        """Accept no new requests."""
+        assert self._server is not None, "drain before start"
         self._server.drain()
 
     def idle(self) -> bool:
-        """Whether no request is here."""
+        """Whether there are no requests."""
         return self._server is None or self._server.idle()
 
     def ping(self) -> None:
-        """Returns: the process runs."""
+        """Returns if the process runs."""
 
     def residents(self) -> list[CachedBlock]:
-        """What the cache really holds, asked past the event stream: to look into a doubt, and for tests."""
+        """The content of the cache, independent of the event stream: for debugging and tests."""
         return self._server.residents() if self._server is not None else []
 
     def stop(self) -> None:
-        """End serving in good order."""
+        """Stop serving."""
         self._stopping.set()
         if self._server is not None:
             self._server.stop()
             self._ended.wait(5)
 
     def _live(self, spec: RankSpec, begun: "Future[Started | Failed]") -> None:
-        """Runs one rank in one thread, loading included; replica/load/cpu_threads.py gives the cost of a second one."""
+        """Loads and runs in one thread; replica/load/cpu_threads.py states the cost of a second one."""
         started = self._begin(spec)
         begun.set_result(started)
         if isinstance(started, Started):
@@ -186,12 +185,12 @@ class ReplicaRank:
                 self._server.stop()
             self._settle()
             return Started(os.getpid(), node_address(), self._server.description)
-        except BaseException as error:  # a panic of a Rust library is no Exception, and `start` waits for an answer
+        except BaseException as error:  # a panic of a Rust library is not an Exception, and `start` waits for a result
             log.exception("rank_failed_to_start replica=%s rank=%d", spec.replica_id, spec.rank)
             return Failed(describe(error))
 
     def _run(self) -> None:
-        assert self._server is not None, "a run before the start"
+        assert self._server is not None, "run before start"
         try:
             self._server.run()
         except BaseException as error:
@@ -302,19 +301,19 @@ class RouterProcess:
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line, for a user: its own words, with the kind where the words alone do not tell."""
+    """An error in one line for a user; errors of other libraries are prefixed by their type."""
     words = " ".join(str(error).split())
     named = type(error).__module__.startswith("homing.")
     return words if named and words else f"{type(error).__name__}: {words}".rstrip(": ")
 
 
 def death(error: BaseException) -> str:
-    """Ray tells of a death in a paragraph; one line is enough."""
+    """The reason of a failed call in one line; Ray reports a dead process in a paragraph."""
     return "the process died" if isinstance(error, RayActorError) else describe(error)
 
 
 async def within(seconds: float, call: Awaitable[Any]) -> None:
-    """Wait for a call that may never answer; who does not is killed afterwards anyway."""
+    """Wait for a call that may never return; its process is killed afterwards anyway."""
     try:
         await asyncio.wait_for(call, seconds)
     except (TimeoutError, RayActorError):

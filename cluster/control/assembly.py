@@ -1,4 +1,4 @@
-"""What the actors run: a replica's server or worker, and a router. Puts settings into the other rooms' constructors.
+"""Builds what the actors run, from the settings: a replica's server or worker, and a router.
 
 Imported by the driver, run in the actors: torch and the HTTP server are imported only where they are used.
 """
@@ -23,7 +23,7 @@ from ..model_source import find_model
 from .actors import RankServer, Router, describe, node_address
 from .autoscale import Demand
 from .control_messages import CacheWorth, ClusterSpec, Doors, Failed, Listening, Member, Membership, RankSpec, Wanted
-from .process_exit import when_ended
+from .process_exit import on_process_exit
 from .rank_groups import socket_folder
 
 log = logging.getLogger(__name__)
@@ -36,25 +36,25 @@ if TYPE_CHECKING:
 
 
 def make_rank(spec: RankSpec) -> RankServer:
-    """The loaded server of a replica (rank 0), or a worker beside it, which stops when its node's raylet is gone.
+    """The loaded server of a replica (rank 0) or a worker (other ranks); it stops when its node's raylet has ended.
 
-    Ray ends the process then, too, but looks once a second: until it did, streams stood still here.
+    Ray also ends the process then, but checks only once a second, and streams would stall until it does.
     """
     prepare_torch()
     raylet = os.getppid()  # before the model is loaded: an orphan has another parent
     server = rank_server(spec)
-    when_ended(raylet, server.stop)
+    on_process_exit(raylet, server.stop)
     return server
 
 
 def rank_server(spec: RankSpec) -> RankServer:
-    """The same, by itself."""
+    """The server or worker, without watching the raylet."""
     from ...replica.parallel.step_broadcast import RankPlace
     from ...replica.parallel.worker import start_worker
     from ...replica.server import start_replica
 
     model, settings = spec.model, spec.model.settings.replica
-    kvcache = of_its_part(model.settings.kvcache, model.settings.cluster.gpus_per_rank)
+    kvcache = share_of_gpu(model.settings.kvcache, model.settings.cluster.gpus_per_rank)
     model_dir = Path(model.model_dir) if model.model_dir else find_model(settings)
     meeting = spec.rendezvous
     place = RankPlace(rank=spec.rank, size=spec.world, host=meeting.host, port=meeting.port, secret=meeting.secret)
@@ -78,20 +78,21 @@ def rank_server(spec: RankSpec) -> RankServer:
     )
 
 
-def of_its_part(cache: KvCacheSettings, gpus_per_rank: float) -> KvCacheSettings:
-    """The settings of a rank that may have less than a whole GPU: then its memory is that part of one."""
+def share_of_gpu(cache: KvCacheSettings, gpus_per_rank: float) -> KvCacheSettings:
+    """The settings of one rank: one that reserves part of a GPU uses that part of its memory."""
     if not 0 < gpus_per_rank < 1:
         return cache
     return msgspec.structs.replace(cache, gpu_memory_utilization=cache.gpu_memory_utilization * gpus_per_rank)
 
 
-#: What torch reads when it is imported.
+#: Variables that torch reads when it is imported.
 #:
-#: Large pages: a killed process gives its memory back before it closes its sockets, and only then routers notice. With
-#: 844 MB in small pages that took 130 to 220 ms after SIGKILL on two busy cores, 65 ms with the KV pool in large ones.
+#: Large pages: a killed process frees its memory before it closes its sockets, and only then routers notice its end.
+#: With 844 MB in small pages that took 130 to 220 ms after SIGKILL on two busy cores, 65 ms with the KV pool in large
+#: ones.
 #:
 #: The two caches are oneDNN's and torch's own of what was compiled for a shape, 1,024 entries each by default. Steps
-#: have all sorts of row counts, so they fill: 0.55 MB an entry for a layer of 4,096 x 256, and a replica of the demo
+#: have all kinds of row counts, so they fill: 0.55 MB an entry for a layer of 4,096 x 256, and a replica of the demo
 #: model grew from 0.6 to 1.3 GB in 3,300 requests. With 64 entries 700 requests took the same CPU time (33.4 and
 #: 33.3 s); 128 leaves room for models with more kinds of layers.
 TORCH_ENVIRONMENT = {
@@ -102,17 +103,17 @@ TORCH_ENVIRONMENT = {
 
 
 def prepare_torch() -> None:
-    """Set what torch and numba read when they are imported, where the operator has not."""
+    """Set variables that torch and numba read when they are imported, unless the operator has set them."""
     folder = kernels_folder()
     for name, value in (TORCH_ENVIRONMENT | ({"NUMBA_CACHE_DIR": str(folder)} if folder else {})).items():
         os.environ.setdefault(name, value)
 
 
 def kernels_folder() -> Path | None:
-    """Where this user's compiled kernels are kept on this machine (it need not exist); None for a user without home."""
+    """Folder of this user's compiled kernels (it need not exist); None for a user without a home."""
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # a container's user may have no name
+    except RuntimeError:  # a container's user may have no home
         return None
     return cache / "homing" / "kernels"
 

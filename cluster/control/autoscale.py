@@ -1,9 +1,9 @@
-"""How many replicas a model should have, from what waits for it. Pure: demand and time in, a number out.
+"""How many replicas a model should have, from its load. Pure: demand and time in, a number out.
 
-The measure is time: what all replicas still have to prefill, by the rate at which they do it, is how long a prompt that
-comes now waits for its first token. More replicas are wanted when that stays above the target, fewer when it would stay
-well below it with one less; between the two nothing happens, and after each step nothing for a while. A request that
-nobody can take (it is held) counts as overload at once.
+The measure is time: all tokens that still wait for prefill, divided by the prefill rate of all replicas, is how long a
+new prompt waits for its first token. More replicas are wanted when that stays above the target, fewer when it would
+stay well below it with one less; in between nothing changes, and after each step nothing for a while. A request that
+no replica can take (it is held) counts as overload at once.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from ..config import ClusterSettings
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ScalingTerms:
-    """Bounds, target and patience."""
+    """Bounds, target and delays."""
 
     least: int
     most: int
     target_s: float = 1.0  #: of the expected wait for a first token
-    up_after_s: float = 3.0  #: overload must last so long
-    #: idleness must last so long. Tuned with the rest on Mooncake's conversations at ½, 3 and 0.3 times their speed,
-    #: replicas taking 30 s to start: 60 s saves 18 % of replica time more and costs 2.5 times the mean wait.
+    up_after_s: float = 3.0  #: how long overload must last
+    #: how long idleness must last. Tuned with the rest on Mooncake's conversations at ½, 3 and 0.3 times their speed,
+    #: replicas taking 30 s to start: 60 s saves another 18 % of replica time and costs 2.5 times the mean wait.
     down_after_s: float = 120.0
     cool_down_s: float = 20.0  #: between two steps
     #: one replica less must leave the wait below this share of the target, and the replicas this share busy
@@ -31,11 +31,11 @@ class ScalingTerms:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Demand:
-    """What waits for a model and what works on it, at one moment."""
+    """The load of one model at one moment."""
 
-    held_requests: int  #: in routers: nobody can take them, or nobody is there
+    held_requests: int  #: in routers, because no replica can take them
     held_tokens: int  #: of their prompts
-    queued_tokens: int  #: uncached tokens at the replicas that are still to be prefilled
+    queued_tokens: int  #: uncached tokens at the replicas that wait for prefill
     running: int  #: requests at the replicas
     slots: int  #: requests that they can run
     prefill_tokens_per_s: float  #: of all replicas that serve, together
@@ -44,24 +44,25 @@ class Demand:
 
 @dataclass(slots=True)
 class Autoscaler:
-    """Remembers since when it has been too much or too little."""
+    """Decides for one model; remembers since when the load has been too high or too low."""
 
     terms: ScalingTerms
     changed_at: float | None = None  #: the last step
-    #: once all that were wanted have served: those that are still to come, one by one, are not idle
+    #: whether all wanted replicas have served once: while the first ones still start, the others are not idle
     _complete: bool = False
     _over_since: float | None = field(default=None)
     _under_since: float | None = field(default=None)
 
     def decide(self, wanted: int, demand: Demand, now: float) -> int:
-        """How many replicas there should be, where `wanted` were wanted until now."""
+        """How many replicas there should be; `wanted` is the number until now."""
         terms = self.terms
         if not terms.least <= wanted <= terms.most:
             return self._step(max(terms.least, min(terms.most, wanted)), now)
         if not demand.serving and not wanted:
             return self._step(1, now) if demand.held_requests and terms.most else 0
         self._complete = self._complete or demand.serving >= wanted
-        over, under = self._overloaded(demand), self._complete and self._idle(wanted, demand)
+        over = bool(demand.held_requests) or expected_wait_s(demand) > terms.target_s
+        under = self._complete and self._idle(wanted, demand)
         self._over_since = _since(over, self._over_since, now)
         self._under_since = _since(under, self._under_since, now)
         if self.changed_at is not None and now - self.changed_at < terms.cool_down_s:
@@ -76,11 +77,8 @@ class Autoscaler:
         self.changed_at, self._over_since, self._under_since = now, None, None
         return wanted
 
-    def _overloaded(self, demand: Demand) -> bool:
-        return bool(demand.held_requests) or expected_wait_s(demand) > self.terms.target_s
-
     def _missing(self, demand: Demand) -> int:
-        """Enough to bring the wait to the target, yet at most as many again: what waits may be gone by then."""
+        """Enough to bring the wait to the target, at most doubling: the load may be gone when they have started."""
         overload = min(2.0, expected_wait_s(demand) / self.terms.target_s)
         return max(1, ceil(demand.serving * overload) - demand.serving)
 
@@ -96,7 +94,7 @@ class Autoscaler:
 
 
 def terms_of(cluster: ClusterSettings) -> ScalingTerms | None:
-    """As the settings have them; None: the number stays as it is. Raises ValueError."""
+    """The terms in the settings; None: the number is fixed. Raises ValueError."""
     bounds = cluster.autoscale
     if not bounds:
         return None
@@ -109,8 +107,8 @@ def terms_of(cluster: ClusterSettings) -> ScalingTerms | None:
 
 
 def together(views: Sequence[Demand]) -> Demand:
-    """What several routers see: each holds requests of its own, and all see the same replicas, if some earlier."""
-    assert views, "nobody has looked"
+    """The demand that several routers see: each holds its own requests, and all see the same replicas."""
+    assert views, "no router has answered"
     widest = max(views, key=lambda view: (view.serving, view.queued_tokens))
     return replace(
         widest,
@@ -120,7 +118,7 @@ def together(views: Sequence[Demand]) -> Demand:
 
 
 def expected_wait_s(demand: Demand) -> float:
-    """Seconds until a prompt that comes now gets its turn; without replicas, infinity if anything waits."""
+    """Seconds that a new prompt waits for its turn; infinite if anything waits and no replica serves."""
     waiting = demand.queued_tokens + demand.held_tokens
     if demand.prefill_tokens_per_s <= 0:
         return float("inf") if waiting else 0.0

@@ -1,4 +1,4 @@
-"""What the processes of one cluster tell each other over Ray: orders and reports. Types alone."""
+"""The messages that the processes of one cluster exchange over Ray. Types only."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -8,7 +8,7 @@ from ...replica.messages import ReplicaDescription
 from ..config import Settings
 
 #: Names of the two actors in the cluster's namespace.
-KEEPER = "keeper"
+SUPERVISOR = "supervisor"
 CONTROLLER = "controller"
 #: What a router may do with a replica: send it requests, only fill its cache, or nothing new.
 Role = Literal["serving", "warming", "draining"]
@@ -16,12 +16,12 @@ Role = Literal["serving", "warming", "draining"]
 
 @dataclass(slots=True, frozen=True)
 class ModelSpec:
-    """What replicas of one model are started with."""
+    """What the replicas of one model are started with."""
 
     settings: Settings
     seed: int  #: 64 random bits; the seed of all block hashes of this cluster
-    model_dir: str | None  #: where the model lies on every node; None: each node finds it by itself
-    run_dir: str | None  #: folder for sockets on the one node; None: several nodes, so TCP
+    model_dir: str | None  #: the model's folder on every node; None: each node finds it by itself
+    run_dir: str | None  #: folder for sockets on a single node; None: several nodes, which use TCP
     host: str | None  #: address to bind; None: each node's own
 
     @property
@@ -32,23 +32,23 @@ class ModelSpec:
 
 @dataclass(slots=True, frozen=True)
 class ClusterSpec:
-    """What it takes to build everything."""
+    """Everything that is needed to start the cluster."""
 
     models: tuple[ModelSpec, ...]  #: at least one
 
     @property
     def common(self) -> ModelSpec:
-        """For what is alike in all of them: `config.COMMON` and all that is no setting, but for the folder."""
+        """For what all models share: the settings in `config.COMMON`, the seed, the run folder and the host."""
         return self.models[0]
 
 
 @dataclass(slots=True, frozen=True)
 class Rendezvous:
-    """Where the ranks of one gang meet: rank 0 listens there."""
+    """Where rank 0 of a group listens for the other ranks."""
 
     host: str
     port: int
-    secret: bytes = field(repr=False)  #: that only these ranks are given
+    secret: bytes = field(repr=False)  #: known to these ranks only
 
 
 @dataclass(slots=True, frozen=True)
@@ -73,7 +73,7 @@ class Membership:
 
 @dataclass(slots=True, frozen=True)
 class RankSpec:
-    """What one rank is to be."""
+    """What one rank is started with."""
 
     model: ModelSpec
     replica_id: str
@@ -134,14 +134,14 @@ class CacheWorth:
 
 
 @dataclass(slots=True, frozen=True)
-class GangStatus:
-    """One replica for somebody who watches."""
+class ReplicaStatus:
+    """The state of one replica."""
 
     replica_id: str
     model: str  #: its name
     generation: int
     phase: str
-    reason: str  #: what is being waited for, or why it failed
+    reason: str  #: what it waits for, or why it failed
     failures: int
     pids: tuple[int, ...]
     blocks: int
@@ -151,7 +151,7 @@ class GangStatus:
 
 @dataclass(slots=True, frozen=True)
 class Notice:
-    """Something that happened and that a person may want to know."""
+    """An event to be printed."""
 
     seq: int
     level: str
@@ -160,21 +160,21 @@ class Notice:
 
 @dataclass(slots=True, frozen=True)
 class ModelStatus:
-    """What is wanted of one model."""
+    """The wanted state of one model."""
 
     name: str
     wanted: int  #: replicas
     version: int  #: of the settings that they are started with
-    settled: bool  #: everything is as it is wanted
-    abandoned: str  #: why the last update was given up
+    settled: bool  #: whether the wanted state is reached
+    abandoned: str  #: why the last update was abandoned
 
 
 @dataclass(slots=True, frozen=True)
 class ClusterStatus:
-    """What the controller knows."""
+    """The state of the cluster."""
 
-    gangs: tuple[GangStatus, ...]
-    url: str | None  #: where the routers listen, once all do
+    replicas: tuple[ReplicaStatus, ...]
+    url: str | None  #: where the routers listen; None until all do
     router_urls: tuple[str, ...]  #: of each router alone, when there are several
     router_error: str | None
     notices: tuple[Notice, ...]
@@ -182,5 +182,5 @@ class ClusterStatus:
 
     @property
     def settled(self) -> bool:
-        """Whether everything is as it is wanted."""
+        """Whether every model has reached its wanted state."""
         return all(model.settled for model in self.models)

@@ -1,11 +1,12 @@
-"""The controller: a Ray actor that carries out what the planner decides and tells it what happened.
+"""The controller: a Ray actor that carries out the planner's decisions and reports the results to it.
 
-It has gangs started and watched, keeps the routers alive and tells them who serves. It decides nothing by itself:
-`fleets.Fleets` does. One event loop; nothing in here blocks it for long. When its process dies, Ray starts another one,
-which takes over what runs: the keeper owns it, and remembers what was wanted.
+It has rank groups started and watched, keeps the routers running and sends them the members. `fleets.Fleets` decides.
+One event loop; nothing here blocks it for long. When this process dies, Ray starts another one, which takes over what
+runs: the supervisor owns the processes and stores the controller's state.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -16,119 +17,118 @@ from typing import Any
 import ray
 
 from ...replica.messages import ReplicaDescription
-from ..logs import set_up_logging
-from .autoscale import Autoscaler, Demand, expected_wait_s, terms_of
+from ..runtime import set_up_logging
+from .autoscale import Autoscaler, expected_wait_s, terms_of
 from .control_messages import (
-    KEEPER,
-    CacheWorth,
+    SUPERVISOR,
     ClusterSpec,
     ClusterStatus,
     Failed,
-    GangStatus,
     Member,
     ModelSpec,
     ModelStatus,
     Notice,
+    ReplicaStatus,
 )
-from .fleets import FleetMemory, FleetOrder, Fleets
-from .missing_replicas import tell_absences
+from .diagnosis import publish_missing
+from .fleets import FleetOrder, Fleets, FleetState
 from .planner import (
     Drain,
-    Enrolled,
     Fleet,
-    Gang,
     GiveUp,
-    KillGang,
+    GroupPhase,
+    KillRankGroup,
     Pacing,
-    Phase,
     Publish,
-    StartGang,
+    RankGroup,
+    RoutedReplica,
+    StartRankGroup,
     WarmUp,
     replica_worths,
 )
-from .rank_groups import Gangs, RunningGang
-from .router_processes import Routers
-from .supervisor import Kept, KeptGang
+from .rank_groups import RankGroups, RunningRankGroup
+from .router_processes import RouterProcesses
+from .supervisor import KeptRankGroup, SupervisorState
 
 log = logging.getLogger(__name__)
 
 NOTICES_KEPT = 1000
-#: How often the autoscaler looks; it was tuned so.
+#: How often the autoscaler decides; its other values were tuned for this.
 AUTOSCALE_LOOK_S = 1.0
-#: Each holds a thread of every router while it lasts (keeper.ROUTER_CALLS), and memberships must not wait for one.
+#: Each occupies a thread of every router (supervisor.ROUTER_CALLS), and memberships must not wait for one.
 WARM_UPS_AT_ONCE = 6
-#: How often a draining replica's requests are counted.
+#: How often the requests of a draining replica are counted.
 DRAIN_POLL_S = 0.1
 
 
 @dataclass(slots=True)
-class Memory:
-    """What a controller that begins has to know, beside what runs."""
+class ControllerState:
+    """What a new controller must know, besides what runs."""
 
-    fleets: dict[str, FleetMemory]  #: by model
+    fleets: dict[str, FleetState]  #: by model
     versions: dict[int, ModelSpec]
     generation: int
-    leaving: dict[int, str] = field(default_factory=dict)  #: generations that drain, and why
-    replaced: frozenset[int] = frozenset()  #: generations whose place another gang is to take
+    leaving: dict[int, str] = field(default_factory=dict)  #: generations that drain, with the reason
+    replaced: frozenset[int] = frozenset()  #: generations that another group is to replace
 
 
 class Controller:
-    """Ray actor with async methods. `run` never returns while all is well."""
+    """Ray actor with async methods. `run` returns only by an error."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         set_up_logging(spec.common.settings.cluster.log_level)
-        #: settings of all models' replicas, each version of one model
+        #: the settings of replicas; each version belongs to one model
         self._versions = dict(enumerate(spec.models, start=1))
         self._fleets = Fleets.of(_order(version, model) for version, model in self._versions.items())
         self._errors: dict[str, str] = {}
-        self._draining: set[int] = set()  #: generations that have not come to their end
+        self._draining: set[int] = set()  #: generations
         self._notices: deque[Notice] = deque(maxlen=NOTICES_KEPT)
-        #: Numbers go on rising in the next life of this actor.
+        #: Numbers keep rising when this actor is restarted.
         self._last_notice = time.time_ns() // 1000
-        self._keeper: Any = None
-        self._gangs: Gangs | None = None
-        self._scalers: dict[str, Autoscaler] = {}  #: of models whose number of replicas follows demand
-        self._routers = Routers(spec, pacing=_pacing(spec.common), notify=self._notice)
+        self._supervisor: Any = ray.get_actor(SUPERVISOR)
+        self._groups = RankGroups(self._supervisor, self)
+        self._scalers: dict[str, Autoscaler] = {}  #: of models with `autoscale`
+        self._routers = RouterProcesses(spec, pacing=_pacing(spec.common), notify=self._notice)
         self._began = asyncio.Event()
         self._wake = asyncio.Event()
         self._warming = asyncio.Semaphore(WARM_UPS_AT_ONCE)
         self._background: set[asyncio.Task[None]] = set()
-        self._told: asyncio.Task[None] | None = None
-        self._remembered: Memory | None = None
+        self._publishing: asyncio.Task[None] | None = None
+        self._remembered: ControllerState | None = None
         self._stopping = False
 
     async def run(self) -> None:
-        """Build the cluster, or take over the one that runs, and keep it so."""
-        self._keeper = ray.get_actor(KEEPER)
-        self._gangs = Gangs(self._keeper, self)
-        kept: Kept = await self._keeper.kept.remote()
+        """Build the cluster or take over the running one, and keep it as it is wanted."""
+        kept: SupervisorState = await self._supervisor.state.remote()
         await self._take_over(kept)
-        self._spawn(self._routers.keep(self._keeper, kept.routers))
-        self._spawn(tell_absences(self._fleets.gangs, self._errors, self._off, self._routers.tell_absent))
+        self._spawn(self._routers.keep(self._supervisor, kept.routers))
+        self._spawn(publish_missing(self._fleets.groups, self._errors, self._off, self._routers.tell_absent))
         self._began.set()
         self._scalers = dict(_autoscalers(self._models()))
         self._spawn(self._autoscale())
         while True:
             self._act()
-            await self._sleep()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), self._fleets.next_deadline(time.monotonic()))
+            self._wake.clear()
 
     async def status(self, since: int = 0) -> ClusterStatus:
-        """Where everything stands, with the notices after number `since`."""
+        """The state of the cluster, with the notices after number `since`."""
         return ClusterStatus(
-            gangs=tuple(self._gang_status(model, gang) for model, gang in self._fleets.gangs()),
+            replicas=tuple(self._replica_status(model, group) for model, group in self._fleets.groups()),
             url=self._routers.url,
             router_urls=self._routers.direct_urls,
             router_error=self._routers.error,
             notices=tuple(notice for notice in self._notices if notice.seq > since),
             models=tuple(
-                _model_status(model, fleet)
+                ModelStatus(model, fleet.wanted, fleet.version, fleet.settled, fleet.abandoned)
                 for model, fleet in self._fleets.by_model.items()
-                if fleet.gangs or not fleet.leaving
+                if fleet.groups or not fleet.leaving
             ),
         )
 
     async def scale(self, model: str, wanted: int) -> Failed | None:
-        """So many replicas of this model from now on; who is too many drains, the least worth first."""
+        """Change the number of replicas; surplus ones drain, those with the least worth first."""
         await self._began.wait()
         await self._weigh()
         fleet = self._fleets.served.get(model)
@@ -140,16 +140,16 @@ class Controller:
         return None
 
     async def drain(self, replica_id: str, *, replace: bool) -> Failed | None:
-        """End one replica in good order, for good or for another one."""
+        """Drain one replica, for good or to be replaced."""
         await self._began.wait()
-        fleet = self._fleets.holder(replica_id)
+        fleet = self._fleets.fleet_of(replica_id)
         if fleet is None or not fleet.drain(replica_id, replace=replace, now=time.monotonic()):
             return Failed(f"no replica {replica_id!r} (there are: {self._names()})")
         self._changed()
         return None
 
     async def update(self, spec: ModelSpec) -> Failed | None:
-        """Replace every replica of this model, one after the other, by one with these settings."""
+        """Replace every replica of this model, one by one, by a replica with these settings."""
         await self._began.wait()
         await self._weigh()
         fleet = self._fleets.served.get(spec.name)
@@ -163,10 +163,10 @@ class Controller:
         return None
 
     async def add(self, spec: ModelSpec) -> Failed | None:
-        """Serve this model, too."""
+        """Serve another model."""
         await self._began.wait()
         if spec.name in self._fleets.served:
-            return Failed(f"model {spec.name!r} runs here already")
+            return Failed(f"model {spec.name!r} is served already")
         self._fleets.add(_order(self._next_version(spec), spec))
         self._scalers |= _autoscalers([spec])
         self._notice("info", f"model_added model={spec.name}")
@@ -174,13 +174,13 @@ class Controller:
         return None
 
     async def remove(self, model: str) -> Failed | None:
-        """Serve this model no longer: its requests are refused, its replicas drain."""
+        """Stop serving this model: its requests are refused, its replicas drain."""
         await self._began.wait()
         served = self._fleets.served
         if model not in served:
             return self._unknown(model)
         if len(served) == 1:
-            return Failed(f"{model!r} is the only model that is served: end the cluster with homing stop")
+            return Failed(f"{model!r} is the only model: end the cluster with homing stop")
         served[model].leave()
         self._scalers.pop(model, None)
         self._notice("info", f"model_removed model={model}")
@@ -188,58 +188,52 @@ class Controller:
         return None
 
     async def current(self) -> tuple[ModelSpec, ...]:
-        """With which settings replicas are started, by model."""
+        """The current settings of each model."""
         await self._began.wait()
         return self._models()
 
     async def stop(self) -> None:
-        """Take everything down: the routers first, so that no client meets half a cluster."""
+        """End everything; routers first, so that no client sees half a cluster."""
         self._stopping = True
         await self._routers.stop()
-        if self._gangs is not None:
-            await self._gangs.stop()
+        await self._groups.stop()
 
-    # -- what gangs tell ----------------------------------------------------------------------------------------------
+    # RankGroupObserver
 
-    def gang_placed(self, gang: RunningGang) -> None:
-        """See `GangFacts`."""
-        self._fleet_of(gang).placed(gang.replica_id, gang.generation, time.monotonic())
+    def group_placed(self, group: RunningRankGroup) -> None:
+        self._fleet_of(group).placed(group.replica_id, group.generation, time.monotonic())
 
-    def gang_pending(self, gang: RunningGang, reason: str) -> None:
-        """See `GangFacts`."""
-        fleet = self._fleet_of(gang)
-        planned = fleet.gangs.get(gang.replica_id)
-        if planned is not None and planned.generation == gang.generation and planned.reason != reason:
-            self._notice("warning", f"replica_pending replica={gang.replica_id} reason={reason!r}")
-        fleet.pending(gang.replica_id, gang.generation, reason)
+    def group_pending(self, group: RunningRankGroup, reason: str) -> None:
+        fleet = self._fleet_of(group)
+        planned = fleet.groups.get(group.replica_id)
+        if planned is not None and planned.generation == group.generation and planned.reason != reason:
+            self._notice("warning", f"replica_pending replica={group.replica_id} reason={reason!r}")
+        fleet.pending(group.replica_id, group.generation, reason)
 
-    def gang_ready(self, gang: RunningGang, description: ReplicaDescription) -> None:
-        """See `GangFacts`."""
-        self._fleet_of(gang).ready(gang.replica_id, gang.generation, description, time.monotonic())
+    def group_ready(self, group: RunningRankGroup, description: ReplicaDescription) -> None:
+        self._fleet_of(group).ready(group.replica_id, group.generation, description, time.monotonic())
         self._notice(
-            "info", f"replica_ready replica={gang.replica_id} blocks={description.num_blocks} pids={gang.pids}"
+            "info", f"replica_ready replica={group.replica_id} blocks={description.num_blocks} pids={group.pids}"
         )
         self._changed()
 
-    def gang_failed(self, gang: RunningGang, reason: str) -> None:
-        """A rank is gone: act in this very moment, not when the loop comes round."""
+    def group_failed(self, group: RunningRankGroup, reason: str) -> None:
         if self._stopping:
             return
-        if self._fleet_of(gang).failed(gang.replica_id, gang.generation, reason, time.monotonic()):
+        if self._fleet_of(group).failed(group.replica_id, group.generation, reason, time.monotonic()):
             self._changed()
 
-    # -- deciding -----------------------------------------------------------------------------------------------------
+    # Decisions
 
     def _act(self) -> None:
         if self._stopping:
             return
-        assert self._gangs is not None, "the gangs are not known yet"
         for action in self._fleets.reconcile(time.monotonic()):
             match action:
                 case Publish(members):
                     known = tuple(self._member(each) for each in members)
-                    self._told = self._spawn(self._routers.publish(self._models(), known))
-                case KillGang():
+                    self._publishing = self._spawn(self._routers.publish(self._models(), known))
+                case KillRankGroup():
                     self._kill(action)
                 case GiveUp(version, back_to, reason):
                     spec = self._versions[back_to]
@@ -247,17 +241,17 @@ class Controller:
                     self._notice("error", f"update_abandoned version={version} reason={reason!r}")
                 case Drain():
                     self._draining.add(action.generation)
-                    self._spawn(self._drain(action, self._told))
+                    self._spawn(self._drain(action, self._publishing))
                 case WarmUp():
-                    self._spawn(self._warm_up(action, self._told))
-                case StartGang(replica_id, generation, version):
+                    self._spawn(self._warm_up(action, self._publishing))
+                case StartRankGroup(replica_id, generation, version):
                     spec = self._versions[version]
-                    if not self._fleets.by_model[spec.name].gangs[replica_id].failures:
+                    if not self._fleets.by_model[spec.name].groups[replica_id].failures:
                         self._errors.pop(replica_id, None)  # of another replica that had this name
-                    self._gangs.start(RunningGang(replica_id, generation, version, spec))
+                    self._groups.start(RunningRankGroup(replica_id, generation, version, spec))
         self._remember()
 
-    def _kill(self, order: KillGang) -> None:
+    def _kill(self, order: KillRankGroup) -> None:
         replica_id, generation, reason = order.replica_id, order.generation, order.reason
         if order.lost:
             self._errors[replica_id] = reason
@@ -267,79 +261,67 @@ class Controller:
             self._notice("warning", f"drain_cut_short replica={replica_id} reason={reason!r}")
         self._spawn(self._end(generation, reason))
 
-    async def _sleep(self) -> None:
-        try:
-            await asyncio.wait_for(self._wake.wait(), self._fleets.next_deadline(time.monotonic()))
-        except TimeoutError:
-            return
-        self._wake.clear()
-
     def _changed(self) -> None:
         self._act()
         self._wake.set()
 
     async def _end(self, generation: int, reason: str) -> None:
-        assert self._gangs is not None, "the gangs are not known yet"
-        if gang := self._gangs.get(generation):
-            log.info("gang_ends replica=%s generation=%d reason=%r", gang.replica_id, generation, reason)
-            await self._gangs.end(generation)
+        if group := self._groups.get(generation):
+            log.info("gang_ends replica=%s generation=%d reason=%r", group.replica_id, generation, reason)
+            await self._groups.end(generation)
 
-    async def _drain(self, order: Drain, told: "asyncio.Task[None] | None") -> None:
-        """Until neither the replica nor any router knows of a request there."""
-        assert self._gangs is not None, "the gangs are not known yet"
-        worths = {worth.replica_id: worth for worth in await self._routers.worths()}
-        loss = _loss(worths.get(order.replica_id))
-        self._notice("info", f"replica_drains replica={order.replica_id} reason={order.reason!r}{loss}")
-        if told is not None:
-            await told
-        if not await self._gangs.until_idle(order.generation):
+    async def _drain(self, order: Drain, published: "asyncio.Task[None] | None") -> None:
+        """Wait until neither the replica nor any router has a request there."""
+        loss = next((worth for worth in await self._routers.worths() if worth.replica_id == order.replica_id), None)
+        lost = "" if loss is None else f" unique_tokens={loss.unique_tokens} pinned_blocks={loss.pinned_blocks}"
+        self._notice("info", f"replica_drains replica={order.replica_id} reason={order.reason!r}{lost}")
+        if published is not None:
+            await published
+        if not await self._groups.until_idle(order.generation):
             return
         while await self._routers.in_flight(order.replica_id):  # noqa: ASYNC110 - the routers are other processes
             await asyncio.sleep(DRAIN_POLL_S)
         if order.generation not in self._draining:
-            return  # it died, or its time was up
+            return  # it died or timed out
         self._draining.discard(order.generation)
-        if fleet := self._fleets.holder(order.replica_id):
+        if fleet := self._fleets.fleet_of(order.replica_id):
             fleet.drained(order.replica_id, order.generation)
         self._notice("info", f"replica_drained replica={order.replica_id} generation={order.generation}")
         self._changed()
 
-    async def _warm_up(self, order: WarmUp, told: "asyncio.Task[None] | None") -> None:
-        """Until the routers have let it in; one that they refuse is of no use."""
-        if told is not None:
-            await told
+    async def _warm_up(self, order: WarmUp, published: "asyncio.Task[None] | None") -> None:
+        """Wait until the routers have warmed it up. One that they refuse has failed."""
+        if published is not None:
+            await published
         async with self._warming:
-            gang = self._gangs.get(order.generation) if self._gangs is not None else None
-            if gang is None or not self._fleet_of(gang).is_warming(order.replica_id, order.generation):
-                return  # it has ended since, or serves already
-            fleet, began = self._fleet_of(gang), time.monotonic()
+            group = self._groups.get(order.generation)
+            if group is None or not self._fleet_of(group).is_warming(order.replica_id, order.generation):
+                return  # it has ended, or serves already
+            fleet, began = self._fleet_of(group), time.monotonic()
             refusal = await self._routers.warm_up(order.replica_id, fleet.pacing.warm_up_s)
         if refusal:
-            self.gang_failed(gang, refusal)
+            self.group_failed(group, refusal)
             return
         self._notice("info", f"replica_warmed replica={order.replica_id} after_s={time.monotonic() - began:.1f}")
         fleet.warmed(order.replica_id, order.generation, time.monotonic())
         self._changed()
 
     async def _autoscale(self) -> None:
-        """Look, and scale those models whose time it is, for ever."""
         while True:
             await asyncio.sleep(AUTOSCALE_LOOK_S)
             demands = await self._routers.demands() if self._scalers else {}
             for model, demand in demands.items():
-                if scaler := self._scalers.get(model):
-                    await self._follow(model, scaler, demand)
-
-    async def _follow(self, model: str, scaler: Autoscaler, demand: Demand) -> None:
-        before = self._fleets.by_model[model].wanted
-        wanted = scaler.decide(before, demand, time.monotonic())
-        if wanted != before:
-            wait_s = expected_wait_s(demand)
-            self._notice("info", f"autoscaled model={model} held={demand.held_requests} wait_s={wait_s:.2f}")
-            await self.scale(model, wanted)
+                if (scaler := self._scalers.get(model)) is None:
+                    continue
+                before = self._fleets.by_model[model].wanted
+                wanted = scaler.decide(before, demand, time.monotonic())
+                if wanted != before:
+                    wait_s = expected_wait_s(demand)
+                    self._notice("info", f"autoscaled model={model} held={demand.held_requests} wait_s={wait_s:.2f}")
+                    await self.scale(model, wanted)
 
     async def _weigh(self) -> None:
-        """Ask the routers what would be lost with each replica."""
+        """Ask the routers what would be lost with each replica, for `Fleet.worths`."""
         worths = await self._routers.worths()
         seconds = replica_worths(
             (worth.replica_id, worth.unique_tokens, worth.prefill_tokens_per_s) for worth in worths
@@ -347,44 +329,49 @@ class Controller:
         for fleet in self._fleets.by_model.values():
             fleet.worths = seconds
 
-    # -- remembering --------------------------------------------------------------------------------------------------
+    # State that outlives this process
 
     def _remember(self) -> None:
-        memory = Memory(
-            fleets=self._fleets.memory(),
+        memory = ControllerState(
+            fleets=self._fleets.state(),
             versions=dict(self._versions),
-            generation=self._fleets.labels.generation,
-            leaving={gang.generation: gang.reason for _, gang in self._fleets.gangs() if gang.phase is Phase.DRAINING},
-            replaced=frozenset(gang.generation for _, gang in self._fleets.gangs() if gang.leaving),
+            generation=self._fleets.names.generation,
+            leaving={
+                group.generation: group.reason
+                for _, group in self._fleets.groups()
+                if group.phase is GroupPhase.DRAINING
+            },
+            replaced=frozenset(group.generation for _, group in self._fleets.groups() if group.leaving),
         )
         if memory != self._remembered:
             self._remembered = memory
-            self._keeper.remember.remote(memory)
+            self._supervisor.remember.remote(memory)
 
-    async def _take_over(self, kept: Kept) -> None:
-        memory: Memory | None = kept.memory
+    async def _take_over(self, kept: SupervisorState) -> None:
+        memory: ControllerState | None = kept.memory
         if memory is None:
             return
         self._versions = memory.versions
         pacings = {model: _pacing(memory.versions[known.version]) for model, known in memory.fleets.items()}
         self._fleets.resume(memory.fleets, memory.generation, pacings)
-        await asyncio.gather(*(self._adopt(gang, memory) for gang in kept.gangs))
+        await asyncio.gather(*(self._adopt(group, memory) for group in kept.groups))
         self._notice("warning", f"controller_restarted replicas={self._names()}")
 
-    async def _adopt(self, kept: KeptGang, memory: Memory) -> None:
-        assert self._gangs is not None, "the gangs are not known yet"
+    async def _adopt(self, kept: KeptRankGroup, memory: ControllerState) -> None:
         spec = memory.versions[kept.version]
-        description = await self._gangs.adopt(kept, spec)
+        description = await self._groups.adopt(kept, spec)
         if description is None:
             return
         reason = memory.leaving.get(kept.generation, "")
-        phase = Phase.DRAINING if reason else Phase.READY
+        phase = GroupPhase.DRAINING if reason else GroupPhase.READY
         now = time.monotonic()
-        gang = Gang(kept.replica_id, kept.generation, phase, now, kept.version, reason=reason, description=description)
-        gang.leaving = kept.generation in memory.replaced
-        self._fleets.by_model[spec.name].adopt(gang)
+        group = RankGroup(
+            kept.replica_id, kept.generation, phase, now, kept.version, reason=reason, description=description
+        )
+        group.leaving = kept.generation in memory.replaced
+        self._fleets.by_model[spec.name].adopt(group)
 
-    # -- small things -------------------------------------------------------------------------------------------------
+    # Helpers
 
     def _models(self) -> tuple[ModelSpec, ...]:
         return tuple(self._versions[fleet.version] for fleet in self._fleets.served.values())
@@ -395,38 +382,38 @@ class Controller:
         return version
 
     def _unknown(self, model: str) -> Failed:
-        return Failed(f"no model {model!r} runs here (there are: {', '.join(self._fleets.served)})")
+        return Failed(f"no model {model!r} is served here (served: {', '.join(self._fleets.served)})")
 
-    def _fleet_of(self, gang: RunningGang) -> Fleet:
-        return self._fleets.by_model[gang.spec.name]
+    def _fleet_of(self, group: RunningRankGroup) -> Fleet:
+        return self._fleets.by_model[group.spec.name]
 
     def _names(self) -> str:
-        return ", ".join(gang.replica_id for _, gang in self._fleets.gangs()) or "none"
+        return ", ".join(group.replica_id for _, group in self._fleets.groups()) or "none"
 
-    def _gang_status(self, model: str, gang: Gang) -> GangStatus:
-        running = self._gangs.get(gang.generation) if self._gangs is not None else None
-        return GangStatus(
-            replica_id=gang.replica_id,
+    def _replica_status(self, model: str, group: RankGroup) -> ReplicaStatus:
+        running = self._groups.get(group.generation)
+        return ReplicaStatus(
+            replica_id=group.replica_id,
             model=model,
-            generation=gang.generation,
-            phase=gang.phase.value,
-            reason=gang.reason,
-            failures=gang.failures,
+            generation=group.generation,
+            phase=group.phase.value,
+            reason=group.reason,
+            failures=group.failures,
             pids=running.pids if running else (),
-            blocks=gang.description.num_blocks if gang.description else 0,
-            last_error=self._errors.get(gang.replica_id, ""),
-            version=gang.version,
+            blocks=group.description.num_blocks if group.description else 0,
+            last_error=self._errors.get(group.replica_id, ""),
+            version=group.version,
         )
 
     def _off(self) -> frozenset[str]:
-        """Models of which no replica is wanted, and which no request starts."""
+        """Models for which no replica is wanted and none is started by a request."""
         return frozenset(
             model
             for model, fleet in self._fleets.served.items()
             if not fleet.wanted and not self._versions[fleet.version].settings.cluster.autoscale
         )
 
-    def _member(self, enrolled: Enrolled) -> Member:
+    def _member(self, enrolled: RoutedReplica) -> Member:
         spec = self._versions[enrolled.version]
         return Member(
             enrolled.description, spec.settings.kvcache, spec.model_dir, version=enrolled.version, role=enrolled.role
@@ -449,21 +436,9 @@ class Controller:
             log.error("controller_task_failed", exc_info=error)
 
 
-def _loss(worth: CacheWorth | None) -> str:
-    """What goes with a replica: nobody else holds it."""
-    if worth is None:
-        return ""
-    return f" unique_tokens={worth.unique_tokens} pinned_blocks={worth.pinned_blocks}"
-
-
 def _autoscalers(specs: Iterable[ModelSpec]) -> dict[str, Autoscaler]:
-    """For the models whose number of replicas follows demand."""
     terms = {spec.name: terms_of(spec.settings.cluster) for spec in specs}
     return {model: Autoscaler(bounds) for model, bounds in terms.items() if bounds is not None}
-
-
-def _model_status(model: str, fleet: Fleet) -> ModelStatus:
-    return ModelStatus(model, fleet.wanted, fleet.version, fleet.settled, fleet.abandoned)
 
 
 def _order(version: int, spec: ModelSpec) -> FleetOrder:

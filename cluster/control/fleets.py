@@ -1,29 +1,29 @@
-"""The fleets of all models as one: what each of them decides, in an order that routers can follow.
+"""The fleets of all models together: merges their decisions into an order that routers can follow.
 
-Each model has a fleet of its own (planner.py); what they share are names and generations, and the routers, which are
-told of all replicas at once. Pure, as the planner is.
+Each model has its own fleet (planner.py). Fleets share replica names, generations and the routers, which receive the
+members of all models at once. Pure, as the planner is.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from .planner import Action, Enrolled, Fleet, Gang, Labels, Pacing, Publish
+from .planner import Action, Fleet, NameAllocator, Pacing, Publish, RankGroup, RoutedReplica
 
 
 @dataclass(slots=True, frozen=True)
 class FleetOrder:
-    """What a fleet begins with."""
+    """The start values of a fleet."""
 
     model: str  #: the name that requests use
     pacing: Pacing
     wanted: int  #: replicas
-    version: int  #: of the settings that they are started with; no other model has it
+    version: int  #: of the settings that they are started with; unique over all models
 
 
 @dataclass(slots=True, frozen=True)
-class FleetMemory:
-    """What has to be known of a fleet, beside what runs."""
+class FleetState:
+    """What a new controller must know about a fleet, besides what runs."""
 
     wanted: int
     version: int
@@ -34,92 +34,90 @@ class FleetMemory:
 
 @dataclass(slots=True)
 class Fleets:
-    """The fleet of each model, by the model's name. When a model leaves its fleet stays, for late news of its gangs."""
+    """The fleets by model name. The fleet of a removed model stays, for late reports about its rank groups."""
 
     by_model: dict[str, Fleet]
-    labels: Labels = field(default_factory=Labels)
-    #: the models that routers were last told of
-    _told: tuple[str, ...] = ()
+    names: NameAllocator = field(default_factory=NameAllocator)
+    #: the models in the last `Publish`
+    _published: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, orders: Iterable[FleetOrder]) -> "Fleets":
-        """As they begin. Where there are several, replicas are named after their model."""
-        labels, every = Labels(), list(orders)
-        several = len(every) > 1
-        fleets = {order.model: _fleet(order, labels, replica_prefix(order.model) if several else "") for order in every}
-        return cls(fleets, labels)
+        """The fleets at the start. With several models, replicas are named after their model."""
+        fleets, every = cls({}), list(orders)
+        for order in every:
+            fleets._begin(order, replica_prefix(order.model) if len(every) > 1 else "")
+        return fleets
 
     @property
     def served(self) -> dict[str, Fleet]:
-        """Those whose models are not leaving."""
+        """The fleets of models that are not being removed."""
         return {model: fleet for model, fleet in self.by_model.items() if not fleet.leaving}
 
     def add(self, order: FleetOrder) -> None:
-        """Serve this model, too."""
+        """Serve another model."""
         fleet = self.by_model.get(order.model)
         if fleet is None:
-            self.by_model[order.model] = _fleet(order, self.labels, replica_prefix(order.model))
+            self._begin(order, replica_prefix(order.model))
             return
         fleet.pacing = order.pacing
         fleet.come_back(order.wanted, order.version)
 
-    def gangs(self) -> Iterator[tuple[str, Gang]]:
-        """All gangs, each with its model."""
-        for model, fleet in self.by_model.items():
-            for gang in fleet.gangs.values():
-                yield model, gang
+    def _begin(self, order: FleetOrder, prefix: str) -> None:
+        self.by_model[order.model] = Fleet(order.pacing, order.wanted, self.names, prefix, version=order.version)
 
-    def holder(self, replica_id: str) -> Fleet | None:
-        """The fleet of this replica."""
-        return next((fleet for fleet in self.by_model.values() if replica_id in fleet.gangs), None)
+    def groups(self) -> Iterator[tuple[str, RankGroup]]:
+        """All rank groups, each with its model."""
+        for model, fleet in self.by_model.items():
+            for group in fleet.groups.values():
+                yield model, group
+
+    def fleet_of(self, replica_id: str) -> Fleet | None:
+        return next((fleet for fleet in self.by_model.values() if replica_id in fleet.groups), None)
 
     def reconcile(self, now: float) -> list[Action]:
-        """What to do now, in this order: who is gone leaves routing before anything else happens."""
+        """What to do now. `Publish` comes first: lost replicas leave routing before anything else happens."""
         actions = [action for fleet in self.by_model.values() for action in fleet.reconcile(now)]
         others: list[Action] = [action for action in actions if not isinstance(action, Publish)]
-        told, self._told = self._told, tuple(self.served)
-        news = len(others) < len(actions) or told != self._told
-        return [Publish(self.members()), *others] if news else others
+        before, self._published = self._published, tuple(self.served)
+        changed = len(others) < len(actions) or before != self._published
+        return [Publish(self.members()), *others] if changed else others
 
-    def members(self) -> tuple[Enrolled, ...]:
-        """What the routers were last told."""
+    def members(self) -> tuple[RoutedReplica, ...]:
+        """The members in the last `Publish`."""
         return tuple(member for fleet in self.by_model.values() for member in fleet.published)
 
     def next_deadline(self, now: float) -> float | None:
-        """Seconds until `reconcile` has something to do by itself; None: only a fact can change anything."""
+        """Seconds until `reconcile` must be called again; None: only when something is reported."""
         ends = [fleet.next_deadline(now) for fleet in self.by_model.values()]
         return min((end for end in ends if end is not None), default=None)
 
-    def memory(self) -> dict[str, FleetMemory]:
-        """For the controller that comes after."""
+    def state(self) -> dict[str, FleetState]:
+        """What the next controller needs for `resume`."""
         return {
-            model: FleetMemory(fleet.wanted, fleet.version, fleet.fallback, fleet.prefix, fleet.leaving)
+            model: FleetState(fleet.wanted, fleet.version, fleet.fallback, fleet.prefix, fleet.leaving)
             for model, fleet in self.by_model.items()
         }
 
-    def resume(self, memory: Mapping[str, FleetMemory], generation: int, pacings: Mapping[str, Pacing]) -> None:
-        """Go on where another one was."""
-        self.labels.generation = generation
-        for model, known in memory.items():
-            fleet = Fleet(pacings[model], known.wanted, self.labels, known.prefix, version=known.version)
+    def resume(self, states: Mapping[str, FleetState], generation: int, pacings: Mapping[str, Pacing]) -> None:
+        """Continue from the state of another controller."""
+        self.names.generation = generation
+        for model, known in states.items():
+            fleet = Fleet(pacings[model], known.wanted, self.names, known.prefix, version=known.version)
             fleet.fallback, fleet.leaving = known.fallback, known.leaving
             self.by_model[model] = fleet
 
     def check(self) -> None:
-        """Asserts what always holds after `reconcile`."""
+        """Assert what always holds after `reconcile`."""
         for fleet in self.by_model.values():
-            assert fleet.labels is self.labels, "a fleet hands out names of its own"
+            assert fleet.names is self.names, "a fleet allocates names of its own"
             fleet.check()
-        names = [gang.replica_id for _, gang in self.gangs()]
-        assert len(names) == len(set(names)), f"names are shared: {names}"
-        generations = [gang.generation for _, gang in self.gangs()]
-        assert len(generations) == len(set(generations)), f"generations are shared: {generations}"
-
-
-def _fleet(order: FleetOrder, labels: Labels, prefix: str) -> Fleet:
-    return Fleet(order.pacing, order.wanted, labels, prefix, version=order.version)
+        names = [group.replica_id for _, group in self.groups()]
+        assert len(names) == len(set(names)), f"shared names: {names}"
+        generations = [group.generation for _, group in self.groups()]
+        assert len(generations) == len(set(generations)), f"shared generations: {generations}"
 
 
 def replica_prefix(model: str) -> str:
-    """What names of this model's replicas begin with: fit for file names, headers and labels."""
+    """The prefix of replica names of this model; safe in file names, headers and labels."""
     return (re.sub(r"[^A-Za-z0-9_]+", "-", model).strip("-") or "model") + "-"

@@ -1,4 +1,4 @@
-"""To be told at once when another process has ended, however it did. Knows nothing of who that is, nor what follows."""
+"""Reports at once when another process has ended, however it ended."""
 
 import logging
 import os
@@ -9,24 +9,24 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 
-def when_ended(pid: int, act: Callable[[], None]) -> None:
-    """Call `act` in a thread of its own when this process has ended; never where the system has no such news."""
+def on_process_exit(pid: int, act: Callable[[], None]) -> None:
+    """Call `act` in a thread of its own when this process has ended; never on systems without pidfd_open."""
     try:
-        ended = os.pidfd_open(pid)
+        exited = os.pidfd_open(pid)
     except ProcessLookupError:
         act()
         return
-    except (AttributeError, OSError) as error:  # no Linux, or one that is old or shielded
+    except (AttributeError, OSError) as error:  # not Linux, or an old or restricted one
         log.info("process_not_watched pid=%d reason=%r", pid, str(error))
         return
-    threading.Thread(target=_wait, args=(ended, act), name=f"end of {pid}", daemon=True).start()
 
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(exited, select.POLLIN)
+        try:
+            poll.poll()
+        finally:
+            os.close(exited)
+        act()
 
-def _wait(ended: int, act: Callable[[], None]) -> None:
-    watched = select.poll()
-    watched.register(ended, select.POLLIN)
-    try:
-        watched.poll()
-    finally:
-        os.close(ended)
-    act()
+    threading.Thread(target=wait, name=f"end of {pid}", daemon=True).start()

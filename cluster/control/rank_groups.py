@@ -1,13 +1,13 @@
-"""The gangs of a cluster on Ray: placed, started, watched, drained and ended, as they are told to be.
+"""The rank groups of a cluster on Ray: places, starts, watches, drains and ends them as the controller orders.
 
-Says what became of them to `GangFacts`; decides nothing. Runs on the controller's event loop, and nothing in here
-blocks it for long. The processes belong to the keeper, so that they live on when the controller does not.
+Reports what became of them to a `RankGroupObserver`; decides nothing. Runs on the controller's event loop and never
+blocks it for long. The processes belong to the supervisor, so that they survive the controller.
 """
 
 import asyncio
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,36 +21,36 @@ from ...replica.messages import ReplicaDescription
 from ..errors import StartFailed
 from .actors import death, within
 from .control_messages import Failed, ModelSpec, RankSpec, Started
-from .placement_diagnosis import NodeRoom, why_no_room
-from .supervisor import LEAST_CPUS, KeptGang
+from .diagnosis import NodeResources, explain_pending
+from .supervisor import LEAST_CPUS, KeptRankGroup
 
 log = logging.getLogger(__name__)
 
 #: How often a draining replica is asked whether it is idle.
 DRAIN_POLL_S = 0.1
-#: How often a gang without a place is looked at.
+#: How often a rank group that waits for a place is checked.
 PLACE_POLL_S = 2.0
 
 
-class GangFacts(Protocol):
-    """Who is told. Called on the event loop; late news of gangs that are gone are harmless."""
+class RankGroupObserver(Protocol):
+    """Learns what becomes of rank groups. Called on the event loop, also for groups that have ended meanwhile."""
 
-    def gang_placed(self, gang: "RunningGang") -> None:
+    def group_placed(self, group: "RunningRankGroup") -> None:
         """There is room for it."""
 
-    def gang_pending(self, gang: "RunningGang", reason: str) -> None:
-        """There is no room yet, and why."""
+    def group_pending(self, group: "RunningRankGroup", reason: str) -> None:
+        """There is no room yet."""
 
-    def gang_ready(self, gang: "RunningGang", description: ReplicaDescription) -> None:
+    def group_ready(self, group: "RunningRankGroup", description: ReplicaDescription) -> None:
         """It can serve."""
 
-    def gang_failed(self, gang: "RunningGang", reason: str) -> None:
-        """It cannot start, or serves no longer."""
+    def group_failed(self, group: "RunningRankGroup", reason: str) -> None:
+        """It could not start, or stopped serving."""
 
 
 @dataclass(slots=True)
-class RunningGang:
-    """The Ray side of one gang of one generation."""
+class RunningRankGroup:
+    """The Ray side of one generation of a replica."""
 
     replica_id: str
     generation: int
@@ -62,135 +62,137 @@ class RunningGang:
     tasks: list["asyncio.Task[None]"] = field(default_factory=list)
 
 
-class Gangs:
-    """All gangs that run or are being started."""
+class RankGroups:
+    """All rank groups that run or are being started."""
 
-    def __init__(self, keeper: Any, facts: GangFacts) -> None:
-        self._keeper = keeper
-        self._facts = facts
-        self._gangs: dict[int, RunningGang] = {}
+    def __init__(self, supervisor: Any, observer: RankGroupObserver) -> None:
+        self._supervisor = supervisor
+        self._observer = observer
+        self._groups: dict[int, RunningRankGroup] = {}
 
-    def get(self, generation: int) -> RunningGang | None:
-        """The gang of this generation, while it runs."""
-        return self._gangs.get(generation)
+    def get(self, generation: int) -> RunningRankGroup | None:
+        return self._groups.get(generation)
 
-    def start(self, gang: RunningGang) -> None:
-        """Place it and start its ranks; `gang_ready` or `gang_failed` follows."""
-        self._gangs[gang.generation] = gang
-        gang.tasks.append(asyncio.create_task(self._bring_up(gang)))
+    def start(self, group: RunningRankGroup) -> None:
+        """Place it and start its ranks; the observer's `group_ready` or `group_failed` follows."""
+        self._groups[group.generation] = group
+        group.tasks.append(asyncio.create_task(self._bring_up(group)))
 
-    async def adopt(self, kept: KeptGang, spec: ModelSpec) -> ReplicaDescription | None:
-        """Take over a gang that runs already; None, and it is ended, when it does not serve."""
-        gang = RunningGang(kept.replica_id, kept.generation, kept.version, spec, kept.ranks, kept.place)
-        self._gangs[gang.generation] = gang
+    async def adopt(self, kept: KeptRankGroup, spec: ModelSpec) -> ReplicaDescription | None:
+        """Take over a running group; ends it and returns None when it does not serve."""
+        group = RunningRankGroup(kept.replica_id, kept.generation, kept.version, spec, kept.ranks, kept.place)
+        self._groups[group.generation] = group
         try:
-            asked = (asyncio.wait_for(rank.started.remote(), 10) for rank in gang.ranks)
+            asked = (asyncio.wait_for(rank.started.remote(), 10) for rank in group.ranks)
             results: list[Started | Failed | None] = await asyncio.gather(*asked)
-            description = _described(gang, results) if gang.ranks else None
+            description = _described(group, results) if group.ranks else None
         except (StartFailed, RayActorError, TimeoutError) as error:
-            log.warning("gang_not_adopted replica=%s reason=%s", gang.replica_id, death(error))
+            log.warning("gang_not_adopted replica=%s reason=%s", group.replica_id, death(error))
             description = None
         if description is None:
-            await self.end(gang.generation)
+            await self.end(group.generation)
             return None
-        for index, rank in enumerate(gang.ranks):
-            gang.tasks.append(asyncio.create_task(self._watch(gang, index, rank)))
-            gang.tasks.append(asyncio.create_task(self._ping(gang, rank)))
+        self._spawn(group, *(self._watch(group, index) for index in range(len(group.ranks))))
+        self._spawn(group, *(self._ping(group, rank) for rank in group.ranks))
         return description
 
     async def until_idle(self, generation: int) -> bool:
-        """Have it finish what it has and take nothing new; False when it is gone before that."""
-        gang = self._gangs.get(generation)
-        if gang is None or not gang.ranks:
+        """Stop new requests and wait for the running ones; False when the group ends before."""
+        group = self._groups.get(generation)
+        if group is None or not group.ranks:
             return False
         try:
-            await gang.ranks[0].drain.remote()
-            while not await gang.ranks[0].idle.remote():  # noqa: ASYNC110 - the rank is another process
+            await group.ranks[0].drain.remote()
+            while not await group.ranks[0].idle.remote():  # noqa: ASYNC110 - the rank is another process
                 await asyncio.sleep(DRAIN_POLL_S)
         except RayActorError:
-            return False  # `_watch` tells it
+            return False  # `_watch` reports it
         return True
 
     async def end(self, generation: int) -> None:
-        """End every rank of it and free its place."""
-        gang = self._gangs.pop(generation, None)
-        if gang is None:
+        """Kill every rank of it and free its place."""
+        group = self._groups.pop(generation, None)
+        if group is None:
             return
-        for rank in gang.ranks:  # the keeper would, too, a moment later
+        for rank in group.ranks:  # the supervisor would do it a moment later
             ray.kill(rank, no_restart=True)
-        for task in gang.tasks:
+        for task in group.tasks:
             if task is not asyncio.current_task():
                 task.cancel()
-        await self._keeper.end_gang.remote(generation)
-        if folder := socket_folder(gang.spec, gang.generation):
+        await self._supervisor.end_group.remote(generation)
+        if folder := socket_folder(group.spec, group.generation):
             shutil.rmtree(folder, ignore_errors=True)
 
     async def stop(self) -> None:
-        """End all, in good order."""
-        ranks = [rank for gang in self._gangs.values() for rank in gang.ranks]
+        """Stop all ranks, then end them."""
+        ranks = [rank for group in self._groups.values() for rank in group.ranks]
         await asyncio.gather(*(within(5, rank.stop.remote()) for rank in ranks))
-        await asyncio.gather(*(self.end(generation) for generation in list(self._gangs)))
+        await asyncio.gather(*(self.end(generation) for generation in list(self._groups)))
 
-    async def _bring_up(self, gang: RunningGang) -> None:
+    async def _bring_up(self, group: RunningRankGroup) -> None:
         try:
-            await self._place(gang)
-            description = await self._start_ranks(gang)
+            await self._place(group)
+            description = await self._start_ranks(group)
         except StartFailed as error:
-            self._facts.gang_failed(gang, str(error))
+            self._observer.group_failed(group, str(error))
             return
         except Exception as error:
-            log.exception("gang_failed_to_start replica=%s", gang.replica_id)
-            self._facts.gang_failed(gang, death(error))
+            log.exception("gang_failed_to_start replica=%s", group.replica_id)
+            self._observer.group_failed(group, death(error))
             return
-        for rank in gang.ranks:
-            gang.tasks.append(asyncio.create_task(self._ping(gang, rank)))
-        self._facts.gang_ready(gang, description)
+        self._spawn(group, *(self._ping(group, rank) for rank in group.ranks))
+        self._observer.group_ready(group, description)
 
-    async def _place(self, gang: RunningGang) -> None:
-        bundle, world = bundle_of(gang.spec), gang.spec.settings.replica.tensor_parallel_size
-        gang.place = await self._keeper.place.remote(gang.replica_id, gang.generation, gang.version, bundle, world)
-        while not await asyncio.to_thread(gang.place.wait, PLACE_POLL_S):
-            self._facts.gang_pending(gang, why_no_room(bundle, world, await asyncio.to_thread(node_rooms)))
-        self._facts.gang_placed(gang)
+    async def _place(self, group: RunningRankGroup) -> None:
+        bundle, world = bundle_of(group.spec), group.spec.settings.replica.tensor_parallel_size
+        order = (group.replica_id, group.generation, group.version, bundle, world)
+        group.place = await self._supervisor.place.remote(*order)
+        while not await asyncio.to_thread(group.place.wait, PLACE_POLL_S):
+            nodes = await asyncio.to_thread(node_resources)
+            self._observer.group_pending(group, explain_pending(bundle, world, nodes))
+        self._observer.group_placed(group)
 
-    async def _start_ranks(self, gang: RunningGang) -> ReplicaDescription:
-        cluster = gang.spec.settings.cluster
-        gang.ranks = await self._keeper.start_ranks.remote(gang.generation, cluster.log_level)
-        for index, rank in enumerate(gang.ranks):
-            gang.tasks.append(asyncio.create_task(self._watch(gang, index, rank)))
-        world = len(gang.ranks)
-        meeting = await gang.ranks[0].rendezvous.remote(gang.spec.host)
-        specs = [RankSpec(gang.spec, gang.replica_id, gang.generation, rank, world, meeting) for rank in range(world)]
-        results: list[Started | Failed] = await asyncio.gather(
-            *(rank.start.remote(spec) for rank, spec in zip(gang.ranks, specs, strict=True))
+    async def _start_ranks(self, group: RunningRankGroup) -> ReplicaDescription:
+        group.ranks = await self._supervisor.start_ranks.remote(group.generation, group.spec.settings.cluster.log_level)
+        world = len(group.ranks)
+        self._spawn(group, *(self._watch(group, index) for index in range(world)))
+        meeting = await group.ranks[0].rendezvous.remote(group.spec.host)
+        starts = (
+            rank.start.remote(RankSpec(group.spec, group.replica_id, group.generation, index, world, meeting))
+            for index, rank in enumerate(group.ranks)
         )
-        return _described(gang, results)
+        results: list[Started | Failed] = await asyncio.gather(*starts)
+        return _described(group, results)
 
-    async def _watch(self, gang: RunningGang, index: int, rank: Any) -> None:
+    async def _watch(self, group: RunningRankGroup, index: int) -> None:
         try:
             failed: Failed | None = None
             while failed is None:
-                failed = await rank.watch.remote()
+                failed = await group.ranks[index].watch.remote()
             reason = failed.message
         except Exception as error:
             reason = death(error)
-        self._facts.gang_failed(gang, f"rank {index} {reason}" if len(gang.ranks) > 1 else reason)
+        self._observer.group_failed(group, f"rank {index} {reason}" if len(group.ranks) > 1 else reason)
 
-    async def _ping(self, gang: RunningGang, rank: Any) -> None:
-        cluster = gang.spec.settings.cluster
+    async def _ping(self, group: RunningRankGroup, rank: Any) -> None:
+        cluster = group.spec.settings.cluster
         while True:
             await asyncio.sleep(cluster.health_interval_s)
             try:
                 await asyncio.wait_for(rank.ping.remote(), cluster.health_timeout_s)
             except TimeoutError:
-                self._facts.gang_failed(gang, f"no answer for {cluster.health_timeout_s:g} s")
+                self._observer.group_failed(group, f"no answer for {cluster.health_timeout_s:g} s")
                 return
             except RayActorError:
-                return  # `_watch` tells it
+                return  # `_watch` reports it
+
+    @staticmethod
+    def _spawn(group: RunningRankGroup, *work: Coroutine[Any, Any, None]) -> None:
+        group.tasks += map(asyncio.create_task, work)
 
 
 def bundle_of(spec: ModelSpec) -> dict[str, float]:
-    """What one rank reserves. On the one node of a local cluster CPUs steer nothing, and must not hinder."""
+    """What one rank reserves. On the single node of a local cluster CPUs steer nothing, and must not limit anything."""
     cluster = spec.settings.cluster
     cpus = 0.0 if spec.run_dir else cluster.cpus_per_rank
     gpus = {"GPU": cluster.gpus_per_rank} if cluster.gpus_per_rank else {}
@@ -198,30 +200,32 @@ def bundle_of(spec: ModelSpec) -> dict[str, float]:
 
 
 def socket_folder(spec: ModelSpec, generation: int) -> Path | None:
-    """Folder of one gang's sockets on the one node; None: it talks TCP. Short: a socket's path ends at 107 bytes."""
+    """Folder of a group's sockets on a single node; None: it uses TCP. Short: a socket's path ends at 107 bytes."""
     return Path(spec.run_dir) / f"g{generation}" if spec.run_dir else None
 
 
-def node_rooms() -> list[NodeRoom]:
-    """What every live node has, and what of it is free."""
-    # Ray tells of free resources by node nowhere else.
+def node_resources() -> list[NodeResources]:
+    """The resources of every live node."""
+    # Ray offers free resources by node nowhere else.
     from ray._private.state import available_resources_per_node
 
     free = available_resources_per_node()
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    return [NodeRoom(node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"], {})) for node in nodes]
+    return [
+        NodeResources(each["NodeManagerAddress"], each["Resources"], free.get(each["NodeID"], {})) for each in nodes
+    ]
 
 
-def _described(gang: RunningGang, results: Sequence[Started | Failed | None]) -> ReplicaDescription:
-    """What the ranks say together. Raises StartFailed."""
+def _described(group: RunningRankGroup, results: Sequence[Started | Failed | None]) -> ReplicaDescription:
+    """The replica's description, from the ranks' answers. Raises StartFailed."""
     failures = [f"rank {index}: {r.message}" for index, r in enumerate(results) if isinstance(r, Failed)]
     if failures:
         raise StartFailed("; ".join(failures) if len(results) > 1 else failures[0].removeprefix("rank 0: "))
     started = [result for result in results if isinstance(result, Started)]
     if len(started) < len(results):
         raise StartFailed("not all ranks have started")
-    gang.pids = tuple(result.pid for result in started)
+    group.pids = tuple(result.pid for result in started)
     description = started[0].description
-    assert description is not None, "rank 0 describes no replica"
-    model = msgspec.structs.replace(description.model, name=gang.spec.name)
-    return msgspec.structs.replace(description, model=model, pids=gang.pids, node=started[0].node)
+    assert description is not None, "rank 0 returned no description"
+    model = msgspec.structs.replace(description.model, name=group.spec.name)
+    return msgspec.structs.replace(description, model=model, pids=group.pids, node=started[0].node)

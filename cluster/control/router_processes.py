@@ -43,14 +43,14 @@ class Seat:
     absent: tuple[tuple[AbsentReplica, ...], frozenset[str]] = NOBODY  #: what its present process was told
 
 
-class Routers:
+class RouterProcesses:
     """As many routers as the settings want."""
 
     def __init__(self, spec: ClusterSpec, *, pacing: Pacing, notify: Notify) -> None:
         """`notify` gets level and text."""
         self._spec = spec  #: of those that are started from now on
         common = spec.common.settings
-        self._keeper: Any = None
+        self._supervisor: Any = None
         self._pacing = pacing
         self._notify = notify
         self._seats = [Seat(number) for number in range(common.cluster.routers)]
@@ -76,9 +76,9 @@ class Routers:
         """Why one of them does not listen."""
         return next((seat.error for seat in self._seats if seat.error is not None), None)
 
-    async def keep(self, keeper: Any, running: Mapping[int, Any]) -> None:
+    async def keep(self, supervisor: Any, running: Mapping[int, Any]) -> None:
         """Keep all of them running until `stop`; those that run already, by seat, are taken over."""
-        self._keeper = keeper
+        self._supervisor = supervisor
         await asyncio.gather(*(self._keep(seat, running.get(seat.number)) for seat in self._seats))
 
     async def publish(self, models: tuple[ModelSpec, ...], members: tuple[Member, ...]) -> None:
@@ -161,7 +161,7 @@ class Routers:
         router = running
         try:
             told = self._told
-            router = running or await self._keeper.start_router.remote(seat.number, self._spec)
+            router = running or await self._supervisor.start_router.remote(seat.number, self._spec)
             found: Listening | Failed | None = (
                 await asyncio.wait_for(router.listening.remote(), ASK_TIMEOUT_S)
                 if running

@@ -1,8 +1,8 @@
-"""The keeper: a Ray actor that owns what must outlive the controller, and remembers what it was doing.
+"""The supervisor: a Ray actor that owns the processes which must outlive the controller, and stores its state.
 
-Ray ends what an actor started together with that actor; so gangs and routers are started here, by a process that does
-nothing else and is hard to break. It dies with `homing serve`, and everything with it: nothing is left behind on a Ray
-cluster that others use. It decides nothing; the controller does, before its death and after its restart.
+Ray ends what an actor started together with that actor. So rank groups and routers are started here, by a process that
+does nothing else and rarely fails. It ends with `homing serve`, and all processes with it: nothing is left behind on a
+Ray cluster that others use. The controller makes all decisions, before its death and after its restart.
 """
 
 from collections.abc import Callable
@@ -13,22 +13,22 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from ..collector import spare_what_is_loaded
+from ..runtime import freeze_loaded_objects
 from .actors import RankServer, ReplicaRank, Router, RouterProcess
 from .control_messages import ClusterSpec, RankSpec
 
-#: Ray accepts no empty bundle; this much of a CPU is nothing to its scheduler.
+#: Ray accepts no empty bundle; this share of a CPU does not affect its scheduler.
 LEAST_CPUS = 0.001
 #: Calls that one rank must be able to answer at the same time: watch, start, ping, drain, stop; and as many of a
-#: controller that died while it asked.
+#: controller that died while it waited for answers.
 RANK_CALLS = 10
-#: The same of a router: watch, membership, ping, warm-up, stop.
+#: The same for a router: watch, membership, ping, warm-up, stop.
 ROUTER_CALLS = 16
 
 
 @dataclass(slots=True)
-class KeptGang:
-    """The Ray side of one gang."""
+class KeptRankGroup:
+    """The Ray side of one rank group."""
 
     replica_id: str
     generation: int
@@ -38,16 +38,16 @@ class KeptGang:
 
 
 @dataclass(slots=True)
-class Kept:
-    """All that is kept, for a controller that begins."""
+class SupervisorState:
+    """Everything that a new controller takes over."""
 
-    memory: Any  #: what the controller before it remembered; None: there was none
-    gangs: list[KeptGang]
+    memory: Any  #: state of the previous controller; None: there was none
+    groups: list[KeptRankGroup]
     routers: dict[int, Any]  #: by seat
 
 
-class Keeper:
-    """Ray actor. Every call is quick, and one comes after the other."""
+class Supervisor:
+    """Ray actor. Every call is short, and they run one after the other."""
 
     def __init__(
         self,
@@ -55,35 +55,44 @@ class Keeper:
         make_router: Callable[[ClusterSpec], Router],
         router_node: str,
     ) -> None:
-        """`router_node` is the Ray id of the node whose address users were told."""
+        """`router_node` is the Ray id of the node whose address users know."""
         self._make_rank = make_rank
         self._make_router = make_router
         self._router_node = router_node
-        self._gangs: dict[int, KeptGang] = {}
+        self._groups: dict[int, KeptRankGroup] = {}
         self._routers: dict[int, Any] = {}
         self._memory: Any = None
 
-    def kept(self) -> Kept:
-        """Everything."""
-        return Kept(self._memory, list(self._gangs.values()), dict(self._routers))
+    def state(self) -> SupervisorState:
+        return SupervisorState(self._memory, list(self._groups.values()), dict(self._routers))
 
     def remember(self, memory: Any) -> None:
-        """What the next controller has to know."""
+        """Store the controller's state for the next controller."""
         self._memory = memory
 
     def place(self, replica_id: str, generation: int, version: int, bundle: dict[str, float], world: int) -> Any:
-        """Ask for room for a gang, all of it on one node."""
+        """Request a placement group for all ranks of a replica on one node."""
         place = placement_group([bundle] * world, strategy="STRICT_PACK")
-        self._gangs[generation] = KeptGang(replica_id, generation, version, place)
+        self._groups[generation] = KeptRankGroup(replica_id, generation, version, place)
         return place
 
     def start_ranks(self, generation: int, log_level: str) -> list[Any]:
-        """Start the processes of a gang that has room; the same ones when asked again."""
-        gang = self._gangs[generation]
-        if not gang.ranks:
-            bundles = gang.place.bundle_specs
-            gang.ranks = [self._rank(gang, index, bundle, log_level) for index, bundle in enumerate(bundles)]
-        return gang.ranks
+        """Start the processes of a placed rank group; returns the same ones when called again."""
+        group = self._groups[generation]
+        if group.ranks:
+            return group.ranks
+        ranks = []
+        for index, bundle in enumerate(group.place.bundle_specs):
+            actor = ray.remote(ReplicaRank).options(
+                name=f"{group.replica_id}.{index}.{group.generation}",
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0),
+                max_concurrency=RANK_CALLS,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group.place, placement_group_bundle_index=index),
+            )
+            ranks.append(actor.remote(self._make_rank, log_level, freeze_loaded_objects))
+        group.ranks = ranks
+        return ranks
 
     def start_router(self, seat: int, spec: ClusterSpec) -> Any:
         """Start the process of a router."""
@@ -94,19 +103,9 @@ class Keeper:
         router = self._routers[seat] = actor.remote(self._make_router, spec)
         return router
 
-    def end_gang(self, generation: int) -> None:
-        """End what there is of it and free its place: also of one that ends while it is being placed or started."""
-        if gang := self._gangs.pop(generation, None):
-            for rank in gang.ranks:
+    def end_group(self, generation: int) -> None:
+        """Kill the ranks of a rank group, started or not, and free its place."""
+        if group := self._groups.pop(generation, None):
+            for rank in group.ranks:
                 ray.kill(rank, no_restart=True)
-            remove_placement_group(gang.place)
-
-    def _rank(self, gang: KeptGang, index: int, bundle: dict[str, float], log_level: str) -> Any:
-        actor = ray.remote(ReplicaRank).options(
-            name=f"{gang.replica_id}.{index}.{gang.generation}",
-            num_cpus=bundle["CPU"],
-            num_gpus=bundle.get("GPU", 0),
-            max_concurrency=RANK_CALLS,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(gang.place, placement_group_bundle_index=index),
-        )
-        return actor.remote(self._make_rank, log_level, spare_what_is_loaded)
+            remove_placement_group(group.place)

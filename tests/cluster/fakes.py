@@ -1,4 +1,4 @@
-"""Stand-ins for the parts that the actors run: they load nothing and note what they are told in a file."""
+"""Fake ranks and routers for the actors: they load nothing, and the router records its messages in files."""
 
 import asyncio
 import json
@@ -142,7 +142,7 @@ class FakeRouter:
 
 
 def memberships(folder: Path) -> list[dict[str, tuple[int, list[int]]]]:
-    """What the fake router was told so far: replica id -> (epoch, pids), oldest first."""
+    """The memberships that the fake router received: replica id -> (epoch, pids), oldest first."""
     told = folder / "told"
     lines = told.read_text().splitlines() if told.exists() else []
     decoded = [msgspec.json.decode(line, type=list[tuple[str, int, list[int]]]) for line in lines]
@@ -150,12 +150,12 @@ def memberships(folder: Path) -> list[dict[str, tuple[int, list[int]]]]:
 
 
 def absences(folder: Path) -> list[list[list[str]]]:
-    """Who the fake router was told to be missing, oldest first: [replica id, state, reason] of each."""
+    """The missing replicas that the fake router received, oldest first: [replica id, state, reason] of each."""
     told = folder / "absent"
     return [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
 
 
 def off(folder: Path) -> list[str]:
-    """The models that the fake router was last told to be turned off."""
+    """The models in the last message about models without wanted replicas."""
     told = folder / "off"
     return list(json.loads(told.read_text() or "[]")) if told.exists() else []

@@ -81,7 +81,7 @@ def test_a_switch_reads_words_and_digits(text: str, value: bool) -> None:
         ("router: {policy: expected-tfft}", ["router.policy", "did you mean expected-ttft"]),
         ("router: 3", ["section 'router'", "3"]),
         ("- router", ["top level"]),
-        ("router: [", ["no YAML"]),
+        ("router: [", ["not valid YAML"]),
     ],
 )
 def test_a_mistake_in_the_file_is_named_with_the_file(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -111,12 +111,12 @@ def test_a_mistake_in_the_environment_is_named_with_the_variable(environ: dict[s
 
 def test_a_malformed_flag_is_named() -> None:
     """And for flags."""
-    with pytest.raises(SettingsError, match=r"--max-waiting-requests: '0' does not do for max_waiting_requests"):
+    with pytest.raises(SettingsError, match=r"--max-waiting-requests: '0' is not valid for max_waiting_requests"):
         load_settings({"max_waiting_requests": "0"}, {})
 
 
 def test_no_number_is_without_a_lower_bound() -> None:
-    """A negative size would be found by whoever uses it, in the middle of a start."""
+    """A negative size would be detected where it is used, in the middle of a start."""
     numbers = [setting for setting in SETTINGS.values() if setting.bare_type in (int, float)]
 
     assert [setting.name for setting in numbers if setting.meta.ge is None and setting.meta.gt is None] == []
@@ -201,12 +201,12 @@ def test_one_model_needs_no_list() -> None:
         ("models: [{model: a}]", ["models[0].name", "the name that requests use"]),
         ("models: [{name: a}]", ["models[0].model", "a Hugging Face name or a local folder"]),
         ("models: [{name: 3, model: a}]", ["models[0].name", "3"]),
-        ("models: [{name: a, model: b}, {name: a, model: c}]", ["models[1].name", "models[0] is called 'a' already"]),
-        ("models: [{name: a, model: b, replica: 2}]", ["models[0].replica:", "stand beside name, without sections"]),
+        ("models: [{name: a, model: b}, {name: a, model: c}]", ["models[1].name", "models[0] has the name 'a'"]),
+        ("models: [{name: a, model: b, replica: 2}]", ["models[0].replica:", "put its settings beside name"]),
         ("models: [{name: a, model: b, replcas: 2}]", ["models[0].replcas: no such setting", "did you mean replicas"]),
-        ("models: [{name: a, model: b, port: 2}]", ["models[0].port: it is common to all models", "'router'"]),
-        ("models: [{name: a, model: b, replicas: x}]", ["models[0].replicas", "'x' does not do for replicas"]),
-        ("models: [{name: a, model: b}]\nreplica: {model: c}", ["replica.model", "model is each model's own"]),
+        ("models: [{name: a, model: b, port: 2}]", ["models[0].port: all models share this setting", "'router'"]),
+        ("models: [{name: a, model: b, replicas: x}]", ["models[0].replicas", "'x' is not valid for replicas"]),
+        ("models: [{name: a, model: b}]\nreplica: {model: c}", ["replica.model", "each model has its own model"]),
         ("modles: [{name: a, model: b}]", ["no section 'modles'", "did you mean models"]),
     ],
 )
@@ -223,9 +223,9 @@ def test_a_model_beside_the_list_is_refused(tmp_path: Path, name: str) -> None:
     """`homing serve MODEL --config two.yaml` would serve something else than it says."""
     path = write(tmp_path, MODELS)
 
-    with pytest.raises(SettingsError, match=f"flag --{name.replace('_', '-')}: {name} is each model's own"):
+    with pytest.raises(SettingsError, match=f"flag --{name.replace('_', '-')}: each model has its own {name}"):
         load_settings({name: "x"}, {}, path)
-    with pytest.raises(SettingsError, match=f"variable HOMING_{name.upper()}: {name} is each model's own"):
+    with pytest.raises(SettingsError, match=f"variable HOMING_{name.upper()}: each model has its own {name}"):
         load_settings({}, {f"HOMING_{name.upper()}": "x"}, path)
 
 
@@ -250,9 +250,9 @@ def test_an_update_changes_the_model_that_is_named(tmp_path: Path) -> None:
     assert list(changed) == ["large"]
     assert changed["large"].replica.model == "org/larger"
     assert changed["large"].kvcache == before["large"].kvcache
-    with pytest.raises(SettingsError, match="say which with --served-model-name; there are small, large"):
+    with pytest.raises(SettingsError, match=r"choose one with --served-model-name \(small, large\)"):
         changed_settings(before, {"block_size": "8"}, None)
-    with pytest.raises(SettingsError, match="no model 'x' runs here; there are small, large"):
+    with pytest.raises(SettingsError, match=r"model 'x' is not served here \(served: small, large\)"):
         changed_settings(before, {"served_model_name": "x"}, None)
 
 
@@ -291,8 +291,8 @@ def test_a_model_that_a_file_adds_takes_what_is_common_from_the_cluster(tmp_path
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("replicas: 3", "replicas: 4", "models[0].replicas: replicas cannot change while the cluster runs; say homing"),
-        ("name: large", "name: huge", "models: large not listed; to take away what runs, say --remove large"),
+        ("replicas: 3", "replicas: 4", "models[0].replicas: replicas cannot change while the cluster runs; use homing"),
+        ("name: large", "name: huge", "models: large not listed; to stop serving them, add --remove large"),
         ('autoscale: "0:4"', 'autoscale: "0:5"', "models[1].autoscale: autoscale cannot change"),
     ],
 )

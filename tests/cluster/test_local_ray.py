@@ -1,4 +1,4 @@
-"""Properties of joining a Ray cluster: what can be told at once is told at once."""
+"""Starting and joining Ray: early errors, private folders and tokens."""
 
 import socket
 from pathlib import Path
@@ -7,11 +7,11 @@ import pytest
 
 from homing.cluster.config import load_settings
 from homing.cluster.errors import ClusterError
-from homing.cluster.local_ray import guard, join, run_folder, sockets_folder
+from homing.cluster.local_ray import join, make_token_private, run_folder, sockets_folder
 
 
-def test_an_address_where_nobody_listens_is_told_at_once_with_the_remedy() -> None:
-    """Ray itself tries for over a minute, and then speaks of its control store."""
+def test_an_address_where_nothing_listens_is_reported_at_once_with_the_remedy() -> None:
+    """Ray itself retries for over a minute, and then reports its control store."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -27,8 +27,8 @@ def test_nobody_else_may_enter_the_run_folder_or_read_the_token(tmp_path: Path) 
     folder.rmdir()
     token.write_text("secret")
     token.chmod(0o644)
-    guard(token)
-    guard(tmp_path / "none")
+    make_token_private(token)
+    make_token_private(tmp_path / "none")
 
     assert mode == 0o700
     assert token.stat().st_mode & 0o777 == 0o600

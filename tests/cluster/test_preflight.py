@@ -1,5 +1,6 @@
 """What `homing serve` refuses before it starts Ray: one line, the setting or file, and the remedy."""
 
+import io
 import shutil
 import socket
 from pathlib import Path
@@ -7,9 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from homing.cluster.cli.console import Console
 from homing.cluster.config import Settings
 from homing.cluster.errors import ModelUnavailable, PortTaken, SettingsError
-from homing.cluster.preflight import check_folder, check_front, check_port
+from homing.cluster.preflight import check_folder, check_front, check_port, exposures
 from homing.replica.config import ReplicaSettings
 from homing.replica.demo import demo_model_path
 from homing.router.config import RouterSettings
@@ -38,7 +40,7 @@ def test_a_folder_without_a_whole_tokenizer_is_refused(folder: Path, left: str |
 
 
 def test_weights_and_settings_are_told_apart(folder: Path) -> None:
-    """The one is mended by fetching, the other by a flag."""
+    """One is fixed by a download, the other by a flag."""
     settings = msgspec.structs.replace(Settings(), replica=ReplicaSettings(tensor_parallel_size=3))
 
     with pytest.raises(SettingsError, match="tensor_parallel_size 3: 8 attention heads do not divide"):
@@ -66,10 +68,42 @@ def test_a_taken_port_and_a_foreign_address_have_different_remedies() -> None:
     [
         ({"tls_key_file": "key.pem"}, "tls_key_file is set without"),
         ({"tls_cert_file": "/nowhere.pem"}, "tls_cert_file '/nowhere.pem'"),
-        ({"access_log": "/nowhere/log"}, "access_log: there is no folder /nowhere"),
+        ({"access_log": "/nowhere/log"}, "access_log: folder /nowhere does not exist"),
     ],
 )
-def test_files_of_the_front_are_looked_at(router: dict[str, str], told: str) -> None:
+def test_files_of_the_router_are_checked(router: dict[str, str], told: str) -> None:
     """The router process would fail on them, after the replicas have loaded."""
     with pytest.raises(SettingsError, match=told):
         check_front(RouterSettings(port=0, **router))
+
+
+def words(**router: str) -> str:
+    return "\n".join(exposures(Settings(router=RouterSettings(**router))))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "::1", "localhost"])
+def test_on_loopback_there_is_nothing_to_say(host: str) -> None:
+    """The default must not cry wolf."""
+    assert words(host=host) == ""
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.5", "gateway.example"])
+def test_open_without_keys_is_a_warning_with_its_remedy(host: str) -> None:
+    """An empty host is every address; a name may lead anywhere."""
+    assert "--api-keys-file" in words(host=host)
+
+
+def test_keys_in_clear_text_are_a_warning_and_encrypted_ones_are_none() -> None:
+    """A key that is read on its way opens what it should have kept shut."""
+    assert "--tls-cert-file" in words(host="0.0.0.0", api_keys_file="keys.yaml")
+    assert words(host="0.0.0.0", api_keys_file="keys.yaml", tls_cert_file="cert.pem") == ""
+
+
+def test_the_warning_is_among_the_first_lines() -> None:
+    """Before anything listens."""
+    out = io.StringIO()
+
+    Console(out).opening(Settings(router=RouterSettings(host="0.0.0.0")))
+
+    assert "warning" in out.getvalue()
+    assert "--api-keys-file" in out.getvalue()

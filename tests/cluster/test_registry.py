@@ -1,4 +1,4 @@
-"""Notes of running clusters: believed only while their writer lives, and never two of one name."""
+"""Registry entries of running clusters: valid only while their process runs, and never two of one name."""
 
 import os
 import subprocess
@@ -9,70 +9,70 @@ import msgspec
 import pytest
 
 from homing.cluster.errors import AlreadyRunning, NotRunning
-from homing.cluster.registry import Note, Notebook, own_note
+from homing.cluster.registry import ClusterRegistry, RegistryEntry, own_entry
 
 
 @pytest.fixture
-def notebook(tmp_path: Path) -> Notebook:
-    return Notebook(tmp_path / "state")
+def registry(tmp_path: Path) -> ClusterRegistry:
+    return ClusterRegistry(tmp_path / "state")
 
 
-def dead_note(run_dir: Path) -> Note:
+def dead_entry(run_dir: Path) -> RegistryEntry:
     """As a process would leave it that was killed."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    return Note(name="default", pid=process.pid, started=0.0, phase="ready", run_dir=str(run_dir))
+    return RegistryEntry(name="default", pid=process.pid, started=0.0, phase="ready", run_dir=str(run_dir))
 
 
-def test_a_name_is_held_while_its_cluster_runs(notebook: Notebook) -> None:
+def test_a_name_is_held_while_its_cluster_runs(registry: ClusterRegistry) -> None:
     """And free again afterwards."""
-    with notebook.claim(own_note("default", "demo", None)):
-        assert notebook.running("default").pid == os.getpid()
-        with pytest.raises(AlreadyRunning, match="running already"), notebook.claim(own_note("default", "demo", None)):
+    with registry.claim(own_entry("default", "demo", None)):
+        assert registry.running("default").pid == os.getpid()
+        with pytest.raises(AlreadyRunning, match="running already"), registry.claim(own_entry("default", "demo", None)):
             pass
 
     with pytest.raises(NotRunning):
-        notebook.running("default")
-    assert list(notebook.folder.iterdir()) == []
+        registry.running("default")
+    assert list(registry.folder.iterdir()) == []
 
 
-def test_a_stale_note_is_swept_away_with_what_its_process_left(notebook: Notebook, tmp_path: Path) -> None:
+def test_a_stale_entry_is_removed_with_the_folder_of_its_process(registry: ClusterRegistry, tmp_path: Path) -> None:
     """A killed cluster must not block its name, nor leave its folder for ever."""
     left = tmp_path / "homing-left"
     left.mkdir()
-    notebook.folder.mkdir()
-    notebook.write(dead_note(left))
+    registry.folder.mkdir()
+    registry.write(dead_entry(left))
 
     with pytest.raises(NotRunning):
-        notebook.running("default")
+        registry.running("default")
     assert not left.exists()
 
 
-def test_nobody_else_may_write_notes(notebook: Notebook) -> None:
-    """A note says which process is to be ended, and which folder to be removed with it."""
-    with notebook.claim(own_note("default", "demo", None)):
-        assert notebook.folder.stat().st_mode & 0o777 == 0o700
-        assert notebook.path("default").stat().st_mode & 0o777 == 0o600
+def test_other_users_cannot_write_entries(registry: ClusterRegistry) -> None:
+    """An entry says which process to end and which folder to remove."""
+    with registry.claim(own_entry("default", "demo", None)):
+        assert registry.folder.stat().st_mode & 0o777 == 0o700
+        assert registry.path("default").stat().st_mode & 0o777 == 0o600
 
 
-def test_who_asks_for_a_name_that_does_not_run_is_told_what_does(notebook: Notebook) -> None:
-    """Without `--name` one asks for `default`, which nobody may have started."""
+def test_a_name_that_is_not_running_is_answered_by_those_that_are(registry: ClusterRegistry) -> None:
+    """Without `--name` the name is `default`, which may not be running."""
     with pytest.raises(NotRunning, match=r"no cluster 'default' is running; start one with: homing serve$"):
-        notebook.running("default")
+        registry.running("default")
 
-    with notebook.claim(own_note("blue", "demo", None)), notebook.claim(own_note("green", "demo", None)):
-        notebook.write(msgspec.structs.replace(own_note("green", "demo", None), url="http://h:1"))
+    with registry.claim(own_entry("blue", "demo", None)), registry.claim(own_entry("green", "demo", None)):
+        registry.write(msgspec.structs.replace(own_entry("green", "demo", None), url="http://h:1"))
         with pytest.raises(NotRunning) as caught:
-            notebook.running("default")
-        assert notebook.running("green").url == "http://h:1"
-        assert [note.name for note in notebook.others("green")] == ["blue"]
+            registry.running("default")
+        assert registry.running("green").url == "http://h:1"
+        assert [entry.name for entry in registry.others("green")] == ["blue"]
 
-    assert str(caught.value).endswith("there are blue still starting (--name blue), green at http://h:1 (--name green)")
+    assert str(caught.value).endswith("running: blue still starting (--name blue), green at http://h:1 (--name green)")
 
 
-def test_a_reused_pid_is_not_taken_for_the_cluster(notebook: Notebook) -> None:
-    """`homing stop` must never end somebody else's process."""
-    note = own_note("default", "demo", None)
+def test_a_reused_pid_is_not_taken_for_the_cluster(registry: ClusterRegistry) -> None:
+    """`homing stop` must never end another process."""
+    entry = own_entry("default", "demo", None)
 
-    assert note.process() is not None
-    assert msgspec.structs.replace(note, started=note.started - 60).process() is None
+    assert entry.process() is not None
+    assert msgspec.structs.replace(entry, started=entry.started - 60).process() is None

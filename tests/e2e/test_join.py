@@ -20,7 +20,7 @@ pytestmark = pytest.mark.cluster
 
 
 def actors(
-    family: list[psutil.Process], titles: str = "Keeper|Controller|RouterProcess|ReplicaRank"
+    family: list[psutil.Process], titles: str = "Supervisor|Controller|RouterProcess|ReplicaRank"
 ) -> list[psutil.Process]:
     """Processes in which one of these classes of ours runs."""
     found = []
@@ -52,7 +52,7 @@ def test_a_joined_cluster_serves_on_both_nodes_and_stays(
 
     with serving(tmp_path, "--ray-address", nodes.address, "--replicas", "2") as running:
         running.serving(2)
-        guarding, ranks = homes(nodes, "Keeper|Controller|RouterProcess"), homes(nodes, "ReplicaRank")
+        guarding, ranks = homes(nodes, "Supervisor|Controller|RouterProcess"), homes(nodes, "ReplicaRank")
         prompt = LONG_PROMPTS[0]
         body = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
         first, second = (running.post("/v1/completions", body) for _ in range(2))
@@ -89,7 +89,7 @@ def test_a_killed_serve_leaves_a_joined_ray_as_it_was(
         again = running.post("/v1/completions", {"prompt": LONG_PROMPTS[0], "max_tokens": 4})
         assert running.end() == 0
 
-    assert len(before) >= 5  # two ranks, router, controller, keeper
+    assert len(before) >= 5  # two ranks, router, controller, supervisor
     assert left == []
     assert (stopped.returncode, "no cluster 'default' is running" in stopped.stderr) == (1, True)
     assert again["usage"]["completion_tokens"] == 4

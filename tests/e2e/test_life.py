@@ -89,9 +89,9 @@ def test_replicas_come_and_go_and_no_request_fails(running: Serving) -> None:
         replicas = running.serving(2)
 
     assert updated.count("replica_drained") == 2
-    assert "updated: serving are" in updated
+    assert "updated; serving: " in updated
     assert "nothing changes" in same
-    assert "3 replicas: serving are r" in up
+    assert "3 replicas; serving: r" in up
     assert "unique_tokens=" in drained
     assert "r2" not in replicas
     assert len(set(traffic.answers)) == 1
@@ -143,7 +143,7 @@ def test_a_killed_controller_interrupts_no_stream_and_comes_back(running: Servin
         until(lambda: True if running.replicas().get(lost, before)["epoch"] != before["epoch"] else None, "a new one")
         running.serving(3)
 
-    assert "3 replicas: serving are" in up
+    assert "3 replicas; serving:" in up
     assert len(set(traffic.answers)) == 1
     assert running.process is not None
     assert running.process.poll() is None

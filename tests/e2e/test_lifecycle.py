@@ -203,7 +203,7 @@ def test_a_replica_that_cannot_start_ends_the_command_with_its_own_words(tmp_pat
     ("words", "expected"),
     [
         (("serve", "no/such-model", "--port", "0"), "no/such-model"),
-        (("serve", "./nowhere", "--port", "0"), "no folder ./nowhere"),
+        (("serve", "./nowhere", "--port", "0"), "folder ./nowhere does not exist"),
         (("serve", "--blok-size", "3"), "did you mean --block-size"),
         (("watch",), "no cluster"),
     ],

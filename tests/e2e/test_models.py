@@ -102,7 +102,7 @@ def test_a_model_is_scaled_by_its_name_and_the_other_one_stays(both: Serving) ->
     back = homing(both.state, "drain", "forest-owl-r0")
 
     assert refused.returncode == 2
-    assert f"several models run here: {FOX}, {OWL}" in refused.stderr
+    assert f"several models are served: {FOX}, {OWL}" in refused.stderr
     assert scaled.returncode == 0, scaled.stdout + scaled.stderr
     assert f"{OWL}: 2 serve" in status
     assert f"{FOX}: 1 serve" in status

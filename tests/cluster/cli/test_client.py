@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from homing.cluster.cli.client import _trust, get_json, post_json, router_urls
+from homing.cluster.cli.client import get_json, post_json, router_urls, ssl_context
 from homing.cluster.config import load_settings
 from homing.cluster.errors import ClusterError, NotRunning
 
@@ -40,7 +40,7 @@ def router() -> Iterator[HTTPServer]:
 
 
 def test_a_question_is_asked_in_the_name_of_a_key(router: HTTPServer) -> None:
-    """Tenants do not share cached blocks: without the key, `homing explain` would speak of nobody's."""
+    """Tenants do not share cached blocks: without the key, `homing explain` would show none of the tenant's."""
     url = f"http://127.0.0.1:{router.server_port}/explain"
 
     assert post_json(url, {}, api_key="ann") == "Bearer ann"
@@ -48,16 +48,16 @@ def test_a_question_is_asked_in_the_name_of_a_key(router: HTTPServer) -> None:
 
 
 def test_a_router_that_does_not_answer_is_told_with_a_remedy() -> None:
-    """In words: a number of the system's says nothing to whoever asked for the status."""
+    """In words: an error number of the system does not help."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/cluster"
 
-        with pytest.raises(ClusterError, match="cannot be asked: Connection refused; a router that died is back"):
+        with pytest.raises(ClusterError, match="cannot be reached: Connection refused; a router that died is back"):
             get_json(url)
 
 
-def test_a_cluster_elsewhere_is_asked_without_a_note(tmp_path: Path) -> None:
+def test_a_cluster_elsewhere_is_asked_without_a_registry_entry(tmp_path: Path) -> None:
     """`--url`: no process of this machine has to be known by it."""
     settings = load_settings({"state_dir": str(tmp_path)}, {})
 
@@ -73,4 +73,4 @@ def test_a_router_on_this_machine_is_believed_whatever_its_certificate_names(rou
     router.socket = trust.wrap_socket(router.socket, server_side=True)
 
     assert post_json(f"https://localhost:{router.server_port}/explain", {}) == "none"
-    assert _trust("https://router.example/").verify_mode is ssl.CERT_REQUIRED
+    assert ssl_context("https://router.example/").verify_mode is ssl.CERT_REQUIRED

@@ -13,7 +13,7 @@ from homing.cluster.cli.main import parse
 from homing.cluster.config import Settings, load_settings
 from homing.cluster.control.control_messages import ClusterStatus
 
-STATUS = ClusterStatus(gangs=(), url="http://127.0.0.1:8000", router_urls=(), router_error=None, notices=())
+STATUS = ClusterStatus(replicas=(), url="http://127.0.0.1:8000", router_urls=(), router_error=None, notices=())
 
 
 def banner(settings: Settings, program: str = "homing") -> str:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from homing.cluster.cli.control import Wish, failed_since, meant, orders_of
+from homing.cluster.cli.control import UpdateRequest, choose_model, failed_since, update_orders
 from homing.cluster.config import load_settings
-from homing.cluster.control.control_messages import ClusterStatus, GangStatus, ModelSpec
+from homing.cluster.control.control_messages import ClusterStatus, ModelSpec, ReplicaStatus
 from homing.cluster.errors import NoSuchModel, SettingsError
 
 MODELS = """
@@ -19,21 +19,21 @@ models:
 
 def test_the_only_model_needs_no_name() -> None:
     """`homing scale 4` is what most clusters need."""
-    assert meant(["fox"], None) == "fox"
-    assert meant(["fox"], "fox") == "fox"
+    assert choose_model(["fox"], None) == "fox"
+    assert choose_model(["fox"], "fox") == "fox"
 
 
 def test_with_several_models_one_must_be_named() -> None:
     """Whoever scales the wrong one pays for it."""
-    assert meant(["fox", "owl"], "owl") == "owl"
-    with pytest.raises(NoSuchModel, match="several models run here: fox, owl; say which"):
-        meant(["fox", "owl"], None)
+    assert choose_model(["fox", "owl"], "owl") == "owl"
+    with pytest.raises(NoSuchModel, match="several models are served: fox, owl; name one"):
+        choose_model(["fox", "owl"], None)
 
 
 def test_a_wrong_name_is_told_what_runs() -> None:
     """A typo must not scale something else."""
-    with pytest.raises(NoSuchModel, match=r"no model 'ox' runs here \(there are: fox, owl\)"):
-        meant(["fox", "owl"], "ox")
+    with pytest.raises(NoSuchModel, match=r"no model 'ox' is served here \(served: fox, owl\)"):
+        choose_model(["fox", "owl"], "ox")
 
 
 def written(folder: Path, text: str = MODELS) -> Path:
@@ -42,11 +42,11 @@ def written(folder: Path, text: str = MODELS) -> Path:
     return path
 
 
-def orders(folder: Path, wish: Wish) -> list[tuple[str, str]]:
+def orders(folder: Path, wish: UpdateRequest) -> list[tuple[str, str]]:
     """What an update of fox and owl tells the controller: verb and model."""
     started = load_settings({}, {}, written(folder)).models
     specs = (ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=None) for settings in started)
-    told = orders_of({spec.name: spec for spec in specs}, wish)
+    told = update_orders({spec.name: spec for spec in specs}, wish)
     return [(verb, about if isinstance(about, str) else about.name) for verb, about in told]
 
 
@@ -54,13 +54,13 @@ def test_an_update_orders_what_a_file_says_otherwise(tmp_path: Path) -> None:
     """What is the same is left alone, what is missing is said by name, and what is more is started."""
     more = MODELS.replace("org/owl}", "org/owls}") + "  - {name: ox, model: org/ox}\n"
 
-    assert orders(tmp_path, Wish(file=written(tmp_path))) == []
-    assert orders(tmp_path, Wish(restart=True)) == [("update", "fox"), ("update", "owl")]
-    assert orders(tmp_path, Wish(remove=["owl"])) == [("remove", "owl")]
+    assert orders(tmp_path, UpdateRequest(file=written(tmp_path))) == []
+    assert orders(tmp_path, UpdateRequest(restart=True)) == [("update", "fox"), ("update", "owl")]
+    assert orders(tmp_path, UpdateRequest(remove=["owl"])) == [("remove", "owl")]
     (tmp_path / "more").mkdir()
     changed = written(tmp_path / "more", more)
-    assert orders(tmp_path, Wish(file=changed)) == [("add", "ox"), ("update", "owl")]
-    assert orders(tmp_path, Wish(file=changed, remove=["fox"])) == [
+    assert orders(tmp_path, UpdateRequest(file=changed)) == [("add", "ox"), ("update", "owl")]
+    assert orders(tmp_path, UpdateRequest(file=changed, remove=["fox"])) == [
         ("remove", "fox"),
         ("add", "fox"),
         ("add", "ox"),
@@ -73,19 +73,24 @@ def test_an_update_that_would_leave_something_out_is_refused(tmp_path: Path) -> 
     (tmp_path / "less").mkdir()
     less = written(tmp_path / "less", MODELS.replace("  - {name: owl, model: org/owl}\n", ""))
 
-    with pytest.raises(SettingsError, match="owl not listed; to take away what runs, say --remove owl"):
-        orders(tmp_path, Wish(file=less))
-    with pytest.raises(NoSuchModel, match="no model 'ox' runs here"):
-        orders(tmp_path, Wish(remove=["ox"]))
+    with pytest.raises(SettingsError, match="owl not listed; to stop serving them, add --remove owl"):
+        orders(tmp_path, UpdateRequest(file=less))
+    with pytest.raises(NoSuchModel, match="no model 'ox' is served here"):
+        orders(tmp_path, UpdateRequest(remove=["ox"]))
     with pytest.raises(NoSuchModel, match="no model would be left of fox, owl: end the cluster with homing stop"):
-        orders(tmp_path, Wish(remove=["fox", "owl"]))
-    with pytest.raises(SettingsError, match="model ox: replicas: 2 are wanted at first, autoscale allows 4:5"):
-        orders(tmp_path, Wish(file=written(tmp_path / "less", MODELS + '  - {name: ox, model: x, autoscale: "4:5"}\n')))
+        orders(tmp_path, UpdateRequest(remove=["fox", "owl"]))
+    with pytest.raises(SettingsError, match="model ox: replicas: 2 is outside autoscale 4:5"):
+        orders(
+            tmp_path,
+            UpdateRequest(file=written(tmp_path / "less", MODELS + '  - {name: ox, model: x, autoscale: "4:5"}\n')),
+        )
 
 
 def cluster(**failures: int) -> ClusterStatus:
-    gangs = (GangStatus(name, "fox", 1, "starting", "", count, (), 0, "no room") for name, count in failures.items())
-    return ClusterStatus(tuple(gangs), None, (), None, ())
+    groups = (
+        ReplicaStatus(name, "fox", 1, "starting", "", count, (), 0, "no room") for name, count in failures.items()
+    )
+    return ClusterStatus(tuple(groups), None, (), None, ())
 
 
 def test_a_command_fails_by_what_does_not_come_up_after_it() -> None:
@@ -94,5 +99,5 @@ def test_a_command_fails_by_what_does_not_come_up_after_it() -> None:
 
     assert failed_since(before, cluster(r0=1, r1=0, r2=0)) == ""
     assert failed_since(before, cluster(r0=0, r1=0)) == ""
-    assert failed_since(before, cluster(r0=1, r2=1)) == "replica r2 could not start, and is tried again: no room"
-    assert failed_since(before, cluster(r0=2, r1=0)) == "replica r0 could not start, and is tried again: no room"
+    assert failed_since(before, cluster(r0=1, r2=1)) == "replica r2 could not start and will be retried: no room"
+    assert failed_since(before, cluster(r0=2, r1=0)) == "replica r0 could not start and will be retried: no room"

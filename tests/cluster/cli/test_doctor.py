@@ -11,17 +11,16 @@ import pytest
 from homing.cluster.cli.doctor import Finding, examine_host, examine_settings, examine_view, render
 from homing.cluster.cli.main import run
 from homing.cluster.config import load_settings
-from homing.cluster.host import PACKAGES, Disk, Host
+from homing.cluster.host import PACKAGES, DiskInfo, MachineInfo
 
 GIB = 1 << 30
-WELL = Host(
+WELL = MachineInfo(
     python=(3, 11),
     packages=dict.fromkeys(PACKAGES, "1.0"),
-    cores=8,
     memory_bytes=32 * GIB,
     gpus_seen=0,
     gpus_usable=0,
-    disks=(Disk("notes", "/notes", 100 * GIB),),
+    disks=(DiskInfo("notes", "/notes", 100 * GIB),),
     shared_memory_bytes=GIB,
     open_files=65536,
     clock_synchronized=True,
@@ -29,7 +28,7 @@ WELL = Host(
 )
 
 
-def faults(host: Host, **flags: str) -> list[Finding]:
+def faults(host: MachineInfo, **flags: str) -> list[Finding]:
     findings = examine_host(host, load_settings(flags, {}))
     return [finding for finding in findings if finding.level != "ok"]
 
@@ -49,18 +48,18 @@ def test_a_machine_in_order_has_no_fault() -> None:
     [
         ({"python": (3, 10)}, {}, "environment", "error", "Python 3.10 is too old"),
         ({"packages": dict.fromkeys(PACKAGES, "1") | {"ray": None}}, {}, "environment", "error", "not installed: ray"),
-        ({"gpus_seen": 2}, {}, "gpus", "error", "the driver sees 2 GPUs, torch none"),
-        ({}, {"gpus_per_rank": "0.5"}, "gpus", "error", "2 ranks want 1 GPUs, here are 0"),
+        ({"gpus_seen": 2}, {}, "gpus", "error", "the driver reports 2 GPUs, torch none"),
+        ({}, {"gpus_per_rank": "0.5"}, "gpus", "error", "2 ranks need 1 GPUs, this machine has 0"),
         ({"gpus_seen": 1, "gpus_usable": 1}, {}, "gpus", "warning", "ranks reserve none"),
-        ({"memory_bytes": GIB // 2}, {}, "memory", "error", "2 ranks want 1.0 GiB for KV and 0.0 for weights, 0.5 GiB"),
+        ({"memory_bytes": GIB // 2}, {}, "memory", "error", "2 ranks need 1.0 GiB for KV and 0.0 for weights, 0.5 GiB"),
         ({"shared_memory_bytes": 64 << 20}, {}, "shared memory", "warning", "/dev/shm has 64 MiB"),
         ({"shared_memory_bytes": None}, {}, "shared memory", "warning", "no /dev/shm"),
         ({"open_files": 1024}, {}, "file limits", "warning", "1024 files"),
         ({"clock_synchronized": False}, {}, "clock", "warning", "not synchronised"),
         ({"token_mode": 0o644}, {}, "auth", "warning", "mode 644"),
         ({"token_mode": None}, {"ray_address": "head:6379"}, "auth", "warning", "no token here"),
-        ({"disks": (Disk("notes", "/n", GIB),)}, {}, "disk", "warning", "1.0 GiB free for notes in /n"),
-        ({"disks": (Disk("notes", "/n", 1),)}, {}, "disk", "error", "0.0 GiB"),
+        ({"disks": (DiskInfo("notes", "/n", GIB),)}, {}, "disk", "warning", "1.0 GiB free for notes in /n"),
+        ({"disks": (DiskInfo("notes", "/n", 1),)}, {}, "disk", "error", "0.0 GiB"),
     ],
 )
 def test_each_fault_is_found_and_has_a_remedy(

@@ -68,7 +68,7 @@ def test_a_held_request_goes_nowhere() -> None:
     """Late binding is a decision, too."""
     held = {**FOUND, "chosen": None, "why": "held: r0 saturated"}
 
-    assert render(held).splitlines()[-1] == "→ nowhere yet, held: r0 saturated"
+    assert render(held).splitlines()[-1] == "→ no replica yet, held: r0 saturated"
 
 
 def test_a_question_is_a_prompt_or_a_body(tmp_path: Path) -> None:
@@ -86,11 +86,11 @@ def test_a_question_is_a_prompt_or_a_body(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_no_json_is_told_so(tmp_path: Path) -> None:
-    """Where the parser stopped says nothing to whoever gave the wrong file."""
+    """The parser's position does not help when the wrong file was given."""
     body = tmp_path / "README.md"
     body.write_text("# no JSON")
 
-    with pytest.raises(SettingsError, match="holds no JSON"):
+    with pytest.raises(SettingsError, match="is not valid JSON"):
         request_body(None, str(body), None, raw=False)
 
 

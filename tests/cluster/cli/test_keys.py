@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from homing.cluster.cli.keys import check_keys
 from homing.cluster.cli.main import run
 from homing.cluster.errors import SettingsError
+from homing.cluster.preflight import check_keys
 from homing.events import EventsSettings, load_pair
 from homing.events.security.curve_keys import new_pair
 

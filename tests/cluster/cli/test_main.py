@@ -36,7 +36,7 @@ def test_flags_become_settings() -> None:
         (["serve", "--prt=1"], "unknown argument --prt; did you mean --port?"),
         (["serve", "--port"], "expected one argument"),
         (["serve", "--replicas", "none"], "flag --replicas: 'none'"),
-        (["serve", "a", "--model", "b"], "named twice"),
+        (["serve", "a", "--model", "b"], "given twice"),
         (["stop", "--port", "1"], "unknown argument --port"),
         (["serve", "--ray-address", "a:1", "--adress", "b:1"], "unknown argument --adress; did you mean --address?"),
     ],

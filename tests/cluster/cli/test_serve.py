@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from homing.cluster.cli.serve import with_api_keys
 from homing.cluster.config import Settings
 from homing.cluster.errors import SettingsError
+from homing.cluster.preflight import with_api_keys
 from homing.router.config import RouterSettings
 
 

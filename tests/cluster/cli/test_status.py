@@ -133,4 +133,4 @@ def test_several_models_have_a_line_each_and_their_replicas_stand_together() -> 
 
     assert lines[0] == "default · http://h:1 · fox, owl · policy p"
     assert [line.split()[0] for line in lines[3:6]] == ["fox-r9", "fox-r10", "owl-r0"]
-    assert lines[7:9] == ["fox: 2 serve, 1 running, 3 waiting", "owl: 0 serve, 1 running, 3 waiting"]
+    assert lines[7:9] == ["fox: 2 serving, 1 running, 3 waiting", "owl: 0 serving, 1 running, 3 waiting"]

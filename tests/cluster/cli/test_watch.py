@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from homing.cluster.cli.main import run
-from homing.cluster.cli.watch import JsonPrinter, ReadablePrinter, Viewing, Wanted, Watching, check_replicas, listed
+from homing.cluster.cli.watch import (
+    EventFilter,
+    EventRates,
+    JsonPrinter,
+    TextPrinter,
+    WatchOptions,
+    WatchSession,
+    check_replicas,
+    listed,
+)
 from homing.cluster.errors import SettingsError
 from homing.events import (
     Cleared,
@@ -28,17 +37,17 @@ from homing.events import (
     rebuild,
     to_line,
 )
-from homing.events.follow.subscription import Apply, Reset
+from homing.events.follow.subscription import Apply, Counters, Reset
 
 SOURCE = Source("r0", 2**64 - 7)
 
 
-def printed(printer: type[JsonPrinter] | type[ReadablePrinter], wanted: Wanted = Wanted()) -> list[str]:  # noqa: B008
+def printed(printer: type[JsonPrinter] | type[TextPrinter], wanted: EventFilter = EventFilter()) -> list[str]:  # noqa: B008
     out: list[str] = []
     made = printer(out.append, wanted)
-    made.told(SOURCE, Reset(7, 4, [SnapshotBlock(1, None, [5]), SnapshotBlock(2, 1, [6])]))
+    made.events(SOURCE, Reset(7, 4, [SnapshotBlock(1, None, [5]), SnapshotBlock(2, 1, [6])]))
     made.remark(SOURCE, "status", "live")
-    made.told(SOURCE, Apply(5, 60.0, [Stored(2, [3, 4], [7, 8], 1, "CPU"), Removed([3]), Cleared()]))
+    made.events(SOURCE, Apply(5, 60.0, [Stored(2, [3, 4], [7, 8], 1, "CPU"), Removed([3]), Cleared()]))
     return out
 
 
@@ -56,9 +65,9 @@ def test_json_lines_are_those_of_a_recording() -> None:
 
 
 def test_a_program_can_choose_what_it_reads() -> None:
-    """What is held anew is both: a reset, and what it says."""
+    """A resync counts as both: as a reset, and as the events that it repeats."""
     kinds = [
-        [json.loads(line)["event"] for line in printed(JsonPrinter, Wanted(kinds=frozenset([kind])))]
+        [json.loads(line)["event"] for line in printed(JsonPrinter, EventFilter(kinds=frozenset([kind])))]
         for kind in ("reset", "stored", "status", "joined")
     ]
 
@@ -69,7 +78,7 @@ def test_a_program_can_choose_what_it_reads() -> None:
 async def test_rates_are_lines_of_the_kind_that_was_asked_for(as_json: bool) -> None:
     """A program that asked for JSON must not meet a table."""
     lines: list[str] = []
-    watching = Watching(Viewing(as_json=as_json, rates_s=0.01), lines.append, None)
+    watching = WatchSession(WatchOptions(as_json=as_json, rates_s=0.01), lines.append, None)
     nowhere = EventFeed(EventEndpoints(events="", replay="", state="", snapshot=""), IgnoringSink())
 
     watching.joined(SOURCE, nowhere)
@@ -104,7 +113,7 @@ async def test_a_reader_that_goes_away_ends_the_command_quietly() -> None:
         attempts += 1
         raise BrokenPipeError
 
-    watching = Watching(Viewing(), gone, None)
+    watching = WatchSession(WatchOptions(), gone, None)
     watching.status(SOURCE, FeedStatus.LIVE)
     watching.status(SOURCE, FeedStatus.STALE)
 
@@ -115,7 +124,7 @@ async def test_a_reader_that_goes_away_ends_the_command_quietly() -> None:
 
 def test_readable_lines_are_one_per_event() -> None:
     """For eyes."""
-    words = [line.split(maxsplit=2)[2] for line in printed(ReadablePrinter)]
+    words = [line.split(maxsplit=2)[2] for line in printed(TextPrinter)]
 
     assert words == [
         "reset    holds 2 blocks",
@@ -126,10 +135,10 @@ def test_readable_lines_are_one_per_event() -> None:
     ]
 
 
-def shown(wanted: Wanted, *events: object) -> list[str]:
+def shown(wanted: EventFilter, *events: object) -> list[str]:
     """The readable lines of one batch, without time and replica."""
     out: list[str] = []
-    ReadablePrinter(out.append, wanted).told(SOURCE, Apply(5, 60.0, events))
+    TextPrinter(out.append, wanted).events(SOURCE, Apply(5, 60.0, events))
     return [" ".join(line.split()[2:]) for line in out]
 
 
@@ -137,7 +146,7 @@ def test_a_run_of_one_kind_is_one_line() -> None:
     """A step of a busy engine stores a dozen chains; nobody reads a dozen lines for it."""
     chains = [Stored(None, [1, 2]), Stored(None, [3])]
 
-    assert shown(Wanted(), Removed([9]), *chains) == [
+    assert shown(EventFilter(), Removed([9]), *chains) == [
         "removed 1 block: 0000000000000009",
         "stored 3 blocks in 2 chains",
     ]
@@ -147,9 +156,9 @@ def test_filters_keep_the_kinds_and_blocks_that_were_asked_for() -> None:
     """One block is followed through its life among thousands."""
     batch = [Stored(None, [0x1F << 56, 0x2F << 56]), Removed([0x1F << 56]), Cleared()]
 
-    assert [line.split()[0] for line in shown(Wanted(kinds=frozenset(["removed"])), *batch)] == ["removed"]
-    assert shown(Wanted(hash_prefix="1f"), *batch)[0].startswith("stored 1 block after the root, the last is 1f00")
-    assert shown(Wanted(hash_prefix="ee"), *batch) == ["cleared"]
+    assert [line.split()[0] for line in shown(EventFilter(kinds=frozenset(["removed"])), *batch)] == ["removed"]
+    assert shown(EventFilter(hash_prefix="1f"), *batch)[0].startswith("stored 1 block after the root, the last is 1f00")
+    assert shown(EventFilter(hash_prefix="ee"), *batch) == ["cleared"]
 
 
 @pytest.fixture
@@ -190,7 +199,7 @@ def test_a_replay_as_json_is_the_recording(recording: Path) -> None:
         (["--hash", "0" * 17], "up to 16 hex digits"),
     ],
 )
-def test_mistakes_are_told_by_name(words: list[str], told: str) -> None:
+def test_mistakes_are_reported_by_name(words: list[str], told: str) -> None:
     """With the remedy."""
     with pytest.raises(SettingsError, match=told):
         run(["watch", *words], io.StringIO())
@@ -202,10 +211,10 @@ async def test_what_is_followed_is_recorded_whole_whatever_is_shown(tmp_path: Pa
     endpoints = publisher.start()
     publisher.stored(None, [bytes(15) + b"\1", bytes(15) + b"\2"], bytes(8))
     publisher.flush()
-    viewing, lines = Viewing(wanted=Wanted(kinds=frozenset(["status"]))), []
+    viewing, lines = WatchOptions(shown=EventFilter(kinds=frozenset(["status"]))), []
 
     with (tmp_path / "record").open("wb") as record:
-        feed = ClusterFeed(dict, Watching(viewing, lines.append, record))
+        feed = ClusterFeed(dict, WatchSession(viewing, lines.append, record))
         feed.adjust({SOURCE: endpoints})
         async with asyncio.timeout(20):
             while not any("live" in line for line in lines):  # noqa: ASYNC110 - lines are plain text
@@ -226,3 +235,26 @@ def test_a_replica_that_is_not_there_is_named_beside_those_that_are(recording: P
         check_replicas({"r0", "r1", "r9"}, listed(view), "the cluster")
     with pytest.raises(SettingsError, match=r"--replica r9: .*events.jsonl has no such replica \(there are: r0, r1\)"):
         run(["watch", "--replay", str(recording), "--replica", "r9"], io.StringIO())
+
+
+def test_a_report_says_rates_since_the_last_one() -> None:
+    """Blocks a second tell whether a cache churns."""
+    rates = EventRates()
+    rates.add(Apply(0, 99.0, [Stored(None, [1, 2, 3]), Removed([4])]), now_s=100.0)
+    rates.add(Apply(1, 99.975, [Stored(3, [5])]), now_s=100.0)
+
+    line = str(rates.take(2.0, 7, Counters(gaps=1, snapshots=3)))
+    empty = str(rates.take(2.0, 7, Counters()))
+
+    words = " ".join(line.split())
+    assert words == "stored 2.0/s removed 0.5/s batches 1.0/s lag 25 ms holds 7 blocks gaps 1 resyncs 2"
+    assert " ".join(empty.split()).startswith("stored 0.0/s removed 0.0/s batches 0.0/s lag - holds 7")
+
+
+def test_what_a_resync_tells_anew_is_not_counted() -> None:
+    """A late joiner's first report would show a burst that never was."""
+    rates = EventRates()
+
+    rates.add(Reset(7, 4, []), now_s=1.0)
+
+    assert (rates.stored, rates.batches) == (0, 0)

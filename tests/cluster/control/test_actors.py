@@ -1,4 +1,4 @@
-"""What a rank's process does without Ray: one thread for the rank, and a failure told as a value."""
+"""A rank's actor without Ray: one thread for the rank, and failures as values."""
 
 import threading
 
@@ -100,7 +100,7 @@ def test_a_rank_that_cannot_start_says_why() -> None:
 
 
 def test_a_panic_at_the_start_is_told() -> None:
-    """It is no Exception; untold, whoever starts the rank would wait until the start's time is over."""
+    """It is not an Exception; if it were missed, the start would run into its timeout."""
     assert ReplicaRank(PanickyRank).start(rank_spec("torn")) == Failed("Panic: index out of bounds")
 
 

@@ -1,4 +1,4 @@
-"""What the processes of replicas are prepared with, and what a router makes of what it is told."""
+"""How the processes of replicas are prepared, and how a router handles its messages."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from homing.cluster.config import load_settings
-from homing.cluster.control.assembly import TORCH_ENVIRONMENT, HomingRouter, of_its_part
+from homing.cluster.control.assembly import TORCH_ENVIRONMENT, HomingRouter, share_of_gpu
 from homing.cluster.control.control_messages import ClusterSpec, Doors, Membership, ModelSpec
 from homing.kvcache.config import KvCacheSettings
 
@@ -92,4 +92,4 @@ def test_rank_with_a_part_of_a_gpu_takes_that_part_of_its_memory(gpus, share):
     """Otherwise the first of two replicas on one GPU would leave the second nothing."""
     cache = KvCacheSettings(gpu_memory_utilization=0.8)
 
-    assert of_its_part(cache, gpus).gpu_memory_utilization == pytest.approx(share)
+    assert share_of_gpu(cache, gpus).gpu_memory_utilization == pytest.approx(share)

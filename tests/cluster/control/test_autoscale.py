@@ -81,7 +81,7 @@ def test_zero_is_reached_only_when_nothing_runs() -> None:
 
 
 def test_replicas_that_start_one_after_the_other_are_not_taken_for_idle() -> None:
-    """The last of them may take longer to come than idleness has to last. Later, nobody waits for who is missing."""
+    """The last of them may take longer to start than idleness must last."""
     scaler = Autoscaler(TERMS)
 
     assert after(scaler, 3, demand(2), start=0, seconds=500) == 3

@@ -1,4 +1,4 @@
-"""The controller on a real Ray, with fake ranks: what dies is noticed, told to the router, and built again."""
+"""The controller on a real Ray, with fake ranks: deaths are detected, sent to the routers, and repaired."""
 
 import dataclasses
 import io
@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from homing.cluster import local_ray
-from homing.cluster.cli.control import Control
+from homing.cluster.cli.control import ControllerClient
 from homing.cluster.config import changed_settings, load_settings
-from homing.cluster.control.control_messages import CONTROLLER, KEEPER, ClusterSpec, ClusterStatus, ModelSpec
+from homing.cluster.control.control_messages import CONTROLLER, SUPERVISOR, ClusterSpec, ClusterStatus, ModelSpec
 
 from .. import fakes
 
@@ -61,7 +61,7 @@ class Cluster:
         import ray
 
         from homing.cluster.control.controller import Controller
-        from homing.cluster.control.supervisor import Keeper
+        from homing.cluster.control.supervisor import Supervisor
 
         self.folder = folder
         common = {"state_dir": str(folder), "served_model_name": "fox"}
@@ -70,8 +70,8 @@ class Cluster:
             ModelSpec(settings=settings, seed=7, model_dir="", run_dir=None, host="127.0.0.1") for settings in each
         )
         node = ray.get_runtime_context().get_node_id()
-        keeper = ray.remote(Keeper).options(name=KEEPER, num_cpus=0)
-        self.keeper: Any = keeper.remote(fakes.FakeRank, fakes.FakeRouter, node)
+        supervisor = ray.remote(Supervisor).options(name=SUPERVISOR, num_cpus=0)
+        self.supervisor: Any = supervisor.remote(fakes.FakeRank, fakes.FakeRouter, node)
         actor = ray.remote(Controller).options(
             name=CONTROLLER, num_cpus=0, max_concurrency=100, max_restarts=-1, max_task_retries=-1
         )
@@ -113,7 +113,7 @@ class Cluster:
 
         ray.get(self.controller.stop.remote(), timeout=PATIENCE_S)
         ray.kill(self.controller)
-        ray.kill(self.keeper)
+        ray.kill(self.supervisor)
 
 
 @pytest.fixture
@@ -129,8 +129,8 @@ def start(own_ray: None, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
         cluster.close()
 
 
-def test_a_killed_rank_takes_its_gang_along_and_the_gang_is_rebuilt(start: Callable[..., Cluster]) -> None:
-    """Ray kills no siblings: a gang with a hole would hang in its next step."""
+def test_a_killed_rank_takes_its_rank_group_along_and_the_rank_group_is_rebuilt(start: Callable[..., Cluster]) -> None:
+    """Ray kills no siblings: a group with a hole would hang in its next step."""
     cluster = start(replicas="2", tensor_parallel_size="2")
     before = cluster.told("r0", "r1")
     generation, pids = before["r0"]
@@ -189,16 +189,16 @@ def test_a_replica_that_cannot_start_says_so_in_its_own_words(start: Callable[..
     """A traceback through three processes hides the one line that helps."""
     cluster = start(replicas="1", model="broken")
 
-    failing = until(lambda: next((gang for gang in cluster.status().gangs if gang.failures), None), "it fails")
+    failing = until(lambda: next((group for group in cluster.status().replicas if group.failures), None), "it fails")
 
     assert failing.last_error == "ValueError: the weights are torn"
 
 
 def test_a_replica_that_takes_too_long_to_start_says_so(start: Callable[..., Cluster]) -> None:
-    """Whoever waits for it must not be told that it could not start, and nothing else."""
+    """`could not start` alone would not help."""
     cluster = start(replicas="1", model="endless", start_timeout_s="1")
 
-    failing = until(lambda: next((gang for gang in cluster.status().gangs if gang.failures), None), "it fails")
+    failing = until(lambda: next((group for group in cluster.status().replicas if group.failures), None), "it fails")
 
     assert failing.last_error == "not ready after 1 s (loading the model)"
 
@@ -209,7 +209,7 @@ def routers() -> set[psutil.Process]:
 
 
 def test_a_router_that_hangs_is_replaced(start: Callable[..., Cluster]) -> None:
-    """The kernel goes on dealing connections out to it: beside others it would keep every second client waiting."""
+    """The kernel keeps giving it connections: with two routers, every second client would wait."""
     before = routers()  # those of other tests may still be ending
     cluster = start(replicas="1", routers="2", health_interval_s="0.1", health_timeout_s="2")
     members = cluster.told("r0")
@@ -229,7 +229,7 @@ def test_a_router_that_hangs_is_replaced(start: Callable[..., Cluster]) -> None:
     )
 
 
-def test_a_gang_that_ends_while_it_is_being_placed_leaves_no_place_behind(start: Callable[..., Cluster]) -> None:
+def test_a_rank_group_that_ends_while_it_is_being_placed_leaves_no_place_behind(start: Callable[..., Cluster]) -> None:
     """Ray would keep the room for it, or ask for a machine, as long as the cluster runs."""
     cluster = start(replicas="1")
     cluster.told("r0")
@@ -243,20 +243,20 @@ def test_a_gang_that_ends_while_it_is_being_placed_leaves_no_place_behind(start:
 
 
 def places() -> int:
-    """Gangs that Ray keeps room for, or looks for some."""
+    """RankGroups that Ray keeps room for, or looks for some."""
     from ray.util import placement_group_table
 
     return sum(place["state"] != "REMOVED" for place in placement_group_table().values())
 
 
-def test_a_gang_without_room_tells_what_it_waits_for(start: Callable[..., Cluster]) -> None:
+def test_a_rank_group_without_room_tells_what_it_waits_for(start: Callable[..., Cluster]) -> None:
     """A placement group that does not fit stays pending, silently."""
     cluster = start(replicas="1", gpus_per_rank="3")
 
-    waiting = until(lambda: next((gang for gang in cluster.status().gangs if gang.reason), None), "a reason")
+    waiting = until(lambda: next((group for group in cluster.status().replicas if group.reason), None), "a reason")
 
     assert waiting.phase == "placing"
-    assert "no node has 3 GPU, the most on one is 0 GPU" in waiting.reason
+    assert "no node has 3 GPU, the largest has 0 GPU" in waiting.reason
 
 
 def test_scaling_down_drains_the_replica_that_is_worth_least_and_up_starts_one(start: Callable[..., Cluster]) -> None:
@@ -306,14 +306,14 @@ def test_an_update_replaces_every_replica_and_one_that_cannot_start_changes_noth
         cluster.settled()
         assert cluster.told("r0", "r1") == before
         # The next command succeeds: that update was another one's.
-        assert Control(io.StringIO()).follow(["fox"], wait=True, done="as it was") == 0
+        assert ControllerClient(io.StringIO()).follow(["fox"], wait=True, done="as it was") == 0
     cluster.update("fox", {"max_running_requests": "3"})
     status = cluster.settled()
 
     (current,) = cluster.ask("current")
     assert current.settings.replica.max_running_requests == 3
-    assert {gang.version for gang in status.gangs} == {status.models[0].version}
-    assert not {epoch for epoch, _ in before.values()} & {gang.generation for gang in status.gangs}
+    assert {group.version for group in status.replicas} == {status.models[0].version}
+    assert not {epoch for epoch, _ in before.values()} & {group.generation for group in status.replicas}
 
 
 def test_a_killed_controller_comes_back_and_takes_over_what_runs(start: Callable[..., Cluster]) -> None:
@@ -404,7 +404,7 @@ def test_a_killed_controller_takes_over_the_replicas_of_all_models(start: Callab
     cluster.told("fox-r0", "fox-r1", "org-owl-r0")
     cluster.ask("scale", "org/owl", 2)
     cluster.update("fox", {"max_running_requests": "3"})
-    versions = {gang.model: gang.version for gang in cluster.settled().gangs}
+    versions = {group.model: group.version for group in cluster.settled().replicas}
     before = fakes.memberships(cluster.folder)[-1]
 
     controller = next(process for process in local_ray.children() if "Controller" in process.name())
@@ -414,7 +414,7 @@ def test_a_killed_controller_takes_over_the_replicas_of_all_models(start: Callab
     cluster.ask("scale", "org/owl", 3)
     cluster.settled()
 
-    assert {(gang.model, gang.version) for gang in status.gangs} == set(versions.items())
+    assert {(group.model, group.version) for group in status.replicas} == set(versions.items())
     after = cluster.told(*before, "org-owl-r2")
     assert {name: after[name] for name in before} == before
     assert [model.settings.replica.max_running_requests for model in cluster.ask("current")] == [3, 64]
@@ -430,11 +430,11 @@ def test_models_come_and_go_and_a_killed_controller_knows_which(start: Callable[
     assert cluster.ask("add", ox) is None
     cluster.settled()
     with_ox = cluster.told("fox-r0", "fox-r1", "org-owl-r0", "ox-r0")
-    assert cluster.ask("add", ox).message == "model 'ox' runs here already"
+    assert cluster.ask("add", ox).message == "model 'ox' is served already"
     assert cluster.ask("remove", "org/owl") is None
     cluster.settled()
     cluster.told("fox-r0", "fox-r1", "ox-r0")
-    assert "no model 'org/owl' runs here (there are: fox, ox)" in cluster.ask("scale", "org/owl", 2).message
+    assert "no model 'org/owl' is served here (served: fox, ox)" in cluster.ask("scale", "org/owl", 2).message
     controller = next(process for process in local_ray.children() if "Controller" in process.name())
     controller.kill()
     status = cluster.settled()
@@ -447,7 +447,7 @@ def test_models_come_and_go_and_a_killed_controller_knows_which(start: Callable[
         "ox-r0": with_ox["ox-r0"],
     }
     assert cluster.ask("remove", "fox") is None
-    assert "'ox' is the only model that is served" in cluster.ask("remove", "ox").message
+    assert "'ox' is the only model" in cluster.ask("remove", "ox").message
     cluster.ask("scale", "ox", 0)
     cluster.told()
     (cluster.folder / "held").write_text("1")

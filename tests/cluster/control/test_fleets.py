@@ -1,9 +1,18 @@
-"""Fleets of several models: apart in what they want, together in what routers are told and in how things are called."""
+"""Fleets of several models: separate decisions, common names and one membership for the routers."""
 
 import pytest
 
 from homing.cluster.control.fleets import FleetOrder, Fleets, replica_prefix
-from homing.cluster.control.planner import Action, Drain, Gang, KillGang, Pacing, Phase, Publish, StartGang
+from homing.cluster.control.planner import (
+    Action,
+    Drain,
+    GroupPhase,
+    KillRankGroup,
+    Pacing,
+    Publish,
+    RankGroup,
+    StartRankGroup,
+)
 
 from ..fakes import describe_replica
 
@@ -18,9 +27,9 @@ def fleets(**wanted: int) -> Fleets:
 def serve(made: Fleets, now: float = 0.0) -> list[Action]:
     """Let all that are asked for come up; returns what was said on the way."""
     said = made.reconcile(now)
-    while started := [action for action in said if isinstance(action, StartGang)]:
+    while started := [action for action in said if isinstance(action, StartRankGroup)]:
         for action in started:
-            fleet = made.holder(action.replica_id)
+            fleet = made.fleet_of(action.replica_id)
             assert fleet is not None
             fleet.placed(action.replica_id, action.generation, now)
             fleet.ready(action.replica_id, action.generation, describe_replica(action.replica_id, 1), now)
@@ -35,8 +44,8 @@ def test_one_models_replicas_have_short_names_several_are_called_after_theirs() 
     serve(alone)
     serve(both)
 
-    assert [gang.replica_id for _, gang in alone.gangs()] == ["r0", "r1"]
-    assert [(model, gang.replica_id) for model, gang in both.gangs()] == [
+    assert [group.replica_id for _, group in alone.groups()] == ["r0", "r1"]
+    assert [(model, group.replica_id) for model, group in both.groups()] == [
         ("fox", "fox-r0"),
         ("owl", "owl-r0"),
         ("owl", "owl-r1"),
@@ -57,22 +66,22 @@ def test_models_that_sound_alike_still_get_names_of_their_own() -> None:
     made = fleets(**{"a/b": 1, "a-b": 1})
     serve(made)
 
-    assert [gang.replica_id for _, gang in made.gangs()] == ["a-b-r0", "a-b-r1"]
+    assert [group.replica_id for _, group in made.groups()] == ["a-b-r0", "a-b-r1"]
 
 
 def test_routers_are_told_of_all_models_whenever_one_changes() -> None:
-    """Who is told of one model alone forgets the others."""
+    """A membership with one model alone would remove the others."""
     made = fleets(fox=1, owl=1)
     (published,) = [action for action in serve(made) if isinstance(action, Publish)]
     assert [each.description.replica_id for each in published.members] == ["fox-r0", "owl-r0"]
-    owl = made.by_model["owl"].gangs["owl-r0"]
+    owl = made.by_model["owl"].groups["owl-r0"]
 
     made.by_model["owl"].failed("owl-r0", owl.generation, "it died", 1.0)
     first, *others = made.reconcile(1.0)
 
     assert isinstance(first, Publish)
     assert [each.description.replica_id for each in first.members] == ["fox-r0"]
-    assert [type(action) for action in others] == [KillGang, StartGang]
+    assert [type(action) for action in others] == [KillRankGroup, StartRankGroup]
     made.check()
 
 
@@ -80,19 +89,19 @@ def test_what_one_model_wants_is_nothing_to_the_others() -> None:
     """Scaling and updating a model touches its own replicas alone."""
     made = fleets(fox=2, owl=1)
     serve(made)
-    before = {gang.replica_id: gang.generation for model, gang in made.gangs() if model == "owl"}
+    before = {group.replica_id: group.generation for model, group in made.groups() if model == "owl"}
 
     made.by_model["fox"].scale(0)
     made.by_model["fox"].update(9)
     made.reconcile(1.0)
 
-    assert {gang.replica_id: gang.generation for model, gang in made.gangs() if model == "owl"} == before
+    assert {group.replica_id: group.generation for model, group in made.groups() if model == "owl"} == before
     assert made.by_model["owl"].settled
-    assert {gang.phase for model, gang in made.gangs() if model == "fox"} == {Phase.DRAINING}
+    assert {group.phase for model, group in made.groups() if model == "fox"} == {GroupPhase.DRAINING}
 
 
 def test_a_model_that_is_added_gets_replicas_and_routers_hear_of_it_before_they_come() -> None:
-    """Who asks for it meanwhile is told to come again, not that it does not exist."""
+    """Requests meanwhile get 503, not 404."""
     made = fleets(fox=1)
     serve(made)
 
@@ -102,14 +111,14 @@ def test_a_model_that_is_added_gets_replicas_and_routers_hear_of_it_before_they_
 
     assert isinstance(first, Publish)
     assert [each.description.replica_id for each in first.members] == ["r0"]
-    assert [(model, gang.replica_id, gang.version) for model, gang in made.gangs()] == [
+    assert [(model, group.replica_id, group.version) for model, group in made.groups()] == [
         ("fox", "r0", 1),
         ("owl", "owl-r0", 2),
     ]
 
 
 def test_a_model_that_leaves_drains_and_is_scaled_up_by_nobody() -> None:
-    """Routers hear of it at once, also where no replica of it runs; the autoscaler may still be deciding."""
+    """RouterProcesses hear of it at once, also where no replica of it runs; the autoscaler may still be deciding."""
     made = fleets(fox=1, owl=1, ox=0)
     serve(made)
 
@@ -122,11 +131,11 @@ def test_a_model_that_leaves_drains_and_is_scaled_up_by_nobody() -> None:
     assert isinstance(first, Publish)
     assert [type(action) for action in others] == [Drain]
     assert list(made.served) == ["fox"]
-    gang = made.by_model["owl"].gangs["owl-r0"]
-    made.by_model["owl"].drained("owl-r0", gang.generation)
+    group = made.by_model["owl"].groups["owl-r0"]
+    made.by_model["owl"].drained("owl-r0", group.generation)
     made.reconcile(2.0)
     assert made.by_model["owl"].settled
-    assert not made.by_model["owl"].failed("owl-r0", gang.generation, "killed", 3.0)
+    assert not made.by_model["owl"].failed("owl-r0", group.generation, "killed", 3.0)
 
 
 def test_a_model_may_come_back_while_its_last_replica_drains() -> None:
@@ -139,12 +148,12 @@ def test_a_model_may_come_back_while_its_last_replica_drains() -> None:
     owl = made.by_model["owl"]
     made.add(FleetOrder("owl", PACING, 1, 9))
     serve(made, 2.0)
-    draining = list(owl.gangs.values())
+    draining = list(owl.groups.values())
     owl.drained("owl-r0", draining[0].generation)
     serve(made, 3.0)
 
-    assert [(gang.phase, gang.version) for gang in draining] == [(Phase.DRAINING, 2)]
-    assert [(gang.phase, gang.version) for gang in owl.gangs.values()] == [(Phase.READY, 9)]
+    assert [(group.phase, group.version) for group in draining] == [(GroupPhase.DRAINING, 2)]
+    assert [(group.phase, group.version) for group in owl.groups.values()] == [(GroupPhase.READY, 9)]
     assert owl.settled
 
 
@@ -171,9 +180,11 @@ def test_fleets_that_go_on_know_what_was_wanted_and_what_runs() -> None:
 
     again = fleets(fox=2, owl=1)
     pacings = {"fox": PACING, "owl": Pacing(drain_timeout_s=5.0), "ox": PACING}
-    again.resume(made.memory(), made.labels.generation, pacings)
-    for model, gang in made.gangs():
-        ready = Gang(gang.replica_id, gang.generation, Phase.READY, 0.0, gang.version, description=gang.description)
+    again.resume(made.state(), made.names.generation, pacings)
+    for model, group in made.groups():
+        ready = RankGroup(
+            group.replica_id, group.generation, GroupPhase.READY, 0.0, group.version, description=group.description
+        )
         again.by_model[model].adopt(ready)
     actions = again.reconcile(1.0)
 
@@ -184,5 +195,5 @@ def test_fleets_that_go_on_know_what_was_wanted_and_what_runs() -> None:
     assert again.by_model["owl"].pacing.drain_timeout_s == 5.0
     again.by_model["fox"].scale(3)
     (started,) = again.reconcile(2.0)
-    assert isinstance(started, StartGang)
-    assert (started.replica_id, started.generation) == ("fox-r2", made.labels.generation + 1)
+    assert isinstance(started, StartRankGroup)
+    assert (started.replica_id, started.generation) == ("fox-r2", made.names.generation + 1)

@@ -10,16 +10,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from homing.cluster.control.planner import (
     Action,
     Drain,
-    Enrolled,
     Fleet,
-    Gang,
     GiveUp,
-    KillGang,
-    Labels,
+    GroupPhase,
+    KillRankGroup,
+    NameAllocator,
     Pacing,
-    Phase,
     Publish,
-    StartGang,
+    RankGroup,
+    RoutedReplica,
+    StartRankGroup,
     WarmUp,
     replica_worths,
 )
@@ -29,14 +29,14 @@ from ..fakes import describe_replica
 PACING = Pacing(backoff_s=1, backoff_limit_s=8, stable_after_s=60, start_timeout_s=100, drain_timeout_s=30)
 
 
-def serving(replica_id: str, generation: int, version: int = 1) -> Enrolled:
-    return Enrolled(describe_replica(replica_id, generation), "serving", version)
+def serving(replica_id: str, generation: int, version: int = 1) -> RoutedReplica:
+    return RoutedReplica(describe_replica(replica_id, generation), "serving", version)
 
 
 def bring_up(fleet: Fleet, now: float = 0.0) -> None:
-    """All gangs that are being started get ready."""
+    """All groups that are being started get ready."""
     for action in fleet.reconcile(now):
-        if isinstance(action, StartGang):
+        if isinstance(action, StartRankGroup):
             fleet.placed(action.replica_id, action.generation, now)
             fleet.ready(
                 action.replica_id, action.generation, describe_replica(action.replica_id, action.generation), now
@@ -53,13 +53,13 @@ def test_every_wanted_replica_is_started_once(fleet: Fleet) -> None:
     """Reconciling again changes nothing while nothing happened."""
     first, second = fleet.reconcile(0), fleet.reconcile(1)
 
-    assert first == [StartGang("r0", 1), StartGang("r1", 2)]
+    assert first == [StartRankGroup("r0", 1), StartRankGroup("r1", 2)]
     assert second == []
     fleet.check()
 
 
 def test_a_ready_replica_is_published(fleet: Fleet) -> None:
-    """Routers hear of a replica as soon as it can serve, not when all can."""
+    """RouterProcesses hear of a replica as soon as it can serve, not when all can."""
     fleet.reconcile(0)
     fleet.placed("r1", 2, 1)
     fleet.ready("r1", 2, describe_replica("r1", 2), 2)
@@ -67,19 +67,23 @@ def test_a_ready_replica_is_published(fleet: Fleet) -> None:
     assert fleet.reconcile(2) == [Publish((serving("r1", 2),))]
 
 
-def test_a_dead_rank_takes_its_gang_out_of_routing_before_anything_else(fleet: Fleet) -> None:
+def test_a_dead_rank_takes_its_rank_group_out_of_routing_before_anything_else(fleet: Fleet) -> None:
     """Every millisecond in routing sends requests to the dead."""
     bring_up(fleet)
     fleet.failed("r0", 1, "rank 0 died", 10)
 
     actions = fleet.reconcile(10)
 
-    assert actions == [Publish((serving("r1", 2),)), KillGang("r0", 1, "rank 0 died", lost=True), StartGang("r0", 3)]
+    assert actions == [
+        Publish((serving("r1", 2),)),
+        KillRankGroup("r0", 1, "rank 0 died", lost=True),
+        StartRankGroup("r0", 3),
+    ]
     fleet.check()
 
 
 def test_news_of_a_former_generation_change_nothing(fleet: Fleet) -> None:
-    """Siblings of a dead rank report their own death after the gang is being rebuilt."""
+    """Siblings of a dead rank report their own death after the group is being rebuilt."""
     bring_up(fleet)
     fleet.failed("r0", 1, "rank 0 died", 10)
     fleet.reconcile(10)
@@ -90,13 +94,13 @@ def test_news_of_a_former_generation_change_nothing(fleet: Fleet) -> None:
     fleet.check()
 
 
-def test_a_gang_that_keeps_failing_is_built_with_growing_pauses(fleet: Fleet) -> None:
+def test_a_rank_group_that_keeps_failing_is_built_with_growing_pauses(fleet: Fleet) -> None:
     """A crash loop must not eat the machine."""
     starts, now = [], 0.0
     fleet = Fleet(PACING, wanted=1)
     for _ in range(8):
         actions = fleet.reconcile(now)
-        while not (started := [action for action in actions if isinstance(action, StartGang)]):
+        while not (started := [action for action in actions if isinstance(action, StartRankGroup)]):
             now += fleet.next_deadline(now) or 0
             actions = fleet.reconcile(now)
         starts.append(now)
@@ -108,20 +112,20 @@ def test_a_gang_that_keeps_failing_is_built_with_growing_pauses(fleet: Fleet) ->
 def test_a_replica_that_served_long_enough_starts_over_with_the_shortest_pause(fleet: Fleet) -> None:
     """A crash a month is no crash loop."""
     bring_up(fleet)
-    fleet.gangs["r0"].failures = 5
+    fleet.groups["r0"].failures = 5
     fleet.failed("r0", 1, "rank 0 died", PACING.stable_after_s)
 
-    assert StartGang("r0", 3) in fleet.reconcile(PACING.stable_after_s)
+    assert StartRankGroup("r0", 3) in fleet.reconcile(PACING.stable_after_s)
 
 
-def test_a_gang_that_does_not_get_ready_is_failed_with_what_it_waited_for(fleet: Fleet) -> None:
+def test_a_rank_group_that_does_not_get_ready_is_failed_with_what_it_waited_for(fleet: Fleet) -> None:
     """A placement without room stays pending silently; the reason must be heard."""
     fleet.reconcile(0)
     fleet.pending("r0", 1, "needs 1 GPU, the cluster has none")
 
     actions = fleet.reconcile(PACING.start_timeout_s)
 
-    assert KillGang("r0", 1, "not ready after 100 s (needs 1 GPU, the cluster has none)", lost=True) in actions
+    assert KillRankGroup("r0", 1, "not ready after 100 s (needs 1 GPU, the cluster has none)", lost=True) in actions
 
 
 def advance(fleet: Fleet, now: float) -> list[Action]:
@@ -132,7 +136,7 @@ def advance(fleet: Fleet, now: float) -> list[Action]:
         seen += actions
         for action in actions:
             match action:
-                case StartGang(replica_id, generation):
+                case StartRankGroup(replica_id, generation):
                     fleet.placed(replica_id, generation, now)
                     fleet.ready(replica_id, generation, describe_replica(replica_id, generation), now)
                 case WarmUp(replica_id, generation):
@@ -149,16 +153,16 @@ def fewest_serving(actions: list[Action]) -> int:
 
 
 def test_fewer_wanted_replicas_drain_the_one_whose_cache_is_worth_least(fleet: Fleet) -> None:
-    """It is told to the routers before it is asked to finish, and is killed when it has."""
+    """Routers learn of it before it drains, and it is killed when it has finished."""
     bring_up(fleet)
     fleet.worths = {"r0": 0.5, "r1": 2.0}
     fleet.scale(1)
 
-    draining = Enrolled(describe_replica("r0", 1), "draining")
+    draining = RoutedReplica(describe_replica("r0", 1), "draining")
     assert fleet.reconcile(1) == [Publish((draining, serving("r1", 2))), Drain("r0", 1, "no longer wanted")]
     assert fleet.reconcile(2) == []
     fleet.drained("r0", 1)
-    assert fleet.reconcile(3) == [Publish((serving("r1", 2),)), KillGang("r0", 1, "drained (no longer wanted)")]
+    assert fleet.reconcile(3) == [Publish((serving("r1", 2),)), KillRankGroup("r0", 1, "drained (no longer wanted)")]
     fleet.check()
     assert fleet.settled
 
@@ -170,7 +174,7 @@ def test_a_replica_that_serves_nothing_yet_goes_before_one_that_does(fleet: Flee
     fleet.reconcile(1)
     fleet.scale(2)
 
-    assert fleet.reconcile(2) == [KillGang("r2", 3, "no longer wanted")]
+    assert fleet.reconcile(2) == [KillRankGroup("r2", 3, "no longer wanted")]
 
 
 def test_a_replica_that_drains_too_long_is_ended_with_what_it_has(fleet: Fleet) -> None:
@@ -183,8 +187,8 @@ def test_a_replica_that_drains_too_long_is_ended_with_what_it_has(fleet: Fleet) 
     members, kill = fleet.reconcile(1 + PACING.drain_timeout_s)
 
     assert members == Publish((serving("r0", 1),))
-    assert isinstance(kill, KillGang)
-    assert "its requests go on elsewhere" in kill.reason
+    assert isinstance(kill, KillRankGroup)
+    assert "its requests continue on other replicas" in kill.reason
 
 
 def test_a_replica_that_dies_while_it_drains_is_not_built_again(fleet: Fleet) -> None:
@@ -194,7 +198,7 @@ def test_a_replica_that_dies_while_it_drains_is_not_built_again(fleet: Fleet) ->
     fleet.reconcile(1)
     fleet.failed("r1", 2, "rank 0 died", 2)
 
-    assert fleet.reconcile(2) == [Publish((serving("r0", 1),)), KillGang("r1", 2, "rank 0 died", lost=True)]
+    assert fleet.reconcile(2) == [Publish((serving("r0", 1),)), KillRankGroup("r1", 2, "rank 0 died", lost=True)]
     assert (fleet.wanted, fleet.settled) == (1, True)
 
 
@@ -206,7 +210,7 @@ def test_a_replica_that_is_to_be_replaced_drains_when_the_other_serves(fleet: Fl
     actions = advance(fleet, 1)
 
     assert fewest_serving(actions) == 2
-    assert (sorted(fleet.gangs), fleet.wanted, fleet.settled) == (["r1", "r2"], 2, True)
+    assert (sorted(fleet.groups), fleet.wanted, fleet.settled) == (["r1", "r2"], 2, True)
 
 
 @pytest.mark.parametrize(("surge", "fewest", "most"), [(True, 3, 4), (False, 2, 3)])
@@ -216,13 +220,13 @@ def test_an_update_replaces_one_after_the_other(surge: bool, fewest: int, most: 
     advance(fleet, 0)
     fleet.update(2)
 
-    sizes, actions = [len(fleet.gangs)], list[Action]()
+    sizes, actions = [len(fleet.groups)], list[Action]()
     while fresh := fleet.reconcile(1):
         fleet.check()
-        sizes.append(len(fleet.gangs))
+        sizes.append(len(fleet.groups))
         actions += fresh
         for action in fresh:
-            if isinstance(action, StartGang):
+            if isinstance(action, StartRankGroup):
                 assert action.version == 2
                 fleet.placed(action.replica_id, action.generation, 1)
                 fleet.ready(action.replica_id, action.generation, describe_replica(action.replica_id, 9), 1)
@@ -231,7 +235,7 @@ def test_an_update_replaces_one_after_the_other(surge: bool, fewest: int, most: 
 
     assert fewest_serving(actions) == fewest
     assert max(sizes) == most
-    assert {gang.version for gang in fleet.gangs.values()} == {2}
+    assert {group.version for group in fleet.groups.values()} == {2}
     assert fleet.settled
 
 
@@ -239,11 +243,11 @@ def test_an_update_is_abandoned_when_its_first_replica_fails(fleet: Fleet) -> No
     """Nothing that serves is touched, and the reason is kept for the one who asked."""
     bring_up(fleet)
     fleet.update(2)
-    assert fleet.reconcile(1) == [StartGang("r2", 3, 2)]
+    assert fleet.reconcile(1) == [StartRankGroup("r2", 3, 2)]
     fleet.failed("r2", 3, "the weights are torn", 2)
 
     assert fleet.reconcile(2) == [
-        KillGang("r2", 3, "the weights are torn", lost=True),
+        KillRankGroup("r2", 3, "the weights are torn", lost=True),
         GiveUp(2, 1, "the weights are torn"),
     ]
     assert (fleet.version, fleet.abandoned, fleet.settled) == (1, "the weights are torn", True)
@@ -265,7 +269,7 @@ def test_an_update_goes_on_when_a_later_replica_fails(fleet: Fleet) -> None:
 
 
 def test_a_replica_that_comes_to_others_is_warmed_up_for_a_bounded_time() -> None:
-    """It gets no requests until then; the first of all has nobody to learn from."""
+    """It gets no requests until then; the first replica has no others to learn from."""
     fleet = Fleet(Pacing(warm_up_s=5), wanted=1)
     bring_up(fleet)
     fleet.scale(2)
@@ -273,7 +277,7 @@ def test_a_replica_that_comes_to_others_is_warmed_up_for_a_bounded_time() -> Non
     fleet.placed("r1", 2, 1)
     fleet.ready("r1", 2, describe_replica("r1", 2), 2)
 
-    warming = Enrolled(describe_replica("r1", 2), "warming")
+    warming = RoutedReplica(describe_replica("r1", 2), "warming")
     assert fleet.reconcile(2) == [Publish((serving("r0", 1), warming)), WarmUp("r1", 2)]
     assert fleet.next_deadline(2) == 5
     assert fleet.reconcile(7) == [Publish((serving("r0", 1), serving("r1", 2)))]
@@ -295,28 +299,28 @@ def test_nobody_is_warmed_up_where_nobody_serves() -> None:
 
 
 def test_a_planner_that_takes_over_starts_nothing_that_runs() -> None:
-    """After the death of a controller: what drains goes on draining, what is missing is started under a free name."""
-    fleet = Fleet(PACING, wanted=2, labels=Labels(generation=9))
-    for generation, phase in ((4, Phase.READY), (7, Phase.DRAINING)):
+    """After the death of a controller: draining groups keep draining, what is missing is started under a free name."""
+    fleet = Fleet(PACING, wanted=2, names=NameAllocator(generation=9))
+    for generation, phase in ((4, GroupPhase.READY), (7, GroupPhase.DRAINING)):
         name = f"r{generation}"
-        fleet.adopt(Gang(name, generation, phase, 0.0, description=describe_replica(name, generation)))
+        fleet.adopt(RankGroup(name, generation, phase, 0.0, description=describe_replica(name, generation)))
 
-    draining = Enrolled(describe_replica("r7", 7), "draining")
+    draining = RoutedReplica(describe_replica("r7", 7), "draining")
     assert fleet.reconcile(0) == [
         Publish((serving("r4", 4), draining)),
         Drain("r7", 7, ""),
-        StartGang("r0", 10),
+        StartRankGroup("r0", 10),
     ]
     fleet.check()
 
 
-def test_fleets_that_share_labels_give_no_name_twice() -> None:
-    """Routers know replicas by name, whatever model they serve."""
-    labels = Labels()
-    one, other = Fleet(PACING, 2, labels), Fleet(PACING, 2, labels)
+def test_fleets_that_share_an_allocator_give_no_name_twice() -> None:
+    """RouterProcesses know replicas by name, whatever model they serve."""
+    names = NameAllocator()
+    one, other = Fleet(PACING, 2, names), Fleet(PACING, 2, names)
     started = [*one.reconcile(0), *other.reconcile(0)]
 
-    assert [(action.replica_id, action.generation) for action in started if isinstance(action, StartGang)] == [
+    assert [(action.replica_id, action.generation) for action in started if isinstance(action, StartRankGroup)] == [
         ("r0", 1),
         ("r1", 2),
         ("r2", 3),
@@ -331,7 +335,7 @@ def test_what_a_replica_is_worth_is_the_time_to_compute_it_anew() -> None:
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 class FleetMachine(RuleBasedStateMachine):
-    """Any order of facts and wishes. The oracle keeps what runs (started and not killed) and what routers were told."""
+    """Any order of facts and orders. The oracle tracks what runs (started and not killed) and the published members."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -340,7 +344,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.versions = 1
         self.running: dict[str, int] = {}
-        self.members: tuple[Enrolled, ...] = ()
+        self.members: tuple[RoutedReplica, ...] = ()
         self.dead: set[int] = set()
 
     @rule(seconds=st.floats(min_value=0, max_value=50))
@@ -399,8 +403,8 @@ class FleetMachine(RuleBasedStateMachine):
         self.reconcile()
 
     def generation(self, index: int) -> int:
-        gang = self.fleet.gangs.get(f"r{index}")
-        return gang.generation if gang else 0
+        group = self.fleet.groups.get(f"r{index}")
+        return group.generation if group else 0
 
     def reconcile(self) -> None:
         for action in self.fleet.reconcile(self.now):
@@ -408,10 +412,10 @@ class FleetMachine(RuleBasedStateMachine):
 
     def apply(self, action: Action) -> None:
         match action:
-            case StartGang(replica_id, generation):
-                assert replica_id not in self.running, "two gangs of one replica"
+            case StartRankGroup(replica_id, generation):
+                assert replica_id not in self.running, "two groups of one replica"
                 self.running[replica_id] = generation
-            case KillGang(replica_id, generation):
+            case KillRankGroup(replica_id, generation):
                 assert self.running.pop(replica_id) == generation
             case Publish(members):
                 assert members != self.members, "told twice"
@@ -423,15 +427,15 @@ class FleetMachine(RuleBasedStateMachine):
 
     @invariant()
     def routers_know_those_that_can_answer_and_nobody_dead(self) -> None:
-        known = {gang.generation for gang in self.fleet.gangs.values() if gang.description is not None}
+        known = {group.generation for group in self.fleet.groups.values() if group.description is not None}
         self.reconcile()
         assert {member.description.epoch for member in self.members} == known
         assert not known & self.dead
 
     @invariant()
     def what_runs_is_what_is_planned(self) -> None:
-        pausing = {name for name, gang in self.fleet.gangs.items() if gang.phase is Phase.WAITING}
-        assert set(self.running) | pausing == set(self.fleet.gangs)
+        pausing = {name for name, group in self.fleet.groups.items() if group.phase is GroupPhase.WAITING}
+        assert set(self.running) | pausing == set(self.fleet.groups)
         assert not set(self.running) & pausing
         self.fleet.check()
 
@@ -447,11 +451,11 @@ def advance_quietly(fleet: Fleet, now: float) -> None:
     for _ in range(40):
         now += 10
         fleet.reconcile(now)
-        for gang in list(fleet.gangs.values()):
-            fleet.placed(gang.replica_id, gang.generation, now)
-            fleet.ready(gang.replica_id, gang.generation, describe_replica(gang.replica_id, gang.generation), now)
-            fleet.warmed(gang.replica_id, gang.generation, now)
-            fleet.drained(gang.replica_id, gang.generation)
+        for group in list(fleet.groups.values()):
+            fleet.placed(group.replica_id, group.generation, now)
+            fleet.ready(group.replica_id, group.generation, describe_replica(group.replica_id, group.generation), now)
+            fleet.warmed(group.replica_id, group.generation, now)
+            fleet.drained(group.replica_id, group.generation)
 
 
 test_any_order_of_facts_keeps_routers_and_gangs_right = FleetMachine.TestCase

@@ -1,4 +1,4 @@
-"""Where a gang is placed, on a real Ray of two nodes with one logical GPU each: all of it on one, or nowhere."""
+"""Where a group is placed, on a real Ray of two nodes with one logical GPU each: all of it on one, or nowhere."""
 
 import os
 import time
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from homing.cluster.control.placement_diagnosis import why_no_room
-from homing.cluster.control.rank_groups import node_rooms
-from homing.cluster.control.supervisor import LEAST_CPUS, Keeper
+from homing.cluster.control.diagnosis import explain_pending
+from homing.cluster.control.rank_groups import node_resources
+from homing.cluster.control.supervisor import LEAST_CPUS, Supervisor
 
 from ..fakes import FakeRank, FakeRouter
 
@@ -23,10 +23,10 @@ LITTLE_WHILE_S = 1
 
 
 class Cluster:
-    """A keeper, and where it put gangs."""
+    """A supervisor, and where it put groups."""
 
     def __init__(self) -> None:
-        self.keeper = Keeper(FakeRank, FakeRouter, router_node="")
+        self.supervisor = Supervisor(FakeRank, FakeRouter, router_node="")
         self.places: list[Any] = []
         self._generations = count(1)
 
@@ -35,21 +35,21 @@ class Cluster:
         from ray.util.placement_group import placement_group_table
 
         generation = next(self._generations)
-        place = self.keeper.place(f"r{generation}", generation, 1, bundle(gpus), ranks)
+        place = self.supervisor.place(f"r{generation}", generation, 1, bundle(gpus), ranks)
         self.places.append(place)
         if not place.wait(PATIENCE_S if self.has_room(ranks, gpus) else LITTLE_WHILE_S):
             return set()
         return set(placement_group_table(place)["bundles_to_node_id"].values())
 
     def has_room(self, ranks: int, gpus: float) -> bool:
-        return any(node.free.get("GPU", 0.0) >= ranks * gpus for node in node_rooms())
+        return any(node.free.get("GPU", 0.0) >= ranks * gpus for node in node_resources())
 
     def clear(self) -> None:
         from ray.util.placement_group import remove_placement_group
 
         for place in self.places:
             remove_placement_group(place)
-        while sum(node.free.get("GPU", 0.0) for node in node_rooms()) < 2:
+        while sum(node.free.get("GPU", 0.0) for node in node_resources()) < 2:
             time.sleep(0.02)
 
 
@@ -86,36 +86,36 @@ def cluster(nodes: None) -> Iterator[Cluster]:
     made.clear()
 
 
-def test_a_gang_is_not_spread_over_nodes(cluster: Cluster) -> None:
+def test_a_rank_group_is_not_spread_over_nodes(cluster: Cluster) -> None:
     """Its ranks talk at every layer. There are two GPUs, and still no room; the reason says which node lacks what."""
     assert cluster.place(ranks=2, gpus=1) == set()
-    assert why_no_room(bundle(1), 2, node_rooms()) == (
-        "no room: 2 × 1 GPU wanted on one node; no node has 2 GPU, the most on one is 1 GPU"
+    assert explain_pending(bundle(1), 2, node_resources()) == (
+        "no room: 2 × 1 GPU needed on one node; no node has 2 GPU, the largest has 1 GPU"
     )
 
 
 def test_ranks_share_a_gpu_where_each_wants_a_part(cluster: Cluster) -> None:
-    """Two gangs of two halves fill two nodes; the third one waits for a half to be free."""
+    """Two groups of two halves fill two nodes; the third one waits for a half to be free."""
     places = [cluster.place(ranks=2, gpus=0.5) for _ in range(3)]
 
     assert [len(place) for place in places] == [1, 1, 0]
     assert places[0] != places[1]
-    assert "lacks 1 GPU" in why_no_room(bundle(0.5), 2, node_rooms())
+    assert "lacks 1 GPU" in explain_pending(bundle(0.5), 2, node_resources())
 
 
-def test_a_gang_that_ends_frees_its_place(cluster: Cluster) -> None:
-    """Whatever it had come to: nobody else may know of the place, as nobody waited for it to be asked for."""
+def test_a_rank_group_that_ends_frees_its_place(cluster: Cluster) -> None:
+    """In any phase: the supervisor may be the only one that knows of the placement group."""
     cluster.place(ranks=1, gpus=1)
     cluster.place(ranks=1, gpus=1)
     assert not cluster.has_room(ranks=1, gpus=1)
 
-    cluster.keeper.end_gang(2)
-    cluster.keeper.end_gang(2)
+    cluster.supervisor.end_group(2)
+    cluster.supervisor.end_group(2)
     while not cluster.has_room(ranks=1, gpus=1):  # Ray tells of it a little later
         time.sleep(0.02)
 
     assert cluster.place(ranks=1, gpus=1)
-    assert [gang.generation for gang in cluster.keeper.kept().gangs] == [1, 3]
+    assert [group.generation for group in cluster.supervisor.state().groups] == [1, 3]
 
 
 def test_ranks_without_gpus_need_none(cluster: Cluster) -> None:

@@ -1,4 +1,4 @@
-"""What a replica has loaded is not walked over while it serves."""
+"""What a process sets up once."""
 
 import subprocess
 import sys
@@ -6,13 +6,13 @@ import sys
 LOADED = """
 import gc
 loaded = [[] for _ in range(100_000)]
-from homing.cluster.collector import spare_what_is_loaded
-spare_what_is_loaded()
+from homing.cluster.runtime import freeze_loaded_objects
+freeze_loaded_objects()
 print(len(gc.get_objects()), gc.get_freeze_count())
 """
 
 
-def test_what_is_loaded_is_spared_the_collector() -> None:
+def test_loaded_objects_are_excluded_from_garbage_collection() -> None:
     """A walk over all of torch and transformers takes a fifth of a second, in which no token comes."""
     done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=60, check=True)
     walked, spared = map(int, done.stdout.split())
