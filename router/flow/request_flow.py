@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from heapq import heapify, heappop, heappush
 from random import Random
-from typing import Literal, NewType
+from typing import Literal, NewType, assert_never
 
 import msgspec
 
@@ -321,6 +321,8 @@ class Dispatcher:
                 instructions = self._on_text(replica, reply, now)
             case Refused():
                 instructions = self._on_refused(replica, reply, now)
+            case _:
+                assert_never(reply)
         if len(self._by_wire) < sent:  # only then is there room for another
             instructions += self.pump(now)
         return instructions

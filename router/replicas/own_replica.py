@@ -8,11 +8,12 @@ is tried again.
 import asyncio
 import logging
 from collections.abc import Sequence
+from typing import assert_never
 
 from ...events.errors import KeysRefused
 from ...events.follow.feed import EventFeed
 from ...events.follow.handshake import Handshakes
-from ...events.wire.dialects import CacheEvent, Removed, Stored, wire_name
+from ...events.wire.dialects import CacheEvent, Cleared, Removed, Stored, wire_name
 from ...events.wire.messages import LoadReport, SnapshotBlock
 from ...replica.messages import Abort, CacheReset, ReplicaDescription, Reply, Request, ResetCache
 from ..backend import RefusedReplica
@@ -144,8 +145,10 @@ class Member(Followed):
                 self._dispatcher.stored(self.replica_id, event.hashes)
             elif isinstance(event, Removed):
                 self._dispatcher.removed(self.replica_id, event.hashes)
-            else:
+            elif isinstance(event, Cleared):
                 self._dispatcher.reset(self.replica_id, ())
+            else:
+                assert_never(event)
 
     def reset(self, blocks: Sequence[SnapshotBlock]) -> None:
         """The replica's whole cached set."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import assert_never
 
 import msgspec
 import zmq
@@ -52,6 +53,7 @@ from ..flow.request_flow import (
     Failed,
     Finished,
     FlightId,
+    Hold,
     Instruction,
     Naming,
     Send,
@@ -481,6 +483,10 @@ class RouterService:
                 self._end(instruction.flight, instruction.record, None)
             case Failed():
                 self._end(instruction.flight, instruction.record, instruction.error)
+            case Hold() | Deliver():
+                pass  # a held request has no message yet; deltas are handed over in `_run`
+            case _:
+                assert_never(instruction)
 
     def _post(self, letter: Send) -> None:
         """Send when the loop comes round: a turn's messages together wake ZeroMQ's thread once, not once each."""

@@ -9,10 +9,11 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import assert_never
 
 from ....events.errors import KeysRefused
 from ....events.follow.feed import EventFeed
-from ....events.wire.dialects import CacheEvent, Removed, Stored
+from ....events.wire.dialects import CacheEvent, Cleared, Removed, Stored
 from ....events.wire.messages import LoadReport, SnapshotBlock
 from ....kvcache.hashing import tenant_root
 from ....replica.messages import (
@@ -21,6 +22,7 @@ from ....replica.messages import (
     Refused,
     ReplicaDescription,
     Request,
+    ResetCache,
     TokenBatch,
     TokenOutput,
 )
@@ -101,7 +103,10 @@ class ForeignMember(Followed):
                 for request_id in request_ids:
                     self._hang_up(request_id)
                 return True
-        return False
+            case ResetCache():
+                return False  # `reset_cache` asks over HTTP
+            case _:
+                assert_never(message)
 
     def reset_cache(self) -> "asyncio.Future[ResetOutcome]":
         """Have the engine forget its cached blocks, as far as its server offers that."""
@@ -268,8 +273,10 @@ class ForeignMember(Followed):
                 self._note_unplaced()
             case Removed():
                 self._dispatcher.removed(self.replica_id, self._chains.removed(event.hashes))
-            case _:
+            case Cleared():
                 self.reset(())
+            case _:
+                assert_never(event)
 
     def _note_unplaced(self) -> None:
         if self.unplaced_blocks and not self._unplaced_told:
