@@ -16,16 +16,15 @@ from typing import Any
 import ray
 
 from ...replica.messages import ReplicaDescription
+from ...router.control import CacheWorth, Demand, Member
 from ..logs import set_up_logging
-from .autoscale import Autoscaler, Demand, expected_wait_s, terms_of
+from .autoscale import Autoscaler, expected_wait_s, terms_of
 from .control_messages import (
     KEEPER,
-    CacheWorth,
     ClusterSpec,
     ClusterStatus,
     Failed,
     GangStatus,
-    Member,
     ModelSpec,
     ModelStatus,
     Notice,
@@ -428,9 +427,8 @@ class Controller:
 
     def _member(self, enrolled: Enrolled) -> Member:
         spec = self._versions[enrolled.version]
-        return Member(
-            enrolled.description, spec.settings.kvcache, spec.model_dir, version=enrolled.version, role=enrolled.role
-        )
+        rest = None if enrolled.role == "serving" else enrolled.role
+        return Member(enrolled.description, spec.settings.kvcache, spec.model_dir, version=enrolled.version, rest=rest)
 
     def _notice(self, level: str, text: str) -> None:
         self._last_notice += 1

@@ -26,7 +26,7 @@ class Cluster:
     """A keeper, and where it put gangs."""
 
     def __init__(self) -> None:
-        self.keeper = Keeper(FakeRank, FakeRouter, router_node="")
+        self.keeper = Keeper(FakeRank, FakeRouter.make, router_node="")
         self.places: list[Any] = []
         self._generations = count(1)
 

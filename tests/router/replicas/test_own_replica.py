@@ -1,4 +1,4 @@
-"""What a replica's cache events do to the index, without sockets."""
+"""What cache events of our own and of external replicas do to the index, without sockets."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -11,49 +11,52 @@ import zmq
 
 from homing.events.wire.dialects import CacheEvent, Cleared, Removed, Stored
 from homing.router.backend import RouterCounters
-from homing.router.flow.request_flow import Dispatcher, DispatcherLimits, Naming
-from homing.router.replicas.external.external_replica import ForeignMember
-from homing.router.replicas.external.probe import ForeignTerms
-from homing.router.replicas.own_replica import Member
-from homing.router.replicas.replica_handle import Shell
+from homing.router.config import RouterSettings
+from homing.router.flow.request_flow import RequestFlow, ServedModel
+from homing.router.replicas.external.external_replica import ExternalReplica
+from homing.router.replicas.external.probe import ExternalTerms
+from homing.router.replicas.own_replica import OwnReplica
+from homing.router.replicas.replica_handle import ServiceContext
+from homing.router.routing.placement import Placement
 from homing.router.routing.policy.base import make_policy
 from homing.router.routing.replica_load import LoadBook
 from homing.router.routing.reservations import Reservations
 
 from ..fakes import BLOCK, HASHER, LIMITS, ROOT, description_of
 
-NAMING = Naming(HASHER, ROOT, LIMITS)
-TERMS = ForeignTerms(model_names=("fake",), max_model_len=4096, block_size=BLOCK, canary_ids=(), max_running_requests=8)
+MODEL = ServedModel(HASHER, ROOT, LIMITS)
+TERMS = ExternalTerms(
+    model_names=("fake",), max_model_len=4096, block_size=BLOCK, canary_ids=(), max_running_requests=8
+)
 
 
 class Moved(msgspec.Struct, frozen=True, tag="moved"):
-    """An event type that nobody has taught the router."""
+    """An event type that the router does not know."""
 
     hashes: Sequence[int]
 
 
+Kind = type[OwnReplica] | type[ExternalReplica]
+
+
 @contextmanager
-def joined(kind: type[Member] | type[ForeignMember]) -> Iterator[tuple[Member | ForeignMember, Dispatcher]]:
-    """A replica that holds two blocks, and the flow that it tells."""
+def joined(kind: Kind) -> Iterator[tuple[OwnReplica | ExternalReplica, Placement]]:
+    """A replica in routing, and what is known of it."""
     loop, context = asyncio.new_event_loop(), zmq.Context[zmq.Socket[bytes]]()
-    dispatcher = Dispatcher(
-        make_policy("expected-ttft"),
-        NAMING,
-        loads=LoadBook("me", 1e9),
-        reservations=Reservations(30.0),
-        limits=DispatcherLimits(100, 3, request_timeout_s=600.0),
-        counters=RouterCounters(),
-        rng=Random(1),
+    placement = Placement(
+        make_policy("expected-ttft"), loads=LoadBook("me", 1e9), reservations=Reservations(30.0), rng=Random(1)
     )
-    shell = Shell(loop, context, "me", 0.2, lambda: 0.0, dispatcher.counters, None, None, lambda _: None)
-    url = {"request_endpoint": "http://127.0.0.1:1"}
-    description = description_of("r0", foreign=kind is ForeignMember, **url)
-    dispatcher.join(description, 0.0)
+    flow = RequestFlow(placement, RouterSettings(), block_size=BLOCK, counters=RouterCounters())
+    flow.adopt(MODEL)
+    shared = ServiceContext(loop, context, "me", 0.2, lambda: 0.0, flow.counters, None, None, lambda _: None)
+    external = kind is ExternalReplica
+    description = description_of("r0", foreign=external, request_endpoint="http://127.0.0.1:1")
+    flow.join(description, 0.0)
     try:
-        if kind is Member:
-            yield Member(description, dispatcher, shell), dispatcher
+        if external:
+            yield ExternalReplica(description, flow, shared, MODEL, TERMS), placement
         else:
-            yield ForeignMember(description, dispatcher, shell, NAMING, TERMS), dispatcher
+            yield OwnReplica(description, flow, shared), placement
     finally:
         context.term()
         loop.close()
@@ -64,7 +67,7 @@ def stored(*hashes: int) -> Stored:
     return Stored(None, hashes, range(len(hashes) * BLOCK), BLOCK)
 
 
-@pytest.mark.parametrize("kind", [Member, ForeignMember])
+@pytest.mark.parametrize("kind", [OwnReplica, ExternalReplica])
 @pytest.mark.parametrize(
     ("events", "held"),
     [
@@ -73,23 +76,23 @@ def stored(*hashes: int) -> Stored:
         ([stored(1, 2), Cleared()], 0),
     ],
 )
-def test_the_index_follows_each_type_of_event(
-    kind: type[Member] | type[ForeignMember], events: list[CacheEvent], held: int
-) -> None:
+def test_the_index_follows_each_type_of_event(kind: Kind, events: list[CacheEvent], held: int) -> None:
     """The counterpart of the test below: known types have their effect."""
-    with joined(kind) as (member, dispatcher):
-        member.apply(events)
+    with joined(kind) as (replica, placement):
+        replica.apply(events)
 
-        assert dispatcher.index.count("r0") == held
+        assert placement.index.count("r0") == held
 
 
-@pytest.mark.parametrize("kind", [Member, ForeignMember])
-def test_an_unknown_type_of_event_is_an_error_and_clears_nothing(kind: type[Member] | type[ForeignMember]) -> None:
-    """A new type that was forgotten here must not pass for `Cleared`."""
-    with joined(kind) as (member, dispatcher):
-        member.apply([stored(1, 2)])
+@pytest.mark.parametrize("kind", [OwnReplica, ExternalReplica])
+def test_an_unknown_type_of_event_is_an_error_and_clears_nothing(
+    kind: Kind,
+) -> None:
+    """A new type that is not handled here must not be taken for `Cleared`."""
+    with joined(kind) as (replica, placement):
+        replica.apply([stored(1, 2)])
 
         with pytest.raises(AssertionError, match="Moved"):
-            member.apply([Moved([1])])  # type: ignore[list-item]
+            replica.apply([Moved([1])])  # type: ignore[list-item]
 
-        assert dispatcher.index.count("r0") == 2
+        assert placement.index.count("r0") == 2
