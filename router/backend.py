@@ -149,17 +149,17 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     feed: FeedState
     model: str
     num_blocks: int
-    indexed_blocks: int  #: blocks of it in the router's index
-    expected_blocks: int  #: blocks expected there from running requests
-    in_flight: int  #: this router's requests there
-    running: int
-    waiting: int
-    queued_prefill_tokens: int
-    free_blocks: int
-    cached_free_blocks: int
+    indexed_blocks: int = 0  #: blocks of it in the router's index
+    expected_blocks: int = 0  #: blocks expected there from running requests
+    in_flight: int = 0  #: this router's requests there
+    running: int = 0
+    waiting: int = 0
+    queued_prefill_tokens: int = 0
+    free_blocks: int = 0
+    cached_free_blocks: int = 0
     prefill_tokens_per_s: float
     decode_step_s: float
-    report_age_s: float | None  #: None: no report yet
+    report_age_s: float | None = None  #: None: no report yet
     pids: tuple[int, ...] = ()
     pinned_blocks: int = 0
     event_endpoints: EventEndpoints | None = None  #: where it publishes its events

@@ -17,7 +17,7 @@ import msgspec
 
 from ...events.security.curve_keys import reader_keys, server_keys
 from ...kvcache.config import KvCacheSettings
-from ...router.backend import ClusterView, RouterCounters
+from ...router.backend import RouterCounters
 from ...router.control import Answer, AnyQuestion, Member, SetMembership
 from ..model_source import find_model
 from .actors import RankServer, Router, describe, node_address
@@ -139,17 +139,7 @@ async def make_router(spec: ClusterSpec, doors: Doors, membership: SetMembership
             counters=counters,
         )
 
-    view = ClusterView(
-        router_id=router_id,
-        policy=settings.router.policy,
-        waiting=0,
-        in_flight=0,
-        models=[],
-        replicas=[],
-        refused=[],
-        counters=RouterCounters(),
-    )
-    models = ModelVersions(make_service, view, membership.models)
+    models = ModelVersions(make_service, membership.models, router_id=router_id, policy=settings.router.policy)
     accounts = None
     if doors.shared:
         accounts = SharedAccounts(_accounts_file(spec.common), seat=doors.seat, seats=settings.cluster.routers)

@@ -101,10 +101,13 @@ class _Model:
 class ModelVersions:
     """A `Backend` of the models that are served, each of one or, during an update, several versions."""
 
-    def __init__(self, make: ServiceMaker, view: ClusterView, names: Iterable[str], rng: Random | None = None) -> None:
-        """`view` is shown before the first replica joins; `names` are the models to be served."""
+    def __init__(
+        self, make: ServiceMaker, names: Iterable[str], *, router_id: str, policy: str, rng: Random | None = None
+    ) -> None:
+        """`names` are the models to be served; `router_id` and `policy` are for those who look."""
         self._make = make
-        self._view = view
+        self._router_id = router_id
+        self._policy = policy
         self._rng = rng or Random()
         self._models = {name: _Model(name) for name in names}
         self._by_settings: dict[int, _Version] = {}  #: by the number of the settings' version
@@ -275,8 +278,9 @@ class ModelVersions:
         members = [member for version in self._versions for member in version.members]
         present = {member.description.replica_id for member in members}
         draining = {member.description.replica_id for member in members if member.rest == "draining"}
-        return msgspec.structs.replace(
-            self._view,
+        return ClusterView(
+            router_id=self._router_id,
+            policy=self._policy,
             waiting=sum(view.waiting for view in views),
             in_flight=sum(view.in_flight for view in views),
             models=[

@@ -113,7 +113,7 @@ class OwnReplica(ReplicaHandle):
         """The connection is gone: its requests move to other replicas, and it is tried again."""
         self._link = None
         if self._handshakes.refusal is not None:
-            self._context.counters.refused_connections += 1
+            self._flow.counters.refused_connections += 1
             log.warning("link_refused replica=%s reason=%s", self.replica_id, self._handshakes.refusal)
         instructions = self._drop("connection")
         self._reopening = self._context.loop.call_later(REOPEN_S, self.open)
@@ -128,7 +128,7 @@ class OwnReplica(ReplicaHandle):
 
     def unreadable(self, reason: str) -> None:
         """A reply was dropped. The gap in its requests' tokens shows with their next output."""
-        self._context.counters.malformed_frames += 1
+        self._flow.counters.malformed_frames += 1
         log.warning("reply_malformed replica=%s reason=%s", self.replica_id, reason)
 
     # From the feed
@@ -156,7 +156,7 @@ class OwnReplica(ReplicaHandle):
 
     def refused(self, error: KeysRefused) -> None:
         """The event stream does not accept our keys; without it, load alone decides."""
-        self._context.counters.refused_connections += 1
+        self._flow.counters.refused_connections += 1
         log.warning("feed_refused replica=%s reason=%s", self.replica_id, error)
 
     def _settle_reset(self, ask_id: int, outcome: ResetOutcome) -> None:

@@ -18,7 +18,7 @@ from ...events.security.curve_keys import KeyPair
 from ...events.wire.dialects import CacheEvent
 from ...events.wire.messages import LoadReport, SnapshotBlock
 from ...replica.messages import ReplicaDescription, Request
-from ..backend import FeedState, Observer, RefusedReplica, RouterCounters
+from ..backend import FeedState, Observer, RefusedReplica
 from ..flow.request_flow import RequestFlow
 from ..flow.request_state import Instruction
 from ..routing.replica_load import Rest
@@ -50,7 +50,6 @@ class ServiceContext:
     router_id: str
     heartbeat_interval_s: float
     clock: Callable[[], float]
-    counters: RouterCounters
     keys: KeyPair | None  #: of this router, for replicas that encrypt
     observer: Observer | None
     run: Callable[[list[Instruction]], None]  #: carries the request flow's instructions out
@@ -172,5 +171,5 @@ class ReplicaHandle(ABC):
 
     def malformed(self, error: EventError) -> None:
         """An event message was dropped; the feed closes the gap."""
-        self._context.counters.malformed_events += 1
+        self._flow.counters.malformed_events += 1
         log.warning("event_malformed replica=%s reason=%s", self.replica_id, error)

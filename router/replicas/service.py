@@ -119,7 +119,6 @@ class RouterService:
             router_id=router_id,
             heartbeat_interval_s=heartbeat_interval_s,
             clock=clock,
-            counters=self.counters,
             keys=keys,
             observer=observer,
             run=self._run,
@@ -443,17 +442,8 @@ class RouterService:
             feed="syncing",
             model=about.model.name,
             num_blocks=about.num_blocks,
-            indexed_blocks=0,
-            expected_blocks=0,
-            in_flight=0,
-            running=0,
-            waiting=0,
-            queued_prefill_tokens=0,
-            free_blocks=0,
-            cached_free_blocks=0,
             prefill_tokens_per_s=about.prefill_tokens_per_s,
             decode_step_s=about.decode_step_s,
-            report_age_s=None,
             pids=about.pids,
             event_endpoints=about.event_endpoints,
         )
@@ -461,10 +451,9 @@ class RouterService:
             view = msgspec.structs.replace(
                 view, url=about.request_endpoint, trouble=replica.trouble, unplaced_blocks=replica.unplaced_blocks
             )
-        return self._joined_view(view) if replica.joined else view
-
-    def _joined_view(self, view: ReplicaView) -> ReplicaView:
-        name, now, loads = view.replica_id, self._context.clock(), self._placement.loads
+        if not replica.joined:
+            return view
+        name, now, loads = about.replica_id, self._context.clock(), self._placement.loads
         load, reported = loads.view(name, now), loads.has_reported(name)
         unavailable = "silent" if load.silent else "draining" if load.draining else "warming" if load.warming else None
         return msgspec.structs.replace(

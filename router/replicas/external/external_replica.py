@@ -177,7 +177,7 @@ class ExternalReplica(ReplicaHandle):
     def _refuse(self, error: ParityMismatch) -> None:
         if self._refusal is None or self._refusal.message != error.message:
             log.error("replica_refused replica=%s field=%s reason=%s", self.replica_id, error.field, error.message)
-            self._context.counters.replicas_refused += 1
+            self._flow.counters.replicas_refused += 1
         self._refusal = error
 
     def _begin(self, engine: Engine) -> None:

@@ -116,17 +116,11 @@ def shown(name: str, model: str) -> ReplicaView:
         feed="live",
         model=model,
         num_blocks=1,
-        indexed_blocks=0,
-        expected_blocks=0,
-        in_flight=0,
         running=1,
         waiting=1,
         queued_prefill_tokens=100,
-        free_blocks=0,
-        cached_free_blocks=0,
         prefill_tokens_per_s=50.0,
         decode_step_s=1.0,
-        report_age_s=0.0,
         pinned_blocks=4,
     )
 
@@ -172,7 +166,7 @@ class World:
     def __init__(self, *names: str) -> None:
         self.services: list[FakeService] = []
         self.names = names or ("fox",)
-        self.models = ModelVersions(self._make, VIEW, self.names, Random(1))
+        self.models = ModelVersions(self._make, self.names, router_id="me", policy="p", rng=Random(1))
         self.loop = asyncio.new_event_loop()
 
     def _make(self, first: Member, counters: RouterCounters) -> Any:
@@ -316,7 +310,7 @@ def test_what_is_held_waits_for_new_replicas_where_nobody_else_takes_any(world: 
 
 async def test_a_replaced_generation_ends_with_nothing_held(tmp_path: Path) -> None:
     """Over real sockets: one slow replica with more requests than it takes, then another model."""
-    models = ModelVersions(service, VIEW, ["fake"], Random(1))
+    models = ModelVersions(service, ["fake"], router_id="me", policy="p", rng=Random(1))
     parity = parity_of(text_digests(tmp_path))
     old, new = SocketReplica("r0", step_s=0.01), SocketReplica("r1")
     old.description = msgspec.structs.replace(old.description, parity=parity, max_running_requests=1)
@@ -350,7 +344,7 @@ async def test_a_replaced_generation_ends_with_nothing_held(tmp_path: Path) -> N
 
 async def test_what_is_held_where_no_replica_is_left_may_begin_anew_at_the_next_model(tmp_path: Path) -> None:
     """An update without room for one more ends the last replica before the first new one is there."""
-    models = ModelVersions(service, VIEW, ["fox"], Random(1))
+    models = ModelVersions(service, ["fox"], router_id="me", policy="p", rng=Random(1))
     parity = parity_of(text_digests(tmp_path))
     new = msgspec.structs.replace(
         member("r1").description, parity=msgspec.structs.replace(parity, model_root=b"x" * HASH_BYTES)
@@ -395,7 +389,7 @@ async def test_a_held_request_is_tokenized_anew_for_the_model_that_takes_the_pla
     other = Path(shutil.copytree(demo_model_path(), tmp_path / "other"))
     with (other / "tokenizer.json").open("a") as file:
         file.write("\n")  # another tokenizer, as far as digests say
-    models = ModelVersions(service, VIEW, ["fox"], Random(1))
+    models = ModelVersions(service, ["fox"], router_id="me", policy="p", rng=Random(1))
     server = RouterServer(RouterSettings(access_log=""), models)
     old, new = SocketReplica("r0"), SocketReplica("r1")
     before, after = enrolled(old, 1, demo_model_path()), enrolled(new, 2, other)

@@ -48,7 +48,7 @@ def joined(kind: Kind) -> Iterator[tuple[OwnReplica | ExternalReplica, Placement
     )
     flow = RequestFlow(placement, RouterSettings(), block_size=BLOCK, counters=RouterCounters())
     flow.adopt(MODEL)
-    shared = ServiceContext(loop, context, "me", 0.2, lambda: 0.0, flow.counters, None, None, lambda _: None)
+    shared = ServiceContext(loop, context, "me", 0.2, lambda: 0.0, None, None, lambda _: None)
     external = kind is ExternalReplica
     description = description_of("r0", foreign=external, request_endpoint="http://127.0.0.1:1")
     flow.join(description, 0.0)
