@@ -54,7 +54,18 @@ from .block_hash_cache import BlockHashCache
 from .fair_queue import FairQueue
 from .hot_prefixes import HotPrefixes
 from .replies import ReplyReader
-from .request_state import Deliver, Ended, Instruction, Phase, RequestId, RequestState, Send
+from .request_state import (
+    SENT,
+    STREAMING,
+    WAITING,
+    Deliver,
+    Ended,
+    Instruction,
+    Phase,
+    RequestId,
+    RequestState,
+    Send,
+)
 from .warmup import CacheWarmup
 
 log = logging.getLogger(__name__)
@@ -166,7 +177,7 @@ class RequestFlow:
         heappush(self._deadlines, (state.deadline, request_id))
         self.hot_prefixes.add(state.root, state.tokens, state.hashes)
         self.counters.requests += 1
-        if state.phase is Phase.WAITING:
+        if state.phase is WAITING:
             self.counters.held += 1
         return request_id, instructions
 
@@ -244,7 +255,7 @@ class RequestFlow:
 
     def fail_waiting(self, error: Callable[[], RouterError], now: float) -> list[Instruction]:
         """End every request in the queue, as no replica will come for it."""
-        waiting = [request for request in self._requests.values() if request.phase is Phase.WAITING]
+        waiting = [request for request in self._requests.values() if request.phase is WAITING]
         return [self._fail(request, error(), now) for request in waiting]
 
     def supersede(self, now: float) -> list[Instruction]:
@@ -283,7 +294,7 @@ class RequestFlow:
     @property
     def waiting_tokens(self) -> int:
         """Tokens of the requests in the queue: their prompts, and what other replicas generated for them."""
-        return sum([len(each.tokens) // 4 for each in self._requests.values() if each.phase is Phase.WAITING])
+        return sum([len(each.tokens) // 4 for each in self._requests.values() if each.phase is WAITING])
 
     @property
     def in_flight(self) -> int:
@@ -315,7 +326,7 @@ class RequestFlow:
         for replica in self.warm_ups.replicas:
             assert replica in self.placement, f"{replica} has left, and is being warmed up"
             assert loads.in_flight(replica) == 0, f"requests were sent to {replica}, which is being warmed up"
-        waiting = [request for request in self._requests.values() if request.phase is Phase.WAITING]
+        waiting = [request for request in self._requests.values() if request.phase is WAITING]
         self._queue.check()
         assert len(waiting) == len(self._queue), f"{len(self._queue)} in the queue, {len(waiting)} in phase waiting"
         sent = [request for request in self._requests.values() if request.on_replica]
@@ -407,12 +418,12 @@ class RequestFlow:
     def _on_outputs(self, replica: str, outputs: Sequence[TokenOutput], now: float) -> list[Instruction]:
         """A step's outputs. Nearly all are the next tokens of a streaming request, which this loop handles itself."""
         instructions: list[Instruction] = []
-        by_wire, streaming = self._by_wire, Phase.STREAMING
+        by_wire = self._by_wire
         for output in outputs:
             request = by_wire.get(output.request_id)
             if (
                 request is None
-                or request.phase is not streaming
+                or request.phase is not STREAMING
                 or output.finish_reason is not None
                 or output.index != request.generated
                 or request.replica != replica
@@ -438,7 +449,7 @@ class RequestFlow:
         if output.finish_reason in ("error", "abort"):
             error = RequestFailed(f"replica {replica} ended the request: {output.finish_reason}")
             return [self._fail(request, error, now)]
-        if request.phase is Phase.SENT:
+        if request.phase is SENT:
             request.advance("start")
             self.placement.started(replica, request.wire_id)
         if isinstance(output, TextOutput):
@@ -510,7 +521,7 @@ class RequestFlow:
         self.counters.finished += 1
         self.counters.predicted_cached_tokens += request.predicted_cached_tokens
         self.counters.delivered_cached_tokens += request.delivered_cached_tokens or 0
-        ended = Ended(request.request_id, request.record("finish", reason, now))
+        ended = Ended(request.request_id, request.record("finished", reason, now))
         return [Deliver(request.request_id, delta, request.replica), ended]
 
     def _fail(self, request: RequestState, error: RouterError, now: float) -> Ended:
@@ -518,13 +529,13 @@ class RequestFlow:
         request.advance("fail")
         self.counters.failed += 1
         log.warning("request_failed trace=%s reason=%s", request.request.trace_id, error.message)
-        return Ended(request.request_id, request.record("fail", None, now), error)
+        return Ended(request.request_id, request.record("failed", None, now), error)
 
     def _cancel(self, request: RequestState, error: RouterError | None, now: float) -> Ended:
         self._end(request)
         request.advance("cancel")
         self.counters.cancelled += 1
-        return Ended(request.request_id, request.record("cancel", None, now), error)
+        return Ended(request.request_id, request.record("cancelled", None, now), error)
 
     def _abort(self, request: RequestState) -> list[Instruction]:
         """What tells a request's replica to stop; nothing while it waits."""
@@ -534,7 +545,7 @@ class RequestFlow:
 
     def _end(self, request: RequestState) -> None:
         """Remove a request, wherever it is; its phase changes next."""
-        if request.phase is Phase.WAITING:
+        if request.phase is WAITING:
             self._queue.discard(request.request_id)
         else:
             self._detach(request)
