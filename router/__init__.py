@@ -1,7 +1,7 @@
-"""The router: prefix index, routing decision, request flow, and the HTTP front.
+"""The router: prefix index, decision, flow of requests, and the HTTP front.
 
-Imports nothing heavy: `homing.router.replicas.service.RouterService` and `homing.router.server.RouterServer` are
-imported where they are used, as they need sockets and an HTTP server.
+A light face: `homing.router.replicas.service.RouterService` and `homing.router.server.RouterServer` are imported where
+they are used, as they bring sockets and an HTTP server along.
 """
 
 from .backend import (

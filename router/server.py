@@ -1,6 +1,6 @@
-"""The router's HTTP server around a `Backend`, built from settings.
+"""The router's HTTP front as one thing: settings in, a server around a `Backend` out.
 
-Owns the listening sockets, the text models and the access log. Knows no routing; the caller handles signals.
+Owns the listening server, the text models and the access log. Knows no routing; who runs the process handles signals.
 """
 
 import asyncio
@@ -27,15 +27,15 @@ from .tenants.shared_usage import SharedAccounts
 
 log = logging.getLogger(__name__)
 
-#: Seconds that running answers get when the server stops; longer ones end with an error. The controller waits 5 s for a
-#: router.
+#: Seconds that answers under way get when the server stops; those that last longer end with an error. The controller
+#: waits 5 s for a router.
 GRACE_S = 4.0
 #: Young objects before a collection. The hot path makes no cycles, so collections find nothing and only cost.
 GC_YOUNG = 50_000
 
 
 def tls_context(settings: RouterSettings) -> ssl.SSLContext | None:
-    """TLS as the settings say; None: plain HTTP. Raises TlsUnusable."""
+    """TLS as the settings want it; None: plain HTTP. Raises TlsUnusable."""
     if not settings.tls_cert_file:
         if settings.tls_key_file:
             raise TlsUnusable("tls_key_file is set without tls_cert_file")
@@ -50,7 +50,7 @@ def tls_context(settings: RouterSettings) -> ssl.SSLContext | None:
 
 
 def connection_limits(settings: RouterSettings) -> ConnectionLimits:
-    """Limits of each client connection."""
+    """What clients may ask of a connection."""
     return ConnectionLimits(
         max_body_bytes=settings.max_body_bytes,
         max_unsent_bytes=settings.max_unsent_bytes,
@@ -60,7 +60,7 @@ def connection_limits(settings: RouterSettings) -> ConnectionLimits:
 
 
 def settle() -> None:
-    """Once everything is loaded: exempt it from garbage collection, and let collections run rarely."""
+    """Once all is loaded: keep the garbage collector from walking over it, and from running often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_YOUNG, 20, 20)
@@ -98,7 +98,7 @@ class RouterServer:
         self._http: list[HttpServer] = []
 
     async def start(self, host: str, port: int, *, shared: bool = False) -> int:
-        """Listen there, in addition to earlier calls. Returns the port that is bound; `port` 0 takes a free one.
+        """Serve there, too, from now on; the port that is bound (of a free one, when `port` is 0).
 
         `shared`: other processes may listen on that port as well. Raises AddressInUse.
         """
@@ -127,7 +127,7 @@ class RouterServer:
         await self.front.texts.get(await asyncio.to_thread(text_source, folder))
 
     async def stop(self) -> None:
-        """Accept no more connections, let answers end within the grace, close everything. May be called twice."""
+        """Take no more connections, let answers end within the grace, close everything. May be called twice."""
         await asyncio.gather(*(http.stop(self._grace_s, self.front.backend.end_requests) for http in self._http))
         self._open.close()
         await self.front.texts.close()
