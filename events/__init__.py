@@ -22,7 +22,8 @@ from .sdk.plain_stream import StreamEvent
 from .sdk.record import Recorded, from_line, read_lines, rebuild, remark, to_line
 from .sdk.subscribe import subscribe, subscribe_sync
 from .security.curve_keys import KeyPair, load_pair
-from .wire.dialects import BatchDecoder, CacheEvent, Cleared, Removed, Stored, wire_name
+from .wire.cache_events import CacheEvent, Cleared, Removed, Stored, wire_name
+from .wire.dialects import BatchDecoder
 from .wire.messages import EventEndpoints, LoadReport, SnapshotBlock
 
 __all__ = [

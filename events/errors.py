@@ -1,11 +1,11 @@
-"""What can go wrong on the event stream, and whose fault it is.
+"""Errors of the event stream, by cause.
 
 EventError
-├── MalformedFrame        a publisher sent what cannot be read: counted and dropped, the stream resyncs
+├── MalformedFrame        a publisher sent an unreadable message: counted and dropped, the stream resyncs
 ├── EndpointUnusable      an address that cannot be bound or connected, or must not be bound
 ├── BadKeys               a file of CURVE keys that is missing, unreadable or in the way
-├── PublisherGone         a publisher gives no sign of life for longer than its reader wants to wait
-├── ClusterUnreachable    the router that tells where publishers are does not answer, or is none
+├── PublisherGone         a publisher sent nothing for longer than its reader waits
+├── ClusterUnreachable    the router that lists publishers does not answer, or the address is not a router
 ├── KeysRefused           publisher and reader do not accept each other's CURVE keys
 └── BadRecord             a line of a recorded stream that cannot be read back
 """
@@ -38,7 +38,7 @@ class EndpointUnusable(EventError):
 
 
 class BadKeys(EventError):
-    """A file of CURVE keys. Names the file, never what is in it."""
+    """A CURVE key file cannot be used. The message names the file, never its content."""
 
     http_status = 500
 
@@ -48,7 +48,7 @@ class BadKeys(EventError):
 
 
 class KeysRefused(EventError):
-    """No connection comes about: the keys of the two sides do not match."""
+    """The connection fails because the CURVE keys of the two sides do not match."""
 
     http_status = 502
 
@@ -58,25 +58,25 @@ class KeysRefused(EventError):
 
 
 class PublisherGone(EventError):
-    """What was read cannot be known to hold any more. A publisher that was rebuilt may have other addresses."""
+    """The publisher is silent, so its state is unknown. A rebuilt publisher may have other addresses."""
 
     http_status = 504
 
     def __init__(self, endpoint: str, silent_s: float) -> None:
         super().__init__(
-            f"no sign of life from {endpoint} for {silent_s:g} s: the publisher is gone, or has other addresses by now "
-            "(a replica's stand in /cluster)"
+            f"nothing received from {endpoint} for {silent_s:g} s: the publisher is gone, or has other addresses now "
+            "(/cluster lists those of replicas)"
         )
         self.endpoint = endpoint
 
 
 class ClusterUnreachable(EventError):
-    """Who is to be followed cannot be asked."""
+    """The router could not be asked for its replicas."""
 
     http_status = 502
 
 
 class BadRecord(EventError):
-    """A line of a recorded stream that is not one of ours."""
+    """A line that is not one of a recorded stream."""
 
     http_status = 400

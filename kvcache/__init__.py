@@ -22,9 +22,10 @@ from .hashing import (
     wire_hashes,
 )
 from .media import MediaItem, block_extras
+from .partial_match import PartialHit
 from .pins import PinBook, PinLimits, PinStats
 from .pool import TRANSITIONS, Block, BlockId, BlockState, Transition
-from .prefix_cache import CachedBlock, CacheListener, CacheStats, PartialHit, PrefixCache, PrefixMatch
+from .prefix_cache import CachedBlock, CacheListener, CacheStats, PrefixCache, PrefixMatch
 from .sizing import MemoryReading, blocks_that_fit, bytes_per_block, kv_budget_bytes, kv_heads_per_rank
 
 __all__ = [

@@ -1,14 +1,14 @@
-"""What can go wrong in the block pool.
+"""Errors of the block pool.
 
     KvCacheError
-    ├── AdapterUnreadable   a folder is no LoRA adapter whose content can be told
+    ├── AdapterUnreadable   a folder is not a LoRA adapter whose content can be read
     ├── PoolTooSmall        the KV memory holds too few blocks to run anything
     └── StaleMatch          a prefix match was used after the cache had changed under it
 
 Running out of blocks is no error: `acquire` and `allocate` return None and the scheduler decides.
 """
 
-# ruff: noqa: N818 - these names say what happened; an "Error" at the end would say no more.
+# ruff: noqa: N818 - these names say what happened; the suffix "Error" would add nothing.
 
 from typing import ClassVar
 

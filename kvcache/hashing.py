@@ -29,7 +29,7 @@ FORMAT_VERSION = 1
 
 HashAlgorithm = Literal["xxh3_128", "sha256"]
 
-#: Made once: a slice written out in the loop over blocks is made anew for each of them, 3 % of its time.
+#: Created once: a slice literal in the loop over blocks would be created for each of them, 3 % of its time.
 _HEAD = slice(HASH_BYTES)
 
 

@@ -1,21 +1,36 @@
-"""Which resident blocks follow a given prefix: where a look-up goes on after the last whole block that it found.
+"""Partial matches: the resident block that shares the most leading tokens with what a prompt continues with.
 
-Knows no tokens and no policy: the cache tells it what became resident and what is gone, and compares tokens itself.
+Also keeps track of which resident blocks follow which prefix. Knows no eviction policy: the cache reports what became
+resident and what was evicted.
 
 A block nearly always has one child or none, so `Block.children` is the bare hash of that one, which costs a commit one
-assignment. Nobody takes it back when the child is evicted: who reads it looks whether it is still resident. Children
-that came to stand beside others, and first blocks, are kept in a dictionary, which they leave when they are evicted.
+assignment. It is not reset when the child is evicted: the reader checks whether the child is still resident. Further
+children of a block, and first blocks, are kept in a dictionary, from which they are removed when they are evicted.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 
-from .hashing import BlockHash
+from .hashing import TOKEN_BYTES, BlockHash
 from .pool import Block, Siblings
 
+#: A look-up compares the prompt with so many of the blocks that follow a prefix: the last ones to become resident.
+#: On the chats of tests/bench/partial_blocks.py at 256 tokens a block, 1 found 88 % of the tokens that all together
+#: found, 4 found 96 %, 8 found 99.6 %; in blocks of 16 or 64 it made no difference.
+MOST_SOURCES = 8
 
-class Children:
-    """The resident blocks by the one before them, or by their root. `index` is the cache's own."""
+
+@dataclass(slots=True, frozen=True)
+class PartialHit:
+    """A resident block whose first tokens continue the prompt behind the matched blocks; later ones differ."""
+
+    source: Block
+    tokens: int  #: at least 1, fewer than a block
+
+
+class PartialMatcher:
+    """The resident blocks by the block before them, or by their root. `index` is the cache's own."""
 
     __slots__ = ("_index", "_roots")
 
@@ -70,6 +85,26 @@ class Children:
         """Nothing is resident any more."""
         self._roots.clear()
 
+    def match(self, parent: Block | BlockHash, wanted: bytes) -> PartialHit | None:
+        """Of the newest blocks behind `parent` (a root: first blocks), the one that shares most leading tokens.
+
+        `wanted`: the next tokens of the prompt, fewer than a block. The blocks follow the very prefix that the cache
+        verified, as a resident block's parent is its true predecessor.
+        """
+        next_token = wanted[:TOKEN_BYTES]
+        longest, source = 0, None
+        if isinstance(parent, Block):
+            followers = self.newest(parent, MOST_SOURCES)
+        else:
+            followers = self.newest_firsts(parent, MOST_SOURCES)
+        for block in followers:
+            if not block.tokens.startswith(next_token):  # nearly all, where a thousand prompts begin differently
+                continue
+            agreed = _common_tokens(block.tokens, wanted)
+            if agreed > longest:
+                longest, source = agreed, block
+        return PartialHit(source, longest) if source else None
+
     def newest_firsts(self, root: BlockHash, count: int) -> Iterator[Block]:
         """At most `count` first blocks, the last to become resident first."""
         return self._newest(self._roots.get(root, {}), count)
@@ -94,3 +129,11 @@ class Children:
             found += children
         assert len(found) == len(self._index), f"{len(found)} blocks follow something, {len(self._index)} are resident"
         assert all(self._roots.values()), "a root without blocks is remembered"
+
+
+def _common_tokens(held: bytes, wanted: bytes) -> int:
+    """How many leading tokens agree. `wanted` is not the longer one."""
+    # As little-endian numbers, so that the lowest bit in which they differ is in the first token that does.
+    differing = int.from_bytes(held[: len(wanted)], "little") ^ int.from_bytes(wanted, "little")
+    lowest = (differing & -differing).bit_length() - 1
+    return (lowest // 8 if differing else len(wanted)) // TOKEN_BYTES

@@ -1,4 +1,4 @@
-"""Which prefixes are kept although nobody uses them: until when, and on whose account.
+"""Pins: prefixes that are kept although no request uses them, until a time and charged to a tenant.
 
 Pure state: times come in, no clock. Knows hashes only: neither blocks nor the order in which blocks are given up. The
 cache withholds a pinned block from its eviction policy and hands it over when the pin has ended.
@@ -98,7 +98,7 @@ class PinBook:
         return True
 
     def expire(self, now: float) -> list[BlockHash]:
-        """End what is due. The blocks that nobody pins any more, children before their parents."""
+        """End the pins that are due. Returns the blocks that are no longer pinned, children before their parents."""
         freed: list[BlockHash] = []
         while self._leases and self._leases[0][0] <= now:
             if self._soonest_is_exact():

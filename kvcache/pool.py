@@ -23,7 +23,7 @@ class BlockState(Enum):
 
     FREE = "free"  #: holds nothing of use; allocated first
     LIVE = "live"  #: in the table of at least one request
-    CACHED_FREE = "cached and free"  #: nobody uses it, its KV can still be hit; evicted when room is needed
+    CACHED_FREE = "cached and free"  #: unused, its KV can still be hit; evicted when room is needed
 
 
 @dataclass(slots=True, frozen=True)
@@ -86,7 +86,7 @@ class Block:
         self.tokens = b""
         #: True only while cached, and only for the first block of a chain.
         self.first = False
-        #: What follows this block, kept by `Children`: means something only while this copy is the one that is found.
+        #: What follows this block, kept by `PartialMatcher`; valid only while this copy is the one in the index.
         self.children: BlockHash | Siblings | None = None
         #: The dictionary in which this block's hash stands, if it stands in one.
         self.siblings: Siblings | None = None
@@ -113,8 +113,8 @@ class Block:
 class BlockList:
     """Doubly linked list through the blocks themselves, oldest first: O(1) at both ends and in the middle.
 
-    A ring around one sentinel, so that no operation asks whether a neighbour exists. A block is in one list at most;
-    who calls sees to that.
+    A ring around one sentinel, so that no operation asks whether a neighbour exists. The caller ensures that
+    a block is in one list at most.
     """
 
     __slots__ = ("_sentinel", "_size")
@@ -152,7 +152,7 @@ class BlockList:
         self._size -= len(blocks)
 
     def take_oldest(self, count: int) -> list[Block]:
-        """Take out the `count` oldest, oldest first. There must be so many."""
+        """Take out the `count` oldest, oldest first. The list must hold that many."""
         assert count <= self._size, f"{count} blocks asked of a list of {self._size}"
         taken: list[Block] = []
         append = taken.append
@@ -217,7 +217,7 @@ class BlockPool:
         return len(self._free)
 
     def take(self, count: int) -> list[Block]:
-        """Take `count` blocks from the stack. There must be so many."""
+        """Take `count` blocks from the stack. The list must hold that many."""
         rest = len(self._free) - count
         assert rest >= 0, f"{count} blocks asked of {len(self._free)} free ones"
         taken = self._free[rest:]

@@ -1,16 +1,16 @@
-"""The prefix cache: which blocks hold the KV of which prefix, who uses them, and what goes when room is needed.
+"""The prefix cache: which blocks hold the KV of which prefix, which requests use them, and which are evicted.
 
-Pure synchronous state: no clock, no sockets, no tensors. It is told what was computed and hands out blocks; it never
-looks into KV. One caller at a time (the engine's thread).
+Pure synchronous state: no clock, no sockets, no tensors. The caller reports what was computed and gets blocks; the
+cache never reads KV. One caller at a time (the engine's thread).
 
 A prompt's life here: `match` (look up), `acquire` (share what was found, allocate the rest), `commit` (the KV of these
 blocks is there), `allocate` (more blocks while it decodes), `release`.
 
 What always holds (`check` asserts it):
 
-* Of one hash, either all copies are live, or there is one copy and nobody uses it.
+* Of one hash, either all copies are live, or there is one copy and it is unused.
 * Residency is prefix-closed: with a cached block its parent is cached, too, up to the first of the chain.
-* A pinned block is resident; when nobody uses it, the policy does not have it, and it is no free block.
+* A pinned block is resident; while unused, the policy does not have it, and it does not count as free.
 * A cached block's parent hash names the very prefix before it. A hit therefore needs to compare one step only, its
   parent's hash and its own tokens, although hashes may collide. `commit` keeps it so: from the first block on whose
   hash another prefix has taken, a request's blocks stay private.
@@ -25,13 +25,13 @@ from typing import Protocol
 from .errors import StaleMatch
 from .eviction import EvictionPolicy, Lru
 from .hashing import TOKEN_BYTES, BlockHash
-from .partial_match import Children
+from .partial_match import PartialHit, PartialMatcher
 from .pins import PinBook, PinLimits
 from .pool import Block, BlockId, BlockPool, BlockState
 
 
 class CacheListener(Protocol):
-    """Told at once, in the caller's thread, what is resident. Must not block and must not call back."""
+    """Receives changes of the resident set at once, in the caller's thread. Must not block and must not call back."""
 
     def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes) -> None:
         """Consecutive blocks of one chain became resident; `parent` None: the first of them starts the chain."""
@@ -41,20 +41,6 @@ class CacheListener(Protocol):
 
     def cleared(self) -> None:
         """Nothing is resident any more."""
-
-
-#: How many of the blocks that follow a prefix a look-up compares with the prompt: the last ones to become resident.
-#: On the chats of tests/bench/partial_blocks.py at 256 tokens a block, 1 found 88 % of the tokens that all together
-#: found, 4 found 96 %, 8 found 99.6 %; in blocks of 16 or 64 it made no difference.
-MOST_SOURCES = 8
-
-
-@dataclass(slots=True, frozen=True)
-class PartialHit:
-    """A resident block whose first tokens go on where the matched blocks end; then it differs from the prompt."""
-
-    source: Block
-    tokens: int  #: at least 1, fewer than a block
 
 
 @dataclass(slots=True, frozen=True)
@@ -119,17 +105,22 @@ class PrefixCache:
         #: One copy of each resident hash, in the order in which they became resident: parents before children.
         self._index: dict[BlockHash, Block] = {}
         #: Which of them follow each other.
-        self._children = Children(self._index)
+        self._followers = PartialMatcher(self._index)
         #: Further copies, by block id. All copies of a hash that stands here are live.
         self._twins: dict[BlockHash, dict[BlockId, Block]] = {}
         #: Live blocks whose hash, or an ancestor's, names another prefix: never shared.
         self._private: dict[BlockId, BlockHash] = {}
         limits = pin_limits or PinLimits()
         self.pins = PinBook(int(limits.tenant_share * self.total_blocks), int(limits.total_share * self.total_blocks))
-        #: Pinned blocks that nobody uses: withheld from the policy.
+        #: Unused pinned blocks: withheld from the policy.
         self._kept: dict[BlockHash, Block] = {}
         #: Counts the moments at which blocks lost their hash: a match of an earlier one may be wrong.
         self._generation = 0
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """All block records by id, the null block first."""
+        return self._pool.blocks
 
     @property
     def null_block(self) -> Block:
@@ -143,7 +134,7 @@ class PrefixCache:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that can be allocated now: free ones and cached ones that nobody uses and that are not pinned."""
+        """Blocks that can be allocated now: free ones, and unused cached ones that are not pinned."""
         return len(self._pool) + len(self._policy)
 
     @property
@@ -153,7 +144,7 @@ class PrefixCache:
 
     @property
     def pinned_idle_blocks(self) -> int:
-        """Pinned blocks that nobody uses: neither live nor free."""
+        """Unused pinned blocks: neither live nor free."""
         return len(self._kept)
 
     @property
@@ -177,7 +168,7 @@ class PrefixCache:
                 break
             append(block)
         blocks = tuple(found[: self._verified(root, hashes, tokens, found)])
-        partial = self._partial(root, blocks, tokens, num_tokens) if self.partial_block_reuse else None
+        partial = self._partial_match(root, blocks, tokens, num_tokens) if self.partial_block_reuse else None
         return PrefixMatch(
             blocks,
             len(blocks) * self.block_size + (partial.tokens if partial else 0),
@@ -187,31 +178,14 @@ class PrefixCache:
             partial,
         )
 
-    def _partial(self, root: BlockHash, blocks: Sequence[Block], tokens: bytes, num_tokens: int) -> PartialHit | None:
-        """Of the blocks that follow the matched ones, the newest that begins with most of the tokens which come next.
-
-        They follow the very prefix that was verified, as a resident block's parent is its true predecessor.
-        """
+    def _partial_match(
+        self, root: BlockHash, blocks: Sequence[Block], tokens: bytes, num_tokens: int
+    ) -> PartialHit | None:
         start = len(blocks) * self.block_size
         # One token is left to compute, and the next block as a whole was not found.
         end = min(num_tokens, start + self.block_size) - 1
-        if end <= start:
-            return None
         wanted = tokens[start * TOKEN_BYTES : end * TOKEN_BYTES]
-        next_token = wanted[:TOKEN_BYTES]
-        followers = (
-            self._children.newest(blocks[-1], MOST_SOURCES)
-            if blocks
-            else self._children.newest_firsts(root, MOST_SOURCES)
-        )
-        longest, source = 0, None
-        for block in followers:
-            if not block.tokens.startswith(next_token):  # nearly all, where a thousand prompts begin each in its way
-                continue
-            agreed = _common_tokens(block.tokens, wanted)
-            if agreed > longest:
-                longest, source = agreed, block
-        return PartialHit(source, longest) if source else None
+        return self._followers.match(blocks[-1] if blocks else root, wanted) if end > start else None
 
     def _verified(self, root: BlockHash, hashes: Sequence[BlockHash], tokens: bytes, found: list[Block]) -> int:
         """How many of the blocks found by hash hold this very prefix."""
@@ -245,9 +219,10 @@ class PrefixCache:
         kept = self._leading_kept(idle) if self._kept else 0
         if new_blocks > self.free_blocks - len(idle) + kept:
             return None
-        if kept:
-            self._use_kept(idle[:kept])
-            del idle[:kept]
+        for block in idle[:kept]:
+            assert block.block_hash is not None, f"{block} is withheld but holds nothing"
+            del self._kept[block.block_hash]
+        del idle[:kept]
         # Touched before anything is taken, so that a request never evicts its own prefix.
         if idle:
             self._policy.reuse(idle)
@@ -255,14 +230,12 @@ class PrefixCache:
             block.ref_count += 1
             block.hits += 1
         if match.query_tokens:
-            self._count(match)
+            counters = self.counters
+            counters.query_tokens += match.query_tokens
+            counters.hit_tokens += match.tokens
+            counters.partial_hit_tokens += match.partial.tokens if match.partial else 0
+            counters.collisions += match.collisions
         return [*match.blocks, *self._take(new_blocks)]
-
-    def _count(self, match: PrefixMatch) -> None:
-        self.counters.query_tokens += match.query_tokens
-        self.counters.hit_tokens += match.tokens
-        self.counters.partial_hit_tokens += match.partial.tokens if match.partial else 0
-        self.counters.collisions += match.collisions
 
     def allocate(self, count: int) -> list[Block] | None:
         """`count` more blocks for a running request. None, and no effect, without room."""
@@ -288,7 +261,7 @@ class PrefixCache:
             block_hash = block.block_hash
             assert block_hash is not None, f"{block} was given up but holds nothing"
             if block.siblings is not None:
-                self._children.leave(block)
+                self._followers.leave(block)
             del index[block_hash]
             append(block_hash)
             block.block_hash = None
@@ -302,7 +275,7 @@ class PrefixCache:
     def commit(
         self, blocks: Sequence[Block], start: int, parent: BlockHash, hashes: Sequence[BlockHash], tokens: bytes
     ) -> None:
-        """The KV of these consecutive full blocks is there now: others may use them, and the listener is told.
+        """The KV of these consecutive full blocks is computed: they can be shared, and the listener is notified.
 
         `blocks[0]` is block `start` of its chain and follows `parent` (the root when `start` is 0); `tokens` are the
         ids of these blocks alone. A request commits its blocks in order and leaves none out; a block that is
@@ -366,7 +339,7 @@ class PrefixCache:
         else:
             if self._kept.pop(block_hash, None) is None:
                 self._policy.discard(holder)
-            self._children.hand_over(holder, block)
+            self._followers.hand_over(holder, block)
             block.hits = hits
             self._forget(holder)
             self._pool.give((holder,))
@@ -379,7 +352,7 @@ class PrefixCache:
     def _public(self, blocks: Sequence[Block], start: int, parent: BlockHash) -> int:
         """How many leading blocks may be shared while other blocks are private.
 
-        None when `parent` is the hash of a private block: whose it is cannot be told, so both chains end there.
+        None when `parent` is the hash of a private block: two prefixes share that hash, so both chains end there.
         """
         if start and parent in self._private.values():
             return 0
@@ -406,22 +379,22 @@ class PrefixCache:
         hashes: Sequence[BlockHash],
         tokens: bytes,
     ) -> None:
-        """Tell of each run of blocks between copies, which were announced before."""
+        """Announce each run of blocks between copies, which were announced before."""
         begin = 0
         for end in chain(copies, (len(blocks),)):
             if begin < end:
                 before = hashes[begin - 1] if begin else (parent if start else None)
                 if before is None:
-                    self._children.add_first(parent, blocks[0])
+                    self._followers.add_first(parent, blocks[0])
                 else:
-                    self._children.add(self._index[before], blocks[begin])
+                    self._followers.add(self._index[before], blocks[begin])
                 if self._listener is not None:
                     content = tokens[begin * self._stride : end * self._stride]
                     self._listener.stored(before, hashes[begin:end], content)
             begin = end + 1
 
     def release(self, blocks: Sequence[Block]) -> None:
-        """A request lets go of its table (given in order). The tail is freed first, so that roots live longest."""
+        """A request releases its table (given in order). The tail is freed first, so that roots live longest."""
         idle: list[Block] = []
         spare: list[Block] = []
         for block in reversed(blocks):
@@ -455,7 +428,7 @@ class PrefixCache:
                 continue
             if self._index[block_hash] is block:
                 heir = self._index[block_hash] = twins.popitem()[1]
-                self._children.hand_over(block, heir)
+                self._followers.hand_over(block, heir)
                 heir.hits = block.hits
             else:
                 del twins[block.block_id]
@@ -473,14 +446,14 @@ class PrefixCache:
         """
         chain: list[BlockHash] = []
         for block in blocks:
-            assert block.ref_count, f"{block} is pinned while nobody uses it"
+            assert block.ref_count, f"{block} is pinned but not in use"
             if block.block_hash is None:
                 break
             chain.append(block.block_hash)
         return len(chain) if self.pins.pin(tenant, chain, expires_at) else None
 
     def expire_pins(self, now: float) -> None:
-        """End the pins that are due; what nobody uses can be given up from here on, as if used just now."""
+        """End the pins that are due; their unused blocks can be evicted from now on, as if used just now."""
         self._unpin(self.pins.expire(now))
 
     def break_pin(self) -> bool:
@@ -498,11 +471,6 @@ class PrefixCache:
     def _leading_kept(self, idle: Sequence[Block]) -> int:
         """How many of a chain's idle blocks are withheld; as pins are prefix-closed, the first ones."""
         return next((place for place, block in enumerate(idle) if block.block_hash not in self._kept), len(idle))
-
-    def _use_kept(self, blocks: Sequence[Block]) -> None:
-        for block in blocks:
-            assert block.block_hash is not None, f"{block} is withheld but holds nothing"
-            del self._kept[block.block_hash]
 
     def _without_pinned(self, idle: list[Block]) -> list[Block]:
         """Those of `idle` that are not pinned; the others are withheld from the policy."""
@@ -527,7 +495,7 @@ class PrefixCache:
             self._forget(block)
         self._pool.give(idle)
         self._index.clear()
-        self._children.clear()
+        self._followers.clear()
         if self.enabled and self._listener is not None:
             self._listener.cleared()
         return True
@@ -549,7 +517,7 @@ class PrefixCache:
         self._check_copies()
         self._check_prefixes()
         self._check_pins()
-        self._children.check()
+        self._followers.check()
 
     def _check_places(self) -> None:
         idle = list(self._policy)
@@ -571,7 +539,7 @@ class PrefixCache:
             assert twins, f"{block_hash.hex()} has an empty set of copies"
             assert len({copy.block_id for copy in copies}) == len(copies), f"a copy of {block_hash.hex()} stands twice"
             for copy in copies:
-                assert copy.state is BlockState.LIVE, f"{copy} is a copy that nobody uses"
+                assert copy.state is BlockState.LIVE, f"{copy} is a copy that no request uses"
                 assert copy.block_hash == block_hash, f"{copy} is a copy of {block_hash.hex()}"
         cached = sum(block.block_hash is not None for block in self._pool.blocks)
         indexed = len(self._index) + sum(map(len, self._twins.values()))
@@ -600,11 +568,3 @@ class PrefixCache:
         assert len(self._kept) <= len(self.pins), f"{len(self._kept)} blocks withheld, {len(self.pins)} pinned"
         resident = sum(block_hash in self._index for block_hash in self.pins)
         assert resident == len(self.pins), f"{len(self.pins)} blocks pinned, {resident} of them resident"
-
-
-def _common_tokens(held: bytes, wanted: bytes) -> int:
-    """How many leading tokens agree. `wanted` is not the longer one."""
-    # As little-endian numbers, so that the lowest bit in which they differ is in the first token that does.
-    differing = int.from_bytes(held[: len(wanted)], "little") ^ int.from_bytes(wanted, "little")
-    lowest = (differing & -differing).bit_length() - 1
-    return (lowest // 8 if differing else len(wanted)) // TOKEN_BYTES

@@ -10,7 +10,7 @@ class MemoryReading:
     """One rank's device memory after it ran its largest steps, in bytes."""
 
     total_bytes: int
-    free_bytes: int  #: nobody's now; what this rank's allocator merely keeps for reuse was given back before
+    free_bytes: int  #: unused now; this rank's allocator has returned what it kept for reuse
     held_bytes: int  #: by this rank for good: weights, tables, graphs
     peak_bytes: int  #: that the largest step took on top of it, for as long as it ran
 
@@ -48,7 +48,7 @@ def kv_budget_bytes(reading: MemoryReading, utilization: float) -> int:
     """Bytes of one rank's memory that are left for KV; never negative.
 
     No more than its share of the device leaves, so that ranks that start side by side on one device cannot take what is
-    another's, and no more than is free, whoever has the rest.
+    another's, and no more than is free.
     """
     return max(0, min(reading.share_bytes(utilization), reading.free_bytes - reading.peak_bytes))
 

@@ -1,29 +1,5 @@
-"""One replica: the engine, its models and the words it exchanges with routers. Importing this face loads no torch."""
+"""One replica: the engine, its models, and the messages that it exchanges with routers.
 
-from .config import ReplicaSettings
-from .errors import ReplicaError
-from .messages import (
-    Abort,
-    Generate,
-    ModelLimits,
-    Parity,
-    Refused,
-    ReplicaDescription,
-    SamplingParams,
-    TokenBatch,
-    TokenOutput,
-)
-
-__all__ = [
-    "Abort",
-    "Generate",
-    "ModelLimits",
-    "Parity",
-    "Refused",
-    "ReplicaDescription",
-    "ReplicaError",
-    "ReplicaSettings",
-    "SamplingParams",
-    "TokenBatch",
-    "TokenOutput",
-]
+`cluster` may import all of it, `router` only `replica.messages`. Must not import `router`, `cluster` or Ray. Importing
+this package loads no torch.
+"""

@@ -1,4 +1,4 @@
-"""Settings of a replica's engine. Joined with the other rooms' in `cluster/config.py`."""
+"""Settings of a replica's engine. `cluster/config.py` joins them with those of the other packages."""
 
 from typing import Annotated, Literal
 
@@ -7,7 +7,7 @@ from msgspec import Meta
 
 
 class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one replica serves and within which limits."""
+    """The model of a replica, and the limits within which it serves."""
 
     model: Annotated[
         str, Meta(description="Hugging Face name or local folder; demo: the small model in the package")

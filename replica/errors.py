@@ -1,31 +1,31 @@
-"""What can go wrong in a replica, and whose fault it is. Knows no sockets and no torch.
+"""The errors of a replica, by whose fault they are. No sockets, no torch.
 
 ReplicaError
 ├── RequestError            the request cannot run here; becomes a `Refused`
 │   ├── InvalidRequest      the caller's fault: a field out of range, hashes that do not fit the tokens
 │   ├── PromptTooLong       the caller's fault: longer than the model or the KV pool allows
-│   ├── Draining            nobody's fault: another replica can take it
-│   └── OddLogits           the model's fault: it answered this request with NaN or infinity
-├── StepFailed              a forward pass raised; its requests end with an error, the engine goes on
-├── EngineBroken            steps fail again and again: the process must be rebuilt
-├── RankLost                another rank is gone: the gang must be rebuilt
-└── StartupError            the replica cannot serve with these settings
+│   ├── Draining            another replica can take the request
+│   └── NonFiniteLogits     the model's fault: it computed NaN or infinity for this request
+├── StepFailed              a forward pass raised; its requests end with an error, the engine continues
+├── EngineBroken            several steps in a row failed: the process must be rebuilt
+├── RankLost                another rank is gone: all ranks of the replica must be rebuilt
+└── StartupError            the replica cannot serve with these settings on this machine
 """
 
 # ruff: noqa: N818 - these names say what happened; an "Error" at the end would say no more.
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-RefusalReason = Literal["prompt_too_long", "draining", "invalid", "internal"]
+from .messages import RefusalReason
 
 
 class ReplicaError(Exception):
-    """Anything that a replica reports by name."""
+    """Base of all errors that a replica reports."""
 
     http_status: ClassVar[int] = 500
 
 
 class RequestError(ReplicaError):
-    """A request that this replica cannot run."""
+    """A request that this replica cannot run. `retry` says whether another replica might."""
 
     reason: ClassVar[RefusalReason] = "internal"
     retry: ClassVar[bool] = False
@@ -46,15 +46,15 @@ class PromptTooLong(RequestError):
 
 
 class Draining(RequestError):
-    """This replica finishes what it has and takes nothing new."""
+    """This replica finishes its requests and takes no new ones."""
 
     http_status = 503
     reason = "draining"
     retry = True
 
 
-class OddLogits(RequestError):
-    """The model gave a request logits from which no token can be drawn."""
+class NonFiniteLogits(RequestError):
+    """The model computed logits from which no token can be drawn."""
 
 
 class StepFailed(ReplicaError):
@@ -66,7 +66,7 @@ class EngineBroken(ReplicaError):
 
 
 class RankLost(ReplicaError):
-    """A rank of this replica no longer answers; the others cannot go on without it."""
+    """A rank of this replica no longer responds; the other ranks cannot continue without it."""
 
     http_status = 503
 

@@ -1,8 +1,8 @@
 """A replica as a process: sockets and threads around the engine. Decides nothing about requests; knows no Ray.
 
-The thread that calls `run` is the engine's thread: it owns the request socket, drains it before each step, polls it
-when idle, and sends one `TokenBatch` per step and router. Others reach the engine through a queue of commands only.
-Events go to `EventPublisher`, whose own thread sends them. No router and no subscriber can make the engine wait.
+The thread that calls `run` is the engine's thread: it owns the request socket, reads it before each step, polls it when
+idle, and sends one `TokenBatch` per step and router. Other threads reach the engine only through a queue of commands.
+Events go to `EventPublisher`, which sends them from its own thread. No router and no subscriber can delay the engine.
 """
 
 import logging
@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from secrets import randbits
 from typing import TypeVar
 
+import torch
 import zmq
 
 from ..events.config import EventsSettings
@@ -28,21 +29,18 @@ from ..kvcache.hashing import BlockHasher
 from ..kvcache.pins import PinLimits
 from ..kvcache.prefix_cache import CachedBlock, PrefixCache
 from .config import ReplicaSettings
-from .engine.engine import Engine, EngineModel, StepResult
+from .engine.engine import Engine, StepResult
 from .engine.overlapped import OverlappedEngine
-from .engine.report_throttle import News
-from .engine.scheduler import Limits
-from .engine.throughput import Rates
+from .engine.report_throttle import ReportThrottle
 from .errors import EngineBroken, ReplicaError, RequestError
-from .execute.gpu_runner import ResidentRunner, RunnerLoader, load_runner
-from .execute.runner import ModelRunner, thread_keeper
+from .execute.gpu_runner import GpuRunner, RunnerLoader, load_runner
+from .load.cpu_threads import ThreadTuner, thread_choice
 from .load.fingerprint import cache_identity, parity
 from .load.startup import measure_rates, number_of_blocks, resolve_limits
 from .messages import (
     CacheReset,
     Generate,
     ModelLimits,
-    Parity,
     Refused,
     ReplicaDescription,
     Reply,
@@ -50,85 +48,151 @@ from .messages import (
     ResetCache,
     TokenBatch,
 )
-from .parallel.rank_spec import GangSpec
-from .parallel.step_broadcast import PlanChannel
-from .parallel.worker import GangExecutor, LocalExecutor, join_gang, share_endpoint
-from .request_socket import Delivery, RequestPort
+from .parallel.step_broadcast import RankPlace
+from .parallel.worker import load_rank_0
+from .request_socket import RequestSocket, SendResult
 
 log = logging.getLogger(__name__)
 
-#: One bad request costs one step; steps that fail three times in a row, without one success between, are no accident.
+#: One bad request costs one step; three failed steps without a success between them are no coincidence.
 MAX_FAILURES = 3
 
 T = TypeVar("T")
 
 
-@dataclass(slots=True, frozen=True)
-class Model:
-    """The loaded model and what drives it."""
+def start_replica(
+    settings: ReplicaSettings,
+    kvcache: KvCacheSettings,
+    events: EventsSettings,
+    *,
+    model_dir: Path,
+    replica_id: str,
+    cluster_seed: int,
+    host: str = "127.0.0.1",
+    ipc_dir: Path | None = None,
+    place: RankPlace | None = None,
+    node: str = "",
+    keys: ServerKeys | None = None,
+    load_runner: RunnerLoader = load_runner,
+) -> "ReplicaServer":
+    """Load the model, measure its speed, allocate the KV pool and bind the sockets; blocks until all is ready.
 
-    runner: ModelRunner
-    executor: LocalExecutor | GangExecutor
-    num_blocks: int
-    limits: Limits
-    rates: Rates
-    pids: tuple[int, ...]
+    `ipc_dir`: a private folder for sockets if all peers of the replica are on its node; None: TCP on `host`.
+    `place`: rank 0's place among several ranks; None: one rank. `keys`: encrypt what routers and subscribers get.
+    Raises StartupError, PoolTooSmall, RankLost or EndpointUnusable, with nothing left behind.
+    """
+    block_size, epoch = kvcache.block_size, randbits(63)
+    with ExitStack() as stack:
+        threads = ThreadTuner(thread_choice(settings), torch.set_num_threads)
+        threads.apply()
+        threads.update()
+        runner, executor, worker_pids = load_rank_0(settings, model_dir, block_size, place, load_runner)
+        stack.callback(executor.close)
+        threads.update()
+        spec = runner.spec
+        num_blocks = number_of_blocks(kvcache, settings, spec, executor, runner.device)
+        limits = resolve_limits(settings, spec, runner.device, num_blocks=num_blocks, block_size=block_size)
+        executor.allocate_kv(num_blocks)
+        rates = measure_rates(executor, limits, block_size)
+
+        medium = "GPU" if runner.device.type == "cuda" else "CPU"
+        publisher = EventPublisher(
+            events, host=host, block_size=block_size, epoch=epoch, medium=medium, ipc_dir=ipc_dir, keys=keys
+        )
+        stack.callback(publisher.close)
+        event_endpoints = publisher.start()
+        cache = PrefixCache(
+            num_blocks,
+            block_size,
+            policy=eviction_policy(kvcache.eviction),
+            listener=publisher,
+            enabled=kvcache.prefix_caching,
+            partial_block_reuse=kvcache.partial_block_reuse,
+            pin_limits=PinLimits(kvcache.pin_tenant_share, kvcache.pin_total_share),
+        )
+        hasher = BlockHasher(block_size, cluster_seed, kvcache.hash_algorithm)
+        kind: type[Engine] = OverlappedEngine if isinstance(runner, GpuRunner) else Engine
+        engine = kind(
+            limits=limits,
+            vocab_size=spec.vocab_size,
+            eos_token_ids=spec.eos_token_ids,
+            cache=cache,
+            hasher=hasher,
+            executor=executor,
+            rates=rates,
+            epoch=epoch,
+        )
+        requests = RequestSocket(host, ipc_dir, epoch, keys)
+        stack.callback(requests.close)
+        # KV computed with 8-bit weights differs from KV of the same dtype.
+        kv_dtype = spec.dtype if settings.quantization == "none" else f"{spec.dtype} {settings.quantization}"
+        description = ReplicaDescription(
+            replica_id=replica_id,
+            epoch=epoch,
+            request_endpoint=requests.endpoint,
+            event_endpoints=event_endpoints,
+            parity=parity(model_dir, cache_identity(model_dir, kv_dtype, kvcache), hasher),
+            model=ModelLimits(
+                name=settings.model,
+                path=str(model_dir),
+                vocab_size=spec.vocab_size,
+                max_model_len=limits.max_model_len,
+                eos_token_ids=spec.eos_token_ids,
+            ),
+            num_blocks=num_blocks,
+            max_running_requests=settings.max_running_requests,
+            max_batched_tokens=settings.max_batched_tokens,
+            tensor_parallel_size=1 + len(worker_pids),
+            prefill_tokens_per_s=rates.prefill_tokens_per_s,
+            decode_step_s=rates.decode_step_s,
+            node=node,
+            pids=(os.getpid(), *worker_pids),
+        )
+        publisher.report(engine.load())
+        log.info("replica_ready replica=%s blocks=%d", replica_id, num_blocks)
+        idle_ms = int(events.heartbeat_interval_s * 1000)
+        return ReplicaServer(description, engine, cache, publisher, requests, threads, idle_ms, stack.pop_all())
 
 
 class ReplicaServer:
-    """Rank 0 of one replica. `start`, then `run`, best in one thread (threads.py says why); `stop` from anywhere."""
+    """Rank 0 of one replica, as `start_replica` makes it: ready, and serving while `run` runs.
+
+    `run` belongs in the thread that started it (load/cpu_threads.py says why); all other methods may be called from any
+    thread. `residents`, `idle`, `drain` and `check` are answered between two steps of `run`.
+    """
 
     def __init__(
         self,
-        settings: ReplicaSettings,
-        kvcache: KvCacheSettings,
-        events: EventsSettings,
-        *,
-        model_dir: Path,
-        replica_id: str,
-        cluster_seed: int,
-        host: str = "127.0.0.1",
-        ipc_dir: Path | None = None,
-        gang: GangSpec | None = None,
-        node: str = "",
-        keys: ServerKeys | None = None,
-        load_runner: RunnerLoader = load_runner,
+        description: ReplicaDescription,
+        engine: Engine,
+        cache: PrefixCache,
+        publisher: EventPublisher,
+        requests: RequestSocket,
+        threads: ThreadTuner,
+        idle_ms: int,
+        resources: ExitStack,
     ) -> None:
-        """Nothing happens before `start`.
-
-        `ipc_dir`: a private folder for sockets, when all who talk to the replica are on its node; None: TCP on `host`.
-        `gang`: rank 0's place among several ranks; None: one rank. `keys`: encrypt what routers and subscribers get.
-        """
-        self._settings, self._kvcache, self._events = settings, kvcache, events
-        self._model_dir = model_dir
-        self._replica_id = replica_id
-        self._host, self._ipc_dir, self._node = host, ipc_dir, node
-        self._gang = gang
-        self._keys = keys
-        self._load_runner = load_runner
-        self._threads = thread_keeper(settings)
-        self._hasher = BlockHasher(kvcache.block_size, cluster_seed, kvcache.hash_algorithm)
-        self._epoch = randbits(63)
-        self._news = News()
+        """`idle_ms`: longest wait of an idle engine. `resources` are closed when `run` ends."""
+        self.description = description
+        self._engine, self._cache, self._publisher, self._requests = engine, cache, publisher, requests
+        self._threads = threads
+        self._idle_ms = idle_ms
+        self._resources = resources
+        self._throttle = ReportThrottle()
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._stopping = threading.Event()
         self._waker = Waker()
-        #: Guards `_waker` and `_commands` against use after `run` ended.
+        #: Guards `_commands` and `_closed`: no command is queued after the last one has run.
         self._lock = threading.Lock()
         self._closed = False
-        self._closers: list[Callable[[], None]] = []
-
-    def start(self) -> ReplicaDescription:
-        """Load the model, measure it, make room for KV, bind the sockets. Blocks; raises StartupError and the like."""
-        try:
-            return self._start()
-        except BaseException:
-            self._close()
-            raise
+        self._poller = zmq.Poller()
+        for sock in requests.sockets:
+            self._poller.register(sock, zmq.POLLIN)
+        self._poller.register(self._waker.read, zmq.POLLIN)
 
     def run(self) -> None:
-        """Serve until `stop`. Raises EngineBroken or RankLost when the replica has to be rebuilt."""
-        self._threads.begin()  # a count of threads belongs to its thread, and `start` may have run in another
+        """Serve until `stop`. Raises EngineBroken or RankLost when the replica must be rebuilt."""
+        self._threads.apply()  # a thread count belongs to its thread, and the replica may have started in another
         error: ReplicaError | None = None
         try:
             while not self._stopping.is_set():
@@ -137,248 +201,125 @@ class ReplicaServer:
             error = broken
             raise
         finally:
-            self._send_away(error)
+            self._refuse_all(error)
             self._close()
 
     def stop(self) -> None:
-        """From any thread: `run` returns after the step that is under way."""
+        """Make `run` return after the current step."""
         self._stopping.set()
-        with self._lock:
-            if not self._closed:
-                self._waker.poke()
+        self._waker.poke()
 
     def drain(self) -> None:
-        """From any thread: take nothing new and finish what is here; the load report tells when it is done."""
+        """Refuse new requests and finish the present ones; the load report shows when none is left."""
         self._ask(self._engine.drain)
 
     def idle(self) -> bool:
-        """From any thread while `run` runs: whether no request is here."""
+        """Whether there is no request."""
         return self._ask(lambda: not self._engine.has_work)
 
     def residents(self) -> list[CachedBlock]:
-        """From any thread while `run` runs: what the cache really holds, between two steps."""
+        """What the cache holds."""
         return self._ask(lambda: list(self._cache.residents()))
+
+    def check(self) -> None:
+        """Assert the engine's invariants."""
+        self._ask(self._engine.scheduler.check)
 
     @property
     def malformed_requests(self) -> int:
-        """Frames that could not be read and were dropped."""
-        return self._port.malformed
+        """Frames that were unreadable and dropped."""
+        return self._requests.malformed
 
-    def check(self) -> None:
-        """From any thread while `run` runs: assert the engine's invariants between two steps."""
-        self._ask(self._engine.scheduler.check)
+    def _ask(self, question: Callable[[], T]) -> T:
+        """Run `question` in the engine's thread between two steps."""
+        answer: Future[T] = Future()
 
-    def reset_cache(self) -> bool:
-        """From any thread: forget all cached blocks; False while any is in use."""
-        return self._ask(self._cache.reset)
+        def command() -> None:
+            try:
+                answer.set_result(question())
+            except BaseException as error:  # raised in the caller's thread
+                answer.set_exception(error)
 
-    # Starting.
-
-    def _start(self) -> ReplicaDescription:
-        model = self._load()
-        self._publisher = EventPublisher(
-            self._events,
-            host=self._host,
-            block_size=self._kvcache.block_size,
-            epoch=self._epoch,
-            medium="GPU" if model.runner.device.type == "cuda" else "CPU",
-            ipc_dir=self._ipc_dir,
-            keys=self._keys,
-        )
-        self._closers.append(self._publisher.close)
-        event_endpoints = self._publisher.start()
-        self._cache = PrefixCache(
-            model.num_blocks,
-            self._kvcache.block_size,
-            policy=eviction_policy(self._kvcache.eviction),
-            listener=self._publisher,
-            enabled=self._kvcache.prefix_caching,
-            partial_block_reuse=self._kvcache.partial_block_reuse,
-            pin_limits=PinLimits(self._kvcache.pin_tenant_share, self._kvcache.pin_total_share),
-        )
-        self._engine = self._make_engine(model)
-        self._port = RequestPort(self._host, self._ipc_dir, self._epoch, self._keys)
-        self._closers.append(self._port.close)
-        self._poller = zmq.Poller()
-        for sock in self._port.sockets:
-            self._poller.register(sock, zmq.POLLIN)
-        self._poller.register(self._waker.read, zmq.POLLIN)
-        self._publisher.report(self._engine.load())
-        log.info("replica_ready replica=%s blocks=%d", self._replica_id, model.num_blocks)
-        return ReplicaDescription(
-            replica_id=self._replica_id,
-            epoch=self._epoch,
-            request_endpoint=self._port.endpoint,
-            event_endpoints=event_endpoints,
-            parity=self._parity(model.runner.spec.dtype),
-            model=self._model_limits(model),
-            num_blocks=model.num_blocks,
-            max_running_requests=self._settings.max_running_requests,
-            max_batched_tokens=self._settings.max_batched_tokens,
-            tensor_parallel_size=len(model.pids),
-            prefill_tokens_per_s=model.rates.prefill_tokens_per_s,
-            decode_step_s=model.rates.decode_step_s,
-            node=self._node,
-            pids=model.pids,
-        )
-
-    def _load(self) -> Model:
-        self._threads.begin()
-        self._threads.look()
-        runner, executor, workers = self._join_and_load()
-        self._threads.look()
-        self._closers.append(executor.close)
-        size = self._kvcache.block_size
-        num_blocks = number_of_blocks(self._kvcache, self._settings, runner.spec, executor, runner.device)
-        limits = resolve_limits(self._settings, runner.spec, runner.device, num_blocks=num_blocks, block_size=size)
-        executor.allocate(num_blocks)
-        rates = measure_rates(executor, limits, size)
-        return Model(runner, executor, num_blocks, limits, rates, (os.getpid(), *workers))
-
-    def _join_and_load(self) -> tuple[ModelRunner, LocalExecutor | GangExecutor, tuple[int, ...]]:
-        size = self._kvcache.block_size
-        if self._gang is None or self._gang.size == 1:
-            runner = self._load_runner(self._settings, self._model_dir, size, None)
-            return runner, LocalExecutor(runner), ()
-        group = join_gang(self._gang, self._settings)
-        channel = PlanChannel(self._gang)
-        try:
-            share_endpoint(group, channel.endpoint, self._settings)
-            runner = self._load_runner(self._settings, self._model_dir, size, group)
-            workers = channel.wait_for_workers()
-        except BaseException:
-            channel.close()
-            raise
-        return runner, GangExecutor(runner, channel), workers
-
-    def _make_engine(self, model: Model) -> Engine:
-        spec = model.runner.spec
-        engine = OverlappedEngine if isinstance(model.runner, ResidentRunner) else Engine
-        return engine(
-            limits=model.limits,
-            model=EngineModel(spec.vocab_size, spec.eos_token_ids),
-            cache=self._cache,
-            hasher=self._hasher,
-            executor=model.executor,
-            rates=model.rates,
-            epoch=self._epoch,
-        )
-
-    def _parity(self, dtype: str) -> Parity:
-        # KV that was computed in 8 bits is other KV.
-        computed = dtype if self._settings.quantization == "none" else f"{dtype} {self._settings.quantization}"
-        return parity(self._model_dir, cache_identity(self._model_dir, computed, self._kvcache), self._hasher)
-
-    def _model_limits(self, model: Model) -> ModelLimits:
-        spec = model.runner.spec
-        return ModelLimits(
-            name=self._settings.model,
-            path=str(self._model_dir),
-            vocab_size=spec.vocab_size,
-            max_model_len=model.limits.max_model_len,
-            eos_token_ids=spec.eos_token_ids,
-        )
+        with self._lock:
+            if self._closed:
+                raise ReplicaError(f"replica {self.description.replica_id} has ended")
+            self._commands.put(command)
+        self._waker.poke()
+        return answer.result()
 
     # The engine's thread from here on.
 
     def _turn(self) -> None:
-        """Take in what came, then one step; without work, wait for some."""
+        """Read requests and commands, then run one step, or wait for work."""
         if self._waker.clear():
             self._run_commands()
-        for source, request in self._port.receive():
-            self._take(source, request)
+        for source, request in self._requests.receive():
+            self._handle(source, request)
         if not self._engine.has_work:
             self._engine.expire_pins()
             self._publisher.flush()
             self._publisher.report(self._engine.load())
-            self._poller.poll(int(self._events.heartbeat_interval_s * 1000))
+            self._poller.poll(self._idle_ms)
             return
-        self._threads.look()
+        self._threads.update()
         result = self._engine.step()
         self._publish(result)
         if self._engine.failures_in_a_row >= MAX_FAILURES:
             raise EngineBroken(f"{MAX_FAILURES} steps in a row failed, last: {result.error}")
 
-    def _take(self, source: str, request: Request) -> None:
+    def _handle(self, source: str, request: Request) -> None:
         match request:
-            case Generate():
-                self._add(source, request)
+            case Generate(request_id=request_id):
+                try:
+                    self._engine.add(source, request)
+                except RequestError as error:
+                    log.info("request_refused router=%s trace=%s error=%s", source, request.trace_id, error)
+                    message, retry = str(error), error.retry
+                    self._send(
+                        source, Refused(request_id=request_id, reason=error.reason, message=message, retry=retry)
+                    )
             case ResetCache(ask_id=ask_id):
                 self._send(source, CacheReset(ask_id=ask_id, done=self._cache.reset()))
             case _:
                 self._engine.abort(source, request.request_ids)
 
-    def _add(self, source: str, request: Generate) -> None:
-        try:
-            self._engine.add(source, request)
-        except RequestError as error:
-            refused = Refused(request_id=request.request_id, reason=error.reason, message=str(error), retry=error.retry)
-            log.info("request_refused router=%s trace=%s error=%s", source, request.trace_id, error)
-            self._send(source, refused)
-
     def _publish(self, result: StepResult) -> None:
-        """Events first: a router that sees a request end should soon see its blocks, too."""
+        """Events go first: a router that sees a request end should soon see its blocks, too."""
         load = self._engine.load()
-        tell = self._news.worth_telling(load, time.monotonic())
-        if tell:
+        due = self._throttle.due(load, time.monotonic())
+        if due:
             self._publisher.flush()
         for source, outputs in result.outputs.items():
             self._send(source, TokenBatch(step=result.step, outputs=outputs))
         for source, refusals in result.refused.items():
             for refused in refusals:
                 self._send(source, refused)
-        if tell:
+        if due:
             self._publisher.report(load)
 
     def _send(self, source: str, reply: Reply) -> None:
-        """A router that is gone or stopped reading has lost tokens: its requests end here."""
-        delivery = self._port.send(source, reply)
-        if delivery is Delivery.SENT:
-            return
-        ended = self._engine.forget(source)
-        log.warning("router_lost router=%s delivery=%s requests=%d", source, delivery.value, ended)
+        """Send a reply. If its router is gone or stopped reading, it has lost tokens: end its requests."""
+        sent = self._requests.send(source, reply)
+        if sent is not SendResult.SENT:
+            ended = self._engine.forget(source)
+            log.warning("router_lost router=%s delivery=%s requests=%d", source, sent.value, ended)
 
-    def _send_away(self, error: ReplicaError | None) -> None:
-        """The replica ends: whoever still waits here may go on elsewhere at once."""
-        message = f"replica {self._replica_id} ends: {error or 'it was stopped'}"
+    def _refuse_all(self, error: ReplicaError | None) -> None:
+        """Hand all requests back at the end, so that routers retry them elsewhere at once."""
+        message = f"replica {self.description.replica_id} ends: {error or 'it was stopped'}"
         for request in list(self._engine.scheduler.requests()):
             source, request_id = request.key
-            reason = Refused(request_id=request_id, reason="draining", message=message, retry=True)
-            self._port.send(source, reason)
+            self._requests.send(source, Refused(request_id=request_id, reason="draining", message=message, retry=True))
 
     def _run_commands(self) -> None:
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except Empty:
-                return
-            command()
-
-    def _ask(self, question: Callable[[], T]) -> T:
-        """Have the engine's thread answer between two steps."""
-        answer: Future[T] = Future()
-
-        def command() -> None:
-            try:
-                answer.set_result(question())
-            except BaseException as error:  # it belongs to the one who asked
-                answer.set_exception(error)
-
-        with self._lock:
-            if self._closed:
-                raise ReplicaError(f"replica {self._replica_id} has ended")
-            self._commands.put(command)
-            self._waker.poke()
-        return answer.result()
+        while not self._commands.empty():  # no other thread takes commands
+            self._commands.get()()
 
     def _close(self) -> None:
-        """Give everything back, last first; answer who still asks."""
+        """Answer the last commands and close all resources, last first."""
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
-            self._waker.close()
+        self._waker.close()
         self._run_commands()
-        while self._closers:
-            self._closers.pop()()
-        log.info("replica_ended replica=%s", self._replica_id)
+        self._resources.close()
+        log.info("replica_ended replica=%s", self.description.replica_id)

@@ -1,31 +1,5 @@
-"""The router: prefix index, decision, flow of requests, and the HTTP front.
+"""The router: routes requests to replicas (`routing`, `flow`, `replicas`) and serves the HTTP API (`http`).
 
-A light face: `homing.router.replicas.service.RouterService` and `homing.router.server.RouterServer` are imported where
-they are used, as they bring sockets and an HTTP server along.
+Imported by `cluster`; must not import it, nor Ray or torch. `replicas.service.RouterService` and `server.RouterServer`
+are the entry points.
 """
-
-from .backend import (
-    Backend,
-    ClusterView,
-    Explanation,
-    FinishedRequest,
-    GenerationRequest,
-    Observer,
-    TokenDelta,
-    TokenStream,
-)
-from .config import RouterSettings
-from .errors import RouterError
-
-__all__ = [
-    "Backend",
-    "ClusterView",
-    "Explanation",
-    "FinishedRequest",
-    "GenerationRequest",
-    "Observer",
-    "RouterError",
-    "RouterSettings",
-    "TokenDelta",
-    "TokenStream",
-]

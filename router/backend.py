@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from ..events.follow.subscription import FeedStatus
 from ..events.wire.messages import EventEndpoints, LoadReport
 from ..replica.messages import FinishReason, ModelLimits, Pin, PositionLogprobs, SamplingParams
 from .errors import RouterError
@@ -96,7 +97,8 @@ class TokenStream(Protocol):
         """Stop the request and free its blocks. Idempotent, and harmless after the end."""
 
 
-FeedState = Literal["syncing", "live", "stale"]
+#: How far a replica's events can be trusted; "syncing", "live" or "stale" in JSON.
+FeedState = FeedStatus
 
 
 class ReplicaScore(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
-"""The router's HTTP front as one thing: settings in, a server around a `Backend` out.
+"""The HTTP server of a router, built from settings and a `Backend`.
 
-Owns the listening server, the text models and the access log. Knows no routing; who runs the process handles signals.
+Owns the listening sockets, the text models and the access log. Independent of routing and of signals.
 """
 
 import asyncio
@@ -15,27 +15,27 @@ from typing import TextIO
 from .backend import Backend
 from .config import RouterSettings
 from .errors import TlsUnusable
+from .http.app import App
 from .http.front import Front, TextModels
 from .http.protocol.access import AccessLog
-from .http.protocol.app import App
 from .http.protocol.connection import ConnectionLimits
 from .http.protocol.server import HttpServer
 from .metrics import RouterMetrics
 from .replicas.membership import text_source
 from .tenants.api_keys import read_tenants
-from .tenants.shared_usage import SharedAccounts
+from .tenants.shared_usage import SharedUsage
 
 log = logging.getLogger(__name__)
 
-#: Seconds that answers under way get when the server stops; those that last longer end with an error. The controller
-#: waits 5 s for a router.
+#: Seconds that running responses get when the server stops; longer ones end with an error. The controller waits 5 s for
+#: a router.
 GRACE_S = 4.0
-#: Young objects before a collection. The hot path makes no cycles, so collections find nothing and only cost.
+#: Young objects before a collection. The hot path creates no cycles, so collections only cost time.
 GC_YOUNG = 50_000
 
 
 def tls_context(settings: RouterSettings) -> ssl.SSLContext | None:
-    """TLS as the settings want it; None: plain HTTP. Raises TlsUnusable."""
+    """The TLS context of the settings; None: plain HTTP. Raises TlsUnusable."""
     if not settings.tls_cert_file:
         if settings.tls_key_file:
             raise TlsUnusable("tls_key_file is set without tls_cert_file")
@@ -50,7 +50,7 @@ def tls_context(settings: RouterSettings) -> ssl.SSLContext | None:
 
 
 def connection_limits(settings: RouterSettings) -> ConnectionLimits:
-    """What clients may ask of a connection."""
+    """The limits of each connection."""
     return ConnectionLimits(
         max_body_bytes=settings.max_body_bytes,
         max_unsent_bytes=settings.max_unsent_bytes,
@@ -60,7 +60,7 @@ def connection_limits(settings: RouterSettings) -> ConnectionLimits:
 
 
 def settle() -> None:
-    """Once all is loaded: keep the garbage collector from walking over it, and from running often."""
+    """After loading: keep the garbage collector from scanning what was loaded, and from running often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_YOUNG, 20, 20)
@@ -76,10 +76,10 @@ class RouterServer:
         *,
         metrics: RouterMetrics | None = None,
         texts: TextModels | None = None,
-        accounts: SharedAccounts | None = None,
+        usage: SharedUsage | None = None,
         grace_s: float = GRACE_S,
     ) -> None:
-        """`accounts`: of tenants, where other routers serve them, too; closed with the server."""
+        """`usage`: of tenants, if other routers serve them as well; closed with the server."""
         self.metrics = metrics or RouterMetrics()
         self.front = Front(
             settings,
@@ -87,29 +87,15 @@ class RouterServer:
             self.metrics,
             texts=texts,
             tenants=read_tenants(settings.api_keys_file),
-            accounts=accounts.books if accounts is not None else None,
+            usage=usage.records if usage is not None else None,
         )
         self._settings = settings
         self._grace_s = grace_s
         self._open = ExitStack()
-        if accounts is not None:
-            self._open.callback(accounts.close)
-        self._app: App | None = None
+        if usage is not None:
+            self._open.callback(usage.close)
+        self._app = App(self.front, self._access_log())
         self._http: list[HttpServer] = []
-
-    async def start(self, host: str, port: int, *, shared: bool = False) -> int:
-        """Serve there, too, from now on; the port that is bound (of a free one, when `port` is 0).
-
-        `shared`: other processes may listen on that port as well. Raises AddressInUse.
-        """
-        settings = self._settings
-        if self._app is None:
-            self._app = App(self.front, self._access_log())
-        tls = tls_context(settings)
-        http = HttpServer(self._app, connection_limits(settings), clock=self.front.monotonic, tls=tls)
-        bound = await http.start(host, port, shared=shared)
-        self._http.append(http)
-        return bound
 
     def _access_log(self) -> AccessLog | None:
         where = self._settings.access_log
@@ -122,12 +108,23 @@ class RouterServer:
         self._open.callback(access.close)
         return access
 
+    async def start(self, host: str, port: int, *, shared: bool = False) -> int:
+        """Also serve there from now on. Returns the bound port (a free one if `port` is 0).
+
+        `shared`: other processes may listen on the same port. Raises AddressInUse.
+        """
+        limits, tls = connection_limits(self._settings), tls_context(self._settings)
+        http = HttpServer(self._app, limits, clock=self.front.monotonic, tls=tls)
+        bound = await http.start(host, port, shared=shared)
+        self._http.append(http)
+        return bound
+
     async def load_text(self, folder: Path) -> None:
-        """Load the tokenizer in this folder ahead of its first replica. Raises RouterError."""
+        """Load the tokenizer in this folder before its first replica joins. Raises RouterError."""
         await self.front.texts.get(await asyncio.to_thread(text_source, folder))
 
     async def stop(self) -> None:
-        """Take no more connections, let answers end within the grace, close everything. May be called twice."""
+        """Accept no more connections, let responses end within the grace, close everything. May be called twice."""
         await asyncio.gather(*(http.stop(self._grace_s, self.front.backend.end_requests) for http in self._http))
         self._open.close()
         await self.front.texts.close()

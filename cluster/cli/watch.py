@@ -40,7 +40,7 @@ from ...events import (
     to_line,
 )
 from ...events.follow.subscription import Apply, Reset
-from ...events.sdk.plain_stream import told
+from ...events.sdk.plain_stream import stream_events
 from ...events.security.curve_keys import reader_keys
 from ..config import Settings, nearest
 from ..errors import ClusterError, SettingsError
@@ -195,7 +195,7 @@ class JsonPrinter:
 
     def told(self, source: Source, instruction: Apply | Reset) -> None:
         """A line for each event; what is held is told as a `cleared` and the chains that are there, all `resync`."""
-        for item in told(instruction):
+        for item in stream_events(instruction):
             if (kept := self._wanted.select(item)) is not None:
                 self._write(to_line(Recorded(source.replica, kept, source.epoch)).decode())
 
@@ -208,7 +208,7 @@ class JsonPrinter:
     def rates(self, source: Source, seconds: float, tally: Tally, feed: EventFeed) -> None:
         """See `Printer`."""
         reader = feed.subscription
-        rates = tally.take(seconds, reader.residents.digest.blocks, reader.counters)
+        rates = tally.take(seconds, reader.digest.blocks, reader.counters)
         self._write(
             remark(source.replica, source.epoch, "rates", ts=time.time(), **msgspec.to_builtins(rates)).decode()
         )
@@ -225,7 +225,7 @@ class ReadablePrinter:
         if isinstance(instruction, Reset):
             self.remark(source, "reset", f"holds {_blocks(len(instruction.blocks))}")
             return
-        kept = [left.event for item in told(instruction) if (left := self._wanted.select(item)) is not None]
+        kept = [left.event for item in stream_events(instruction) if (left := self._wanted.select(item)) is not None]
         for kind, run in itertools.groupby(kept, type):
             self._line(source, kind.__name__.lower(), _words(list(run)))
 
@@ -237,7 +237,7 @@ class ReadablePrinter:
     def rates(self, source: Source, seconds: float, tally: Tally, feed: EventFeed) -> None:
         """See `Printer`."""
         reader = feed.subscription
-        self._line(source, "", tally.take(seconds, reader.residents.digest.blocks, reader.counters).words())
+        self._line(source, "", tally.take(seconds, reader.digest.blocks, reader.counters).words())
 
     def _line(self, source: Source, kind: str, words: str) -> None:
         kind = f"{kind:<8} " if kind else ""
@@ -298,7 +298,7 @@ class Watching:
         """See `ClusterSink`."""
         self._tallies[source][0].add(instruction, time.time())
         if self._recording is not None:
-            for item in told(instruction):
+            for item in stream_events(instruction):
                 self._recording.write(to_line(Recorded(source.replica, item, source.epoch)) + b"\n")
             self._recording.flush()
         if self._events_shown:

@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError
 
 from ...kvcache.prefix_cache import CachedBlock
 from ...replica.messages import ReplicaDescription
-from ...replica.parallel.rank_spec import SECRET_BYTES
+from ...replica.parallel.step_broadcast import SECRET_BYTES
 from ...router.control import Answer, AnyQuestion, SetMembership
 from ..event_loop import fast_loop
 from ..logs import set_up_logging
@@ -41,10 +41,11 @@ WATCH_S = 10.0
 
 
 class RankServer(Protocol):
-    """What one rank runs: a replica's server (rank 0) or a worker beside it. One thread makes, starts and runs it."""
+    """What one rank runs, loaded: a replica's server (rank 0) or a worker beside it. One thread makes and runs it."""
 
-    def start(self) -> ReplicaDescription | None:
-        """Load and measure; blocks until ready. Rank 0 describes the replica."""
+    @property
+    def description(self) -> ReplicaDescription | None:
+        """Of the replica; None on ranks above 0."""
 
     def run(self) -> None:
         """Serve until `stop`; raises when it cannot go on."""
@@ -104,6 +105,7 @@ class ReplicaRank:
         self._settle = settle
         self._server: RankServer | None = None
         self._started: Started | Failed | None = None
+        self._stopping = threading.Event()
         self._ended = threading.Event()
         self._reason = "stopped"
 
@@ -151,6 +153,7 @@ class ReplicaRank:
 
     def stop(self) -> None:
         """End serving in good order."""
+        self._stopping.set()
         if self._server is not None:
             self._server.stop()
             self._ended.wait(5)
@@ -165,9 +168,10 @@ class ReplicaRank:
     def _begin(self, spec: RankSpec) -> Started | Failed:
         try:
             self._server = self._make(spec)
-            description = self._server.start()
+            if self._stopping.is_set():  # while it was loading
+                self._server.stop()
             self._settle()
-            return Started(os.getpid(), node_address(), description)
+            return Started(os.getpid(), node_address(), self._server.description)
         except BaseException as error:  # a panic of a Rust library is no Exception, and `start` waits for an answer
             log.exception("rank_failed_to_start replica=%s rank=%d", spec.replica_id, spec.rank)
             return Failed(describe(error))

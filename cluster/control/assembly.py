@@ -33,33 +33,34 @@ if TYPE_CHECKING:
 
 
 def make_rank(spec: RankSpec) -> RankServer:
-    """The server of a replica (rank 0), or a worker beside it, which stops when its node's raylet is gone.
+    """The loaded server of a replica (rank 0), or a worker beside it, which stops when its node's raylet is gone.
 
     Ray ends the process then, too, but looks once a second: until it did, streams stood still here.
     """
     prepare_torch()
+    raylet = os.getppid()  # before the model is loaded: an orphan has another parent
     server = rank_server(spec)
-    when_ended(os.getppid(), server.stop)
+    when_ended(raylet, server.stop)
     return server
 
 
 def rank_server(spec: RankSpec) -> RankServer:
     """The same, by itself."""
-    from ...replica.parallel.rank_spec import GangSpec
-    from ...replica.parallel.worker import RankWorker
-    from ...replica.server import ReplicaServer
+    from ...replica.parallel.step_broadcast import RankPlace
+    from ...replica.parallel.worker import start_worker
+    from ...replica.server import start_replica
 
     model, settings = spec.model, spec.model.settings.replica
     kvcache = of_its_part(model.settings.kvcache, model.settings.cluster.gpus_per_rank)
     model_dir = Path(model.model_dir) if model.model_dir else find_model(settings)
     meeting = spec.rendezvous
-    gang = GangSpec(rank=spec.rank, size=spec.world, host=meeting.host, port=meeting.port, secret=meeting.secret)
+    place = RankPlace(rank=spec.rank, size=spec.world, host=meeting.host, port=meeting.port, secret=meeting.secret)
     if spec.rank > 0:
-        return RankWorker(settings, block_size=model.settings.kvcache.block_size, model_dir=model_dir, gang=gang)
+        return start_worker(settings, block_size=model.settings.kvcache.block_size, model_dir=model_dir, place=place)
     folder = socket_folder(model, spec.generation)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return ReplicaServer(
+    return start_replica(
         settings,
         kvcache,
         model.settings.events,
@@ -68,7 +69,7 @@ def rank_server(spec: RankSpec) -> RankServer:
         cluster_seed=model.seed,
         host=model.host or node_address(),
         ipc_dir=folder,
-        gang=gang if spec.world > 1 else None,
+        place=place if spec.world > 1 else None,
         node=node_address(),
         keys=server_keys(model.settings.events),
     )
@@ -122,7 +123,7 @@ async def make_router(spec: ClusterSpec, doors: Doors, membership: SetMembership
     from ...router.replicas.model_versions import ModelVersions
     from ...router.replicas.service import RouterService
     from ...router.server import RouterServer, settle
-    from ...router.tenants.shared_usage import SharedAccounts
+    from ...router.tenants.shared_usage import SharedUsage
 
     settings, metrics, router_id = spec.common.settings, RouterMetrics(), f"router-{secrets.token_hex(4)}"
 
@@ -142,8 +143,8 @@ async def make_router(spec: ClusterSpec, doors: Doors, membership: SetMembership
     models = ModelVersions(make_service, membership.models, router_id=router_id, policy=settings.router.policy)
     accounts = None
     if doors.shared:
-        accounts = SharedAccounts(_accounts_file(spec.common), seat=doors.seat, seats=settings.cluster.routers)
-    server = RouterServer(settings.router, models, metrics=metrics, accounts=accounts)
+        accounts = SharedUsage(_accounts_file(spec.common), seat=doors.seat, seats=settings.cluster.routers)
+    server = RouterServer(settings.router, models, metrics=metrics, usage=accounts)
     await models.answer(membership)
     loading = None
     if membership.members:

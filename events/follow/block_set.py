@@ -1,15 +1,11 @@
-"""What one replica holds: normalised events folded into a set of blocks. Pure state: no sockets, no clock.
+"""The set of blocks that a replica holds, as its events say. Pure state: no sockets, no clock, no block contents."""
 
-The publisher's live record, a subscriber's proof of exactness and `homing watch`'s rebuilt tree are all this fold, so
-equal inputs give equal digests. Does not know block contents: whoever needs tokens keeps them by hash.
-
-A block is named by the last 8 bytes of its hash as an unsigned int, on every side, whatever the wire carries.
-"""
-
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import NamedTuple
 
-from ..wire.dialects import Cleared, Removed, Stored
+from ..wire.cache_events import CacheEvent, fold
 
 
 class Digest(NamedTuple):
@@ -46,15 +42,9 @@ class CacheMirror:
         """Count and XOR of the held blocks, as a heartbeat carries them."""
         return Digest(len(self._parents), self._xor)
 
-    def apply(self, event: Stored | Removed | Cleared) -> None:
+    def apply(self, event: CacheEvent) -> None:
         """Fold one event."""
-        match event:
-            case Stored():
-                self.store(event.parent, event.hashes)
-            case Removed():
-                self.remove(event.hashes)
-            case Cleared():
-                self.clear()
+        fold(event, self)
 
     def store(self, parent: int | None, hashes: Sequence[int]) -> None:
         """Add a chain of blocks that continues `parent`."""
@@ -88,28 +78,7 @@ class CacheMirror:
         for block, parent in blocks:
             self.store(parent, (block,))
 
-    def parents_first(self) -> Iterator[tuple[int, int | None]]:
-        """Every held block with its parent, no block before its own parent.
-
-        Insertion order is nearly that; a parent that went and came back while its child stayed is the exception.
-        """
-        done: set[int] = set()
-        for block in self._parents:
-            yield from self._with_ancestors(block, done)
-
-    def _with_ancestors(self, block: int, done: set[int]) -> Iterator[tuple[int, int | None]]:
-        line: list[int] = []
-        at: int | None = block
-        while at is not None and at not in done and at in self._parents:
-            done.add(at)
-            line.append(at)
-            at = self._parents[at]
-        for held in reversed(line):
-            yield held, self._parents[held]
-
     def check(self) -> None:
         """Assert that the running XOR is the XOR of what is held."""
-        xor = 0
-        for block in self._parents:
-            xor ^= block
+        xor = reduce(operator.xor, self._parents, 0)
         assert xor == self._xor, f"digest {self._xor:#x}, the held blocks give {xor:#x}"

@@ -1,7 +1,7 @@
-"""Follows the replicas of a cluster as they come, go and are rebuilt: an `EventFeed` for each that its router lists.
+"""Follows the replicas of a cluster as they come, go and are rebuilt: one `EventFeed` for each that its router lists.
 
-Asks /cluster again and again and keeps exactly those feeds; what they tell goes to one `ClusterSink`, with its source.
-Knows of /cluster only names, epochs and endpoints; how it is asked comes in by parameter.
+Polls /cluster and keeps exactly those feeds; all of them report to one `ClusterSink`, with their source. Reads only
+names, epochs and endpoints of /cluster; how it is requested comes in by parameter.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import msgspec
 
 from ..errors import ClusterUnreachable, EventError, KeysRefused
 from ..security.curve_keys import KeyPair
-from ..wire.dialects import CacheEvent
+from ..wire.cache_events import CacheEvent
 from ..wire.messages import EVENTS_TOPIC, EventEndpoints, LoadReport, SnapshotBlock
 from .feed import EventFeed
 from .subscription import Apply, FeedStatus, Reset
@@ -25,7 +25,7 @@ from .subscription import Apply, FeedStatus, Reset
 log = logging.getLogger(__name__)
 
 REFRESH_S = 0.5
-#: A cluster that cannot be asked so often in a row is gone; a router that was rebuilt answers sooner.
+#: Failed requests in a row after which the cluster counts as gone; a rebuilt router answers sooner.
 PATIENCE = 6
 ASK_TIMEOUT_S = 10.0
 
@@ -38,29 +38,29 @@ class Source(NamedTuple):
 
 
 class ClusterSink(Protocol):
-    """Who uses the streams of a cluster. All calls come from the loop's thread."""
+    """The user of a cluster's streams. All calls come from the loop's thread."""
 
     def joined(self, source: Source, feed: EventFeed) -> None:
         """This replica is followed from now on."""
 
     def gone(self, source: Source) -> None:
-        """It is listed no more, or was rebuilt: nothing that was told of it holds."""
+        """It is no longer listed, or was rebuilt: everything reported about it is void."""
 
     def told(self, source: Source, instruction: Apply | Reset) -> None:
-        """The next batch without a hole before it, or all that is held."""
+        """The next batch, without a gap before it, or the whole set of held blocks."""
 
     def status(self, source: Source, status: FeedStatus) -> None:
-        """Its stream can be trusted so far."""
+        """How far its stream can be trusted."""
 
     def malformed(self, source: Source, error: EventError) -> None:
         """A message of it was dropped."""
 
     def refused(self, source: Source, error: KeysRefused) -> None:
-        """It does not talk to us."""
+        """It does not accept our keys."""
 
 
 def sources(view: Any, only: Collection[str] = ()) -> dict[Source, EventEndpoints]:
-    """Whose events are to be had, of what /cluster says. Raises ClusterUnreachable for another kind of answer."""
+    """The replicas in an answer of /cluster that publish events. Raises ClusterUnreachable for any other answer."""
     try:
         return {
             Source(replica["replica_id"], replica["epoch"]): msgspec.convert(replica["event_endpoints"], EventEndpoints)
@@ -72,7 +72,7 @@ def sources(view: Any, only: Collection[str] = ()) -> dict[Source, EventEndpoint
 
 
 def ask_router(url: str) -> Any:
-    """What /cluster of the router at `url` answers. Raises ClusterUnreachable."""
+    """The answer of /cluster of the router at `url`. Raises ClusterUnreachable."""
     address = f"{url.rstrip('/')}/cluster"
     # A router is inside, where no proxy is.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -111,7 +111,7 @@ class ClusterFeed:
         return self._feeds
 
     async def run(self) -> None:
-        """Follow whoever comes. Raises ClusterUnreachable when nobody answers at first, or not for a while."""
+        """Follow all listed replicas. Raises ClusterUnreachable when the first request fails, or several in a row."""
         misses, known = 0, False
         try:
             while True:
@@ -138,7 +138,7 @@ class ClusterFeed:
             feed.start(asyncio.get_running_loop())
 
     def close(self) -> None:
-        """Follow nobody, and tell nothing any more."""
+        """Close all feeds; no callback comes after this."""
         for feed in self._feeds.values():
             feed.close()
         self._feeds.clear()
@@ -157,7 +157,7 @@ class ClusterFeed:
 
 
 class _OneOfMany:
-    """The `FeedSink` of one source; what is applied goes by the tap, with its numbers."""
+    """The `FeedSink` of one source. Batches reach the `ClusterSink` through the tap, with their numbers."""
 
     def __init__(self, sink: ClusterSink, source: Source) -> None:
         self.status: Callable[[FeedStatus], None] = functools.partial(sink.status, source)

@@ -14,7 +14,8 @@ import zmq
 
 from ..errors import EndpointUnusable, EventError, KeysRefused, MalformedFrame
 from ..security.curve_keys import KeyPair, new_pair, protect_client
-from ..wire.dialects import BatchDecoder, CacheEvent
+from ..wire.cache_events import CacheEvent
+from ..wire.dialects import BatchDecoder
 from ..wire.frames import read_event, read_replay, replay_request
 from ..wire.messages import (
     EVENTS_TOPIC,
@@ -27,8 +28,9 @@ from ..wire.messages import (
     SnapshotChunk,
     SnapshotRequest,
 )
+from .block_set import CacheMirror
 from .handshake import WATCHED, Connection, Handshakes
-from .residency import CountedResidents
+from .residency import CountedResidency, ResidentBlocks, SetResidency
 from .socket_reader import Message, SocketReader
 from .subscription import (
     Apply,
@@ -57,7 +59,7 @@ _NO_KEYS = "no key was given, so an unlisted one was shown: give keys (homing wa
 
 
 class FeedSink(Protocol):
-    """Who uses a publisher's stream. All calls come from the loop's thread."""
+    """The user of a publisher's stream. All calls come from the loop's thread."""
 
     def apply(self, events: Sequence[CacheEvent]) -> None:
         """The next batch, without a hole before it."""
@@ -66,7 +68,7 @@ class FeedSink(Protocol):
         """Hold exactly these, parents first; `wire_name` gives their hashes as `apply` spells them."""
 
     def status(self, status: FeedStatus) -> None:
-        """The stream can be trusted so far."""
+        """How far the stream can be trusted."""
 
     def load(self, report: LoadReport) -> None:
         """The publisher's load."""
@@ -75,7 +77,7 @@ class FeedSink(Protocol):
         """A message was dropped."""
 
     def refused(self, error: KeysRefused) -> None:
-        """The publisher does not talk to us, nor will it until somebody mends the keys."""
+        """The publisher does not accept our keys; an operator has to correct them."""
 
 
 class EventFeed:
@@ -90,16 +92,19 @@ class EventFeed:
         heartbeat_interval_s: float = 0.2,
         token_ids: bool = False,
         counted: bool = False,
+        blocks: ResidentBlocks | None = None,
         topic: bytes = EVENTS_TOPIC,
         reach: Reach | None = None,
         tap: Callable[[Apply | Reset], None] | None = None,
         keys: KeyPair | None = None,
     ) -> None:
-        """`counted`: the publisher announces every copy (vLLM). `token_ids`: hand them on, in snapshots too.
+        """`counted`: the publisher announces every copy (vLLM). `token_ids`: hand them on, in snapshots too. `blocks`:
+        where held blocks are stored, unless `counted`; it is changed before the sink is called. None: a set of the
+        feed's own.
 
         `tap` sees what the sink's `apply` and `reset` get, before them, with numbers and times. `topic` is a prefix;
         empty takes everything. A context that is handed in stays the caller's. `keys`: what is shown to a publisher
-        that encrypts; a fresh pair by default, which is refused where only listed clients are let in.
+        that encrypts; a fresh pair by default, which a publisher that accepts only listed clients refuses.
         """
         self._endpoints = endpoints
         self._sink = sink
@@ -113,7 +118,8 @@ class EventFeed:
         self._token_ids = token_ids
         self._topic = topic
         self._decoder = BatchDecoder(token_ids=token_ids)
-        self._subscription = Subscription(reach or _reach_of(endpoints), CountedResidents() if counted else None)
+        residency = CountedResidency() if counted else SetResidency(CacheMirror() if blocks is None else blocks)
+        self._subscription = Subscription(reach or _reach_of(endpoints), residency)
         self._loop: asyncio.AbstractEventLoop | None = None
         #: The first one is the events socket, which is monitored.
         self._sockets: list[zmq.Socket[bytes]] = []
@@ -152,7 +158,7 @@ class EventFeed:
         self._timer = loop.call_later(self._tick_s, self._on_tick)
 
     def resync(self) -> None:
-        """Ask for the whole set again: for users that have lost what they were told."""
+        """Request the full state again, for a user that lost messages."""
         self._run(self._subscription.resync())
 
     def close(self) -> None:
@@ -177,7 +183,7 @@ class EventFeed:
         state = self._subscriber(context, [HEARTBEAT_TOPIC, LOAD_TOPIC])
         replay, snapshot = self._socket(context, zmq.DEALER), self._socket(context, zmq.DEALER)
         events.set_hwm(_EVENTS_HIGH_WATER_MARK)
-        # Before it connects: a refusal is told once.
+        # Before it connects: a refusal is reported once.
         monitor = events.get_monitor_socket(WATCHED)
         self._open(loop, events, ends.events, self._on_event)
         self._replay = self._open(loop, replay, ends.replay, self._on_replay)
@@ -257,7 +263,7 @@ class EventFeed:
     def _on_monitor(self, frames: Message) -> None:
         if self._handshakes.observe(frames) is not Connection.LOST:
             return
-        # What the publisher had sent before must not pass for a sign of life after.
+        # Messages from before the disconnect must not count as received after it.
         for reader in self._readers[:-1]:
             reader.drain()
         self._run(self._subscription.on_disconnect())
@@ -304,7 +310,7 @@ class EventFeed:
                     self._ask(self._snapshot, [b"", msgspec.msgpack.encode(request)])
 
     def _ask(self, reader: SocketReader | None, frames: Message) -> None:
-        """A request that cannot leave is as good as lost: the state machine asks again."""
+        """A request that cannot be sent counts as lost: the state machine repeats it."""
         if reader is not None and not reader.send(frames):
             log.debug("event_request_unsent endpoint=%s", self._endpoints.events)
 

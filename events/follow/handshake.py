@@ -1,8 +1,8 @@
-"""What a socket's monitor says about its connection. Pure: events in, meanings out.
+"""Interprets a socket's monitor events: whether the connection stands, and why it was refused. Pure.
 
-A client with a key that the server does not know is told so. One that knows a wrong key of the server is not: its
-connections just end during the handshake, as they do, once, when a process dies at the wrong moment. So that is only
-believed when it happens several times in a row.
+ZeroMQ reports to a client that the server does not know its key. It does not report that the client has a wrong key of
+the server: the connections just end during the handshake, which also happens once when a process dies at that moment.
+So only several such endings in a row count as a refusal.
 """
 
 from enum import Enum
@@ -30,7 +30,7 @@ _REFUSALS: dict[int, str] = {
 
 
 class Connection(Enum):
-    """What became of a connection."""
+    """State of a connection."""
 
     READY = "ready"
     LOST = "lost"
@@ -43,7 +43,7 @@ class Handshakes:
 
     def __init__(self) -> None:
         self._abrupt = 0
-        #: why the other side does not talk to us, once that is sure; None while it does
+        #: why the other side refuses the connection, once that is certain; None otherwise
         self.refusal: str | None = None
 
     def observe(self, frames: list[bytes]) -> Connection | None:

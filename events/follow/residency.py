@@ -1,140 +1,135 @@
 """Which blocks a publisher holds, as its announcements add up. Pure state; two ways of counting.
 
 Our publishers announce the first copy of a block and the removal of the last: a set. vLLM announces every physical copy
-and removes each: references, by medium and group. Both turn announcements into events with set meaning, so that whoever
-gets those can be a plain set.
+and every removal of one: reference counts, by medium and group. Both residencies return events with set meaning, so
+that whoever receives those can be a plain set.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import xor
+from typing import Protocol, assert_never
 
-from ..wire.dialects import CacheEvent, Cleared, Removed, Stored
-from .block_set import CacheMirror, Digest
+from ..wire.cache_events import BlockHolder, CacheEvent, Cleared, Removed, Stored, fold
+from .block_set import Digest
 
 
-class Residents(Protocol):
-    """Counts announcements; `apply` hands on what is left of events once they mean sets."""
+class ResidentBlocks(BlockHolder, Protocol):
+    """A set of blocks that knows its digest: a `CacheMirror`, or the router's index for one replica."""
 
     @property
     def digest(self) -> Digest: ...
+    def replace(self, blocks: Iterable[tuple[int, int | None]]) -> object:
+        """Hold exactly these `(block, parent)` pairs."""
+
+
+class Residency(Protocol):
+    """What a `Subscription` needs of the place where held blocks are stored."""
+
     @property
-    def unknown_removals(self) -> int: ...
-    def apply(self, events: Sequence[CacheEvent]) -> Sequence[CacheEvent]: ...
-    def replace(self, blocks: list[tuple[int, int | None]]) -> None: ...
+    def digest(self) -> Digest: ...
+    def apply(self, events: Sequence[CacheEvent]) -> Sequence[CacheEvent]:
+        """Apply announcements; returns the events with set meaning that are left of them."""
+
+    def replace(self, blocks: Iterable[tuple[int, int | None]]) -> object:
+        """Hold exactly these `(block, parent)` pairs."""
 
 
-class SetResidents:
-    """First and last copies are announced."""
+class SetResidency:
+    """The publisher announces first and last copies: its events change `blocks` as they are.
 
-    __slots__ = ("mirror",)
+    `blocks` is the only copy of what the publisher holds. A router passes its index, so that a held block is stored
+    once per router.
+    """
 
-    def __init__(self) -> None:
-        self.mirror = CacheMirror()
+    __slots__ = ("_blocks", "replace")
+
+    def __init__(self, blocks: ResidentBlocks) -> None:
+        self._blocks = blocks
+        self.replace = blocks.replace
 
     @property
     def digest(self) -> Digest:
-        return self.mirror.digest
-
-    @property
-    def unknown_removals(self) -> int:
-        return self.mirror.unknown_removals
+        return self._blocks.digest
 
     def apply(self, events: Sequence[CacheEvent]) -> Sequence[CacheEvent]:
-        """Fold; hands everything on, since set announcements already mean sets."""
         for event in events:
-            self.mirror.apply(event)
+            fold(event, self._blocks)
         return events
 
-    def replace(self, blocks: list[tuple[int, int | None]]) -> None:
-        """Hold exactly these."""
-        self.mirror.replace(blocks)
 
-
-_Copy = tuple[str | None, int | None, int]
-
-
-class CountedResidents:
-    """Every copy is announced. A block is held while any of its media and groups has a copy."""
+class CountedResidency:
+    """The publisher announces every copy. A block is held while any medium and group has a copy of it."""
 
     __slots__ = ("_copies", "_held", "_xor", "unknown_removals")
 
     def __init__(self) -> None:
-        #: (medium, group, block) -> copies; no zeros
-        self._copies: dict[_Copy, int] = {}
-        #: block -> number of its keys in `_copies`
-        self._held: dict[int, int] = {}
+        #: by medium and group: block -> copies, no zeros. There are few media and groups.
+        self._copies: dict[tuple[str | None, int | None], dict[int, int]] = {}
+        self._held = 0
         self._xor = 0
+        #: removals of blocks that were not held: harmless, but a sign of drift
         self.unknown_removals = 0
 
     @property
     def digest(self) -> Digest:
-        return Digest(len(self._held), self._xor)
+        return Digest(self._held, self._xor)
 
     def __contains__(self, block: object) -> bool:
-        return block in self._held
+        return any(block in copies for copies in self._copies.values())
 
     def apply(self, events: Sequence[CacheEvent]) -> Sequence[CacheEvent]:
-        """Fold; a removal is handed on for the blocks of which no copy is left."""
         return [left for event in events if (left := self._apply(event)) is not None]
 
     def _apply(self, event: CacheEvent) -> CacheEvent | None:
         match event:
             case Stored():
-                for block in event.hashes:
-                    self._add((event.medium, event.group, block))
+                self._add(event.hashes, event.medium, event.group)
                 return event
             case Removed():
-                gone = [block for block in event.hashes if self._take((event.medium, event.group, block))]
+                gone = [block for block in event.hashes if self._take(block, event.medium, event.group)]
                 return Removed(gone, event.medium, event.group) if gone else None
             case Cleared():
                 self.replace([])
                 return event
+            case _:
+                assert_never(event)
 
-    def replace(self, blocks: list[tuple[int, int | None]]) -> None:
+    def replace(self, blocks: Iterable[tuple[int, int | None]]) -> None:
         """Hold exactly these, one copy each."""
         self._copies.clear()
-        self._held.clear()
-        self._xor = 0
-        for block, _ in blocks:
-            self._add((None, None, block))
+        self._held = self._xor = 0
+        self._add([block for block, _ in blocks], None, None)
 
-    def _add(self, copy: _Copy) -> None:
-        count = self._copies.get(copy, 0)
-        self._copies[copy] = count + 1
-        if count:
-            return
-        block = copy[2]
-        kinds = self._held.get(block, 0)
-        self._held[block] = kinds + 1
-        if not kinds:
-            self._xor ^= block
+    def _add(self, hashes: Sequence[int], medium: str | None, group: int | None) -> None:
+        copies = self._copies.setdefault((medium, group), {})
+        for block in hashes:
+            if block not in self:
+                self._held += 1
+                self._xor ^= block
+            copies[block] = copies.get(block, 0) + 1
 
-    def _take(self, copy: _Copy) -> bool:
-        """Take one copy away; True when it was the block's last."""
-        count = self._copies.get(copy, 0)
+    def _take(self, block: int, medium: str | None, group: int | None) -> bool:
+        """Remove one copy; True when it was the block's last."""
+        copies = self._copies.get((medium, group), {})
+        count = copies.get(block, 0)
         if count == 0:
             self.unknown_removals += 1
             return False
         if count > 1:
-            self._copies[copy] = count - 1
+            copies[block] = count - 1
             return False
-        del self._copies[copy]
-        block = copy[2]
-        self._held[block] -= 1
-        if self._held[block]:
+        del copies[block]
+        if block in self:
             return False
-        del self._held[block]
+        self._held -= 1
         self._xor ^= block
         return True
 
     def check(self) -> None:
-        """Assert that the two tables and the digest agree."""
-        kinds: dict[int, int] = {}
-        for _, _, block in self._copies:
-            kinds[block] = kinds.get(block, 0) + 1
-        assert kinds == self._held, "held blocks differ from the copies counted"
-        assert all(count > 0 for count in self._copies.values()), "a copy count of zero was kept"
-        xor = 0
-        for block in self._held:
-            xor ^= block
-        assert xor == self._xor, f"digest {self._xor:#x}, the held blocks give {xor:#x}"
+        """Assert that the counts and the digest agree."""
+        held = {block for copies in self._copies.values() for block in copies}
+        assert len(held) == self._held, f"{self._held} blocks counted, {len(held)} held"
+        assert all(min(copies.values(), default=1) > 0 for copies in self._copies.values()), "a count of zero was kept"
+        digest = reduce(xor, held, 0)
+        assert digest == self._xor, f"digest {self._xor:#x}, the held blocks give {digest:#x}"

@@ -2,7 +2,7 @@
 
 ZeroMQ's descriptor is edge-triggered: it says that something changed, once. So a socket is drained whenever the
 descriptor wakes the loop and after every send on it; a drain that stops early for fairness schedules its own rest.
-Knows nothing of what the messages mean, and leaves the socket to whoever made it.
+Does not interpret messages, and does not own the socket.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class SocketReader:
         try:
             empty = self._take_some()
         finally:
-            # Also when a handler raised: the descriptor does not tell again of what is still in there.
+            # Also when a handler raised: the descriptor does not signal again for messages that are still queued.
             self._draining = False
             if not empty:
                 self.drain_soon()

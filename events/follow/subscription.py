@@ -1,31 +1,34 @@
-"""One publisher's stream as a reader must follow it: pure state machine, messages in, instructions out.
+"""Follows one publisher's stream: a pure state machine, messages in, instructions out.
 
 No socket, no clock (time is ticks), no knowledge of what the applied events are used for.
 
-It promises: `Apply` is given only for the batch right behind what was applied or reset before it, in one incarnation
+`Apply` is returned only for the batch right behind what was applied or reset before it, in one incarnation
 of the publisher. A hole is closed by replay where that reaches, by a snapshot otherwise; batches that arrive meanwhile
-wait in a bounded buffer. What falls out of that buffer, or anywhere else, is again a hole: nothing special is needed.
+wait in a bounded buffer. A batch that falls out of that buffer is again a hole, and is repaired in the same way.
 
     SYNCING   a replay or snapshot is on its way or will be asked for, or nothing is known yet
     LIVE      every batch up to the newest known one is applied
-    STALE     no sign of life for `silent_ticks`, or the connection is gone
+    STALE     nothing received for `silent_ticks`, or the connection is gone
 
 Publishers without a snapshot socket (vLLM, SGLang) are followed by replay alone: from number 0 at the start and after
 a reconnect; where their history does not reach, from an empty set, which then holds a part of the truth and nothing
-false (`exact` says so). They have no epoch either: a restart is told by a number that falls while its time advances.
+false (`exact` says so). They have no epoch either: a restart shows as
+a sequence number that falls while the time advances.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 
+from ..wire.cache_events import CacheEvent
 from ..wire.cursor import Contiguous, Cursor, Gap, Initial, NewEpoch, Stale
-from ..wire.dialects import Batch, CacheEvent, snapshot_pairs
+from ..wire.dialects import Batch, snapshot_pairs
 from ..wire.messages import Heartbeat, LoadReport, SnapshotBlock, SnapshotChunk
-from .residency import Residents, SetResidents
+from .block_set import CacheMirror, Digest
+from .residency import Residency, SetResidency
 
 
-class FeedStatus(Enum):
+class FeedStatus(StrEnum):
     """How far a publisher's stream can be trusted. Only LIVE means: what was applied is what the publisher holds."""
 
     SYNCING = "syncing"
@@ -90,7 +93,7 @@ Instruction = RequestReplay | RequestSnapshot | Apply | Reset | SetStatus | Pass
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Reach:
-    """What a publisher offers, and how patient its reader is."""
+    """What a publisher offers, and the reader's time limits."""
 
     replay: bool = True
     snapshot: bool = True
@@ -109,7 +112,7 @@ class Reach:
 
 @dataclass(slots=True)
 class Counters:
-    """What went wrong so far, and was repaired."""
+    """Totals of faults that were noticed and repaired."""
 
     gaps: int = 0  #: holes noticed
     stale_batches: int = 0  #: duplicates, late ones, and those of former incarnations
@@ -138,12 +141,13 @@ _BEAT_GRACE_TICKS = 2
 class Subscription:
     """Follows one publisher. Every `on_…` returns what is to be done, in order."""
 
-    def __init__(self, reach: Reach | None = None, residents: Residents | None = None) -> None:
+    def __init__(self, reach: Reach | None = None, residency: Residency | None = None) -> None:
+        """`residency`: where the held blocks are stored; by default a set of this subscription's own."""
         self._reach = reach or Reach()
-        self._residents: Residents = residents or SetResidents()
+        self._residency: Residency = residency or SetResidency(CacheMirror())
         self._cursor = Cursor()
         self._buffer: dict[int, Batch] = {}
-        self._heard = -1  # the newest number held back, even if the buffer has lost it since
+        self._newest_held = -1  # the newest number held back, even if the buffer has lost it since
         self._waiting = _Waiting.NOTHING
         self._waited_ticks = 0
         self._attempts = 0
@@ -165,7 +169,7 @@ class Subscription:
 
     @property
     def status(self) -> FeedStatus:
-        """As last told by `SetStatus`; SYNCING before."""
+        """The status of the last `SetStatus`; SYNCING before the first."""
         return self._status
 
     @property
@@ -174,11 +178,11 @@ class Subscription:
         return self._cursor
 
     @property
-    def residents(self) -> Residents:
-        """What the publisher holds, as far as applied."""
-        return self._residents
+    def digest(self) -> Digest:
+        """Of what the publisher holds, as far as applied."""
+        return self._residency.digest
 
-    # What happens to a reader.
+    # Messages and time
 
     def start(self) -> list[Instruction]:
         """The sockets connect: ask for everything."""
@@ -186,13 +190,13 @@ class Subscription:
         return self._done()
 
     def resync(self) -> list[Instruction]:
-        """Whoever is told has lost it: tell everything anew."""
+        """The user of this subscription lost messages: send the full state again."""
         self._begin()
         return self._done()
 
     def on_batch(self, epoch: int | None, seq: int, batch: Batch) -> list[Instruction]:
         """A batch came live."""
-        self._sign_of_life()
+        self._note_message()
         # The usual case, at half the cost: where nothing is waited for, nothing waits behind this one either.
         if self._cursor == (epoch, seq) and self._waiting is _Waiting.NOTHING:
             self._apply(seq, batch)
@@ -207,14 +211,14 @@ class Subscription:
 
     def on_replay_end(self) -> list[Instruction]:
         """A replay has been answered in full."""
-        self._sign_of_life()
+        self._note_message()
         if self._waiting is _Waiting.REPLAY:
             self._end_replay()
         return self._done()
 
     def on_chunk(self, chunk: SnapshotChunk) -> list[Instruction]:
         """A part of a snapshot came."""
-        self._sign_of_life()
+        self._note_message()
         # Of an unknown incarnation only while we know none: a late answer must not lead us back to a former one.
         expected = self._cursor.epoch is None or chunk.epoch == self._cursor.epoch
         if self._waiting is _Waiting.SNAPSHOT and expected:
@@ -224,7 +228,7 @@ class Subscription:
 
     def on_heartbeat(self, beat: Heartbeat) -> list[Instruction]:
         """Proof of what the publisher holds."""
-        self._sign_of_life()
+        self._note_message()
         if beat.epoch in self._retired:
             return self._done()
         if beat.epoch != self._cursor.epoch:
@@ -237,7 +241,7 @@ class Subscription:
 
     def on_load(self, report: LoadReport) -> list[Instruction]:
         """A load report came."""
-        self._sign_of_life()
+        self._note_message()
         if report.epoch not in self._retired:
             self._out.append(PassLoad(report))
         return self._done()
@@ -259,10 +263,10 @@ class Subscription:
         return self._done()
 
     def on_disconnect(self) -> list[Instruction]:
-        """The connection is gone: nothing is sure until the next sign of life."""
+        """The connection is gone: the state is uncertain until the next message."""
         self._silent = True
         if not self._reach.heartbeats:
-            # Nobody will tell us whether the publisher behind the next connection is still the same one.
+            # Without heartbeats, a restarted publisher cannot be told from the old one.
             self._begin()
         return self._done()
 
@@ -294,11 +298,11 @@ class Subscription:
             self.counters.overruns += 1
             self._buffer.clear()
         self._buffer[seq] = batch
-        self._heard = max(self._heard, seq)
+        self._newest_held = max(self._newest_held, seq)
 
     def _apply(self, seq: int, batch: Batch) -> None:
         assert seq == self._cursor.expected, f"batch {seq} applied, {self._cursor.expected} is next"
-        events = self._residents.apply(batch.events)
+        events = self._residency.apply(batch.events)
         self._cursor = self._cursor.after(seq)
         if batch.ts > self._last_ts:
             self._last_ts = batch.ts
@@ -313,7 +317,7 @@ class Subscription:
         while self._waiting is not _Waiting.SNAPSHOT and self._cursor.expected in self._buffer:
             expected = self._cursor.expected
             self._apply(expected, self._buffer.pop(expected))
-        if self._waiting is _Waiting.NOTHING and self._heard >= (self._cursor.expected or 0):
+        if self._waiting is _Waiting.NOTHING and self._newest_held >= (self._cursor.expected or 0):
             self._open_gap()
 
     def _open_gap(self) -> None:
@@ -322,14 +326,14 @@ class Subscription:
         self._ask_replay()
 
     def _known_seq(self) -> int:
-        """The newest number that we have heard of; -1 for none."""
+        """The newest known sequence number; -1 for none."""
         beat = -1 if self._beat is None or self._beat.seq is None else self._beat.seq
-        return max(beat, self._heard)
+        return max(beat, self._newest_held)
 
     # Asking and being answered.
 
     def _begin(self) -> None:
-        """Learn everything anew."""
+        """Start from scratch."""
         self._forget_waiting()
         if self._reach.snapshot:
             self._ask_snapshot()
@@ -346,7 +350,7 @@ class Subscription:
         self.exact = True
         self._last_ts = float("-inf")
         self._cursor = Cursor(self._cursor.epoch, None)
-        self._residents.replace([])
+        self._residency.replace([])
         self._out.append(Reset(self._cursor.epoch, None, ()))
 
     def _ask_replay(self) -> None:
@@ -382,7 +386,7 @@ class Subscription:
             self._advance()
 
     def _restart_at(self, seq: int) -> None:
-        """Go on from the empty set with batch `seq`: what was stored before is missing, what we will hold is true."""
+        """Continue from the empty set with batch `seq`: earlier blocks are missing, and nothing held is false."""
         self._empty()
         self.exact = seq == 0
         self._beat = None
@@ -415,7 +419,7 @@ class Subscription:
         self._parts.clear()
         self._waiting = _Waiting.NOTHING
         self._cursor = Cursor(epoch, expected)
-        self._residents.replace(list(snapshot_pairs(blocks)))
+        self._residency.replace(snapshot_pairs(blocks))
         self._out.append(Reset(epoch, seq, blocks))
         self._buffer = {held: batch for held, batch in self._buffer.items() if held >= expected}
         self._advance()
@@ -447,7 +451,7 @@ class Subscription:
 
     def _forget_waiting(self) -> None:
         self._buffer.clear()
-        self._heard = -1
+        self._newest_held = -1
         self._beat = None
 
     def _leave_epoch(self) -> None:
@@ -468,7 +472,7 @@ class Subscription:
         self._beat = None
         if beat_next < expected:
             return
-        if self._residents.digest == (beat.blocks, beat.digest):
+        if self._residency.digest == (beat.blocks, beat.digest):
             self._disproofs = self._pause_ticks = 0
             return
         self.counters.digest_mismatches += 1
@@ -496,7 +500,7 @@ class Subscription:
         if not self._pause_ticks:
             self._ask_snapshot()
 
-    def _sign_of_life(self) -> None:
+    def _note_message(self) -> None:
         self._quiet_ticks = 0
         self._silent = False
 
@@ -524,7 +528,7 @@ class Subscription:
             early = [seq for seq in self._buffer if seq < expected]
             assert not early, f"batches {early} wait, {expected} is next"
         if self._waiting is _Waiting.NOTHING:
-            assert not self._buffer, f"batches {sorted(self._buffer)} wait for nobody"
+            assert not self._buffer, f"batches {sorted(self._buffer)} wait without a request under way"
         assert not self._out, f"instructions were left behind: {self._out}"
 
 

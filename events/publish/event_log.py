@@ -1,23 +1,24 @@
-"""A publisher's book: numbers batches, keeps the last of them for replay, and folds them into what is resident now.
+"""A publisher's event log: numbers batches, keeps the last ones for replay, and maintains the set of resident blocks.
 
 Pure: changes in, payloads and snapshots out; the time comes in by parameter. Knows no socket and no thread.
 
-Folding happens as a batch gets its number, so whatever is read between two commits (heartbeat, snapshot, replay) is
+The set changes when a batch gets its number, so whatever is read between two commits (heartbeat, snapshot, replay) is
 exact at `last_seq`.
 """
 
+import operator
 import struct
 import sys
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 from itertools import repeat
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import msgspec
 
 from ..config import EventsSettings
-from ..follow.block_set import CacheMirror
 from ..wire.messages import (
     AllBlocksCleared,
     BlockRemoved,
@@ -31,7 +32,7 @@ from ..wire.messages import (
 )
 from .step_changes import AllCleared, Change, Lost, RemovedBlocks, Step, StoredBlocks, arrange
 
-#: Blocks in one part of a snapshot: about 40 KiB without token ids. Not measured; a publisher goes on sending events
+#: Blocks in one part of a snapshot: about 40 KiB without token ids. Not measured; a publisher keeps sending events
 #: between two parts, so smaller is gentler.
 SNAPSHOT_CHUNK_BLOCKS = 2048
 
@@ -43,13 +44,13 @@ class Sent(NamedTuple):
     payload: bytes
 
 
-#: What a snapshot says of a block beyond its place in the mirror: its name, its parent's name, its tokens. A plain
-#: tuple, because making one is a third of what folding a block costs.
+#: A resident block: its hash, its parent's hash, its token bytes. A plain tuple, because making one is a third of what
+#: folding a block costs.
 _Resident = tuple[bytes, bytes | None, bytes]
 
 
-class Ledger:
-    """Everything a publisher knows about its own stream."""
+class EventLog:
+    """All that a publisher knows about its own stream."""
 
     def __init__(self, settings: EventsSettings, *, epoch: int, block_size: int, medium: str) -> None:
         self.epoch = epoch
@@ -59,9 +60,10 @@ class Ledger:
         self._hash_only = settings.hash_only
         self._as_bytes = settings.hash_format == "bytes"
         self._history: deque[Sent] = deque(maxlen=settings.replay_batches)
-        self._mirror = CacheMirror()
-        #: by the mirror's name of a block
+        #: by the block's name on the wire
         self._residents: dict[int, _Resident] = {}
+        #: XOR of these names
+        self._xor = 0
         self._encode = msgspec.msgpack.Encoder().encode
 
     def commit(self, step: Step, ts: float) -> Sent:
@@ -74,7 +76,7 @@ class Ledger:
         return sent
 
     def lose(self, lost: Lost) -> None:
-        """Fold what will not be sent and use up its numbers: the hole that tells readers."""
+        """Fold what will not be sent and use up its sequence numbers, so that readers notice the gap."""
         for change in lost.changes():
             self._fold(change)
         for _ in range(lost.batches):
@@ -86,12 +88,11 @@ class Ledger:
 
     def heartbeat(self, ts: float) -> Heartbeat:
         """Proof of what is resident."""
-        digest = self._mirror.digest
-        return Heartbeat(epoch=self.epoch, seq=self.last_seq, blocks=digest.blocks, digest=digest.xor, ts=ts)
+        return Heartbeat(epoch=self.epoch, seq=self.last_seq, blocks=len(self._residents), digest=self._xor, ts=ts)
 
     def snapshot(self, *, token_ids: bool, chunk_blocks: int = SNAPSHOT_CHUNK_BLOCKS) -> Iterator[SnapshotChunk]:
         """The resident set as of now, whatever is committed while the parts are read; at least one part."""
-        blocks = [self._residents[block] for block, _ in self._mirror.parents_first()]
+        blocks = self._parents_first()
         seq = self.last_seq
         starts = range(0, max(len(blocks), 1), chunk_blocks)
         return (
@@ -114,20 +115,27 @@ class Ledger:
             case StoredBlocks():
                 self._fold_stored(change)
             case RemovedBlocks(hashes):
-                names = _names(hashes)
-                self._mirror.remove(names)
-                for name in names:
-                    self._residents.pop(name, None)
+                residents, xor = self._residents, self._xor
+                for name in _names(hashes):
+                    if residents.pop(name, None) is not None:
+                        xor ^= name
+                self._xor = xor
             case AllCleared():
-                self._mirror.clear()
                 self._residents.clear()
+                self._xor = 0
+            case _:
+                assert_never(change)
 
     def _fold_stored(self, change: StoredBlocks) -> None:
         parent, hashes, _ = change
         names = _names(hashes)
-        self._mirror.store(None if parent is None else _names((parent,))[0], names)
+        residents, xor = self._residents, self._xor
+        for name in names:
+            if name not in residents:
+                xor ^= name
+        self._xor = xor
         parents = (parent, *hashes)[: len(hashes)]
-        self._residents.update(zip(names, zip(hashes, parents, self._contents(change), strict=True), strict=True))
+        residents.update(zip(names, zip(hashes, parents, self._contents(change), strict=True), strict=True))
 
     def _contents(self, change: StoredBlocks) -> Iterable[bytes]:
         """Each block's token bytes, where they are kept."""
@@ -136,6 +144,24 @@ class Ledger:
             return repeat(b"", len(hashes))
         stride = len(tokens) // len(hashes)
         return [content for (content,) in struct.iter_unpack(f"{stride}s", tokens)]
+
+    def _parents_first(self) -> list[_Resident]:
+        """The resident blocks, no block before its own parent.
+
+        Insertion order is nearly that; a parent that went and came back while its child stayed is the exception.
+        """
+        ordered: list[_Resident] = []
+        done: set[int] = set()
+        for name in self._residents:
+            line: list[_Resident] = []
+            while name not in done and (block := self._residents.get(name)) is not None:
+                done.add(name)
+                line.append(block)
+                if block[1] is None:
+                    break
+                name = _names((block[1],))[0]
+            ordered += reversed(line)
+        return ordered
 
     def _event(self, change: Change) -> Event:
         match change:
@@ -155,6 +181,8 @@ class Ledger:
                 return BlockRemoved(block_hashes=self._wire(hashes), medium=self._medium, group_idx=0)
             case AllCleared():
                 return AllBlocksCleared()
+            case _:
+                assert_never(change)
 
     def _wire(self, hashes: Sequence[bytes]) -> list[WireHash]:
         return list(hashes) if self._as_bytes else list(_names(hashes))
@@ -168,9 +196,9 @@ class Ledger:
         )
 
     def check(self) -> None:
-        """Assert that the parts of the book agree."""
-        self._mirror.check()
-        assert self._residents.keys() == self._mirror.parents.keys(), "residents differ from the mirror"
+        """Assert that the digest is that of the resident blocks, and that the history is in order."""
+        digest = reduce(operator.xor, self._residents, 0)
+        assert digest == self._xor, f"digest {self._xor:#x}, the resident blocks give {digest:#x}"
         numbers = [sent.seq for sent in self._history]
         assert numbers == sorted(set(numbers)), f"history out of order: {numbers}"
 

@@ -1,10 +1,10 @@
-"""The publishing side of the stream: one thread and its four sockets around a `Ledger`.
+"""The publishing side of the stream: one thread and its four sockets around an `EventLog`.
 
-The engine's thread hands changes and load reports over and never waits: a full mailbox turns into a numbered hole
-(changes.py), a load report that nobody has sent yet is replaced by the next. Everything else happens on the
-publisher's thread, which sleeps in one poll over its sockets and a pipe by which it is woken.
+The engine's thread hands over changes and load reports and never waits: a full mailbox turns into a numbered gap
+(step_changes.py), and a new load report replaces one that was not sent yet. Everything else happens on the publisher's
+thread, which waits in one poll over its sockets and a wake-up pipe.
 
-Decides nothing about order, numbers or residency: ledger.py does. Says nothing about where readers are.
+Order, sequence numbers and residency are decided by event_log.py.
 """
 
 import logging
@@ -20,12 +20,12 @@ import zmq
 from ..config import EventsSettings
 from ..endpoint import SOCKET_NAMES, ipc_address, tcp_address
 from ..errors import EndpointUnusable, MalformedFrame
-from ..security.curve_authenticator import Gate
+from ..security.curve_authenticator import CurveAuthenticator
 from ..security.curve_keys import ServerKeys, protect_server
 from ..wire.frames import END_SEQ, decode_seq, encode_seq, events_topic, read_request
 from ..wire.messages import HEARTBEAT_TOPIC, LOAD_TOPIC, EventEndpoints, LoadReport, SnapshotRequest
-from .event_log import Ledger, Sent
-from .snapshot_sender import Transfers
+from .event_log import EventLog, Sent
+from .snapshot_sender import SnapshotSender
 from .step_changes import AllCleared, Lost, Mailbox, RemovedBlocks, Step, StoredBlocks
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Waker:
         """From any thread, also after `close`."""
         if self._poked:
             return
-        # The lock keeps a late poke from writing to a descriptor that is somebody else's by now.
+        # The lock keeps a late poke from writing to a descriptor that was closed and reused.
         with self._lock:
             if self._open:
                 self._poked = True
@@ -66,7 +66,7 @@ class Waker:
     def clear(self) -> bool:
         """By the sleeper, before it looks at what it was woken for: a poke that comes later wakes it again.
 
-        False: nobody had poked.
+        False: there was no poke.
         """
         if not self._poked:
             return False
@@ -109,13 +109,13 @@ class EventPublisher:
         self._clock = clock
         self._step: Step = []
         self._mailbox = Mailbox(settings.publish_queue_batches)
-        self._ledger = Ledger(settings, epoch=epoch, block_size=block_size, medium=medium)
+        self._log = EventLog(settings, epoch=epoch, block_size=block_size, medium=medium)
         self._load: LoadReport | None = None
         self._new_load = False
         self._waker: Waker | None = None
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
-        self._desk: _Desk | None = None
+        self._sockets: _Sockets | None = None
         #: requests that could not be read, and were dropped
         self.malformed_requests = 0
 
@@ -127,18 +127,18 @@ class EventPublisher:
     @property
     def refused_clients(self) -> int:
         """Connections that were turned away because their CURVE key is not known."""
-        gate = self._desk.gate if self._desk is not None else None
-        return gate.refused_clients if gate is not None else 0
+        authenticator = self._sockets.authenticator if self._sockets is not None else None
+        return authenticator.refused_clients if authenticator is not None else 0
 
     def start(self) -> EventEndpoints:
         """Bind, start the thread, say where. Raises EndpointUnusable. May be called once."""
         assert self._thread is None, "a publisher starts once"
         addresses = [self._address(name) for name in SOCKET_NAMES]
-        desk = self._desk = _Desk(self._settings, addresses, self._keys)
+        sockets = self._sockets = _Sockets(self._settings, addresses, self._keys)
         self._waker = Waker()
-        self._thread = threading.Thread(target=self._run, args=(desk,), name="homing-events", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(sockets,), name="homing-events", daemon=True)
         self._thread.start()
-        return desk.endpoints
+        return sockets.endpoints
 
     def stored(self, parent: bytes | None, hashes: Sequence[bytes], tokens: bytes) -> None:
         """The KV of these consecutive blocks is there. `parent` None: the first of them starts a prompt."""
@@ -195,64 +195,64 @@ class EventPublisher:
 
     # The publisher's thread from here on.
 
-    def _run(self, desk: "_Desk") -> None:
+    def _run(self, sockets: "_Sockets") -> None:
         assert self._waker is not None, "the thread starts after its waker"
         waker, interval = self._waker, self._settings.heartbeat_interval_s
-        desk.watch(waker.read)
+        sockets.watch(waker.read)
         next_beat = time.monotonic()
         try:
             while not self._closing.is_set():
                 waker.clear()
-                busy = self._send_batches(desk)
-                self._send_new_load(desk)
-                self._answer(desk)
-                desk.let_in()
+                busy = self._send_batches(sockets)
+                self._send_new_load(sockets)
+                self._answer(sockets)
+                sockets.authenticate()
                 if time.monotonic() >= next_beat:
-                    self._beat(desk)
+                    self._beat(sockets)
                     next_beat = time.monotonic() + interval
-                desk.wait(0.0 if busy else next_beat - time.monotonic())
-            while self._send_batches(desk):
+                sockets.wait(0.0 if busy else next_beat - time.monotonic())
+            while self._send_batches(sockets):
                 pass
-            self._beat(desk)
+            self._beat(sockets)
         finally:
-            desk.close()
+            sockets.close()
 
-    def _send_batches(self, desk: "_Desk") -> bool:
+    def _send_batches(self, sockets: "_Sockets") -> bool:
         """Send what waits; True when more may be waiting."""
         for _ in range(_ENTRIES_PER_TURN):
             entry = self._mailbox.take()
             if entry is None:
                 return False
             if isinstance(entry, Lost):
-                self._ledger.lose(entry)
+                self._log.lose(entry)
             else:
-                desk.send_event(self._epoch, self._ledger.commit(entry, self._clock()))
+                sockets.send_event(self._epoch, self._log.commit(entry, self._clock()))
         return True
 
-    def _send_new_load(self, desk: "_Desk") -> None:
+    def _send_new_load(self, sockets: "_Sockets") -> None:
         if self._new_load:
             self._new_load = False
-            desk.send_state(LOAD_TOPIC, self._load)
+            sockets.send_state(LOAD_TOPIC, self._load)
 
-    def _beat(self, desk: "_Desk") -> None:
-        desk.send_state(HEARTBEAT_TOPIC, self._ledger.heartbeat(self._clock()))
+    def _beat(self, sockets: "_Sockets") -> None:
+        sockets.send_state(HEARTBEAT_TOPIC, self._log.heartbeat(self._clock()))
         if self._load is not None:
-            desk.send_state(LOAD_TOPIC, self._load)
+            sockets.send_state(LOAD_TOPIC, self._load)
 
-    def _answer(self, desk: "_Desk") -> None:
+    def _answer(self, sockets: "_Sockets") -> None:
         """Take requests in and move answers on."""
-        for transfers, answer in ((desk.replays, self._replay), (desk.snapshots, self._snapshot)):
-            for frames in transfers.requests():
+        for sender, answer in ((sockets.replays, self._replay), (sockets.snapshots, self._snapshot)):
+            for frames in sender.requests():
                 try:
                     identity, body = read_request(frames)
-                    transfers.start(identity, answer(body))
+                    sender.start(identity, answer(body))
                 except MalformedFrame as error:
                     self.malformed_requests += 1
                     log.warning("request_malformed epoch=%x error=%s", self._epoch, error)
-            transfers.advance(time.monotonic())
+            sender.advance(time.monotonic())
 
     def _replay(self, body: bytes) -> Iterator[list[bytes]]:
-        sent = self._ledger.replay(decode_seq(body))
+        sent = self._log.replay(decode_seq(body))
         return _replay_frames(events_topic(self._epoch), sent)
 
     def _snapshot(self, body: bytes) -> Iterator[list[bytes]]:
@@ -260,7 +260,7 @@ class EventPublisher:
             request = msgspec.msgpack.decode(body, type=SnapshotRequest)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise MalformedFrame("snapshot request", str(error)) from error
-        chunks = self._ledger.snapshot(token_ids=request.token_ids)
+        chunks = self._log.snapshot(token_ids=request.token_ids)
         return ([b"", msgspec.msgpack.encode(chunk)] for chunk in chunks)
 
 
@@ -270,14 +270,16 @@ def _replay_frames(topic: bytes, batches: Iterator[Sent]) -> Iterator[list[bytes
     yield [b"", topic, END_SEQ, b""]
 
 
-class _Desk:
+class _Sockets:
     """The publisher's sockets, on a context of their own: when it ends, every socket, thread and file of it is gone."""
 
     def __init__(self, settings: EventsSettings, addresses: Sequence[str], keys: ServerKeys | None) -> None:
         self._context = zmq.Context()
         self._keys = keys
-        #: there is none when nothing is encrypted, or every client is let in
-        self.gate = Gate(self._context, keys.allowed) if keys is not None and keys.allowed is not None else None
+        #: None when nothing is encrypted, or every client is accepted
+        self.authenticator = (
+            CurveAuthenticator(self._context, keys.allowed) if keys is not None and keys.allowed is not None else None
+        )
         # libzmq leaves the files of a context that ends; a readers' address must not outlive its publisher.
         self._files = [Path(a.removeprefix("ipc://")) for a in addresses if a.startswith("ipc://")]
         self._pub = self._socket(zmq.PUB, settings.send_high_water_mark)
@@ -291,12 +293,12 @@ class _Desk:
             raise
         curve_key = "" if keys is None else keys.pair.public.decode()
         self.endpoints = EventEndpoints(**dict(zip(SOCKET_NAMES, bound, strict=True)), curve_key=curve_key)
-        self.replays, self.snapshots = Transfers(replay), Transfers(snapshot)
+        self.replays, self.snapshots = SnapshotSender(replay), SnapshotSender(snapshot)
         self._poller = zmq.Poller()
         self._poller.register(replay, zmq.POLLIN)
         self._poller.register(snapshot, zmq.POLLIN)
-        if self.gate is not None:
-            self._poller.register(self.gate.socket, zmq.POLLIN)
+        if self.authenticator is not None:
+            self._poller.register(self.authenticator.socket, zmq.POLLIN)
         self._encode = msgspec.msgpack.Encoder().encode
 
     def _socket(self, kind: int, high_water_mark: int) -> "zmq.Socket[bytes]":
@@ -308,10 +310,10 @@ class _Desk:
             protect_server(sock, self._keys)
         return sock
 
-    def let_in(self) -> None:
-        """Decide over clients that wait at the gate."""
-        if self.gate is not None:
-            self.gate.answer()
+    def authenticate(self) -> None:
+        """Decide over clients that are waiting to connect."""
+        if self.authenticator is not None:
+            self.authenticator.answer()
 
     def watch(self, fd: int) -> None:
         """Let this descriptor wake `wait`."""
@@ -333,8 +335,8 @@ class _Desk:
     def close(self) -> None:
         for sock in self._sockets:
             sock.close()
-        if self.gate is not None:
-            self.gate.close()
+        if self.authenticator is not None:
+            self.authenticator.close()
         self._context.term()
         for path in self._files:
             path.unlink(missing_ok=True)

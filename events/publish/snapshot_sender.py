@@ -1,9 +1,8 @@
-"""Long answers of a ROUTER to slow readers, without blocking and without dropping.
+"""Sends long answers (snapshots, replays) to slow readers, without blocking and without dropping messages.
 
-A ROUTER silently drops what exceeds a reader's high-water mark; a replay of thousands of batches does. Here each
-answer is an iterator that goes on whenever its reader has room, and is given up when the reader has had none for
-`STALL_S`: readers that ask and never read must not keep the publisher busy, nor others out. Knows nothing of what the
-answers are, and no clock.
+A ROUTER silently drops what exceeds a reader's high-water mark, as a replay of thousands of batches does. Here each
+answer is an iterator that advances while its reader has room, and is dropped after `STALL_S` without room: readers that
+ask and never read must not keep the publisher busy or others waiting. Knows neither the answers' content nor a clock.
 """
 
 import logging
@@ -18,11 +17,11 @@ _MAX_OPEN = 256
 #: Messages moved for one reader before the next gets its turn.
 _MESSAGES_PER_TURN = 64
 _REQUESTS_PER_TURN = 64
-#: A reader that took nothing for so long is given up; one that still lives asks again. Not measured.
+#: The answer to a reader that took nothing for this long is dropped; a live reader asks again. Not measured.
 STALL_S = 5.0
 
 
-class Transfers:
+class SnapshotSender:
     """The answers under way on one ROUTER socket. False when there are none."""
 
     def __init__(self, router: "zmq.Socket[bytes]") -> None:
@@ -48,7 +47,7 @@ class Transfers:
                 return
 
     def start(self, identity: bytes, answer: Iterator[list[bytes]]) -> None:
-        """Answer this reader; what it was being told before is superseded."""
+        """Answer this reader; an earlier answer under way is dropped."""
         self._forget(identity)
         self._open[identity] = answer
 

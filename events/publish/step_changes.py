@@ -1,17 +1,17 @@
-"""What one step changed in the cache, on its way from the engine's thread to the publisher's.
+"""What one step changed in the cache, on its way from the engine's thread to the publisher's thread.
 
-Pure values, and `Mailbox`, the only thing both threads touch: bounded, never blocking. Knows no wire format, no socket.
+Pure values, and `Mailbox`, the only object that both threads touch: bounded, never blocking.
 
-When the mailbox is full, further steps melt into one `Lost` entry: their batches will never be sent (each uses up a
-sequence number, so that readers see the hole), but their net effect is kept, so that the publisher's own record stays
-exact. A `Lost` entry is bounded by the cache's capacity, however long the publisher's thread is away.
+When the mailbox is full, further steps are merged into one `Lost` entry. Their batches are never sent (each uses up a
+sequence number, so that readers notice the gap), but their net effect is kept, so that the publisher's own record stays
+exact. A `Lost` entry is bounded by the cache's capacity, however long the publisher's thread is delayed.
 """
 
 import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 
 class StoredBlocks(NamedTuple):
@@ -68,6 +68,10 @@ def _split_removals(step: Step) -> tuple[dict[bytes, None], Step, dict[bytes, No
             case RemovedBlocks(hashes):
                 for block in hashes:
                     (after if block in stored else before)[block] = None
+            case AllCleared():
+                raise AssertionError("`arrange` passes on only what follows the last reset")
+            case _:
+                assert_never(change)
     return before, stores, after
 
 
@@ -81,7 +85,7 @@ class Lost:
     stored: dict[bytes, StoredBlocks] = field(default_factory=dict)  #: one block each, in the order of storing
 
     def add(self, step: Step) -> None:
-        """Melt one more step in."""
+        """Merge one more step."""
         self.batches += 1
         for change in step:
             match change:
@@ -93,6 +97,8 @@ class Lost:
                     self.cleared = True
                     self.removed.clear()
                     self.stored.clear()
+                case _:
+                    assert_never(change)
 
     def _store(self, parent: bytes | None, hashes: Sequence[bytes], tokens: bytes) -> None:
         stride = len(tokens) // len(hashes) if hashes else 0
@@ -129,7 +135,7 @@ class Mailbox:
         return len(self._queue)
 
     def put(self, step: Step) -> bool:
-        """Hand one step over; False when it could only be melted into a loss."""
+        """Hand one step over; False when the queue was full and it was merged into a loss."""
         with self._lock:
             if len(self._queue) < self._limit:
                 self._queue.append(step)

@@ -1,7 +1,7 @@
 """Subscriber SDK for a whole cluster: `async for record in follow(url)`, and its synchronous twin.
 
-Every event of every replica, named by replica and epoch, across deaths and rebuilds. A replica that is gone is told as
-a `Cleared` marked `resync`, so that folding records is all there is to do. A thin shell around `ClusterFeed`.
+Every event of every replica, with replica and epoch, across failures and rebuilds. A replica that is gone yields a
+`Cleared` marked `resync`, so that folding the records is enough. A thin shell around `ClusterFeed`.
 """
 
 import asyncio
@@ -15,10 +15,10 @@ from ..follow.cluster_feed import REFRESH_S, ClusterFeed, Source, ask_router
 from ..follow.feed import EventFeed
 from ..follow.subscription import Apply, FeedStatus, Reset
 from ..security.curve_keys import KeyPair
-from ..wire.dialects import Cleared
-from .plain_stream import StreamEvent, told
+from ..wire.cache_events import Cleared
+from .plain_stream import StreamEvent, stream_events
 from .record import Recorded
-from .subscribe import BACKLOG_BATCHES, Backlog
+from .subscribe import BACKLOG_BATCHES, Backlog, iterate
 
 _GONE = StreamEvent(None, None, Cleared(), resync=True)
 
@@ -57,12 +57,12 @@ class Inbox:
     def malformed(self, source: Source, error: EventError) -> None: ...
 
     def fail(self, error: Exception) -> None:
-        """Nothing more will come: the consumer gets this behind what waits."""
+        """The stream has ended: the consumer gets this error after the waiting records."""
         self._failure = error
         self._arrived.set()
 
     async def get(self) -> list[Recorded]:
-        """What came next: of those who left first, then a batch of each replica that has one. Raises what failed."""
+        """The next records: of replicas that left, then a batch of each other. Raises the error given to `fail`."""
         while not (records := self._take()):
             if self._failure is not None:
                 raise self._failure
@@ -75,7 +75,7 @@ class Inbox:
         self._left.clear()
         for source, backlog in self._backlogs.items():
             if (instruction := backlog.take()) is not None:
-                records += [Recorded(source.replica, item, source.epoch) for item in told(instruction)]
+                records += [Recorded(source.replica, item, source.epoch) for item in stream_events(instruction)]
         return records
 
 
@@ -91,15 +91,15 @@ async def follow(
 ) -> AsyncGenerator[Recorded, None]:
     """Every event of the replicas (`replicas`: of these alone) behind the router at `url`, from their present state on.
 
-    `refresh_s`: how often the router is asked who is there; `ask` asks in another way, say with certificates of one's
-    own. Raises ClusterUnreachable when the router answers no more, and KeysRefused. Leave the loop and all closes.
+    `refresh_s`: interval of asking the router for its replicas; `ask` replaces the request, for own certificates.
+    Raises ClusterUnreachable when the router stops answering, and KeysRefused. Leaving the loop closes everything.
     """
     loop = asyncio.get_running_loop()
     inbox = Inbox(backlog_batches, loop.call_soon)
     asked = ask or functools.partial(ask_router, url)
     feed = ClusterFeed(asked, inbox, only=replicas, token_ids=token_ids, keys=keys, refresh_s=refresh_s)
     running = asyncio.ensure_future(feed.run())
-    running.add_done_callback(functools.partial(_tell_end, inbox))
+    running.add_done_callback(functools.partial(_report_end, inbox))
     try:
         while True:
             for record in await inbox.get():
@@ -119,19 +119,9 @@ def follow_sync(
     ask: Callable[[], Any] | None = None,
 ) -> Iterator[Recorded]:
     """The same for programs without an event loop. Messages wait in the sockets while the caller is busy."""
-    with asyncio.Runner() as runner:
-        stream = follow(url, replicas=replicas, token_ids=token_ids, keys=keys, refresh_s=refresh_s, ask=ask)
-        try:
-            while True:
-                yield runner.run(_next(stream))
-        finally:
-            runner.run(stream.aclose())
+    return iterate(follow(url, replicas=replicas, token_ids=token_ids, keys=keys, refresh_s=refresh_s, ask=ask))
 
 
-async def _next(stream: AsyncGenerator[Recorded, None]) -> Recorded:
-    return await anext(stream)
-
-
-def _tell_end(inbox: Inbox, running: "asyncio.Future[None]") -> None:
+def _report_end(inbox: Inbox, running: "asyncio.Future[None]") -> None:
     if not running.cancelled() and (error := running.exception()) is not None:
         inbox.fail(error if isinstance(error, Exception) else RuntimeError(str(error)))

@@ -1,15 +1,16 @@
 """One publisher's stream as a plain sequence of events, resync included: what the SDK yields, prints and records.
 
-Pure. A resync (late join, restart, hole out of reach) is told as a `Cleared` followed by the `Stored` of all that is
-held, marked `resync`, so that whoever folds events needs to know nothing about it.
+Pure. A resync (late join, restart, hole out of reach) becomes a `Cleared` followed by the `Stored` of all that is
+held, marked `resync`, so that consumers that fold events need no special case.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import assert_never
 
 import msgspec
 
 from ..follow.subscription import Apply, Reset
-from ..wire.dialects import CacheEvent, Cleared, Stored, wire_name
+from ..wire.cache_events import CacheEvent, Cleared, Stored, wire_name
 from ..wire.messages import SnapshotBlock
 
 
@@ -22,8 +23,8 @@ class StreamEvent(msgspec.Struct, frozen=True):
     resync: bool = False
 
 
-def told(instruction: Apply | Reset) -> Iterator[StreamEvent]:
-    """The events of what a subscription says."""
+def stream_events(instruction: Apply | Reset) -> Iterator[StreamEvent]:
+    """The events of one instruction of a subscription."""
     match instruction:
         case Apply(seq, ts, events):
             for event in events:
@@ -32,6 +33,8 @@ def told(instruction: Apply | Reset) -> Iterator[StreamEvent]:
             yield StreamEvent(seq, None, Cleared(), resync=True)
             for event in chains(blocks):
                 yield StreamEvent(seq, None, event, resync=True)
+        case _:
+            assert_never(instruction)
 
 
 def chains(blocks: Sequence[SnapshotBlock]) -> Iterator[Stored]:

@@ -4,25 +4,27 @@ Hashes and epochs are 16 hex digits: as numbers, readers that use doubles (JavaS
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from ..errors import BadRecord
 from ..follow.block_set import CacheMirror
-from ..wire.dialects import CacheEvent, Cleared, Removed, Stored
+from ..wire.cache_events import EVENT_TYPES, CacheEvent
 from .plain_stream import StreamEvent
 
-#: What a line may tell beside events of the cache: of the stream, not of blocks.
+_NAMES = {each.kind: each.recorded_name for each in EVENT_TYPES}
+_KINDS: dict[str, type[CacheEvent]] = {each.recorded_name: each.kind for each in EVENT_TYPES}
+#: Kinds of lines about the stream itself, beside those about blocks.
 REMARKS = frozenset({"joined", "gone", "status", "malformed", "refused", "rates"})
 
 
 class Recorded(NamedTuple):
-    """An event, and whose it is."""
+    """An event and the replica that sent it."""
 
     replica: str
     item: StreamEvent
-    epoch: int | None = None  #: another one after a rebuild; None: it was not told
+    epoch: int | None = None  #: changes with a rebuild; None: not known
 
 
 class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -30,7 +32,7 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     epoch: str | None = None
     seq: int | None
     ts: float | None
-    event: Literal["stored", "removed", "cleared"]
+    event: str  #: `recorded_name` of one of `EVENT_TYPES`
     parent: str | None = None
     hashes: list[str] = []
     token_ids: list[int] = []
@@ -51,7 +53,7 @@ def to_line(record: Recorded) -> bytes:
 
 
 def remark(replica: str, epoch: int, kind: str, **fields: str | float | None) -> bytes:
-    """A line that tells of a replica's stream, in the same shape. `kind` is one of `REMARKS`."""
+    """A line about a replica's stream, in the same shape. `kind` is one of `REMARKS`."""
     assert kind in REMARKS, kind
     return msgspec.json.encode({"replica": replica, "epoch": _hex(epoch), "event": kind, **fields})
 
@@ -64,7 +66,7 @@ def from_line(line: bytes | str) -> Recorded | None:
         read = msgspec.json.decode(line, type=_Line)
         epoch = None if read.epoch is None else int(read.epoch, 16)
         return Recorded(read.replica, StreamEvent(read.seq, read.ts, _event(read), read.resync), epoch)
-    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError, KeyError) as error:
         raise BadRecord(f"not a recorded event: {error}") from error
 
 
@@ -91,46 +93,35 @@ def rebuild(records: Iterable[Recorded]) -> dict[str, CacheMirror]:
 
 def _line(record: Recorded) -> _Line:
     item = record.item
-    line = _Line(
+    fields = {name: getattr(item.event, name) for name in _recorded_fields(type(item.event))}
+    if "hashes" in fields:
+        fields["hashes"] = [_hex(block) for block in fields["hashes"]]
+    if fields.get("parent") is not None:
+        fields["parent"] = _hex(fields["parent"])
+    return _Line(
         replica=record.replica,
         epoch=None if record.epoch is None else _hex(record.epoch),
         seq=item.seq,
         ts=item.ts,
-        event="cleared",
+        event=_NAMES[type(item.event)],
         resync=item.resync,
+        **fields,
     )
-    match item.event:
-        case Stored() as stored:
-            return msgspec.structs.replace(
-                line,
-                event="stored",
-                parent=None if stored.parent is None else _hex(stored.parent),
-                hashes=[_hex(block) for block in stored.hashes],
-                token_ids=list(stored.token_ids),
-                block_size=stored.block_size,
-                medium=stored.medium,
-                group=stored.group,
-                lora_name=stored.lora_name,
-            )
-        case Removed(hashes, medium, group):
-            names = [_hex(block) for block in hashes]
-            return msgspec.structs.replace(line, event="removed", hashes=names, medium=medium, group=group)
-        case Cleared():
-            return line
 
 
 def _event(line: _Line) -> CacheEvent:
-    hashes = [int(block, 16) for block in line.hashes]
-    match line.event:
-        case "stored":
-            parent = None if line.parent is None else int(line.parent, 16)
-            return Stored(
-                parent, hashes, line.token_ids, line.block_size, line.medium, line.group, lora_name=line.lora_name
-            )
-        case "removed":
-            return Removed(hashes, line.medium, line.group)
-        case "cleared":
-            return Cleared()
+    """Raises KeyError for an event type that is not ours."""
+    kind = _KINDS[line.event]
+    fields = {name: getattr(line, name) for name in _recorded_fields(kind)}
+    if "hashes" in fields:
+        fields["hashes"] = [int(block, 16) for block in line.hashes]
+    if "parent" in fields:
+        fields["parent"] = None if line.parent is None else int(line.parent, 16)
+    return kind(**fields)
+
+
+def _recorded_fields(kind: type[CacheEvent]) -> list[str]:
+    return [name for name in kind.__struct_fields__ if name != "extra_keys"]
 
 
 def _hex(number: int) -> str:

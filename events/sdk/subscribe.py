@@ -1,25 +1,28 @@
 """Subscriber SDK for one publisher: `async for item in subscribe(endpoints)` and its synchronous twin.
 
-A thin shell around `EventFeed`; follow.py follows a whole cluster.
+A thin shell around `EventFeed`; follow_cluster.py follows a whole cluster.
 
-Resyncs happen inside and are told as events (stream.py). Leave the loop and the sockets close; with `async for`, wrap
-the stream in `contextlib.aclosing` to have that happen at once rather than when it is collected.
+Resyncs happen inside and are yielded as events (plain_stream.py). Leaving the loop closes the sockets; with
+`async for`, wrap the stream in `contextlib.aclosing` so that this happens at once and not at garbage collection.
 """
 
 import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from typing import TypeVar
 
 from ..errors import EventError, KeysRefused, PublisherGone
 from ..follow.feed import EventFeed
 from ..follow.subscription import Apply, FeedStatus, Reset
 from ..security.curve_keys import KeyPair
-from ..wire.dialects import CacheEvent
+from ..wire.cache_events import CacheEvent
 from ..wire.messages import EVENTS_TOPIC, EventEndpoints, LoadReport, SnapshotBlock
-from .plain_stream import StreamEvent, told
+from .plain_stream import StreamEvent, stream_events
 
 log = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
 
 #: Batches that may wait for a slow consumer; beyond that they are dropped and it is resynced. Not measured.
 BACKLOG_BATCHES = 100_000
@@ -28,7 +31,7 @@ PATIENCE_S = 60.0
 
 
 class Backlog:
-    """What a consumer has still to see, bounded. Pure but for the wake-up."""
+    """Bounded queue between a feed and its consumer."""
 
     def __init__(self, limit: int, resync: Callable[[], object], arrived: asyncio.Event | None = None) -> None:
         """`arrived` is set when something comes; several backlogs may share it."""
@@ -45,7 +48,7 @@ class Backlog:
         return len(self._waiting)
 
     def put(self, instruction: Apply | Reset) -> None:
-        """Line up; when there is no room, everything goes and a resync is asked for."""
+        """Append; without room, drop everything and request a resync."""
         if isinstance(instruction, Reset):
             self._broken = False
             self._waiting.clear()  # void by now
@@ -61,7 +64,7 @@ class Backlog:
             self._resync()
 
     def fail(self, error: EventError) -> None:
-        """Nothing more will come: the consumer gets this behind what waits."""
+        """The stream has ended: the consumer gets this error after the waiting batches."""
         self._failure = error
         self._arrived.set()
 
@@ -70,7 +73,7 @@ class Backlog:
         return self._waiting.popleft() if self._waiting else None
 
     async def get(self) -> Apply | Reset:
-        """The next one. Raises what `fail` was told."""
+        """The next one. Raises the error given to `fail`."""
         while not self._waiting:
             if self._failure is not None:
                 raise self._failure
@@ -80,7 +83,7 @@ class Backlog:
 
 
 class _Sink:
-    """The tap tells a stream what it needs; the sink hears of refusals, and waits for signs of life."""
+    """Batches come through the feed's tap; this sink handles refusals and silence."""
 
     def __init__(self, fail: Callable[[EventError], None], endpoint: str, patience_s: float | None) -> None:
         self.refused: Callable[[KeysRefused], None] = fail
@@ -91,7 +94,7 @@ class _Sink:
         self.status(FeedStatus.STALE)
 
     def status(self, status: FeedStatus) -> None:
-        """Silence counts from the moment at which the publisher was last heard, or was to be."""
+        """Start the timeout when the publisher falls silent; stop it when messages come."""
         if status is not FeedStatus.STALE:
             self.close()
         elif self._patience_s is not None and self._giving_up is None:
@@ -99,7 +102,7 @@ class _Sink:
             self._giving_up = asyncio.get_running_loop().call_later(self._patience_s, self._fail, gone)
 
     def close(self) -> None:
-        """Wait no more."""
+        """Stop the timeout."""
         if self._giving_up is not None:
             self._giving_up.cancel()
             self._giving_up = None
@@ -124,8 +127,8 @@ async def subscribe(
     """Every event of one publisher, from its present state on, without holes; ends only when it is left.
 
     `counted`, `topic`: for foreign publishers; `keys`: for encrypted ones; as in `EventFeed`. Raises EndpointUnusable,
-    KeysRefused when the publisher does not accept the keys, and PublisherGone after `patience_s` without a sign of
-    life (None: waits for ever), as a publisher that was rebuilt elsewhere would never be heard again.
+    KeysRefused when the publisher does not accept the keys, and PublisherGone after `patience_s` without a message
+    (None: waits for ever), as a publisher that was rebuilt elsewhere has other addresses.
     """
     loop = asyncio.get_running_loop()
 
@@ -147,7 +150,7 @@ async def subscribe(
     feed.start(loop)
     try:
         while True:
-            for item in told(await backlog.get()):
+            for item in stream_events(await backlog.get()):
                 yield item
     finally:
         sink.close()
@@ -165,8 +168,8 @@ def subscribe_sync(
     keys: KeyPair | None = None,
 ) -> Iterator[StreamEvent]:
     """The same for programs without an event loop. Messages wait in the sockets while the caller is busy."""
-    with asyncio.Runner() as runner:
-        stream = subscribe(
+    return iterate(
+        subscribe(
             endpoints,
             token_ids=token_ids,
             counted=counted,
@@ -175,12 +178,18 @@ def subscribe_sync(
             patience_s=patience_s,
             keys=keys,
         )
+    )
+
+
+def iterate(stream: AsyncGenerator[Item, None]) -> Iterator[Item]:
+    """Run an asynchronous stream for a program without an event loop."""
+
+    async def take() -> Item:
+        return await anext(stream)
+
+    with asyncio.Runner() as runner:
         try:
             while True:
-                yield runner.run(_next(stream))
+                yield runner.run(take())
         finally:
             runner.run(stream.aclose())
-
-
-async def _next(stream: AsyncGenerator[StreamEvent, None]) -> StreamEvent:
-    return await anext(stream)

@@ -1,8 +1,8 @@
-"""Who may connect to a socket that is protected by CURVE: answers ZeroMQ's authentication requests (ZAP, RFC 27).
+"""Decides which clients may connect to a CURVE-protected socket: answers ZeroMQ's authentication requests.
 
-`judge` decides, purely; `Gate` is the socket that libzmq asks, one per context, driven by the thread that owns the
-other sockets of that context. A client whose key is not known is refused, counted and logged with its public key, so
-that it can be let in.
+The protocol is ZAP (RFC 27). `judge` is the pure decision. `CurveAuthenticator` owns the socket that libzmq asks: one
+per context, driven by the thread that owns the other sockets of that context. A client with an unknown key is refused,
+counted and logged with its public key, so that an operator can add it.
 """
 
 import logging
@@ -20,7 +20,7 @@ _ADDRESS = "inproc://zeromq.zap.01"
 
 
 class Verdict(NamedTuple):
-    """A client that asked, and whether it is let in."""
+    """A client, and whether it is accepted."""
 
     accepted: bool
     key: bytes  #: its public key, Z85
@@ -39,8 +39,8 @@ def judge(request: Sequence[bytes], allowed: frozenset[bytes]) -> Verdict:
     return Verdict(accepted, name, address, [version, request_id, *status, name, b""])
 
 
-class Gate:
-    """The door-keeper of one context. Make it before any protected socket binds."""
+class CurveAuthenticator:
+    """Authenticates the clients of one context. Create it before any protected socket binds."""
 
     def __init__(self, context: zmq.Context["zmq.Socket[bytes]"], allowed: Callable[[], frozenset[bytes]]) -> None:
         self._allowed = allowed
@@ -51,7 +51,7 @@ class Gate:
         self.refused_clients = 0
 
     def answer(self) -> None:
-        """Decide over all who ask now; never waits."""
+        """Answer all waiting requests; never blocks."""
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)

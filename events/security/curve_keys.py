@@ -1,14 +1,14 @@
-"""CURVE key pairs in files, and who may read: encryption and mutual authentication of the ZeroMQ sockets.
+"""CURVE key pairs in files and the list of accepted clients: encryption and authentication of the ZeroMQ sockets.
 
     FOLDER/server.key           public key of the replicas: for subscribers that pin it
     FOLDER/server.key_secret    key pair of the replicas
     FOLDER/reader.key_secret    key pair of the cluster's own readers: routers, `homing watch`
-    FOLDER/clients/NAME.key     public keys of those who may connect
+    FOLDER/clients/NAME.key     public keys of clients that may connect
     FOLDER/NAME.key_secret      key pairs of further clients, to be handed to them and removed here
 
 Files are CZMQ certificates, which other ZeroMQ tools read, too. Secrets stay in files and in the sockets: they are in
-no setting, no command line, no log, and in no `repr`. Knows no socket but the options that hold keys (see gate.py for
-who decides over a client).
+no setting, no command line, no log, and in no `repr`. Touches only the sockets' key options;
+curve_authenticator.py decides over clients.
 """
 
 import os
@@ -40,10 +40,10 @@ class KeyPair:
 
 @dataclass(slots=True, frozen=True)
 class ServerKeys:
-    """What a replica needs: its own pair, and who may connect."""
+    """What a replica needs: its own pair, and the clients that may connect."""
 
     pair: KeyPair
-    #: public keys of the clients that are let in, asked for at each handshake; None: every client
+    #: public keys of accepted clients, called at each handshake; None: every client is accepted
     allowed: Callable[[], frozenset[bytes]] | None
 
 
@@ -89,7 +89,7 @@ def server_keys(settings: EventsSettings) -> ServerKeys | None:
     pair = load_pair(folder / f"{SERVER}.key_secret")
     if settings.events_curve_clients == "any":
         return ServerKeys(pair, None)
-    allowed_clients(folder)  # a file that cannot be read is told at the start, not at somebody's handshake
+    allowed_clients(folder)  # an unreadable file is reported at the start, not at the first handshake
     return ServerKeys(pair, lambda: allowed_clients(folder))
 
 
@@ -126,16 +126,15 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "no such file, or no key in it"
         raise BadKeys(path, f"{reason} (homing keys makes a folder of keys)") from error
-    if not all(_is_key(key) for key in (public, secret) if key is not None):
+    try:
+        whole = all(
+            len(key) == _TEXT_BYTES and len(z85.decode(key)) == 32 for key in (public, secret) if key is not None
+        )
+    except (KeyError, ValueError, OverflowError):
+        whole = False
+    if not whole:
         raise BadKeys(path, "a key in it is not 40 characters of Z85")
     return public, secret
-
-
-def _is_key(key: bytes) -> bool:
-    try:
-        return len(key) == _TEXT_BYTES and len(z85.decode(key)) == 32
-    except (KeyError, ValueError, OverflowError):
-        return False
 
 
 def _write_pair(folder: Path, name: str, pair: KeyPair) -> None:

@@ -1,50 +1,23 @@
-"""Payloads of event batches, ours and other engines', as small normalised structs. Pure: bytes in, values out.
+"""Decodes the payloads of event batches, ours and other engines', into the events of `cache_events.py`.
 
 Understands our own and vLLM's map form, the older positional form (an array, tag first) of vLLM and SGLang, hashes as
-ints (signed or not) or bytes, batches as array or map, keys and event types that it never heard of. Knows nothing of
-order or gaps (cursor.py, subscription.py).
+ints (signed or not) or bytes, and batches as array or map. Unknown keys are ignored; events of an unknown type are
+counted and logged, and change nothing. Knows nothing of order or gaps (cursor.py, subscription.py).
 
 A well-formed message of ours takes a typed path; anything else is decoded freely and read field by field.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar, assert_never
 
 import msgspec
-from msgspec import Meta
 
 from ..errors import MalformedFrame
-from .messages import SnapshotBlock, WireHash
+from .cache_events import EVENT_TYPES, CacheEvent, Cleared, Removed, Stored, Unsigned, wire_name
+from .messages import SnapshotBlock
 
-_MASK = (1 << 64) - 1
-
-
-class Stored(msgspec.Struct, frozen=True, tag="stored", gc=False):
-    """Consecutive blocks of one chain are there now."""
-
-    parent: int | None  #: None: the first block starts a prompt
-    hashes: Sequence[int]  #: in chain order, unsigned 64 bits
-    token_ids: Sequence[int] = ()  #: of all these blocks; empty when not sent, not asked for or not one block each
-    block_size: int = 0
-    medium: str | None = None
-    group: int | None = None
-    lora_name: str | None = None
-    extra_keys: Sequence[object] | None = None
-
-
-class Removed(msgspec.Struct, frozen=True, tag="removed", gc=False):
-    """These blocks are gone."""
-
-    hashes: Sequence[int]
-    medium: str | None = None
-    group: int | None = None
-
-
-class Cleared(msgspec.Struct, frozen=True, tag="cleared", gc=False):
-    """Nothing is held any more."""
-
-
-CacheEvent = Stored | Removed | Cleared
+log = logging.getLogger(__name__)
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False):
@@ -55,13 +28,9 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     data_parallel_rank: int | None = None
 
 
-#: msgpack has no larger int than 64 bits, so this is the whole range.
-_Unsigned = Annotated[int, Meta(ge=0)]
-
-
 class _StoredMap(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
-    block_hashes: list[_Unsigned]
-    parent_block_hash: _Unsigned | None
+    block_hashes: list[Unsigned]
+    parent_block_hash: Unsigned | None
     block_size: int
     medium: str | None = None
     group_idx: int | None = None
@@ -74,7 +43,7 @@ class _TokensMap(_StoredMap, tag="BlockStored", kw_only=True, gc=False):
 
 
 class _RemovedMap(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):
-    block_hashes: list[_Unsigned]
+    block_hashes: list[Unsigned]
     medium: str | None = None
     group_idx: int | None = None
 
@@ -95,21 +64,9 @@ class _TokensBatch(msgspec.Struct, array_like=True, gc=False):
     data_parallel_rank: int | None = None
 
 
-#: Order of the fields behind the tag in the positional form, as vLLM had it up to 0.23; trailing ones may be missing.
-#: SGLang's (up to 0.5.19) is the same up to `medium`; behind that it may put a map with a salt, which names no adapter.
-_POSITIONS: dict[str, tuple[str, ...]] = {
-    "BlockStored": tuple(
-        "block_hashes parent_block_hash token_ids block_size lora_id medium lora_name extra_keys group_idx".split()
-    ),
-    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
-}
-
-
-def wire_name(value: WireHash) -> int:
-    """A hash from the wire as everybody names a block here: the last 8 bytes as an unsigned int."""
-    if isinstance(value, bytes):
-        return int.from_bytes(value[-8:], "big")
-    return value & _MASK
+_BY_WIRE_NAME = {each.wire_name: each for each in EVENT_TYPES}
+#: Unknown event types that one decoder logs; a publisher could otherwise fill the log with invented ones.
+_LOGGED_TYPES = 16
 
 
 def snapshot_pairs(blocks: Iterable[SnapshotBlock]) -> Iterable[tuple[int, int | None]]:
@@ -121,7 +78,7 @@ def snapshot_pairs(blocks: Iterable[SnapshotBlock]) -> Iterable[tuple[int, int |
 class BatchDecoder:
     """Decodes the payloads of one publisher and counts what it could not use."""
 
-    __slots__ = ("_tokens", "_typed", "sparse_tokens", "unknown_events")
+    __slots__ = ("_tokens", "_typed", "_unknown_types", "sparse_tokens", "unknown_events")
 
     def __init__(self, *, token_ids: bool = False) -> None:
         """`token_ids`: hand them on (routers of our own replicas do without: a third of the cost)."""
@@ -129,8 +86,9 @@ class BatchDecoder:
         self._typed: msgspec.msgpack.Decoder[_BareBatch | _TokensBatch] = msgspec.msgpack.Decoder(
             _TokensBatch if token_ids else _BareBatch
         )
-        #: events of a type that we do not know: skipped
+        #: events of an unknown type: logged once per type, and skipped
         self.unknown_events = 0
+        self._unknown_types: set[str] = set()
         #: stored events whose token ids are not one block for each hash: handed on without token ids
         self.sparse_tokens = 0
 
@@ -158,7 +116,10 @@ class BatchDecoder:
                 )
             case _RemovedMap():
                 return Removed(event.block_hashes, event.medium, event.group_idx)
-        return Cleared()
+            case _ClearedMap():
+                return Cleared()
+            case _:
+                assert_never(event)
 
     def _whole(self, token_ids: Sequence[int], event: _StoredMap) -> Sequence[int]:
         """Token ids if they are one block for each hash."""
@@ -178,22 +139,29 @@ class BatchDecoder:
 
     def _read_event(self, raw: object) -> CacheEvent | None:
         tag, fields = self._tag_and_fields(raw)
-        readers: dict[str, Callable[[Mapping[str, Any]], CacheEvent]] = {
-            "BlockStored": self._read_stored,
-            "BlockRemoved": _read_removed,
-            "AllBlocksCleared": lambda _: Cleared(),
-        }
-        if tag not in readers:
-            self.unknown_events += 1
+        if tag not in _BY_WIRE_NAME:
+            self._count_unknown(tag)
             return None
-        return readers[tag](fields)
+        kind = _BY_WIRE_NAME[tag].kind
+        if kind is Stored:
+            return self._read_stored(fields)
+        if kind is Removed:
+            return Removed(_hashes(fields), _optional(fields, "medium", str), _optional(fields, "group_idx", int))
+        assert kind is Cleared, f"no reader for events of type {tag}"
+        return Cleared()
+
+    def _count_unknown(self, tag: str) -> None:
+        self.unknown_events += 1
+        if tag not in self._unknown_types and len(self._unknown_types) < _LOGGED_TYPES:
+            self._unknown_types.add(tag)
+            log.warning("event_type_unknown type=%.64r", tag)
 
     def _tag_and_fields(self, raw: object) -> tuple[str, Mapping[str, Any]]:
         if isinstance(raw, dict):
             tag, fields = raw.get("type"), raw
         elif isinstance(raw, list) and raw:
-            names = _POSITIONS.get(raw[0], ()) if isinstance(raw[0], str) else ()
-            tag, fields = raw[0], dict(zip(names, raw[1:], strict=False))
+            known = _BY_WIRE_NAME.get(raw[0]) if isinstance(raw[0], str) else None
+            tag, fields = raw[0], dict(zip(known.positions if known else (), raw[1:], strict=False))
         else:
             raise MalformedFrame("event", f"{type(raw).__name__} is neither a map nor a tagged array")
         if not isinstance(tag, str):
@@ -232,10 +200,6 @@ def _batch_parts(raw: object) -> tuple[float, list[Any], int | None]:
         raise MalformedFrame("event batch", f"its events are {type(events).__name__}, not an array")
     rank = raw[2] if len(raw) > 2 and isinstance(raw[2], int) else None
     return float(ts), events, rank
-
-
-def _read_removed(fields: Mapping[str, Any]) -> Removed:
-    return Removed(_hashes(fields), _optional(fields, "medium", str), _optional(fields, "group_idx", int))
 
 
 def _hash(value: object) -> int:

@@ -1,13 +1,13 @@
 """The frames around a payload: topics, sequence numbers, the end marker. Pure: bytes in, named parts out.
 
-Does not look into payloads (see decode.py) and holds no socket.
+Does not look into payloads (see dialects.py) and holds no socket.
 
     events PUB      [topic, seq, payload]
     replay answer   [b"", topic, seq, payload] …, then [b"", topic, END_SEQ, b""]      (vLLM before 0.26: no topic)
 
 Our topic is `kv-events@` and the publisher's epoch in 16 hex digits. A subscription is a prefix, so readers that ask
-for `kv-events` (or for everything) get it, and every frame says of which incarnation it is: without that, a replay
-answered by a restarted publisher could pass for the continuation of the old one.
+for `kv-events` (or for everything) get it, and every frame says of which incarnation it is. Without that, a replay
+from a restarted publisher could be mistaken for the continuation of the old one.
 """
 
 from collections.abc import Sequence

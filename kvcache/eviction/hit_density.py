@@ -1,7 +1,7 @@
 """Gives up what is least likely to be hit soon, as learned from the traffic itself.
 
 Idle blocks stand in a few *lanes* by how often they were hit before, in each lane by age. The policy compares the
-oldest block of each lane by the density of hits that `ReuseTable` learned, and falls back to the oldest of all where
+oldest block of each lane by the density of hits that `AgeTable` learned, and falls back to the oldest of all where
 the difference is small. So prompts that come once give way to prefixes that came back, for as long as that pays in this
 traffic; where it does not, the order is that of LRU.
 
@@ -10,13 +10,13 @@ lane, are at least the child's; it fell idle no earlier; and density falls neith
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, repeat
 from operator import attrgetter, itemgetter
 
 from ..hashing import BlockHash
 from ..pool import Block, BlockList
-from .age_table import AGES, EPOCHS_PER_TURNOVER, ReuseTable
+from .age_table import AGES, EPOCHS_PER_TURNOVER, AgeTable
 from .lru_guard import LruGuard
 
 #: Blocks hit never, once, twice, three times, more often. Three or eight lanes did as well on the traces.
@@ -44,25 +44,27 @@ _since_of = itemgetter(1)
 class HitDensity:
     """Least hits to expect per block and time goes first."""
 
-    def __init__(self) -> None:
+    def __init__(self, new_guard: Callable[[], LruGuard] = LruGuard) -> None:
+        self._new_guard = new_guard
         self._lanes = tuple(BlockList() for _ in range(LANES))
         self._size = 0
-        #: Lane and epoch of what was given up and did not come back yet: it is known by it when it does.
+        #: Lane and epoch of blocks that were given up and did not come back yet, to recognize them when they do.
         self._ghosts: dict[BlockHash | None, Ghost] = {}
-        #: What became ghosts together, oldest first, whether it came back or not: who has to be forgotten. A dictionary
-        #: alone knows the order, too, but finds its first entry only behind the holes of all that were deleted.
+        #: Blocks that were given up together, oldest first, whether they came back or not: the order of forgetting. A
+        #: dictionary alone knows the order, too, but finds its first entry only behind the holes of deleted ones.
         self._gone: deque[tuple[Ghost, list[BlockHash | None]]] = deque()
-        self._remembered = 0
+        #: Blocks in `_gone`: given up and not forgotten yet; at most `memory_limit`.
+        self.remembered = 0
         self.begin(0)
 
     def begin(self, capacity: int) -> None:
         self._epoch_blocks = max(FEWEST_EPOCH_BLOCKS, capacity // EPOCHS_PER_TURNOVER)
-        self._ghost_limit = self._epoch_blocks * AGES
-        self._table = ReuseTable(LANES, self._epoch_blocks)
-        self._guard = LruGuard()
+        self.memory_limit = self._epoch_blocks * AGES
+        self._table = AgeTable(LANES, self._epoch_blocks)
+        self._guard = self._new_guard()
         self._ghosts.clear()
         self._gone.clear()
-        self._remembered = self._stored = 0
+        self.remembered = self._stored = 0
         #: A moment: the epoch, and in its lower bits what fell idle together.
         self._now = 0
 
@@ -78,7 +80,7 @@ class HitDensity:
                 self._guard.turnover(self._epoch_blocks * EPOCHS_PER_TURNOVER, self._table.age_of(self._size))
 
     def _recognize(self, blocks: Sequence[Block], parent: Block | None) -> None:
-        """What was resident before goes on from where it was."""
+        """Blocks that were resident before get the hits they had."""
         forget = self._ghosts.pop
         found = [forget(block.block_hash, None) for block in blocks]
         start = 0
@@ -133,7 +135,7 @@ class HitDensity:
 
     def discard(self, block: Block) -> None:
         self._size -= 1
-        # Somebody computed it again: it would have been hit.
+        # Another request computed it again: it would have been hit.
         self._leave(min(block.hits, _MOST), block.idle_since >> EPOCH_SHIFT, (block,))
 
     def take(self, count: int) -> list[Block]:
@@ -149,7 +151,7 @@ class HitDensity:
         return taken
 
     def _next_lane(self, heads: Sequence[Block | None]) -> int:
-        """Whose oldest block goes. Of equals the one with fewer hits, as it may be a child of the other."""
+        """The lane that gives up its oldest block; of equals the one with fewer hits, as it may hold the children."""
         if not self._guard.learned:
             return min((head.idle_since, lane) for lane, head in enumerate(heads) if head is not None)[1]
         density = self._table.density
@@ -176,12 +178,12 @@ class HitDensity:
         ghost, hashes = (lane, run[0].idle_since >> EPOCH_SHIFT), [block.block_hash for block in run]
         self._ghosts.update(zip(hashes, repeat(ghost)))
         self._gone.append((ghost, hashes))
-        self._remembered += len(hashes)
-        while self._remembered > self._ghost_limit:
+        self.remembered += len(hashes)
+        while self.remembered > self.memory_limit:
             self._forget(*self._gone.popleft())
 
     def _forget(self, ghost: Ghost, hashes: Sequence[BlockHash | None]) -> None:
-        self._remembered -= len(hashes)
+        self.remembered -= len(hashes)
         ghosts = self._ghosts
         for block_hash in hashes:
             # Another one: it came back since and was given up again.
@@ -197,8 +199,8 @@ class HitDensity:
             assert since == sorted(since), "a lane is not ordered by age"
         assert self._size == sum(map(len, self._lanes)), f"{self._size} idle blocks, not so many in the lanes"
         remembered = sum(len(hashes) for _, hashes in self._gone)
-        assert remembered == self._remembered, f"{remembered} blocks are remembered, {self._remembered} were counted"
-        assert remembered <= self._ghost_limit, f"{remembered} blocks are remembered, at most {self._ghost_limit}"
+        assert remembered == self.remembered, f"{remembered} blocks are remembered, {self.remembered} were counted"
+        assert remembered <= self.memory_limit, f"{remembered} blocks are remembered, at most {self.memory_limit}"
         known = {block_hash for _, hashes in self._gone for block_hash in hashes}
         assert self._ghosts.keys() <= known, "a ghost would never be forgotten"
         idle = {block.block_hash for block in self}

@@ -1,10 +1,10 @@
-"""Whether the learned order rules, or that of LRU: learning may be misled, and must not cost more than it is worth.
+"""Decides between the learned order and LRU: learning may be misled, and must not cost more than it gains.
 
 Pure counting: knows no blocks. What LRU would have hit needs no second cache. LRU keeps the blocks that fell idle last,
 as many as there is room for; the ages of all blocks that wait for a hit are known, whether they are still resident or
-not (reuse.py); so the age at which LRU gives a block up is known, and LRU has every hit at a lower age.
+not (age_table.py); so the age at which LRU gives a block up is known, and LRU has every hit at a lower age.
 
-When the learned order has had less than that, LRU's rules for a while, twice as long after each relapse.
+When the learned order has had fewer, LRU is in force for a while, twice as long after each relapse.
 """
 
 from math import inf
@@ -14,7 +14,7 @@ from math import inf
 TOLERANCE = 0.008
 #: What counts of the past after a turnover.
 DECAY = 0.95
-#: Turnovers until the cache is full and gives blocks up: before that nothing can be told.
+#: Turnovers until the cache is full and gives blocks up: before that there is nothing to compare.
 WARM_UP = 3
 #: Turnovers of the longest and the shortest rest.
 LONGEST_REST = 128
@@ -25,26 +25,27 @@ class LruGuard:
     """Compares hits with those of LRU, a turnover at a time."""
 
     def __init__(self) -> None:
-        #: Whether the learned order rules.
+        #: Whether the learned order is in force.
         self.learned = True
         #: LRU has given up what waited for more epochs; nothing yet.
         self._lru_age = inf
-        self._own_hits = self._lru_hits = 0.0
+        #: Hits since the last turnover: ours, and those that LRU would have had.
+        self._own_hits = self.lru_hits = 0.0
         self._lead = self._asked = 0.0
         self._rest = SHORTEST_REST
         self._resting = 0
         self._turnovers = 0
 
     def hit(self, age: int, blocks: int, *, resident: bool) -> None:
-        """So many blocks were asked for after so many epochs."""
+        """`blocks` blocks were requested after `age` epochs."""
         if resident:
             self._own_hits += blocks
-        self._lru_hits += blocks * min(1.0, max(0.0, self._lru_age - age))
+        self.lru_hits += blocks * min(1.0, max(0.0, self._lru_age - age))
 
     def turnover(self, stored: int, lru_age: float) -> None:
-        """So many blocks were stored since the last call; LRU would give up what waits for over `lru_age` epochs."""
-        own, lru = self._own_hits, self._lru_hits
-        self._own_hits = self._lru_hits = 0.0
+        """`stored` blocks were stored since the last call; LRU would evict what waits for over `lru_age` epochs."""
+        own, lru = self._own_hits, self.lru_hits
+        self._own_hits = self.lru_hits = 0.0
         self._lru_age = lru_age
         self._turnovers += 1
         if self._turnovers > WARM_UP:

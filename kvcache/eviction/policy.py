@@ -1,7 +1,7 @@
-"""What the cache tells whoever decides which cached block goes when room is needed.
+"""The protocol between the cache and an eviction policy.
 
-A policy sees only blocks that are cached and that nobody uses. It does not know the index, the pool or the listener;
-the cache tells it what was stored, what became idle and what was hit, and asks it what to give up.
+A policy sees only cached blocks that no request uses. It does not know the index, the pool or the listener; the cache
+reports what was stored, became idle or was hit, and asks which blocks to evict.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ class EvictionPolicy(Protocol):
         """Called before anything else, and when all was forgotten: most blocks that there can be."""
 
     def store(self, blocks: Sequence[Block], parent: Block | None) -> None:
-        """These became resident behind `parent`, in the order of their chain; somebody uses them.
+        """These became resident behind `parent`, in the order of their chain, and are in use.
 
         May raise `hits` of what was resident before, but not above those of the block before.
         """
@@ -32,13 +32,13 @@ class EvictionPolicy(Protocol):
         """These became idle, in this order: the tail of a chain first."""
 
     def reuse(self, blocks: Sequence[Block]) -> None:
-        """These were hit by a prompt and are idle no more. Their `hits` does not count that yet."""
+        """These were hit by a prompt and are no longer idle. Their `hits` does not count that yet."""
 
     def discard(self, block: Block) -> None:
         """This idle block is of no use any more (another copy of it took its place)."""
 
     def take(self, count: int) -> list[Block]:
-        """Give up `count` blocks, the first to go first. There must be so many."""
+        """Give up `count` blocks, the first to go first. There are at least that many."""
 
     def check(self) -> None:
         """Assert the policy's own invariants."""

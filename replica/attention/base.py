@@ -2,15 +2,24 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..engine.step_plan import RaggedBatch
-from ..execute.staging import to_device
 from ..models.base import Attend, AttentionRule, QkvAttend
 from ..models.spec import ModelSpec
+
+
+def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Copy without waiting: from fresh pinned memory on CUDA, which torch keeps until the copy has run.
+
+    From pageable memory a copy of more than 64 KiB would wait for all steps launched before it. On CPU: the array.
+    """
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 @dataclass(slots=True, frozen=True)

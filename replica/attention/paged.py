@@ -11,10 +11,9 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ..execute.staging import to_device
 from ..kernels.base import Kernels, PagedRows
 from ..models.base import AttentionRule, Rotary
-from .base import Batch, KvPool
+from .base import Batch, KvPool, to_device
 
 
 @dataclass(slots=True, frozen=True)

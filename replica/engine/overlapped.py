@@ -1,55 +1,94 @@
-"""The engine that schedules step n+1 while step n runs: tokens stay on the device, the host learns them a step later.
+"""An engine that schedules step n+1 while step n runs: tokens stay on the device and reach the host one step later.
 
-It launches a step on the assumption that every request goes on, then takes in the tokens of the step before. A request
-that turns out to have ended has one row too many in flight, whose token is dropped; its blocks may be given away at
-once, since the device runs steps in order. Blocks are committed, and events told, when a step has landed.
+It launches a step on the assumption that no request ends, then processes the tokens of the previous step. A request
+that turns out to have ended has one row too many in flight, whose token is dropped. Its blocks may be reused at once,
+since the device runs steps in order. Blocks are committed, and events published, when a step has landed.
 
-What needs the host between two steps (penalties, biases, bans, logprobs, pins that are due) cannot be launched ahead:
-while such a request is alive, all steps run one by one as in `Engine`. So do all where a drafter guesses tokens: which
-guesses are right is known when the step is over.
+Some requests need the host between two steps (penalties, biases, bans, logprobs, pins that are due). While one of them
+is running or waiting, all steps run one by one as in `Engine`; so do all steps of an engine with a drafter, because
+only a finished step shows which drafts are right.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
 from ..errors import RankLost
-from ..execute.slots import SlotBook
-from .batch import Wanted, plan_of_step, wanted_logits
 from .engine import Engine, Executor, StepResult
-from .request import Phase, RequestState
+from .request import RequestPhase, RequestState
 from .sampler import Sampled
-from .scheduler import ScheduledRow
+from .scheduler import LogitsLayout, ScheduledRow, logits_layout, plan_of_step
 from .step_plan import SlotStart, StepPlan
 
 
-class Launched(Protocol):
-    """A step that runs, or has run."""
+class PendingTokens(Protocol):
+    """The tokens of a step that was launched."""
 
     def tokens(self) -> list[int | None]:
-        """What was drawn, in the order of the plan's `drawn`; None: nothing, the logits were no numbers. Waits."""
+        """Wait for the step; its tokens in the order of the plan's `drawn`. None: the logits were not finite."""
         ...
 
 
-class Launcher(Executor, Protocol):
-    """An executor that can also start a step and go on."""
+class AsyncExecutor(Executor, Protocol):
+    """An executor that can also start a step without waiting for it."""
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> PendingTokens:
         """Start a plan with slots on all ranks. Raises RankLost."""
         ...
 
 
 @dataclass(slots=True, frozen=True)
-class Flight:
+class StepInFlight:
     """A launched step."""
 
     step: int
     rows: list[ScheduledRow]
-    preemptions: list[int]  #: of each row's request when it was launched
-    wanted: Wanted
-    launched: Launched
+    preemptions: list[int]  #: of each row's request at launch
+    samplers: list[ScheduledRow]
+    pending: PendingTokens
     started: float
+
+
+class SlotTable:
+    """Which slot (1 to `count`) of the device's request table each running request has.
+
+    A request keeps its slot while it runs; after a preemption it gets a new one.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count, 0, -1))
+        #: By slot: the request and its preemptions when it got the slot.
+        self._held: dict[int, tuple[RequestState, int]] = {}
+        self._slot_of: dict[int, int] = {}
+
+    @property
+    def free(self) -> int:
+        """Number of slots not held after the latest `assign`."""
+        return len(self._free)
+
+    def assign(self, requests: Iterable[RequestState]) -> tuple[list[int], list[RequestState]]:
+        """A slot for each running request, and the requests that got theirs just now."""
+        for slot, (request, preemptions) in list(self._held.items()):
+            if request.phase is not RequestPhase.RUNNING or request.preemptions != preemptions:
+                del self._held[slot], self._slot_of[request.arrival]
+                self._free.append(slot)
+        slots: list[int] = []
+        started: list[RequestState] = []
+        for request in requests:
+            assigned = self._slot_of.get(request.arrival)
+            if assigned is None:
+                assigned = self._slot_of[request.arrival] = self._free.pop()
+                self._held[assigned] = request, request.preemptions
+                started.append(request)
+            slots.append(assigned)
+        return slots, started
+
+    def check(self) -> None:
+        """Assert that no slot is lost or assigned twice."""
+        assert len(set(self._free) | set(self._held)) == len(self._free) + len(self._held)
+        assert sorted(self._slot_of.values()) == sorted(self._held), (self._slot_of, self._held)
 
 
 def needs_host(request: RequestState) -> bool:
@@ -70,111 +109,94 @@ def needs_host(request: RequestState) -> bool:
 class OverlappedEngine(Engine):
     """`Engine` with one step in flight."""
 
-    def __init__(self, *, executor: Launcher, **options: Any) -> None:
+    def __init__(self, *, executor: AsyncExecutor, **options: Any) -> None:
         super().__init__(executor=executor, **options)
+        self.slots = SlotTable(self.scheduler.limits.running)
         self._launcher = executor
         self._drafts = options.get("drafter") is not None
-        self._slots = SlotBook(self.scheduler.limits.running)
-        self._flight: Flight | None = None
+        self._in_flight: StepInFlight | None = None
         self._landed_at = 0.0
 
     @property
     def has_work(self) -> bool:
-        return self._flight is not None or super().has_work
+        return self._in_flight is not None or super().has_work
 
     def step(self) -> StepResult:
-        """Launch the next step and land the one before; the result is that of the landed one."""
-        if self._drafts or any(needs_host(request) for request in self.scheduler.requests()):
-            return self._step_alone()
-        self.expire_pins()
-        flight, self._flight = self._flight, None
-        rows = self.scheduler.schedule()
-        result = StepResult(step=flight.step if flight else self._steps, rows=len(rows))
-        launch_error = self._try_launch(rows)
-        if flight is not None:
-            self._land(flight, result)
-        if launch_error is not None:
-            self._fail([row for row in rows if row.request.phase is not Phase.FINISHED], launch_error, result)
-        return result
-
-    def _step_alone(self) -> StepResult:
-        if self._flight is None:
+        """Launch the next step and land the previous one, whose result is returned."""
+        alone = self._drafts or any(needs_host(request) for request in self.scheduler.requests())
+        if alone and self._in_flight is None:
             return super().step()
-        flight, self._flight = self._flight, None
-        result = StepResult(step=flight.step, rows=0)
-        self._land(flight, result)
+        previous, self._in_flight = self._in_flight, None
+        rows: list[ScheduledRow] = []
+        if not alone:
+            self.expire_pins()
+            rows = self.scheduler.schedule()
+        result = StepResult(step=previous.step if previous else self._steps, rows=len(rows))
+        launch_error = self._try_launch(rows) if rows else None
+        if previous is not None:
+            self._land(previous, result)
+        if launch_error is not None:
+            self._fail(rows, launch_error, result)
         return result
 
     def _try_launch(self, rows: list[ScheduledRow]) -> Exception | None:
-        """Launch rows if there are any; what went wrong."""
-        if not rows:
-            return None
+        """Launch these rows; returns the error if that failed."""
         self._steps += 1
         started = self._clock()
-        wanted = wanted_logits(rows)
+        layout = logits_layout(rows)
         preemptions = [row.request.preemptions for row in rows]
-        plan = self._plan(rows, wanted)
+        plan = self._plan(rows, layout)
         for row in rows:
             self.scheduler.launch(row)
         try:
-            launched = self._launcher.launch(plan)
+            pending = self._launcher.launch(plan)
         except RankLost:
             raise
         except Exception as error:
             return error
-        self._flight = Flight(self._steps, rows, preemptions, wanted, launched, started)
+        self._in_flight = StepInFlight(self._steps, rows, preemptions, layout.samplers, pending, started)
         return None
 
-    def _plan(self, rows: list[ScheduledRow], wanted: Wanted) -> StepPlan:
-        slots, started = self._slots.assign(row.request for row in rows)
-        slot_of = dict(zip((id(row) for row in rows), slots, strict=True))
-        begun = {id(request) for request in started}
+    def _plan(self, rows: list[ScheduledRow], layout: LogitsLayout) -> StepPlan:
+        slots, starting = self.slots.assign(row.request for row in rows)
+        slot_of = {id(row.request): slot for row, slot in zip(rows, slots, strict=True)}
         return msgspec.structs.replace(
-            plan_of_step(self._steps, rows, wanted.logits_at),
+            plan_of_step(self._steps, rows, layout.logits_at),
             slots=slots,
-            drawn=[slot_of[id(row)] for row in wanted.samplers],
+            drawn=[slot_of[id(row.request)] for row in layout.samplers],
             fed=[index for index, row in enumerate(rows) if row.end > len(row.request.tokens)],
             started=[
-                _start(slot_of[id(row)], row.request, self._model.vocab_size)
-                for row in rows
-                if id(row.request) in begun
+                SlotStart(
+                    slot=slot_of[id(request)],
+                    prompt_tokens=request.prompt_tokens,
+                    seed=request.sampling.seed,
+                    temperature=request.sampling.temperature,
+                    top_k=min(request.sampling.top_k, self._vocab_size),  # the device has 32 bits for it
+                    top_p=request.sampling.top_p,
+                    min_p=request.sampling.min_p,
+                )
+                for request in starting
             ],
         )
 
-    def _land(self, flight: Flight, result: StepResult) -> None:
-        """Take in a step's tokens. A step that raised ends its own requests."""
+    def _land(self, step: StepInFlight, result: StepResult) -> None:
+        """Process a step's tokens. A step that failed ends its own requests."""
         try:
-            tokens = flight.launched.tokens()
+            tokens = step.pending.tokens()
         except RankLost:
             raise
         except Exception as error:
-            self._fail([row for row in flight.rows if row.request.phase is not Phase.FINISHED], error, result)
+            self._fail(step.rows, error, result)
             return
         self.failures_in_a_row = 0
-        for row, token in zip(flight.wanted.samplers, tokens, strict=True):
-            if token is None:  # before it lands: its blocks are nobody's prefix
-                self._give_up(row.request, result)
-        for row, preemptions in zip(flight.rows, flight.preemptions, strict=True):
+        for row, token in zip(step.samplers, tokens, strict=True):
+            if token is None:  # ended before it lands, so that its blocks become no prefix
+                self._end_non_finite(row.request, result)
+        for row, preemptions in zip(step.rows, step.preemptions, strict=True):
             self.scheduler.land(row, preemptions)
-        for row, token in zip(flight.wanted.samplers, tokens, strict=True):
-            if token is None or row.request.phase is Phase.FINISHED:  # it ended while this row was in flight
-                continue
-            output = self._advance(row.request, [Sampled(token, None)])
-            if output is not None:
-                result.outputs[row.request.key.source].append(output)
+        for row, token in zip(step.samplers, tokens, strict=True):
+            if token is not None and row.request.phase is not RequestPhase.FINISHED:  # else ended in flight
+                self._advance(row.request, [Sampled(token, None)], result)
         now = self._clock()
-        self._measure(flight.rows, now - max(flight.started, self._landed_at))
+        self._measure(step.rows, now - max(step.started, self._landed_at))
         self._landed_at = now
-
-
-def _start(slot: int, request: RequestState, vocab_size: int) -> SlotStart:
-    params = request.sampling
-    return SlotStart(
-        slot=slot,
-        prompt_tokens=request.prompt_tokens,
-        seed=params.seed,
-        temperature=params.temperature,
-        top_k=min(params.top_k, vocab_size),  # the device has 32 bits for it
-        top_p=params.top_p,
-        min_p=params.min_p,
-    )

@@ -1,39 +1,35 @@
-"""Which steps are told to routers and subscribers at once. Pure: it is given the time and sends nothing.
+"""Decides after which steps a load report and events are sent at once. Pure: it is given the time and sends nothing.
 
-The publisher's thread takes the interpreter's lock from the engine's: after each step that cost 0.3 to 1 ms of a
-token's 11 on two cores. A step in which requests only went on decoding is therefore told with a later one, or by a
-heartbeat.
+The publisher's thread competes with the engine's for the interpreter lock: after each step that cost 0.3 to 1 ms of a
+token's 11 on two cores. A step that only decoded is therefore reported with a later one, or with a heartbeat.
 """
 
 from ...events.wire.messages import LoadReport
 
-#: A step that changed nothing but how far requests have decoded waits at most so long.
+#: Longest delay of a report on steps that changed nothing but how far requests have decoded.
 QUIET_S = 0.05
 
 
-class News:
-    """Remembers what was told last."""
+class ReportThrottle:
+    """Compares each load with the last one that was sent."""
 
     def __init__(self) -> None:
-        self._told: LoadReport | None = None
-        self._told_at = 0.0
+        self._sent: tuple[object, ...] | None = None
+        self._sent_at = 0.0
 
-    def worth_telling(self, load: LoadReport, now: float) -> bool:
-        """Whether this load, and the events of the steps since the last one, should go out now (seconds, monotonic)."""
-        if self._told is not None and now - self._told_at < QUIET_S and _gist(load) == _gist(self._told):
+    def due(self, load: LoadReport, now: float) -> bool:
+        """Whether this load, and the events since the last report, should be sent now (seconds, monotonic)."""
+        # What routing depends on, except decoding, which routers predict themselves.
+        state = (
+            load.running,
+            load.waiting,
+            load.queued_prefill_tokens,
+            load.accepted,
+            load.draining,
+            load.pinned_blocks,
+            load.counters.preemptions,
+        )
+        if state == self._sent and now - self._sent_at < QUIET_S:
             return False
-        self._told, self._told_at = load, now
+        self._sent, self._sent_at = state, now
         return True
-
-
-def _gist(load: LoadReport) -> tuple[object, ...]:
-    """What a router's choice depends on, but for decoding, which it foresees by itself."""
-    return (
-        load.running,
-        load.waiting,
-        load.queued_prefill_tokens,
-        load.accepted,
-        load.draining,
-        load.pinned_blocks,
-        load.counters.preemptions,
-    )

@@ -1,27 +1,36 @@
-"""One request inside the engine: its tokens, the names of its blocks, and how far its KV is computed.
+"""One request inside the engine: its tokens, its block hashes, and how much of its KV is computed.
 
-Pure state. Knows no other request, no cache policy, no clock and no sockets.
+Pure state: no other requests, no cache policy, no clock, no sockets. `admit` builds it from a `Generate` message. The
+router validates what clients send; `admit` protects the engine from a router of another version or block size, whose
+hashes would otherwise fail a whole step.
 """
 
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
+from math import isfinite
 from typing import NamedTuple
 
-from ...kvcache.hashing import BlockHash, BlockHasher, token_bytes
+from ...kvcache.hashing import HASH_BYTES, TOKEN_BYTES, BlockHash, BlockHasher, split_hashes, token_array, token_bytes
 from ...kvcache.pool import Block
-from ..messages import Pin, PositionLogprobs, SamplingParams
+from ..errors import InvalidRequest
+from ..messages import Generate, Pin, PositionLogprobs, SamplingParams
+
+#: Most alternatives beside a token's own logprob. OpenAI allows 20 (chat) and 5 (completions).
+MAX_LOGPROBS = 100
+#: Length of a tenant's digest.
+TENANT_BYTES = 16
 
 
 class RequestKey(NamedTuple):
-    """Who sent it (the router's id), and that router's number for it."""
+    """The sender (the router's id), and that router's number for the request."""
 
     source: str
     request_id: int
 
 
-class Phase(Enum):
-    """Where a request is. Waiting and running alternate under preemption; finished is the end."""
+class RequestPhase(Enum):
+    """Waiting and running alternate under preemption; finished is final."""
 
     WAITING = "waiting"  #: holds no blocks
     RUNNING = "running"  #: holds blocks for all its tokens
@@ -30,10 +39,10 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """A request from its admission to its last token. Changed by the scheduler and the engine only."""
+    """A request from its admission to its last token. Only the scheduler and the engine change it."""
 
     key: RequestKey
-    #: Prompt, then what was generated (here or on a replica before this one).
+    #: Prompt, then the generated tokens (from here or from an earlier replica).
     tokens: "array[int]"
     prompt_tokens: int
     #: Parent of the first block.
@@ -42,42 +51,41 @@ class RequestState:
     hashes: list[BlockHash]
     sampling: SamplingParams
     priority: int = 0
-    #: Rises with each request that is added; kept across preemptions, so that a preempted request goes first.
+    #: Order of arrival; kept across preemptions, so that a preempted request goes first.
     arrival: int = 0
-    trace_id: str = ""
-    #: Prefixes of the prompt to keep when it is computed.
+    #: Prefixes of the prompt to keep once it is computed.
     pins: tuple[Pin, ...] = ()
     tokens_per_output: int = 1
-    #: Nobody asked for it: it fills the cache, and is in no count of queries, hits and generated tokens.
+    #: Sent by the router to fill the cache; excluded from the counts of queries, hits and generated tokens.
     warm_up: bool = False
 
-    phase: Phase = Phase.WAITING
+    phase: RequestPhase = RequestPhase.WAITING
     blocks: list[Block] = field(default_factory=list)
-    #: Their ids, as far as `block_table` was asked for: each step tells them all, and they only grow.
-    told_blocks: "array[int]" = field(default_factory=lambda: array("i"))
+    #: Ids of `blocks`, extended by `block_table`: every step sends them all, and they only grow.
+    table: "array[int]" = field(default_factory=lambda: array("i"))
     #: Tokens whose KV is in `blocks`.
     computed: int = 0
     #: Rows that were launched and have not landed; `computed` counts them already, since steps run in order.
     in_flight: int = 0
-    #: Tokens that rows in flight will draw: they have a place and no value yet.
+    #: Tokens that rows in flight will draw: they have a position but no value yet.
     pending: int = 0
-    #: Leading blocks that were announced to the cache (taken from it, or committed to it).
+    #: Leading blocks that the cache knows (taken from it, or committed to it).
     committed_blocks: int = 0
     #: Prompt tokens taken from the cache at the first admission; None before it.
     cached_tokens: int | None = None
-    #: Of `computed`, those that the last admission took from the cache.
+    #: Of `computed`, the tokens that the latest admission took from the cache.
     cached_now: int = 0
-    #: What the cache would give it, as of its arrival: for the load report while it waits.
+    #: Tokens that the cache had on arrival: for the load report while the request waits.
     expected_cached: int = 0
-    #: Free blocks when it last did not fit; None when it was not tried or has run since.
+    #: Free blocks when the request last did not fit; None if it was not tried or has run since.
     refused_at_free: int | None = None
-    #: Whether an output went out already; the first one carries more.
+    #: Whether an output was sent; the first one carries more fields.
     answered: bool = False
-    #: Tokens, and their logprobs if wanted, that no output has told yet.
-    untold: list[int] = field(default_factory=list)
-    untold_logprobs: list[PositionLogprobs] = field(default_factory=list)
+    #: Tokens, and their logprobs if requested, that no output has carried yet.
+    unsent: list[int] = field(default_factory=list)
+    unsent_logprobs: list[PositionLogprobs] = field(default_factory=list)
     preemptions: int = 0
-    #: Collected while the prompt is computed in chunks; None unless asked for.
+    #: Collected while the prompt is computed in chunks; None unless requested.
     prompt_logprobs: list[PositionLogprobs | None] | None = None
 
     def __post_init__(self) -> None:
@@ -86,7 +94,7 @@ class RequestState:
 
     @property
     def urgency(self) -> tuple[int, int]:
-        """Smaller goes first."""
+        """Sort key; the smallest runs first."""
         return self.priority, self.arrival
 
     @property
@@ -95,7 +103,7 @@ class RequestState:
 
     @property
     def generated(self) -> int:
-        """Tokens generated so far, counted over all replicas."""
+        """Tokens generated so far, over all replicas."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
@@ -105,23 +113,23 @@ class RequestState:
 
     @property
     def decoding(self) -> bool:
-        """Only the newest token is to be computed, and something was computed before it."""
+        """Only the newest token is to be computed, and at least one token was computed before it."""
         return self.uncomputed == 1 and self.computed >= self.prompt_tokens
 
     @property
     def may_use_cache(self) -> bool:
-        """Prompt logprobs need the logits of every prompt position, so nothing may be skipped until they are out."""
+        """False until prompt logprobs are sent: they need the logits of every prompt position."""
         return self.sampling.prompt_logprobs is None or self.answered
 
     def block_table(self) -> "array[int]":
-        """Ids of all blocks, in order; to be read only."""
-        table = self.told_blocks
+        """Ids of all blocks, in order. Read-only for the caller."""
+        table = self.table
         if len(table) < len(self.blocks):
             table.extend(block.block_id for block in self.blocks[len(table) :])
         return table
 
     def append(self, token_id: int, hasher: BlockHasher) -> None:
-        """Add a generated token; a block that it fills gets its hash."""
+        """Add a generated token, and the hash of the block that it fills."""
         self.tokens.append(token_id)
         self.pending = max(0, self.pending - 1)
         start = len(self.hashes) * hasher.block_size
@@ -135,24 +143,24 @@ class RequestState:
         return token_bytes(self.tokens[start:stop])
 
     def rewind(self) -> None:
-        """Forget the KV: the blocks were given back."""
+        """Forget the KV after the blocks were released."""
         self.blocks = []
-        self.told_blocks = array("i")
+        self.table = array("i")
         self.computed = 0
         self.committed_blocks = 0
         if self.prompt_logprobs is not None and not self.answered:
             self.prompt_logprobs = [None]
 
     def check(self, block_size: int) -> None:
-        """Assert what always holds between two steps."""
+        """Assert the invariants that hold between two steps."""
         name = f"request {self.key}"
         assert 0 < self.prompt_tokens <= self.num_tokens, f"{name}: prompt {self.prompt_tokens} of {self.num_tokens}"
         full = len(self.tokens) // block_size
         assert len(self.hashes) == full, f"{name}: {len(self.hashes)} hashes for {full} full blocks"
         assert 0 <= self.pending <= self.in_flight, f"{name}: {self.pending} tokens pending of {self.in_flight} rows"
-        told = list(self.told_blocks)
-        assert told == [block.block_id for block in self.blocks[: len(told)]], f"{name}: tells blocks it does not hold"
-        if self.phase is not Phase.RUNNING:
+        table = list(self.table)
+        assert table == [block.block_id for block in self.blocks[: len(table)]], f"{name}: table differs from blocks"
+        if self.phase is not RequestPhase.RUNNING:
             assert not self.blocks, f"{name}: {self.phase.value} with {len(self.blocks)} blocks"
             return
         assert self.computed < self.num_tokens, f"{name}: computed {self.computed} of {self.num_tokens}"
@@ -162,3 +170,64 @@ class RequestState:
         held = self.committed_blocks <= whole if self.in_flight else self.committed_blocks == whole
         assert held, f"{name}: committed {self.committed_blocks} of {whole} whole blocks, {self.in_flight} in flight"
         assert all(block.ref_count > 0 for block in self.blocks), f"{name}: holds a block without a reference"
+
+
+def admit(source: str, request: Generate, vocab_size: int, block_size: int) -> RequestState:
+    """The state of a new request. Raises InvalidRequest, which names the field and its limits."""
+    size = len(request.token_ids)
+    _check(size > 0 and size % TOKEN_BYTES == 0, f"token_ids: {size} bytes are not a whole number of 4-byte ids")
+    tokens = token_array(request.token_ids)
+    _check(0 < request.prompt_tokens <= len(tokens), f"prompt_tokens: {request.prompt_tokens} of {len(tokens)} tokens")
+    highest = max(tokens)
+    _check(highest < vocab_size, f"token_ids: {highest} is not below the vocabulary's {vocab_size}")
+    _check(len(request.root) == HASH_BYTES, f"root: {len(request.root)} bytes instead of {HASH_BYTES}")
+    full, size = len(tokens) // block_size, len(request.block_hashes)
+    _check(
+        size == full * HASH_BYTES,
+        f"block_hashes: {size} bytes for {len(tokens)} tokens, which are {full} full blocks of {block_size}",
+    )
+    _check_sampling(request.sampling, vocab_size)
+    for pin in request.pins:
+        count, prompt = pin.num_tokens, request.prompt_tokens
+        _check(0 < count <= prompt, f"pins: {count} of a prompt of {prompt} tokens")
+        _check(isfinite(pin.ttl_s) and pin.ttl_s > 0, f"pins: a time of {pin.ttl_s} s is not above 0")
+        _check(len(pin.tenant) == TENANT_BYTES, f"pins: tenant of {len(pin.tenant)} bytes instead of {TENANT_BYTES}")
+    generated, most = len(tokens) - request.prompt_tokens, request.sampling.max_tokens
+    _check(generated < most, f"max_tokens: {generated} of {most} were already generated")
+    return RequestState(
+        key=RequestKey(source, request.request_id),
+        tokens=tokens,
+        prompt_tokens=request.prompt_tokens,
+        root=BlockHash(request.root),
+        hashes=split_hashes(request.block_hashes),
+        sampling=request.sampling,
+        priority=request.priority,
+        pins=request.pins,
+        tokens_per_output=request.tokens_per_output,
+        warm_up=request.warm_up,
+    )
+
+
+def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    _check(params.max_tokens >= 1, f"max_tokens: {params.max_tokens} is below 1")
+    _check(0 <= params.min_tokens <= params.max_tokens, f"min_tokens: {params.min_tokens} of {params.max_tokens}")
+    _check(0 <= params.seed < 2**64, f"seed: {params.seed} is not an unsigned 64-bit number")
+    _check(isfinite(params.temperature) and params.temperature >= 0, f"temperature: {params.temperature} is below 0")
+    _check(0 < params.top_p <= 1, f"top_p: {params.top_p} is not above 0 and at most 1")
+    _check(params.top_k >= 0, f"top_k: {params.top_k} is below 0")
+    _check(0 <= params.min_p <= 1, f"min_p: {params.min_p} is not between 0 and 1")
+    _check(isfinite(params.presence_penalty), f"presence_penalty: {params.presence_penalty}")
+    _check(isfinite(params.frequency_penalty), f"frequency_penalty: {params.frequency_penalty}")
+    repetition = params.repetition_penalty
+    _check(isfinite(repetition) and repetition > 0, f"repetition_penalty: {repetition} is not above 0")
+    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        wrong = [token for token in ids if not 0 <= token < vocab_size]
+        _check(not wrong, f"{name}: {wrong[:3]} are not token ids below {vocab_size}")
+    _check(all(map(isfinite, params.logit_bias.values())), "logit_bias: a bias is not finite")
+    for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        _check(count is None or 0 <= count <= MAX_LOGPROBS, f"{name}: {count} is not between 0 and {MAX_LOGPROBS}")
+
+
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise InvalidRequest(message)

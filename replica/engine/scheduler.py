@@ -1,16 +1,18 @@
-"""Which request runs in the next step, with how many tokens, in which blocks. Pure: no torch, no sockets, no clock.
+"""Chooses which requests run in the next step, with how many tokens and in which blocks.
 
-One token budget serves prefill and decode. Decodes come first (one token each), prefills in chunks take the rest, most
-urgent first. A request is admitted when blocks for all its present tokens are free, so only decodes ever ask for more;
-when there are none, the least urgent running request is preempted: its blocks go back (still cached, tail evicted
-first), it waits at the front, and recomputes what the cache no longer gives.
+Pure: no torch, no sockets, no clock.
 
-A request may be asked for several tokens of its answer in one step: drafts that a `Drafter` guesses. They take what is
-left of the budget and of the free blocks when everybody else is served, so that a wrong guess costs nobody his place.
+One token budget serves prefill and decode. Decodes come first (one token each); prefills take the rest in chunks, most
+urgent first. A request is admitted when blocks for all its present tokens are free, so only decodes ask for more. If
+there are none, the least urgent running request is preempted: its blocks are released (still cached, tail evicted
+first), it waits at the front, and recomputes what the cache no longer has.
 
-Nothing deadlocks: the most urgent running request can take every other's blocks, and alone it fits (who never could is
-refused by `add`; pins that then stand in its way are broken). Nothing starves among equals: order is by priority, then
-arrival, and is kept across preemptions.
+A request may compute several tokens of its answer in one step: drafts from a `Drafter`. They use what remains of the
+budget and of the free blocks after all other rows, so a wrong guess delays no other request.
+
+No deadlock: the most urgent running request can take all other blocks, and it fits alone (`add` refuses what could
+never fit; pins in its way are broken). No starvation among equals: the order is by priority, then arrival, and is kept
+across preemptions.
 """
 
 from bisect import insort
@@ -18,24 +20,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from ...events.prefill_cost import PrefillSpan, work_of
+from ...events.load_report import PrefillSpan, work_of
 from ...events.wire.messages import PrefillWork
 from ...kvcache.hashing import BlockHasher
 from ...kvcache.pool import Block
 from ...kvcache.prefix_cache import PrefixCache, PrefixMatch
 from ..errors import PromptTooLong
-from .request import Phase, RequestKey, RequestState
-from .step_plan import BlockCopy
+from .request import RequestKey, RequestPhase, RequestState
+from .step_plan import BlockCopy, PlanRow, StepPlan, plan_of_rows
 
-#: Logits of every position are wanted for prompt logprobs: [chunk, vocab] float32, 156 MB at a vocabulary of 152k.
+#: Prompt logprobs need the logits of every position: [chunk, vocab] float32, 156 MB at a vocabulary of 152k.
 PROMPT_LOGPROBS_CHUNK = 256
 
-#: A request waits while another computes at least so many tokens that it needs, too: together in one step they would be
-#: computed twice. For fewer the wait costs more; a step's fixed cost is about this many tokens on a CPU.
+#: A request waits while another one computes at least this many tokens that it needs, too: in one step they would be
+#: computed twice. For fewer tokens the wait costs more; a step's fixed cost is about this many tokens on a CPU.
 WORTH_WAITING_TOKENS = 128
 
-#: (a request's tokens, at most how many) -> ids of the vocabulary that may come next; () where it has no idea. Its
-#: guesses are checked: tokens are the same whatever it says. Where speculative decoding comes in.
+#: (a request's tokens, maximum count) -> guesses at the next token ids, or (). The sampler checks them, so the tokens
+#: generated do not depend on them. The extension point for speculative decoding.
 Drafter = Callable[[Sequence[int], int], Sequence[int]]
 
 _NO_MATCH = PrefixMatch(blocks=(), tokens=0)
@@ -43,16 +45,16 @@ _by_urgency = attrgetter("urgency")
 
 
 @dataclass(slots=True, frozen=True)
-class Limits:
-    """What one replica takes on."""
+class SchedulerLimits:
+    """The bounds of one replica's steps and requests."""
 
     max_running_requests: int
     max_batched_tokens: int
     #: Longest prompt plus answer; never more than the pool holds.
     max_model_len: int
     worth_waiting_tokens: int = WORTH_WAITING_TOKENS
-    #: Prompt tokens after which a step takes no further prompt: so many keep the processor busy, and sharing the step
-    #: would only delay the first tokens of all in it. None: the budget alone bounds a step.
+    #: Prompt tokens after which a step takes no further prompt: this many keep the processor busy, and sharing the step
+    #: would only delay all first tokens in it. None: only the budget bounds a step.
     prefill_step_tokens: int | None = None
 
     @property
@@ -63,14 +65,14 @@ class Limits:
 
 @dataclass(slots=True, frozen=True)
 class ScheduledRow:
-    """One request's share of a step: tokens `start` up to `start + count`, and drafts of those that follow."""
+    """One request's share of a step: tokens `start` up to `start + count`, and drafts of the next ones."""
 
     request: RequestState
     start: int
     count: int
-    #: To be done before this step writes any KV: until then the source holds what was matched, whosever it is by now.
+    #: Done before this step writes any KV: until then the source holds what was matched, whoever owns it by now.
     copy: BlockCopy | None = None
-    #: Guesses at the next tokens, of a row that samples: after each of them a token is drawn, too.
+    #: Guesses at the next tokens of a row that samples: a token is drawn after each of them, too.
     drafts: tuple[int, ...] = ()
 
     @property
@@ -79,22 +81,65 @@ class ScheduledRow:
 
     @property
     def width(self) -> int:
-        """Tokens that the step computes for it."""
+        """Tokens that the step computes for this row."""
         return self.count + len(self.drafts)
 
     @property
     def samples(self) -> bool:
-        """The step reaches the request's newest token, so the next one can be drawn."""
+        """Whether the step reaches the request's newest token, so that the next one can be drawn."""
         return self.end == self.request.num_tokens
 
     @property
     def decodes(self) -> bool:
         return self.count == 1 and self.start >= self.request.prompt_tokens
 
+    def token_ids(self) -> Sequence[int]:
+        """Tokens and drafts to compute; 0 in place of a token that a step in flight is drawing."""
+        tokens = self.request.tokens[self.start : self.end]
+        if self.drafts:
+            return [*tokens, *self.drafts]
+        return tokens if len(tokens) == self.count else [*tokens, 0]
+
 
 @dataclass(slots=True, frozen=True)
-class Backlog:
-    """What is still to be done, for the load report."""
+class LogitsLayout:
+    """Whose logits a step returns: one and one a draft for each sampling row, then those for prompt logprobs."""
+
+    samplers: list[ScheduledRow]
+    prompts: list[tuple[ScheduledRow, Sequence[int]]]  #: with the positions whose logits are needed
+    logits_at: list[int]  #: flat token indexes
+
+
+def logits_layout(rows: Sequence[ScheduledRow]) -> LogitsLayout:
+    """The logits that these rows need."""
+    samplers: list[ScheduledRow] = []
+    prompts: list[tuple[ScheduledRow, Sequence[int]]] = []
+    sample_at: list[int] = []
+    prompt_at: list[int] = []
+    first = 0
+    for row in rows:
+        if row.samples:
+            samplers.append(row)
+            sample_at += range(first + row.count - 1, first + row.width)
+        if not row.request.may_use_cache:
+            # The position before each prompt token gives that token's logprob.
+            positions = range(row.start, min(row.end, row.request.prompt_tokens - 1))
+            if positions:
+                prompts.append((row, positions))
+                prompt_at += [first + position - row.start for position in positions]
+        first += row.width
+    return LogitsLayout(samplers, prompts, sample_at + prompt_at)
+
+
+def plan_of_step(step: int, rows: Sequence[ScheduledRow], logits_at: Sequence[int]) -> StepPlan:
+    """The plan that all ranks run."""
+    plan_rows = [PlanRow(row.token_ids(), row.start, row.request.block_table()) for row in rows]
+    return plan_of_rows(step, plan_rows, logits_at, [row.copy for row in rows if row.copy is not None])
+
+
+@dataclass(slots=True, frozen=True)
+class SchedulerBacklog:
+    """The remaining work, for the load report."""
 
     running: int
     waiting: int
@@ -103,9 +148,11 @@ class Backlog:
 
 
 class Scheduler:
-    """The waiting and the running requests of one replica, and the blocks of the latter."""
+    """The waiting and running requests of one replica, and the blocks of the running ones."""
 
-    def __init__(self, limits: Limits, cache: PrefixCache, hasher: BlockHasher, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, cache: PrefixCache, hasher: BlockHasher, drafter: Drafter | None = None
+    ) -> None:
         capacity = cache.free_blocks * hasher.block_size
         assert limits.max_model_len <= capacity, f"max_model_len {limits.max_model_len}, pool of {capacity} tokens"
         self.limits = limits
@@ -125,14 +172,14 @@ class Scheduler:
         return len(self._requests)
 
     def requests(self) -> Iterator[RequestState]:
-        """All that are alive, oldest first."""
+        """All unfinished requests, oldest first."""
         return iter(self._requests.values())
 
     def get(self, key: RequestKey) -> RequestState | None:
         return self._requests.get(key)
 
     def add(self, request: RequestState) -> None:
-        """Queue a request. Raises PromptTooLong for one that could never run."""
+        """Queue a request. Raises PromptTooLong if it could never run."""
         if request.num_tokens >= self.limits.max_model_len:
             raise PromptTooLong(
                 f"{request.num_tokens} tokens leave no room for an answer: the limit is {self.limits.max_model_len} "
@@ -152,7 +199,7 @@ class Scheduler:
         """
         rows = self._schedule_decodes()
         budget = self.limits.max_batched_tokens - len(rows)
-        # What is left of the budget when prompts fill the step.
+        # What remains of the budget when the prompts of a step are enough.
         enough = max(0, budget - (self.limits.prefill_step_tokens or budget))
         for request in self._running:
             if not request.decoding and budget > enough:
@@ -162,16 +209,16 @@ class Scheduler:
         return rows if self._drafter is None else self._with_drafts(rows, self._drafter)
 
     def complete(self, row: ScheduledRow) -> None:
-        """The KV of this row is there now: full blocks become known to the cache. A finished request is passed over."""
+        """The KV of this row is computed: commit full blocks to the cache. Ignores a request that has finished."""
         request = row.request
-        if request.phase is not Phase.RUNNING:
+        if request.phase is not RequestPhase.RUNNING:
             return
         assert request.computed == row.start, f"request {request.key}: at {request.computed}, row from {row.start}"
         request.computed = row.end
         self._commit(request, row.end)
 
     def launch(self, row: ScheduledRow) -> None:
-        """The row runs on the device now: later rows may build on its KV and on the token that it draws."""
+        """The device runs this row now: later rows may use its KV and the token that it draws."""
         request = row.request
         assert request.computed == row.start, f"request {request.key}: at {request.computed}, row from {row.start}"
         request.pending += row.samples
@@ -179,24 +226,20 @@ class Scheduler:
         request.computed = row.end
 
     def land(self, row: ScheduledRow, preemptions: int) -> None:
-        """A launched row has run; `preemptions`: the request's when it was launched, since which its KV may be gone."""
+        """A launched row has run. `preemptions`: the request's at launch; if it has more now, its KV may be lost."""
         request = row.request
         request.in_flight -= 1
-        if request.phase is Phase.RUNNING and request.preemptions == preemptions:
+        if request.phase is RequestPhase.RUNNING and request.preemptions == preemptions:
             self._commit(request, row.end)
 
-    def append(self, request: RequestState, token_id: int) -> None:
-        """Add a token drawn for a running request."""
-        request.append(token_id, self._hasher)
-
     def accept(self, request: RequestState) -> None:
-        """The newest token was drafted rightly: its KV is there, after that of all before it."""
+        """The newest token matched its draft, so that its KV is computed already."""
         assert request.uncomputed == 1, f"request {request.key}: a draft accepted {request.uncomputed} tokens ahead"
         request.computed += 1
         self._commit(request, request.computed)
 
     def pin(self, request: RequestState, now: float) -> int:
-        """Keep what a running request asked for, its prompt being computed. How many tokens of it are pinned now."""
+        """Pin the prefixes that a running request asked for, once its prompt is computed. Returns tokens pinned."""
         size = self._hasher.block_size
         kept = [
             self._cache.pin(pin.tenant, request.blocks[: pin.num_tokens // size], now + pin.ttl_s)
@@ -205,19 +248,19 @@ class Scheduler:
         return max((blocks or 0 for blocks in kept), default=0) * size
 
     def finish(self, request: RequestState) -> None:
-        """End a request, wherever it is, and free its blocks."""
+        """End a request in any phase, and free its blocks."""
         if self._requests.pop(request.key, None) is None:
             return
         self._leave(request)
-        request.phase = Phase.FINISHED
+        request.phase = RequestPhase.FINISHED
 
-    def backlog(self) -> Backlog:
-        """Sums over all requests; a waiting one counts what the cache did not have when it came."""
+    def backlog(self) -> SchedulerBacklog:
+        """Sums over all requests; for a waiting one, the tokens that the cache did not have on its arrival."""
         decoding = [request for request in self._running if request.decoding]
         prefilling = [request for request in self._running if not request.decoding]
         spans = [PrefillSpan(each.cached_now, each.computed, each.num_tokens) for each in prefilling]
         spans += [PrefillSpan(each.expected_cached, each.expected_cached, each.num_tokens) for each in self._waiting]
-        return Backlog(
+        return SchedulerBacklog(
             running=len(self._running),
             waiting=len(self._waiting),
             queued_prefill=work_of(spans),
@@ -225,36 +268,37 @@ class Scheduler:
         )
 
     def check(self) -> None:
-        """Assert what always holds between two steps."""
+        """Assert the invariants that hold between two steps."""
         self._cache.check()
         lists = self._waiting + self._running
         assert sorted(map(id, lists)) == sorted(map(id, self._requests.values())), "a request is in no list, or in two"
-        for phase, members in ((Phase.WAITING, self._waiting), (Phase.RUNNING, self._running)):
-            assert all(request.phase is phase for request in members), f"a request in the {phase.value} list is not"
-            assert members == sorted(members, key=_by_urgency), f"{phase.value} requests out of order"
+        for phase, requests in ((RequestPhase.WAITING, self._waiting), (RequestPhase.RUNNING, self._running)):
+            assert all(request.phase is phase for request in requests), f"another phase in the {phase.value} list"
+            assert requests == sorted(requests, key=_by_urgency), f"{phase.value} requests out of order"
         for request in lists:
             request.check(self._hasher.block_size)
         assert len(self._running) <= self.limits.running, f"{len(self._running)} running of {self.limits.running}"
-        self._check_blocks()
-
-    def _check_blocks(self) -> None:
         held = {block.block_id for request in self._running for block in request.blocks}
         free = self._cache.free_blocks + self._cache.pinned_idle_blocks
         assert len(held) + free == self._capacity_blocks, f"{len(held)} held + {free} free != {self._capacity_blocks}"
 
     def _schedule_decodes(self) -> list[ScheduledRow]:
-        """One token for each request that decodes, after making room for its KV, if need be at others' expense."""
-        rows = [
-            ScheduledRow(request, request.computed, 1)
-            for request in tuple(self._running)  # which `_make_room` shortens from its end
-            if request.phase is Phase.RUNNING and self._goes_on(request) and self._make_room(request)
-        ]
-        # Victims are less urgent than the one that needs room, so none of them has a row yet.
-        assert all(row.request.phase is Phase.RUNNING for row in rows), "a preempted request was scheduled"
+        """One token for each decoding request; preempts others if there is no block for it."""
+        rows: list[ScheduledRow] = []
+        for request in tuple(self._running):  # which `_make_room` shortens from its end
+            if request.phase is not RequestPhase.RUNNING or not request.decoding:
+                continue
+            # With all tokens in flight drawn, there must still be one to draw.
+            drawn = request.generated + request.pending
+            unfinished = drawn < request.sampling.max_tokens and request.num_tokens < self.limits.max_model_len
+            if unfinished and self._make_room(request):
+                rows.append(ScheduledRow(request, request.computed, 1))
+        # Victims are less urgent than the request that needs room, so none of them has a row yet.
+        assert all(row.request.phase is RequestPhase.RUNNING for row in rows), "a preempted request was scheduled"
         return rows
 
     def _with_drafts(self, rows: list[ScheduledRow], drafter: Drafter) -> list[ScheduledRow]:
-        """The same rows; those that decode may ask for more tokens than one, and then stand behind those of one."""
+        """The rows with drafts added to decodes; rows of one token come first."""
         spare = self.limits.max_batched_tokens - sum(row.count for row in rows)
         single: list[ScheduledRow] = []
         wide: list[ScheduledRow] = []
@@ -265,7 +309,7 @@ class Scheduler:
         return [*single, *wide]
 
     def _drafts(self, request: RequestState, spare: int, drafter: Drafter) -> tuple[int, ...]:
-        """Guesses for as many tokens as it may still get before its last one, there is budget for, and room."""
+        """Guesses at tokens before the request's last one, within the budget and the free blocks."""
         places = self.limits.max_model_len - request.num_tokens - 1
         most = min(spare, places, request.sampling.max_tokens - request.generated - 1)
         if most <= 0:
@@ -276,15 +320,8 @@ class Scheduler:
             request.blocks += self._cache.allocate(missing) or ()
         return drafts[: len(request.blocks) * self._hasher.block_size - request.num_tokens]
 
-    def _goes_on(self, request: RequestState) -> bool:
-        """Whether it decodes and, if all tokens in flight are drawn, still has one to draw."""
-        drawn = request.generated + request.pending
-        return (
-            request.decoding and drawn < request.sampling.max_tokens and request.num_tokens < self.limits.max_model_len
-        )
-
     def _make_room(self, request: RequestState) -> bool:
-        """See to a block for the newest token; False when the request itself was the one to be preempted."""
+        """Provide a block for the newest token; False when the request itself had to be preempted."""
         while self._missing_blocks(request) > 0:
             blocks = self._cache.allocate(self._missing_blocks(request))
             if blocks is not None:
@@ -293,40 +330,48 @@ class Scheduler:
             if len(self._running) == 1 and self._cache.break_pin():
                 continue
             victim = self._running[-1]
-            self._preempt(victim)
+            self.preemptions += 1
+            victim.preemptions += 1
+            self._leave(victim)
+            victim.phase = RequestPhase.WAITING
+            victim.expected_cached = self._match(victim).tokens
+            insort(self._waiting, victim, key=_by_urgency)
             if victim is request:
                 return False
         return True
 
     def _missing_blocks(self, request: RequestState, more: int = 0) -> int:
-        """Below 0 where drafts were given room that nothing has filled."""
+        """Negative if blocks were allocated for drafts that were rejected."""
         return -(-(request.num_tokens + more) // self._hasher.block_size) - len(request.blocks)
 
     def _admit(self, budget: int, enough: int) -> Iterable[ScheduledRow]:
-        """Start waiting requests in order; the first that does not fit holds up those behind it, or it would starve.
+        """Start waiting requests in order; one that does not fit blocks those behind it, or it would starve.
 
-        One whose prefix is being computed is passed over: it holds up nobody, and soon finds its blocks.
+        A request whose prefix is being computed is skipped: it blocks no other and soon finds its blocks.
         """
-        passed = 0
-        while budget > enough and passed < len(self._waiting) and len(self._running) + passed < self.limits.running:
-            request = self._waiting[passed]
-            if request.in_flight or self._hopeless(request):  # in flight: its newest token is not known yet
+        skipped = 0
+        while budget > enough and skipped < len(self._waiting) and len(self._running) + skipped < self.limits.running:
+            request = self._waiting[skipped]
+            if request.in_flight:  # its newest token is not known yet
                 return
+            tried = request.refused_at_free
+            if tried is not None and self._cache.free_blocks <= tried and self._running:
+                return  # no more room than last time: saves a look-up of a long prompt in every step
             match = self._match(request)
             if self._is_being_computed(request, match):
-                passed += 1
+                skipped += 1
                 continue
-            if not self._start(request, match):
+            row = self._start(request, match, budget)
+            if row is None:
                 return
-            row = self._row(request, budget, _copy_for(request, match))
             budget -= row.count
             yield row
 
     def _is_being_computed(self, request: RequestState, match: PrefixMatch) -> bool:
-        """A running request is about to compute what this one lacks, and enough of it to be worth a wait.
+        """Whether a running request is about to compute a long enough part of what this one lacks.
 
-        Or computes it in a step that is in flight; it then may decode already. Whoever is admitted comes after all rows
-        of running requests, so the one that is waited for goes on in every step.
+        Or computes it in a step in flight, and may then be decoding already. New requests come after all rows of
+        running ones, so the one that is waited for advances in every step.
         """
         if not self._cache.enabled or not request.may_use_cache:
             return False
@@ -334,25 +379,23 @@ class Scheduler:
         last = first + self._worth_waiting_blocks - 1
         if last >= len(request.hashes):
             return False
-        name = request.hashes[last]  # which names all before it, too
+        wanted = request.hashes[last]  # a block's hash covers all blocks before it
         return any(
-            other.committed_blocks == first and last < len(other.hashes) and other.hashes[last] == name
+            other.committed_blocks == first and last < len(other.hashes) and other.hashes[last] == wanted
             for other in self._running
             if other.in_flight or not other.decoding
         )
 
-    def _hopeless(self, request: RequestState) -> bool:
-        """No more room than at the last try: spares a look-up of a long prompt in every step that it waits."""
-        tried = request.refused_at_free
-        return tried is not None and self._cache.free_blocks <= tried and bool(self._running)
-
-    def _start(self, request: RequestState, match: PrefixMatch) -> bool:
-        """Give it what the cache has and blocks for the rest; False: there is no room."""
+    def _start(self, request: RequestState, match: PrefixMatch, budget: int) -> ScheduledRow | None:
+        """Give a waiting request what the cache has, and blocks for the rest; None when there is no room."""
         needed = -(-request.num_tokens // self._hasher.block_size) - len(match.blocks)
-        blocks = self._acquire(match, needed)
+        blocks: list[Block] | None = self._cache.acquire(match, needed)
+        # When nothing runs that would free blocks, pins end before their time.
+        while blocks is None and not self._running and self._cache.break_pin():
+            blocks = self._cache.acquire(match, needed)
         if blocks is None:
             request.refused_at_free = self._cache.free_blocks
-            return False
+            return None
         request.refused_at_free = None
         request.blocks = blocks
         request.computed = request.cached_now = match.tokens
@@ -360,16 +403,14 @@ class Scheduler:
         if request.cached_tokens is None:
             request.cached_tokens = min(match.tokens, request.prompt_tokens)
         self._waiting.remove(request)
-        request.phase = Phase.RUNNING
+        request.phase = RequestPhase.RUNNING
         insort(self._running, request, key=_by_urgency)
-        return True
-
-    def _acquire(self, match: PrefixMatch, needed: int) -> list[Block] | None:
-        """Blocks for a request; when nothing runs whose end would give room, pins end before their time."""
-        blocks = self._cache.acquire(match, needed)
-        while blocks is None and not self._running and self._cache.break_pin():
-            blocks = self._cache.acquire(match, needed)
-        return blocks
+        copy = None
+        if match.partial is not None:
+            source, target = match.partial.source, blocks[len(match.blocks)]
+            if source is not target:  # the cache may hand out the source itself, which needs no copy
+                copy = BlockCopy(source.block_id, target.block_id, match.partial.tokens)
+        return self._row(request, budget, copy)
 
     def _match(self, request: RequestState) -> PrefixMatch:
         if not request.may_use_cache:
@@ -384,35 +425,18 @@ class Scheduler:
             count = min(count, PROMPT_LOGPROBS_CHUNK)
         return ScheduledRow(request, request.computed, count, copy)
 
-    def _preempt(self, request: RequestState) -> None:
-        self.preemptions += 1
-        request.preemptions += 1
-        self._leave(request)
-        request.phase = Phase.WAITING
-        request.expected_cached = self._match(request).tokens
-        insort(self._waiting, request, key=_by_urgency)
-
     def _leave(self, request: RequestState) -> None:
-        """Take a request off its list; its blocks go back."""
-        members = self._running if request.phase is Phase.RUNNING else self._waiting
-        members.remove(request)
+        """Remove a request from its list and release its blocks."""
+        (self._running if request.phase is RequestPhase.RUNNING else self._waiting).remove(request)
         self._cache.release(request.blocks)
         request.rewind()
 
     def _commit(self, request: RequestState, computed: int) -> None:
-        start, full = request.committed_blocks, computed // self._hasher.block_size
+        size = self._hasher.block_size
+        start, full = request.committed_blocks, computed // size
         if full <= start:
             return
-        size = self._hasher.block_size
         parent = request.hashes[start - 1] if start else request.root
         tokens = request.token_bytes(start * size, full * size)
         self._cache.commit(request.blocks[start:full], start, parent, request.hashes[start:full], tokens)
         request.committed_blocks = full
-
-
-def _copy_for(request: RequestState, match: PrefixMatch) -> BlockCopy | None:
-    """What a request that just started needs copied. A source that became its own target has it already."""
-    if match.partial is None:
-        return None
-    source, target = match.partial.source, request.blocks[len(match.blocks)]
-    return BlockCopy(source.block_id, target.block_id, match.partial.tokens) if source is not target else None

@@ -1,7 +1,7 @@
-"""What one engine step runs: rows of tokens, where their KV goes, whose logits are wanted.
+"""What one engine step runs: rows of tokens, where their KV goes, which logits are returned.
 
-Rank 0 makes a `StepPlan` and sends it to all ranks; each rank lays out the same `RaggedBatch` from it. Pure numpy:
-knows no torch, no sockets and nothing of requests. All rows are joined along one token axis, without padding.
+Rank 0 makes a `StepPlan` and sends it to all ranks; each rank lays out the same `RaggedBatch` from it. Pure numpy: no
+torch, no sockets, no requests. All rows are joined along one token axis, without padding.
 """
 
 from array import array
@@ -20,15 +20,15 @@ Int32s = npt.NDArray[np.int32]
 
 
 class PlanRow(NamedTuple):
-    """One request's share of a step: compute `token_ids`, the first of which stands at position `start`."""
+    """One request's share of a step: compute `token_ids`, the first of which is at position `start`."""
 
     token_ids: Sequence[int]
     start: int
-    block_table: Sequence[int]  #: from position 0 on, at least as far as this step's last token; best an array("i")
+    block_table: Sequence[int]  #: from position 0 to at least this step's last token; fastest as an array("i")
 
 
 class BlockCopy(NamedTuple):
-    """The KV of the first `tokens` tokens of block `source` is put into block `target`, at the same offsets."""
+    """Copy the KV of the first `tokens` tokens of block `source` to block `target`, at the same offsets."""
 
     source: int
     target: int
@@ -36,7 +36,7 @@ class BlockCopy(NamedTuple):
 
 
 class SlotStart(NamedTuple):
-    """A request takes a slot of the device's table: all that its sampling needs beyond its length."""
+    """A request gets a slot of the device's table; the fields are what its sampling needs besides its length."""
 
     slot: int
     prompt_tokens: int
@@ -48,23 +48,23 @@ class SlotStart(NamedTuple):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 tells all ranks about one step; one msgpack message. `check` says what always holds."""
+    """One step as rank 0 sends it to all ranks, in one msgpack message. `check` states its invariants."""
 
     step: int
     token_ids: bytes  #: uint32 LE, all rows joined
     q_lens: list[int]  #: tokens to compute per row, each at least 1
     starts: list[int]  #: position of each row's first token of this step
-    block_tables: list[bytes]  #: int32 LE: a row has hundreds of blocks, and each step tells them all
-    logits_at: list[int]  #: flat token indexes whose logits are wanted, in order
-    #: Done before the forward; all are read before the first is written, as one's target may be another's source.
+    block_tables: list[bytes]  #: int32 LE: a row has hundreds of blocks, and each step sends them all
+    logits_at: list[int]  #: flat token indexes whose logits are returned, in order
+    #: Done before the forward pass; all are read before any is written, as one's target may be another's source.
     copies: list[BlockCopy] = []
-    #: Each row's slot in the device's table of requests (resident/table.py); empty where there is no table.
+    #: Each row's slot in the device's request table (execute/request_table.py); empty without a table.
     slots: list[int] = []
-    #: Slots whose next token is drawn on the device; their logits are the first of `logits_at`.
+    #: Slots whose next token the device draws; their logits are the first of `logits_at`.
     drawn: list[int] = []
-    #: Rows whose last token is the one that the device drew last for their slot.
+    #: Rows whose last token is the latest one that the device drew for their slot.
     fed: list[int] = []
-    #: Slots that belong to another request from this step on.
+    #: Slots that get a new request with this step.
     started: list[SlotStart] = []
 
     def check(self) -> None:
@@ -82,7 +82,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 def plan_of_rows(
     step: int, rows: Sequence[PlanRow], logits_at: Sequence[int] | None = None, copies: Sequence[BlockCopy] = ()
 ) -> StepPlan:
-    """Join rows into a plan. Without `logits_at` the logits of each row's last token are wanted."""
+    """Join rows into a plan. Without `logits_at` it returns the logits of each row's last token."""
     q_lens = [len(row.token_ids) for row in rows]
     if logits_at is None:
         logits_at = [int(end) - 1 for end in np.cumsum(q_lens)]
@@ -91,15 +91,10 @@ def plan_of_rows(
         token_ids=b"".join([token_bytes(row.token_ids) for row in rows]),
         q_lens=q_lens,
         starts=[row.start for row in rows],
-        block_tables=[_table_bytes(row.block_table) for row in rows],
+        block_tables=[(table if isinstance(table, array) else array("i", table)).tobytes() for _, _, table in rows],
         logits_at=list(logits_at),
         copies=list(copies),
     )
-
-
-def _table_bytes(table: Sequence[int]) -> bytes:
-    ids = table if isinstance(table, array) else array("i", table)
-    return ids.tobytes()
 
 
 def block_ids(table: bytes) -> Int32s:
@@ -115,20 +110,28 @@ class RaggedBatch:
     positions: Int64s  #: [T]
     slots: Int64s  #: [T] block * block_size + offset: where each token's KV is written
     q_lens: list[int]  #: [N]
-    kv_lens: list[int]  #: [N] tokens a row's last token sees, itself included
+    kv_lens: list[int]  #: [N] tokens that a row's last token attends to, itself included
     block_tables: Int32s  #: [N, longest], cut to the blocks in use, padded with the null block 0
     logits_at: Int64s  #: [L]
-    copied_slots: Int64s  #: [2, C] from where to where KV is copied before anything is written
+    copied_slots: Int64s  #: [2, C] sources and targets of the KV copied before anything is written
 
 
 def lay_out(plan: StepPlan, block_size: int) -> RaggedBatch:
-    """The batch that a plan describes. Asserts that each row's block table covers its tokens."""
+    """The arrays of a plan. Asserts that each row's block table covers its tokens."""
     plan.check()
     q_lens = np.asarray(plan.q_lens, dtype=np.int64)
     starts = np.asarray(plan.starts, dtype=np.int64)
     kv_lens = starts + q_lens
-    tables = _padded_tables(plan.block_tables, [int(-(-length // block_size)) for length in kv_lens])
-    row_of, positions = _tokens(q_lens, starts)
+    used = (-(-kv_lens // block_size)).tolist()
+    tables = np.zeros((len(used), max(used, default=0)), dtype=np.int32)
+    for row, (table, count) in enumerate(zip(plan.block_tables, used, strict=True)):
+        ids = block_ids(table)
+        assert count <= len(ids), f"row {row} needs {count} blocks, its table has {len(ids)}"
+        tables[row, :count] = ids[:count]
+    row_of, positions = np.arange(len(used)), starts
+    if not (q_lens == 1).all():  # which it is in most steps
+        row_of, first = np.repeat(row_of, q_lens), np.repeat(np.cumsum(q_lens) - q_lens, q_lens)
+        positions = np.arange(len(row_of)) - first + starts[row_of]
     blocks = tables[row_of, positions // block_size].astype(np.int64)
     return RaggedBatch(
         token_ids=np.frombuffer(plan.token_ids, dtype="<u4").astype(np.int64),
@@ -142,28 +145,9 @@ def lay_out(plan: StepPlan, block_size: int) -> RaggedBatch:
     )
 
 
-def _tokens(q_lens: Int64s, starts: Int64s) -> tuple[Int64s, Int64s]:
-    """The row and the position of each token."""
-    rows = np.arange(len(q_lens))
-    if (q_lens == 1).all():  # most steps
-        return rows, starts
-    row_of, first = np.repeat(rows, q_lens), np.repeat(np.cumsum(q_lens) - q_lens, q_lens)
-    return row_of, np.arange(len(row_of)) - first + starts[row_of]
-
-
 def _copied_slots(copies: Sequence[BlockCopy], block_size: int) -> Int64s:
     assert all(copy.tokens < block_size for copy in copies), (copies, block_size)
     blocks = np.asarray([(copy.source, copy.target) for copy in copies], dtype=np.int64).reshape(-1, 2).T
     counts = [copy.tokens for copy in copies]
     offsets = np.fromiter((offset for count in counts for offset in range(count)), dtype=np.int64, count=sum(counts))
     return np.repeat(blocks * block_size, counts, axis=1) + offsets
-
-
-def _padded_tables(tables: Sequence[bytes], used: Sequence[int]) -> Int32s:
-    """Block tables as one array, each cut to the number of blocks it uses."""
-    padded = np.zeros((len(tables), max(used, default=0)), dtype=np.int32)
-    for row, (table, count) in enumerate(zip(tables, used, strict=True)):
-        ids = block_ids(table)
-        assert count <= len(ids), f"row {row} needs {count} blocks, its table has {len(ids)}"
-        padded[row, :count] = ids[:count]
-    return padded

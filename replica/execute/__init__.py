@@ -1,4 +1,4 @@
-"""Runs step plans on a device: the model runner, device-resident request state, captured steps.
+"""Runs step plans on a device: the model runners, request state on the device, captured steps.
 
-Imported by `parallel` and `server`. Must not know requests' owners, sockets or scheduling.
+Imported by `parallel` and `server`. Must not know the sources of requests, sockets or scheduling.
 """

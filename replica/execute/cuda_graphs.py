@@ -1,77 +1,61 @@
-"""Whole decode steps as CUDA graphs, one per padded batch size; on other devices the same steps are simply called.
+"""Whole decode steps as CUDA graphs, one per padded batch size; other devices call the same steps.
 
-A captured step is a function without arguments whose tensors keep their addresses: what it reads is written before it
-is replayed. Which size a batch gets is pure.
+A captured step is a function without arguments whose tensors keep their addresses: its inputs are written before it is
+replayed. Which size a batch gets is pure.
 """
 
 import gc
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 
 def graph_sizes(most: int) -> list[int]:
-    """Batch sizes to capture: close together where a padding row costs most in proportion."""
+    """Batch sizes to capture: closest where a padding row costs most in proportion."""
     sizes = [1, 2, 4, *range(8, min(most, 64), 8), *range(64, most, 16), most]
     return sorted({size for size in sizes if size <= most})
 
 
 def padded_size(rows: int, sizes: Sequence[int]) -> int | None:
-    """The least captured size that holds so many rows; None: there is none."""
+    """The least captured size for this many rows, if any."""
     place = bisect_left(sizes, rows)
     return sizes[place] if place < len(sizes) else None
 
 
 class NotCaptured(Exception):  # noqa: N818
-    """A step does what a graph cannot hold, such as reading a value back; the message is the device's."""
+    """A step does what a graph cannot hold, such as reading a value back. The message is the device's."""
 
 
-class Graphs(Protocol):
-    """Captured steps by batch size."""
-
-    def capture(self, size: int, run: Callable[[], None]) -> None:
-        """Keep `run` for replays. It may be called several times now, on whatever its tensors hold.
-
-        Raises NotCaptured.
-        """
-        ...
-
-    def replay(self, size: int) -> None:
-        """Run it again on what its tensors hold now."""
-        ...
-
-    def clear(self) -> None:
-        """Forget all, and give back what they keep."""
-        ...
-
-
-class EagerGraphs:
-    """Replays by calling."""
+class EagerSteps:
+    """Decode steps by batch size, replayed by calling them."""
 
     def __init__(self) -> None:
-        self._runs: dict[int, Callable[[], None]] = {}
+        self._replays: dict[int, Callable[[], None]] = {}
 
     def capture(self, size: int, run: Callable[[], None]) -> None:
-        self._runs[size] = run
+        """Keep `run` for replays; may call it several times now, on any contents. Raises NotCaptured."""
+        self._replays[size] = run
 
     def replay(self, size: int) -> None:
-        self._runs[size]()
+        """Run the step of this size on the present contents of its tensors."""
+        self._replays[size]()
 
     def clear(self) -> None:
-        self._runs.clear()
+        """Free all captured steps and their memory."""
+        self._replays.clear()
 
 
-class CudaGraphs:
-    """Replays CUDA graphs that share one memory pool. Not run on a GPU yet."""
+class CudaGraphs(EagerSteps):
+    """Decode steps as CUDA graphs that share one memory pool. Not run on a GPU yet."""
 
     def __init__(self) -> None:
-        self._graphs: dict[int, Any] = {}
+        super().__init__()
         self._pool: Any = None
 
     def capture(self, size: int, run: Callable[[], None]) -> None:
-        """Run twice beside the main stream, so that libraries and kernels are loaded and compiled, then capture."""
+        """Run twice on another stream to load and compile all libraries and kernels, then capture."""
         stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -89,19 +73,11 @@ class CudaGraphs:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            torch.cuda.set_stream(current)  # a capture that cannot be ended leaves its own in place
+            torch.cuda.set_stream(current)  # a failed capture leaves its own stream current
             raise NotCaptured(f"{type(error).__name__}: {error}") from error
         self._pool = graph.pool()
-        self._graphs[size] = graph
-
-    def replay(self, size: int) -> None:
-        self._graphs[size].replay()
+        self._replays[size] = graph.replay
 
     def clear(self) -> None:
-        self._graphs.clear()
+        super().clear()
         self._pool = None
-
-
-def graphs_for(device: torch.device) -> Graphs:
-    """CUDA graphs on CUDA."""
-    return CudaGraphs() if device.type == "cuda" else EagerGraphs()

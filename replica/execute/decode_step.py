@@ -1,7 +1,7 @@
 """One decode step from the request table and back into it: embedding, layers, sampler, write-back.
 
-It takes no argument but the slots in `rows`, allocates through torch alone and reads nothing back, so that a CUDA graph
-can hold it.
+Its only input besides the table is the slots in `rows`. It allocates only through torch and reads nothing back to the
+host, so that a CUDA graph can hold it.
 """
 
 import torch
@@ -14,7 +14,7 @@ from .request_table import RequestTable
 
 
 class DecodeStep:
-    """Steps of up to `most` rows; a smaller size uses the front of the buffers."""
+    """Steps of up to `most` rows; a smaller batch uses the front of the buffers."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class DecodeStep:
         self._group = group
         #: Slots of the rows; 0 behind the last one.
         self.rows = torch.zeros(most, dtype=torch.int64, device=device)
-        #: What the last run drew; `NO_TOKEN` where the logits were no numbers.
+        #: The tokens drawn last; `NO_TOKEN` where the logits were not finite.
         self.tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self._every = torch.arange(most, device=device)
 
@@ -42,17 +42,14 @@ class DecodeStep:
         table, rows, tokens = self._table, self.rows[:size], self.tokens[:size]
         starts = table.seq_lens[rows]
         seq_lens = torch.where(rows > 0, starts + 1, 0).int()
-        self._attention.begin_decode(self._rows(rows, starts.long(), seq_lens))
-        logits = self._model.forward(table.last_tokens[rows], starts.long(), self._attention, self._every[:size])
+        tables, positions = table.block_tables[rows], starts.long()
+        blocks = tables.gather(1, (positions // self._block_size)[:, None])[:, 0].long()
+        slots = blocks * self._block_size + positions % self._block_size
+        self._attention.begin_decode(DecodeRows(torch.where(rows > 0, slots, 0), tables, seq_lens))
+        logits = self._model.forward(table.last_tokens[rows], positions, self._attention, self._every[:size])
         if logits is not None:
             self._kernels.sample(logits.float(), table.sampling(rows, seq_lens), tokens)
         if self._group is not None:
             self._group.broadcast(tokens)
-        table.last_tokens.index_copy_(0, rows, tokens.clamp(min=0))  # one step more runs on whatever was drawn
+        table.last_tokens.index_copy_(0, rows, tokens.clamp(min=0))  # the next step may run on any token
         table.seq_lens.index_copy_(0, rows, seq_lens)
-
-    def _rows(self, rows: torch.Tensor, starts: torch.Tensor, seq_lens: torch.Tensor) -> DecodeRows:
-        tables = self._table.block_tables[rows]
-        blocks = tables.gather(1, (starts // self._block_size)[:, None])[:, 0].long()
-        slots = blocks * self._block_size + starts % self._block_size
-        return DecodeRows(torch.where(rows > 0, slots, 0), tables, seq_lens)

@@ -1,15 +1,73 @@
-"""The requests of a replica as tensors by slot: what a decode step reads, and where it writes what it drew.
+"""The running requests as tensors by slot: what a decode step reads, and where it writes what it drew.
 
-Slot 0 belongs to the padding rows of a batch: it stays empty. Every change is a launch on the device, in order with
-the steps.
+`TableMirror` is the host's copy of what the table holds: it computes from each plan what must change on the device. A
+steady decode step changes only the rows' slots: lengths grow and tokens are fed back on the device, and a row needs a
+new table entry once per block. Every rank keeps a mirror and gets the same plans.
+
+Slot 0 belongs to the padding rows of a batch and stays empty. Every change is a launch on the device, in order with the
+steps.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from ..attention.base import to_device
+from ..engine.step_plan import Int64s, SlotStart, StepPlan, block_ids
 from ..kernels.base import SamplingInputs
-from .staging import to_device
-from .table_mirror import TableDelta
+
+
+@dataclass(slots=True, frozen=True)
+class TableDelta:
+    """Changes of the table, to be applied in this order before a step runs."""
+
+    started: Sequence[SlotStart]
+    pages: Int64s  #: [n, 3] slot, column, block
+    seq_lens: Int64s  #: [n, 2] slot, tokens whose KV is computed before the step
+    tokens: Int64s  #: [n, 2] slot, the token that the step's row computes
+
+
+class TableMirror:
+    """The host's knowledge of the table. Pure numpy."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        #: By slot.
+        self._pages: dict[int, int] = {}
+        self._seq_lens: dict[int, int] = {}
+
+    def delta(self, plan: StepPlan) -> TableDelta:
+        """The changes that the device needs for this plan."""
+        for start in plan.started:
+            self._pages[start.slot] = 0
+            self._seq_lens.pop(start.slot, None)  # it is the previous request's
+        pages: list[tuple[int, int, int]] = []
+        seq_lens: list[tuple[int, int]] = []
+        tokens: list[tuple[int, int]] = []
+        fed = set(plan.fed)
+        ends = np.cumsum(plan.q_lens, dtype=np.int64) - 1
+        last_tokens: list[int] = np.frombuffer(plan.token_ids, dtype="<u4")[ends].tolist()
+        for row, (slot, begin, count, table) in enumerate(
+            zip(plan.slots, plan.starts, plan.q_lens, plan.block_tables, strict=True)
+        ):
+            known, end = self._pages[slot], begin + count
+            needed = -(-end // self._block_size)
+            if needed > known:
+                ids: list[int] = block_ids(table)[known:needed].tolist()
+                pages += [(slot, column, block) for column, block in enumerate(ids, known)]
+                self._pages[slot] = needed
+            if self._seq_lens.get(slot) != begin:
+                seq_lens.append((slot, begin))
+            self._seq_lens[slot] = end
+            if row not in fed:
+                tokens.append((slot, last_tokens[row]))
+        return TableDelta(plan.started, _array(pages, 3), _array(seq_lens, 2), _array(tokens, 2))
+
+
+def _array(entries: Sequence[tuple[int, ...]], width: int) -> Int64s:
+    return np.asarray(entries, dtype=np.int64).reshape(-1, width)
 
 
 class RequestTable:
@@ -19,7 +77,7 @@ class RequestTable:
         self._device = device
         count = slots + 1
         self.last_tokens = torch.zeros(count, dtype=torch.int64, device=device)
-        #: Tokens whose KV is there.
+        #: Tokens whose KV is computed.
         self.seq_lens = torch.zeros(count, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros(count, pages, dtype=torch.int32, device=device)
         #: [slots, 3] prompt tokens, seed, top_k
@@ -28,9 +86,16 @@ class RequestTable:
         self._floats = torch.zeros(count, 3, dtype=torch.float64, device=device)
 
     def apply(self, delta: TableDelta) -> None:
-        """Make the changes, those of which there are any."""
+        """Apply the changes of a plan."""
         if delta.started:
-            self._start(delta)
+            integers = [
+                (start.slot, start.prompt_tokens, start.seed - (start.seed >> 63 << 64), start.top_k)
+                for start in delta.started
+            ]
+            floats = [(start.temperature, start.top_p, start.min_p) for start in delta.started]
+            moved = to_device(np.asarray(integers, dtype=np.int64), self._device)
+            self._integers.index_copy_(0, moved[:, 0], moved[:, 1:])
+            self._floats.index_copy_(0, moved[:, 0], to_device(np.asarray(floats, dtype=np.float64), self._device))
         if len(delta.pages):
             slots, columns, blocks = to_device(delta.pages, self._device).unbind(1)
             self.block_tables.index_put_((slots, columns), blocks.int())
@@ -42,7 +107,7 @@ class RequestTable:
             self.last_tokens.index_copy_(0, slots, tokens)
 
     def sampling(self, slots: torch.Tensor, seq_lens: torch.Tensor) -> SamplingInputs:
-        """How the tokens after `seq_lens` tokens are drawn, for these slots."""
+        """The sampler's inputs for the tokens after `seq_lens` tokens of these slots."""
         prompts, seeds, top_ks = self._integers[slots].unbind(1)
         temperatures, top_ps, min_ps = self._floats[slots].unbind(1)
         return SamplingInputs(
@@ -53,13 +118,3 @@ class RequestTable:
             seeds=seeds.contiguous(),
             positions=(seq_lens - prompts).clamp(min=0),
         )
-
-    def _start(self, delta: TableDelta) -> None:
-        integers = [
-            (start.slot, start.prompt_tokens, start.seed - (start.seed >> 63 << 64), start.top_k)
-            for start in delta.started
-        ]
-        floats = [(start.temperature, start.top_p, start.min_p) for start in delta.started]
-        moved = to_device(np.asarray(integers, dtype=np.int64), self._device)
-        self._integers.index_copy_(0, moved[:, 0], moved[:, 1:])
-        self._floats.index_copy_(0, moved[:, 0], to_device(np.asarray(floats, dtype=np.float64), self._device))

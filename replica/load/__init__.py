@@ -1,4 +1,4 @@
-"""Before serving: reading checkpoints, sizing memory, measuring speed, choosing threads, checking what cannot work.
+"""Before serving: reads checkpoints, sizes memory, measures speed, chooses threads, rejects models and settings.
 
-Imported by `server`, `models` and `cluster`. Must not import the server.
+Imported by `server`, `execute`, `parallel`, `models` and `cluster`. Must not import the server.
 """

@@ -1,10 +1,10 @@
-"""Tensors of a Hugging Face folder, read whole or one rank's share at a time. Knows nothing of what they mean.
+"""Reads the tensors of a Hugging Face folder, whole or one rank's share at a time.
 
-Reads `*.safetensors`, sharded or not; memory-mapped, so a share costs only its own bytes.
+From `*.safetensors`, sharded or not; memory-mapped, so that a share costs only its own bytes.
 """
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -15,23 +15,11 @@ from ..models.errors import WeightsMissing
 ROWS, COLUMNS = 0, 1
 
 
-class Weights(Protocol):
-    """Tensors by the names that transformers gives them, of one dtype, on one device."""
-
-    def __contains__(self, name: str) -> bool: ...
-
-    def whole(self, name: str) -> torch.Tensor: ...
-
-    def share(self, name: str, dim: int, index: int, parts: int) -> torch.Tensor: ...
-
-    def span(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor: ...
-
-
 class Checkpoint:
-    """All tensors of a folder by name, converted to one dtype on the way out."""
+    """All tensors of a folder by name, converted to one dtype and device when read."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """Open the folder's files. Raises WeightsMissing when there are none."""
+        """Open the folder's files. Raises WeightsMissing if there are none."""
         self._dtype = dtype
         self._device = device
         self._file_of: dict[str, Any] = {}

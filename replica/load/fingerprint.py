@@ -1,4 +1,4 @@
-"""Who this replica's model is, as digests: what its KV depends on, and what a router must agree on. Pure over files."""
+"""Digests of this replica's model: what its KV depends on, and what a router must agree on. Only reads files."""
 
 from hashlib import sha256
 from pathlib import Path
@@ -9,7 +9,7 @@ from ...kvcache.parity import canary_hash, template_digest, tokenizer_digest
 from ..messages import Parity
 
 #: Weights are sampled, not read in full (140 GB for 70 B parameters): a fine-tuned model keeps configuration and
-#: headers and changes nearly every weight, so a few windows per file tell it from its base.
+#: headers but changes nearly every weight, so a few windows per file distinguish it from its base.
 SAMPLE_WINDOWS = 16
 SAMPLE_BYTES = 4096
 
@@ -24,7 +24,7 @@ def model_fingerprint(folder: Path, dtype: str) -> bytes:
 
 
 def cache_identity(folder: Path, dtype: str, settings: KvCacheSettings) -> CacheIdentity:
-    """Under what this replica's block hashes stand."""
+    """What this replica's block hashes depend on."""
     return CacheIdentity(
         model_fingerprint=model_fingerprint(folder, dtype),
         kv_dtype=dtype,
@@ -34,7 +34,7 @@ def cache_identity(folder: Path, dtype: str, settings: KvCacheSettings) -> Cache
 
 
 def parity(folder: Path, identity: CacheIdentity, hasher: BlockHasher) -> Parity:
-    """What a router compares with its own before it sends anything here."""
+    """What a router compares with its own values before it sends requests."""
     root = model_root(identity)
     return Parity(
         tokenizer_digest=tokenizer_digest(folder),
@@ -50,15 +50,12 @@ def _weights_digest(path: Path) -> bytes:
     """Header (for safetensors: names, shapes, offsets), length and evenly spaced windows of one file."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        header = _safetensors_header(file.read(8), size) if path.suffix == ".safetensors" else 0
+        header = 0
+        if path.suffix == ".safetensors":  # the first 8 bytes are the JSON header's length; the file may be damaged
+            header = min(int.from_bytes(file.read(8), "little"), max(0, size - 8))
         digest = sha256(canonical(size.to_bytes(8, "little"), file.read(header)))
         start = file.tell()
         for window in range(SAMPLE_WINDOWS):
             file.seek(start + (size - start) * window // SAMPLE_WINDOWS)
             digest.update(file.read(SAMPLE_BYTES))
     return digest.digest()
-
-
-def _safetensors_header(prefix: bytes, size: int) -> int:
-    """Length of the JSON header, which the file's first 8 bytes give; a damaged file gives no more than its own."""
-    return min(int.from_bytes(prefix, "little"), max(0, size - 8))

@@ -1,13 +1,15 @@
-"""What a model's folder and the settings tell before anything is loaded: whether a replica could serve it at all.
+"""Checks a model's folder and the settings before anything is loaded: could a replica serve it at all?
 
-Pure over files, of which only headers are read; no torch, no transformers. What takes those to know (a family that
-nobody computes, a tensor of the wrong shape) the replica says itself when it loads.
+Only reads files, of weights only the headers; no torch, no transformers. Problems that need those to detect (an
+unsupported family, a tensor of the wrong shape) are reported by the replica when it loads.
 """
 
 import importlib.util
 import json
+import sys
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -23,13 +25,13 @@ _LENGTH_BYTES = 8
 #: safetensors itself refuses longer headers.
 _MAX_HEADER_BYTES = 100_000_000
 _FETCH_AGAIN = "fetch the model again"
-#: Of a KV element, at the least: what does not fit then fits in no dtype.
+#: Bytes of a KV element in the smallest dtype: what does not fit then fits in no dtype.
 _LEAST_DTYPE_BYTES = 2
 _CPU_DTYPE_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What of config.json decides whether settings fit; None: this family calls it otherwise."""
+    """The values of config.json that limit settings; None: this family has another name for it."""
 
     model_type: str = ""
     hidden_size: int | None = None
@@ -43,23 +45,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_position_embeddings: int | None = None
 
 
-class _Divided(msgspec.Struct, frozen=True):
-    num_attention_heads: int
-    num_key_value_heads: int
-    intermediate_size: int
-    moe_intermediate_size: int | None
-    shared_expert_intermediate_size: int | None
-
-
-class Tensor(msgspec.Struct, frozen=True):
-    """What a safetensors header tells of one tensor."""
+class TensorHeader(msgspec.Struct, frozen=True):
+    """One tensor in a safetensors header."""
 
     data_offsets: tuple[int, int]
     shape: tuple[int, ...] = ()
 
 
 def check_model(folder: Path, settings: ReplicaSettings, cache: KvCacheSettings) -> None:
-    """Raises StartupError or PoolTooSmall for what no replica could serve; each names file or setting, and remedy."""
+    """Raise StartupError or PoolTooSmall if no replica could serve this, with the file or setting and the remedy."""
     config = read_config(folder)
     check_weights(folder)
     check_ranks(config, settings)
@@ -68,30 +62,35 @@ def check_model(folder: Path, settings: ReplicaSettings, cache: KvCacheSettings)
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """What config.json says. Raises UnsupportedModel."""
+    """Read config.json. Raises UnsupportedModel."""
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_bytes())
         return msgspec.convert(raw | (raw.get("text_config") or {}), ModelConfig)
     except (OSError, ValueError, TypeError, AttributeError, msgspec.ValidationError) as error:
-        raise UnsupportedModel(f"{path} is no model's configuration: {error}; {_FETCH_AGAIN}") from error
+        raise UnsupportedModel(f"{path} is not a model's configuration: {error}; {_FETCH_AGAIN}") from error
 
 
 def check_weights(folder: Path) -> None:
-    """All files of weights are there and whole, as far as names and lengths tell. Raises ModelError."""
+    """Check by names and lengths that all files of weights exist and are complete. Raises ModelError."""
     held = {path.name: tensors_of(path) for path in sorted(folder.glob("*.safetensors"))}
     if not held and not any(folder.glob("*.bin")):
         raise WeightsMissing(f"{folder} has no *.safetensors; save the model with safe serialization")
     for path in sorted(folder.glob("*.safetensors.index.json")):
-        for tensor, name in _weight_map(path).items():
+        try:
+            content: Any = json.loads(path.read_bytes())
+            weight_map = msgspec.convert(content["weight_map"], dict[str, str])
+        except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
+            raise WeightsTorn(f"{path} is not an index of weights: {error!r}; {_FETCH_AGAIN}") from error
+        for tensor, name in weight_map.items():
             if name not in held:
                 raise WeightsMissing(f"{path} names {name}, which is not in the folder; {_FETCH_AGAIN}")
             if tensor not in held[name]:
-                raise WeightsMissing(f"{path} says that {name} holds {tensor!r}, which it does not; {_FETCH_AGAIN}")
+                raise WeightsMissing(f"{path} lists {tensor!r} in {name}, which does not contain it; {_FETCH_AGAIN}")
 
 
 def weight_bytes(folder: Path, settings: ReplicaSettings) -> int:
-    """What the weights of one rank take on a CPU, about: norms and biases count as if ranks shared them.
+    """Estimated bytes of one rank's weights on a CPU; counts norms and biases as if the ranks shared them.
 
     Raises UnsupportedModel, WeightsTorn.
     """
@@ -99,22 +98,17 @@ def weight_bytes(folder: Path, settings: ReplicaSettings) -> int:
     size = _CPU_DTYPE_BYTES[settings.dtype]
     shapes = {name: each.shape for path in folder.glob("*.safetensors") for name, each in tensors_of(path).items()}
     embedding = sum(prod(shape) for name, shape in shapes.items() if name.endswith("embed_tokens.weight"))
-    tied = native and "lm_head.weight" not in shapes  # the head is a linear of its own, whose weight is packed
+    tied = native and "lm_head.weight" not in shapes  # the head is then a linear layer with packed weights of its own
     head = embedding if tied else prod(shapes.get("lm_head.weight", (0,)))
     linears = sum(prod(shape) for shape in shapes.values() if len(shape) > 1) - embedding - (0 if tied else head)
     others = sum(prod(shape) for shape in shapes.values() if len(shape) <= 1)
-    by_head = _bytes_in_head(settings, size) if native else size
+    by_head = 2 * size if native and settings.dtype == "bfloat16" and _holds_linears_twice() else size
     by_linear = 1 if native and settings.quantization == "int8" else by_head
     return embedding * size + (head * by_head + linears * by_linear + others * size) // settings.tensor_parallel_size
 
 
-def _bytes_in_head(settings: ReplicaSettings, size: int) -> int:
-    """Of one weight in the own decoder's head, and in its other linears where they are not quantized."""
-    return 2 * size if settings.dtype == "bfloat16" and _holds_linears_twice() else size
-
-
 def _holds_linears_twice() -> bool:
-    """In bfloat16: in the form of oneDNN, and in that of our kernel for steps of few rows."""
+    """Whether bfloat16 linears are packed for oneDNN and again for our kernel for steps of few rows."""
     if importlib.util.find_spec("numba") is None:
         return False
     from ..kernels.cpu.runtime.processor import beats_packed  # needs llvmlite, which comes with numba
@@ -122,27 +116,29 @@ def _holds_linears_twice() -> bool:
     return not beats_packed()
 
 
-def tensors_of(path: Path) -> dict[str, Tensor]:
-    """The tensors in a safetensors file, of which only the header is read. Raises WeightsTorn."""
+def tensors_of(path: Path) -> dict[str, TensorHeader]:
+    """The tensors in a safetensors file; reads only its header. Raises WeightsTorn."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if size < _LENGTH_BYTES or length > min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
-            raise WeightsTorn(f"{path} is torn: it has {size} bytes, less than its header; {_FETCH_AGAIN}")
+            raise WeightsTorn(f"{path} is incomplete: it has {size} bytes, less than its header; {_FETCH_AGAIN}")
         header = file.read(length)
     try:
         parts = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        tensors = {name: msgspec.json.decode(raw, type=Tensor) for name, raw in parts.items() if name != "__metadata__"}
+        tensors = {
+            name: msgspec.json.decode(raw, type=TensorHeader) for name, raw in parts.items() if name != "__metadata__"
+        }
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WeightsTorn(f"{path} is torn: its header is not safetensors' ({error}); {_FETCH_AGAIN}") from error
-    told = _LENGTH_BYTES + length + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
-    if told != size:
-        raise WeightsTorn(f"{path} is torn: it has {size} bytes of {told}; {_FETCH_AGAIN}")
+        raise WeightsTorn(f"{path} is damaged: its header is not safetensors' ({error}); {_FETCH_AGAIN}") from error
+    expected = _LENGTH_BYTES + length + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
+    if expected != size:
+        raise WeightsTorn(f"{path} is incomplete: it has {size} bytes of {expected}; {_FETCH_AGAIN}")
     return tensors
 
 
 def check_ranks(config: ModelConfig, settings: ReplicaSettings) -> None:
-    """The model divides by so many ranks. Raises TensorParallelUnsupported."""
+    """Check that the model divides by the number of ranks. Raises TensorParallelUnsupported."""
     ranks = settings.tensor_parallel_size
     if ranks == 1 or not config.model_type:
         return
@@ -150,34 +146,38 @@ def check_ranks(config: ModelConfig, settings: ReplicaSettings) -> None:
         raise TensorParallelUnsupported(
             f"tensor_parallel_size {ranks}: {config.model_type} models of transformers run on one rank; set it to 1"
         )
-    heads, features = config.num_attention_heads, config.intermediate_size
-    if heads is None or features is None:
+    heads = config.num_attention_heads
+    if heads is None or config.intermediate_size is None:
         return
-    experts = (config.moe_intermediate_size, config.shared_expert_intermediate_size)
-    problem = split_problem(_Divided(heads, config.num_key_value_heads or heads, features, *experts), ranks)
+    shape: Any = SimpleNamespace(**msgspec.structs.asdict(config))
+    shape.num_key_value_heads = config.num_key_value_heads or heads
+    problem = split_problem(shape, ranks)
     if problem:
         raise TensorParallelUnsupported(f"tensor_parallel_size {ranks}: {problem}; choose another")
 
 
 def check_length(config: ModelConfig, settings: ReplicaSettings, cache: KvCacheSettings) -> None:
-    """Requests may be as long as asked for, and fill at least one block. Raises StartupError."""
-    wanted, most = settings.max_model_len, config.max_position_embeddings
-    if wanted == 1:
-        raise StartupError("max_model_len 1: a prompt and its answer are two tokens at least; 0 takes the model's")
-    if most is None:
-        return
-    if wanted > most:
-        raise StartupError(f"max_model_len {wanted} is more than the model's {most} positions; lower it")
-    longest = wanted or most
-    if cache.prefix_caching and cache.block_size >= longest:
+    """Check that requests may be as long as set, and fill at least one block. Raises StartupError."""
+    positions = config.max_position_embeddings
+    longest = longest_request(settings.max_model_len, sys.maxsize if positions is None else positions)
+    if positions is not None and cache.prefix_caching and cache.block_size >= longest:
         raise StartupError(
             f"block_size {cache.block_size}: no prompt of at most {longest} tokens fills a block, so nothing would "
             "be cached; lower it, or set --no-prefix-caching"
         )
 
 
+def longest_request(configured: int, positions: int) -> int:
+    """Most tokens of prompt plus answer that the setting (0: unset) and the model allow. Raises StartupError."""
+    if configured == 1:
+        raise StartupError("max_model_len 1: a prompt and its answer are two tokens at least; 0 takes the model's")
+    if configured > positions:
+        raise StartupError(f"max_model_len {configured} is more than the model's {positions} positions; lower it")
+    return configured or positions
+
+
 def check_pool(config: ModelConfig, settings: ReplicaSettings, cache: KvCacheSettings) -> None:
-    """The KV memory asked for holds something. Raises StartupError, PoolTooSmall."""
+    """Check that the configured KV memory holds at least two tokens. Raises StartupError, PoolTooSmall."""
     if cache.num_kv_blocks:
         tokens = (cache.num_kv_blocks - 1) * cache.block_size
         if tokens < 2:
@@ -190,7 +190,7 @@ def check_pool(config: ModelConfig, settings: ReplicaSettings, cache: KvCacheSet
 
 
 def _least_block_bytes(config: ModelConfig, settings: ReplicaSettings, cache: KvCacheSettings) -> int:
-    """Bytes of one block on one rank in the smallest dtype; 0: the configuration does not tell."""
+    """Bytes of one block on one rank in the smallest dtype; 0 if the configuration does not give it."""
     heads, layers = config.num_attention_heads, config.num_hidden_layers
     width = config.head_dim or (config.hidden_size or 0) // (heads or 1)
     if not heads or not layers or not width:
@@ -203,11 +203,3 @@ def _least_block_bytes(config: ModelConfig, settings: ReplicaSettings, cache: Kv
         layers=layers,
         tensor_parallel_size=settings.tensor_parallel_size,
     )
-
-
-def _weight_map(path: Path) -> dict[str, str]:
-    try:
-        content: Any = json.loads(path.read_bytes())
-        return msgspec.convert(content["weight_map"], dict[str, str])
-    except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
-        raise WeightsTorn(f"{path} is no index of weights: {error!r}; {_FETCH_AGAIN}") from error

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from ..kernels.choice import choose_kernels
-from ..load.checkpoint import COLUMNS, ROWS, Weights
+from ..load.checkpoint import COLUMNS, ROWS, Checkpoint
 from ..parallel.rank_group import RankGroup
 from .base import Attend, AttentionRule, QkvAttend, Rotary
 from .errors import TensorParallelUnsupported
@@ -97,7 +97,7 @@ class _LayerReader:
     """Reads one layer's share of a checkpoint."""
 
     def __init__(
-        self, config: Any, checkpoint: Weights, share: Share, index: int, linear: type[Linear | Int8Linear]
+        self, config: Any, checkpoint: Checkpoint, share: Share, index: int, linear: type[Linear | Int8Linear]
     ) -> None:
         self._linear = linear
         self._config = config
@@ -173,7 +173,7 @@ class NativeModel:
     def __init__(
         self,
         config: Any,
-        checkpoint: Weights,
+        checkpoint: Checkpoint,
         eos_token_ids: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
@@ -247,7 +247,7 @@ class NativeModel:
     def _summed(self, x: torch.Tensor) -> torch.Tensor:
         return self._group.all_reduce(x) if self._group else x
 
-    def _read_head(self, checkpoint: Weights, tied: bool) -> Linear:
+    def _read_head(self, checkpoint: Checkpoint, tied: bool) -> Linear:
         """This rank's part of the vocabulary; parts are equally long, the last ones padded with zeros."""
         name = "model.embed_tokens.weight" if tied or "lm_head.weight" not in checkpoint else "lm_head.weight"
         width = -(-len(self._embedding) // self._share.ranks)

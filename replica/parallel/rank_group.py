@@ -1,11 +1,11 @@
-"""The ranks that share one replica's weights: who am I, sum over all, gather to rank 0.
+"""Collective operations over the ranks that share one replica's weights.
 
 Built from an explicit host and port: no environment variables, no torchrun, no process-wide default group. gloo on CPU;
-nccl on CUDA has the same calls, but has not been run yet for want of a GPU.
+nccl on CUDA has the same calls, but has not been run on a GPU yet.
 
-In a CUDA graph nccl's calls become its nodes: `wait` makes the stream wait there, not the host, and what a
-call allocates comes from the graph's memory. The first call of a group connects the ranks, so it must come before any
-capture (a capture's warm-up runs see to it), and graphs must be given up before their group.
+In a CUDA graph nccl's calls become its nodes: `wait` makes the stream wait there, not the host, and a call's
+allocations come from the graph's memory. The first call of a group connects the ranks, so it must come before any
+capture (the warm-up runs of a capture are enough), and graphs must be freed before their group.
 """
 
 import socket
@@ -27,18 +27,18 @@ class RankGroup:
     """One rank's handle on its group. All ranks must make the same calls in the same order."""
 
     def __init__(self, rank: int, size: int, group: Any) -> None:
-        """`group` is a process group of torch; `join` makes one."""
+        """`group` is a torch process group, as `join` makes it."""
         self.rank = rank
         self.size = size
         self._group = group
 
     @classmethod
     def join(cls, rank: int, size: int, *, host: str, port: int, backend: Backend, timeout_s: float = 300.0) -> Self:
-        """Meet the other ranks at `host`:`port`, where rank 0 listens; blocks until all are there.
+        """Meet the other ranks at `host`:`port`, where rank 0 listens; blocks until all have joined.
 
-        All ranks live on one node (a replica is placed strictly packed), so `host` is also the address that gloo binds
-        to. Raises RankLost when the others do not come within `timeout_s`, and so does every later call when a rank is
-        gone or that long overdue.
+        All ranks are on one node (a replica is placed strictly packed), so `host` is also the address that gloo binds
+        to. Raises RankLost if the others do not join within `timeout_s`. So does every later call if a rank is lost or
+        that long overdue.
         """
         timeout = timedelta(seconds=timeout_s)
         make = _gloo if backend == "gloo" else _nccl
@@ -47,7 +47,7 @@ class RankGroup:
             return cls(rank, size, make(PrefixStore("homing", store), rank, size, host, timeout))
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, in x itself where it lies without gaps."""
+        """The sum of all ranks' x, in place if x is contiguous."""
         x = x.contiguous()
         with _rank_lost("all_reduce"):
             self._group.allreduce([x]).wait()
@@ -73,7 +73,7 @@ class RankGroup:
 
 @contextmanager
 def _rank_lost(what: str) -> Iterator[None]:
-    """Turn what torch raises when a rank is gone or too late into RankLost."""
+    """Convert what torch raises for a lost or late rank to RankLost."""
     try:
         yield
     except (RuntimeError, OSError) as error:

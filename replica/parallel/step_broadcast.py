@@ -1,16 +1,16 @@
-"""The way that plans take: a ROUTER on rank 0, a DEALER on every other rank (PUB would lose what is sent too early).
+"""The channel on which rank 0 sends plans to all other ranks of its replica. Knows nothing of what plans contain.
 
-Workers say [HELLO, process id] once, rank 0 sends [kind, payload] from then on, one message per step and rank. Both
-sides know the gang's secret, from which rank 0's CURVE keys are made: its public key is on no wire, and who does not
-know it gets no further than the handshake. So a stranger on the same host can neither pass for a rank, nor read
-plans, nor fill rank 0's memory. Knows nothing of what plans say.
+A ROUTER on rank 0, a DEALER on every other rank (PUB would lose messages sent before a rank has subscribed). Workers
+send [HELLO, process id] once; from then on rank 0 sends [kind, payload], one message per step and rank. Both sides know
+a secret, from which rank 0's CURVE keys are derived: its public key is never sent, and without it a client fails the
+handshake. So another process on the host can neither pose as a rank, nor read plans, nor fill rank 0's memory.
 """
 
 import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import zmq
@@ -19,70 +19,83 @@ from zmq.utils import z85
 from ...events.endpoint import tcp_address
 from ...events.security.curve_keys import KeyPair, new_pair, protect_client
 from ..errors import RankLost, StartupError
-from .rank_spec import JOIN_TIMEOUT_S, SECRET_BYTES, GangSpec
 
 log = logging.getLogger(__name__)
 
 HELLO, ALLOCATE, READ, STEP, LAUNCH, STOP = b"hello", b"allocate", b"read", b"step", b"launch", b"stop"
-#: A rank whose connection is silent for so long is gone; heartbeats come from ZeroMQ's own threads, so that a long
-#: step is no silence.
+SECRET_BYTES = 32
+#: How long ranks wait for each other; each loads the model at its own pace.
+JOIN_TIMEOUT_S = 300.0
+#: A rank whose connection is silent this long is lost. ZeroMQ's own threads send heartbeats, also during a long step.
 SILENCE_S = 10
-#: Workers say hello and no more; a larger frame ends the connection that it comes on.
+#: Workers send a hello and nothing else; a larger frame ends its connection.
 MAX_HELLO_BYTES = 1024
-#: Of one connection, that rank 0 has not read.
+#: Unread messages per connection.
 MAX_HELLOS = 4
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RankPlace:
+    """One rank's place among those of its replica; all ranks meet at `host`:`port`, where rank 0 listens."""
+
+    rank: int
+    size: int
+    host: str
+    port: int
+    #: SECRET_BYTES that only these ranks know.
+    secret: bytes = field(repr=False)
 
 
 @dataclass(slots=True, frozen=True)
 class Hello:
-    """A worker that has loaded."""
+    """A worker that has loaded its model."""
 
     rank: int
     pid: int
 
 
 def read_hello(frames: Sequence[bytes], size: int) -> Hello:
-    """What a worker of a gang of `size` says. Raises ValueError for what none would."""
+    """The hello of one of `size` ranks. Raises ValueError or MsgspecError if the frames are none."""
     if len(frames) != 3 or frames[1] != HELLO:
-        raise ValueError(f"{len(frames)} frames that are no hello")
+        raise ValueError(f"{len(frames)} frames that are not a hello")
     rank = next((rank for rank in range(1, size) if frames[0] == _identity(rank)), None)
     if rank is None:
         raise ValueError(f"there is no rank {frames[0][:16]!r} among {size}")
     return Hello(rank, msgspec.msgpack.decode(frames[2], type=int))
 
 
-def gang_keys(secret: bytes) -> KeyPair:
-    """Rank 0's keys."""
+def rank_0_keys(secret: bytes) -> KeyPair:
+    """Rank 0's CURVE keys, derived from the ranks' secret."""
     assert len(secret) == SECRET_BYTES, f"a secret of {len(secret)} bytes"
     words = z85.encode(secret)
     return KeyPair(zmq.curve_public(words), words)
 
 
-class PlanChannel:
-    """Rank 0's end, with a peer per worker."""
+class StepBroadcast:
+    """Rank 0's end of the channel, with one peer per worker."""
 
-    def __init__(self, gang: GangSpec) -> None:
-        self._size = gang.size
+    def __init__(self, place: RankPlace) -> None:
+        self._size = place.size
         self._ranks: tuple[int, ...] = ()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         _keep_alive(self._socket)
-        keys = gang_keys(gang.secret)
+        keys = rank_0_keys(place.secret)
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
         self._socket.router_mandatory = True
         self._socket.maxmsgsize = MAX_HELLO_BYTES
         self._socket.rcvhwm = MAX_HELLOS
-        self._socket.bind(tcp_address(gang.host))
+        self._socket.bind(tcp_address(place.host))
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def wait_for_workers(self, timeout_s: float = JOIN_TIMEOUT_S) -> tuple[int, ...]:
-        """Process ids of all workers in the order of ranks, once they have loaded. Raises StartupError."""
+        """Process ids of all workers in rank order, once all have loaded. Raises StartupError."""
         pids: dict[int, int] = {}
         deadline = time.monotonic() + timeout_s
         while len(pids) < self._size - 1:
             if not self._socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
-                raise StartupError(f"{len(pids)} of {self._size - 1} workers came within {timeout_s:.0f} s")
+                raise StartupError(f"{len(pids)} of {self._size - 1} workers connected within {timeout_s:.0f} s")
             frames = self._socket.recv_multipart()
             try:
                 hello = read_hello(frames, self._size)
@@ -94,15 +107,15 @@ class PlanChannel:
         return tuple(pids[rank] for rank in self._ranks)
 
     def send(self, kind: bytes, payload: bytes = b"") -> None:
-        """To all workers. Raises RankLost for one whose connection is gone."""
+        """Send to all workers. Raises RankLost if the connection to one is lost."""
         for rank in self._ranks:
             try:
                 self._socket.send_multipart([_identity(rank), kind, payload], zmq.NOBLOCK)
             except zmq.ZMQError as error:
-                raise RankLost(f"rank {rank} of {self._size} is gone: {error}") from error
+                raise RankLost(f"rank {rank} of {self._size} is lost: {error}") from error
 
     def close(self) -> None:
-        """Tell the workers to end, those that are left."""
+        """Stop the remaining workers."""
         try:
             self.send(STOP)
         except RankLost as error:
@@ -112,16 +125,16 @@ class PlanChannel:
 
 
 class WorkerLink:
-    """A worker's connection to rank 0, and the monitor that tells when it breaks."""
+    """A worker's connection to rank 0, and a monitor that detects its end."""
 
-    def __init__(self, endpoint: str, gang: GangSpec) -> None:
-        """Says hello at once."""
-        self._rank = gang.rank
+    def __init__(self, endpoint: str, place: RankPlace) -> None:
+        """Connect and send the hello."""
+        self._rank = place.rank
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         _keep_alive(self._socket)
-        protect_client(self._socket, new_pair(), gang_keys(gang.secret).public)
-        self._socket.identity = _identity(gang.rank)
+        protect_client(self._socket, new_pair(), rank_0_keys(place.secret).public)
+        self._socket.identity = _identity(place.rank)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(endpoint)
         self._socket.send_multipart([HELLO, msgspec.msgpack.encode(os.getpid())])
@@ -130,13 +143,13 @@ class WorkerLink:
         self._poller.register(self._monitor, zmq.POLLIN)
 
     def receive(self, timeout_s: float) -> tuple[bytes, bytes] | None:
-        """The next order; None after the timeout. Raises RankLost when the connection broke and nothing is left."""
+        """The next message; None after the timeout. Raises RankLost if the connection broke and none is left."""
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
         if self._socket in ready:
             kind, payload = self._socket.recv_multipart()
             return kind, payload
         if self._monitor in ready:
-            raise RankLost(f"rank 0 is gone: its connection to rank {self._rank} broke")
+            raise RankLost(f"rank 0 is lost: its connection to rank {self._rank} broke")
         return None
 
     def close(self) -> None:
@@ -151,6 +164,6 @@ def _identity(rank: int) -> bytes:
 
 
 def _keep_alive(socket: "zmq.Socket[bytes]") -> None:
-    socket.set_hwm(0)  # nothing may be dropped; rank 0 waits for each step's result, so nothing piles up
+    socket.set_hwm(0)  # nothing may be dropped; rank 0 waits for each step's result, so no queue builds up
     socket.heartbeat_ivl = 1000
     socket.heartbeat_timeout = SILENCE_S * 1000

@@ -1,12 +1,14 @@
-"""The ranks of one replica at work together: rank 0 tells the others each step's plan, they run it beside it.
+"""The ranks of one replica at work together: rank 0 sends each step's plan to the others and runs it, too.
 
-Plans travel through the `PlanChannel`, the tensors between ranks through their `RankGroup`. No rank can go on without
-the others, so every failure here is a `RankLost`.
+Plans travel through `StepBroadcast`, tensors between ranks through their `RankGroup`. No rank can continue without the
+others, so every failure here is a `RankLost`.
 """
 
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -16,188 +18,174 @@ from ...kvcache.sizing import MemoryReading
 from ..config import ReplicaSettings
 from ..engine.step_plan import StepPlan
 from ..errors import RankLost, StartupError
-from ..execute.gpu_runner import Drawn, ResidentRunner, RunnerLoader, load_runner
-from ..execute.runner import ModelRunner, resolve_device, thread_keeper
-from .rank_group import Backend, RankGroup
-from .rank_spec import JOIN_TIMEOUT_S, GangSpec
-from .step_broadcast import ALLOCATE, LAUNCH, READ, STEP, STOP, PlanChannel, WorkerLink
+from ..execute.gpu_runner import DrawnTokens, GpuRunner, RunnerLoader, load_runner
+from ..execute.runner import ModelRunner, resolve_device
+from ..load.cpu_threads import ThreadTuner, thread_choice
+from .rank_group import RankGroup
+from .step_broadcast import ALLOCATE, JOIN_TIMEOUT_S, LAUNCH, READ, STEP, STOP, RankPlace, StepBroadcast, WorkerLink
 
 log = logging.getLogger(__name__)
 
-_ENDPOINT_CHARS = 256
+_ENDPOINT_BYTES = 256
+
+T = TypeVar("T")
 
 
-def join_gang(gang: GangSpec, settings: ReplicaSettings) -> RankGroup:
-    """Meet the other ranks. Raises StartupError when they do not come."""
-    backend: Backend = "gloo" if resolve_device(settings).type == "cpu" else "nccl"
+def join_ranks(place: RankPlace, settings: ReplicaSettings, endpoint: str = "") -> tuple[RankGroup, str]:
+    """Meet the other ranks; returns the group and rank 0's endpoint, which rank 0 passes in. Raises StartupError."""
+    device = resolve_device(settings)
     try:
-        return RankGroup.join(
-            gang.rank, gang.size, host=gang.host, port=gang.port, backend=backend, timeout_s=JOIN_TIMEOUT_S
+        group = RankGroup.join(
+            place.rank,
+            place.size,
+            host=place.host,
+            port=place.port,
+            backend="gloo" if device.type == "cpu" else "nccl",
+            timeout_s=JOIN_TIMEOUT_S,
         )
     except RankLost as error:
         raise StartupError(
-            f"rank {gang.rank} of {gang.size} met no other at {gang.host}:{gang.port}: {error}"
+            f"rank {place.rank} of {place.size} met no other rank at {place.host}:{place.port}: {error}"
         ) from error
+    # The endpoint is shared as a sum to which only rank 0 contributes, which saves a second meeting point.
+    data = endpoint.encode()
+    assert len(data) <= _ENDPOINT_BYTES, f"endpoint of {len(data)} bytes: {endpoint}"
+    padded = torch.tensor(list(data.ljust(_ENDPOINT_BYTES, b"\0")), dtype=torch.int32)
+    return group, bytes(group.all_reduce(padded.to(device)).tolist()).rstrip(b"\0").decode()
 
 
-def share_endpoint(group: RankGroup, endpoint: str, settings: ReplicaSettings) -> str:
-    """Rank 0's endpoint, on all ranks: a sum in which the others add nothing. Saves a second place to meet."""
-    letters = torch.zeros(_ENDPOINT_CHARS, dtype=torch.int32)
-    if group.rank == 0:
-        data = endpoint.encode()
-        assert len(data) <= _ENDPOINT_CHARS, f"endpoint of {len(data)} bytes: {endpoint}"
-        letters[: len(data)] = torch.tensor(list(data), dtype=torch.int32)
-    summed = group.all_reduce(letters.to(resolve_device(settings))).tolist()
-    return bytes(letter for letter in summed if letter).decode()
+class RankGroupExecutor:
+    """Runs plans on all ranks: sends each to the workers, then runs it on rank 0."""
 
-
-class LocalExecutor:
-    """Runs plans on the only rank."""
-
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, broadcast: StepBroadcast) -> None:
         self._runner = runner
+        self._broadcast = broadcast
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate_kv(self, num_blocks: int) -> None:
+        self._broadcast.send(ALLOCATE, msgspec.msgpack.encode(num_blocks))
         self._runner.allocate_kv(num_blocks)
 
     def readings(self) -> list[MemoryReading]:
+        """Memory of all ranks."""
+        self._broadcast.send(READ)
         return self._runner.readings()
 
-    def execute(self, plan: StepPlan) -> torch.Tensor:
-        logits = self._runner.forward(plan)
-        assert logits is not None, "rank 0 has the logits"
-        return logits
+    def forward(self, plan: StepPlan) -> torch.Tensor | None:
+        """Raises RankLost for any failure: after a partial step the ranks' states differ for good."""
+        self._broadcast.send(STEP, msgspec.msgpack.encode(plan))
+        return _run_step(self._runner.forward, plan, rank=0)
 
-    def launch(self, plan: StepPlan) -> Drawn:
-        """As `ResidentRunner.launch`, which the runner must be."""
-        assert isinstance(self._runner, ResidentRunner), type(self._runner)
-        return self._runner.launch(plan)
+    def launch(self, plan: StepPlan) -> DrawnTokens:
+        """As `forward`, without waiting for the step."""
+        assert isinstance(self._runner, GpuRunner), type(self._runner)
+        self._broadcast.send(LAUNCH, msgspec.msgpack.encode(plan))
+        return _run_step(self._runner.launch, plan, rank=0)
 
     def close(self) -> None:
+        """Stop the workers and free rank 0's KV pool."""
+        self._broadcast.close()
         self._runner.close()
 
 
-class GangExecutor:
-    """Rank 0 of several: sends a plan to the others, then runs it, too."""
+def load_rank_0(
+    settings: ReplicaSettings, model_dir: Path, block_size: int, place: RankPlace | None, load_runner: RunnerLoader
+) -> tuple[ModelRunner, ModelRunner | RankGroupExecutor, tuple[int, ...]]:
+    """Load rank 0's runner; also returns the executor over all ranks and the workers' process ids, once all loaded."""
+    if place is None or place.size == 1:
+        runner = load_runner(settings, model_dir, block_size, None)
+        return runner, runner, ()
+    broadcast = StepBroadcast(place)
+    try:
+        group, _ = join_ranks(place, settings, broadcast.endpoint)
+        runner = load_runner(settings, model_dir, block_size, group)
+        pids = broadcast.wait_for_workers()
+    except BaseException:
+        broadcast.close()
+        raise
+    return runner, RankGroupExecutor(runner, broadcast), pids
 
-    def __init__(self, runner: ModelRunner, channel: PlanChannel) -> None:
-        self._runner = runner
-        self._channel = channel
 
-    def allocate(self, num_blocks: int) -> None:
-        self._channel.send(ALLOCATE, msgspec.msgpack.encode(num_blocks))
-        self._runner.allocate_kv(num_blocks)
-
-    def readings(self) -> list[MemoryReading]:
-        """Of all ranks."""
-        self._channel.send(READ)
-        return self._runner.readings()
-
-    def execute(self, plan: StepPlan) -> torch.Tensor:
-        """Raises RankLost for whatever goes wrong: after half a step the ranks are out of step for good."""
-        self._channel.send(STEP, msgspec.msgpack.encode(plan))
-        try:
-            logits = self._runner.forward(plan)
-        except Exception as error:
-            raise RankLost(f"step {plan.step} broke off on rank 0: {error}") from error
-        assert logits is not None, "rank 0 has the logits"
-        return logits
-
-    def launch(self, plan: StepPlan) -> Drawn:
-        """As `execute`, without waiting."""
-        assert isinstance(self._runner, ResidentRunner), type(self._runner)
-        self._channel.send(LAUNCH, msgspec.msgpack.encode(plan))
-        try:
-            return self._runner.launch(plan)
-        except Exception as error:
-            raise RankLost(f"step {plan.step} broke off on rank 0: {error}") from error
-
-    def close(self) -> None:
-        self._channel.close()
-        self._runner.close()
+def start_worker(
+    settings: ReplicaSettings,
+    *,
+    block_size: int,
+    model_dir: Path,
+    place: RankPlace,
+    load_runner: RunnerLoader = load_runner,
+) -> "RankWorker":
+    """Join the other ranks and load this rank's share of the weights. Blocks until all ranks have met."""
+    assert 0 < place.rank < place.size, f"rank {place.rank} of {place.size} is not a worker"
+    threads = ThreadTuner(thread_choice(settings), torch.set_num_threads)
+    threads.apply()
+    group, endpoint = join_ranks(place, settings)
+    runner = load_runner(settings, model_dir, block_size, group)
+    link = WorkerLink(endpoint, place)
+    log.info("worker_ready rank=%d endpoint=%s", place.rank, endpoint)
+    return RankWorker(place.rank, runner, link, threads)
 
 
 class RankWorker:
-    """A rank above 0: loads its share of the weights and runs what rank 0 sends, until told to stop."""
+    """A rank above 0, as `start_worker` makes it: runs the plans that rank 0 sends, until stopped."""
 
-    def __init__(
-        self,
-        settings: ReplicaSettings,
-        *,
-        block_size: int,
-        model_dir: Path,
-        gang: GangSpec,
-        load_runner: RunnerLoader = load_runner,
-    ) -> None:
-        assert 0 < gang.rank < gang.size, f"rank {gang.rank} of {gang.size} is no worker"
-        self._settings = settings
-        self._block_size = block_size
-        self._model_dir = model_dir
-        self._gang = gang
-        self._load_runner = load_runner
+    #: Rank 0 describes the replica.
+    description = None
+
+    def __init__(self, rank: int, runner: ModelRunner, link: WorkerLink, threads: ThreadTuner) -> None:
+        self._rank = rank
+        self._runner = runner
+        self._link = link
+        self._threads = threads
         self._stopping = threading.Event()
-        self._threads = thread_keeper(settings)
-        self._runner: ModelRunner | None = None
-        self._link: WorkerLink | None = None
-
-    def start(self) -> None:
-        """Join the gang, load, say hello. Blocks until all ranks have met."""
-        self._threads.begin()
-        group = join_gang(self._gang, self._settings)
-        endpoint = share_endpoint(group, "", self._settings)
-        self._runner = self._load_runner(self._settings, self._model_dir, self._block_size, group)
-        self._link = WorkerLink(endpoint, self._gang)
-        log.info("worker_ready rank=%d endpoint=%s", self._gang.rank, endpoint)
 
     def run(self) -> None:
-        """Run plans until rank 0 or `stop` says so. Raises RankLost when rank 0 is gone."""
-        assert self._link is not None, "run before start"
-        assert self._runner is not None, "run before start"
-        self._threads.begin()  # a count of threads belongs to its thread, and `start` may have run in another
+        """Run plans until rank 0 or `stop` ends it. Raises RankLost when rank 0 is lost."""
+        self._threads.apply()  # a thread count belongs to its thread, and the worker may have started in another
         try:
             while not self._stopping.is_set():
-                self._threads.look()
-                frames = self._link.receive(timeout_s=0.2)
-                if frames and not self._obey(self._runner, *frames):
+                self._threads.update()
+                message = self._link.receive(timeout_s=0.2)
+                if message and not self._handle(*message):
                     return
         finally:
             self._link.close()
             self._runner.close()
-            self._runner = None
 
     def stop(self) -> None:
-        """From any thread: `run` returns within a moment, unless it waits for other ranks in a step."""
+        """From any thread: `run` returns soon, unless it waits for other ranks in a step."""
         self._stopping.set()
 
     def drain(self) -> None:
-        """Rank 0 takes the requests."""
+        """Nothing: rank 0 has the requests."""
 
     def idle(self) -> bool:
-        """Rank 0 knows of the requests."""
+        """Always: rank 0 has the requests."""
         return True
 
     def residents(self) -> list[CachedBlock]:
-        """None: rank 0 keeps the gang's cache."""
+        """None: rank 0 has the cache."""
         return []
 
-    def _obey(self, runner: ModelRunner, kind: bytes, payload: bytes) -> bool:
-        """False: there is nothing more to do."""
+    def _handle(self, kind: bytes, payload: bytes) -> bool:
+        """Obey one message of rank 0; False: it was the last."""
         if kind == STOP:
             return False
         if kind == ALLOCATE:
-            runner.allocate_kv(msgspec.msgpack.decode(payload, type=int))
-            return True
-        if kind == READ:
-            runner.readings()
-            return True
-        assert kind in (STEP, LAUNCH), f"an order of no known kind: {kind!r}"
-        plan = msgspec.msgpack.decode(payload, type=StepPlan)
-        try:
+            self._runner.allocate_kv(msgspec.msgpack.decode(payload, type=int))
+        elif kind == READ:
+            self._runner.readings()
+        else:
+            assert kind in (STEP, LAUNCH), f"unknown message {kind!r}"
+            plan = msgspec.msgpack.decode(payload, type=StepPlan)
             if kind == STEP:
-                runner.forward(plan)
+                _run_step(self._runner.forward, plan, self._rank)
             else:
-                assert isinstance(runner, ResidentRunner), type(runner)
-                runner.launch(plan)
-        except Exception as error:
-            raise RankLost(f"step {plan.step} broke off on rank {self._gang.rank}: {error}") from error
+                assert isinstance(self._runner, GpuRunner), type(self._runner)
+                _run_step(self._runner.launch, plan, self._rank)
         return True
+
+
+def _run_step(run: Callable[[StepPlan], T], plan: StepPlan, rank: int) -> T:
+    try:
+        return run(plan)
+    except Exception as error:
+        raise RankLost(f"step {plan.step} failed on rank {rank}: {error}") from error

@@ -1,4 +1,4 @@
-"""The HTTP front end: a server of our own (`protocol`) and the endpoints behind it (`openai`).
+"""The HTTP front end: an HTTP/1.1 server (`protocol`), the API endpoints (`openai`), and what both share.
 
-Talks to the routing side only through `router.backend`.
+Imported by `router.server`. Reaches the routing side only through `router.backend`.
 """

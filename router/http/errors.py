@@ -1,27 +1,18 @@
-"""The one place that turns errors into OpenAI's error shape: `{"error": {message, type, param, code}}`.
-
-Takes `RouterError`s as they are and translates those of msgspec, whose messages name the field by a path.
-"""
+"""Turns errors into responses with OpenAI's error object."""
 
 import logging
-import re
 from math import ceil
 
 import msgspec
 
-from ..errors import InvalidRequest, MissingKey, RouterError, UnknownKey, WrongMethod
-from .openai.schema import EXPECTED, NOT_YET
+from ..errors import MissingKey, RouterError, UnknownKey, WrongMethod
 from .protocol.exchange import Exchange
 
 log = logging.getLogger(__name__)
 
-#: `Expected ... - at `$.logit_bias[...]``; keys of maps read `at `key` in `$.logit_bias``.
-_PATH = re.compile(r"`\$\.?([^`]*)`$")
-_FIELD_OF_OBJECT = re.compile(r"Object (contains unknown|missing required) field `([^`]*)`")
-
 
 class ErrorDetail(msgspec.Struct, frozen=True):
-    """OpenAI's error object; `param` and `code` are null where there is none."""
+    """OpenAI's error object; `param` and `code` may be null."""
 
     message: str
     type: str
@@ -30,7 +21,7 @@ class ErrorDetail(msgspec.Struct, frozen=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """The body of every response that is an error, and the event that ends a broken stream."""
+    """The body of every error response, and the event that ends a broken stream."""
 
     error: ErrorDetail
 
@@ -42,7 +33,7 @@ def error_body(error: RouterError) -> bytes:
 
 
 def error_headers(error: RouterError) -> dict[str, str]:
-    """Headers that go with `error`."""
+    """Headers of the response to `error`."""
     if isinstance(error, WrongMethod):
         return {"allow": error.allowed}
     if isinstance(error, MissingKey | UnknownKey):
@@ -53,28 +44,8 @@ def error_headers(error: RouterError) -> dict[str, str]:
 
 
 def fail(exchange: Exchange, error: RouterError) -> None:
-    """Answer with `error`, while nothing else was answered."""
-    if error.http_status >= 500 and error.http_status != 503:  # nobody is there yet, or any more: probes ask all day
+    """Respond with `error`, unless a response has begun."""
+    if error.http_status >= 500 and error.http_status != 503:  # probes get a 503 for as long as no replica is ready
         log.warning("request_failed request_id=%s status=%d error=%s", exchange.id, error.http_status, error)
     if exchange.status is None:
         exchange.respond(error_body(error), status=error.http_status, headers=error_headers(error).items())
-
-
-def _unknown(name: str) -> str:
-    return f"asks for {NOT_YET[name]}, which is not supported yet" if name in NOT_YET else "is not known here"
-
-
-def from_msgspec(error: msgspec.ValidationError, within: str = "") -> InvalidRequest:
-    """What a decoder found in a body, or in its field `within`, as the caller's error with the field's name."""
-    text = str(error)
-    path = _PATH.search(text)
-    where = ".".join(filter(None, (within, path[1] if path else "")))
-    if field := _FIELD_OF_OBJECT.search(text):
-        name = f"{where}.{field[2]}" if where else field[2]
-        what = _unknown(field[2]) if field[1] == "contains unknown" else "is required"
-        return InvalidRequest(f"field {name!r} {what}", param=name)
-    reason = text.split(" - at ")[0].replace("`", "").replace(" | null", "")
-    if not where:
-        return InvalidRequest(f"the body is no request: {reason[0].lower()}{reason[1:]}")
-    expected = "".join(f"; {words}" for end, words in EXPECTED.items() if where.endswith(end))
-    return InvalidRequest(f"field {where!r}: {reason[0].lower()}{reason[1:]}{expected}", param=where)

@@ -1,4 +1,4 @@
-"""What every endpoint needs: settings, backend, text side, metrics, clocks. No HTTP in it."""
+"""What the endpoints share: settings, backend, tokenizers, tenants, metrics and clocks. Independent of HTTP."""
 
 import asyncio
 import logging
@@ -16,42 +16,41 @@ from ..config import RouterSettings
 from ..errors import NoReplica
 from ..metrics import ModelMetrics, RouterMetrics
 from ..tenants.api_keys import Tenants
-from ..tenants.rate_limits import Book, Meter
+from ..tenants.rate_limits import RateLimiter, UsageRecord
 from ..text.tokenizer import TextModel
 
 log = logging.getLogger(__name__)
 
-Loader = Callable[[Path], TextModel]
-#: The books of the tenants with these digests.
-Accounts = Callable[[Sequence[bytes]], Mapping[bytes, Book]]
+#: The usage records of the tenants with these digests.
+UsageRecords = Callable[[Sequence[bytes]], Mapping[bytes, UsageRecord]]
 
 
 class TextModels:
-    """Loads the text side of each served model once, off the event loop; who asks meanwhile waits for it."""
+    """Loads the text side of each served model once, off the event loop; concurrent callers wait for the same load."""
 
-    def __init__(self, load: Loader) -> None:
+    def __init__(self, load: Callable[[Path], TextModel]) -> None:
         self._load = load
         self._loading: dict[TextSource, asyncio.Future[TextModel]] = {}
         self._kept: frozenset[TextSource] = frozenset()
 
     async def get(self, source: TextSource) -> TextModel:
-        """The text side that comes from there. Raises TokenizerUnavailable; the next call then tries again."""
+        """The text side from this source. Raises TokenizerUnavailable; the next call then tries again."""
         loading = self._loading.get(source)
         if loading is None:
             loading = self._loading[source] = asyncio.ensure_future(asyncio.to_thread(self._load, Path(source.path)))
-            loading.add_done_callback(lambda done: self._settled(source, done))
+            loading.add_done_callback(lambda done: self._loaded(source, done))
         return loading.result() if loading.done() else await asyncio.shield(loading)
 
     def loaded(self, source: TextSource) -> bool:
-        """Whether `get` would answer at once."""
+        """Whether `get` would return at once."""
         loading = self._loading.get(source)
         return loading is not None and loading.done()
 
     def keep(self, sources: Iterable[TextSource]) -> None:
-        """From now on these are served, and those before them no longer: they are forgotten.
+        """Forget the sources of the previous call that are not among these.
 
-        Requests that use one go on, and its threads end with the last of them. What was loaded ahead of its first
-        replica stays.
+        Running requests keep the text side that they use; its threads end with the last of them. A text side that was
+        loaded before its first replica joined stays.
         """
         kept = frozenset(sources)
         for gone in self._kept - kept:
@@ -59,7 +58,7 @@ class TextModels:
             log.info("tokenizer_forgotten path=%s", gone.path)
         self._kept = kept
 
-    def _settled(self, source: TextSource, loading: "asyncio.Future[TextModel]") -> None:
+    def _loaded(self, source: TextSource, loading: "asyncio.Future[TextModel]") -> None:
         if loading.cancelled() or loading.exception() is not None:
             self._loading.pop(source, None)
             log.error("tokenizer_unavailable path=%s error=%s", source.path, loading)
@@ -67,7 +66,7 @@ class TextModels:
             log.info("tokenizer_loaded path=%s", source.path)
 
     async def close(self) -> None:
-        """Wait for what is loading and let go of all threads."""
+        """Wait for running loads, and end all threads."""
         for model in await asyncio.gather(*self._loading.values(), return_exceptions=True):
             if isinstance(model, TextModel):
                 model.close()
@@ -80,7 +79,7 @@ class Served(msgspec.Struct, frozen=True, gc=False):
     limits: ModelLimits
     text: TextModel
     metrics: ModelMetrics
-    backend: ModelBackend  #: who takes what is tokenized for it
+    backend: ModelBackend  #: takes the requests that were tokenized with `text`
 
 
 class Front:
@@ -94,36 +93,35 @@ class Front:
         *,
         texts: TextModels | None = None,
         tenants: Tenants | None = None,
-        accounts: Accounts | None = None,
+        usage: UsageRecords | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         random_bits: Callable[[int], int] | None = None,
     ) -> None:
-        """`accounts`: those that several routers keep together.
+        """`usage`: records that several routers share.
 
-        `random_bits` makes ids and seeds, which are no secrets: asking the system for each costs a system call.
+        `random_bits` makes ids and seeds, which are not secret: asking the system for each costs a system call.
         """
         self.settings = settings
         self.backend = backend
         self.metrics = metrics
         self.texts = texts or TextModels(partial(TextModel.load, cache_bytes=settings.token_cache_bytes))
         self.tenants = tenants or Tenants()
-        #: of the tenants that a keys file names, by digest
-        self.meters = self._meters(accounts)
-        metrics.watch_tenants(tuple(self.meters.values()))
+        named = self.tenants.named()
+        records = usage([tenant.digest for tenant in named]) if usage is not None else {}
+        #: Of the tenants in the keys file, by digest.
+        self.limiters = {
+            tenant.digest: RateLimiter(tenant.name, tenant.limits, records.get(tenant.digest)) for tenant in named
+        }
+        metrics.watch_tenants(tuple(self.limiters.values()))
         self.monotonic = monotonic
         self.wall = wall
         self.random_bits = random_bits or Random().getrandbits
         self.started_at = int(wall())
-        self._served: dict[str, Served] = {}  #: by name, the last one asked for
-
-    def _meters(self, accounts: Accounts | None) -> dict[bytes, Meter]:
-        named = self.tenants.named()
-        books = accounts([tenant.digest for tenant in named]) if accounts is not None else {}
-        return {tenant.digest: Meter(tenant.name, tenant.limits, books.get(tenant.digest)) for tenant in named}
+        self._served: dict[str, Served] = {}  #: by name, as of the last request
 
     async def served(self, name: str | None) -> Served:
-        """The model that a client asks for by `name`. Raises ModelNotFound, NoReplica, TokenizerUnavailable."""
+        """The model that a client calls `name`. Raises ModelNotFound, NoReplica and TokenizerUnavailable."""
         backend = self.backend.choose(name)
         limits = backend.model()
         if limits is None:
@@ -137,7 +135,7 @@ class Front:
         return served
 
     async def load_texts(self) -> None:
-        """Load what requests are tokenized with, and forget what they are no longer. Raises RouterError."""
+        """Load the tokenizers that are needed now, and forget the others. Raises RouterError."""
         sources = self.backend.texts()
         self.texts.keep(sources)
         self._served.clear()

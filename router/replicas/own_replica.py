@@ -7,12 +7,11 @@ the replica, the connection is tried again.
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import assert_never
 
 from ...events.errors import KeysRefused
 from ...events.follow.feed import EventFeed
 from ...events.follow.handshake import Handshakes
-from ...events.wire.dialects import CacheEvent, Cleared, Removed, Stored, wire_name
+from ...events.wire.cache_events import CacheEvent
 from ...events.wire.messages import LoadReport, SnapshotBlock
 from ...replica.messages import Abort, CacheReset, ReplicaDescription, Reply, Request, ResetCache
 from ..backend import RefusedReplica
@@ -99,15 +98,7 @@ class OwnReplica(ReplicaHandle):
         if self._orphans:
             self.send(Abort(request_ids=self._orphans))
             self._orphans = []
-        context, endpoints = self._context, self.description.event_endpoints
-        feed = EventFeed(
-            endpoints,
-            self,
-            context=context.zmq,
-            heartbeat_interval_s=context.heartbeat_interval_s,
-            keys=context.keys if endpoints.curve_key else None,
-        )
-        self._join(feed)
+        self._join()
 
     def lost(self) -> None:
         """The connection is gone: its requests move to other replicas, and it is tried again."""
@@ -134,21 +125,21 @@ class OwnReplica(ReplicaHandle):
     # From the feed
 
     def apply(self, events: Sequence[CacheEvent]) -> None:
-        """The next batch of cache events."""
-        placement, replica = self._placement, self.replica_id
-        for event in events:
-            if isinstance(event, Stored):
-                placement.stored(replica, event.hashes)
-            elif isinstance(event, Removed):
-                placement.removed(replica, event.hashes)
-            elif isinstance(event, Cleared):
-                placement.reset(replica, ())
-            else:
-                assert_never(event)
+        """The feed has changed the index already, through the `blocks` that it was given."""
 
     def reset(self, blocks: Sequence[SnapshotBlock]) -> None:
-        """The replica's whole cached set."""
-        self._placement.reset(self.replica_id, [wire_name(block.block_hash) for block in blocks])
+        """The feed has changed the index already."""
+
+    def _new_feed(self) -> EventFeed:
+        context, endpoints = self._context, self.description.event_endpoints
+        return EventFeed(
+            endpoints,
+            self,
+            context=context.zmq,
+            heartbeat_interval_s=context.heartbeat_interval_s,
+            blocks=self._placement.index.blocks_of(self.replica_id),
+            keys=context.keys if endpoints.curve_key else None,
+        )
 
     def load(self, report: LoadReport) -> None:
         """The replica's load."""

@@ -15,7 +15,7 @@ from ...events.errors import EndpointUnusable, EventError, KeysRefused
 from ...events.follow.feed import EventFeed
 from ...events.follow.subscription import FeedStatus
 from ...events.security.curve_keys import KeyPair
-from ...events.wire.dialects import CacheEvent
+from ...events.wire.cache_events import CacheEvent
 from ...events.wire.messages import LoadReport, SnapshotBlock
 from ...replica.messages import ReplicaDescription, Request
 from ..backend import FeedState, Observer, RefusedReplica
@@ -33,12 +33,6 @@ RESET_TIMEOUT_S = 30.0
 
 #: The outcome of a cache reset; "silent": the replica has not answered.
 ResetOutcome = Literal["empty", "in use", "lost", "silent"]
-
-FEED_STATES: dict[FeedStatus, FeedState] = {
-    FeedStatus.SYNCING: "syncing",
-    FeedStatus.LIVE: "live",
-    FeedStatus.STALE: "stale",
-}
 
 
 @dataclass(slots=True, frozen=True)
@@ -78,7 +72,7 @@ class ReplicaHandle(ABC):
     @property
     def feed_state(self) -> FeedState:
         """How far its events can be trusted."""
-        return self._placement.feed(self.replica_id) if self.joined else "syncing"
+        return self._placement.feed(self.replica_id) if self.joined else FeedStatus.SYNCING
 
     @property
     @abstractmethod
@@ -108,19 +102,24 @@ class ReplicaHandle(ABC):
         self._rest = rest
         return self._flow.rest(self.replica_id, rest, self._context.clock()) if self.joined else []
 
-    def _join(self, feed: EventFeed | None) -> None:
-        """It can be sent requests, and its events are followed; without a feed, load alone decides."""
+    @abstractmethod
+    def _new_feed(self) -> EventFeed | None:
+        """What follows its events; None: it publishes none, and load alone decides."""
+
+    def _join(self) -> None:
+        """It can be sent requests, and its events are followed."""
         self.joined = True
         instructions = self._flow.join(self.description, self._context.clock(), self._rest)
+        feed = self._new_feed()
         if feed is None:
-            self._placement.set_feed(self.replica_id, "stale")
+            self._placement.set_feed(self.replica_id, FeedStatus.STALE)
         else:
             try:
                 feed.start(self._context.loop)
                 self._feed = feed
             except EndpointUnusable as error:
                 log.error("feed_unusable replica=%s error=%s", self.replica_id, error)
-                self._placement.set_feed(self.replica_id, "stale")
+                self._placement.set_feed(self.replica_id, FeedStatus.STALE)
         self._context.run(instructions)
 
     def _depart(self, reason: str) -> tuple[list[int], list[Instruction]]:
@@ -165,9 +164,8 @@ class ReplicaHandle(ABC):
 
     def status(self, status: FeedStatus) -> None:
         """How far the events can be trusted."""
-        state = FEED_STATES[status]
-        log.info("feed_%s replica=%s", state, self.replica_id)
-        self._placement.set_feed(self.replica_id, state)
+        log.info("feed_%s replica=%s", status, self.replica_id)
+        self._placement.set_feed(self.replica_id, status)
 
     def malformed(self, error: EventError) -> None:
         """An event message was dropped; the feed closes the gap."""

@@ -23,6 +23,7 @@ from ...replica.messages import ModelLimits, ReplicaDescription
 from ..backend import (
     ClusterView,
     Explanation,
+    FeedState,
     GenerationRequest,
     Observer,
     RefusedReplica,
@@ -189,7 +190,7 @@ class RouterService:
             replica = self._replicas.get(replica_id)
             if replica is None:
                 return ""  # it left meanwhile, or this router does not know it yet
-            if replica.joined and (replica.feed_state == "live" or not self._follows_events):
+            if replica.joined and (replica.feed_state == FeedState.LIVE or not self._follows_events):
                 return ""
             await asyncio.sleep(POLL_S)
 
@@ -258,7 +259,7 @@ class RouterService:
         """
         if self._exact or not self._replicas:
             return self._exact
-        live = all(replica.feed_state == "live" for replica in self._replicas.values())
+        live = all(replica.feed_state == FeedState.LIVE for replica in self._replicas.values())
         since = self._first_replica_at
         late = since is not None and self._context.clock() - since > EXACT_PATIENCE_S
         if late and not live:
@@ -439,7 +440,7 @@ class RouterService:
             epoch=about.epoch,
             node=about.node,
             state="joining",
-            feed="syncing",
+            feed=FeedState.SYNCING,
             model=about.model.name,
             num_blocks=about.num_blocks,
             prefill_tokens_per_s=about.prefill_tokens_per_s,

@@ -43,7 +43,7 @@ class Placement:
         # Of engines that are not ours nobody knows whether they keep a block's parents.
         self.index.join(description.replica_id, description.num_blocks, closed=not description.foreign)
         self.loads.join(description, now)
-        self._feeds[description.replica_id] = "syncing"
+        self._feeds[description.replica_id] = FeedState.SYNCING
 
     def leave(self, replica: str) -> None:
         """A replica is gone, with all that it held and would have held."""

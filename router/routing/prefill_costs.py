@@ -12,7 +12,7 @@ replica is tried again, and what it does then counts for more than what it did b
 from dataclasses import dataclass
 from math import exp, log
 
-from ...events.prefill_cost import FADING, SUMS, fit, scaled, slowness, steps_of
+from ...events.load_report import FADING, SUMS, fit, scaled, slowness, steps_of
 from ...events.wire.messages import PrefillCost
 
 #: Of more steps at once than the memory holds, the mean counts for one memory.

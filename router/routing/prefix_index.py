@@ -1,27 +1,30 @@
 """Which replicas hold which blocks, and how long a prefix of a prompt each of them holds.
 
-Pure state: no sockets, no clock, no tokens. Knows neither load nor what is merely expected (reservations.py). Blocks go
-by their wire hash: as a hash names its whole prefix, one flat dict serves for the tree.
+Pure state: no sockets, no clock, no tokens. Knows neither load nor expected blocks (reservations.py). Blocks are named
+by their wire hash: as a hash names its whole prefix, one flat dict serves for the tree. This is the router's only copy
+of what replicas hold; subscriptions change it through `ReplicaBlocks`.
 
 A replica's prefix ends at its first missing block. Our own replicas keep what they hold prefix-closed
-(kvcache/prefix_cache.py
-asserts it, and heartbeats prove that the index holds the same), so a block that is there vouches for all before it, and
-the end is found by bisection. A replica that does not promise it (`closed=False`, foreign engines) is walked block by
-block, which is exact wherever a hole came from.
+(kvcache/prefix_cache.py asserts it, and heartbeats prove that the index holds the same), so a held block implies all
+before it, and the end is found by bisection. A replica that does not promise it (`closed=False`, foreign engines) is
+walked block by block, which is exact wherever a hole came from.
 """
 
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from itertools import compress, count, repeat
-from operator import is_not
+from operator import is_not, xor
+
+from ...events.follow.block_set import Digest
 
 log = logging.getLogger(__name__)
 
 #: Sets of replicas that are kept once for all their blocks. One more and they are all forgotten: blocks that have them
 #: keep them, later ones get copies, which costs memory and nothing else.
 MAX_SHARED_SETS = 4096
-#: A prompt is read at so many places to tell whether halving is worth it: it is where two neighbours have equal sets.
+#: Places at which a prompt is sampled to decide whether bisection pays: it does if two neighbours have equal sets.
 PROBES = 64
 #: Blocks that a walk reads at once.
 STRETCH = 512
@@ -33,10 +36,21 @@ _End = tuple[int, int]
 class PrefixIndex:
     """Block hash to set of replicas; a set is an int with one bit per replica."""
 
-    __slots__ = ("_bits", "_capacity", "_closed", "_counts", "_holders", "_known", "_names", "_shared", "dropped")
+    __slots__ = (
+        "_bits",
+        "_capacity",
+        "_closed",
+        "_counts",
+        "_holders",
+        "_known",
+        "_names",
+        "_shared",
+        "_xors",
+        "dropped",
+    )
 
     def __init__(self) -> None:
-        #: no entry is 0: a block that nobody holds has none
+        #: no entry is 0: a block without a holder has none
         self._holders: dict[int, int] = {}
         self._bits: dict[str, int] = {}
         #: replicas with their bits, by the place of the bit
@@ -48,6 +62,8 @@ class PrefixIndex:
         #: bits of the replicas whose residency is prefix-closed
         self._closed = 0
         self._counts: dict[str, int] = {}
+        #: by replica: XOR of the blocks that it holds, as heartbeats carry it
+        self._xors: dict[str, int] = {}
         self._capacity: dict[str, int] = {}
         #: blocks announced beyond a replica's own capacity, and not taken: memory stays bounded whatever it says
         self.dropped = 0
@@ -59,7 +75,7 @@ class PrefixIndex:
         self._known |= bit
         self._bits[replica] = bit
         self._names[bit.bit_length()] = replica, bit
-        self._counts[replica] = 0
+        self._counts[replica] = self._xors[replica] = 0
         self._capacity[replica] = capacity
         if closed:
             self._closed |= bit
@@ -70,12 +86,13 @@ class PrefixIndex:
         bit = self._bits.pop(replica)
         self._known ^= bit
         self._closed &= ~bit
-        del self._names[bit.bit_length()], self._counts[replica], self._capacity[replica]
+        del self._names[bit.bit_length()], self._counts[replica], self._xors[replica], self._capacity[replica]
 
     def add(self, replica: str, hashes: Iterable[int]) -> None:
         """The replica holds these blocks now; those that it held already stay as they are."""
         bit, holders, share = self._bits[replica], self._holders, self._shares()
         room = before = self._capacity[replica] - self._counts[replica]
+        digest = self._xors[replica]
         for block in hashes:
             mask = holders.get(block)
             if mask is not None and mask & bit:
@@ -85,21 +102,26 @@ class PrefixIndex:
                 continue
             holders[block] = bit if mask is None else share(both := mask | bit, both)
             room -= 1
+            digest ^= block
         self._counts[replica] += before - room
+        self._xors[replica] = digest
 
     def remove(self, replica: str, hashes: Iterable[int]) -> None:
         """The replica holds these blocks no longer; unknown ones are ignored."""
         bit, holders, share, gone = self._bits[replica], self._holders, self._shares(), 0
+        digest = self._xors[replica]
         for block in hashes:
             mask = holders.get(block, 0)
             if not mask & bit:
                 continue
             gone += 1
+            digest ^= block
             if mask == bit:
                 del holders[block]
             else:
                 holders[block] = share(others := mask ^ bit, others)
         self._counts[replica] -= gone
+        self._xors[replica] = digest
 
     def clear(self, replica: str) -> None:
         """The replica holds nothing. Walks the whole index: 50 ns a block, and rare."""
@@ -110,7 +132,7 @@ class PrefixIndex:
                 for block, mask in self._holders.items()
                 if mask != bit
             }
-            self._counts[replica] = 0
+            self._counts[replica] = self._xors[replica] = 0
 
     def reset(self, replica: str, hashes: Iterable[int]) -> None:
         """The replica holds exactly these blocks."""
@@ -147,7 +169,7 @@ class PrefixIndex:
         """The ends for replicas that hold the first block, by halving wherever the set of holders shrinks."""
         get = self._holders.get
         ends = []
-        # Behind the last block nobody holds anything: a span never needs a special case for its end.
+        # No replica holds anything behind the last block, so the end of a span needs no special case.
         spans = [(0, holding, len(hashes), 0)]
         while spans:
             low, holders, high, left = spans.pop()
@@ -211,6 +233,14 @@ class PrefixIndex:
         """Number of blocks that the replica holds."""
         return self._counts[replica]
 
+    def blocks_of(self, replica: str) -> "ReplicaBlocks":
+        """The blocks of one replica, for the subscription that follows it."""
+        return ReplicaBlocks(self, replica)
+
+    def digest(self, replica: str) -> Digest:
+        """Count and XOR of the blocks that the replica holds."""
+        return Digest(self._counts[replica], self._xors[replica])
+
     def unique(self) -> dict[str, int]:
         """By replica: blocks that no other one holds. Walks the whole index, and is rare."""
         holders = Counter(self._holders.values())
@@ -231,12 +261,13 @@ class PrefixIndex:
         strays = [mask for mask in self._holders.values() if not mask or mask & ~known]
         assert not strays, f"{len(strays)} masks are empty or name replicas that left"
         for replica, bit in self._bits.items():
-            held = sum(1 for mask in self._holders.values() if mask & bit)
-            assert held == self._counts[replica], f"{replica}: counted {self._counts[replica]}, holds {held}"
-            assert held <= self._capacity[replica], f"{replica} holds {held} of {self._capacity[replica]} blocks"
+            held = [block for block, mask in self._holders.items() if mask & bit]
+            digest = Digest(len(held), reduce(xor, held, 0))
+            assert digest == self.digest(replica), f"{replica}: noted {self.digest(replica)}, holds {digest}"
+            assert len(held) <= self._capacity[replica], f"{replica} holds {len(held)} of {self._capacity[replica]}"
 
     def _shares(self) -> Callable[[int, int], int]:
-        """Gives the object to keep for a set of several replicas, when called with it as key and as value."""
+        """Interns sets of several replicas: call the result with the set as key and as value."""
         if len(self._shared) > MAX_SHARED_SETS:
             self._shared = {}
         return self._shared.setdefault
@@ -245,6 +276,35 @@ class PrefixIndex:
         if not self.dropped:
             log.warning("index_overflow replica=%s blocks=%d", replica, self._capacity[replica])
         self.dropped += 1
+
+
+class ReplicaBlocks:
+    """One replica's blocks in the index: what its subscription changes, so that they are stored nowhere else.
+
+    See `ResidentBlocks` (events/follow/residency.py).
+    """
+
+    __slots__ = ("_index", "_replica")
+
+    def __init__(self, index: PrefixIndex, replica: str) -> None:
+        self._index = index
+        self._replica = replica
+
+    @property
+    def digest(self) -> Digest:
+        return self._index.digest(self._replica)
+
+    def store(self, parent: int | None, hashes: Sequence[int]) -> None:  # noqa: ARG002 - a hash names its whole prefix
+        self._index.add(self._replica, hashes)
+
+    def remove(self, hashes: Sequence[int]) -> None:
+        self._index.remove(self._replica, hashes)
+
+    def clear(self) -> None:
+        self._index.clear(self._replica)
+
+    def replace(self, blocks: Iterable[tuple[int, int | None]]) -> None:
+        self._index.reset(self._replica, (block for block, _ in blocks))
 
 
 def _replicas(end: _End) -> int:

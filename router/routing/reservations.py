@@ -1,11 +1,11 @@
-"""Blocks that requests under way leave on their replica, from dispatch until the request is over there.
+"""Blocks that requests under way will leave on their replica, from dispatch until the request ends there.
 
-Pure state: the time comes in. Without it a burst of one prefix would scatter, as the first block of it is announced
-only when it has been computed. Knows nothing of load or of what is held already (index.py): a block that is held may
-be expected, too, and while its request runs it cannot be evicted.
+Pure state: the time comes in. Without reservations a burst of requests with one prefix would scatter, as its first
+block is announced only after it was computed. Knows neither load nor held blocks (prefix_index.py): a held block may be
+expected, too, and is not evicted while its request runs.
 
-A block is entered once, by the first request that expects it. Whoever expects it as well follows that request, and
-inherits its blocks when it ends before them.
+A block is entered once, by the first request that expects it. Another request that expects it as well follows that
+request, and inherits its blocks when it ends first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -109,7 +109,7 @@ class Reservations:
         for replica, expected in self._expected.items():
             assert expected.keys() == wanted.get(replica, set()), f"{replica}: expected blocks differ from those wanted"
             strays = [block for block, owner in expected.items() if owner.over or owner.replica != replica]
-            assert not strays, f"{replica}: {len(strays)} blocks are expected of nobody"
+            assert not strays, f"{replica}: {len(strays)} blocks are expected of no request"
 
 
 def _common(one: Sequence[int], other: Sequence[int], same: int) -> int:

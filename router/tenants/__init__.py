@@ -1,4 +1,4 @@
-"""Who is asking and what they may use: API keys, rate limits, usage shared between router processes.
+"""Who sends a request and what they may use: API keys, rate limits, usage shared between router processes.
 
-Imported by `http`. Must not know routing.
+Imported by `http` and `metrics`. Must not know routing or HTTP.
 """

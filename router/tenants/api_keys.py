@@ -1,9 +1,9 @@
-"""Who a request is from: API keys, the tenants that hold them, and which tenants share cached blocks.
+"""API keys, the tenants that hold them, and which tenants share cached blocks.
 
-Pure but for `read_tenants`, which reads the file. Knows no HTTP, and of limits what the file says; meter.py counts.
+Pure, except for `read_tenants`, which reads the file. `rate_limits.py` counts what tenants use.
 
-Without a file every key is a tenant of its own, and callers without a key are one more. With a file its keys are the
-only ones. Keys stand in it as sha256 digests: who reads the file cannot ask in a tenant's name.
+Without a file every key is a tenant of its own, and callers without a key are one more. With a file only its keys are
+accepted. It holds sha256 digests, so whoever reads it cannot make requests in a tenant's name.
 """
 
 from dataclasses import dataclass
@@ -21,12 +21,11 @@ from ...kvcache.hashing import canonical
 from ..errors import KeysFileInvalid, MissingKey, UnknownKey
 from .rate_limits import TenantLimits
 
-Entry = TypeVar("Entry", bound=msgspec.Struct)
-_TOP_LEVEL = {"keys", "tenants"}
+Struct = TypeVar("Struct", bound=msgspec.Struct)
+UNLIMITED = TenantLimits()
 #: Bytes of a tenant's digest and of a cache salt.
 DIGEST_BYTES = 16
-UNLIMITED = TenantLimits()
-#: Of a key that is anybody's: one in a head of 64 KiB is as long as that, and thousands are remembered.
+#: Longer keys of unnamed tenants are not cached: a key may fill an HTTP head of 64 KiB, and thousands are cached.
 REMEMBERED_CHARACTERS = 256
 #: Digests are found by their first bytes and then compared whole, in constant time.
 _BUCKET_BYTES = 4
@@ -34,17 +33,17 @@ _BUCKET_BYTES = 4
 
 @dataclass(slots=True, frozen=True)
 class Tenant:
-    """Whoever budgets and limits are counted for."""
+    """A caller to whom budgets and limits apply."""
 
-    digest: bytes  #: 16 bytes; stands for the tenant wherever its name or key must not go
+    digest: bytes  #: 16 bytes; stands for the tenant wherever its name or key must not appear
     sharing: bytes  #: a digest; tenants with equal ones share cached blocks; empty: callers without a key
-    admin: bool  #: may do what concerns everybody, such as resetting the caches
+    admin: bool  #: may do what affects all tenants, such as resetting the caches
     name: str = ""  #: as in the file; empty without one
     limits: TenantLimits = UNLIMITED
 
     @property
     def label(self) -> str:
-        """For logs: its name, or what tells it apart from other callers."""
+        """For logs: the name, or what distinguishes an unnamed caller from others."""
         return self.name or self.digest[:4].hex()
 
     def cache_salt(self, narrowed_by: str | None) -> bytes:
@@ -64,18 +63,28 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class KeysFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What stands in the file."""
+    """The content of the file."""
 
     keys: list[KeyEntry]
-    tenants: dict[str, TenantLimits] = {}
+    tenants: dict[str, Any] = {}  #: `TenantLimits`, converted one by one: msgspec's errors do not name keys of maps
 
 
 class Tenants:
-    """All tenants that may ask."""
+    """All tenants that are accepted."""
 
     def __init__(self, keys: KeysFile | None = None) -> None:
-        """None: whoever asks is a tenant by its key, and everybody is an admin. Raises KeysFileInvalid."""
-        self._buckets = None if keys is None else _buckets(keys)
+        """None: every key is a tenant, and all of them are admins. Raises KeysFileInvalid."""
+        self._buckets: dict[bytes, list[tuple[bytes, Tenant]]] | None = None
+        if keys is None:
+            return
+        _check_entries(keys)
+        limits = {name: _converted(given, TenantLimits, f"tenants.{name}") for name, given in keys.tenants.items()}
+        self._buckets = {}
+        for entry in keys.keys:
+            digest, own = bytes.fromhex(entry.key_sha256), _digest(b"tenant", entry.tenant.encode())
+            sharing = own if entry.group is None else _digest(b"group", entry.group.encode())
+            tenant = Tenant(own, sharing, entry.admin, entry.tenant, limits.get(entry.tenant, UNLIMITED))
+            self._buckets.setdefault(digest[:_BUCKET_BYTES], []).append((digest, tenant))
 
     def named(self) -> list[Tenant]:
         """The tenants of the file, each once; none without a file."""
@@ -83,21 +92,21 @@ class Tenants:
         return list({tenant.digest: tenant for tenant in known}.values())
 
     def of(self, authorization: str | None) -> Tenant:
-        """Who asks under this Authorization header. Raises MissingKey or UnknownKey."""
+        """The tenant with the key of this Authorization header. Raises MissingKey and UnknownKey."""
         key = (authorization or "").removeprefix("Bearer ").strip()
         if self._buckets is None:
-            return _remembered(key) if len(key) <= REMEMBERED_CHARACTERS else _anybody(key)
+            return _remembered(key) if len(key) <= REMEMBERED_CHARACTERS else _unnamed(key)
         if not key:
-            raise MissingKey("this server wants an API key: send 'Authorization: Bearer KEY'")
+            raise MissingKey("this server requires an API key: send 'Authorization: Bearer KEY'")
         digest = sha256(key.encode()).digest()
         for known, tenant in self._buckets.get(digest[:_BUCKET_BYTES], ()):
             if compare_digest(known, digest):
                 return tenant
-        raise UnknownKey("this API key is not known here")
+        raise UnknownKey("this API key is unknown")
 
 
 def read_tenants(path: str) -> Tenants:
-    """The tenants of a YAML file; an empty path: no file, so whoever asks. Raises KeysFileInvalid."""
+    """The tenants of a YAML file; without a path, every key is a tenant. Raises KeysFileInvalid."""
     if not path:
         return Tenants()
     file = Path(path).expanduser()
@@ -106,7 +115,7 @@ def read_tenants(path: str) -> Tenants:
     except OSError as error:
         raise KeysFileInvalid(f"cannot read the keys file {file.absolute()}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise KeysFileInvalid(f"the keys file {file} is no YAML: {error}") from error
+        raise KeysFileInvalid(f"the keys file {file} is not YAML: {error}") from error
     try:
         return tenants_of(content)
     except KeysFileInvalid as error:
@@ -115,35 +124,15 @@ def read_tenants(path: str) -> Tenants:
 
 def tenants_of(content: Any) -> Tenants:
     """The tenants of a file's content. Raises KeysFileInvalid, which names the entry."""
-    if not isinstance(content, dict) or not isinstance(content.get("keys"), list) or set(content) - _TOP_LEVEL:
-        raise KeysFileInvalid("the top level must map 'keys' to a list of entries, may map 'tenants', and nothing else")
-    limits = content.get("tenants", {})
-    if not isinstance(limits, dict):
-        raise KeysFileInvalid("tenants: must map tenants' names to their limits")
-    keys = [_converted(f"keys[{number}]", given, KeyEntry) for number, given in enumerate(content["keys"])]
-    return Tenants(
-        KeysFile(
-            keys=keys,
-            tenants={name: _converted(f"tenants.{name}", given, TenantLimits) for name, given in limits.items()},
-        )
-    )
+    return Tenants(_converted(content, KeysFile, ""))
 
 
-def _converted(place: str, given: Any, kind: type[Entry]) -> Entry:
+def _converted(given: Any, kind: type[Struct], place: str) -> Struct:
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
-        raise KeysFileInvalid(f"{place}: {error}") from error
-
-
-def _buckets(file: KeysFile) -> dict[bytes, list[tuple[bytes, Tenant]]]:
-    _check_entries(file)
-    buckets: dict[bytes, list[tuple[bytes, Tenant]]] = {}
-    for entry in file.keys:
-        digest = bytes.fromhex(entry.key_sha256)
-        tenant = _tenant(entry, file.tenants.get(entry.tenant, UNLIMITED))
-        buckets.setdefault(digest[:_BUCKET_BYTES], []).append((digest, tenant))
-    return buckets
+        reason, _, path = str(error).replace("`", "").partition(" - at $")
+        raise KeysFileInvalid(f"{f'{place}{path}'.lstrip('.') or 'top level'}: {reason}") from error
 
 
 def _check_entries(file: KeysFile) -> None:
@@ -156,24 +145,18 @@ def _check_entries(file: KeysFile) -> None:
         earlier, group = groups.setdefault(entry.tenant, (number, entry.group))
         if group != entry.group:
             raise KeysFileInvalid(
-                f"keys[{number}].group: {entry.group!r}, but tenant {entry.tenant!r} is in {group!r} by keys[{earlier}]"
+                f"keys[{number}].group: {entry.group!r}, but keys[{earlier}] puts tenant {entry.tenant!r} in {group!r}"
             )
-    if strangers := set(file.tenants) - set(groups):
-        raise KeysFileInvalid(f"tenants.{min(strangers)}: no key has this tenant")
+    if unused := set(file.tenants) - set(groups):
+        raise KeysFileInvalid(f"tenants.{min(unused)}: no key has this tenant")
 
 
-def _tenant(entry: KeyEntry, limits: TenantLimits) -> Tenant:
-    own = _digest(b"tenant", entry.tenant.encode())
-    sharing = own if entry.group is None else _digest(b"group", entry.group.encode())
-    return Tenant(own, sharing, entry.admin, entry.tenant, limits)
-
-
-def _anybody(key: str) -> Tenant:
+def _unnamed(key: str) -> Tenant:
     own = _digest(b"key", key.encode())
     return Tenant(own, own if key else b"", admin=True)
 
 
-_remembered = lru_cache(4096)(_anybody)
+_remembered = lru_cache(4096)(_unnamed)
 
 
 def _digest(*fields: bytes) -> bytes:

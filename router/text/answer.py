@@ -1,9 +1,10 @@
-"""One answer as it grows: token deltas in, safe text and the tokens behind it out.
+"""One answer as it grows: token deltas in; text that is safe to show, and the tokens behind it, out.
 
-Pure state that joins detokenizer, stop strings and logprobs. Knows no streams and no shapes of HTTP.
+Pure state: incremental decoding, stop strings, and alignment of logprobs with text. Independent of streams and HTTP.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -11,26 +12,33 @@ import msgspec
 from ...replica.messages import PositionLogprobs
 from ..backend import TokenDelta
 from .detokenizer import Detokenizer
-from .logprobs import TokenAt
-from .stops import StopFinder
 
 Ending = Literal["stop", "length"]
 
 
+@dataclass(slots=True, frozen=True)
+class TokenAt:
+    """A token and where its text begins, in characters from the start of the answer (or of the echoed prompt)."""
+
+    token_id: int
+    offset: int
+    logprobs: PositionLogprobs | None  #: None: the first token of a prompt
+
+
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
-    """What became showable."""
+    """What can be shown next."""
 
     text: str
     ending: Ending | None = None
-    #: the tokens whose text begins in what has been shown by now; empty where no logprobs were asked for
+    #: The tokens whose text begins in what has been shown so far; empty if no logprobs were requested.
     tokens: Sequence[TokenAt] = ()
 
 
 class AnswerText:
     """Turns the deltas of one token stream into text.
 
-    The token that ended the answer (`stop_token_id`) gives no text and no logprobs; neither does what comes from the
-    start of a stop string on.
+    The token that ended the answer (`stop_token_id`) has no text and no logprobs; nor has anything from the start of a
+    stop string on.
     """
 
     __slots__ = ("_decoded", "_detokenizer", "_pending", "_shown", "_stops")
@@ -38,40 +46,35 @@ class AnswerText:
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:
         self._detokenizer = detokenizer
         self._stops = StopFinder(stops) if stops else None
-        self._decoded = 0  #: characters that came out of the detokenizer
-        self._shown = 0  #: characters given out
+        self._decoded = 0  #: characters that the detokenizer returned
+        self._shown = 0  #: characters shown
         self._pending: list[TokenAt] = []  #: tokens whose text is held back
 
     def push(self, delta: TokenDelta) -> TextDelta:
-        """The text that `delta` completes. After an ending nothing more may be pushed."""
+        """The text that `delta` completes. Not to be called after an ending."""
         ids = delta.token_ids if delta.stop_token_id is None else delta.token_ids[:-1]
         if delta.text is not None:
             text = delta.text
         elif delta.logprobs is None:
             text = self._detokenizer.push(ids)
         else:
-            text = self._scored(ids, delta.logprobs)
+            text = self._push_scored(ids, delta.logprobs)
         ending: Ending | None = None
         if delta.finish_reason is not None:
             text += self._detokenizer.flush()
             ending = "length" if delta.finish_reason == "length" else "stop"
-        if self._stops is None:
-            self._shown += len(text)
-            return TextDelta(text, ending, self._release(everything=ending is not None) if self._pending else ())
-        return self._until_stop(self._stops, text, ending)
-
-    def _until_stop(self, stops: StopFinder, text: str, ending: Ending | None) -> TextDelta:
-        """What may be shown of `text` as far as stop strings are concerned."""
-        text = stops.push(text)
-        if stops.stopped_by is not None:
-            ending = "stop"
-        elif ending:
-            text += stops.flush()
+        stops, stopped = self._stops, False
+        if stops is not None:
+            text = stops.push(text)
+            if stops.stopped_by is not None:
+                ending, stopped = "stop", True
+            elif ending:
+                text += stops.flush()
         self._shown += len(text)
-        return TextDelta(text, ending, self._release(everything=ending is not None and not stops.stopped_by))
+        return TextDelta(text, ending, self._release(everything=bool(ending) and not stopped) if self._pending else ())
 
-    def _scored(self, ids: Sequence[int], logprobs: Sequence[PositionLogprobs]) -> str:
-        """The text of tokens that come with their logprobs, which are shown when their text is."""
+    def _push_scored(self, ids: Sequence[int], logprobs: Sequence[PositionLogprobs]) -> str:
+        """The text of tokens with logprobs. A token is shown together with the start of its text."""
         parts: list[str] = []
         for token_id, position in zip(ids, logprobs, strict=False):
             self._pending.append(TokenAt(token_id, self._decoded, position))
@@ -83,3 +86,51 @@ class AnswerText:
         ready = [token for token in self._pending if everything or token.offset < self._shown]
         self._pending = self._pending[len(ready) :]
         return ready
+
+
+class StopFinder:
+    """Finds stop strings in text that arrives in pieces.
+
+    A stop string takes effect as soon as the text contains one, however the text is divided; the text is cut before it.
+    Text is held back only while it may be the beginning of a stop string.
+    """
+
+    __slots__ = ("_held", "_stops", "stopped_by")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """`stops` are not empty strings."""
+        self._stops = stops
+        self._held = ""
+        self.stopped_by: str | None = None  #: once set, no more text comes
+
+    def push(self, text: str) -> str:
+        """The text that can be shown now."""
+        if self.stopped_by is not None or not text:
+            return ""
+        # A match ends in the new text: otherwise it would have been found before.
+        text = self._held + text
+        # The stop string that is complete first wins; of those that end together, the longest.
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            _, start, self.stopped_by = min(found)
+            self._held = ""
+            return text[:start]
+        cut = len(text) - held_length(text, self._stops)
+        self._held = text[cut:]
+        return text[:cut]
+
+    def flush(self) -> str:
+        """At the end of the answer: the held text, which did not become a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def held_length(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of `text` that begins a stop string without being one."""
+    longest = 0
+    for stop in stops:
+        for length in range(min(len(stop) - 1, len(text)), longest, -1):
+            if text.endswith(stop[:length]):
+                longest = length
+                break
+    return longest

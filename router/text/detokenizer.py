@@ -1,28 +1,34 @@
-"""Ids to text, piece by piece: no delta ever ends inside a character, and the deltas joined are the whole text.
+"""Ids to text, piece by piece: no delta ends inside a character, and the deltas joined are the whole text.
 
-Pure state of one answer. Knows nothing of stop strings or streams.
+Also the table of the bytes that each id stands for. It is exact for byte-level tokenizers (Llama 3, Qwen, GPT), where
+the text of ids is the concatenation of their pieces. For the others (sentencepiece style) pieces are good names for
+logprobs; text comes from the tokenizer's own decoder.
 """
 
+import re
 from codecs import BufferedIncrementalDecoder, getincrementaldecoder
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 _Utf8 = getincrementaldecoder("utf-8")
 
-#: What decoders write for bytes that are no UTF-8.
+#: What decoders write for bytes that are not UTF-8.
 REPLACEMENT = "\ufffd"
-#: A character has at most four bytes: what is still broken after so many held tokens stays broken.
+#: A character has at most four bytes: what is still broken after this many held tokens stays broken.
 MAX_HELD_TOKENS = 4
+#: What sentencepiece writes for a space, and for a byte that has no token of its own.
+_SPACE_MARK = "\u2581"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Detokenizer(Protocol):
     """Decodes one answer."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these ids complete; the beginning of a character is held back until its end comes."""
+        """The text that these ids complete; the beginning of a character is held back until it is complete."""
 
     def flush(self) -> str:
-        """The end of the answer: what is still held, as replacement characters."""
+        """At the end of the answer: what is still held, as replacement characters."""
 
 
 class ByteDetokenizer:
@@ -35,13 +41,12 @@ class ByteDetokenizer:
     __slots__ = ("_pieces", "_utf8")
 
     def __init__(self, pieces: Mapping[int, bytes]) -> None:
-        """`pieces`: what each id stands for; ids without an entry, such as special tokens, give no text."""
+        """`pieces`: what each id stands for; ids without an entry, such as special tokens, have no text."""
         self._pieces = pieces
-        #: made for the first character in parts; most answers have none
+        #: Created for the first divided character; most answers have none.
         self._utf8: BufferedIncrementalDecoder | None = None
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """See `Detokenizer.push`."""
         pieces = self._pieces
         if len(token_ids) == 1:
             data = pieces.get(token_ids[0], b"")
@@ -57,15 +62,14 @@ class ByteDetokenizer:
         return self._utf8.decode(data)
 
     def flush(self) -> str:
-        """See `Detokenizer.flush`."""
         return "" if self._utf8 is None else self._utf8.decode(b"", final=True)
 
 
 class WindowDetokenizer:
-    """For any other tokenizer: decodes the last few ids again with each new one and gives out what grew.
+    """For any other tokenizer: decodes the last few ids again with each new one and returns what was added.
 
-    The window starts at ids whose text is out already, because the text of an id may depend on what stands before it
-    (a leading space). Equal to the whole decode as long as the ids form valid UTF-8; where they do not, the number of
+    The window starts with ids whose text was returned already, because the text of an id may depend on the ids before
+    it (a leading space). Equal to the whole decode as long as the ids form valid UTF-8; otherwise the number of
     replacement characters may differ, since byte-fallback decoders judge a run of byte tokens as one.
     """
 
@@ -73,17 +77,16 @@ class WindowDetokenizer:
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
-        self._ids: list[int] = []  #: the window: `_shown` ids whose text is out, then held ones
+        self._ids: list[int] = []  #: the window: `_shown` ids whose text was returned, then held ones
         self._shown = 0
-        self._unfinished = 0  #: ids held because they end inside a character; a space that is stripped is none
+        self._unfinished = 0  #: ids held because they end inside a character, not because a space is stripped
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """See `Detokenizer.push`."""
-        return "".join(map(self._push_one, token_ids))
-
-    def _push_one(self, token_id: int) -> str:
-        self._ids.append(token_id)
-        return self._advance(patient=self._unfinished + 1 < MAX_HELD_TOKENS)
+        parts = []
+        for token_id in token_ids:
+            self._ids.append(token_id)
+            parts.append(self._advance(patient=self._unfinished + 1 < MAX_HELD_TOKENS))
+        return "".join(parts)
 
     def _advance(self, *, patient: bool) -> str:
         before = self._decode(self._ids[: self._shown]) if self._shown else ""
@@ -96,5 +99,44 @@ class WindowDetokenizer:
         return text[len(before) :]
 
     def flush(self) -> str:
-        """See `Detokenizer.flush`."""
         return self._advance(patient=False)
+
+
+def is_byte_level(backend: Any) -> bool:
+    """Whether the text of ids is the concatenation of their pieces; `backend` is a `tokenizers.Tokenizer`."""
+    from tokenizers.decoders import ByteLevel
+
+    return isinstance(backend.decoder, ByteLevel)
+
+
+def piece_table(backend: Any) -> list[bytes]:
+    """The bytes of every id of a `tokenizers.Tokenizer`; empty for ids without an entry."""
+    vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    alphabet = byte_alphabet()
+    byte_level = is_byte_level(backend)
+    for token, token_id in vocabulary.items():
+        table[token_id] = byte_level_piece(token, alphabet) if byte_level else other_piece(token)
+    return table
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The character that stands for each byte in byte-level BPE vocabularies (GPT-2's `bytes_to_unicode`, inverted)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+def byte_level_piece(token: str, alphabet: Mapping[str, int]) -> bytes:
+    """Bytes of a vocabulary entry; an entry with any other character (an added token) stands for itself."""
+    try:
+        return bytes([alphabet[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
+def other_piece(token: str) -> bytes:
+    """Bytes of a sentencepiece-style entry."""
+    if match := _BYTE_TOKEN.fullmatch(token):
+        return bytes.fromhex(match[1])
+    return token.replace(_SPACE_MARK, " ").encode()

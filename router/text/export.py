@@ -1,8 +1,8 @@
-"""Reads a model's tokenizer as transformers builds it, in a process of its own.
+"""Reads a model's tokenizer as transformers builds it, in a separate process.
 
-transformers may build another tokenizer than `tokenizer.json` alone says (some classes are rebuilt from their
-vocabulary), so only transformers itself knows the right one. But it brings torch along: 270 MB, and seconds of CPU,
-that a router has no use for. So a child process loads it and prints what came of it, and the router keeps that.
+transformers may build a tokenizer that differs from `tokenizer.json` (some classes are rebuilt from their vocabulary),
+so only transformers itself knows the right one. But it imports torch: 270 MB and seconds of CPU that a router cannot
+use. So a child process loads it and prints the result, which the router keeps.
 """
 
 import subprocess
@@ -13,11 +13,10 @@ import msgspec
 
 from ..errors import TokenizerUnavailable
 
-#: Importing torch and reading a large vocabulary takes seconds; on a machine under load, many.
+#: Importing torch and reading a large vocabulary takes seconds, and far longer on a machine under load.
 TIMEOUT_S = 300.0
 
-
-#: What holds a vocabulary; of the files that transformers reads, a folder has one at least.
+#: Files with a vocabulary; a folder that transformers can read has at least one of them.
 VOCABULARIES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -40,36 +39,36 @@ class TokenizerParts(msgspec.Struct, frozen=True):
 
 
 def check_vocabulary(folder: Path) -> None:
-    """Raises TokenizerUnavailable where there is none: transformers would make a tokenizer that knows no word."""
+    """Raise TokenizerUnavailable if there is none: transformers would build a tokenizer with no words."""
     if not folder.is_dir():
-        raise TokenizerUnavailable(f"no tokenizer can be read from {folder}: there is no such folder")
+        raise TokenizerUnavailable(f"cannot read a tokenizer from {folder}: no such folder")
     if not any(path.stat().st_size for pattern in VOCABULARIES for path in folder.glob(pattern)):
         raise TokenizerUnavailable(
-            f"no tokenizer can be read from {folder}: it has no tokenizer.json; save the model's tokenizer there, too"
+            f"cannot read a tokenizer from {folder}: it has no tokenizer.json; save the model's tokenizer there as well"
         )
     path = folder / "tokenizer.json"
     try:
         msgspec.json.decode(path.read_bytes() if path.is_file() else b"{}")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TokenizerUnavailable(f"{path} is torn: {error}; fetch the model again") from error
+        raise TokenizerUnavailable(f"{path} is damaged: {error}; download the model again") from error
 
 
 def load_parts(folder: Path) -> TokenizerParts:
-    """The tokenizer of a local folder; takes seconds and blocks. Raises TokenizerUnavailable."""
+    """The tokenizer of a local folder. Blocks for seconds. Raises TokenizerUnavailable."""
     check_vocabulary(folder)
     command = [sys.executable, "-m", "homing.router.text.export", str(folder)]
     try:
         done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise TokenizerUnavailable(f"no tokenizer can be read from {folder}: {error}") from error
+        raise TokenizerUnavailable(f"cannot read a tokenizer from {folder}: {error}") from error
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        raise TokenizerUnavailable(f"no tokenizer can be read from {folder}: {said[-1] if said else done.returncode}")
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise TokenizerUnavailable(f"cannot read a tokenizer from {folder}: {lines[-1] if lines else done.returncode}")
     return msgspec.json.decode(done.stdout, type=TokenizerParts)
 
 
 def export(folder: str) -> TokenizerParts:
-    """The tokenizer in `folder`, by transformers; for the child process."""
+    """The tokenizer in `folder`, by transformers; runs in the child process."""
     # Not at the top: the router imports this module.
     from transformers import AutoTokenizer
 
@@ -86,7 +85,7 @@ def export(folder: str) -> TokenizerParts:
 
 
 def main() -> int:
-    """Print the parts as JSON; on failure one line on stderr, and 1."""
+    """Print the parts as JSON; on failure print one line to stderr and return 1."""
     try:
         parts = export(sys.argv[1])
     except Exception as error:  # whatever it is, the parent process reports it by this one line

@@ -1,6 +1,6 @@
-"""A model's chat template: messages in, prompt text out.
+"""A model's chat template: a conversation in, prompt text out.
 
-Rendered by transformers' own renderer, whose sandbox is kept against hostile templates; that module needs no torch.
+Uses transformers' own renderer, whose sandbox protects against hostile templates; that module needs no torch.
 """
 
 import contextlib
@@ -11,11 +11,12 @@ import msgspec
 
 from ..errors import TemplateRefusal
 
+#: One message as templates read it: `role`, `content` (one text) and, optionally, tool calls and the like.
 Message = dict[str, Any]
 
 
-class Chat(msgspec.Struct, frozen=True):
-    """What a chat template is given."""
+class Conversation(msgspec.Struct, frozen=True):
+    """What every API dialect makes of its messages: the input of the chat template."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -25,51 +26,50 @@ class Chat(msgspec.Struct, frozen=True):
 
 
 class ChatTemplate:
-    """The template of one model; some models have several by name, of which `tool_use` serves calls with tools."""
+    """The template of one model. Some models have several by name, of which `tool_use` is for calls with tools."""
 
     def __init__(self, template: str | Mapping[str, str] | None, special_tokens: Mapping[str, str]) -> None:
         self._templates: Mapping[str, str] = {"default": template} if isinstance(template, str) else template or {}
         self._special_tokens = special_tokens
 
-    def render(self, chat: Chat) -> str:
-        """The prompt for `chat`. Raises TemplateRefusal."""
-        # Not at the top: they take half a second, and the room must stay light.
+    def render(self, conversation: Conversation) -> str:
+        """The prompt of the conversation. Raises TemplateRefusal."""
+        # Not at the top: these imports take half a second, and the package must stay light.
         from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        template = self._choose(chat)
-        if chat.continue_final_message and chat.add_generation_prompt:
-            raise TemplateRefusal("continue_final_message excludes add_generation_prompt", param="messages")
+        template = self._choose(conversation)
+        if conversation.continue_final_message and conversation.add_generation_prompt:
+            raise TemplateRefusal(
+                "continue_final_message cannot be combined with add_generation_prompt", param="messages"
+            )
+        # OpenAI's clients send `content: null`, which templates would print.
+        messages = [{key: value for key, value in each.items() if value is not None} for each in conversation.messages]
         try:
             rendered, _ = render_jinja_template(
-                conversations=[[_without_nulls(message) for message in chat.messages]],
-                tools=list(chat.tools) if chat.tools else None,
+                conversations=[messages],
+                tools=list(conversation.tools) if conversation.tools else None,
                 chat_template=template,
-                continue_final_message=chat.continue_final_message,
-                add_generation_prompt=chat.add_generation_prompt,
-                **{**self._special_tokens, **chat.template_arguments},
+                continue_final_message=conversation.continue_final_message,
+                add_generation_prompt=conversation.add_generation_prompt,
+                **{**self._special_tokens, **conversation.template_arguments},
             )
         except (TemplateError, ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
-            raise TemplateRefusal(f"the chat template refuses these messages: {error}", param="messages") from error
+            raise TemplateRefusal(f"the chat template rejects these messages: {error}", param="messages") from error
         text: str = rendered[0]
         return text
 
     def prepare(self) -> None:
-        """Import the renderer and compile the template, for which the first chat would stop the event loop."""
+        """Import the renderer and compile the template, for which the first chat would block the event loop."""
         with contextlib.suppress(TemplateRefusal):
-            self.render(Chat([{"role": "user", "content": "hi"}]))
+            self.render(Conversation([{"role": "user", "content": "hi"}]))
 
-    def _choose(self, chat: Chat) -> str:
+    def _choose(self, conversation: Conversation) -> str:
         if not self._templates:
-            raise TemplateRefusal("this model has no chat template: use /v1/completions", param="messages")
-        chosen = self._templates.get("tool_use") if chat.tools else None
+            raise TemplateRefusal("this model has no chat template; use /v1/completions", param="messages")
+        chosen = self._templates.get("tool_use") if conversation.tools else None
         chosen = chosen or self._templates.get("default")
         if chosen is None:
             names = ", ".join(sorted(self._templates))
             raise TemplateRefusal(f"this model has no default chat template, only: {names}", param="messages")
         return chosen
-
-
-def _without_nulls(message: Message) -> Message:
-    """OpenAI's clients send `content: null`, which templates would print."""
-    return {key: value for key, value in message.items() if value is not None}

@@ -1,19 +1,25 @@
-"""Ids of text segments that came before, so that a conversation's next turn tokenizes its own words only.
+"""Token ids of text segments that occurred before, so that only the new part of a conversation is tokenized.
 
-Pure state, bounded in bytes, least recently used goes first. Entries are kept apart by tenant: otherwise how long a
-prompt takes would tell one tenant what another has sent.
+`Cutter` cuts texts into segments; `TokenCache` holds their ids, bounded in bytes, least recently used out first. Pure.
+Entries are separate for each tenant: otherwise the time that a prompt takes would tell one tenant what another has
+sent.
 """
 
+import re
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-#: Of an entry beside its text and ids: two objects, a key, a place in the dict.
+import msgspec
+
+#: Of an entry in addition to its text and ids: two objects, a key, a place in the dict.
 ENTRY_BYTES = 400
 
 Key = tuple[bytes, str]
 
 
 class TokenCache:
-    """Segment to ids (uint32 LE). `capacity_bytes` 0 keeps nothing."""
+    """Segment of a tenant to ids (uint32 LE). `capacity_bytes` 0 keeps nothing."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity = capacity_bytes
@@ -23,7 +29,7 @@ class TokenCache:
         self.miss_tokens = 0
 
     def get(self, key: Key) -> bytes | None:
-        """The ids of a segment of a tenant; None when they are not known."""
+        """The ids of a segment; None if they are not cached."""
         ids = self._entries.get(key)
         if ids is not None:
             self._entries.move_to_end(key)
@@ -31,7 +37,7 @@ class TokenCache:
         return ids
 
     def put(self, key: Key, ids: bytes) -> None:
-        """Remember a segment that was just tokenized."""
+        """Add a segment that was just tokenized."""
         self.miss_tokens += len(ids) // 4
         cost = _cost(key, ids)
         if cost > self._capacity or key in self._entries:
@@ -55,3 +61,46 @@ def _cost(key: Key, ids: bytes) -> int:
     tenant, text = key
     width = 1 if text.isascii() else 4  # at most: CPython takes 1, 2 or 4 bytes a character
     return ENTRY_BYTES + len(tenant) + width * len(text) + len(ids)
+
+
+class Cutter:
+    """Cuts texts so that the ids of the segments, concatenated, are the ids of the whole text.
+
+    A `tokenizers` tokenizer takes out its added tokens first, leftmost and longest, and treats each stretch between
+    them on its own. So a text may be cut at added tokens, except where something looks further: a token that includes
+    blanks around it (no cut there), a token that must be a separate word, or a metaspace that marks only the beginning
+    of a text (no cut at all). `safe` False: every text is one segment.
+    """
+
+    def __init__(self, tokenizer_json: str) -> None:
+        layout: Mapping[str, Any] = msgspec.json.decode(tokenizer_json)
+        # Tokens that are matched before normalization; the others are found later, within a stretch.
+        tokens = [token for token in layout.get("added_tokens") or () if not token["normalized"]]
+        self._plain = {token["content"] for token in tokens if not (token["lstrip"] or token["rstrip"])}
+        words = any(token["single_word"] for token in layout.get("added_tokens") or ())
+        self.safe = bool(self._plain) and not words and not _marks_beginning(layout.get("pre_tokenizer"))
+        longest_first = sorted((token["content"] for token in tokens), key=len, reverse=True)
+        self._tokens = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def cut(self, text: str) -> list[str]:
+        """Segments of `text`, none empty; each except perhaps the first begins with an added token."""
+        if not self.safe:
+            return [text] if text else []
+        return [segment for segment in self._segments(text) if segment]
+
+    def _segments(self, text: str) -> Iterator[str]:
+        start = 0
+        for match in self._tokens.finditer(text):
+            if match[0] in self._plain:
+                yield text[start : match.start()]
+                start = match.start()
+        yield text[start:]
+
+
+def _marks_beginning(pre_tokenizer: Mapping[str, Any] | None) -> bool:
+    """Whether any step treats the first word of a text differently from the others."""
+    if pre_tokenizer is None:
+        return False
+    if pre_tokenizer["type"] == "Sequence":
+        return any(map(_marks_beginning, pre_tokenizer["pretokenizers"]))
+    return pre_tokenizer["type"] == "Metaspace" and pre_tokenizer.get("prepend_scheme") == "first"

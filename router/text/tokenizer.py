@@ -1,9 +1,9 @@
 """The text side of one model: its tokenizer and chat template, loaded from a Hugging Face folder.
 
 Ids equal those of transformers (`apply_chat_template(tokenize=True)`, `tokenizer(text)`): the tokenizer is the one that
-transformers builds (export.py), the template is rendered by transformers' renderer. Knows nothing of HTTP or blocks.
+transformers builds (`export.py`), and transformers' renderer renders the template. Independent of HTTP and blocks.
 
-A chat's prompt is cut where its ids allow it (segments.py), and segments that came before are not tokenized again.
+A chat's prompt is cut into segments, and segments that occurred before are not tokenized again (`token_cache.py`).
 Encoding runs off the event loop: `encode_batch_fast` releases the GIL (plain `encode` holds it for the whole call).
 Short texts are encoded in place, because a hop to a thread costs more than they do.
 """
@@ -16,38 +16,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import msgspec
-
 from ...kvcache.hashing import token_array, token_bytes
-from .detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from .detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, is_byte_level, piece_table
 from .export import TokenizerParts, load_parts
-from .pieces import is_byte_level, piece_table
-from .segments import Cutter
-from .template import Chat, ChatTemplate
-from .token_cache import TokenCache
+from .template import ChatTemplate, Conversation
+from .token_cache import Cutter, TokenCache
 
-#: Encoded in place up to this many characters: about 0.2 ms, as a hop to a thread and back costs under load.
+#: Texts up to this many characters are encoded in place: about 0.2 ms, as much as a hop to a thread and back costs
+#: under load.
 INLINE_CHARACTERS = 1024
 ENCODER_THREADS = 2
 
 TokenIds: TypeAlias = "array[int]"
 
 
-class _Recall(msgspec.Struct, frozen=True, gc=False):
-    """A prompt half way: what of it is known."""
-
-    tenant: bytes
-    segments: list[str]
-    known: dict[str, bytes]
-    missing: list[str]
-
-
 class TextModel:
-    """Encodes, renders and decodes for one model. Built by `load`; methods may be called from one event loop."""
+    """Encodes, renders and decodes for one model. Built by `load`; to be used on one event loop."""
 
     def __init__(self, parts: TokenizerParts, *, cache_bytes: int) -> None:
-        """`cache_bytes`: memory for ids of chat segments that came before; 0 keeps none."""
-        # Not at the top: the room must stay light.
+        """`cache_bytes`: memory for the ids of chat segments; 0 caches none."""
+        # Not at the top: the package must stay light.
         from tokenizers import Tokenizer
 
         self._backend: Any = Tokenizer.from_str(parts.tokenizer)
@@ -57,28 +45,27 @@ class TextModel:
         self._cutter = Cutter(parts.tokenizer)
         self.cache = TokenCache(cache_bytes)
         self._pool = ThreadPoolExecutor(ENCODER_THREADS, thread_name_prefix="encode")
-        #: text of every id as bytes, exact for byte-level tokenizers and a good name for the others
         self._pieces = piece_table(self._backend)
         self._byte_level = is_byte_level(self._backend)
         special = frozenset(parts.special_ids)
-        #: the same for answers, in which special tokens give no text
+        #: The same for answers, in which special tokens have no text.
         self._texts = {each: piece for each, piece in enumerate(self._pieces) if each not in special}
 
     @classmethod
     def load(cls, folder: Path, *, cache_bytes: int) -> "TextModel":
-        """Read the tokenizer of a local folder; takes seconds and blocks. Raises TokenizerUnavailable."""
+        """Read the tokenizer of a local folder. Blocks for seconds. Raises TokenizerUnavailable."""
         model = cls(load_parts(folder), cache_bytes=cache_bytes)
         model._template.prepare()
         return model
 
     def close(self) -> None:
-        """Let go of the threads."""
+        """End the threads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     # Text to ids
 
     def encode_now(self, texts: Sequence[str], *, special_tokens: bool) -> list[TokenIds]:
-        """Ids of each text, in place; `special_tokens` adds those of the post-processor (a leading BOS, say)."""
+        """Ids of each text, in place; `special_tokens` adds those of the post-processor (such as a leading BOS)."""
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
         return [array("I", encoding.ids) for encoding in encodings]
 
@@ -89,37 +76,44 @@ class TextModel:
         work = partial(self.encode_now, texts, special_tokens=special_tokens)
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def render_chat(self, chat: Chat) -> str:
-        """The prompt that the model's chat template makes of `chat`. Raises TemplateRefusal."""
-        return self._template.render(chat)
+    def render_chat(self, conversation: Conversation) -> str:
+        """The prompt that the model's chat template renders. Raises TemplateRefusal."""
+        return self._template.render(conversation)
 
-    def encode_chat_now(self, chat: Chat, *, tenant: bytes = b"") -> TokenIds:
+    def encode_chat_now(self, conversation: Conversation, *, tenant: bytes = b"") -> TokenIds:
         """As `encode_chat`, in place."""
-        recall = self._recall(chat, tenant)
-        return self._complete(recall, self.encode_now(recall.missing, special_tokens=False))
+        segments, known, missing = self._recall(conversation, tenant)
+        return self._complete(segments, known, missing, self.encode_now(missing, special_tokens=False), tenant)
 
-    async def encode_chat(self, chat: Chat, *, tenant: bytes = b"") -> TokenIds:
-        """Ids of the rendered chat; what is long and did not come before, off the event loop.
+    async def encode_chat(self, conversation: Conversation, *, tenant: bytes = b"") -> TokenIds:
+        """Ids of the rendered conversation; long segments that are not cached are encoded off the event loop.
 
-        The template writes special tokens itself, so none are added. What other tenants have sent makes no
-        difference, not even in time. Raises TemplateRefusal.
+        The template writes special tokens itself, so none are added. What other tenants have sent does not affect even
+        the time that this takes. Raises TemplateRefusal.
         """
-        recall = self._recall(chat, tenant)
-        if recall.missing:
-            return self._complete(recall, await self.encode(recall.missing, special_tokens=False))
-        return self._complete(recall, ())
+        segments, known, missing = self._recall(conversation, tenant)
+        encoded = await self.encode(missing, special_tokens=False) if missing else ()
+        return self._complete(segments, known, missing, encoded, tenant)
 
-    def _recall(self, chat: Chat, tenant: bytes) -> "_Recall":
-        segments = self._cutter.cut(self.render_chat(chat))
-        known = {segment: self.cache.get((tenant, segment)) for segment in segments}
-        missing = [segment for segment, ids in known.items() if ids is None]
-        return _Recall(tenant, segments, {text: ids for text, ids in known.items() if ids is not None}, missing)
+    def _recall(self, conversation: Conversation, tenant: bytes) -> tuple[list[str], dict[str, bytes], list[str]]:
+        """The prompt's segments, the ids of those that are cached, and those that are not."""
+        segments = self._cutter.cut(self.render_chat(conversation))
+        found = {segment: self.cache.get((tenant, segment)) for segment in segments}
+        known = {segment: ids for segment, ids in found.items() if ids is not None}
+        return segments, known, [segment for segment, ids in found.items() if ids is None]
 
-    def _complete(self, recall: "_Recall", encoded: Sequence[TokenIds]) -> TokenIds:
-        for segment, fresh in zip(recall.missing, encoded, strict=True):
-            ids = recall.known[segment] = token_bytes(fresh)
-            self.cache.put((recall.tenant, segment), ids)
-        return token_array(b"".join([recall.known[segment] for segment in recall.segments]))
+    def _complete(
+        self,
+        segments: Sequence[str],
+        known: dict[str, bytes],
+        missing: Sequence[str],
+        encoded: Sequence[TokenIds],
+        tenant: bytes,
+    ) -> TokenIds:
+        for segment, fresh in zip(missing, encoded, strict=True):
+            ids = known[segment] = token_bytes(fresh)
+            self.cache.put((tenant, segment), ids)
+        return token_array(b"".join([known[segment] for segment in segments]))
 
     # Ids to text
 
@@ -129,7 +123,7 @@ class TextModel:
         return text
 
     def detokenizer(self) -> Detokenizer:
-        """A new incremental decoder; special tokens give no text."""
+        """A new incremental decoder; special tokens have no text."""
         if self._byte_level:
             return ByteDetokenizer(self._texts)
         return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=True))

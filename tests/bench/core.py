@@ -17,7 +17,7 @@ from typing import Protocol
 from report import Row, arguments, publish
 
 from homing.events import EventPublisher, EventsSettings
-from homing.events.publish.event_log import Ledger
+from homing.events.publish.event_log import EventLog
 from homing.events.publish.step_changes import RemovedBlocks, StoredBlocks
 from homing.kvcache import (
     BlockHash,
@@ -163,8 +163,8 @@ def publishing() -> Run:
     return timed(lambda: book[0].commit(step, 1.0), lambda: book.__setitem__(0, new_ledger()))
 
 
-def new_ledger() -> Ledger:
-    return Ledger(EventsSettings(), epoch=1, block_size=BLOCK_SIZE, medium="GPU")
+def new_ledger() -> EventLog:
+    return EventLog(EventsSettings(), epoch=1, block_size=BLOCK_SIZE, medium="GPU")
 
 
 def decoding() -> Run:

@@ -31,11 +31,10 @@ from homing.events import (
     FeedStatus,
     KeysRefused,
     Reach,
-    Removed,
-    Stored,
     Subscription,
 )
-from homing.events.publish.event_log import Ledger
+from homing.events.follow.residency import SetResidency
+from homing.events.publish.event_log import EventLog
 from homing.events.publish.step_changes import RemovedBlocks, Step, StoredBlocks
 from homing.events.wire.frames import encode_seq, events_topic, read_event
 from homing.events.wire.messages import LoadReport, SnapshotBlock, SnapshotChunk
@@ -56,8 +55,8 @@ def steps(count: int) -> list[Step]:
     return stores + [[RemovedBlocks(chain)] for chain in chains]
 
 
-def ledger(*, hash_only: bool = False) -> Ledger:
-    return Ledger(EventsSettings(hash_only=hash_only), epoch=EPOCH, block_size=BLOCK_SIZE, medium="GPU")
+def ledger(*, hash_only: bool = False) -> EventLog:
+    return EventLog(EventsSettings(hash_only=hash_only), epoch=EPOCH, block_size=BLOCK_SIZE, medium="GPU")
 
 
 def messages(count: int, *, hash_only: bool = False) -> list[Frames]:
@@ -68,7 +67,7 @@ def messages(count: int, *, hash_only: bool = False) -> list[Frames]:
 
 
 class IndexSink:
-    """Applies as the router's members do."""
+    """What the router does with a feed: its index is the one copy of what the replica holds."""
 
     def __init__(self) -> None:
         self.index = PrefixIndex()
@@ -77,11 +76,6 @@ class IndexSink:
 
     def apply(self, events: Sequence[CacheEvent]) -> None:
         self.batches += 1
-        for event in events:
-            if isinstance(event, Stored):
-                self.index.add("r0", event.hashes)
-            elif isinstance(event, Removed):
-                self.index.remove("r0", event.hashes)
 
     def reset(self, blocks: Sequence[SnapshotBlock]) -> None: ...
     def status(self, status: FeedStatus) -> None: ...
@@ -122,7 +116,7 @@ async def ingest(endpoint: str, count: int) -> float:
     sink = IndexSink()
     reach = Reach(replay=False, snapshot=False, heartbeats=False)
     ends = EventEndpoints(events=endpoint, replay="", state="", snapshot="")
-    feed = EventFeed(ends, sink, reach=reach)
+    feed = EventFeed(ends, sink, reach=reach, blocks=sink.index.blocks_of("r0"))
     feed.start(asyncio.get_running_loop())
     while not sink.batches:  # noqa: ASYNC110 - the sink is what is measured
         await asyncio.sleep(0.001)
@@ -148,7 +142,8 @@ def cost(rounds: int, count: int, work: Callable[[], object]) -> float:
 
 def follow(frames: list[Frames]) -> None:
     """Frames, decoding, the state machine and the index, without a socket."""
-    decoder, reader, sink = BatchDecoder(), Subscription(), IndexSink()
+    decoder, sink = BatchDecoder(), IndexSink()
+    reader = Subscription(residency=SetResidency(sink.index.blocks_of("r0")))
     reader.start()
     reader.on_chunk(SnapshotChunk(epoch=EPOCH, seq=None, index=0, last=True, blocks=[]))
     for message in frames:

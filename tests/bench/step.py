@@ -4,7 +4,7 @@
 
 Thread CPU time of one step, median of 200, all rows decoding, in blocks of 16. Launched
 ahead, this must take less than the step itself, or the device waits. In it: the engine's step, what each rank works out
-from a plan before it launches (resident/mirror.py), the load report and the message to the router; not in it: the
+from a plan before it launches (execute/request_table.py), the load report and the message to the router; not in it: the
 calls to the device, and sockets.
 """
 
@@ -21,12 +21,11 @@ from report import Row, arguments, publish
 
 from homing.kvcache.hashing import BlockHash, BlockHasher, join_hashes, token_bytes
 from homing.kvcache.prefix_cache import PrefixCache
-from homing.replica.engine.engine import EngineModel
 from homing.replica.engine.overlapped import OverlappedEngine
-from homing.replica.engine.scheduler import Limits
+from homing.replica.engine.scheduler import SchedulerLimits
 from homing.replica.engine.step_plan import StepPlan
-from homing.replica.engine.throughput import Rates
-from homing.replica.execute.table_mirror import TableMirror
+from homing.replica.engine.throughput import SmoothedRates
+from homing.replica.execute.request_table import TableMirror
 from homing.replica.messages import Generate, SamplingParams, TokenBatch
 
 BLOCK_SIZE = 16
@@ -58,7 +57,7 @@ class Nothing:
         self._mirror.delta(plan)
         return Drawn([7] * len(plan.drawn))
 
-    def execute(self, plan: StepPlan) -> torch.Tensor:
+    def forward(self, plan: StepPlan) -> torch.Tensor:
         raise AssertionError(f"step {plan.step} was not launched")
 
 
@@ -66,12 +65,13 @@ def engine_of(rows: int, context: int) -> OverlappedEngine:
     """All rows past their prompts."""
     blocks = rows * 2 * context // BLOCK_SIZE
     engine = OverlappedEngine(
-        limits=Limits(rows, rows * context, 2 * context),
-        model=EngineModel(VOCABULARY, ()),
+        limits=SchedulerLimits(rows, rows * context, 2 * context),
+        vocab_size=VOCABULARY,
+        eos_token_ids=(),
         cache=PrefixCache(blocks + 1, BLOCK_SIZE),
         hasher=HASHER,
         executor=Nothing(),
-        rates=Rates(1000.0, 0.01),
+        rates=SmoothedRates(1000.0, 0.01),
         epoch=1,
     )
     random = Random(1)

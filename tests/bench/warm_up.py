@@ -25,7 +25,7 @@ from homing.cluster.lab.simulate.runs import router_of, warm
 from homing.cluster.lab.simulate.steering import Homing
 from homing.cluster.lab.simulate.workload import Chats, conversations
 from homing.kvcache.hashing import wire_hashes
-from homing.replica.engine.throughput import Rates
+from homing.replica.engine.throughput import SmoothedRates
 from homing.router.flow.hot_prefixes import HotPrefixes
 from homing.router.flow.request_flow import PRESSING_WAIT_S
 
@@ -59,7 +59,7 @@ class Changing:
     def __init__(self, scene: Scene, rule: Rule, share: float) -> None:
         self._rule, self._share = rule, share
         count = 2 if scene == "add" else 4
-        self._setup = setup = Setup(limits=LIMITS, meter=Rates, replicas=count)
+        self._setup = setup = Setup(limits=LIMITS, meter=SmoothedRates, replicas=count)
         self._newcomers: dict[str, Newcomer] = {}
         self._book = HotPrefixes(BLOCK_TOKENS, MEMORY_BYTES)
         self._dies_at = BEGIN_S if scene == "lost" else None

@@ -60,18 +60,14 @@ class FakeRank:
     """A rank that serves nothing; with the model name `broken` it cannot start, with `endless` its start never ends."""
 
     def __init__(self, spec: RankSpec) -> None:
-        self._spec = spec
         self._stopped = threading.Event()
-
-    def start(self) -> ReplicaDescription | None:
-        if self._spec.model.settings.replica.model == "broken":
+        settings = spec.model.settings
+        if settings.replica.model == "broken":
             raise ValueError("the weights are torn")
-        if self._spec.model.settings.replica.model == "endless":
+        if settings.replica.model == "endless":
             self._stopped.wait()
-        if self._spec.rank > 0:
-            return None
-        block_size = self._spec.model.settings.kvcache.block_size
-        return describe_replica(self._spec.replica_id, self._spec.generation, block_size)
+        block_size = settings.kvcache.block_size
+        self.description = None if spec.rank else describe_replica(spec.replica_id, spec.generation, block_size)
 
     def run(self) -> None:
         self._stopped.wait()

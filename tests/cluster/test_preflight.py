@@ -44,7 +44,7 @@ def test_weights_and_settings_are_told_apart(folder: Path) -> None:
     with pytest.raises(SettingsError, match="tensor_parallel_size 3: 8 attention heads do not divide"):
         check_folder(folder, settings)
     (folder / "model.safetensors").write_bytes(b"torn")
-    with pytest.raises(ModelUnavailable, match=r"model\.safetensors is torn"):
+    with pytest.raises(ModelUnavailable, match=r"model\.safetensors is incomplete"):
         check_folder(folder, Settings())
 
 

@@ -1,7 +1,7 @@
 """Make the demo model: tokenizer, training, Hugging Face folder. `python -m tests.demo_model.train --out DIR`.
 
 Everything follows from `--seed` and `--steps` (and, in the last bits of the floats, from the machine). Needs a CPU core
-and about half an hour; see `model/MODEL_CARD.md` for the run that made the shipped weights.
+and about half an hour; see `replica/demo/model/MODEL_CARD.md` for the run that made the shipped weights.
 """
 
 import argparse
@@ -113,7 +113,7 @@ def pack(documents: Iterator[Encoded], row_tokens: int, open_rows: int = 8) -> I
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TrainingBatch:
     """`ids`, `learn` and `positions`, each [rows, tokens]."""
 
     ids: Tensor
@@ -121,7 +121,7 @@ class Batch:
     positions: Tensor
 
 
-def batches(bpe: Tokenizer, recipe: Recipe, documents: Iterator[Document]) -> Iterator[Batch]:
+def batches(bpe: Tokenizer, recipe: Recipe, documents: Iterator[Document]) -> Iterator[TrainingBatch]:
     """The endless stream of training batches from short `documents`, long ones among them."""
     short = pack((encode(bpe, each) for each in documents), recipe.row_tokens)
     long = pack((encode(bpe, each) for each in corpus.long_documents(recipe.seed)), recipe.long_row_tokens, open_rows=3)
@@ -131,7 +131,9 @@ def batches(bpe: Tokenizer, recipe: Recipe, documents: Iterator[Document]) -> It
         is_long = step % recipe.long_every == 0
         rows, tokens = (long, recipe.long_row_tokens) if is_long else (short, recipe.row_tokens)
         picked = [next(rows) for _ in range(recipe.batch_tokens // tokens)]
-        yield Batch(*(torch.tensor([getattr(row, part) for row in picked]) for part in ("ids", "learn", "positions")))
+        yield TrainingBatch(
+            *(torch.tensor([getattr(row, part) for row in picked]) for part in ("ids", "learn", "positions"))
+        )
 
 
 def build_model(recipe: Recipe, bpe: Tokenizer) -> LlamaForCausalLM:
@@ -170,7 +172,7 @@ def document_mask(positions: Tensor) -> Tensor:
     return torch.tril(document[:, None, :, None] == document[:, None, None, :])
 
 
-def batch_loss(model: LlamaForCausalLM, batch: Batch) -> Tensor:
+def batch_loss(model: LlamaForCausalLM, batch: TrainingBatch) -> Tensor:
     """Mean cross entropy over the tokens to learn. Only their logits are computed."""
     states = model.model(
         input_ids=batch.ids,
@@ -201,7 +203,7 @@ def learning_rate_factor(step: int, recipe: Recipe) -> float:
     return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def train_steps(model: LlamaForCausalLM, stream: Iterator[Batch], recipe: Recipe) -> Iterator[float]:
+def train_steps(model: LlamaForCausalLM, stream: Iterator[TrainingBatch], recipe: Recipe) -> Iterator[float]:
     """Run `recipe.steps` steps and yield the loss of each. Forward in bfloat16, weights and optimizer in float32."""
     optimizers = build_optimizers(model, recipe)
     schedules = [

@@ -178,7 +178,7 @@ def test_a_torn_model_is_named_before_anything_is_started(tmp_path: Path) -> Non
     refused = homing(tmp_path / "state", "serve", str(model), "--port", "0")
 
     assert refused.returncode == 2
-    assert "model.safetensors is torn" in refused.stderr
+    assert "model.safetensors is incomplete" in refused.stderr
     assert "ray" not in refused.stdout
     assert list((tmp_path / "state").iterdir()) == []
 

@@ -88,7 +88,7 @@ def test_a_request_must_say_which_model_it_means(both: Serving) -> None:
     unknown, unnamed = ask(both, "ox"), ask(both, None)
 
     assert unknown.status_code == 404
-    assert unknown.json()["error"]["message"] == f"model 'ox' does not exist here; this server has '{FOX}', '{OWL}'"
+    assert unknown.json()["error"]["message"] == f"model 'ox' does not exist; served models: '{FOX}', '{OWL}'"
     assert (unnamed.status_code, unnamed.json()["error"]["param"]) == (400, "model")
 
 

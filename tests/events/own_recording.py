@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from homing.events import EventsSettings
-from homing.events.publish.event_log import Ledger, Sent
+from homing.events.publish.event_log import EventLog, Sent
 from homing.events.publish.step_changes import AllCleared, RemovedBlocks, Step, StoredBlocks
 from homing.events.wire.frames import encode_seq, events_topic
 
@@ -55,7 +55,7 @@ class Own:
 def batches() -> Iterator[Own]:
     """The story under each setting that changes the wire."""
     for variant, settings in VARIANTS.items():
-        ledger = Ledger(settings, epoch=EPOCH, block_size=2, medium="GPU")
+        ledger = EventLog(settings, epoch=EPOCH, block_size=2, medium="GPU")
         for number, (name, step) in enumerate(STORY.items()):
             expected = [_expected(change, settings) for change in step]
             yield Own(f"{variant}: {name}", settings, ledger.commit(step, 1000.0 + number), expected)

@@ -12,7 +12,7 @@ from operator import methodcaller
 
 from homing.events import BatchDecoder, CacheMirror, EventsSettings, FeedStatus, Reach, Subscription
 from homing.events.follow.subscription import Apply, Instruction, RequestReplay, RequestSnapshot, Reset, SetStatus
-from homing.events.publish.event_log import Ledger
+from homing.events.publish.event_log import EventLog
 from homing.events.publish.step_changes import AllCleared, Lost, RemovedBlocks, Step, StoredBlocks
 from homing.events.wire.dialects import snapshot_pairs
 
@@ -86,12 +86,12 @@ class World:
         self.channels["events"].messages.clear()
         self.obey(self.subscription.start())
 
-    def _new_ledger(self) -> Ledger:
+    def _new_ledger(self) -> EventLog:
         self.epoch += 1
         self.resident = {}
         self.history[(self.epoch, None)] = frozenset()
         settings = EventsSettings(replay_batches=self.rng.choice([0, 4, 40]))
-        return Ledger(settings, epoch=self.epoch, block_size=BLOCK_SIZE, medium="CPU")
+        return EventLog(settings, epoch=self.epoch, block_size=BLOCK_SIZE, medium="CPU")
 
     # The publisher's side.
 
@@ -221,7 +221,7 @@ class World:
                     self.compare(reset=True)
                 case Apply(seq, _, events):
                     self.apply(seq, events)
-        assert self.sink.digest == self.subscription.residents.digest, "the machine counts another set than it told"
+        assert self.sink.digest == self.subscription.digest, "the machine counts another set than it told"
         self.subscription.check()
 
     def apply(self, seq: int, events: object) -> None:
@@ -288,4 +288,4 @@ class World:
         """Whether the reader believes that it has, and has, the publisher's set by the publisher's own digest."""
         beat = self.ledger.heartbeat(self.now)
         live = self.subscription.status is self.status is FeedStatus.LIVE
-        return live and self.sink.digest == (beat.blocks, beat.digest) == self.subscription.residents.digest
+        return live and self.sink.digest == (beat.blocks, beat.digest) == self.subscription.digest

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from homing.events import BatchDecoder, FeedStatus, Reach, Subscription
-from homing.events.follow.residency import CountedResidents
+from homing.events.follow.residency import CountedResidency
 from homing.events.follow.subscription import Instruction, RequestReplay, SetStatus
 from homing.events.wire.frames import read_event, read_replay
 
@@ -61,7 +61,7 @@ def test_live_and_replayed_frames_carry_the_same_numbers_and_payloads(recording:
 
 def test_counted_copies_add_up_to_what_vllms_pool_has_cached() -> None:
     """Its own block pool at work: twins, salts, evictions, a reset. It announces every copy and removes each."""
-    residents, decoder = CountedResidents(), BatchDecoder()
+    residents, decoder = CountedResidency(), BatchDecoder()
     told: list[bool] = []
     for live in RECORDINGS["vllm-0.33-engine"].live:
         for event in decoder.decode(live.frames[2]).events:
@@ -77,7 +77,7 @@ def test_counted_copies_add_up_to_what_vllms_pool_has_cached() -> None:
 def test_a_hole_in_a_recorded_stream_is_closed_by_the_recorded_replay(recording: Recording) -> None:
     """The whole way of a foreign publisher's messages: frames, payload, order, recovery, residency."""
     decoder = BatchDecoder()
-    reader = Subscription(Reach(snapshot=False, heartbeats=False), CountedResidents())
+    reader = Subscription(Reach(snapshot=False, heartbeats=False), CountedResidency())
     steps: list[list[Instruction]] = [reader.start(), reader.on_replay_end()]
 
     for frames in [*[live.frames for live in recording.live[:2]], recording.live[-1].frames]:
@@ -95,12 +95,12 @@ def test_a_hole_in_a_recorded_stream_is_closed_by_the_recorded_replay(recording:
     assert RequestReplay(2) in told
     assert SetStatus(FeedStatus.LIVE) in told
     assert reader.status is FeedStatus.LIVE
-    assert reader.residents.digest == _all_at_once(recording).digest
+    assert reader.digest == _all_at_once(recording).digest
     assert reader.exact
 
 
-def _all_at_once(recording: Recording) -> CountedResidents:
-    residents = CountedResidents()
+def _all_at_once(recording: Recording) -> CountedResidency:
+    residents = CountedResidency()
     for live in recording.live:
         for event in live.said["events"]:
             residents.apply([meaning(event)])

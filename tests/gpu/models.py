@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from homing.replica.config import ReplicaSettings
-from homing.replica.execute.gpu_runner import ResidentRunner
+from homing.replica.execute.gpu_runner import GpuRunner
 from homing.replica.models.native import NativeModel
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -97,7 +97,7 @@ def sizes(name: str) -> Sizes:
     return Sizes(layers * layer, shape["vocab_size"] * hidden, 4 * layers * kv_heads * dim, 4 * layers * heads * dim)
 
 
-def random_runner(name: str, device: torch.device, blocks: int, block_size: int, **limits: Any) -> ResidentRunner:
+def random_runner(name: str, device: torch.device, blocks: int, block_size: int, **limits: Any) -> GpuRunner:
     """A resident runner of this shape; bfloat16 on CUDA, float32 on CPU."""
     config = AutoConfig.for_model("qwen3", max_position_embeddings=MAX_POSITIONS, **SHAPES[name])
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -105,6 +105,6 @@ def random_runner(name: str, device: torch.device, blocks: int, block_size: int,
     with torch.inference_mode():
         model = NativeModel(config, RandomWeights(config, dtype, device), (), dtype, device)
     settings = ReplicaSettings(device="cuda" if device.type == "cuda" else "cpu", **limits)
-    runner = ResidentRunner(settings, _NOWHERE, block_size, model=model)
+    runner = GpuRunner(settings, _NOWHERE, block_size, model=model)
     runner.allocate_kv(blocks)
     return runner

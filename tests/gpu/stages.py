@@ -19,13 +19,13 @@ from models import MAX_POSITIONS, random_runner, sizes
 from homing.kvcache.hashing import BlockHash, BlockHasher, join_hashes, token_bytes
 from homing.kvcache.prefix_cache import PrefixCache
 from homing.replica.config import ReplicaSettings
-from homing.replica.engine.engine import Engine, EngineModel
+from homing.replica.engine.engine import Engine
 from homing.replica.engine.overlapped import OverlappedEngine
-from homing.replica.engine.scheduler import Limits
+from homing.replica.engine.scheduler import SchedulerLimits
 from homing.replica.engine.step_plan import PlanRow, SlotStart, StepPlan, plan_of_rows
-from homing.replica.engine.throughput import Rates
-from homing.replica.execute.cuda_graphs import EagerGraphs
-from homing.replica.execute.gpu_runner import ResidentRunner
+from homing.replica.engine.throughput import SmoothedRates
+from homing.replica.execute.cuda_graphs import EagerSteps
+from homing.replica.execute.gpu_runner import GpuRunner
 from homing.replica.execute.runner import ModelRunner
 from homing.replica.messages import Generate, SamplingParams
 
@@ -136,22 +136,22 @@ def steps(setup: Setup) -> list[Figure]:
         folder = _toy_checkpoint()
         plain = _answers(Engine, _toy(ModelRunner, folder, provider, setup), cached=True)
         variants = {
-            "overlapped = plain": _answers(OverlappedEngine, _toy(ResidentRunner, folder, provider, setup), True),
+            "overlapped = plain": _answers(OverlappedEngine, _toy(GpuRunner, folder, provider, setup), True),
             "graph = eager": _answers(OverlappedEngine, _toy(_EagerRunner, folder, provider, setup), True),
             "cached = uncached": _answers(Engine, _toy(ModelRunner, folder, provider, setup), cached=False),
         }
         for name, answers in variants.items():
             same = sum(answers[number] == plain[number] for number in plain)
             found.append(Figure(f"{provider}: {name}", same, f"of {len(plain)} answers", met=same == len(plain)))
-        found.append(_graph_bits(provider, partial(_toy, ResidentRunner, folder, provider, setup)))
+        found.append(_graph_bits(provider, partial(_toy, GpuRunner, folder, provider, setup)))
     shape = "tiny" if setup.tiny else "Qwen3-0.6B"
     limits = {"max_running_requests": 8, "max_model_len": 128}
     return [*found, _graph_bits(shape, partial(random_runner, shape, setup.device, 40, 16, **limits))]
 
 
-class _EagerRunner(ResidentRunner):
+class _EagerRunner(GpuRunner):
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options, graphs=EagerGraphs())
+        super().__init__(*arguments, **options, graphs=EagerSteps())
 
 
 def _toy_checkpoint() -> Path:
@@ -183,10 +183,10 @@ def _answers(kind: type[Engine], runner: ModelRunner, cached: bool) -> dict[int,
     return _run(engine, requests)
 
 
-def _graph_bits(name: str, made: Callable[[], ResidentRunner]) -> Figure:
+def _graph_bits(name: str, made: Callable[[], GpuRunner]) -> Figure:
     """The same decode steps of one model from graphs and eagerly: what they leave behind, bit by bit."""
     pools = []
-    for graphs in (None, EagerGraphs()):
+    for graphs in (None, EagerSteps()):
         runner = made()
         if graphs is not None:
             for size in runner._sizes:
@@ -232,7 +232,7 @@ def _decode_points(setup: Setup) -> list[tuple[str, list[tuple[int, int]], float
     return [("Qwen3-0.6B", [*points, (256, 4096)], 0.6), ("Qwen3-8B", points, 0.8)]
 
 
-def _decode_seconds(setup: Setup, runner: ResidentRunner, rows: int, context: int) -> float:
+def _decode_seconds(setup: Setup, runner: GpuRunner, rows: int, context: int) -> float:
     count = 3 if setup.tiny else 30
     plans = _decode_plans(rows, context, runner.block_size, 3 + count)
     for plan in plans[:3]:
@@ -355,12 +355,13 @@ def _engine(
 ) -> tuple[Engine, BlockHasher]:
     hasher = BlockHasher(runner.block_size, seed=3)
     engine = kind(
-        limits=Limits(running, budget, min(longest, blocks * runner.block_size, MAX_POSITIONS)),
-        model=EngineModel(runner.spec.vocab_size, ()),
+        limits=SchedulerLimits(running, budget, min(longest, blocks * runner.block_size, MAX_POSITIONS)),
+        vocab_size=runner.spec.vocab_size,
+        eos_token_ids=(),
         cache=PrefixCache(blocks + 1, runner.block_size, enabled=cached),
         hasher=hasher,
         executor=_Direct(runner),
-        rates=Rates(1000.0, 0.01),
+        rates=SmoothedRates(1000.0, 0.01),
         epoch=1,
     )
     return engine, hasher
@@ -373,7 +374,7 @@ class _Direct:
         self._runner = runner
         self.launch = getattr(runner, "launch", None)
 
-    def execute(self, plan: StepPlan) -> torch.Tensor:
+    def forward(self, plan: StepPlan) -> torch.Tensor:
         logits = self._runner.forward(plan)
         assert logits is not None
         return logits

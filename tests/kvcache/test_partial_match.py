@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from homing.kvcache import Block, BlockHash, BlockHasher, PartialHit, PrefixCache, PrefixMatch, StaleMatch, token_bytes
-from homing.kvcache.prefix_cache import MOST_SOURCES
+from homing.kvcache.partial_match import MOST_SOURCES
 
 SIZE = 4
 ROOT = BlockHash(b"root-of-tenant-a")

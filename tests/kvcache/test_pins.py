@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from homing.kvcache import Block, BlockHash, PinBook, PinLimits, PrefixCache
+from homing.kvcache import Block, BlockHash, BlockState, PinBook, PinLimits, PrefixCache
 
 from .test_prefix_cache import (
     BLOCK_SIZE,
@@ -332,7 +332,8 @@ class PinnedMachine(OracleMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = PrefixCache(POOL + 1, SMALL, listener=self.mirror, pin_limits=PinLimits(0.5, 0.75))
+        limits = PinLimits(0.5, 0.75)
+        self.cache = PrefixCache(POOL + 1, SMALL, listener=self.mirror, policy=self.policy, pin_limits=limits)
         self.leases: dict[tuple[bytes, Content], float] = {}
         self.kept: set[int] = set()
         self.now = 0.0
@@ -384,7 +385,7 @@ class PinnedMachine(OracleMachine):
         pinned = self.pinned()
         ended = {block_id for block_id in self.kept if self.kv[block_id] not in pinned}
         self.kept -= ended
-        joined = [block.block_id for block in self.cache._policy if block.block_id in ended]
+        joined = [block.block_id for block in self.policy if block.block_id in ended]
         assert set(joined) == ended
         for place, block_id in enumerate(joined):
             root, ids = self.kv[block_id]
@@ -434,7 +435,8 @@ class CollidingPinnedMachine(CacheMachine):
         self.now = 0.0
 
     def withheld(self) -> set[int]:
-        return {block.block_id for block in self.cache._kept.values()}
+        idle = [block for block in self.cache.blocks if block.state is BlockState.CACHED_FREE]
+        return {block.block_id for block in idle if block.block_hash in self.cache.pins}
 
     @rule(request=CacheMachine.requests, tenant=st.sampled_from([ANN, BOB]), ttl_s=st.integers(1, 20))
     def pin(self, request: Request, tenant: bytes, ttl_s: int):

@@ -556,7 +556,7 @@ def allowed(call: str) -> set[tuple[BlockState, BlockState]]:
 def test_each_change_of_state_in_the_table_happens_and_no_other(cache: PrefixCache):
     """The table in the docs is the behaviour, not a wish."""
     seen: set[tuple[BlockState, BlockState]] = set()
-    blocks = cache._pool.blocks
+    blocks = cache.blocks
 
     def observe(call: str, action: Callable[[], object]) -> None:
         before = states(blocks)
@@ -630,7 +630,8 @@ class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.mirror = Mirror(stride=SMALL * 4)
-        self.cache = PrefixCache(POOL + 1, SMALL, listener=self.mirror, policy=eviction_policy(self.eviction))
+        self.policy = eviction_policy(self.eviction)
+        self.cache = PrefixCache(POOL + 1, SMALL, listener=self.mirror, policy=self.policy)
         #: What was computed into each block: the truth that hits are held against.
         self.kv: dict[int, Content] = {}
         #: The KV in each slot, by block and offset: the last token and all before it.
@@ -675,7 +676,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.slots[target.block_id, offset] = content
 
     def take(self, call: Callable[[], list[Block] | None], hit: Sequence[Block], needed: int) -> list[Block] | None:
-        blocks = self.cache._pool.blocks
+        blocks = self.cache.blocks
         before = states(blocks)
         idle = [block for block in blocks[1:] if block.state is not BlockState.LIVE and block not in hit]
         room = sum(block.block_id not in self.withheld() for block in idle)
@@ -719,7 +720,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert self.slots[block_id, offset] == expected, "a block with wrong KV is shared"
         hashes = self.chain(request.root, request.ids)
         parent = hashes[start - 1] if start else request.root
-        blocks = self.cache._pool.blocks
+        blocks = self.cache.blocks
         before = states(blocks)
         self.committing(request, start, end)
         self.cache.commit(
@@ -739,7 +740,7 @@ class CacheMachine(RuleBasedStateMachine):
     def finish(self, request: Request):
         if request not in self.running:
             return
-        blocks = self.cache._pool.blocks
+        blocks = self.cache.blocks
         before = states(blocks)
         self.cache.release(request.table)
         self.running.remove(request)
@@ -765,7 +766,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert {block.block_hash: block.tokens for block in self.cache.residents()} == self.mirror.resident
         live = {block.block_id for request in self.running for block in request.table}
         assert self.cache.free_blocks == POOL - len(live) - len(self.withheld())
-        for block in self.cache._pool.blocks:
+        for block in self.cache.blocks:
             assert block.ref_count == sum(block in request.table for request in self.running)
 
 
@@ -843,7 +844,7 @@ class OracleMachine(CacheMachine):
 
     @invariant()
     def agrees(self):
-        assert [block.block_id for block in self.cache._policy] == self.idle
+        assert [block.block_id for block in self.policy] == self.idle
         expected = {self.chain(root, ids)[-1] for root, ids in self.shared}
         assert set(self.mirror.resident) == expected
         assert self.cache.counters.collisions == 0

@@ -24,7 +24,7 @@ from homing.replica.messages import (
     TokenBatch,
     TokenOutput,
 )
-from homing.replica.server import ReplicaServer
+from homing.replica.server import ReplicaServer, start_replica
 
 from .fakes import generate
 
@@ -94,8 +94,8 @@ class Client:
 class Served:
     """A running replica."""
 
-    def __init__(self, server: ReplicaServer, description: ReplicaDescription, hasher: BlockHasher) -> None:
-        self.server, self.description, self.hasher = server, description, hasher
+    def __init__(self, server: ReplicaServer, hasher: BlockHasher) -> None:
+        self.server, self.description, self.hasher = server, server.description, hasher
         self.error: BaseException | None = None
         self.clients: list[Client] = []
         self.thread = threading.Thread(target=self._run, name="replica-under-test")
@@ -135,7 +135,7 @@ def served(
     """Start a replica of this model; it has ended, with nothing left behind, when the block is left."""
     replica_settings = ReplicaSettings(**{"dtype": "float32", "device": "cpu", "cpu_threads": 1, **(settings or {})})
     kvcache_settings = KvCacheSettings(**{"block_size": 8, "num_kv_blocks": 65, **(kvcache or {})})
-    server = ReplicaServer(
+    server = start_replica(
         replica_settings,
         kvcache_settings,
         EventsSettings(**(events or {})),
@@ -146,7 +146,7 @@ def served(
         **options,
     )
     hasher = BlockHasher(kvcache_settings.block_size, SEED, kvcache_settings.hash_algorithm)
-    running = Served(server, server.start(), hasher)
+    running = Served(server, hasher)
     try:
         yield running
         if running.thread.is_alive():

@@ -105,7 +105,7 @@ class FakeExecutor:
     fail_next: int = 0
     error: type[Exception] = RuntimeError
 
-    def execute(self, plan: StepPlan):
+    def forward(self, plan: StepPlan):
         import torch
 
         if self.fail_next:

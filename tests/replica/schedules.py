@@ -20,17 +20,16 @@ from transformers import AutoModelForCausalLM
 from homing.kvcache.hashing import BlockHasher
 from homing.kvcache.prefix_cache import PrefixCache
 from homing.replica.config import ReplicaSettings
-from homing.replica.engine.engine import Engine, EngineModel
+from homing.replica.engine.engine import Engine
 from homing.replica.engine.overlapped import OverlappedEngine
-from homing.replica.engine.request import Phase
+from homing.replica.engine.request import RequestPhase
 from homing.replica.engine.sampler import SamplingRow, banned_before, prompt_logprobs, sample
-from homing.replica.engine.scheduler import Drafter, Limits
+from homing.replica.engine.scheduler import Drafter, SchedulerLimits
 from homing.replica.engine.step_plan import StepPlan
-from homing.replica.engine.throughput import Rates
-from homing.replica.execute.gpu_runner import Drawn, ResidentRunner
+from homing.replica.engine.throughput import SmoothedRates
+from homing.replica.execute.gpu_runner import DrawnTokens, GpuRunner
 from homing.replica.execute.runner import ModelRunner
 from homing.replica.messages import Generate, PositionLogprobs, SamplingParams, TokenOutput
-from homing.replica.parallel.worker import LocalExecutor
 
 from .fakes import generate
 from .toys import BLOCK_SIZE, NUM_BLOCKS
@@ -138,28 +137,28 @@ def runner_of(folder: Path, provider: str, resident: bool) -> ModelRunner:
 
 def made_runner(folder: Path, resident: bool, **values: str) -> ModelRunner:
     """One with so many blocks and requests as schedules need, and these settings."""
-    kind = ResidentRunner if resident else ModelRunner
+    kind = GpuRunner if resident else ModelRunner
     given = {"device": "cpu", "max_running_requests": 4, "max_model_len": 200} | values
     runner = kind(msgspec.convert(given, ReplicaSettings), folder, BLOCK_SIZE)
     runner.allocate_kv(NUM_BLOCKS)
     return runner
 
 
-class Watched(LocalExecutor):
-    """Counts what a schedule really brought about."""
+class Watched:
+    """A runner that counts what a schedule really brought about."""
 
     def __init__(self, runner: ModelRunner, seen: Counter[str]) -> None:
-        super().__init__(runner)
+        self._runner = runner
         self._seen = seen
 
-    def execute(self, plan: StepPlan) -> torch.Tensor:
+    def forward(self, plan: StepPlan) -> torch.Tensor | None:
         self._watch(plan)
-        return super().execute(plan)
+        return self._runner.forward(plan)
 
-    def launch(self, plan: StepPlan) -> Drawn:
+    def launch(self, plan: StepPlan) -> DrawnTokens:
         self._watch(plan)
         self._seen["step launched ahead"] += bool(plan.fed)
-        return super().launch(plan)
+        return self._runner.launch(plan)
 
     def _watch(self, plan: StepPlan) -> None:
         ends = set(torch.tensor(plan.q_lens).cumsum(0).sub(1).tolist())
@@ -183,17 +182,18 @@ class Schedule:
 
     def __init__(self, runner: ModelRunner, setup: Setup, drafter: Drafter | None = None) -> None:
         size = runner.block_size
-        resident = isinstance(runner, ResidentRunner)
+        resident = isinstance(runner, GpuRunner)
         self.seen: Counter[str] = Counter()
         self.hasher = BlockHasher(size, seed=3)
         self.cache = PrefixCache(setup.blocks + 1, size)
         self.engine: Engine = (OverlappedEngine if resident else Engine)(
-            limits=Limits(4, setup.budget, setup.blocks * size, setup.worth_waiting),
-            model=EngineModel(runner.spec.vocab_size, EOS),
+            limits=SchedulerLimits(4, setup.budget, setup.blocks * size, setup.worth_waiting),
+            vocab_size=runner.spec.vocab_size,
+            eos_token_ids=EOS,
             cache=self.cache,
             hasher=self.hasher,
             executor=Watched(runner, self.seen),
-            rates=Rates(1000.0, 0.01),
+            rates=SmoothedRates(1000.0, 0.01),
             epoch=11,
             drafter=drafter,
         )
@@ -247,8 +247,8 @@ class Schedule:
         assert len(self.engine.scheduler) == 0
         assert self.cache.free_blocks == self.cache.total_blocks
         if isinstance(self.engine, OverlappedEngine):
-            self.engine._slots.assign(())
-            assert len(self.engine._slots._free) == self.engine.scheduler.limits.running
+            self.engine.slots.assign(())
+            assert self.engine.slots.free == self.engine.scheduler.limits.running
         counters = self.engine.load().counters
         self.seen["preemption"] += counters.preemptions
         self.seen["prefix hit"] += counters.hit_tokens > counters.partial_hit_tokens
@@ -283,7 +283,7 @@ class Schedule:
         self.seen["end by a token"] += output.finish_reason == "stop"
         self.seen["logprobs"] += bool(output.logprobs)
         request = self.engine.scheduler.get(("a", output.request_id))  # type: ignore[arg-type]
-        if request is not None and request.phase is Phase.RUNNING:
+        if request is not None and request.phase is RequestPhase.RUNNING:
             self.seen["hit on what came after it"] += (request.cached_tokens or 0) > request.expected_cached
 
 

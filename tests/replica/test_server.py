@@ -14,7 +14,7 @@ import zmq
 from homing.events.config import EventsSettings
 from homing.events.follow.feed import EventFeed
 from homing.events.follow.subscription import FeedStatus
-from homing.events.wire.dialects import CacheEvent, Cleared, Removed, Stored
+from homing.events.wire.cache_events import CacheEvent, Cleared, Removed, Stored
 from homing.events.wire.messages import LOAD_TOPIC, LoadReport, SnapshotBlock
 from homing.kvcache.config import KvCacheSettings
 from homing.kvcache.hashing import BlockHash, wire_hash
@@ -25,7 +25,7 @@ from homing.replica.errors import EngineBroken, ReplicaError, StartupError
 from homing.replica.execute.runner import ModelRunner
 from homing.replica.messages import Pin
 from homing.replica.parallel.rank_group import RankGroup
-from homing.replica.server import MAX_FAILURES, ReplicaServer
+from homing.replica.server import MAX_FAILURES, start_replica
 
 from .clients import PATIENCE_S, SEED, Client, Served, served
 from .fakes import generate
@@ -269,7 +269,7 @@ async def test_a_set_built_from_the_stream_is_what_the_replica_holds(folder: Pat
 
         await until(lambda: view.live and view.held == resident_names(running))
         resident = running.server.residents()
-        running.server.reset_cache()
+        assert await asyncio.to_thread(client.reset_cache, 1)
         await until(lambda: not view.held)
         feed.close()
 
@@ -407,10 +407,10 @@ def test_settings_that_cannot_work_are_refused_at_the_start(folder: Path, tmp_pa
     """With the name of the setting, and nothing left behind."""
     settings = ReplicaSettings(dtype="float32", device="cpu", cpu_threads=1, max_model_len=100_000)
     kvcache = KvCacheSettings(num_kv_blocks=9)
-    server = ReplicaServer(
-        settings, kvcache, EventsSettings(), model_dir=folder, replica_id="r0", cluster_seed=SEED, ipc_dir=tmp_path
-    )
 
     with pytest.raises(StartupError, match="max_model_len"):
-        server.start()
+        start_replica(
+            settings, kvcache, EventsSettings(), model_dir=folder, replica_id="r0", cluster_seed=SEED, ipc_dir=tmp_path
+        )
+
     assert not list(tmp_path.iterdir())

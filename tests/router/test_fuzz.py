@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from homing.events.prefill_cost import SUMS
+from homing.events.load_report import SUMS
 from homing.events.wire.frames import encode_seq, events_topic
 from homing.events.wire.messages import (
     HEARTBEAT_TOPIC,

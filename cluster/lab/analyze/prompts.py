@@ -13,7 +13,7 @@ import msgspec
 
 from ....kvcache import BlockHash, BlockHasher, canonical, tenant_root, token_bytes
 from ....router.errors import TemplateRefusal
-from ....router.text.template import Chat
+from ....router.text.template import Conversation
 from ....router.text.tokenizer import TextModel
 from ...errors import LogUnreadable
 from ..recorded_trace import TraceRequest
@@ -103,14 +103,14 @@ class TextPrompts:
     def _token_ids(self, request: TextRequest) -> Sequence[int] | None:
         """None for a chat that is passed over."""
         match request.prompt:
-            case Chat() as chat:
+            case Conversation() as chat:
                 return self._chat_ids(chat, request.line)
             case str() as text:
                 return self._text.encode_now([text], special_tokens=True)[0]
             case token_ids:
                 return token_ids
 
-    def _chat_ids(self, chat: Chat, line: int) -> Sequence[int] | None:
+    def _chat_ids(self, chat: Conversation, line: int) -> Sequence[int] | None:
         try:
             return self._text.encode_chat_now(chat)
         except TemplateRefusal as error:
@@ -129,7 +129,7 @@ class TextPrompts:
         return self._roots[key]
 
 
-def _parts(prompt: Chat | str | list[int]) -> tuple[Part, ...]:
+def _parts(prompt: Conversation | str | list[int]) -> tuple[Part, ...]:
     if isinstance(prompt, str):
         return (Part("prompt", prompt),)
     if isinstance(prompt, list):

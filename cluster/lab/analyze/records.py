@@ -15,9 +15,10 @@ from typing import Any, Literal
 import msgspec
 
 from ....router.errors import InvalidRequest
-from ....router.http.openai import validate
-from ....router.http.openai.schema import MessageBody, PromptField
-from ....router.text.template import Chat
+from ....router.http.openai.chat import conversation
+from ....router.http.openai.completions import PromptField, prompts
+from ....router.http.openai.schema import MessageBody
+from ....router.text.template import Conversation
 from ...errors import LogUnreadable
 from ..recorded_trace import TraceError, TraceRequest, trace_request
 
@@ -34,7 +35,7 @@ _MESSAGE_FIELDS = frozenset(field.name for field in msgspec.structs.fields(Messa
 class TextRequest:
     """One prompt of an OpenAI log: a chat, a text, or token ids."""
 
-    prompt: Chat | str | list[int]
+    prompt: Conversation | str | list[int]
     model: str
     salt: str
     arrival_s: float | None
@@ -130,21 +131,19 @@ def _requests(text: bytes, number: int) -> list[Record]:
         raise _LineError(error.message) from error
 
 
-def _prompts(body: _Body) -> list[Chat | str | list[int]]:
+def _prompts(body: _Body) -> list[Conversation | str | list[int]]:
     if body.messages is not None:
         return [_chat(body, body.messages)]
     if body.prompt is None:
         raise _LineError("neither field 'messages' nor field 'prompt' is there")
-    prompts = validate.prompts(body.prompt, 1 << 32)
-    return [each if isinstance(each, str) else each.tolist() for each in prompts]
+    return [each if isinstance(each, str) else each.tolist() for each in prompts(body.prompt, 1 << 32)]
 
 
-def _chat(body: _Body, messages: list[dict[str, Any]]) -> Chat:
-    made = [validate.template_message(_message(each, index), index) for index, each in enumerate(messages)]
-    return Chat(
-        made,
+def _chat(body: _Body, messages: list[dict[str, Any]]) -> Conversation:
+    return conversation(
+        [_message(each, index) for index, each in enumerate(messages)],
         tools=None if body.tool_choice == "none" else body.tools,
-        template_arguments=validate.template_arguments(body.chat_template_kwargs or {}),
+        template_arguments=body.chat_template_kwargs or {},
     )
 
 

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
 from ....kvcache.eviction import EvictionName
-from ....replica.engine.throughput import Rates
+from ....replica.engine.throughput import SmoothedRates
 from ...cli.client import cluster_url, get_json
 from ...config import ClusterSettings, Settings
 from ...control.autoscale import terms_of
@@ -246,7 +246,7 @@ def _run(order: Order, bar: Bar) -> Outcome:
         return _scaled(order, bar)
     if order.scenario is not None:
         scenario = find(order.scenario)
-        staged = stage(scenario, Rates, policy=order.policies[0], seed=order.seed, channel=_channel(order))
+        staged = stage(scenario, SmoothedRates, policy=order.policies[0], seed=order.seed, channel=_channel(order))
         results = _compare(order.policies, staged, bar)
         return Outcome(f"{scenario.name}: {scenario.about}", results, staged.fault_s)
     setup = _setup(order)
@@ -304,7 +304,7 @@ def _setup(order: Order) -> Setup:
     rates = None if given[0] is None or given[1] is None else RateModel(given[0], given[1] / 1000)
     return Setup(
         limits=ReplicaLimits(blocks=order.cache_blocks, block_tokens=_block_tokens(order), eviction=order.eviction),
-        meter=Rates,
+        meter=SmoothedRates,
         replicas=order.replicas,
         routers=order.routers,
         channel=_channel(order),

@@ -1,9 +1,9 @@
 """How the routers of a simulation learn what replicas hold and how loaded they are.
 
 Two ways behind one protocol. `Direct` hands a step's changes to every router after a delay, complete and in order.
-`Streamed` puts production's event code in between: each replica has its `Ledger`, whose encoded batches, heartbeats and
-load reports cross a channel that is late and loses some of them; each router follows it through a `Subscription`, which
-finds the holes and has them closed by replay or snapshot. Both are pure: time and chance come in.
+`Streamed` puts production's event code in between: each replica has its `EventLog`, whose encoded batches, heartbeats
+and load reports cross a channel that is late and loses some of them; each router follows it through a `Subscription`,
+which finds the holes and has them closed by replay or snapshot. Both are pure: time and chance come in.
 
 Knows nothing of requests, nor of what routers do with what they learn.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from random import Random
-from typing import Protocol
+from typing import Protocol, assert_never
 
 import msgspec
 
@@ -30,9 +30,10 @@ from ....events.follow.subscription import (
     SetStatus,
     Subscription,
 )
-from ....events.publish.event_log import Ledger
+from ....events.publish.event_log import EventLog
 from ....events.publish.step_changes import AllCleared, Change, RemovedBlocks, StoredBlocks
-from ....events.wire.dialects import BatchDecoder, CacheEvent, Cleared, Removed, Stored, wire_name
+from ....events.wire.cache_events import CacheEvent, Cleared, Removed, Stored, wire_name
+from ....events.wire.dialects import BatchDecoder
 from ....events.wire.messages import Heartbeat, LoadReport, SnapshotBlock, SnapshotChunk
 from ....kvcache.hashing import wire_hashes
 from .errors import SimulationError
@@ -189,7 +190,7 @@ class _Publisher:
     """One incarnation of a replica, as it publishes."""
 
     replica: str
-    ledger: Ledger
+    ledger: EventLog
     report: LoadReport
     loads: int = 1  #: load reports made
     ticks: int = 0
@@ -261,7 +262,7 @@ class Streamed:
 
     def _publish(self, replica: SimulatedReplica) -> _Publisher:
         assert not any(replica.residents()), f"{replica.replica_id} is not followed from its beginning"
-        ledger = Ledger(_SETTINGS, epoch=replica.epoch, block_size=replica.limits.block_tokens, medium="GPU")
+        ledger = EventLog(_SETTINGS, epoch=replica.epoch, block_size=replica.limits.block_tokens, medium="GPU")
         publisher = _Publisher(replica.replica_id, ledger, replica.report(self._agenda.now))
         self._publishers[replica.replica_id] = publisher
         return publisher
@@ -399,6 +400,8 @@ def learn(learner: Learner, replica: str, changes: Sequence[Change]) -> None:
                 learner.removed(replica, wire_hashes(b"".join(hashes)))
             case AllCleared():
                 learner.reset(replica, ())
+            case _:
+                assert_never(change)
 
 
 def _learn_events(learner: Learner, replica: str, events: Sequence[CacheEvent]) -> None:
@@ -410,6 +413,8 @@ def _learn_events(learner: Learner, replica: str, events: Sequence[CacheEvent]) 
                 learner.removed(replica, event.hashes)
             case Cleared():
                 learner.reset(replica, ())
+            case _:
+                assert_never(event)
 
 
 def _wire_names(blocks: Sequence[SnapshotBlock]) -> Iterator[int]:

@@ -19,7 +19,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Protocol
 
-from ....events.prefill_cost import PrefillSpan, work_of
+from ....events.load_report import PrefillSpan, work_of
 from ....events.publish.step_changes import AllCleared, Change, RemovedBlocks, StoredBlocks
 from ....events.wire.messages import CacheCounters, LoadReport, PrefillCost, PrefillWork
 from ....kvcache.eviction import EvictionName, eviction_policy

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
+from ....events.follow.subscription import FeedStatus
 from ....events.wire.messages import EventEndpoints, LoadReport
 from ....replica.messages import ModelLimits, Parity, ReplicaDescription
 from ....router.routing.placement import Placement
@@ -154,7 +155,7 @@ class Homing:
         self.placement.reset(replica, blocks)
 
     def live(self, replica: str, live: bool) -> None:
-        self.placement.set_feed(replica, "live" if live else "syncing")
+        self.placement.set_feed(replica, FeedStatus.LIVE if live else FeedStatus.SYNCING)
 
     def report(self, replica: str, report: LoadReport, now: float) -> None:
         self.placement.report(replica, report, now)

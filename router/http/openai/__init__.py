@@ -1,4 +1,4 @@
-"""The OpenAI-compatible endpoints: request and response types, validation, streaming.
+"""The endpoints. Each API dialect is one module that maps bodies to jobs and results to bodies (see `dialect.py`).
 
-Imports `protocol`, `text` and `tenants`; reaches replicas only through `router.backend`.
+Imported by `http.app`. Imports `protocol`, `text` and `tenants`; reaches replicas only through `router.backend`.
 """

@@ -1,97 +1,270 @@
-"""POST /v1/chat/completions: from body to job, and from choices to OpenAI's chat shapes."""
+"""The dialect of POST /v1/chat/completions: OpenAI's chats."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
-from msgspec import UNSET
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
-from ...text.answer import TextDelta
-from ...text.logprobs import ChatLogprobs, TokenAt, chat_logprobs
+from ....replica.messages import PositionLogprobs, TokenLogprob
+from ...errors import InvalidRequest
+from ...text.answer import TextDelta, TokenAt
+from ...text.template import Conversation, Message
 from ..front import Front, Served
 from . import pins, validate
-from .answers import (
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatDelta,
-    ChatMessage,
-    Usage,
-)
-from .generation import Choice, Job, Prompt
-from .schema import ChatBody
-from .sse import ChunkWriter
+from .dialect import ChunkUsage, Dialect, ResponseBuilder
+from .generation import EncodedPrompt, Job, RunningChoice
+from .schema import Body, FinishReason, MessageBody, Positive, Usage, finite
+
+# --- requests ------------------------------------------------------------------------------------------------------
+
+
+class ResponseFormat(msgspec.Struct):
+    """The field `response_format`; only plain text is supported."""
+
+    type: str
+
+
+class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
+    """The request body."""
+
+    messages: Annotated[list[MessageBody], Meta(min_length=1)]
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    # Ignored.
+    parallel_tool_calls: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
 
 
 async def job(front: Front, served: Served, body: ChatBody, salt: bytes) -> Job:
-    """What `body` asks for. Raises InvalidRequest and its kin, each naming the field."""
-    validate.check_chat(body)
-    places, chat = pins.marks(body.messages, front.settings), validate.chat(body)
-    token_ids = await served.text.encode_chat(chat, tenant=salt)
-    wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    limit_param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    room = validate.room_for_answer(len(token_ids), wanted, served.limits, param="messages", limit_param=limit_param)
-    kept = await pins.chat_pins(served.text, chat, places, token_ids, salt) if places else ()
-    if body.cache_control is not None:
-        kept = (*kept, *pins.whole_prompt(body.cache_control, front.settings, token_ids))
-    limit = wanted if wanted is not None else min(front.settings.default_max_tokens, room)
-    return Job(
-        served=served,
-        prompts=[Prompt(token_ids, None, kept)],
-        choices_per_prompt=validate.choices_per_prompt(body, 1, front.settings.max_choices),
-        sampling=validate.sampling(
-            body,
-            served.limits,
-            max_tokens=limit,
-            seed=front.random_bits(64) if body.seed is None else body.seed,
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        ),
-        stops=validate.stop_strings(body),
-        priority=body.priority or 0,
-        timeout_s=body.timeout,
-        tokens_per_delta=validate.tokens_per_delta(body),
+    """What `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
+    if body.max_tokens == 0:
+        raise InvalidRequest("field 'max_tokens': expected int >= 1", param="max_tokens")
+    if body.response_format and body.response_format.type != "text":
+        raise InvalidRequest(
+            "field 'response_format': only {'type': 'text'} is supported; structured output is not supported yet",
+            param="response_format",
+        )
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("field 'top_logprobs': requires 'logprobs': true", param="top_logprobs")
+    if body.tool_choice not in (None, "auto", "none"):
+        raise InvalidRequest("field 'tool_choice': only 'auto' and 'none' are supported", param="tool_choice")
+    asked = conversation(
+        body.messages,
+        tools=None if body.tool_choice == "none" else body.tools,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        template_arguments=body.chat_template_kwargs or {},
+    )
+    token_ids = await served.text.encode_chat(asked, tenant=salt)
+    kept = await pins.requested(served.text, asked, body.messages, body.cache_control, token_ids, salt, front.settings)
+    newer = body.max_completion_tokens is not None
+    return validate.job(
+        front,
+        served,
+        body,
+        salt,
+        [EncodedPrompt(token_ids, None, kept)],
+        prompt_param="messages",
+        wanted=body.max_completion_tokens if newer else body.max_tokens,
+        wanted_param="max_completion_tokens" if newer else "max_tokens",
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
 
 
-class ChatShape:
-    """What all parts of one chat answer have in common."""
+#: Arguments of transformers' `apply_chat_template` that a caller must not set through the template's arguments.
+_RESERVED = frozenset(
+    "self conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize "
+    "padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+)
 
-    def __init__(self, served: Served, body: ChatBody, answer_id: str, created: int) -> None:
-        self.id = f"chatcmpl-{answer_id}"
-        self.created = created
-        self.model = served.limits.name
-        self._piece_of = served.text.piece
+
+def conversation(
+    messages: Sequence[MessageBody],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+    template_arguments: Mapping[str, Any],
+) -> Conversation:
+    """The messages and options of a body as the chat template takes them. Raises InvalidRequest."""
+    if add_generation_prompt is None:
+        add_generation_prompt = not continue_final_message
+    if continue_final_message and add_generation_prompt:
+        raise InvalidRequest(
+            "field 'continue_final_message': cannot be combined with 'add_generation_prompt'",
+            param="continue_final_message",
+        )
+    if reserved := _RESERVED.intersection(template_arguments):
+        name = f"chat_template_kwargs.{min(reserved)}"
+        raise InvalidRequest(f"field {name!r} may not be set", param=name)
+    return Conversation(
+        [_message(each, index) for index, each in enumerate(messages)],
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        template_arguments=template_arguments,
+    )
+
+
+def _message(body: MessageBody, index: int) -> Message:
+    """A message as templates read it: its content is one text, the arguments of tool calls are objects."""
+    message: Message = {"role": body.role, "content": body.text(index)}
+    if body.name is not None:
+        message["name"] = body.name
+    if body.tool_call_id is not None:
+        message["tool_call_id"] = body.tool_call_id
+    if body.reasoning_content is not None:
+        message["reasoning_content"] = body.reasoning_content
+    if body.tool_calls:
+        message["tool_calls"] = [_tool_call(call, f"messages[{index}].tool_calls") for call in body.tool_calls]
+    return message
+
+
+def _tool_call(call: Mapping[str, Any], param: str) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise InvalidRequest(f"field {param!r}: each call needs a 'function'", param=param)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments.encode() or b"{}")
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise InvalidRequest(f"field {param!r}: 'arguments' is not valid JSON", param=param) from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+# --- responses -----------------------------------------------------------------------------------------------------
+# A field that OpenAI's schema does not allow to be null is absent (`UNSET`) if there is no value.
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    """One alternative at a position."""
+
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class TokenEntry(msgspec.Struct, frozen=True):
+    """The token at one position, with its most likely alternatives."""
+
+    token: str
+    bytes: list[int]
+    logprob: float
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """`choices[].logprobs`."""
+
+    content: list[TokenEntry]
+    refusal: None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """The assistant's message."""
+
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    """One choice of a response that is not streamed."""
+
+    index: int
+    message: ChatMessage
+    finish_reason: FinishReason
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """A response that is not streamed."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(msgspec.Struct, frozen=True):
+    """What a chunk adds; a choice's first chunk names the role."""
+
+    content: str | UnsetType = UNSET
+    role: Literal["assistant"] | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True):
+    """One choice's part of a chunk."""
+
+    index: int
+    delta: ChatDelta
+    finish_reason: FinishReason | None = None
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of a stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: ChunkUsage = UNSET
+
+
+class ChatBuilder(ResponseBuilder):
+    """The bodies of one chat response."""
+
+    def __init__(self, served: Served, body: ChatBody, response_id: str, created: int) -> None:
+        self._id = f"chatcmpl-{response_id}"
+        self._created = created
+        self._model = served.limits.name
+        self._text = served.text
         self._logprobs = bool(body.logprobs)
         self._top = body.top_logprobs or 0
 
-    def logprobs(self, tokens: Sequence[TokenAt]) -> ChatLogprobs | None:
-        """Logprobs of these tokens; None where none were asked for."""
-        return chat_logprobs(tokens, self._top, self._piece_of) if self._logprobs else None
-
-    def whole(self, choices: Sequence[Choice], counts: Usage) -> object:
-        """The body of an answer that is not streamed."""
-        told = [
+    def whole(self, choices: Sequence[RunningChoice], counts: Usage) -> ChatCompletion:
+        made = [
             ChatChoice(each.index, ChatMessage(each.text), each.ending or "stop", self.logprobs(each.tokens))
             for each in choices
         ]
-        return ChatCompletion(id=self.id, created=self.created, model=self.model, choices=told, usage=counts)
+        return ChatCompletion(id=self._id, created=self._created, model=self._model, choices=made, usage=counts)
 
-
-class ChatChunks(ChunkWriter):
-    """Chunks of a streamed chat. The role stands on a choice's first chunk."""
-
-    def __init__(self, shape: ChatShape, body: ChatBody) -> None:
-        super().__init__(body.stream_options)
-        self._shape = shape
-
-    def chunk(self, choice: Choice, shown: TextDelta, counts: Usage | None, *, first: bool) -> object:
-        """See `ChunkWriter.chunk`."""
-        shape = self._shape
+    def chunk(self, choice: RunningChoice, shown: TextDelta, counts: ChunkUsage, *, first: bool) -> ChatChunk:
         delta = ChatDelta(shown.text if shown.text or first else UNSET, "assistant" if first else UNSET)
-        told = ChatChunkChoice(choice.index, delta, shown.ending, shape.logprobs(shown.tokens))
-        usage = counts if counts is not None else (None if self.include_usage else UNSET)
-        return ChatChunk(id=shape.id, created=shape.created, model=shape.model, choices=[told], usage=usage)
+        made = ChatChunkChoice(choice.index, delta, shown.ending, self.logprobs(shown.tokens))
+        return ChatChunk(id=self._id, created=self._created, model=self._model, choices=[made], usage=counts)
 
-    def last(self, counts: Usage) -> object:
-        """See `ChunkWriter.last`."""
-        shape = self._shape
-        return ChatChunk(id=shape.id, created=shape.created, model=shape.model, choices=[], usage=counts)
+    def usage_chunk(self, counts: Usage) -> ChatChunk:
+        return ChatChunk(id=self._id, created=self._created, model=self._model, choices=[], usage=counts)
+
+    def logprobs(self, tokens: Sequence[TokenAt]) -> ChatLogprobs | None:
+        """One entry per token; None if logprobs were not requested."""
+        if not self._logprobs:
+            return None
+        return ChatLogprobs([self._entry(token.logprobs) for token in tokens if token.logprobs])
+
+    def _entry(self, position: PositionLogprobs) -> TokenEntry:
+        chosen = self._alternative(position.chosen)
+        alternatives = [self._alternative(each) for each in position.top[: self._top]]
+        return TokenEntry(chosen.token, chosen.bytes, chosen.logprob, alternatives)
+
+    def _alternative(self, each: TokenLogprob) -> TopLogprob:
+        piece = self._text.piece(each.token_id)
+        return TopLogprob(piece.decode(errors="replace"), list(piece), finite(each.logprob))
+
+
+CHAT = Dialect(msgspec.json.Decoder(ChatBody), job, ChatBuilder)

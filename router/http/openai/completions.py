@@ -1,165 +1,241 @@
-"""POST /v1/completions: from body to job, and from choices to OpenAI's completion shapes, `echo` included."""
+"""The dialect of POST /v1/completions: OpenAI's text completions, `echo` and `best_of` included."""
 
+from array import array
 from collections.abc import Sequence
+from itertools import zip_longest
 from math import inf
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, Meta
 
-from ...config import RouterSettings
+from ....replica.messages import PositionLogprobs
 from ...errors import InvalidRequest
-from ...text.answer import TextDelta
-from ...text.logprobs import CompletionLogprobs, TokenAt, completion_logprobs, prompt_tokens
+from ...text.answer import TextDelta, TokenAt
+from ...text.tokenizer import TokenIds
 from ..front import Front, Served
 from . import validate
-from .answers import Completion, CompletionChoice, Usage
-from .generation import Choice, Job, Prompt
+from .dialect import ChunkUsage, Dialect, ResponseBuilder
+from .generation import EncodedPrompt, Job, RunningChoice
 from .pins import whole_prompt
-from .schema import CacheControl, CompletionBody
-from .sse import ChunkWriter
+from .schema import Body, FinishReason, Positive, Usage, finite
+
+#: A prompt as text or token ids, or several of them; `prompts` tells them apart, because msgspec can decode only one
+#: array type in a union.
+PromptField = str | list[str | int | list[int]]
 
 
-async def encoded_prompts(front: Front, served: Served, body: CompletionBody) -> list[Prompt]:
-    """The body's prompts as ids; texts are encoded together."""
-    given = validate.prompts(body.prompt, served.limits.vocab_size)
+class CompletionBody(Body, kw_only=True, forbid_unknown_fields=True):
+    """The request body."""
+
+    prompt: PromptField
+    best_of: Positive | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    suffix: str | None = None
+
+
+async def job(front: Front, served: Served, body: CompletionBody, salt: bytes) -> Job:
+    """What `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
+    _check(body)
+    scored = body.logprobs
+    if scored is None and body.best_of is not None and body.best_of > (body.n or 1):
+        scored = 0  # `best_of` compares logprobs
+    return validate.job(
+        front,
+        served,
+        body,
+        salt,
+        await _encoded_prompts(front, served, body),
+        prompt_param="prompt",
+        wanted=body.max_tokens,
+        best_of=body.best_of,
+        logprobs=scored,
+        prompt_logprobs=body.logprobs if body.echo else None,
+    )
+
+
+def _check(body: CompletionBody) -> None:
+    if body.best_of is not None and body.best_of != (kept := body.n or 1):
+        if body.best_of < kept:
+            raise InvalidRequest(f"field 'best_of': must be at least n, which is {kept}", param="best_of")
+        if body.stream:
+            raise InvalidRequest(
+                "field 'best_of': cannot be streamed, because the best choices are only known at the end",
+                param="best_of",
+            )
+    if body.suffix:
+        raise InvalidRequest("field 'suffix': insertion is not supported", param="suffix")
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest("field 'max_tokens': 0 is only allowed with 'echo'", param="max_tokens")
+    if body.echo and body.stream and body.logprobs is not None:
+        raise InvalidRequest("field 'echo': cannot be streamed together with 'logprobs'", param="echo")
+
+
+async def _encoded_prompts(front: Front, served: Served, body: CompletionBody) -> list[EncodedPrompt]:
+    """The prompts as ids; texts are encoded together."""
+    given = prompts(body.prompt, served.limits.vocab_size)
     texts = [each for each in given if isinstance(each, str)]
+    encoded = [each for each in given if not isinstance(each, str)]
     if texts:
         encoded = await served.text.encode(texts, special_tokens=True)
-        prompts = [Prompt(ids, text) for ids, text in zip(encoded, texts, strict=True)]
-    else:
-        prompts = [Prompt(each) for each in given if not isinstance(each, str)]
-    if not all(prompt.token_ids for prompt in prompts):
+    if not all(encoded):
         raise InvalidRequest("field 'prompt': a prompt has no tokens", param="prompt")
-    if body.cache_control is None:
-        return prompts
-    return [_pinned(prompt, body.cache_control, front.settings) for prompt in prompts]
+    return [
+        EncodedPrompt(ids, text, whole_prompt(body.cache_control, front.settings, ids))
+        for ids, text in zip_longest(encoded, texts)
+    ]
 
 
-def _pinned(prompt: Prompt, control: CacheControl, settings: RouterSettings) -> Prompt:
-    return Prompt(prompt.token_ids, prompt.text, whole_prompt(control, settings, prompt.token_ids))
+def prompts(field: str | list[Any], vocab_size: int) -> list[str] | list[TokenIds]:
+    """The separate prompts: all of them texts, or all of them ids below `vocab_size`. Raises InvalidRequest."""
+    if isinstance(field, str):
+        return [field]
+    if not field:
+        raise InvalidRequest("field 'prompt': at least one prompt or token id is needed", param="prompt")
+    if isinstance(field[0], int):
+        return [_prompt_ids(field, vocab_size)]
+    if all(isinstance(each, str) for each in field):
+        return field
+    if all(isinstance(each, list) for each in field):
+        return [_prompt_ids(each, vocab_size) for each in field]
+    raise _mixed()
 
 
-def output_limit(front: Front, served: Served, prompts: Sequence[Prompt], body: CompletionBody) -> int:
-    """Tokens that each prompt may get; the longest prompt decides about room."""
-    longest = max(len(prompt.token_ids) for prompt in prompts)
-    room = validate.room_for_answer(longest, body.max_tokens, served.limits, param="prompt", limit_param="max_tokens")
-    if body.max_tokens is None:
-        return min(front.settings.default_max_tokens, room)
-    return max(body.max_tokens, 1)
+def _prompt_ids(ids: list[Any], vocab_size: int) -> TokenIds:
+    """As an array: it takes a tenth of a list's memory, and its constructor checks the elements."""
+    try:
+        made = array("I", ids)
+    except TypeError:
+        raise _mixed() from None
+    except OverflowError:
+        raise validate.no_such_token(vocab_size, "prompt") from None
+    if ids and max(ids) >= vocab_size:
+        raise validate.no_such_token(vocab_size, "prompt")
+    return made
 
 
-def scored_alternatives(body: CompletionBody) -> int | None:
-    """Alternatives to score at each token; None: not even the token. Among `best_of` answers logprobs decide."""
-    if body.logprobs is None and body.best_of is not None and body.best_of > (body.n or 1):
-        return 0
-    return body.logprobs
+def _mixed() -> InvalidRequest:
+    return InvalidRequest("field 'prompt': texts and token ids cannot be mixed in one list", param="prompt")
 
 
-def mean_logprob(choice: Choice) -> float:
-    """How likely the model finds an answer, per token; of one without tokens nothing is known."""
-    scores = [each.logprobs.chosen.logprob for each in choice.tokens if each.logprobs is not None]
-    return sum(scores) / len(scores) if scores else -inf
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """`choices[].logprobs`: one element per token in each list."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
 
 
-async def job(front: Front, served: Served, body: CompletionBody) -> Job:
-    """What `body` asks for. Raises InvalidRequest and its kin, each naming the field."""
-    validate.check_completion(body)
-    prompts = await encoded_prompts(front, served, body)
-    shared = validate.sampling(
-        body,
-        served.limits,
-        max_tokens=output_limit(front, served, prompts, body),
-        seed=front.random_bits(64) if body.seed is None else body.seed,
-        logprobs=scored_alternatives(body),
-    )
-    if body.echo and body.logprobs is not None:
-        shared = msgspec.structs.replace(shared, prompt_logprobs=body.logprobs)
-    return Job(
-        served=served,
-        prompts=prompts,
-        choices_per_prompt=validate.choices_per_prompt(body, len(prompts), front.settings.max_choices),
-        sampling=shared,
-        stops=validate.stop_strings(body),
-        priority=body.priority or 0,
-        timeout_s=body.timeout,
-        tokens_per_delta=validate.tokens_per_delta(body),
-        discard=body.max_tokens == 0,
-    )
+class CompletionChoice(msgspec.Struct, frozen=True):
+    """One choice, or a chunk's part of it (only there the finish reason may be null)."""
+
+    index: int
+    text: str
+    finish_reason: FinishReason | None = None
+    logprobs: CompletionLogprobs | None = None
 
 
-class CompletionShape:
-    """What all parts of one completion have in common."""
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """A response that is not streamed, or one event of a stream."""
 
-    def __init__(self, served: Served, body: CompletionBody, answer_id: str, created: int) -> None:
-        self.id = f"cmpl-{answer_id}"
-        self.created = created
-        self.model = served.limits.name
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: ChunkUsage = UNSET
+
+
+class CompletionBuilder(ResponseBuilder):
+    """The bodies of one completion. With `echo` the prompt precedes the generated text."""
+
+    def __init__(self, served: Served, body: CompletionBody, response_id: str, created: int) -> None:
+        self._id = f"cmpl-{response_id}"
+        self._created = created
+        self._model = served.limits.name
         self._text = served.text
-        self._logprobs = body.logprobs
+        self._top = body.logprobs
         self._echo = bool(body.echo)
         self._kept = body.n or 1
         self._drawn = body.best_of or self._kept
 
-    def echoed(self, prompt: Prompt) -> str:
-        """What stands before the answer."""
+    def whole(self, choices: Sequence[RunningChoice], counts: Usage) -> Completion:
+        made = [self._choice(index, each) for index, each in enumerate(self._best(choices))]
+        return Completion(id=self._id, created=self._created, model=self._model, choices=made, usage=counts)
+
+    def chunk(self, choice: RunningChoice, shown: TextDelta, counts: ChunkUsage, *, first: bool) -> Completion:
+        text = self._echoed(choice.prompt) + shown.text if first else shown.text
+        made = CompletionChoice(choice.index, text, shown.ending, self.logprobs(shown.tokens))
+        return Completion(id=self._id, created=self._created, model=self._model, choices=[made], usage=counts)
+
+    def usage_chunk(self, counts: Usage) -> Completion:
+        return Completion(id=self._id, created=self._created, model=self._model, choices=[], usage=counts)
+
+    def _choice(self, index: int, choice: RunningChoice) -> CompletionChoice:
+        echo = self._echoed(choice.prompt)
+        tokens: Sequence[TokenAt] = choice.tokens
+        if self._top is not None and self._echo:
+            moved = [TokenAt(each.token_id, each.offset + len(echo), each.logprobs) for each in tokens]
+            tokens = [*self._echoed_tokens(choice.prompt, choice.prompt_logprobs or ()), *moved]
+        return CompletionChoice(index, echo + choice.text, choice.ending or "stop", self.logprobs(tokens))
+
+    def _echoed(self, prompt: EncodedPrompt) -> str:
+        """The prompt's text, if it is to be echoed."""
         if not self._echo:
             return ""
         return self._text.decode(prompt.token_ids, skip_special_tokens=True) if prompt.text is None else prompt.text
 
-    def best(self, choices: Sequence[Choice]) -> Sequence[Choice]:
-        """Of each prompt's answers the `n` best, the best one first; all in their order where no more were drawn."""
+    def _echoed_tokens(self, prompt: EncodedPrompt, logprobs: Sequence[PositionLogprobs | None]) -> list[TokenAt]:
+        """The prompt's tokens with the offsets of their text; none if an engine reported no logprobs of them."""
+        detokenizer, offset, tokens = self._text.detokenizer(), 0, []
+        for token_id, position in zip(prompt.token_ids, logprobs, strict=bool(logprobs)):
+            tokens.append(TokenAt(token_id, offset, position))
+            offset += len(detokenizer.push([token_id]))
+        return tokens
+
+    def _best(self, choices: Sequence[RunningChoice]) -> Sequence[RunningChoice]:
+        """The `n` best of each prompt's choices, best first; all of them in order if no more were generated."""
         if self._drawn == self._kept:
             return choices
-        prompts = [choices[start : start + self._drawn] for start in range(0, len(choices), self._drawn)]
-        ranked = [sorted(answers, key=mean_logprob, reverse=True) for answers in prompts]
-        return [each for answers in ranked for each in answers[: self._kept]]
+        by_prompt = [choices[start : start + self._drawn] for start in range(0, len(choices), self._drawn)]
+        ranked = [sorted(each, key=_mean_logprob, reverse=True) for each in by_prompt]
+        return [choice for each in ranked for choice in each[: self._kept]]
 
-    def logprobs(self, tokens: Sequence[TokenAt], before: int) -> CompletionLogprobs | None:
-        """Logprobs of an answer's tokens, whose text begins `before` characters into the whole."""
-        if self._logprobs is None:
+    def logprobs(self, tokens: Sequence[TokenAt]) -> CompletionLogprobs | None:
+        """Parallel lists over the tokens; None if logprobs were not requested."""
+        if self._top is None:
             return None
-        moved = [TokenAt(each.token_id, each.offset + before, each.logprobs) for each in tokens] if before else tokens
-        return completion_logprobs(moved, self._logprobs, self._text.piece)
+        return CompletionLogprobs(
+            text_offset=[token.offset for token in tokens],
+            token_logprobs=[finite(token.logprobs.chosen.logprob) if token.logprobs else None for token in tokens],
+            tokens=[unique_name(self._text.piece(token.token_id)) for token in tokens],
+            top_logprobs=[self._alternatives(token.logprobs, self._top) for token in tokens],
+        )
 
-    def echoed_tokens(self, choice: Choice) -> list[TokenAt]:
-        """The prompt's tokens with their logprobs, if they were asked for."""
-        if choice.prompt_logprobs is None:
-            return []
-        return prompt_tokens(choice.prompt.token_ids, choice.prompt_logprobs, self._text.detokenizer())
-
-    def whole_logprobs(self, choice: Choice, before: int) -> CompletionLogprobs | None:
-        """Logprobs of echoed prompt and answer."""
-        if self._logprobs is None:
+    def _alternatives(self, position: PositionLogprobs | None, top: int) -> dict[str, float] | None:
+        """The `top` most likely tokens and the chosen one; None for the first token of a prompt."""
+        if position is None:
             return None
-        moved = [TokenAt(each.token_id, each.offset + before, each.logprobs) for each in choice.tokens]
-        return self.logprobs([*self.echoed_tokens(choice), *moved], 0)
-
-    def whole(self, choices: Sequence[Choice], counts: Usage) -> object:
-        """The body of an answer that is not streamed."""
-        told = [self._choice(index, each) for index, each in enumerate(self.best(choices))]
-        return Completion(id=self.id, created=self.created, model=self.model, choices=told, usage=counts)
-
-    def _choice(self, index: int, made: Choice) -> CompletionChoice:
-        echo = self.echoed(made.prompt)
-        return CompletionChoice(index, echo + made.text, made.ending or "stop", self.whole_logprobs(made, len(echo)))
+        names: dict[str, float] = {}
+        for each in [*position.top[:top], position.chosen]:
+            names.setdefault(unique_name(self._text.piece(each.token_id)), finite(each.logprob))
+        return names
 
 
-class CompletionChunks(ChunkWriter):
-    """Chunks of a streamed completion; with `echo` the prompt stands on a choice's first chunk."""
+def _mean_logprob(choice: RunningChoice) -> float:
+    """Mean logprob per token; a choice without tokens ranks last."""
+    scores = [each.logprobs.chosen.logprob for each in choice.tokens if each.logprobs is not None]
+    return sum(scores) / len(scores) if scores else -inf
 
-    def __init__(self, shape: CompletionShape, body: CompletionBody) -> None:
-        super().__init__(body.stream_options)
-        self._shape = shape
 
-    def chunk(self, choice: Choice, shown: TextDelta, counts: Usage | None, *, first: bool) -> object:
-        """See `ChunkWriter.chunk`."""
-        shape = self._shape
-        text = shape.echoed(choice.prompt) + shown.text if first else shown.text
-        told = CompletionChoice(choice.index, text, shown.ending, shape.logprobs(shown.tokens, 0))
-        usage = counts if counts is not None else (None if self.include_usage else UNSET)
-        return Completion(id=shape.id, created=shape.created, model=shape.model, choices=[told], usage=usage)
+def unique_name(piece: bytes) -> str:
+    """A token as text; parts of characters as `bytes:\\xe2\\x80`, so that different tokens keep different names."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
-    def last(self, counts: Usage) -> object:
-        """See `ChunkWriter.last`."""
-        shape = self._shape
-        return Completion(id=shape.id, created=shape.created, model=shape.model, choices=[], usage=counts)
+
+COMPLETION = Dialect(msgspec.json.Decoder(CompletionBody), job, CompletionBuilder)

@@ -1,117 +1,77 @@
-"""The endpoints: each reads a body, asks front or backend, and answers. No decision of routing or text is here."""
+"""The table of all endpoints, and the endpoints that are not part of a larger module."""
 
-from codecs import BOM_UTF8
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from functools import cache, partial
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from .... import __version__
 from ....replica.messages import ModelLimits
-from ...errors import InvalidJson, InvalidRequest, NoReplica, NotAllowed
+from ...backend import ClusterView, Explanation
+from ...errors import NoReplica, NotAllowed, UnknownPath, WrongMethod
 from ...metrics import CONTENT_TYPE
-from ...tenants.api_keys import Tenant
-from .. import metering
-from ..errors import from_msgspec
-from ..front import Front, Served
-from ..headers import Caller, session
-from ..protocol.exchange import Exchange
-from . import chat, completions, validate
-from .answers import ENCODER, Detokenized, ModelCard, ModelList, Tokenized
-from .collect import WholeAnswer
-from .generation import Answer, Generation, Job, generation_request
-from .openapi import document
-from .schema import CHAT, COMPLETION, DETOKENIZE, RESET, TOKENIZE, Body, ChatBody, CompletionBody, TokenizeBody
-from .sse import EventStream
+from ..caller import Caller
+from ..front import Front
+from ..protocol.exchange import Exchange, Request
+from .chat import CHAT, ChatBody, ChatCompletion
+from .completions import COMPLETION, Completion, CompletionBody
+from .dialect import BodyType, Dialect, StreamWriter, WholeWriter
+from .generation import Generation, ResponseWriter, generation_request
+from .openapi import Endpoint, Handler, document
+from .schema import ENCODER, decode
+from .tokenize import DetokenizeBody, Detokenized, TokenizeBody, Tokenized, detokenize, tokenize
 
-Decoded = TypeVar("Decoded")
 MODELS = "/v1/models"
-#: Answers an exchange, at once or later. What it raises is answered by its caller.
-Handler = Callable[[Front, Exchange], Coroutine[Any, Any, None]]
 
 
-def respond(exchange: Exchange, value: object) -> None:
-    """Answer with `value` as JSON."""
-    exchange.respond(ENCODER.encode(value))
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """One served model; `max_model_len` is vLLM's addition."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "homing"
+    max_model_len: int
 
 
-def decode(data: bytes, decoder: "msgspec.json.Decoder[Decoded]") -> Decoded:
-    """A body as a typed struct. Raises InvalidRequest, which names the field."""
-    try:
-        return decoder.decode(data)
-    except msgspec.ValidationError as error:
-        check_json(data)  # a wrong field may stand before the place where the JSON breaks
-        raise from_msgspec(error) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        if data.startswith(BOM_UTF8):  # clients on Windows write it; RFC 8259 lets readers pass over it
-            return decode(data.removeprefix(BOM_UTF8), decoder)
-        raise InvalidJson(f"the body is not valid JSON: {error}") from error
+class ModelList(msgspec.Struct, frozen=True):
+    """GET /v1/models."""
+
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
 
 
-def check_json(data: bytes) -> None:
-    """Raises InvalidJson for what is no JSON at all."""
-    try:
-        msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidJson(f"the body is not valid JSON: {error}") from error
+class Status(msgspec.Struct):
+    """GET /health."""
+
+    status: str
 
 
-def tenant(front: Front, exchange: Exchange) -> Tenant:
-    """Whose API key it is. Raises MissingKey and UnknownKey; to be asked before any work is done."""
-    return front.tenants.of(exchange.request.headers.get("authorization"))
+class Version(msgspec.Struct):
+    """GET /version."""
+
+    version: str
 
 
-def metered(front: Front, exchange: Exchange) -> Tenant:
-    """The same, of a tenant that has not used up its limits: else it is refused before its body costs anything."""
-    who = tenant(front, exchange)
-    meter = front.meters.get(who.digest)
-    if meter is not None:
-        metering.check(front, exchange, meter)
-    return who
+class Ready(Status):
+    """GET /ready: how many replicas serve, in all and of each model."""
+
+    replicas: int
+    models: dict[str, int]
 
 
-def caller(exchange: Exchange, who: Tenant, body: Body) -> Caller:
-    """Who asks, by key, headers and `cache_salt`."""
-    return Caller(
-        request_id=exchange.id,
-        session=session(exchange.request.headers),
-        salt=who.cache_salt(body.cache_salt),
-        tenant=who,
-    )
+class ResetBody(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /reset_prefix_cache: the model whose caches to reset; without one, those of all models."""
+
+    model: str | None = None
 
 
-def generate(front: Front, exchange: Exchange, job: Job, asks: Caller, answer: Answer) -> None:
-    """Send the job to the backend; `answer` takes what comes. Raises QueueFull, NoReplica and PromptTooLong."""
-    Generation(front, job, exchange, answer).begin(asks)
+class Emptied(Status):
+    """POST /reset_prefix_cache: the replicas whose caches are empty now."""
 
-
-async def chat_completions(front: Front, exchange: Exchange) -> None:
-    """POST /v1/chat/completions."""
-    who = metered(front, exchange)
-    body = decode(exchange.request.body, CHAT)
-    served = await front.served(body.model)
-    asks = caller(exchange, who, body)
-    job = await chat.job(front, served, body, asks.salt)
-    shape = chat.ChatShape(served, body, f"{front.random_bits(96):024x}", int(front.wall()))
-    if body.stream:
-        generate(front, exchange, job, asks, EventStream(exchange, chat.ChatChunks(shape, body)))
-    else:
-        generate(front, exchange, job, asks, WholeAnswer(exchange, shape.whole))
-
-
-async def text_completions(front: Front, exchange: Exchange) -> None:
-    """POST /v1/completions."""
-    who = metered(front, exchange)
-    body = decode(exchange.request.body, COMPLETION)
-    served = await front.served(body.model)
-    asks = caller(exchange, who, body)
-    job = await completions.job(front, served, body)
-    shape = completions.CompletionShape(served, body, f"{front.random_bits(96):024x}", int(front.wall()))
-    if body.stream:
-        generate(front, exchange, job, asks, EventStream(exchange, completions.CompletionChunks(shape, body)))
-    else:
-        generate(front, exchange, job, asks, WholeAnswer(exchange, shape.whole))
+    replicas: list[str]
 
 
 class _Kind(msgspec.Struct):
@@ -120,55 +80,37 @@ class _Kind(msgspec.Struct):
     messages: msgspec.Raw | UnsetType = UNSET
 
 
+_RESET = msgspec.json.Decoder(ResetBody)
 _KIND = msgspec.json.Decoder(_Kind)
 
 
+def respond(exchange: Exchange, value: object) -> None:
+    """Respond with `value` as JSON."""
+    exchange.respond(ENCODER.encode(value))
+
+
+async def generate(dialect: Dialect[BodyType], front: Front, exchange: Exchange) -> None:
+    """Generate what a body in this dialect requests."""
+    caller = Caller(front, exchange)
+    caller.check()
+    body = decode(exchange.request.body, dialect.decoder)
+    served = await front.served(body.model)
+    job = await dialect.job(front, served, body, caller.tenant.cache_salt(body.cache_salt))
+    builder = dialect.builder(served, body, f"{front.random_bits(96):024x}", int(front.wall()))
+    writer: ResponseWriter = StreamWriter(exchange, builder, body) if body.stream else WholeWriter(exchange, builder)
+    Generation(front, job, exchange, caller, writer).begin()
+
+
 async def explain(front: Front, exchange: Exchange) -> None:
-    """POST /explain: the decision that a completion or chat body would meet now; nothing is generated."""
-    who = metered(front, exchange)
+    """Report the routing decision for a completion or chat body; nothing is generated."""
+    caller = Caller(front, exchange)
+    caller.check()
     data = exchange.request.body
-    body: ChatBody | CompletionBody
-    if decode(data, _KIND).messages is UNSET:
-        body = decode(data, COMPLETION)
-        asks = caller(exchange, who, body)
-        job = await completions.job(front, await front.served(body.model), body)
-    else:
-        body = decode(data, CHAT)
-        asks = caller(exchange, who, body)
-        job = await chat.job(front, await front.served(body.model), body, asks.salt)
-    metering.charge(front, exchange, who, [len(prompt.token_ids) for prompt in job.prompts])
-    respond(exchange, job.served.backend.explain(generation_request(job, job.prompts[0], asks, 0, None)))
-
-
-async def tokenize(front: Front, exchange: Exchange) -> None:
-    """POST /tokenize."""
-    who = metered(front, exchange)
-    body = decode(exchange.request.body, TOKENIZE)
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequest("exactly one of 'prompt' and 'messages' is needed", param="prompt")
-    served = await front.served(body.model)
-    tokens = await _tokens(served, body)
-    metering.charge(front, exchange, who, [len(tokens)])
-    names = served.text.piece_names(tokens) if body.return_token_strs else None
-    respond(exchange, Tokenized(len(tokens), served.limits.max_model_len, tokens, names))
-
-
-async def _tokens(served: Served, body: TokenizeBody) -> list[int]:
-    if body.prompt is None:
-        return list(await served.text.encode_chat(validate.chat(body)))
-    special_tokens = body.add_special_tokens is not False
-    encoded = await served.text.encode([body.prompt], special_tokens=special_tokens)
-    return list(encoded[0])
-
-
-async def detokenize(front: Front, exchange: Exchange) -> None:
-    """POST /detokenize."""
-    who = metered(front, exchange)
-    body = decode(exchange.request.body, DETOKENIZE)
-    served = await front.served(body.model)
-    validate.check_token_ids(body.tokens, served.limits, "tokens")
-    metering.charge(front, exchange, who, [len(body.tokens)])
-    respond(exchange, Detokenized(served.text.decode(body.tokens)))
+    dialect: Dialect[Any] = COMPLETION if decode(data, _KIND).messages is UNSET else CHAT
+    body = decode(data, dialect.decoder)
+    job = await dialect.job(front, await front.served(body.model), body, caller.tenant.cache_salt(body.cache_salt))
+    caller.charge([len(prompt.token_ids) for prompt in job.prompts])
+    respond(exchange, job.served.backend.explain(generation_request(job, job.prompts[0], caller)))
 
 
 def _card(front: Front, limits: ModelLimits) -> ModelCard:
@@ -176,14 +118,14 @@ def _card(front: Front, limits: ModelLimits) -> ModelCard:
 
 
 async def models(front: Front, exchange: Exchange) -> None:
-    """GET /v1/models: the served models; one of which no replica has joined yet is not among them."""
-    tenant(front, exchange)
+    """List the models that have had a replica."""
+    Caller(front, exchange)
     respond(exchange, ModelList([_card(front, limits) for limits in front.backend.models()]))
 
 
 async def model(front: Front, exchange: Exchange) -> None:
-    """GET /v1/models/{id}."""
-    tenant(front, exchange)
+    """Describe one model."""
+    Caller(front, exchange)
     limits = front.backend.choose(exchange.request.path.removeprefix(f"{MODELS}/")).model()
     if limits is None:
         raise NoReplica("no replica has joined yet", retry_after_s=1.0)
@@ -191,72 +133,123 @@ async def model(front: Front, exchange: Exchange) -> None:
 
 
 async def reset_prefix_cache(front: Front, exchange: Exchange) -> None:
-    """POST /reset_prefix_cache: every replica (of `model`, where the body names one) forgets its cached blocks.
-
-    An admin's to ask; 409 while requests run.
-    """
-    if not tenant(front, exchange).admin:
-        raise NotAllowed("a reset empties everybody's cache: it takes a key with 'admin: true'")
+    """Empty the caches of all replicas, or of one model's; 409 while requests run. For admins only."""
+    if not Caller(front, exchange).tenant.admin:
+        raise NotAllowed("a reset empties the caches of all tenants; it requires a key with 'admin: true'")
     body = exchange.request.body
-    name = decode(body, RESET).model if body else None
-    respond(exchange, {"status": "ok", "replicas": await front.backend.reset_caches(name)})
+    name = decode(body, _RESET).model if body else None
+    respond(exchange, Emptied("ok", await front.backend.reset_caches(name)))
 
 
 async def health(_front: Front, exchange: Exchange) -> None:
-    """GET /health: the process answers."""
-    respond(exchange, {"status": "ok"})
+    """Show that the process responds."""
+    respond(exchange, Status("ok"))
 
 
 async def ready(front: Front, exchange: Exchange) -> None:
-    """GET /ready: a request for some model would be answered now; 503 otherwise.
+    """200 if a request for some model would be served now, else 503.
 
-    One model's outage must not have a load balancer take the others away: the answer says how many serve of each.
+    The outage of one model must not make a load balancer remove the others, so the response counts replicas by model.
     """
     serving = {view.name: view.serving for view in front.backend.view().models}
-    served = [limits for limits in front.backend.models() if serving.get(limits.name)]
-    if not served:
+    if not any(serving.get(limits.name) for limits in front.backend.models()):
         raise NoReplica("no replica can serve now", retry_after_s=1.0)
     if not front.backend.exact():
         raise NoReplica("the prefix index is not exact yet", retry_after_s=1.0)
     if not all(map(front.texts.loaded, front.backend.texts())):
-        raise NoReplica("the model's tokenizer is being loaded", retry_after_s=1.0)
-    respond(exchange, {"status": "ready", "replicas": sum(serving.values()), "models": serving})
+        raise NoReplica("the model's tokenizer is still loading", retry_after_s=1.0)
+    respond(exchange, Ready("ready", sum(serving.values()), serving))
 
 
 async def metrics(front: Front, exchange: Exchange) -> None:
-    """GET and HEAD /metrics."""
+    """Serve Prometheus."""
     front.metrics.observe_cluster(front.backend.view())
     exchange.respond(front.metrics.render(), content_type=CONTENT_TYPE)
 
 
 async def version(_front: Front, exchange: Exchange) -> None:
-    """GET /version."""
-    respond(exchange, {"version": __version__})
-
-
-async def openapi(_front: Front, exchange: Exchange) -> None:
-    """GET /openapi.json: all of this as types."""
-    exchange.respond(document())
+    """Report the package's version."""
+    respond(exchange, Version(__version__))
 
 
 async def cluster(front: Front, exchange: Exchange) -> None:
-    """GET /cluster: the cluster as the router sees it."""
+    """Show the cluster as the router sees it."""
     respond(exchange, front.backend.view())
 
 
-#: Handlers by path and method. GET paths answer HEAD too. Below `MODELS` names follow (app.py).
-ENDPOINTS: Mapping[str, Mapping[str, Handler]] = {
-    MODELS: {"GET": models},
-    "/v1/completions": {"POST": text_completions},
-    "/v1/chat/completions": {"POST": chat_completions},
-    "/tokenize": {"POST": tokenize},
-    "/detokenize": {"POST": detokenize},
-    "/explain": {"POST": explain},
-    "/reset_prefix_cache": {"POST": reset_prefix_cache},
-    "/cluster": {"GET": cluster},
-    "/health": {"GET": health},
-    "/ready": {"GET": ready},
-    "/metrics": {"GET": metrics},
-    "/version": {"GET": version},
-    "/openapi.json": {"GET": openapi},
+@cache
+def openapi_document() -> bytes:
+    """The table of endpoints as an OpenAPI document."""
+    return document(ENDPOINTS)
+
+
+async def openapi(_front: Front, exchange: Exchange) -> None:
+    """Serve the OpenAPI document."""
+    exchange.respond(openapi_document())
+
+
+#: All endpoints. GET endpoints also answer HEAD.
+ENDPOINTS = (
+    Endpoint("GET", MODELS, models, "the served models", ModelList),
+    Endpoint("GET", f"{MODELS}/{{model}}", model, "a served model by its name", ModelCard),
+    Endpoint(
+        "POST",
+        "/v1/completions",
+        partial(generate, COMPLETION),
+        "completion, streamed or whole",
+        Completion,
+        (CompletionBody,),
+        streams=True,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/chat/completions",
+        partial(generate, CHAT),
+        "chat, streamed or whole",
+        ChatCompletion,
+        (ChatBody,),
+        streams=True,
+    ),
+    Endpoint("POST", "/tokenize", tokenize, "text or chat to token ids", Tokenized, (TokenizeBody,)),
+    Endpoint("POST", "/detokenize", detokenize, "token ids to text", Detokenized, (DetokenizeBody,)),
+    Endpoint("POST", "/explain", explain, "the routing decision for a body", Explanation, (CompletionBody, ChatBody)),
+    Endpoint(
+        "POST",
+        "/reset_prefix_cache",
+        reset_prefix_cache,
+        "empty the caches of all replicas, or of a model's",
+        Emptied,
+        (ResetBody,),
+        body_required=False,
+    ),
+    Endpoint("GET", "/cluster", cluster, "the cluster as the router sees it", ClusterView),
+    Endpoint("GET", "/health", health, "the process responds", Status),
+    Endpoint("GET", "/ready", ready, "a request for some model would be served now", Ready),
+    Endpoint("GET", "/metrics", metrics, "metrics for Prometheus", media="text/plain"),
+    Endpoint("GET", "/version", version, "the package's version", Version),
+    Endpoint("GET", "/openapi.json", openapi, "this document"),
+)
+
+_BY_PATH: Mapping[str, Mapping[str, Handler]] = {
+    path: {each.method: each.handler for each in ENDPOINTS if each.path == path}
+    for path in dict.fromkeys(each.path for each in ENDPOINTS)
 }
+
+
+def label(path: str) -> str:
+    """The path in metrics: one of the table, or `other`, so that unknown paths cannot add labels."""
+    if path.startswith(f"{MODELS}/"):
+        return MODELS
+    return path if path in _BY_PATH else "other"
+
+
+def find(request: Request) -> Handler:
+    """The handler of a request. Raises UnknownPath and WrongMethod."""
+    path, method = request.path, "GET" if request.method == "HEAD" else request.method
+    by_method = _BY_PATH[f"{MODELS}/{{model}}"] if path.startswith(f"{MODELS}/") else _BY_PATH.get(path)
+    if by_method is None:
+        raise UnknownPath(f"there is no endpoint {path}")
+    if method not in by_method:
+        allowed = ", ".join(["GET, HEAD" if each == "GET" else each for each in by_method])
+        raise WrongMethod(request.method, path, allowed)
+    return by_method[method]

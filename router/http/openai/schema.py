@@ -1,30 +1,37 @@
-"""Bodies of requests, as types. Unknown fields and wrong types are refused by name; explicit nulls count as absent.
+"""Types that several request and response bodies share, and the decoding of request bodies with errors by field.
 
-Ranges that concern one field alone stand here; what takes two fields, the model or the settings is `validate.py`'s.
-Fields that OpenAI's clients send and that change nothing here are listed as ignored; docs/api.md names them.
+Request types reject unknown fields and wrong types by name; an explicit null counts as absent. The range of a single
+field is part of its type; what involves two fields, the model or the settings is checked in `validate.py`.
 """
 
-from typing import Annotated, Any, Literal
+import re
+from codecs import BOM_UTF8
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
+
+from ...errors import InvalidJson, InvalidRequest
+
+Decoded = TypeVar("Decoded")
 
 NonNegative = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 StopString = Annotated[str, Meta(min_length=1)]
-#: Numbers that go to replicas as they are: larger ones than 64 bits have no place in their messages.
+#: Replicas receive these numbers unchanged, in messages that hold 64 bits at most.
 Number = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 
-#: A prompt as text or token ids, or several of them; `validate.prompts` tells which (one array type per union is
-#: what msgspec can decode).
-PromptField = str | list[str | int | list[int]]
+FinishReason = Literal["stop", "length"]
+ENCODER = msgspec.json.Encoder()
+#: JSON has no infinity. Tokens that cannot be sampled get this logprob, as in vLLM.
+LOWEST_LOGPROB = -9999.0
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """What a stream tells beside its text."""
+    """What a stream reports in addition to its text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -32,14 +39,14 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CacheControl(msgspec.Struct, forbid_unknown_fields=True):
-    """Keep the prompt up to here; `ttl` in seconds, or in Anthropic's words."""
+    """Keep the prompt up to this place in the cache; `ttl` in seconds, or one of Anthropic's two names."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | Annotated[float, Meta(gt=0)] | None = None
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields that completions and chats share."""
+    """Request fields that completions and chats share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -72,18 +79,8 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_key: Any = None
 
 
-class CompletionBody(Body, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/completions."""
-
-    prompt: PromptField
-    best_of: Positive | None = None
-    echo: bool | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    suffix: str | None = None
-
-
 class MessageBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """One message; content is text, or a list of text parts."""
+    """One message of a chat; its content is a text or a list of text parts."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[dict[str, Any]] | None = None
@@ -92,63 +89,56 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     cache_control: CacheControl | None = None
-    # Ignored: parts of OpenAI's answers that clients send back.
+    # Ignored: parts of OpenAI's responses that clients send back.
     refusal: Any = None
     annotations: Any = None
     audio: Any = None
     function_call: Any = None
 
+    def text(self, index: int, parts: int | None = None) -> str | None:
+        """The content of message `index`, or of its first parts, as one text. Raises InvalidRequest.
 
-class ResponseFormat(msgspec.Struct):
-    """Only plain text is generated."""
-
-    type: str
-
-
-class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/chat/completions."""
-
-    messages: Annotated[list[MessageBody], Meta(min_length=1)]
-    max_completion_tokens: Positive | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    # Ignored.
-    parallel_tool_calls: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
+        Parts are joined with nothing between, as templates that support parts do.
+        """
+        if not isinstance(self.content, list):
+            return self.content
+        texts = []
+        for place, part in enumerate(self.content[:parts]):
+            param = f"messages[{index}].content[{place}]"
+            if part.get("type") != "text":
+                raise InvalidRequest(f"field '{param}.type': only text parts are supported", param=f"{param}.type")
+            text = part.get("text")
+            if not isinstance(text, str):
+                raise InvalidRequest(f"field '{param}.text': expected str", param=f"{param}.text")
+            texts.append(text)
+        return "".join(texts)
 
 
-class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /tokenize, in vLLM's shape: a prompt, or messages."""
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """How much of the prompts was in a replica's cache."""
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[MessageBody], Meta(min_length=1)] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    return_token_strs: bool | None = None
+    cached_tokens: int
 
 
-class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /detokenize, in vLLM's shape."""
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens of a request. A prompt counts once, however many choices it has."""
 
-    model: str | None = None
-    tokens: list[NonNegative]
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
-class ResetBody(msgspec.Struct, forbid_unknown_fields=True):
-    """POST /reset_prefix_cache: of which model; without one, of all."""
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+    """The usage object with these counts."""
+    return Usage(
+        prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, PromptTokensDetails(cached_tokens)
+    )
 
-    model: str | None = None
+
+def finite(logprob: float) -> float:
+    """`logprob`, but at least `LOWEST_LOGPROB`."""
+    return max(logprob, LOWEST_LOGPROB)
 
 
 _NOT_YET = {
@@ -162,18 +152,55 @@ _NOT_YET = {
     "searching the web": "web_search_options",
     "beam search": "use_beam_search",
 }
-#: What is wanted by fields that other servers know and this one does not yet.
+#: Fields that other servers support and this one does not yet, with what they request.
 NOT_YET = {name: what for what, names in _NOT_YET.items() for name in names.split()}
 
-#: What fields take whose decoder names no choices, by the end of their path.
+#: The allowed values of fields for which msgspec's error does not list them, by the end of the field's path.
 EXPECTED = {
     "cache_control.ttl": "give seconds above 0, or one of '5m' and '1h'",
-    "cache_control.type": "the only one is 'ephemeral'",
+    "cache_control.type": "the only value is 'ephemeral'",
     "role": "one of system, developer, user, assistant, tool and function",
 }
 
-COMPLETION = msgspec.json.Decoder(CompletionBody)
-CHAT = msgspec.json.Decoder(ChatBody)
-TOKENIZE = msgspec.json.Decoder(TokenizeBody)
-DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
-RESET = msgspec.json.Decoder(ResetBody)
+#: `Expected ... - at `$.logit_bias[...]``; for the keys of maps, `at `key` in `$.logit_bias``.
+_PATH = re.compile(r"`\$\.?([^`]*)`$")
+_FIELD_OF_OBJECT = re.compile(r"Object (contains unknown|missing required) field `([^`]*)`")
+
+
+def decode(data: bytes, decoder: "msgspec.json.Decoder[Decoded]") -> Decoded:
+    """A body as a typed struct. Raises InvalidRequest, which names the field, and InvalidJson."""
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        try:
+            msgspec.json.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as malformed:
+            # The wrong field came before the place where the JSON is malformed.
+            raise InvalidJson(f"the body is not valid JSON: {malformed}") from malformed
+        raise from_msgspec(error) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if data.startswith(BOM_UTF8):  # written by clients on Windows; RFC 8259 allows readers to ignore it
+            return decode(data.removeprefix(BOM_UTF8), decoder)
+        raise InvalidJson(f"the body is not valid JSON: {error}") from error
+
+
+def from_msgspec(error: msgspec.ValidationError, within: str = "") -> InvalidRequest:
+    """A decoder's error about a body, or about its field `within`, with the name of the field."""
+    text = str(error)
+    path = _PATH.search(text)
+    where = ".".join(filter(None, (within, path[1] if path else "")))
+    if field := _FIELD_OF_OBJECT.search(text):
+        name = f"{where}.{field[2]}" if where else field[2]
+        if field[1] == "missing required":
+            what = "is required"
+        elif wanted := NOT_YET.get(field[2]):
+            what = f"requests {wanted}, which is not supported yet"
+        else:
+            what = "is unknown"
+        return InvalidRequest(f"field {name!r} {what}", param=name)
+    reason = text.split(" - at ")[0].replace("`", "").replace(" | null", "")
+    reason = f"{reason[0].lower()}{reason[1:]}"
+    if not where:
+        return InvalidRequest(f"the body is not a valid request: {reason}")
+    expected = "".join(f"; {words}" for end, words in EXPECTED.items() if where.endswith(end))
+    return InvalidRequest(f"field {where!r}: {reason}{expected}", param=where)

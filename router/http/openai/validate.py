@@ -1,101 +1,91 @@
-"""From a decoded body to what is generated: limits that take two fields, the model or the settings. Pure.
+"""From a decoded body and its encoded prompts to a `Job`: limits that involve two fields, the model or the settings.
 
-Every refusal names the field. Knows no HTTP and no streams.
+Pure. Every refusal names the field. What only one dialect checks is in its module.
 """
 
-from array import array
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import msgspec
+from collections.abc import Sequence
 
 from ....replica.messages import ModelLimits, SamplingParams
 from ...errors import ContextTooLong, InvalidRequest, PromptTooLong
-from ...text.template import Chat, Message
-from ...text.tokenizer import TokenIds
-from .schema import Body, ChatBody, CompletionBody, MessageBody, TokenizeBody
+from ..front import Front, Served
+from .generation import SEED_MASK, EncodedPrompt, Job
+from .schema import Body
 
-#: Tokens that come together for an answer that is sent whole; a replica that dies takes so many along, at most, which
-#: the next one makes again.
-WHOLE_ANSWER_TOKENS = 32
-SEED_MASK = 2**64 - 1
-
-
-def check_token_ids(token_ids: Sequence[int], limits: ModelLimits, param: str) -> None:
-    """Refuse ids that the model does not have."""
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
-        raise _no_such_token(limits.vocab_size, param)
+#: Tokens delivered together if the response is not streamed. When a replica dies, at most this many are lost and
+#: generated again.
+WHOLE_RESPONSE_TOKENS = 32
 
 
-def _no_such_token(vocab_size: int, param: str) -> InvalidRequest:
-    return InvalidRequest(f"field {param!r}: token ids go from 0 to {vocab_size - 1}", param=param)
+def job(
+    front: Front,
+    served: Served,
+    body: Body,
+    salt: bytes,
+    prompts: Sequence[EncodedPrompt],
+    *,
+    prompt_param: str,
+    wanted: int | None,
+    wanted_param: str = "max_tokens",
+    best_of: int | None = None,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+) -> Job:
+    """What the body requests of these prompts.
 
-
-def prompts(field: str | list[Any], vocab_size: int) -> list[str] | list[TokenIds]:
-    """The separate prompts of a completion: all texts, or all ids below `vocab_size`."""
-    if isinstance(field, str):
-        return [field]
-    if not field:
-        raise InvalidRequest("field 'prompt': at least one prompt or token id is needed", param="prompt")
-    if isinstance(field[0], int):
-        return [_prompt_ids(field, vocab_size)]
-    if all(isinstance(each, str) for each in field):
-        return field
-    if all(isinstance(each, list) for each in field):
-        return [_prompt_ids(each, vocab_size) for each in field]
-    raise _mixed()
-
-
-def _prompt_ids(ids: list[Any], vocab_size: int) -> TokenIds:
-    """As an array, which takes a tenth of a list's memory and checks its elements as it is made."""
-    try:
-        made = array("I", ids)
-    except TypeError:
-        raise _mixed() from None
-    except OverflowError:
-        raise _no_such_token(vocab_size, "prompt") from None
-    if ids and max(ids) >= vocab_size:
-        raise _no_such_token(vocab_size, "prompt")
-    return made
-
-
-def _mixed() -> InvalidRequest:
-    return InvalidRequest("field 'prompt': texts and token ids cannot be mixed in one list", param="prompt")
-
-
-def stop_strings(body: Body) -> tuple[str, ...]:
-    """Stop strings; an empty one is no stop string."""
-    if isinstance(body.stop, str):
-        return (body.stop,) if body.stop else ()
-    return tuple(body.stop or ())
-
-
-def choices_per_prompt(body: Body, prompt_count: int, most: int) -> int:
-    """What is generated for each prompt: `n`, or `best_of`; within the setting `max_choices` for all together."""
-    best_of = body.best_of if isinstance(body, CompletionBody) else None
-    count, param = (body.n or 1, "n") if best_of is None else (best_of, "best_of")
-    if count * prompt_count > most:
-        raise InvalidRequest(f"field {param!r}: at most {most} choices in one request", param=param)
-    return count
-
-
-def room_for_answer(
-    prompt_tokens: int, wanted: int | None, limits: ModelLimits, *, param: str, limit_param: str
-) -> int:
-    """Tokens that may be generated at all. Raises PromptTooLong and ContextTooLong."""
-    room = limits.max_model_len - prompt_tokens
+    `wanted`: the requested output limit, from the field `wanted_param`; 0 generates a token that is not shown.
+    `best_of`: choices per prompt, if not `n`. `logprobs`: alternatives per token; None: not even the token's own.
+    Raises InvalidRequest, PromptTooLong and ContextTooLong.
+    """
+    settings = front.settings
+    count, count_param = (body.n or 1, "n") if best_of is None else (best_of, "best_of")
+    if count * len(prompts) > settings.max_choices:
+        raise InvalidRequest(
+            f"field {count_param!r}: at most {settings.max_choices} choices in one request", param=count_param
+        )
+    longest = max([len(prompt.token_ids) for prompt in prompts])
+    room = served.limits.max_model_len - longest
     if room < 1:
-        raise PromptTooLong(prompt_tokens, limits.max_model_len, param=param)
+        raise PromptTooLong(longest, served.limits.max_model_len, param=prompt_param)
     if wanted is not None and wanted > room:
         raise ContextTooLong(
-            f"the prompt has {prompt_tokens} tokens and {wanted} more are asked for; "
-            f"this model's context is {limits.max_model_len} tokens",
-            param=limit_param,
+            f"the prompt has {longest} tokens and the request asks for {wanted} more; "
+            f"the model's context is {served.limits.max_model_len} tokens",
+            param=wanted_param,
         )
-    return room
+    max_tokens = min(settings.default_max_tokens, room) if wanted is None else max(wanted, 1)
+    sampling = _sampling(
+        body,
+        served.limits,
+        max_tokens=max_tokens,
+        seed=front.random_bits(64) if body.seed is None else body.seed,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    return Job(
+        served=served,
+        prompts=prompts,
+        choices_per_prompt=count,
+        sampling=sampling,
+        salt=salt,
+        stops=stops if any(stops) else (),
+        priority=body.priority or 0,
+        timeout_s=body.timeout,
+        # Streams need each token, and a stop string must be noticed at once.
+        tokens_per_delta=1 if body.stream or body.stop else WHOLE_RESPONSE_TOKENS,
+        discard=wanted == 0,
+    )
 
 
-def sampling(body: Body, limits: ModelLimits, *, max_tokens: int, seed: int, logprobs: int | None) -> SamplingParams:
+def _sampling(
+    body: Body,
+    limits: ModelLimits,
+    *,
+    max_tokens: int,
+    seed: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
     """The parameters that all choices share, except the seed."""
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
@@ -122,132 +112,16 @@ def sampling(body: Body, limits: ModelLimits, *, max_tokens: int, seed: int, log
         ignore_eos=bool(body.ignore_eos),
         logit_bias=body.logit_bias or {},
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
-def tokens_per_delta(body: Body) -> int:
-    """Tokens that may come together: not those of a stream, nor those in which a stop string is looked for."""
-    return 1 if body.stream or body.stop else WHOLE_ANSWER_TOKENS
+def check_token_ids(token_ids: Sequence[int], limits: ModelLimits, param: str) -> None:
+    """Refuse ids that the model does not have."""
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
+        raise no_such_token(limits.vocab_size, param)
 
 
-def choice_seed(shared: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of choice `index`: it draws with seed + index."""
-    return msgspec.structs.replace(shared, seed=(shared.seed + index) & SEED_MASK) if index else shared
-
-
-def check_completion(body: CompletionBody) -> None:
-    """Refuse what completions do not do here."""
-    _check_best_of(body)
-    if body.suffix:
-        raise InvalidRequest("field 'suffix': insertion is not supported", param="suffix")
-    if body.max_tokens == 0 and not body.echo:
-        raise InvalidRequest("field 'max_tokens': 0 makes sense only with 'echo'", param="max_tokens")
-    if body.echo and body.stream and body.logprobs is not None:
-        raise InvalidRequest("field 'echo': with 'logprobs' it cannot be streamed", param="echo")
-
-
-def _check_best_of(body: CompletionBody) -> None:
-    kept = body.n or 1
-    if body.best_of is None or body.best_of == kept:
-        return
-    if body.best_of < kept:
-        raise InvalidRequest(f"field 'best_of': expected at least n, which is {kept}", param="best_of")
-    if body.stream:
-        raise InvalidRequest(
-            "field 'best_of': which answers are best is known at the end only: not streamed", param="best_of"
-        )
-
-
-def check_chat(body: ChatBody) -> None:
-    """Refuse what chats do not do here."""
-    if body.max_tokens == 0:
-        raise InvalidRequest("field 'max_tokens': expected int >= 1", param="max_tokens")
-    if body.response_format and body.response_format.type != "text":
-        raise InvalidRequest(
-            "field 'response_format': only {'type': 'text'} is supported, structured output is not yet",
-            param="response_format",
-        )
-    if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidRequest("field 'top_logprobs': needs 'logprobs': true", param="top_logprobs")
-    if body.tool_choice not in (None, "auto", "none"):
-        raise InvalidRequest("field 'tool_choice': only 'auto' and 'none' are supported", param="tool_choice")
-
-
-def chat(body: ChatBody | TokenizeBody) -> Chat:
-    """What the chat template is given. `tool_choice: none` hides the tools from it."""
-    messages = [template_message(each, index) for index, each in enumerate(body.messages or ())]
-    hidden = isinstance(body, ChatBody) and body.tool_choice == "none"
-    continues = bool(body.continue_final_message)
-    wants_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-    if continues and wants_prompt:
-        raise InvalidRequest(
-            "field 'continue_final_message': excludes 'add_generation_prompt'", param="continue_final_message"
-        )
-    return Chat(
-        messages,
-        tools=None if hidden else body.tools,
-        add_generation_prompt=wants_prompt,
-        continue_final_message=continues,
-        template_arguments=template_arguments(body.chat_template_kwargs or {}),
-    )
-
-
-#: Arguments of transformers' `apply_chat_template` that a caller must not reach through the template's.
-_RESERVED = frozenset(
-    "self conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize "
-    "padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
-)
-
-
-def template_arguments(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Extra variables of the template; those that would change what is called are refused."""
-    if reserved := _RESERVED.intersection(given):
-        name = f"chat_template_kwargs.{min(reserved)}"
-        raise InvalidRequest(f"field {name!r} may not be set", param=name)
-    return given
-
-
-def template_message(message: MessageBody, index: int) -> Message:
-    """A message as templates read it: content is one text, arguments of tool calls are objects."""
-    content = message.content
-    if isinstance(content, list):
-        content = text_of(content, f"messages[{index}].content")
-    made: Message = {"role": message.role, "content": content}
-    if message.name is not None:
-        made["name"] = message.name
-    if message.tool_call_id is not None:
-        made["tool_call_id"] = message.tool_call_id
-    if message.reasoning_content is not None:
-        made["reasoning_content"] = message.reasoning_content
-    if message.tool_calls:
-        made["tool_calls"] = [_tool_call(call, f"messages[{index}].tool_calls") for call in message.tool_calls]
-    return made
-
-
-def text_of(content: str | list[dict[str, Any]] | None, param: str) -> str | None:
-    """The text of a content; parts are joined without anything between, as templates that know parts do."""
-    if content is None or isinstance(content, str):
-        return content
-    return "".join(_part_text(part, f"{param}[{index}]") for index, part in enumerate(content))
-
-
-def _part_text(part: Mapping[str, Any], param: str) -> str:
-    if part.get("type") != "text":
-        raise InvalidRequest(f"field '{param}.type': only text parts are supported", param=f"{param}.type")
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise InvalidRequest(f"field '{param}.text': expected str", param=f"{param}.text")
-    return text
-
-
-def _tool_call(call: Mapping[str, Any], param: str) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, dict):
-        raise InvalidRequest(f"field {param!r}: each call needs a 'function'", param=param)
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments.encode() or b"{}")
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise InvalidRequest(f"field {param!r}: 'arguments' is not valid JSON", param=param) from error
-    return {**call, "function": {**function, "arguments": arguments}}
+def no_such_token(vocab_size: int, param: str) -> InvalidRequest:
+    """The refusal of a token id that does not exist."""
+    return InvalidRequest(f"field {param!r}: token ids must be between 0 and {vocab_size - 1}", param=param)

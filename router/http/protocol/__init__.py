@@ -1,1 +1,1 @@
-"""HTTP/1.1 itself: connections, requests and responses, access log, CORS. Knows no model and no endpoint."""
+"""HTTP/1.1: connections, requests and responses, access log, CORS. Imported by `http`; must not know endpoints."""

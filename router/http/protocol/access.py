@@ -1,7 +1,6 @@
-"""The access log: one line per request, in fields, written a handful at a time.
+"""The access log: one line of fields per request.
 
-Lines are kept for up to `FLUSH_S` and written together, since a system call per request costs as much as parsing it.
-Knows neither routing nor HTTP's framing.
+Lines are buffered for up to `FLUSH_S`, because a system call per request costs as much as parsing it.
 """
 
 import asyncio
@@ -14,23 +13,23 @@ from .exchange import Exchange
 
 log = logging.getLogger(__name__)
 
-#: Lines wait at most so long, and no more of them than `FLUSH_LINES`.
+#: Maximum time and number of buffered lines.
 FLUSH_S = 0.25
 FLUSH_LINES = 256
 
 
 class AccessLog:
-    """Writes to `stream`, from the loop's thread. `close` writes what is left; the stream stays the caller's."""
+    """Writes to `stream`, on the loop's thread. `close` writes the buffered lines; the caller closes the stream."""
 
     def __init__(self, stream: TextIO, wall: Callable[[], float] = time.time) -> None:
         self._stream = stream
         self._wall = wall
         self._lines: list[str] = []
         self._timer: asyncio.TimerHandle | None = None
-        self.lost = 0  #: lines that the stream did not take
+        self.lost = 0  #: lines that could not be written
 
     def write(self, exchange: Exchange, duration_s: float) -> None:
-        """A request is over."""
+        """Add the line of a request that has ended."""
         self._lines.append(line(exchange, duration_s, self._wall()))
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self.flush)
@@ -38,7 +37,7 @@ class AccessLog:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write the buffered lines."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -46,7 +45,7 @@ class AccessLog:
         try:
             self._stream.write("".join(lines))
             self._stream.flush()
-        except (OSError, ValueError):  # a full disk, or a stream that was closed, must not stop answers
+        except (OSError, ValueError):  # a full disk or a closed stream must not affect responses
             if not self.lost:
                 log.warning("access_log_lost stream=%s lines=%d", self._stream, len(lines))
             self.lost += len(lines)
@@ -56,20 +55,20 @@ class AccessLog:
 
 def line(exchange: Exchange, duration_s: float, now: float) -> str:
     """The line of one request: fields in a fixed order, absent ones left out."""
-    request, account = exchange.request, exchange.account
+    request, summary = exchange.request, exchange.summary
     text = (
         f"ts={now:.3f} request={exchange.id} method={request.method or '-'} path={_safe(request.path) or '-'} "
         f"status={exchange.status} duration_ms={duration_s * 1e3:.1f}"
     )
-    if account is None:
+    if summary is None:
         return text + "\n"
-    ttft = "" if account.ttft_s is None else f" ttft_ms={account.ttft_s * 1e3:.1f}"
+    ttft = "" if summary.ttft_s is None else f" ttft_ms={summary.ttft_s * 1e3:.1f}"
     return (
-        f"{text}{ttft} tenant={account.tenant or '-'} replica={account.replicas or '-'} prompt={account.prompt_tokens} "
-        f"predicted={account.predicted_tokens} cached={account.cached_tokens} output={account.output_tokens}\n"
+        f"{text}{ttft} tenant={summary.tenant or '-'} replica={summary.replicas or '-'} prompt={summary.prompt_tokens} "
+        f"predicted={summary.predicted_tokens} cached={summary.cached_tokens} output={summary.output_tokens}\n"
     )
 
 
 def _safe(path: str) -> str:
-    """A stranger's path must not begin another line or field."""
+    """A path from outside must not begin another line or field."""
     return path if path.isascii() and path.isprintable() and " " not in path else ascii(path).replace(" ", "%20")

@@ -1,15 +1,15 @@
-"""HTTP/1.1 on one connection: an asyncio protocol over httptools' parser, with the limits that keep a server alive.
+"""HTTP/1.1 on one connection: an asyncio protocol over httptools' parser, with limits on what a client may use.
 
-Parses, frames, orders pipelined requests and cuts who stalls; what a request means is the handler's. Written for this
-server because on an ASGI server a request cost more than twice as much (docs/benchmarks.md).
+Parses, frames, orders pipelined requests and disconnects clients that stall; the handler interprets requests. Written
+for this server because a request costs more than twice as much on an ASGI server (docs/benchmarks.md).
 
     idle ──first byte──▶ reading ──whole request──▶ answering ──end──▶ idle
                             │ malformed, too large, too slow               │ `connection: close`
                             └──▶ refused ──▶ lingering ──▶ closed ◀────────┘
 
-A client that closes its sending side counts as gone: nothing tells it from one that died. After a refusal in the middle
-of a request the rest is read and dropped for a moment, since closing at once would reset the connection under the
-answer.
+A client that closes its sending side counts as gone, because it cannot be distinguished from one that died. After a
+refusal in the middle of a request the rest is read and dropped for a moment: closing at once would reset the connection
+before the client has read the response.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ from .exchange import Exchange, Headers, Request
 
 #: A head larger than this is refused; browsers and proxies stay below 16 KB.
 MAX_HEAD_BYTES = 64 * 1024
-#: Requests that may wait behind the one that is answered before the connection is not read any more.
+#: Pipelined requests that may wait behind the current one; then reading pauses.
 MAX_PIPELINED = 32
-#: How long a refused client may go on sending what is dropped.
+#: How long the rest of a refused request is read and dropped.
 LINGER_S = 2.0
-#: The event loop tells from this many unsent bytes on that a client does not keep up.
+#: From this many unsent bytes on, the event loop calls `pause_writing`.
 HIGH_WATER_BYTES = 64 * 1024
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus}
@@ -51,39 +51,42 @@ _LAST_CHUNK = b"0\r\n\r\n"
 
 @dataclass(slots=True, frozen=True)
 class ConnectionLimits:
-    """How much and how long a client may ask for."""
+    """Limits of size and time for one client."""
 
     max_body_bytes: int
-    max_unsent_bytes: int  #: of answers that the client does not read
-    read_timeout_s: float  #: for a request to arrive whole
-    stall_timeout_s: float  #: without any byte taken by a client that answers wait for
+    max_unsent_bytes: int  #: of responses that the client does not read
+    read_timeout_s: float  #: for a whole request to arrive
+    stall_timeout_s: float  #: without the client reading any byte while there is something to send
     keep_alive_s: float = 75.0
+
+
+class Handler(Protocol):
+    """The application behind the server."""
+
+    def serve(self, request: Request, wire: "HttpConnection") -> Exchange:
+        """Create the exchange of a request; its response may have been sent on return."""
+
+    def refuse(self, request: Request, wire: "HttpConnection", error: RouterError) -> None:
+        """Respond with `error` to an incomplete or malformed request, of which `request` is what is known."""
+
+    def headers_for(self, request: Request) -> Headers:
+        """Headers that every response to this request carries."""
+
+    def cut(self, reason: str) -> None:
+        """Count a client that was disconnected by the server."""
 
 
 class Host(Protocol):
     """What a connection needs of its server."""
 
+    handler: Handler
     limits: ConnectionLimits
-    closing: bool  #: answer what is under way, then close
+    closing: bool  #: finish the current response, then close
     date: str  #: the Date header's line
+    connections: "set[HttpConnection]"  #: a connection adds and removes itself
 
-    def opened(self, connection: "HttpConnection") -> None:
-        """A connection stands."""
-
-    def closed(self, connection: "HttpConnection") -> None:
-        """It is gone."""
-
-    def serve(self, request: Request, wire: "HttpConnection") -> Exchange:
-        """Make the exchange of a request; its answer may be there already."""
-
-    def refuse(self, request: Request, wire: "HttpConnection", error: RouterError) -> None:
-        """Answer what is no whole request, as far as it is known, with `error`."""
-
-    def headers_for(self, request: Request) -> Headers:
-        """Headers that every answer to this request carries."""
-
-    def cut(self, reason: str) -> None:
-        """A client was cut off."""
+    def closed(self) -> None:
+        """A connection has removed itself."""
 
 
 class HttpConnection(asyncio.Protocol):
@@ -91,18 +94,22 @@ class HttpConnection(asyncio.Protocol):
 
     def __init__(self, host: Host, clock: Callable[[], float]) -> None:
         self._host = host
+        self._handler = host.handler
         self._clock = clock
-        self._exchange: Exchange | None = None  #: the one being answered
+        self._exchange: Exchange | None = None  #: the current one
         self._waiting: deque[Request] = deque()  #: pipelined behind it
         self._advancing = self._paused_reading = self._closing = False
         self._continue_due = False
-        self._lingers_until: float | None = None  #: refused: what still comes is dropped
-        self._since = clock()  #: of being idle, or of the first byte of the request being read
+        self._lingers_until: float | None = None  #: after a refusal; what arrives until then is dropped
+        self._since = clock()  #: when it became idle, or when the first byte of a request arrived
         self._reading = False
         self._chunked = False
-        self._behind = False  #: the loop holds many unsent bytes
+        self._behind = False  #: the loop holds more than HIGH_WATER_BYTES unsent bytes
         self._sent = 0  #: bytes handed to the loop
-        self._taken, self._taken_at = 0, self._since  #: bytes that the client's side took, and when that last grew
+        self._taken, self._taken_at = (
+            0,
+            self._since,
+        )  #: bytes that the client accepted, and when
         self._renew()
 
     def _renew(self) -> None:
@@ -125,28 +132,29 @@ class HttpConnection(asyncio.Protocol):
         """A client connected."""
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by inheritance
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
-        self._host.opened(self)
+        self._host.connections.add(self)
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - why it left changes nothing
-        """The client is gone, or was closed."""
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        """The client left, or the connection was closed."""
         self._leave()
-        del self._parser  # each knows the other: apart, they need no garbage collector
-        self._host.closed(self)
+        del self._parser  # breaks the reference cycle
+        self._host.connections.discard(self)
+        self._host.closed()
 
     def eof_received(self) -> None:
-        """The client sends no more: it left."""
+        """The client closed its sending side: it counts as gone."""
         self._leave()
 
     def pause_writing(self) -> None:
-        """Many bytes wait for the client."""
+        """Many bytes are unsent."""
         self._behind = True
 
     def resume_writing(self) -> None:
-        """It has caught up."""
+        """The client has caught up."""
         self._behind = False
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came."""
+        """Parse received bytes."""
         if self._lingers_until is not None or self._closing:
             return
         if self._in_head:
@@ -154,7 +162,7 @@ class HttpConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self._stay(data[upgrade.args[0] :])
+            self._ignore_upgrade(data[upgrade.args[0] :])
             return
         except httptools.HttpParserError as error:
             self._refuse(_cause(error))
@@ -180,23 +188,20 @@ class HttpConnection(asyncio.Protocol):
         headers[key] = text if key not in headers else f"{headers[key]},{text}"
 
     def on_headers_complete(self) -> None:
-        """The head is whole. What is raised here ends the parsing."""
+        """The head is complete. An exception ends the parsing."""
         self._in_head, self._head_bytes = False, 0
         if self._fields_bytes + len(self._url) > MAX_HEAD_BYTES:
             raise _head_too_large()
         headers, most = self._headers, self._host.limits.max_body_bytes
         announced = headers.get("content-length", "")
         if announced.isdigit() and int(announced) > most:
-            raise BodyTooLarge(f"the body has {announced} bytes; at most {most} are accepted")
+            raise BodyTooLarge(f"the body has {announced} bytes; the maximum is {most}")
         if "expect" in headers and headers["expect"].lower() == "100-continue":
             self._continue_due = self._parser.get_http_version() == "1.1"
             self._invite()
 
     def on_chunk_header(self) -> None:
-        """A chunk's content comes next or, behind the last chunk, trailers.
-
-        Those are bounded as a head is, and dropped: nobody here takes the word of a field that comes after the body.
-        """
+        """A chunk's content follows or, after the last chunk, trailers, which are limited like a head and ignored."""
         self._in_head, self._head_bytes, self._fields = True, 0, {}
 
     def on_body(self, body: bytes) -> None:
@@ -204,11 +209,11 @@ class HttpConnection(asyncio.Protocol):
         self._continue_due = self._in_head = False
         self._body_bytes += len(body)
         if self._body_bytes > self._host.limits.max_body_bytes:
-            raise BodyTooLarge(f"the body has more than {self._host.limits.max_body_bytes} bytes")
+            raise BodyTooLarge(f"the body exceeds the maximum of {self._host.limits.max_body_bytes} bytes")
         self._body.append(body)
 
     def on_message_complete(self) -> None:
-        """A request is whole."""
+        """A request is complete."""
         parser, body, method = self._parser, self._body, self._parser.get_method()
         if parser.should_upgrade() and method != b"CONNECT":
             return
@@ -228,18 +233,18 @@ class HttpConnection(asyncio.Protocol):
             self._paused_reading = True
             self._transport.pause_reading()
 
-    def _stay(self, rest: bytes) -> None:
-        """Another protocol was proposed: go on in this one, as if it had not been. `rest` is what follows the head.
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Ignore a proposal of another protocol, as RFC 9110 allows. `rest` is what follows the head.
 
-        Java's client proposes HTTP/2 to every server. The parser takes the body for the other protocol's, so it gets
-        the head once more without the proposal.
+        Java's client proposes HTTP/2 to every server. The parser assumes that the body belongs to the other protocol,
+        so it parses the head again without the proposal.
         """
         method = self._parser.get_method()
         if method == b"CONNECT":
             self.close()
             return
         fields = [f"{name}: {value}" for name, value in self._headers.items() if name not in _PROPOSAL]
-        version = self._parser.get_http_version()  # a client of 1.0 reads no chunks, and waits for the end
+        version = self._parser.get_http_version()  # an HTTP/1.0 client cannot read chunks
         lines = [f" HTTP/{version}", *fields, "", ""]
         head = method + b" " + self._url + "\r\n".join(lines).encode("latin-1")
         self._renew()
@@ -248,12 +253,12 @@ class HttpConnection(asyncio.Protocol):
     # Answering
 
     def _advance(self) -> None:
-        """Serve the requests that wait, one after the other: an answer may be there before `serve` returns."""
+        """Serve the waiting requests in order; `serve` may send a response before it returns."""
         if self._advancing:
             return
         self._advancing = True
         while self._exchange is None and self._waiting and not self._transport.is_closing():
-            exchange = self._host.serve(self._waiting.popleft(), self)
+            exchange = self._handler.serve(self._waiting.popleft(), self)
             self._exchange = None if exchange.over else exchange
         self._advancing = False
         if self._exchange is not None:
@@ -264,20 +269,20 @@ class HttpConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _invite(self) -> None:
-        """Ask for the body that a client announced, once nothing stands before it."""
+        """Send `100 Continue` to a client that waits for it, once no other request is ahead."""
         if self._continue_due and self._exchange is None and not self._waiting:
             self._continue_due = False
             self._write(_CONTINUE)
 
     def send_head(self, exchange: Exchange, headers: Headers, length: int | None) -> None:
-        """See `Wire.send_head`. Written together with what follows."""
-        assert exchange.status is not None, "a head without a status"
+        """See `Wire.send_head`. It is written together with what follows."""
+        assert exchange.status is not None, "a head needs a status"
         request = exchange.request
         self._chunked = length is None and not request.http_1_0
         ends = self._host.closing or self._closing or not request.keep_alive or (length is None and request.http_1_0)
         lines = [_STATUS_LINES[exchange.status], self._host.date, f"x-request-id: {exchange.id}\r\n"]
         lines += [f"{name}: {value}\r\n" for name, value in headers]
-        lines += [f"{name}: {value}\r\n" for name, value in self._host.headers_for(request)]
+        lines += [f"{name}: {value}\r\n" for name, value in self._handler.headers_for(request)]
         if self._chunked:
             lines.append("transfer-encoding: chunked\r\n")
         elif length is not None and exchange.status != HTTPStatus.NO_CONTENT:  # RFC 9110, 8.6
@@ -292,12 +297,10 @@ class HttpConnection(asyncio.Protocol):
         self._bodiless = request.method == "HEAD"
 
     def send_body(self, data: bytes) -> None:
-        """See `Wire.send_body`."""
         head, self._head = self._head, b""
         self._write(head if self._bodiless else head + data)
 
     def send_chunk(self, data: bytes) -> None:
-        """See `Wire.send_chunk`."""
         if self._chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         if self._head:
@@ -305,12 +308,10 @@ class HttpConnection(asyncio.Protocol):
         self._write(data)
 
     def end_stream(self) -> None:
-        """See `Wire.end_stream`."""
         if self._chunked:
             self._write(_LAST_CHUNK)
 
     def exchange_over(self) -> None:
-        """See `Wire.exchange_over`."""
         self._exchange = None
         self._since = self._clock()
         if not self._closing:
@@ -324,7 +325,7 @@ class HttpConnection(asyncio.Protocol):
         transport = self._transport
         if transport.is_closing():
             return
-        # Before this piece is added: an answer that comes in one piece may be as large as it is.
+        # Without counting this piece: a response in one piece may have any size.
         if self._behind and transport.get_write_buffer_size() > self._host.limits.max_unsent_bytes:
             self._cut("unsent")
             return
@@ -334,43 +335,43 @@ class HttpConnection(asyncio.Protocol):
     # Ends
 
     def _refuse(self, error: RouterError) -> None:
-        """Answer what is no request, and read no more."""
+        """Respond with an error, and drop what still arrives."""
         self._lingers_until = self._clock() + LINGER_S
         self._waiting.clear()
-        if self._exchange is not None:  # its answer is under way: nothing can be said in between
+        if self._exchange is not None:  # its response has begun; an error cannot be inserted
             self._closing = True
             return
-        self._host.refuse(Request("", _path(self._url), self._headers, b"", keep_alive=False), self, error)
+        self._handler.refuse(Request("", _path(self._url), self._headers, b"", keep_alive=False), self, error)
 
     def _leave(self) -> None:
         self._waiting.clear()
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
-            exchange.lose()
+            exchange.client_left()
 
     def _cut(self, reason: str) -> None:
-        """Drop a client that holds too much: what waits for it is thrown away."""
-        self._host.cut(reason)
+        """Disconnect a client and discard what was not sent to it."""
+        self._handler.cut(reason)
         self._transport.abort()
         self._leave()
 
     def close(self) -> None:
-        """Close when the answer under way is out; at once if there is none."""
+        """Close after the current response; at once if there is none."""
         self._closing = True
         if self._exchange is None:
             self._transport.close()
 
     def abort(self) -> None:
-        """Close now, whatever is under way."""
+        """Close now."""
         self._transport.abort()
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is under way."""
+        """Whether a response is in progress."""
         return self._exchange is not None
 
     def watch(self, now: float) -> None:
-        """Cut who stalls; called about once a second."""
+        """Enforce the time limits; called about once a second."""
         limits = self._host.limits
         if self._is_stalled(now):
             self._cut("stalled")
@@ -379,7 +380,7 @@ class HttpConnection(asyncio.Protocol):
         elif self._transport.is_closing() or self.busy or self._lingers_until is not None:
             return
         elif self._reading and now - self._since > limits.read_timeout_s:
-            self._refuse(RequestTooSlow(f"the request was not whole after {limits.read_timeout_s:g} s"))
+            self._refuse(RequestTooSlow(f"the request was not complete after {limits.read_timeout_s:g} s"))
         elif not self._reading and now - self._since > limits.keep_alive_s:
             self._transport.close()
 
@@ -393,7 +394,7 @@ class HttpConnection(asyncio.Protocol):
 
 
 def _path(url: bytes) -> str:
-    """The path of a request's target, decoded; `*` and whatever else has none are taken as they are."""
+    """The decoded path of a request's target; a target without a path, such as `*`, is returned as it is."""
     if url and not url.startswith(b"/"):
         url = _absolute(url)
     path = url.partition(b"?")[0]
@@ -401,7 +402,7 @@ def _path(url: bytes) -> str:
 
 
 def _absolute(url: bytes) -> bytes:
-    """What follows the host in `http://host/path`."""
+    """The part after the host in `http://host/path`."""
     try:
         return httptools.parse_url(url).path or b"/"
     except httptools.HttpParserInvalidURLError:
@@ -409,7 +410,7 @@ def _absolute(url: bytes) -> bytes:
 
 
 def _cause(error: httptools.HttpParserError) -> RouterError:
-    """What a callback raised, or what the parser itself did not understand."""
+    """The error that a callback raised, or the parser's own."""
     raised = error.__context__ or error.__cause__
     if isinstance(raised, RouterError):
         return raised
@@ -417,4 +418,4 @@ def _cause(error: httptools.HttpParserError) -> RouterError:
 
 
 def _head_too_large() -> HeadTooLarge:
-    return HeadTooLarge(f"the request's head has more than {MAX_HEAD_BYTES} bytes")
+    return HeadTooLarge(f"the head of the request exceeds {MAX_HEAD_BYTES} bytes")

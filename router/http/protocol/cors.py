@@ -1,10 +1,10 @@
-"""Which browsers' pages may call the server (CORS): headers of answers, and the answer to a preflight. Pure."""
+"""CORS: which web pages may call the server. Headers of responses and of preflights. Pure."""
 
 from dataclasses import dataclass
 
 from .exchange import Headers, Request
 
-#: Seconds that a browser may keep a preflight's answer.
+#: Seconds that a browser may cache the response to a preflight.
 MAX_AGE_S = 600
 _METHODS = "GET, POST, OPTIONS"
 _EXPOSED = "x-request-id, x-homing-replica, x-homing-cached-tokens, x-homing-pinned-tokens, retry-after"
@@ -12,27 +12,27 @@ _EXPOSED = "x-request-id, x-homing-replica, x-homing-cached-tokens, x-homing-pin
 
 @dataclass(slots=True, frozen=True)
 class CorsPolicy:
-    """The origins that may read answers."""
+    """The origins that may read responses."""
 
     origins: frozenset[str]
 
     @classmethod
     def of(cls, setting: str) -> "CorsPolicy | None":
-        """From origins separated by commas; `*` lets every page in, nothing switches CORS off."""
+        """From origins separated by commas; `*` allows every page, an empty text disables CORS."""
         origins = frozenset(each for part in setting.split(",") if (each := part.strip().rstrip("/")))
         return cls(origins) if origins else None
 
     def allows(self, origin: str) -> bool:
-        """Whether a page of `origin` may read answers."""
+        """Whether a page from `origin` may read responses."""
         return "*" in self.origins or origin in self.origins
 
     def is_preflight(self, request: Request) -> bool:
-        """Whether a browser asks before it sends."""
+        """Whether this is a browser's preflight request."""
         headers = request.headers
         return request.method == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
 
     def headers(self, request: Request) -> Headers:
-        """Headers of any answer. Credentials are never allowed: keys go by `Authorization`, not by cookies."""
+        """Headers of every response. Never allows credentials: keys are sent in `Authorization`, not in cookies."""
         origin = request.headers.get("origin")
         if origin is None or not self.allows(origin):
             return (("vary", "origin"),)
@@ -44,7 +44,7 @@ class CorsPolicy:
         )
 
     def preflight(self, request: Request) -> Headers:
-        """Further headers of a preflight's answer; those of every answer say whether the origin may."""
+        """Additional headers of the response to a preflight; those of every response state the allowed origin."""
         wanted = request.headers.get("access-control-request-headers", "content-type, authorization")
         return (
             ("access-control-allow-methods", _METHODS),

@@ -1,7 +1,7 @@
-"""One request and its answer, as endpoints see them. Knows HTTP's words; sockets and framing are connection.py's.
+"""One request and its response, as endpoints see them. Sockets and framing are in `connection.py`.
 
 An exchange ends once: with a whole response, at the end of a stream, or because the client left. What is sent after
-that goes nowhere, so that whoever writes an answer need not watch the client.
+that is dropped, so that endpoints need not watch the client.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -11,7 +11,7 @@ import msgspec
 
 JSON = "application/json"
 EVENTS = "text/event-stream; charset=utf-8"
-#: Status in metrics and log of a request whose client left (nginx' number); nobody receives it.
+#: Status in metrics and log of a request whose client left (nginx's number); it is never sent.
 CLIENT_GONE = 499
 
 Headers = Iterable[tuple[str, object]]
@@ -22,19 +22,19 @@ class Request(msgspec.Struct, frozen=True, gc=False):
 
     method: str
     path: str  #: decoded, without the query
-    headers: Mapping[str, str]  #: names in lower case; of a name given twice, the values joined by commas
+    headers: Mapping[str, str]  #: names in lower case; the values of a repeated name are joined by commas
     body: bytes
     keep_alive: bool
     http_1_0: bool = False
 
 
-class Account(msgspec.Struct):
-    """What the access log tells of a generation."""
+class GenerationSummary(msgspec.Struct):
+    """What the access log reports of a generation."""
 
     tenant: str
     replicas: str
     prompt_tokens: int
-    predicted_tokens: int  #: cached ones that the decision expected
+    predicted_tokens: int  #: cached tokens that the routing decision expected
     cached_tokens: int
     output_tokens: int
     ttft_s: float | None
@@ -44,78 +44,77 @@ class Wire(Protocol):
     """The connection of an exchange."""
 
     def send_head(self, exchange: "Exchange", headers: Headers, length: int | None) -> None:
-        """The status line and the headers; without a `length` a stream of chunks follows."""
+        """Send status line and headers; without a `length`, chunks follow."""
 
     def send_body(self, data: bytes) -> None:
-        """A whole body, behind its head."""
+        """Send a whole body after its head."""
 
     def send_chunk(self, data: bytes) -> None:
-        """A piece of a stream; never empty."""
+        """Send a part of a stream; never empty."""
 
     def end_stream(self) -> None:
-        """No piece follows."""
+        """End the stream."""
 
     def exchange_over(self) -> None:
-        """The next request may be answered."""
+        """Go on to the next request."""
 
 
 class Exchange(msgspec.Struct, eq=False):
-    """A request under way. Used in the loop's thread."""
+    """A request in progress. Used on the event loop's thread only."""
 
     request: Request
     wire: Wire
     id: str
-    started_at: float  #: monotonic seconds: its head was there
+    started_at: float  #: monotonic seconds at which the request was complete
     when_over: Callable[["Exchange"], None]
     status: int | None = None  #: None: no head was sent
     over: bool = False
     gone: bool = False  #: the client left before the end
-    on_gone: Callable[[], None] | None = None  #: called once, when it leaves
-    account: Account | None = None
-    notes: Headers = ()  #: headers that the answer carries, whatever it is
-    again: Callable[["Exchange"], None] | None = None  #: has its endpoint called once more
+    on_gone: Callable[[], None] | None = None  #: called once, when the client leaves
+    summary: GenerationSummary | None = None
+    extra_headers: Headers = ()  #: headers that the response carries, whatever it is
+    call_endpoint: Callable[["Exchange"], None] | None = None  #: calls the endpoint again
 
     def respond(self, body: bytes, *, status: int = 200, content_type: str = JSON, headers: Headers = ()) -> None:
-        """The whole answer."""
+        """Send the whole response."""
         if self.over:
             return
-        assert self.status is None, f"answered twice: {self.status}, then {status}"
+        assert self.status is None, f"second response: {self.status}, then {status}"
         self.status = status
-        self.wire.send_head(self, [("content-type", content_type), *headers, *self.notes], len(body))
+        self.wire.send_head(self, [("content-type", content_type), *headers, *self.extra_headers], len(body))
         self.wire.send_body(body)
         self._finish()
 
     def begin_stream(self, headers: Headers) -> None:
-        """The head of a stream of events."""
+        """Send the head of an event stream."""
         if self.over:
             return
         self.status = 200
-        self.wire.send_head(
-            self, [("content-type", EVENTS), ("cache-control", "no-cache"), *headers, *self.notes], None
-        )
+        fixed = [("content-type", EVENTS), ("cache-control", "no-cache")]
+        self.wire.send_head(self, [*fixed, *headers, *self.extra_headers], None)
 
     def send(self, data: bytes) -> None:
-        """A piece of the stream; never empty."""
+        """Send a part of the stream; never empty."""
         if not self.over:
             self.wire.send_chunk(data)
 
     def end(self) -> None:
-        """The end of the stream."""
+        """End the stream."""
         if not self.over:
             self.wire.end_stream()
             self._finish()
 
-    def begin_anew(self) -> None:
-        """As if the request came just now: what it was asked of is gone. Harmless when the client is, too."""
+    def restart(self) -> None:
+        """Process the request as if it had just arrived, because its model was replaced. Harmless after the end."""
         if self.over:
             return
-        assert self.status is None, f"to begin anew, answered {self.status}"
-        assert self.again is not None, "nobody calls the endpoint again"
+        assert self.status is None, f"restart after a response with status {self.status}"
+        assert self.call_endpoint is not None, "an exchange without an endpoint"
         self.on_gone = None
-        self.again(self)
+        self.call_endpoint(self)
 
-    def lose(self) -> None:
-        """The client left. Harmless when the exchange is over."""
+    def client_left(self) -> None:
+        """The client closed the connection. Harmless after the end."""
         if self.over:
             return
         self.over = self.gone = True

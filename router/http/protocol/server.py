@@ -1,6 +1,6 @@
-"""The listening socket and its connections: accepts, watches, stops in good order. Requests go to the handler.
+"""The listening socket and its connections: accepts, enforces time limits, stops gracefully.
 
-Knows no endpoint; who runs the process handles signals.
+Passes requests to the handler. Independent of endpoints and signals.
 """
 
 import asyncio
@@ -10,41 +10,23 @@ import socket
 import ssl
 from collections.abc import Callable
 from email.utils import formatdate
-from typing import Protocol
 
-from ...errors import AddressInUse, RouterError
-from .connection import ConnectionLimits, HttpConnection
-from .exchange import Exchange, Headers, Request
+from ...errors import AddressInUse
+from .connection import ConnectionLimits, Handler, HttpConnection
 
 log = logging.getLogger(__name__)
 
 BACKLOG = 2048
-#: How often connections are looked at, and the Date header is renewed.
+#: Interval of checking connections and renewing the Date header.
 WATCH_S = 1.0
-#: For the last words of a server that stops to leave it.
+#: Time for the error responses of a stopping server to be sent.
 FLUSH_S = 0.5
 
 
-class Handler(Protocol):
-    """What is served."""
-
-    def serve(self, request: Request, wire: HttpConnection) -> Exchange:
-        """Make the exchange of a request; its answer may be there already."""
-
-    def refuse(self, request: Request, wire: HttpConnection, error: RouterError) -> None:
-        """Answer what is no whole request, as far as it is known, with `error`."""
-
-    def headers_for(self, request: Request) -> Headers:
-        """Headers that every answer to this request carries."""
-
-    def cut(self, reason: str) -> None:
-        """A client was cut off."""
-
-
 def listening_socket(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A bound TCP socket, whose accepted sockets send at once (TCP_NODELAY). Raises AddressInUse.
+    """A listening TCP socket whose accepted sockets have TCP_NODELAY. Raises AddressInUse.
 
-    `shared`: other processes of this user may listen there as well, and each gets a share of the connections.
+    `shared`: other processes of this user may listen there as well; the kernel distributes the connections.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
@@ -78,21 +60,17 @@ class HttpServer:
         self.limits = limits
         self.closing = False
         self.date = _date_line()
-        self.serve = handler.serve
-        self.refuse = handler.refuse
-        self.headers_for = handler.headers_for
-        self.cut = handler.cut
+        self.handler = handler
         self.connections: set[HttpConnection] = set()
         self._clock = clock
         self._tls = tls
         self._server: asyncio.Server | None = None
         self._watching: asyncio.TimerHandle | None = None
         self._no_connection = asyncio.Event()
-        self._no_connection.set()
 
     async def start(self, host: str, port: int, *, shared: bool = False) -> int:
-        """Serve from now on; the port that is bound (of a free one, when `port` is 0). Raises AddressInUse."""
-        assert self._server is None, "the server was started before"
+        """Start serving. Returns the bound port (a free one if `port` is 0). Raises AddressInUse."""
+        assert self._server is None, "the server has been started before"
         loop = asyncio.get_running_loop()
         bound = listening_socket(host, port, shared=shared)
         chosen: int = bound.getsockname()[1]
@@ -103,10 +81,10 @@ class HttpServer:
         log.info("http_listening host=%s port=%d tls=%s", host, chosen, self._tls is not None)
         return chosen
 
-    async def stop(self, grace_s: float, end_answers: Callable[[], None] = lambda: None) -> None:
-        """Take no more connections, let answers end within the grace, cut the rest. May be called twice.
+    async def stop(self, grace_s: float, end_requests: Callable[[], None] = lambda: None) -> None:
+        """Accept no more connections, let responses end within the grace, abort the rest. May be called twice.
 
-        `end_answers` ends those that are left with an error, which their clients still get.
+        `end_requests` ends the remaining responses with an error, which their clients still receive.
         """
         server, self._server = self._server, None
         if server is None:
@@ -116,28 +94,26 @@ class HttpServer:
         for connection in list(self.connections):
             connection.close()
         if not await self._emptied_within(grace_s):
-            end_answers()
+            end_requests()
             await self._emptied_within(FLUSH_S)
         for connection in list(self.connections):
             connection.abort()
-        await self._no_connection.wait()
+        await self._all_closed()
         await server.wait_closed()
         if self._watching is not None:
             self._watching.cancel()
 
     async def _emptied_within(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._no_connection.wait(), seconds)
-        return self._no_connection.is_set()
+            await asyncio.wait_for(self._all_closed(), seconds)
+        return not self.connections
 
-    def opened(self, connection: HttpConnection) -> None:
-        """See `Host.opened`."""
-        self.connections.add(connection)
-        self._no_connection.clear()
+    async def _all_closed(self) -> None:
+        if self.connections:
+            self._no_connection.clear()
+            await self._no_connection.wait()
 
-    def closed(self, connection: HttpConnection) -> None:
-        """See `Host.closed`."""
-        self.connections.discard(connection)
+    def closed(self) -> None:
         if not self.connections:
             self._no_connection.set()
 

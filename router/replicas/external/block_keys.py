@@ -15,7 +15,7 @@ from hashlib import sha256
 
 import msgspec
 
-from ....events.wire.dialects import Stored
+from ....events.wire.cache_events import Stored
 from ....kvcache.hashing import HASH_BYTES, BlockHash, BlockHasher, tenant_root, token_bytes, wire_hash
 from ...errors import ParityMismatch
 

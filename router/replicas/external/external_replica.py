@@ -13,7 +13,7 @@ from typing import assert_never
 
 from ....events.errors import KeysRefused
 from ....events.follow.feed import EventFeed
-from ....events.wire.dialects import CacheEvent, Cleared, Removed, Stored
+from ....events.wire.cache_events import CacheEvent, Cleared, Removed, Stored
 from ....events.wire.messages import LoadReport, SnapshotBlock
 from ....kvcache.hashing import tenant_root
 from ....replica.messages import (
@@ -185,19 +185,21 @@ class ExternalReplica(ReplicaHandle):
         self._load.begin(engine.metrics)
         self.description = self._load.description
         log.info("replica_joined replica=%s url=%s", self.replica_id, self._client.address.url)
-        endpoints, feed = self.description.event_endpoints, None
-        if endpoints.events:
-            feed = EventFeed(
-                endpoints,
-                self,
-                context=self._context.zmq,
-                heartbeat_interval_s=self._context.heartbeat_interval_s,
-                token_ids=True,
-                counted=True,
-                topic=ANY_TOPIC,
-            )
-        self._join(feed)
+        self._join()
         self._report()
+
+    def _new_feed(self) -> EventFeed | None:
+        if not self.description.event_endpoints.events:
+            return None
+        return EventFeed(
+            self.description.event_endpoints,
+            self,
+            context=self._context.zmq,
+            heartbeat_interval_s=self._context.heartbeat_interval_s,
+            token_ids=True,
+            counted=True,
+            topic=ANY_TOPIC,
+        )
 
     def _drop(self, reason: str) -> list[Instruction]:
         self._blocks.clear()

@@ -15,7 +15,6 @@ from homing.cluster.control.control_messages import (
     Started,
 )
 from homing.replica.config import ReplicaSettings
-from homing.replica.messages import ReplicaDescription
 from homing.router.control import CountInFlight, InFlight, SetMembership
 
 from ..fakes import FakeRank, FakeRouter
@@ -28,10 +27,6 @@ class ThreadedRank(FakeRank):
         super().__init__(spec)
         self.threads = [threading.get_ident()]
         self.running = threading.Event()
-
-    def start(self) -> ReplicaDescription | None:
-        self.threads.append(threading.get_ident())
-        return super().start()
 
     def run(self) -> None:
         self.threads.append(threading.get_ident())
@@ -46,10 +41,10 @@ class Panic(BaseException):
 class PanickyRank(FakeRank):
     """Starts or runs into a panic."""
 
-    def start(self) -> ReplicaDescription | None:
-        if self._spec.model.settings.replica.model == "torn":
+    def __init__(self, spec: RankSpec) -> None:
+        if spec.model.settings.replica.model == "torn":
             raise Panic("index out of bounds")
-        return super().start()
+        super().__init__(spec)
 
     def run(self) -> None:
         raise Panic("a poisoned lock")
@@ -62,7 +57,7 @@ def rank_spec(model: str) -> RankSpec:
     return RankSpec(spec, "r0", 1, 0, 1, Rendezvous("127.0.0.1", 1, b""))
 
 
-def test_a_rank_is_made_started_and_run_in_one_thread() -> None:
+def test_a_rank_is_made_and_run_in_one_thread() -> None:
     """A second thread that computes, even while it loads, slows down every later step (replica/load/cpu_threads.py)."""
     made: list[ThreadedRank] = []
 
@@ -76,8 +71,22 @@ def test_a_rank_is_made_started_and_run_in_one_thread() -> None:
     actor.stop()
 
     assert isinstance(started, Started)
-    assert len(made[0].threads) == 3
+    assert len(made[0].threads) == 2
     assert len({*made[0].threads, threading.get_ident()}) == 2
+
+
+def test_a_rank_that_is_stopped_while_it_loads_serves_nothing() -> None:
+    """A stop that comes too early must not be lost: nobody would repeat it."""
+    actors: list[ReplicaRank] = []
+
+    def make(spec: RankSpec) -> FakeRank:
+        actors[0].stop()
+        return FakeRank(spec)
+
+    actors.append(ReplicaRank(make))
+    actors[0].start(rank_spec("m"))
+
+    assert actors[0].watch() == Failed("stopped")
 
 
 def test_a_rank_settles_once_when_it_has_loaded() -> None:

@@ -50,7 +50,7 @@ async def test_a_late_joiner_holds_what_was_stored_before_it_came(make_publisher
     await until(lambda: 4 in sink.mirror)
 
     assert sink.mirror.parents == {1: None, 3: 2, 4: 3}
-    assert sink.mirror.digest == feed.subscription.residents.digest
+    assert sink.mirror.digest == feed.subscription.digest
 
 
 async def test_load_reports_come_at_once_and_again_with_heartbeats(make_publisher: Publishers, follow: Feeds) -> None:
@@ -142,7 +142,7 @@ async def test_a_reset_reaches_readers_while_the_engine_is_idle(make_publisher: 
     publisher.cleared()
     await until(lambda: sink.live and feed.subscription.cursor.expected == 2)
 
-    assert sink.mirror.digest == feed.subscription.residents.digest == (0, 0)
+    assert sink.mirror.digest == feed.subscription.digest == (0, 0)
     assert feed.subscription.counters.digest_mismatches == 0
 
 
@@ -159,7 +159,7 @@ async def test_a_reader_past_the_high_water_mark_ends_exact(make_publisher: Publ
     await until(lambda: sink.live and len(sink.mirror) == 20_000)
 
     assert feed.subscription.counters.gaps > 0
-    assert sink.mirror.digest == feed.subscription.residents.digest
+    assert sink.mirror.digest == feed.subscription.digest
 
 
 async def test_dropped_doubled_and_swapped_messages_are_told_apart(make_publisher: Publishers, follow: Feeds) -> None:

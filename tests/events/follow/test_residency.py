@@ -4,37 +4,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from homing.events import Cleared, Removed, Stored
-from homing.events.follow.residency import CountedResidents
+from homing.events.follow.residency import CountedResidency
 
 
 def test_a_block_is_held_until_its_last_copy_goes() -> None:
     """vLLM announces every physical copy: the first removal must not end a block of which another copy is left."""
-    residents = CountedResidents()
-    residents.apply([Stored(None, [1, 2], medium="GPU")])
-    residents.apply([Stored(None, [1], medium="GPU")])
+    residency = CountedResidency()
+    residency.apply([Stored(None, [1, 2], medium="GPU")])
+    residency.apply([Stored(None, [1], medium="GPU")])
 
-    assert residents.apply([Removed([1, 2], "GPU")]) == [Removed([2], "GPU")]
-    assert residents.apply([Removed([1], "GPU")]) == [Removed([1], "GPU")]
-    residents.check()
+    assert residency.apply([Removed([1, 2], "GPU")]) == [Removed([2], "GPU")]
+    assert residency.apply([Removed([1], "GPU")]) == [Removed([1], "GPU")]
+    residency.check()
 
 
 def test_a_copy_in_another_medium_or_group_is_a_copy() -> None:
     """A block that left the GPU for host memory is still a hit."""
-    residents = CountedResidents()
-    residents.apply([Stored(None, [1], medium="GPU", group=0)])
-    residents.apply([Stored(None, [1], medium="CPU", group=0)])
+    residency = CountedResidency()
+    residency.apply([Stored(None, [1], medium="GPU", group=0)])
+    residency.apply([Stored(None, [1], medium="CPU", group=0)])
 
-    assert residents.apply([Removed([1], "GPU", 0)]) == []
-    assert 1 in residents
-    assert residents.apply([Removed([1], "CPU", 0)]) == [Removed([1], "CPU", 0)]
+    assert residency.apply([Removed([1], "GPU", 0)]) == []
+    assert 1 in residency
+    assert residency.apply([Removed([1], "CPU", 0)]) == [Removed([1], "CPU", 0)]
 
 
 def test_removals_of_unknown_blocks_are_counted_and_go_no_further() -> None:
     """They come from publishers that we joined late."""
-    residents = CountedResidents()
+    residency = CountedResidency()
 
-    assert residents.apply([Removed([1])]) == []
-    assert residents.unknown_removals == 1
+    assert residency.apply([Removed([1])]) == []
+    assert residency.unknown_removals == 1
 
 
 COPIES = st.tuples(st.sampled_from(["GPU", "CPU"]), st.integers(0, 1), st.integers(0, 5))
@@ -43,22 +43,22 @@ COPIES = st.tuples(st.sampled_from(["GPU", "CPU"]), st.integers(0, 1), st.intege
 @given(st.lists(st.tuples(st.booleans(), COPIES) | st.none(), max_size=60))
 def test_counts_agree_with_a_bag_of_copies(actions: list[tuple[bool, tuple[str, int, int]] | None]) -> None:
     """Against the naive bag."""
-    residents, bag = CountedResidents(), []
+    residency, bag = CountedResidency(), []
     for action in actions:
         if action is None:
             bag.clear()
-            residents.apply([Cleared()])
+            residency.apply([Cleared()])
             continue
         adds, copy = action
         medium, group, number = copy
         if adds:
             bag.append(copy)
-            residents.apply([Stored(None, [number], medium=medium, group=group)])
+            residency.apply([Stored(None, [number], medium=medium, group=group)])
         else:
             if copy in bag:
                 bag.remove(copy)
-            residents.apply([Removed([number], medium, group)])
+            residency.apply([Removed([number], medium, group)])
 
-    residents.check()
+    residency.check()
     held = {number for _, _, number in bag}
-    assert {n for n in range(6) if n in residents} == held
+    assert {n for n in range(6) if n in residency} == held

@@ -364,4 +364,4 @@ def test_a_publisher_with_events_alone_is_followed_from_the_first_batch_seen() -
 
     assert subscription.status is FeedStatus.LIVE
     assert not subscription.exact
-    assert subscription.residents.digest == (1, 2)
+    assert subscription.digest == (1, 2)

@@ -1,18 +1,20 @@
-"""A publisher's book."""
+"""A publisher's event log."""
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from homing.events import EventsSettings
-from homing.events.publish.event_log import Ledger
-from homing.events.publish.step_changes import AllCleared, Lost, RemovedBlocks, StoredBlocks
+from homing.events import EventsSettings, wire_name
+from homing.events.publish.event_log import EventLog
+from homing.events.publish.step_changes import AllCleared, Change, Lost, RemovedBlocks, StoredBlocks
 
 from ..fakes import BLOCK_SIZE, block, tokens
 
 
-def new_ledger(**settings: object) -> Ledger:
-    """An empty book."""
-    return Ledger(EventsSettings(**settings), epoch=7, block_size=BLOCK_SIZE, medium="GPU")
+def new_log(**settings: object) -> EventLog:
+    """An empty log."""
+    return EventLog(EventsSettings(**settings), epoch=7, block_size=BLOCK_SIZE, medium="GPU")
 
 
 def chain(*numbers: int, parent: int | None = None) -> StoredBlocks:
@@ -22,7 +24,7 @@ def chain(*numbers: int, parent: int | None = None) -> StoredBlocks:
 
 def test_the_payload_is_byte_for_byte_what_vllm_readers_expect() -> None:
     """By a plain msgpack reader: three elements, maps tagged by `type`, every promised key, nil where absent."""
-    sent = new_ledger().commit([chain(1, 2, parent=9), RemovedBlocks((block(5),))], 2.5)
+    sent = new_log().commit([chain(1, 2, parent=9), RemovedBlocks((block(5),))], 2.5)
 
     assert sent.seq == 0
     assert sent.payload[:1] == b"\x93"
@@ -49,7 +51,7 @@ def test_the_payload_is_byte_for_byte_what_vllm_readers_expect() -> None:
 
 def test_a_cleared_event_by_hand() -> None:
     """The smallest message, spelt out: array(3) of float64 1.0, array(1) of map(1) type: AllBlocksCleared, rank 0."""
-    payload = new_ledger().commit([AllCleared()], 1.0).payload
+    payload = new_log().commit([AllCleared()], 1.0).payload
 
     assert payload == (
         b"\x93" + b"\xcb\x3f\xf0\x00\x00\x00\x00\x00\x00" + b"\x91\x81" + b"\xa4type\xb0AllBlocksCleared" + b"\x00"
@@ -58,10 +60,10 @@ def test_a_cleared_event_by_hand() -> None:
 
 def test_hashes_may_be_sent_whole() -> None:
     """64 bits are enough to route by, not to index a store that outlives the process."""
-    ledger = new_ledger(hash_format="bytes")
+    log = new_log(hash_format="bytes")
 
-    events = msgspec.msgpack.decode(ledger.commit([chain(1, parent=9)], 1.0).payload)[1]
-    held = next(ledger.snapshot(token_ids=False)).blocks
+    events = msgspec.msgpack.decode(log.commit([chain(1, parent=9)], 1.0).payload)[1]
+    held = next(log.snapshot(token_ids=False)).blocks
 
     assert (events[0]["block_hashes"], events[0]["parent_block_hash"]) == ([block(1)], block(9))
     assert (held[0].block_hash, held[0].parent) == (block(1), block(9))
@@ -69,22 +71,22 @@ def test_hashes_may_be_sent_whole() -> None:
 
 def test_in_hash_only_mode_no_token_id_leaves_the_replica() -> None:
     """Token ids are a tenant's text."""
-    ledger = new_ledger(hash_only=True)
+    log = new_log(hash_only=True)
 
-    events = msgspec.msgpack.decode(ledger.commit([chain(1)], 1.0).payload)[1]
+    events = msgspec.msgpack.decode(log.commit([chain(1)], 1.0).payload)[1]
 
     assert events[0]["token_ids"] == []
-    assert next(ledger.snapshot(token_ids=True)).blocks[0].token_ids == []
+    assert next(log.snapshot(token_ids=True)).blocks[0].token_ids == []
 
 
 def test_a_snapshot_is_of_one_moment_though_it_is_read_in_parts() -> None:
-    """The publisher goes on between two parts; a torn snapshot would be a set that never was."""
-    ledger = new_ledger()
-    ledger.commit([chain(1, 2, 3, 4, 5)], 1.0)
+    """The publisher keeps sending between two parts; a torn snapshot would be a set that never was."""
+    log = new_log()
+    log.commit([chain(1, 2, 3, 4, 5)], 1.0)
 
-    parts = ledger.snapshot(token_ids=True, chunk_blocks=2)
+    parts = log.snapshot(token_ids=True, chunk_blocks=2)
     first = next(parts)
-    ledger.commit([RemovedBlocks((block(4), block(5))), chain(6)], 2.0)
+    log.commit([RemovedBlocks((block(4), block(5))), chain(6)], 2.0)
     rest = list(parts)
 
     blocks = [held for part in [first, *rest] for held in part.blocks]
@@ -95,35 +97,76 @@ def test_a_snapshot_is_of_one_moment_though_it_is_read_in_parts() -> None:
     assert [part.last for part in [first, *rest]] == [False, False, True]
 
 
-def test_an_empty_book_still_answers_a_snapshot() -> None:
+def _stored(numbers: list[int], back: int) -> StoredBlocks:
+    parent = numbers[0] - back
+    return chain(*numbers, parent=parent if parent >= 0 else None)
+
+
+#: A block's parent has a lower number, as a block cannot follow itself.
+CHAINS = st.lists(st.integers(0, 30), min_size=1, max_size=5, unique=True).map(sorted)
+CHANGES = st.lists(
+    st.one_of(
+        st.builds(_stored, CHAINS, st.integers(1, 4)),
+        st.builds(lambda numbers: RemovedBlocks(tuple(map(block, numbers))), CHAINS),
+        st.builds(AllCleared),
+    ),
+    max_size=30,
+)
+
+
+@given(CHANGES, st.integers(1, 4))
+def test_a_snapshot_lists_every_block_once_and_no_child_before_its_parent(changes: list[Change], size: int) -> None:
+    """A tree is rebuilt in one pass; a child before its parent could not be attached."""
+    log, held = new_log(), set[int]()
+    for change in changes:
+        log.commit([change], 1.0)
+        match change:
+            case StoredBlocks(_, hashes, _):
+                held |= {wire_name(name) for name in hashes}
+            case RemovedBlocks(hashes):
+                held -= {wire_name(name) for name in hashes}
+            case AllCleared():
+                held.clear()
+
+    listed = [each for part in log.snapshot(token_ids=True, chunk_blocks=size) for each in part.blocks]
+
+    log.check()
+    order = {each.block_hash: place for place, each in enumerate(listed)}
+    assert order.keys() == held
+    assert len(listed) == len(held)
+    assert all(each.parent not in order or order[each.parent] < order[each.block_hash] for each in listed)
+    assert all(set(each.token_ids) == {each.block_hash} for each in listed)
+
+
+def test_an_empty_log_still_answers_a_snapshot() -> None:
     """A reader waits for a last part."""
-    (only,) = new_ledger().snapshot(token_ids=False)
+    (only,) = new_log().snapshot(token_ids=False)
 
     assert (only.seq, only.index, only.last, only.blocks) == (None, 0, True, [])
 
 
 def test_lost_steps_use_up_numbers_and_are_folded() -> None:
     """The hole tells the readers; the digest still tells the truth."""
-    ledger, lost = new_ledger(), Lost()
-    ledger.commit([chain(1)], 1.0)
+    log, lost = new_log(), Lost()
+    log.commit([chain(1)], 1.0)
     lost.add([chain(2)])
     lost.add([RemovedBlocks((block(1),))])
 
-    ledger.lose(lost)
-    sent = ledger.commit([chain(3)], 2.0)
+    log.lose(lost)
+    sent = log.commit([chain(3)], 2.0)
 
     assert sent.seq == 3
-    assert [kept.seq for kept in ledger.replay(0)] == [0, 3]
-    beat = ledger.heartbeat(3.0)
+    assert [kept.seq for kept in log.replay(0)] == [0, 3]
+    beat = log.heartbeat(3.0)
     assert (beat.seq, beat.blocks, beat.digest) == (3, 2, 2 ^ 3)
-    ledger.check()
+    log.check()
 
 
 @pytest.mark.parametrize(("kept", "replayed"), [(0, []), (2, [3, 4]), (10, [2, 3, 4])])
 def test_replay_gives_what_is_kept(kept: int, replayed: list[int]) -> None:
     """History is bounded by a setting."""
-    ledger = new_ledger(replay_batches=kept)
+    log = new_log(replay_batches=kept)
     for number in range(5):
-        ledger.commit([chain(number)], 1.0)
+        log.commit([chain(number)], 1.0)
 
-    assert [sent.seq for sent in ledger.replay(2)] == replayed
+    assert [sent.seq for sent in log.replay(2)] == replayed

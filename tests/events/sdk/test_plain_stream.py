@@ -2,7 +2,7 @@
 
 from homing.events import CacheMirror, Cleared, Removed, SnapshotBlock, Stored, StreamEvent
 from homing.events.follow.subscription import Apply, Reset
-from homing.events.sdk.plain_stream import told
+from homing.events.sdk.plain_stream import stream_events
 from homing.events.wire.dialects import snapshot_pairs
 
 #: Two prompts that share their first two blocks.
@@ -18,12 +18,12 @@ def test_a_batch_is_told_event_by_event() -> None:
     """Each with the number and the time of its batch."""
     events = [Removed([1]), Stored(None, [2])]
 
-    assert list(told(Apply(4, 2.5, events))) == [StreamEvent(4, 2.5, event) for event in events]
+    assert list(stream_events(Apply(4, 2.5, events))) == [StreamEvent(4, 2.5, event) for event in events]
 
 
 def test_a_resync_is_told_as_a_clearing_and_the_chains_that_are_held() -> None:
     """Whoever folds events needs to know nothing of resyncs."""
-    items = list(told(Reset(7, 9, BLOCKS)))
+    items = list(stream_events(Reset(7, 9, BLOCKS)))
 
     assert [item.event for item in items] == [
         Cleared(),
@@ -37,7 +37,7 @@ def test_folding_what_is_told_gives_the_same_set_as_the_snapshot() -> None:
     """Whatever was held before."""
     folded, direct = CacheMirror(), CacheMirror()
     folded.store(None, [77])
-    for item in told(Reset(7, 9, BLOCKS)):
+    for item in stream_events(Reset(7, 9, BLOCKS)):
         folded.apply(item.event)
     direct.replace(snapshot_pairs(BLOCKS))
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from zmq.utils import z85
 
 from homing.events import BadKeys, MalformedFrame
-from homing.events.security.curve_authenticator import Gate, judge
+from homing.events.security.curve_authenticator import CurveAuthenticator, judge
 
 RAW = bytes(range(32))
 KEY = z85.encode(RAW)
@@ -54,7 +54,7 @@ def unreadable() -> frozenset[bytes]:
 
 def test_keys_that_cannot_be_read_let_nobody_in_and_end_nothing(context: zmq.Context) -> None:
     """The engine's thread drives this gate."""
-    gate, asker = Gate(context, unreadable), context.socket(zmq.REQ)
+    gate, asker = CurveAuthenticator(context, unreadable), context.socket(zmq.REQ)
     asker.connect("inproc://zeromq.zap.01")
     asker.send_multipart(REQUEST)
     assert gate.socket.poll(20_000)

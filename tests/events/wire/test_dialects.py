@@ -101,14 +101,20 @@ def test_token_ids_are_skipped_unless_asked_for() -> None:
     assert BatchDecoder().decode(pack([1.0, [stored()]])).events == [Stored(10, [11, 12], (), 2, "GPU")]
 
 
-def test_unknown_event_types_are_counted_and_the_others_kept() -> None:
-    """A newer publisher must not silence an older reader."""
+def test_unknown_event_types_are_counted_and_logged_and_the_others_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """A newer publisher must not silence an older reader, nor reset it; each unknown type is logged once."""
     decoder = BatchDecoder()
+    payload = pack([1.0, [{"type": "BlockPinned"}, ["Else", 1], {"type": "BlockRemoved", "block_hashes": [5]}]])
 
-    batch = decoder.decode(pack([1.0, [{"type": "BlockPinned"}, ["Else", 1], {"type": "AllBlocksCleared"}]]))
+    with caplog.at_level("WARNING"):
+        batches = [decoder.decode(payload) for _ in range(2)]
 
-    assert batch.events == [Cleared()]
-    assert decoder.unknown_events == 2
+    assert [batch.events for batch in batches] == [[Removed([5])]] * 2
+    assert decoder.unknown_events == 4
+    assert [record.getMessage() for record in caplog.records] == [
+        "event_type_unknown type='BlockPinned'",
+        "event_type_unknown type='Else'",
+    ]
 
 
 def test_map_headers_of_any_width_are_read() -> None:

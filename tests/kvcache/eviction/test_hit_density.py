@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from homing.kvcache import Block, BlockHash, EvictionName, PrefixCache, eviction_policy, token_bytes
+from homing.kvcache import Block, BlockHash, BlockId, EvictionName, PrefixCache, eviction_policy, token_bytes
 from homing.kvcache.eviction import HitDensity
-from homing.kvcache.eviction.age_table import AGES, EPOCHS_PER_TURNOVER
-from homing.kvcache.eviction.hit_density import EPOCH_SHIFT
+from homing.kvcache.eviction.age_table import AGES, EPOCHS_PER_TURNOVER, AgeTable
+from homing.kvcache.eviction.hit_density import LANES
 from homing.kvcache.eviction.lru_guard import LruGuard
 
 ROOT = BlockHash(bytes(16))
@@ -162,7 +162,7 @@ def test_the_memory_of_what_is_gone_is_bounded():
     for at in range(400):
         cache.release(start(cache, tuple(range(100 * at, 100 * at + 30))) or [])
 
-    assert 15 * AGES < len(policy._ghosts) <= 16 * AGES
+    assert 15 * AGES < policy.remembered <= 16 * AGES
     policy.check()
 
 
@@ -173,7 +173,7 @@ def test_the_memory_of_what_comes_back_again_and_again_is_bounded_too():
     for at in range(400):
         cache.release(start(cache, tuple(range(100 * (at % 3), 100 * (at % 3) + 30))) or [])
 
-    assert sum(len(hashes) for _, hashes in policy._gone) <= 16 * AGES
+    assert policy.remembered <= 16 * AGES
     policy.check()
 
 
@@ -182,36 +182,147 @@ def test_the_memory_is_eight_times_the_capacity():
     policy = HitDensity()
     policy.begin(8_000)
 
-    assert policy._ghost_limit == 8_000 * AGES // EPOCHS_PER_TURNOVER == 64_000
+    assert policy.memory_limit == 8_000 * AGES // EPOCHS_PER_TURNOVER == 64_000
 
 
-class NaiveOrder:
-    """Lists of blocks by lane, nothing else; which lane goes next is asked of the densities that the policy learned."""
+#: Blocks of the machine's cache.
+CAPACITY = 24
 
-    def __init__(self, policy: HitDensity) -> None:
-        self.policy = policy
-        self.idle: list[Block] = []
 
-    def order(self) -> list[int]:
-        table = self.policy._table
-        left, order = list(self.idle), list[int]()
+class SwitchedGuard(LruGuard):
+    """A guard that the test switches; its own judgement is tested in test_lru_guard.py."""
+
+    def turnover(self, stored: int, lru_age: float) -> None:
+        """Judge nothing."""
+
+
+class NaiveHitDensity:
+    """The policy in its plainest form, from the calls alone: one list of idle blocks, scanned block by block.
+
+    It counts ages in a table of its own; what a table learns from counts is tested in test_age_table.py.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.epoch_blocks = max(16, capacity // EPOCHS_PER_TURNOVER)
+        self.table = AgeTable(LANES, self.epoch_blocks)
+        self.learned = True
+        self.stored = self.batches = 0
+        #: idle blocks as (lane, epoch, batch of `add`), in the order in which they fell idle
+        self.idle: dict[BlockId, tuple[int, int, int]] = {}
+        #: blocks that were given up, oldest first, with lane and epoch; None: it came back
+        self.gone: list[tuple[BlockHash, tuple[int, int] | None]] = []
+
+    def store(self, blocks: Sequence[Block], parent: Block | None, before: list[int]) -> None:
+        """Judges the hits that blocks have now, which had so many before."""
+        hits: list[int] = []
+        for block, had in zip(blocks, before, strict=True):
+            assert block.block_hash is not None
+            known = dict(self.gone).get(block.block_hash)
+            # The policy forgets whole batches, which may be a little earlier.
+            if known and block.block_hash in self.nearly_forgotten() and block.hits == had:
+                known = None
+            if known is None:
+                hits.append(had)
+                continue
+            self.gone = [(name, None if name == block.block_hash else at) for name, at in self.gone]
+            above = hits[-1] if hits else (parent.hits if parent else known[0] + 1)
+            hits.append(min(known[0] + 1, above))
+            self.table.hit(*known, 1)
+        self.stored += len(blocks)
+        while self.stored >= self.epoch_blocks:
+            self.stored -= self.epoch_blocks
+            self.table.advance()
+            self.batches = 0
+        assert [block.hits for block in blocks] == hits
+
+    def nearly_forgotten(self) -> set[BlockHash]:
+        spare = self.epoch_blocks * AGES - len(self.gone)
+        return {name for name, _ in self.gone[: max(0, CAPACITY - spare)]}
+
+    def add(self, blocks: Sequence[Block]) -> None:
+        self.batches += bool(blocks)
+        for block in blocks:
+            lane = min(block.hits, LANES - 1)
+            self.idle[block.block_id] = lane, self.table.epoch, self.batches
+            self.table.idle(lane, 1)
+
+    def leave(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            lane, epoch, _ = self.idle.pop(block.block_id)
+            self.table.hit(lane, epoch, 1)
+
+    def take(self, block: Block) -> None:
+        assert block.block_hash is not None
+        lane, epoch, _ = self.idle.pop(block.block_id)
+        self.gone.append((block.block_hash, (lane, epoch)))
+
+    def forget(self) -> None:
+        """Of what was given up, the latest stay known."""
+        del self.gone[: -self.epoch_blocks * AGES]
+
+    def order(self) -> list[BlockId]:
+        left, order = dict(self.idle), list[BlockId]()
         while left:
-            heads: dict[int, Block] = {}
-            for block in left:
-                heads.setdefault(min(block.hits, 4), block)
-            if self.policy._guard.learned:
-                since = {lane: head.idle_since >> EPOCH_SHIFT for lane, head in heads.items()}
-            else:
-                since = {lane: head.idle_since for lane, head in heads.items()}
-            oldest = least = min(heads, key=lambda lane: (since[lane], lane))
-            if self.policy._guard.learned:
-                ranks = {lane: table.density(lane, since[lane]) for lane in heads}
-                least = min(heads, key=lambda lane: (ranks[lane], since[lane], lane))
-                least = least if ranks[least] < 0.8 * ranks[oldest] else oldest
-            head = heads[least]
-            order.append(head.block_id)
-            left.remove(head)
+            order.append(self.next_of(left))
+            del left[order[-1]]
         return order
+
+    def next_of(self, idle: dict[BlockId, tuple[int, int, int]]) -> BlockId:
+        heads: dict[int, tuple[BlockId, int, int]] = {}
+        for block, (lane, epoch, batch) in idle.items():
+            heads.setdefault(lane, (block, epoch, batch))
+        if not self.learned:
+            return heads[min(heads, key=lambda lane: (*heads[lane][1:], lane))][0]
+        since = {lane: epoch for lane, (_, epoch, _) in heads.items()}
+        density = {lane: self.table.density(lane, since[lane]) for lane in heads}
+        oldest = min(heads, key=lambda lane: (since[lane], density[lane], lane))
+        least = min(heads, key=lambda lane: (density[lane], since[lane], lane))
+        return heads[least if density[least] < 0.8 * density[oldest] else oldest][0]
+
+
+class Judged(HitDensity):
+    """The policy, with the oracle listening to every call and judging every answer."""
+
+    def __init__(self) -> None:
+        self.guard = SwitchedGuard()
+        super().__init__(lambda: self.guard)
+
+    def begin(self, capacity: int) -> None:
+        super().begin(capacity)
+        self.oracle = NaiveHitDensity(capacity)
+
+    def store(self, blocks: Sequence[Block], parent: Block | None) -> None:
+        before = [block.hits for block in blocks]
+        super().store(blocks, parent)
+        self.oracle.store(blocks, parent, before)
+
+    def add(self, blocks: Sequence[Block]) -> None:
+        self.oracle.add(blocks)
+        super().add(blocks)
+
+    def reuse(self, blocks: Sequence[Block]) -> None:
+        self.oracle.leave(blocks)
+        super().reuse(blocks)
+
+    def discard(self, block: Block) -> None:
+        self.oracle.leave((block,))
+        super().discard(block)
+
+    def take(self, count: int) -> list[Block]:
+        expected = self.oracle.order()[:count]
+        taken = super().take(count)
+        assert [block.block_id for block in taken] == expected
+        for block in taken:
+            self.oracle.take(block)
+        self.oracle.forget()
+        return taken
+
+    def judge(self) -> None:
+        assert [block.block_id for block in self] == self.oracle.order()
+
+    def switch(self, *, learned: bool) -> None:
+        """As the guard does when the learned order turns out to be worse than LRU's, and after a rest."""
+        self.guard.learned = self.oracle.learned = learned
 
 
 #: Enough to tell lanes apart before the machine starts.
@@ -223,15 +334,13 @@ class HitDensityMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.policy = HitDensity()
-        self.cache = PrefixCache(25, 1, policy=self.policy, partial_block_reuse=False)
-        self.oracle = NaiveOrder(self.policy)
+        self.policy = Judged()
+        self.cache = PrefixCache(CAPACITY + 1, 1, policy=self.policy, partial_block_reuse=False)
         self.running: list[list[Block]] = []
         self.fresh = count(100_000_000)
         for chain in LEARNED_FROM:
             self.cache.release(start(self.cache, chain) or [])
-        assert self.policy._table.density(1, self.policy._table.epoch) > 0, "nothing was learned"
-        self.oracle.idle = [block for lane in self.policy._lanes for block in lane]
+        assert self.policy.oracle.table.density(1, self.policy.oracle.table.epoch) > 0, "nothing was learned"
 
     @rule(ends=st.lists(st.integers(0, 2), min_size=1, max_size=5), use_cache=st.sampled_from([True, True, False]))
     def ask(self, ends: list[int], use_cache: bool):
@@ -242,43 +351,32 @@ class HitDensityMachine(RuleBasedStateMachine):
         table = start(self.cache, tuple(chain), use_cache)
         if table is not None:
             self.running.append(table)
-        self.forget_what_is_not_idle()
 
-    @rule()
-    def relapse(self):
-        """The learned order turns out to be worse than LRU's."""
-        self.policy._guard = LruGuard()
-        self.policy._guard.learned, self.policy._guard._resting = False, 2
+    @rule(learned=st.booleans())
+    def switch(self, learned: bool):
+        self.policy.switch(learned=learned)
 
     @rule(which=st.integers(0, 9))
     def finish(self, which: int):
         if self.running:
-            table = self.running.pop(which % len(self.running))
-            self.cache.release(table)
-            known = {block.block_id for block in self.oracle.idle}
-            fell = {block.block_id for block in self.policy} - known
-            self.oracle.idle += [block for block in reversed(table) if block.block_id in fell]
+            self.cache.release(self.running.pop(which % len(self.running)))
 
     @rule(prompts=st.integers(1, 12))
     def scan(self, prompts: int):
         """Other prompts push everything towards the end, and time on."""
         for _ in range(prompts):
-            chain = tuple(next(self.fresh) for _ in range(5))
-            table = start(self.cache, chain)
+            table = start(self.cache, tuple(next(self.fresh) for _ in range(5)))
             if table is None:
                 return
-            self.running.append(table)
-            self.forget_what_is_not_idle()
-            self.finish(len(self.running) - 1)
-
-    def forget_what_is_not_idle(self) -> None:
-        idle = {block.block_id for block in self.policy}
-        self.oracle.idle = [block for block in self.oracle.idle if block.block_id in idle]
+            self.cache.release(table)
 
     @invariant()
     def holds(self):
+        self.policy.judge()
+
+    def teardown(self) -> None:
+        self.policy.switch(learned=True)  # the guard never rested, which its own check would object to
         self.cache.check()
-        assert [block.block_id for block in self.policy] == self.oracle.order()
 
 
 TestHitDensityMachine = HitDensityMachine.TestCase

@@ -82,6 +82,6 @@ def test_a_hit_at_the_very_age_counts_by_its_share():
     guard.turnover(100, 2.25)
 
     for age, share in ((1, 1.0), (2, 0.25), (3, 0.0)):
-        before = guard._lru_hits
+        before = guard.lru_hits
         guard.hit(age, 8, resident=True)
-        assert guard._lru_hits - before == 8 * share
+        assert guard.lru_hits - before == 8 * share

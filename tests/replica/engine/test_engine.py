@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from homing.kvcache.hashing import BlockHash, BlockHasher, HashAlgorithm
 from homing.kvcache.pins import PinLimits
 from homing.kvcache.prefix_cache import PrefixCache
-from homing.replica.engine.engine import Engine, EngineModel, StepResult
-from homing.replica.engine.scheduler import Drafter, Limits
+from homing.replica.engine.engine import Engine, StepResult
+from homing.replica.engine.scheduler import Drafter, SchedulerLimits
 from homing.replica.engine.step_plan import StepPlan
-from homing.replica.engine.throughput import Rates
+from homing.replica.engine.throughput import SmoothedRates
 from homing.replica.errors import Draining, InvalidRequest, PromptTooLong, RankLost
 from homing.replica.execute.runner import ModelRunner
 from homing.replica.messages import Generate, Pin, TokenLogprob, TokenOutput
-from homing.replica.parallel.worker import LocalExecutor
 
 from ..fakes import VOCAB, FakeClock, FakeExecutor, FakeModel, Guesses, generate, undisturbed
 
@@ -53,12 +52,13 @@ class Rig:
         self.clock = FakeClock(tick=0.02)
         self.executor = FakeExecutor(FakeModel(self.blocks + 1, self.block_size))
         self.engine = Engine(
-            limits=Limits(self.running, self.budget, self.blocks * self.block_size, self.worth_waiting),
-            model=EngineModel(VOCAB, (EOS,)),
+            limits=SchedulerLimits(self.running, self.budget, self.blocks * self.block_size, self.worth_waiting),
+            vocab_size=VOCAB,
+            eos_token_ids=(EOS,),
             cache=self.cache,
             hasher=self.hasher,
             executor=self.executor,
-            rates=Rates(1000.0, 0.01),
+            rates=SmoothedRates(1000.0, 0.01),
             epoch=11,
             clock=self.clock,
             wall_clock=FakeClock(),
@@ -536,16 +536,16 @@ def test_logits_that_are_no_numbers_end_their_request_alone(rig: Rig) -> None:
     """A clear error for it; nothing of its step is cached, its blocks are free, the step is no failure."""
     rig.add(1, [1, 2, 3, 4, 5])
     rig.add(2, [6, 7, 8], max_tokens=8, ignore_eos=True)
-    logits = rig.executor.execute
+    logits = rig.executor.forward
 
-    def execute(plan: StepPlan) -> torch.Tensor:
+    def forward(plan: StepPlan) -> torch.Tensor:
         found = logits(plan)
         found[0] = math.nan
         return found
 
-    rig.executor.execute = execute  # type: ignore[method-assign]
+    rig.executor.forward = forward  # type: ignore[method-assign]
     result = rig.step()
-    rig.executor.execute = logits  # type: ignore[method-assign]
+    rig.executor.forward = logits  # type: ignore[method-assign]
     rig.add(3, [1, 2, 3, 4, 5], ignore_eos=True)
     rig.run()
 
@@ -608,12 +608,13 @@ class Real:
         self.hasher = BlockHasher(size, seed=3)
         self.cache = PrefixCache(self.blocks + 1, size, partial_block_reuse=self.partial_block_reuse)
         self.engine = Engine(
-            limits=Limits(4, self.budget, self.blocks * size),
-            model=EngineModel(self.runner.spec.vocab_size, ()),
+            limits=SchedulerLimits(4, self.budget, self.blocks * size),
+            vocab_size=self.runner.spec.vocab_size,
+            eos_token_ids=(),
             cache=self.cache,
             hasher=self.hasher,
-            executor=LocalExecutor(self.runner),
-            rates=Rates(1000.0, 0.01),
+            executor=self.runner,
+            rates=SmoothedRates(1000.0, 0.01),
             epoch=11,
         )
 

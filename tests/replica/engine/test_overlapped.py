@@ -15,18 +15,18 @@ from homing.kvcache.hashing import BlockHasher
 from homing.kvcache.pins import PinLimits
 from homing.kvcache.prefix_cache import PrefixCache
 from homing.replica.config import ReplicaSettings
-from homing.replica.engine.engine import Engine, EngineModel, StepResult
-from homing.replica.engine.overlapped import OverlappedEngine
-from homing.replica.engine.scheduler import Limits
+from homing.replica.engine.engine import Engine, StepResult
+from homing.replica.engine.overlapped import OverlappedEngine, SlotTable
+from homing.replica.engine.request import RequestPhase
+from homing.replica.engine.scheduler import SchedulerLimits
 from homing.replica.engine.step_plan import StepPlan
-from homing.replica.engine.throughput import Rates
+from homing.replica.engine.throughput import SmoothedRates
 from homing.replica.execute.cuda_graphs import NotCaptured
-from homing.replica.execute.gpu_runner import ResidentRunner
+from homing.replica.execute.gpu_runner import GpuRunner
 from homing.replica.execute.runner import ModelRunner
 from homing.replica.messages import Pin, TokenOutput
-from homing.replica.parallel.worker import LocalExecutor
 
-from ..fakes import VOCAB, FakeClock, FakeExecutor, FakeModel, generate, undisturbed
+from ..fakes import VOCAB, FakeClock, FakeExecutor, FakeModel, generate, request_state, undisturbed
 
 EOS = 96
 HANG = 5_000
@@ -89,12 +89,13 @@ class Rig:
         self.cache = PrefixCache(self.blocks + 1, self.block_size, pin_limits=limits)
         self.launcher = FakeLauncher(FakeModel(self.blocks + 1, self.block_size))
         self.engine = OverlappedEngine(
-            limits=Limits(self.running, self.budget, self.blocks * self.block_size, self.worth_waiting),
-            model=EngineModel(VOCAB, (EOS,)),
+            limits=SchedulerLimits(self.running, self.budget, self.blocks * self.block_size, self.worth_waiting),
+            vocab_size=VOCAB,
+            eos_token_ids=(EOS,),
             cache=self.cache,
             hasher=self.hasher,
             executor=self.launcher,
-            rates=Rates(1000.0, 0.01),
+            rates=SmoothedRates(1000.0, 0.01),
             epoch=11,
             clock=FakeClock(tick=0.02),
             wall_clock=FakeClock(),
@@ -110,7 +111,7 @@ class Rig:
             self.outputs[output.request_id].append(output)
         self.refused += [refused.request_id for refused in result.refused.get("a", [])]
         self.engine.scheduler.check()
-        self.engine._slots.check()
+        self.engine.slots.check()
         return result
 
     def run(self) -> None:
@@ -331,12 +332,13 @@ def answers(kind: type[Engine], runner: ModelRunner, prompts: Sequence[Sequence[
     hasher = BlockHasher(runner.block_size, seed=3)
     cache = PrefixCache(blocks + 1, runner.block_size)
     engine = kind(
-        limits=Limits(4, 24, blocks * runner.block_size),
-        model=EngineModel(runner.spec.vocab_size, (2,)),
+        limits=SchedulerLimits(4, 24, blocks * runner.block_size),
+        vocab_size=runner.spec.vocab_size,
+        eos_token_ids=(2,),
         cache=cache,
         hasher=hasher,
-        executor=LocalExecutor(runner),
-        rates=Rates(1000.0, 0.01),
+        executor=runner,
+        rates=SmoothedRates(1000.0, 0.01),
         epoch=1,
     )
     found: dict[int, list[int]] = defaultdict(list)
@@ -374,11 +376,9 @@ def test_resident_steps_give_the_tokens_of_plain_steps(provider, model, checkpoi
     blocks = 14
 
     plain = answers(Engine, runner_of(ModelRunner, folder, blocks, provider), prompts, blocks)
-    ahead = answers(OverlappedEngine, runner_of(ResidentRunner, folder, blocks, provider), prompts, blocks)
+    ahead = answers(OverlappedEngine, runner_of(GpuRunner, folder, blocks, provider), prompts, blocks)
     graphs = EveryBatchPadded()
-    padded = answers(
-        OverlappedEngine, runner_of(ResidentRunner, folder, blocks, provider, graphs=graphs), prompts, blocks
-    )
+    padded = answers(OverlappedEngine, runner_of(GpuRunner, folder, blocks, provider, graphs=graphs), prompts, blocks)
 
     assert ahead == plain
     assert padded == plain
@@ -411,7 +411,7 @@ def test_steps_that_no_graph_takes_are_called(checkpoint, prompts, caplog):
     graphs = Refusing()
 
     with caplog.at_level("WARNING"):
-        runner = runner_of(ResidentRunner, folder, 14, graphs=graphs)
+        runner = runner_of(GpuRunner, folder, 14, graphs=graphs)
     ahead = answers(OverlappedEngine, runner, prompts, 14)
 
     assert ahead == answers(Engine, runner_of(ModelRunner, folder, 14), prompts, 14)
@@ -426,7 +426,7 @@ def test_experts_that_run_on_what_chose_them_are_not_captured(checkpoint, prompt
     graphs = Refusing()
 
     with caplog.at_level("WARNING"):
-        runner = runner_of(ResidentRunner, folder, 14, graphs=graphs)
+        runner = runner_of(GpuRunner, folder, 14, graphs=graphs)
     ahead = answers(OverlappedEngine, runner, prompts, 14)
 
     assert ahead == answers(Engine, runner_of(ModelRunner, folder, 14), prompts, 14)
@@ -441,6 +441,62 @@ def test_resident_steps_give_the_tokens_of_plain_steps_for_any_prompts(checkpoin
     folder = checkpoint("llama")
 
     plain = answers(Engine, runner_of(ModelRunner, folder, blocks), prompts, blocks)
-    ahead = answers(OverlappedEngine, runner_of(ResidentRunner, folder, blocks), prompts, blocks)
+    ahead = answers(OverlappedEngine, runner_of(GpuRunner, folder, blocks), prompts, blocks)
 
     assert ahead == plain
+
+
+# --- slots of the device's request table
+
+SLOT_HASHER = BlockHasher(2, seed=3)
+
+
+def running(number: int):
+    state = request_state(number, [1, 2, 3], SLOT_HASHER)
+    state.arrival, state.phase = number, RequestPhase.RUNNING
+    return state
+
+
+@pytest.fixture
+def book():
+    made = SlotTable(3)
+    yield made
+    made.check()
+
+
+def test_slots_are_kept_and_start_once(book):
+    """A second start would make the device forget what it holds."""
+    first, second = running(1), running(2)
+
+    slots, started = book.assign([first])
+    again, more = book.assign([first, second])
+
+    assert slots == [1]
+    assert started == [first]
+    assert again[0] == 1
+    assert more == [second]
+    assert 0 not in again
+
+
+def test_slot_of_an_ended_request_is_given_on(book):
+    """There are no more slots than requests that may run."""
+    ended = [running(1), running(2), running(3)]
+    book.assign(ended)
+    for request in ended:
+        request.phase = RequestPhase.FINISHED
+
+    slots, started = book.assign([running(4), running(5), running(6)])
+
+    assert sorted(slots) == [1, 2, 3]
+    assert len(started) == 3
+
+
+def test_preempted_request_starts_anew(book):
+    """Its blocks are others when it comes back, though it may do so within one call of the scheduler."""
+    request = running(1)
+    book.assign([request])
+    request.preemptions += 1
+
+    _, started = book.assign([request])
+
+    assert started == [request]

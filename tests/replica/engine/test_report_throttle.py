@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from homing.events.wire.messages import CacheCounters, LoadReport
-from homing.replica.engine.report_throttle import QUIET_S, News
+from homing.replica.engine.report_throttle import QUIET_S, ReportThrottle
 
 BEFORE = LoadReport(
     epoch=1,
@@ -26,16 +26,16 @@ BEFORE = LoadReport(
 
 def test_the_first_step_is_told():
     """Routers know nothing yet."""
-    assert News().worth_telling(BEFORE, 0.0)
+    assert ReportThrottle().due(BEFORE, 0.0)
 
 
 def test_decoding_on_is_told_when_it_was_quiet_for_long_enough():
     """The time runs from what was told, not from what was not."""
-    news = News()
-    news.worth_telling(BEFORE, 0.0)
+    throttle = ReportThrottle()
+    throttle.due(BEFORE, 0.0)
 
     steps = [replace(BEFORE, step=step, decode_context_tokens=step) for step in range(9)]
-    told = [news.worth_telling(load, load.step * QUIET_S / 4) for load in steps]
+    told = [throttle.due(load, load.step * QUIET_S / 4) for load in steps]
 
     assert told == [False, False, False, False, True, False, False, False, True]
 
@@ -54,9 +54,9 @@ def test_decoding_on_is_told_when_it_was_quiet_for_long_enough():
     ids=lambda changed: next(iter(changed)),
 )
 def test_what_a_choice_depends_on_is_told_at_once(changed):
-    """Once: the same state again is no news."""
-    news = News()
-    news.worth_telling(BEFORE, 0.0)
+    """Once: the same state again is not sent again."""
+    throttle = ReportThrottle()
+    throttle.due(BEFORE, 0.0)
 
-    assert news.worth_telling(replace(BEFORE, **changed), 0.001)
-    assert not news.worth_telling(replace(BEFORE, **changed), 0.002)
+    assert throttle.due(replace(BEFORE, **changed), 0.001)
+    assert not throttle.due(replace(BEFORE, **changed), 0.002)

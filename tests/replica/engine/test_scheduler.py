@@ -12,9 +12,15 @@ from homing.events.wire.messages import PrefillWork
 from homing.kvcache.hashing import BlockHasher
 from homing.kvcache.pins import PinLimits
 from homing.kvcache.prefix_cache import PrefixCache
-from homing.replica.engine.batch import plan_of_step, wanted_logits
-from homing.replica.engine.request import Phase, RequestState
-from homing.replica.engine.scheduler import Drafter, Limits, ScheduledRow, Scheduler
+from homing.replica.engine.request import RequestPhase, RequestState
+from homing.replica.engine.scheduler import (
+    Drafter,
+    ScheduledRow,
+    Scheduler,
+    SchedulerLimits,
+    logits_layout,
+    plan_of_step,
+)
 from homing.replica.engine.step_plan import BlockCopy, block_ids
 from homing.replica.errors import PromptTooLong
 from homing.replica.messages import Pin
@@ -51,7 +57,7 @@ class Bench:
         )
         self.model = FakeModel(self.blocks + 1, self.block_size)
         longest = self.blocks * self.block_size
-        limits = Limits(self.running, self.budget, longest, self.worth_waiting, self.prefill_step)
+        limits = SchedulerLimits(self.running, self.budget, longest, self.worth_waiting, self.prefill_step)
         self.scheduler = Scheduler(limits, self.cache, self.hasher, self.drafter)
         self.number = 0
 
@@ -68,14 +74,14 @@ class Bench:
         self.check_rows(rows)
         if not rows:
             return 0
-        wanted = wanted_logits(rows)
+        wanted = logits_layout(rows)
         tokens = self.model.run(plan_of_step(0, rows, wanted.logits_at))
         if abort_meanwhile:
             self.scheduler.finish(abort_meanwhile)
         for row in rows:
             self.scheduler.complete(row)
         for row, token in zip(wanted.samplers, tokens, strict=False):
-            if row.request.phase is Phase.RUNNING:
+            if row.request.phase is RequestPhase.RUNNING:
                 self.advance(row.request, token)
         return len(rows)
 
@@ -89,7 +95,7 @@ class Bench:
     def advance(self, request: RequestState, token: int) -> None:
         if request.pins and not request.answered:
             self.scheduler.pin(request, now=0.0)
-        self.scheduler.append(request, token)
+        request.append(token, self.hasher)
         request.answered = True
         full = request.num_tokens >= self.scheduler.limits.max_model_len
         if full or request.generated >= request.sampling.max_tokens:
@@ -348,7 +354,7 @@ def two_of_one_prefix() -> tuple[Bench, RequestState, RequestState]:
     bench = Bench(budget=4, worth_waiting=4)
     leader, waiter = bench.add([*LONG, 9]), bench.add([*LONG, 5])
     bench.step()
-    assert (leader.phase, waiter.phase) == (Phase.RUNNING, Phase.WAITING)
+    assert (leader.phase, waiter.phase) == (RequestPhase.RUNNING, RequestPhase.WAITING)
     return bench, leader, waiter
 
 
@@ -390,7 +396,7 @@ def test_who_waits_for_a_prefix_goes_on_when_its_computer_is_preempted() -> None
         assert bench.step()
 
     assert leader.preemptions == 1
-    assert (Phase.RUNNING, Phase.WAITING) in phases
+    assert (RequestPhase.RUNNING, RequestPhase.WAITING) in phases
     bench.check_end()
 
 
@@ -415,7 +421,7 @@ def test_a_preempted_request_gets_its_cached_prefix_back() -> None:
     while not young.preemptions:
         bench.step()
 
-    while young.phase is Phase.WAITING:
+    while young.phase is RequestPhase.WAITING:
         bench.step()
 
     assert young.computed > 2
@@ -445,7 +451,7 @@ def test_who_does_not_fit_holds_up_those_behind() -> None:
 
     bench.step()
 
-    assert (big.phase, small.phase) == (Phase.WAITING, Phase.WAITING)
+    assert (big.phase, small.phase) == (RequestPhase.WAITING, RequestPhase.WAITING)
     bench.run()
     bench.check_end()
 
@@ -480,17 +486,17 @@ def test_a_request_with_prompt_logprobs_takes_no_cached_blocks(bench: Bench) -> 
     bench.step()
 
     assert echo.cached_tokens == 0
-    assert wanted_logits([ScheduledRow(echo, 0, 5)]).logits_at[1:] == []  # answered: no more prompt rows
+    assert logits_layout([ScheduledRow(echo, 0, 5)]).logits_at[1:] == []  # answered: no more prompt rows
 
 
-def test_wanted_logits_name_the_sampling_rows_first_then_the_prompt_positions() -> None:
+def test_the_layout_names_the_sampling_rows_first_then_the_prompt_positions() -> None:
     """Sampler and prompt logprobs each take one slice of the logits."""
     bench = Bench(budget=6)
     echo = bench.add([1, 2, 3, 4], prompt_logprobs=1)
     plain = bench.add([5, 6, 7])
 
     rows = bench.scheduler.schedule()
-    wanted = wanted_logits(rows)
+    wanted = logits_layout(rows)
 
     assert [(row.request, row.count) for row in rows] == [(echo, 4), (plain, 2)]
     assert (wanted.samplers, wanted.logits_at) == ([rows[0]], [3, 0, 1, 2])

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from homing.events.wire.messages import PrefillWork
-from homing.replica.engine.throughput import MIN_PREFILL_TOKENS, Rates
+from homing.replica.engine.throughput import MIN_PREFILL_TOKENS, SmoothedRates
 
 
 def prefill(tokens: int) -> PrefillWork:
@@ -14,12 +14,12 @@ def prefill(tokens: int) -> PrefillWork:
 
 @pytest.fixture
 def rates():
-    made = Rates(prefill_tokens_per_s=1000.0, decode_step_s=0.01)
+    made = SmoothedRates(prefill_tokens_per_s=1000.0, decode_step_s=0.01)
     yield made
     made.check()
 
 
-def test_rates_approach_what_is_observed(rates: Rates) -> None:
+def test_rates_approach_what_is_observed(rates: SmoothedRates) -> None:
     """The router's forecasts follow the machine as it is now, not as it was at warm-up."""
     for _ in range(200):
         rates.observe(prefill(1024), decode_rows=0, seconds=0.5)
@@ -29,21 +29,21 @@ def test_rates_approach_what_is_observed(rates: Rates) -> None:
     assert rates.decode_step_s == pytest.approx(0.03, rel=0.01)
 
 
-def test_one_odd_step_moves_the_rates_only_a_little(rates: Rates) -> None:
+def test_one_odd_step_moves_the_rates_only_a_little(rates: SmoothedRates) -> None:
     """A page fault or a neighbour's burst must not send all traffic elsewhere."""
     rates.observe(prefill(0), decode_rows=1, seconds=0.1)
 
     assert rates.decode_step_s < 0.015
 
 
-def test_a_short_prefill_says_nothing_about_the_rate(rates: Rates) -> None:
+def test_a_short_prefill_says_nothing_about_the_rate(rates: SmoothedRates) -> None:
     """Its time is the fixed cost of a step: after a prefix hit the "rate" would seem a fraction of the true one."""
     rates.observe(prefill(MIN_PREFILL_TOKENS - 1), decode_rows=0, seconds=5.0)
 
     assert rates.prefill_tokens_per_s == 1000.0
 
 
-def test_decodes_in_the_same_step_are_not_charged_to_the_prefill(rates: Rates) -> None:
+def test_decodes_in_the_same_step_are_not_charged_to_the_prefill(rates: SmoothedRates) -> None:
     """A mixed step takes longer than its prefill alone."""
     rates.observe(prefill(100), decode_rows=4, seconds=0.11)
 
@@ -53,7 +53,7 @@ def test_decodes_in_the_same_step_are_not_charged_to_the_prefill(rates: Rates) -
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 64), st.floats(0, 100)), max_size=30))
 def test_rates_stay_above_zero(steps: list[tuple[int, int, float]]) -> None:
     """They are divided by."""
-    rates = Rates(prefill_tokens_per_s=500.0, decode_step_s=0.002)
+    rates = SmoothedRates(prefill_tokens_per_s=500.0, decode_step_s=0.002)
 
     for tokens, decodes, seconds in steps:
         rates.observe(prefill(tokens), decodes, seconds)

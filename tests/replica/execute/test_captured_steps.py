@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from homing.replica.attention.base import Batch
 from homing.replica.config import ReplicaSettings
 from homing.replica.engine.step_plan import PlanRow, lay_out, plan_of_rows
-from homing.replica.execute.captured_steps import MOST_SHAPES, DecodePrograms, Shape, decode_shape
-from homing.replica.execute.runner import ModelRunner, programs_for
+from homing.replica.execute.captured_steps import MOST_SHAPES, CapturedSteps, DecodeShape, decode_shape
+from homing.replica.execute.runner import ModelRunner, captured_steps_for
 from homing.replica.kernels.cpu.pointwise.gather import take
 from homing.replica.kernels.cpu.runtime.processor import beats_packed
 from homing.replica.models.layers import FEW_ROWS
@@ -37,7 +37,7 @@ MODELS = {
 }
 
 
-class Counted(DecodePrograms):
+class Counted(CapturedSteps):
     """Counts the steps that a program made."""
 
     made = 0
@@ -58,7 +58,7 @@ def runners_of(folder):
     found = [ModelRunner(ReplicaSettings(dtype="bfloat16", device="cpu"), folder, BLOCK_SIZE) for _ in range(2)]
     for runner in found:
         allocate(runner, 12 * PAGES_EACH)
-    found[1]._programs = None
+    found[1].captured_steps = None
     return found
 
 
@@ -66,8 +66,8 @@ def runners_of(folder):
 def allocate(runner, blocks):
     """Memory that holds no number: what a row sees it must have written."""
     runner.allocate_kv(blocks)
-    runner._programs = Counted(runner._whole_logits)
-    for pages in (*runner._pool.keys, *runner._pool.values):
+    runner.captured_steps = Counted(runner.batch_logits)
+    for pages in (*runner.pool.keys, *runner.pool.values):
         pages.fill_(math.nan)
 
 
@@ -86,8 +86,8 @@ def test_a_shape_is_of_rows_that_decode():
     """Their number, the width of their tables in powers of two, and the threads."""
     rows = [PlanRow([7], 20, list(range(1, 9))), PlanRow([8], 3, [9])]
 
-    assert decode_shape(laid_out(rows), 2) == Shape(2, 16, 2)
-    assert decode_shape(laid_out([PlanRow([7], BLOCK_SIZE * 40, list(range(1, 99)))]), 1) == Shape(1, 64, 1)
+    assert decode_shape(laid_out(rows), 2) == DecodeShape(2, 16, 2)
+    assert decode_shape(laid_out([PlanRow([7], BLOCK_SIZE * 40, list(range(1, 99)))]), 1) == DecodeShape(1, 64, 1)
 
 
 @pytest.mark.parametrize(
@@ -123,13 +123,13 @@ def test_logits_are_those_of_steps_that_are_not_recorded(checkpoint, model):
             for row, count in zip(picked, counts, strict=True)
         ]
         plan = plan_of_rows(step, rows, rng.sample(range(sum(counts)), len(rows)))
-        with_programs, without = (runner.forward(plan) for runner in runners)
-        assert with_programs.isfinite().all()
-        assert torch.equal(with_programs, without)
+        captured, without = (runner.forward(plan) for runner in runners)
+        assert captured.isfinite().all()
+        assert torch.equal(captured, without)
         for row, count in zip(picked, counts, strict=True):
             lengths[row] += count
 
-    assert runners[0]._programs.made > (30 if beats_packed() else 15)
+    assert runners[0].captured_steps.made > (30 if beats_packed() else 15)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -138,7 +138,7 @@ def test_no_schedule_tells_recorded_steps_from_others(model, checkpoint):
     model_type, overrides = MODELS[model]
     folder = checkpoint(model_type, **overrides)
     recording, plain = (made_runner(folder, resident=False, dtype="bfloat16") for _ in range(2))
-    recording._programs, plain._programs = Counted(recording._whole_logits), None
+    recording.captured_steps, plain.captured_steps = Counted(recording.batch_logits), None
 
     @settings(max_examples=30, deadline=None)
     @given(ASKS, SETUPS, st.booleans())
@@ -150,10 +150,10 @@ def test_no_schedule_tells_recorded_steps_from_others(model, checkpoint):
 
     answers_are_the_same()
 
-    assert recording._programs.made, "nothing was recorded"
+    assert recording.captured_steps.made, "nothing was recorded"
 
 
-def test_a_text_computed_by_programs_is_as_exact_as_a_prompt(checkpoint, runners):
+def test_a_text_computed_by_captured_steps_is_as_exact_as_a_prompt(checkpoint, runners):
     """Within the bound of docs/models.md, beside float32."""
     tokens, runner, exact = list(range(3, 43)), runners[0], make_runner(checkpoint("llama"))
     wanted = exact.forward(plan_of_rows(0, [PlanRow(tokens, 0, list(range(1, 8)))], range(len(tokens))))
@@ -162,7 +162,7 @@ def test_a_text_computed_by_programs_is_as_exact_as_a_prompt(checkpoint, runners
     got = torch.cat([runner.forward(step) for step in steps])
 
     assert distance(got, wanted) < BOUNDS["bfloat16"]
-    assert runner._programs.made == len(tokens) - 1
+    assert runner.captured_steps.made == len(tokens) - 1
 
 
 @torch.inference_mode()
@@ -177,13 +177,13 @@ def test_answers_are_the_caller_s_to_change(runners):
 
     assert torch.equal(answers[3], answers[0])
     assert torch.equal(again, answers[0])
-    assert runner._programs.made == 4
+    assert runner.captured_steps.made == 4
 
 
 def test_a_shape_is_recorded_when_it_comes_again():
     """And the one that was not used for longest is forgotten."""
     forward = Forward()
-    programs = DecodePrograms(forward)
+    programs = CapturedSteps(forward)
     first = laid_out([PlanRow([7], 0, [1])])
 
     assert programs.run(first) is None
@@ -211,7 +211,7 @@ class Forward:
 def test_what_cannot_be_recorded_runs_as_ever(caplog):
     """The log says why and what would help, and nothing is tried again."""
     calls = []
-    programs = DecodePrograms(lambda batch: calls.append(batch) or batch.token_ids + 1)
+    programs = CapturedSteps(lambda batch: calls.append(batch) or batch.token_ids + 1)
     caplog.set_level(logging.INFO, logger="homing")  # other tests leave it less to say
 
     answers = [programs.run(laid_out([PlanRow([7], step % 16, [1])])) for step in range(5)]
@@ -238,11 +238,11 @@ def test_few_rows_are_recorded_where_more_cannot_be(caplog):
     assert caplog.text.count("decode_programs_unusable") == 1
 
 
-def test_several_ranks_have_no_programs(caplog):
+def test_several_ranks_have_no_captured_steps(caplog):
     """They sum between kernels, which a program would leave out."""
     caplog.set_level(logging.INFO, logger="homing")  # other tests leave it less to say
 
-    assert programs_for(torch.device("cpu"), SimpleNamespace(size=2), None) is None
+    assert captured_steps_for(torch.device("cpu"), SimpleNamespace(size=2), None) is None
     assert "decode_programs_unusable reason='2 ranks" in caplog.text
 
 
@@ -256,7 +256,7 @@ def test_a_step_that_fails_while_it_is_recorded_leaves_nothing_behind():
             raise failures.pop()
         return logits
 
-    programs, batches = DecodePrograms(fails_once), [laid_out([PlanRow([7 + at], 0, [1])]) for at in range(3)]
+    programs, batches = CapturedSteps(fails_once), [laid_out([PlanRow([7 + at], 0, [1])]) for at in range(3)]
     programs.run(batches[0])
 
     with pytest.raises(MemoryError):
@@ -275,5 +275,5 @@ def test_memory_made_anew_is_recorded_anew(runners):
     allocate(runner, 50)
     answers = [runner.forward(plan) for plan in plans]
 
-    assert runner._programs.made == len(plans) - 1
+    assert runner.captured_steps.made == len(plans) - 1
     assert all(torch.equal(answer, without.forward(plan)) for answer, plan in zip(answers, plans, strict=True))

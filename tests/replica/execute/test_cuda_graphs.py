@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from homing.replica.execute.cuda_graphs import EagerGraphs, graph_sizes, padded_size
+from homing.replica.execute.cuda_graphs import EagerSteps, graph_sizes, padded_size
 
 
 @given(st.integers(1, 600), st.data())
@@ -28,7 +28,7 @@ def test_larger_batches_have_none():
 def test_eager_replays_run_the_function_of_their_size():
     """What a graph does to its tensors, the stand-in does by calling again."""
     calls: list[str] = []
-    graphs = EagerGraphs()
+    graphs = EagerSteps()
     graphs.capture(1, lambda: calls.append("one"))
     graphs.capture(2, lambda: calls.append("two"))
 

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 from homing.replica.config import ReplicaSettings
 from homing.replica.engine.step_plan import BlockCopy, PlanRow, plan_of_rows
 from homing.replica.errors import StartupError
-from homing.replica.execute.gpu_runner import ResidentRunner
-from homing.replica.execute.runner import ModelRunner, resolve_device, thread_keeper
+from homing.replica.execute.gpu_runner import GpuRunner
+from homing.replica.execute.runner import ModelRunner, resolve_device
 from homing.replica.models.loading import DTYPES
 
 from ..toys import BLOCK_SIZE, ToyScheduler, make_runner
@@ -104,7 +104,7 @@ def test_a_token_beyond_the_vocabulary_is_refused(checkpoint):
 
 
 @pytest.mark.parametrize("provider", ["native", "transformers"])
-@pytest.mark.parametrize("kind", [ModelRunner, ResidentRunner])
+@pytest.mark.parametrize("kind", [ModelRunner, GpuRunner])
 def test_a_row_may_ask_for_several_tokens_of_an_answer(kind, provider, checkpoint):
     """As a drafter makes it: each guess has its logits, and a wrong one leaves nothing behind."""
     settings = ReplicaSettings(dtype="float32", device="cpu", model_provider=provider, max_model_len=64)
@@ -200,18 +200,3 @@ def test_absent_cuda_is_refused_by_name():
     """Falling back in silence would serve at a hundredth of the speed."""
     with pytest.raises(StartupError, match="cuda"):
         resolve_device(ReplicaSettings(device="cuda"))
-
-
-@pytest.mark.parametrize(
-    ("settings", "most"), [({}, 8), ({"tensor_parallel_size": 2}, 4), ({"tensor_parallel_size": 16}, 1)]
-)
-def test_threads_are_at_most_a_rank_s_share_of_the_cores(settings, most):
-    """Ranks of one replica compute at the same time, so each may take its share at most."""
-    assert thread_keeper(ReplicaSettings(**settings), 8)._choice.most == most
-
-
-def test_threads_that_were_set_stay():
-    """Whoever sets them knows what else runs."""
-    choice = thread_keeper(ReplicaSettings(cpu_threads=3), 8)._choice
-
-    assert (choice.threads, choice.most) == (3, 3)

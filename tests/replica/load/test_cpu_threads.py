@@ -1,14 +1,17 @@
 """Threads follow the cores that others leave: down at once, up when a core was free twice."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from homing.replica.config import ReplicaSettings
 from homing.replica.load.cpu_threads import (
     INTERVAL_S,
     CpuTimes,
     ThreadChoice,
-    ThreadKeeper,
+    ThreadTuner,
     read_cpu_times,
+    thread_choice,
     usable_cores,
 )
 
@@ -54,7 +57,7 @@ def test_there_is_always_a_thread_and_never_more_than_allowed(cores: int, ranks:
     assert all(1 <= threads <= most for threads in chosen(ThreadChoice(cores, most), others))
 
 
-def test_a_keeper_looks_once_in_a_while_and_applies_changes_alone() -> None:
+def test_a_tuner_looks_once_in_a_while_and_applies_changes_alone() -> None:
     """A look between all steps would cost more than it gives."""
     clock, machine = FakeClock(), Machine()
     applied: list[int] = []
@@ -64,10 +67,10 @@ def test_a_keeper_looks_once_in_a_while_and_applies_changes_alone() -> None:
         looks.append(clock.now)
         return machine.pass_by(0.0, 1.0)
 
-    keeper = ThreadKeeper(ThreadChoice(cores=2, most=2), applied.append, read, clock)
-    keeper.begin()
+    tuner = ThreadTuner(ThreadChoice(cores=2, most=2), applied.append, read, clock)
+    tuner.apply()
     for _ in range(40):
-        keeper.look()
+        tuner.update()
         clock.now += INTERVAL_S / 8
 
     assert len(looks) == 5
@@ -77,10 +80,10 @@ def test_a_keeper_looks_once_in_a_while_and_applies_changes_alone() -> None:
 def test_a_system_that_does_not_tell_keeps_its_threads() -> None:
     """Not every system has Linux' counters."""
     applied: list[int] = []
-    keeper = ThreadKeeper(ThreadChoice(cores=2, most=2, threads=2), applied.append, lambda: None)
+    tuner = ThreadTuner(ThreadChoice(cores=2, most=2, threads=2), applied.append, lambda: None)
 
-    keeper.begin()
-    keeper.look()
+    tuner.apply()
+    tuner.update()
 
     assert applied == [2]
 
@@ -92,3 +95,18 @@ def test_this_machine_tells_its_cores_and_times() -> None:
     if first is not None and second is not None:
         assert second.at_s >= first.at_s
         assert second.own_s >= first.own_s
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"), [({}, 8), ({"tensor_parallel_size": 2}, 4), ({"tensor_parallel_size": 16}, 1)]
+)
+def test_threads_are_at_most_a_rank_s_share_of_the_cores(settings, most):
+    """Ranks of one replica compute at the same time, so each may take its share at most."""
+    assert thread_choice(ReplicaSettings(**settings), 8).most == most
+
+
+def test_threads_that_were_set_stay():
+    """Whoever sets them knows what else runs."""
+    choice = thread_choice(ReplicaSettings(cpu_threads=3), 8)
+
+    assert chosen(choice, [8.0, 0.0, 8.0]) == [3, 3, 3]

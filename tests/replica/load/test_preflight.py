@@ -89,14 +89,14 @@ def break_index(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "error", "told"),
     [
-        (cut, WeightsTorn, r"two\.safetensors is torn: it has \d+ bytes of \d+; fetch the model again"),
-        (cut_in_header, WeightsTorn, r"two\.safetensors is torn.*less than its header"),
-        (empty, WeightsTorn, r"two\.safetensors is torn"),
-        (scramble, WeightsTorn, r"two\.safetensors is torn: its header"),
+        (cut, WeightsTorn, r"two\.safetensors is incomplete: it has \d+ bytes of \d+; fetch the model again"),
+        (cut_in_header, WeightsTorn, r"two\.safetensors is incomplete.*less than its header"),
+        (empty, WeightsTorn, r"two\.safetensors is incomplete"),
+        (scramble, WeightsTorn, r"two\.safetensors is damaged: its header"),
         (lose_shard, WeightsMissing, r"index\.json names two\.safetensors, which is not in the folder"),
-        (swap_shard, WeightsMissing, r"two\.safetensors holds 'b', which it does not"),
+        (swap_shard, WeightsMissing, r"lists 'b' in two\.safetensors, which does not contain it"),
         (lose_all, WeightsMissing, r"no \*\.safetensors"),
-        (break_index, WeightsTorn, r"no index of weights"),
+        (break_index, WeightsTorn, r"not an index of weights"),
     ],
 )
 def test_weights_that_are_not_whole_are_named(
@@ -114,7 +114,7 @@ def test_a_configuration_that_is_none_is_named(folder: Path, content: str) -> No
     """With the file."""
     (folder / "config.json").write_text(content)
 
-    with pytest.raises(UnsupportedModel, match=r"config\.json is no model's configuration"):
+    with pytest.raises(UnsupportedModel, match=r"config\.json is not a model's configuration"):
         check(folder)
 
 

@@ -14,17 +14,15 @@ from homing.kvcache.config import KvCacheSettings
 from homing.kvcache.errors import PoolTooSmall
 from homing.kvcache.sizing import MemoryReading, kv_budget_bytes
 from homing.replica.config import ReplicaSettings
-from homing.replica.engine.scheduler import Limits
+from homing.replica.engine.scheduler import SchedulerLimits
 from homing.replica.engine.step_plan import PlanRow, StepPlan, lay_out, plan_of_rows
 from homing.replica.errors import StartupError
-from homing.replica.execute.gpu_runner import ResidentRunner
+from homing.replica.execute.gpu_runner import GpuRunner
 from homing.replica.execute.runner import ModelRunner
 from homing.replica.load.startup import TRIAL_BLOCKS, blocks_left, largest_steps, measure_rates, number_of_blocks
 from homing.replica.models.spec import KvShape, ModelSpec
-from homing.replica.parallel.rank_spec import GangSpec
-from homing.replica.parallel.step_broadcast import PlanChannel
-from homing.replica.parallel.worker import GangExecutor, LocalExecutor, RankWorker, join_gang
-from homing.replica.parallel.worker import share_endpoint as share
+from homing.replica.parallel.step_broadcast import RankPlace
+from homing.replica.parallel.worker import load_rank_0, start_worker
 
 from ..toys import BLOCK_SIZE
 
@@ -42,10 +40,10 @@ class TrialRun:
     pools: list[int] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate_kv(self, num_blocks: int) -> None:
         self.pools.append(num_blocks)
 
-    def execute(self, plan: StepPlan) -> torch.Tensor:
+    def forward(self, plan: StepPlan) -> torch.Tensor:
         self.plans.append(plan)
         if self.error is not None:
             raise self.error
@@ -56,8 +54,8 @@ class TrialRun:
 
 
 @dataclass
-class Told:
-    """A device that knows what it will be asked."""
+class FakeMemory:
+    """A device with a fixed reading."""
 
     reading: MemoryReading
     begun: int = 0
@@ -108,7 +106,7 @@ def test_what_is_set_or_known_is_not_tried(device, cache, expected):
 @given(st.integers(1, 70), st.integers(1, 300), st.integers(2, 400), st.sampled_from([1, 8, 16]))
 def test_trial_steps_are_the_largest_that_the_limits_allow(running, budget, longest, block_size):
     """A larger one later would find no memory; one that no scheduler would make would waste some."""
-    limits = Limits(running, budget, longest)
+    limits = SchedulerLimits(running, budget, longest)
 
     alone, shared = largest_steps(limits, block_size)
 
@@ -159,7 +157,7 @@ def test_a_length_of_two_is_served():
 
     assert blocks(executor, max_model_len=2) == 9
 
-    limits = Limits(4, 32, 2)
+    limits = SchedulerLimits(4, 32, 2)
     assert [plan.q_lens for plan in executor.plans[:1]] == [[1]]
     assert measure_rates(executor, limits, 16).decode_step_s > 0
 
@@ -187,18 +185,18 @@ def test_bytes_that_hold_no_block_are_refused_by_their_setting():
 PROMPT = plan_of_rows(0, [PlanRow(list(range(3, 16)), 0, [1, 2])])
 
 
-@pytest.mark.parametrize("kind", [ModelRunner, ResidentRunner])
+@pytest.mark.parametrize("kind", [ModelRunner, GpuRunner])
 def test_a_runner_is_as_new_after_its_trial(kind, checkpoint):
     """The trial's pool, table and graphs are given back, and what it computed is nowhere read."""
     folder = checkpoint("llama")
     settings = ReplicaSettings(dtype="float32", device="cpu", max_running_requests=3, max_model_len=60)
     untried = kind(settings, folder, BLOCK_SIZE)
     untried.allocate_kv(4)
-    memory = Told(reading(100_000))
+    memory = FakeMemory(reading(100_000))
     tried = kind(settings, folder, BLOCK_SIZE, memory=memory)
     cache = KvCacheSettings(block_size=BLOCK_SIZE, gpu_memory_utilization=0.5)
 
-    found = number_of_blocks(cache, settings, tried.spec, LocalExecutor(tried), CUDA)
+    found = number_of_blocks(cache, settings, tried.spec, tried, CUDA)
     tried.allocate_kv(found)
 
     assert found == kv_budget_bytes(memory.reading, 0.5) // tried.spec.bytes_per_block(BLOCK_SIZE)
@@ -212,27 +210,26 @@ def test_ranks_agree_on_the_pool_of_the_one_with_the_least(checkpoint, free_port
     settings = ReplicaSettings(
         dtype="float32", device="cpu", tensor_parallel_size=2, max_model_len=60, max_running_requests=3, cpu_threads=1
     )
-    gangs = [GangSpec(rank=rank, size=2, host="127.0.0.1", port=free_port, secret=bytes(32)) for rank in range(2)]
+    places = [RankPlace(rank=rank, size=2, host="127.0.0.1", port=free_port, secret=bytes(32)) for rank in range(2)]
     runners: dict[int, ModelRunner] = {}
 
     def load(settings, model_dir, block_size, group):
-        memory = Told(reading(200_000 - 50_000 * group.rank))
+        memory = FakeMemory(reading(200_000 - 50_000 * group.rank))
         runners[group.rank] = ModelRunner(settings, model_dir, block_size, group, memory=memory)
         return runners[group.rank]
 
-    worker = RankWorker(settings, block_size=BLOCK_SIZE, model_dir=folder, gang=gangs[1], load_runner=load)
-    thread = threading.Thread(target=lambda: (worker.start(), worker.run()))
+    def work():
+        start_worker(settings, block_size=BLOCK_SIZE, model_dir=folder, place=places[1], load_runner=load).run()
+
+    thread = threading.Thread(target=work)
     thread.start()
-    group, channel = join_gang(gangs[0], settings), PlanChannel(gangs[0])
-    share(group, channel.endpoint, settings)
-    executor = GangExecutor(load(settings, folder, BLOCK_SIZE, group), channel)
-    channel.wait_for_workers()
+    _, executor, _ = load_rank_0(settings, folder, BLOCK_SIZE, places[0], load)
     cache = KvCacheSettings(block_size=BLOCK_SIZE, gpu_memory_utilization=0.5)
 
     found = number_of_blocks(cache, settings, runners[0].spec, executor, CUDA)
-    executor.allocate(found)
-    logits = executor.execute(PROMPT)
-    sizes = [runner._pool.num_blocks for runner in runners.values()]
+    executor.allocate_kv(found)
+    logits = executor.forward(PROMPT)
+    sizes = [runner.pool.num_blocks for runner in runners.values()]
     executor.close()
     thread.join(60)
 

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 
 from homing.events.security.curve_keys import KeyPair, new_pair, protect_client
 from homing.replica.errors import RankLost, StartupError
-from homing.replica.parallel.rank_spec import GangSpec
 from homing.replica.parallel.step_broadcast import (
     HELLO,
     STEP,
     STOP,
     Hello,
-    PlanChannel,
+    RankPlace,
+    StepBroadcast,
     WorkerLink,
-    gang_keys,
+    rank_0_keys,
     read_hello,
 )
 
@@ -40,13 +40,13 @@ GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01%s" + b"\0" * 32
 ORDERS = 20
 
 
-def spec(rank: int, size: int = SIZE, secret: bytes = SECRET) -> GangSpec:
-    return GangSpec(rank=rank, size=size, host="127.0.0.1", port=0, secret=secret)
+def spec(rank: int, size: int = SIZE, secret: bytes = SECRET) -> RankPlace:
+    return RankPlace(rank=rank, size=size, host="127.0.0.1", port=0, secret=secret)
 
 
 @contextlib.contextmanager
-def rank_0(size: int = SIZE) -> Iterator[PlanChannel]:
-    channel = PlanChannel(spec(0, size))
+def rank_0(size: int = SIZE) -> Iterator[StepBroadcast]:
+    channel = StepBroadcast(spec(0, size))
     try:
         yield channel
     finally:
@@ -54,7 +54,7 @@ def rank_0(size: int = SIZE) -> Iterator[PlanChannel]:
 
 
 @contextlib.contextmanager
-def workers(channel: PlanChannel, size: int = SIZE) -> Iterator[list[WorkerLink]]:
+def workers(channel: StepBroadcast, size: int = SIZE) -> Iterator[list[WorkerLink]]:
     """The other ranks, one of which comes after the other."""
     links = [WorkerLink(channel.endpoint, spec(rank, size)) for rank in range(1, size)]
     try:
@@ -87,7 +87,7 @@ def knock(endpoint: str, rng: random.Random) -> None:
             sock.sendall(part)
 
 
-def obeyed(channel: PlanChannel, links: list[WorkerLink]) -> bool:
+def obeyed(channel: StepBroadcast, links: list[WorkerLink]) -> bool:
     """Whether every worker gets every order, in turn, and no other."""
     orders = [(STEP, bytes([number])) for number in range(ORDERS)]
     for order in orders:
@@ -121,7 +121,7 @@ def test_strangers_at_the_door_change_nothing(seed: int) -> None:
             assert obeyed(channel, links)
 
 
-@pytest.mark.parametrize("server", [None, gang_keys(OTHER_SECRET).public, new_pair().public])
+@pytest.mark.parametrize("server", [None, rank_0_keys(OTHER_SECRET).public, new_pair().public])
 def test_without_the_secret_nobody_is_a_rank(server: bytes | None) -> None:
     """A gang must not start with a stranger in the place of a rank: it would get all plans, and the rank none."""
     with rank_0() as channel, dealer(channel.endpoint, b"1", server) as stranger:
@@ -159,7 +159,7 @@ def test_who_knows_the_secret_and_says_nothing_sensible_is_passed_over() -> None
     ]
     with rank_0() as channel, contextlib.ExitStack() as stack:
         for identity, frames in said:
-            sock = stack.enter_context(dealer(channel.endpoint, identity, gang_keys(SECRET).public))
+            sock = stack.enter_context(dealer(channel.endpoint, identity, rank_0_keys(SECRET).public))
             sock.send_multipart(frames)
         links = stack.enter_context(workers(channel))
         pids = channel.wait_for_workers(PATIENCE_S)
@@ -172,7 +172,7 @@ def test_a_worker_takes_no_orders_from_a_stranger() -> None:
     """Somebody else may listen where rank 0 was: its orders, and STOP most of all, must not be read."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as impostor:
         impostor.linger = 0
-        _serve_curve(impostor, gang_keys(OTHER_SECRET))
+        _serve_curve(impostor, rank_0_keys(OTHER_SECRET))
         impostor.bind("tcp://127.0.0.1:*")
         link = WorkerLink(impostor.getsockopt_string(zmq.LAST_ENDPOINT), spec(1))
         try:
@@ -218,7 +218,7 @@ def test_every_rank_is_known_by_its_hello(size: int, data: st.DataObject) -> Non
 def test_the_secret_is_in_no_log() -> None:
     """Specs are logged when something goes wrong."""
     assert repr(SECRET) not in repr(spec(1))
-    assert gang_keys(SECRET).secret.decode() not in repr(gang_keys(SECRET))
+    assert rank_0_keys(SECRET).secret.decode() not in repr(rank_0_keys(SECRET))
 
 
 def _serve_curve(sock: "zmq.Socket[bytes]", keys: KeyPair) -> None:
@@ -233,7 +233,7 @@ def _hears(link: WorkerLink) -> bool:
         return False
 
 
-def _until_raised(channel: PlanChannel) -> None:
+def _until_raised(channel: StepBroadcast) -> None:
     """ZeroMQ notices a closed connection soon, not at once."""
     for _ in range(int(PATIENCE_S * 100)):
         channel.send(STEP)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from homing.replica.errors import RankLost
-from homing.replica.parallel.rank_spec import GangSpec
+from homing.replica.parallel.step_broadcast import RankPlace
 
 from ..clients import PATIENCE_S, Client, served
 from .gang_rank import SECRET
@@ -43,7 +43,7 @@ def folder(checkpoint: Callable[..., Path]) -> Path:
 def rank_0(port: int, overlap: str = "off") -> dict[str, object]:
     return {
         "settings": {"tensor_parallel_size": 2, "overlap_steps": overlap},
-        "gang": GangSpec(rank=0, size=2, host="127.0.0.1", port=port, secret=SECRET),
+        "place": RankPlace(rank=0, size=2, host="127.0.0.1", port=port, secret=SECRET),
     }
 
 

@@ -12,8 +12,8 @@ from openai import AsyncOpenAI
 import homing
 from homing.replica.messages import ModelLimits
 from homing.router.config import RouterSettings
+from homing.router.http.app import App
 from homing.router.http.front import Front, TextModels
-from homing.router.http.protocol.app import App
 from homing.router.http.protocol.server import HttpServer
 from homing.router.metrics import RouterMetrics
 from homing.router.replicas.membership import TextSource

@@ -100,7 +100,7 @@ async def test_a_wrong_name_is_told_what_there_is(client: httpx.AsyncClient) -> 
 
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
-    assert error["message"] == "model 'fox' does not exist here; this server has 'demo', 'org/owl'"
+    assert error["message"] == "model 'fox' does not exist; served models: 'demo', 'org/owl'"
 
 
 async def test_without_a_name_nobody_guesses(client: httpx.AsyncClient) -> None:

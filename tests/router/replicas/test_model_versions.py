@@ -477,7 +477,7 @@ def test_a_model_that_leaves_refuses_what_comes_and_what_waits_and_ends_with_its
 
     two.publish(both[0], replace(both[1], rest="draining"), serve=["fox"])
 
-    with pytest.raises(ModelNotFound, match="'owl' does not exist here; this server has 'fox'"):
+    with pytest.raises(ModelNotFound, match="'owl' does not exist; served models: 'fox'"):
         two.models.choose("owl")
     assert [limits.name for limits in two.models.models()] == ["fox"]
     assert two.chosen(3) == {1: 3}
@@ -525,7 +525,7 @@ def test_a_model_is_asked_for_by_its_name(two: World) -> None:
     """A misspelt name is told what there is; with several, one that names none is told so, too."""
     two.publish(member("r0"))
 
-    with pytest.raises(ModelNotFound, match="model 'ox' does not exist here; this server has 'fox', 'owl'"):
+    with pytest.raises(ModelNotFound, match="model 'ox' does not exist; served models: 'fox', 'owl'"):
         two.models.choose("ox")
     with pytest.raises(InvalidRequest, match=r"field .model.: several .* .fox., .owl."):
         two.models.choose(None)

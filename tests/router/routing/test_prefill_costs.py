@@ -2,7 +2,7 @@
 
 import pytest
 
-from homing.events.prefill_cost import PrefillSums
+from homing.events.load_report import PrefillSums
 from homing.events.wire.messages import PrefillCost, PrefillWork
 from homing.router.routing.prefill_costs import MEMORY_S, CostPool
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from homing.events.prefill_cost import PrefillSums
+from homing.events.load_report import PrefillSums
 from homing.events.wire.messages import PrefillCost, PrefillWork
 from homing.router.routing.replica_load import PRICED_EVERY_S, LoadBook, Pending
 

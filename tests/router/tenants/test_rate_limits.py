@@ -5,18 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from homing.router.errors import PromptOverLimit, RateLimited
-from homing.router.tenants.rate_limits import Book, Meter, TenantLimits, TokenBucket
+from homing.router.tenants.rate_limits import RateLimiter, TenantLimits, TokenBucket, UsageRecord
 
 #: Seconds between two requests, tokens of the prompt, tokens generated.
 Requests = list[tuple[float, int, int]]
 requests = st.lists(st.tuples(st.floats(0, 30, allow_nan=False), st.integers(1, 300), st.integers(0, 100)), max_size=60)
 
 
-def meter(**limits: int) -> Meter:
-    return Meter("acme", TenantLimits(**limits))
+def meter(**limits: int) -> RateLimiter:
+    return RateLimiter("acme", TenantLimits(**limits))
 
 
-def let_in(account: Meter, prompt: int, now: float) -> bool:
+def let_in(account: RateLimiter, prompt: int, now: float) -> bool:
     """Whether a request with such a prompt began."""
     try:
         account.begin([prompt], now)
@@ -55,7 +55,7 @@ def test_who_comes_back_when_told_is_let_in(asked: Requests) -> None:
         account.end(generated, now)
 
 
-def wait_s(account: Meter, prompt: int, now: float) -> float:
+def wait_s(account: RateLimiter, prompt: int, now: float) -> float:
     """How long a request with such a prompt is told to wait."""
     try:
         account.check([prompt], now)
@@ -111,7 +111,7 @@ def test_the_standing_says_what_is_left_and_when_all_is() -> None:
     account = meter(requests_per_minute=60, tokens_per_minute=600)
     account.begin([100], 0.0)
 
-    standing = account.standing(now=0.0)
+    standing = account.status(now=0.0)
     assert (standing["requests"].remaining, standing["requests"].reset_s) == (59, pytest.approx(1.0))
     assert (standing["tokens"].remaining, standing["tokens"].reset_s) == (500, pytest.approx(10.0))
 
@@ -129,7 +129,7 @@ def test_without_limits_only_the_account_is_kept() -> None:
         7,
         999,
     )
-    assert account.standing(0.0) == {}
+    assert account.status(0.0) == {}
 
 
 def test_a_bucket_never_holds_more_than_a_minute_s_worth() -> None:
@@ -155,9 +155,11 @@ def test_a_request_that_was_not_taken_costs_nothing() -> None:
 def test_routers_with_one_book_let_in_what_one_router_would(asked: Requests, dealt: list[int]) -> None:
     """Whichever of them the kernel gives a connection to."""
     limits = TenantLimits(requests_per_minute=6, tokens_per_minute=600, max_running=2)
-    rates, running = Book(), [0.0, 0.0, 0.0]
-    several = [Meter("acme", limits, Book(rates.requests, rates.tokens, running, seat)) for seat in range(3)]
-    alone, now, under_way = Meter("acme", limits), 0.0, []
+    rates, running = UsageRecord(), [0.0, 0.0, 0.0]
+    several = [
+        RateLimiter("acme", limits, UsageRecord(rates.requests, rates.tokens, running, seat)) for seat in range(3)
+    ]
+    alone, now, under_way = RateLimiter("acme", limits), 0.0, []
     for (pause, prompt, generated), seat in zip(asked, dealt, strict=False):
         now += pause
         begun = let_in(several[seat], prompt, now)

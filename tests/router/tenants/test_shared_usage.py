@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 
 from homing.router.errors import RateLimited
-from homing.router.tenants.rate_limits import Meter, TenantLimits
-from homing.router.tenants.shared_usage import SharedAccounts
+from homing.router.tenants.rate_limits import RateLimiter, TenantLimits
+from homing.router.tenants.shared_usage import SharedUsage
 
 ACME, OTHER = b"a" * 16, b"o" * 16
 #: Asks for far more than the limit from a process of its own, and prints how often it was let in.
 ASKER = """
 import sys
 from pathlib import Path
-from homing.router.tenants.shared_usage import SharedAccounts
+from homing.router.tenants.shared_usage import SharedUsage
 from homing.router.errors import RateLimited
-from homing.router.tenants.rate_limits import Meter, TenantLimits
+from homing.router.tenants.rate_limits import RateLimiter, TenantLimits
 
 path, seat = Path(sys.argv[1]), int(sys.argv[2])
-book = SharedAccounts(path, seat=seat, seats=3).books([b"a" * 16])[b"a" * 16]
-account = Meter("acme", TenantLimits(requests_per_minute=2000, max_running=1500), book)
+book = SharedUsage(path, seat=seat, seats=3).records([b"a" * 16])[b"a" * 16]
+account = RateLimiter("acme", TenantLimits(requests_per_minute=2000, max_running=1500), book)
 begun = 0
 for _ in range(5000):
     try:
@@ -37,12 +37,12 @@ print(begun, account.running)
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "accounts"
+    return tmp_path / "usage"
 
 
-def account(path: Path, *, seat: int, tenant: bytes = ACME, **limits: int) -> Meter:
+def account(path: Path, *, seat: int, tenant: bytes = ACME, **limits: int) -> RateLimiter:
     """The account of a tenant as the router in this seat has it."""
-    return Meter("acme", TenantLimits(**limits), SharedAccounts(path, seat=seat, seats=3).books([tenant])[tenant])
+    return RateLimiter("acme", TenantLimits(**limits), SharedUsage(path, seat=seat, seats=3).records([tenant])[tenant])
 
 
 def test_processes_that_ask_at_the_same_time_get_the_limit_together(path: Path) -> None:
@@ -52,7 +52,7 @@ def test_processes_that_ask_at_the_same_time_get_the_limit_together(path: Path) 
         for seat in range(3)
     ]
     told = [list(map(int, asker.communicate()[0].split())) for asker in askers]
-    book = SharedAccounts(path, seat=0, seats=3).books([OTHER, ACME])[ACME]
+    book = SharedUsage(path, seat=0, seats=3).records([OTHER, ACME])[ACME]
 
     assert sum(begun for begun, _ in told) == 2000
     assert list(book.running[1:]) == [running for _, running in told[1:]]
@@ -67,7 +67,7 @@ def test_what_one_router_books_the_others_refuse(path: Path) -> None:
     for each in (here, there):
         with pytest.raises(RateLimited, match="requests_per_minute"):
             each.check([1], 0.0)
-        assert each.standing(0.0)["tokens"].remaining == 40
+        assert each.status(0.0)["tokens"].remaining == 40
 
 
 def test_a_router_that_dies_loses_nothing_but_its_running_requests(path: Path) -> None:
@@ -104,30 +104,30 @@ def test_a_router_that_lives_on_beside_its_successor_ends_its_requests(path: Pat
 
 def test_the_file_goes_with_the_cluster(path: Path) -> None:
     """In a joined Ray it lies among the files of others; routers that stop a moment later mind nothing."""
-    first, second = (SharedAccounts(path, seat=seat, seats=2) for seat in (0, 1))
-    book = second.books([ACME])[ACME]
+    first, second = (SharedUsage(path, seat=seat, seats=2) for seat in (0, 1))
+    book = second.records([ACME])[ACME]
     first.close()
     assert not path.exists()
 
-    Meter("acme", TenantLimits(), book).begin([5], 0.0)
+    RateLimiter("acme", TenantLimits(), book).begin([5], 0.0)
     second.close()
 
 
-def test_tenants_that_come_with_a_later_keys_file_get_accounts(path: Path) -> None:
+def test_tenants_that_come_with_a_later_keys_file_get_records(path: Path) -> None:
     """A router reads the file when it starts; those that run know nothing of new tenants, and lose none of theirs."""
     first = account(path, seat=0, requests_per_minute=1)
-    both = SharedAccounts(path, seat=1, seats=3).books([OTHER, ACME])
-    Meter("other", TenantLimits(requests_per_minute=1), both[OTHER]).begin([5], 0.0)
+    both = SharedUsage(path, seat=1, seats=3).records([OTHER, ACME])
+    RateLimiter("other", TenantLimits(requests_per_minute=1), both[OTHER]).begin([5], 0.0)
     first.check([5], 0.0)
-    Meter("acme", TenantLimits(requests_per_minute=1), both[ACME]).begin([5], 0.0)
+    RateLimiter("acme", TenantLimits(requests_per_minute=1), both[ACME]).begin([5], 0.0)
 
     with pytest.raises(RateLimited):
         first.check([5], 0.0)
 
 
-def test_a_router_without_tenants_needs_no_accounts(path: Path) -> None:
+def test_a_router_without_tenants_needs_no_records(path: Path) -> None:
     """No keys file names any."""
-    accounts = SharedAccounts(path, seat=0, seats=2)
+    usage = SharedUsage(path, seat=0, seats=2)
 
-    assert accounts.books([]) == {}
-    accounts.close()
+    assert usage.records([]) == {}
+    usage.close()

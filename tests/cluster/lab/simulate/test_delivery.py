@@ -17,7 +17,7 @@ from homing.cluster.lab.simulate.workload import Arrival, Chats, compress, conve
 from homing.events.publish.step_changes import AllCleared, Change, RemovedBlocks, StoredBlocks
 from homing.events.wire.messages import LoadReport
 from homing.kvcache.hashing import wire_hashes
-from homing.replica.engine.throughput import Rates
+from homing.replica.engine.throughput import SmoothedRates
 from homing.replica.messages import ReplicaDescription
 
 from .fakes import MODEL, setup_of
@@ -102,7 +102,7 @@ def test_a_router_holds_what_the_replica_once_held_and_in_the_end_what_it_holds(
 
     channel = Channel(delay_s=0.02, loss=loss, resync_s=resync_s, wire=True)
     delivery = delivery_of(channel, agenda, heard, Random(seed))
-    replica = SimulatedReplica("r0", MODEL, LIMITS, Rates(1000.0, 0.01))
+    replica = SimulatedReplica("r0", MODEL, LIMITS, SmoothedRates(1000.0, 0.01))
     delivery.follow(book, replica)
     for number, state in enumerate(states, 1):
         agenda.until(number * 0.03)
@@ -118,7 +118,7 @@ def test_without_loss_and_wire_nothing_is_asked_for() -> None:
     """The shortest way: the same values, a delay later."""
     agenda, book = Agenda(), Notebook()
     delivery = delivery_of(Channel(delay_s=0.5), agenda, lambda _: None, Random(0))
-    replica = SimulatedReplica("r0", MODEL, LIMITS, Rates(1000.0, 0.01))
+    replica = SimulatedReplica("r0", MODEL, LIMITS, SmoothedRates(1000.0, 0.01))
     delivery.follow(book, replica)
 
     delivery.tell("r0", changes_of(set(), {1, 2}), replica.report(0.0))
@@ -133,7 +133,7 @@ def test_a_load_report_that_was_lost_comes_with_the_next_heartbeat() -> None:
     """Otherwise a replica that has become idle would look busy for ever."""
     agenda, book = Agenda(), Notebook()
     delivery = delivery_of(Channel(loss=0.9), agenda, lambda _: None, Random(1))
-    replica = SimulatedReplica("r0", MODEL, LIMITS, Rates(1000.0, 0.01))
+    replica = SimulatedReplica("r0", MODEL, LIMITS, SmoothedRates(1000.0, 0.01))
     delivery.follow(book, replica)
     agenda.until(float("inf"))
     before = len(book.reports)
@@ -149,12 +149,14 @@ def test_what_is_on_its_way_from_a_lost_replica_does_not_arrive() -> None:
     """Its successor of the same name holds nothing of it."""
     agenda, book = Agenda(), Notebook()
     delivery = delivery_of(Channel(delay_s=1.0, wire=True), agenda, lambda _: None, Random(0))
-    delivery.follow(book, SimulatedReplica("r0", MODEL, LIMITS, Rates(1000.0, 0.01)))
+    delivery.follow(book, SimulatedReplica("r0", MODEL, LIMITS, SmoothedRates(1000.0, 0.01)))
     agenda.until(5.0)
 
-    delivery.tell("r0", changes_of(set(), {1}), SimulatedReplica("r0", MODEL, LIMITS, Rates(1000.0, 0.01)).report(5.0))
+    delivery.tell(
+        "r0", changes_of(set(), {1}), SimulatedReplica("r0", MODEL, LIMITS, SmoothedRates(1000.0, 0.01)).report(5.0)
+    )
     delivery.forget("r0")
-    delivery.follow(book, SimulatedReplica("r0", MODEL, LIMITS, Rates(1000.0, 0.01), epoch=2))
+    delivery.follow(book, SimulatedReplica("r0", MODEL, LIMITS, SmoothedRates(1000.0, 0.01), epoch=2))
     agenda.until(float("inf"))
 
     assert book.held == set()

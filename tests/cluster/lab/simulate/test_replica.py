@@ -8,14 +8,14 @@ import pytest
 from homing.cluster.lab.simulate import ReplicaLimits, SimulatedReplica
 from homing.cluster.lab.simulate.replica import Work
 from homing.cluster.lab.simulate.workload import Arrival
-from homing.replica.engine.throughput import Rates
+from homing.replica.engine.throughput import SmoothedRates
 
 from .fakes import BLOCK, MODEL, arrival
 
 
 def replica_of(**fields: int) -> SimulatedReplica:
     limits = ReplicaLimits(**{"blocks": 50, "block_tokens": BLOCK, **fields})
-    return SimulatedReplica("r0", MODEL, limits, Rates(1000.0, 0.01))
+    return SimulatedReplica("r0", MODEL, limits, SmoothedRates(1000.0, 0.01))
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from homing.replica.engine.philox import uniforms
-from homing.replica.engine.sampler import SamplingRow, sample
+from homing.replica.engine.sampler import SamplingRow, sample, uniforms
 from homing.replica.kernels.base import NO_TOKEN, SamplingInputs
 from homing.replica.kernels.triton.sampling import levels_of
 from homing.replica.kernels.triton.triton_kernels import TritonKernels

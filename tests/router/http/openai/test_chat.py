@@ -1,18 +1,24 @@
 """Properties of chat answers, with OpenAI's own client and types as judges."""
 
 import json
+from collections.abc import Sequence
 
 import httpx
+import msgspec
 import openai
 import pytest
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat.chat_completion import ChoiceLogprobs
 
 from homing.kvcache.hashing import token_array
+from homing.replica.messages import PositionLogprobs, TokenLogprob
 from homing.router.errors import ReplicaLost
 from homing.router.http.front import Front
-from homing.router.http.openai import schema, validate
-from homing.router.text.template import Chat
+from homing.router.http.openai.chat import CHAT as DIALECT
+from homing.router.http.openai.schema import LOWEST_LOGPROB
+from homing.router.text.answer import TokenAt
+from homing.router.text.template import Conversation
 from homing.router.text.tokenizer import TextModel
 
 from ..conftest import ANSWER
@@ -59,7 +65,7 @@ async def test_the_prompt_is_the_rendered_template(
     await client.post(CHAT, json={"messages": MESSAGES})
     await client.post(CHAT, json={"messages": [{"role": "user", "content": parts}]})
 
-    wanted = list(text_model.encode_chat_now(Chat(MESSAGES)))
+    wanted = list(text_model.encode_chat_now(Conversation(MESSAGES)))
     assert [token_array(request.token_ids).tolist() for request in backend.requests] == [wanted, wanted]
 
 
@@ -249,12 +255,40 @@ async def test_tool_calls_of_earlier_turns_reach_the_template_as_objects(client,
     assert bad.json()["error"]["param"] == "messages[1].tool_calls"
 
 
-def test_tools_are_given_to_the_template():
-    """What a template makes of them is its own affair: the demo model's leaves them out."""
-    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
-    body = schema.CHAT.decode(json.dumps({"messages": MESSAGES, "tools": tools}))
+async def test_tools_are_given_to_the_template(front: Front, text_model: TextModel):
+    """A template may use or ignore them (the demo model's ignores them); `tool_choice: none` hides them."""
+    given: list[Conversation] = []
 
-    assert validate.chat(body).tools == tools
+    class Recording(TextModel):
+        def __init__(self) -> None:
+            self.__dict__.update(text_model.__dict__)
+
+        async def encode_chat(self, conversation: Conversation, *, tenant: bytes = b"") -> Sequence[int]:
+            given.append(conversation)
+            return await super().encode_chat(conversation, tenant=tenant)
+
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    served = msgspec.structs.replace(await front.served(None), text=Recording())
+    for choice in ("auto", "none"):
+        body = json.dumps({"messages": MESSAGES, "tools": tools, "tool_choice": choice})
+        await DIALECT.job(front, served, DIALECT.decoder.decode(body), b"")
+
+    assert [each.tools for each in given] == [tools, None]
+
+
+async def test_logprobs_are_openais(front: Front):
+    """Validated strictly; JSON has no infinite numbers, and parts of characters keep their bytes."""
+    served = await front.served(None)
+    fox = next(each for each in range(served.limits.vocab_size) if served.text.piece(each) == b" fox")
+    half = next(each for each in range(served.limits.vocab_size) if served.text.piece(each) == b"\xf0")
+    position = PositionLogprobs(TokenLogprob(half, -3.0), [TokenLogprob(fox, -0.1), TokenLogprob(0, float("-inf"))])
+    body = DIALECT.decoder.decode(json.dumps({"messages": MESSAGES, "logprobs": True, "top_logprobs": 2}))
+    shape = DIALECT.builder(served, body, "id", 0).logprobs([TokenAt(half, 0, position)])
+
+    parsed = ChoiceLogprobs.model_validate(msgspec.json.decode(msgspec.json.encode(shape)), strict=True)
+    assert parsed.content is not None
+    assert parsed.content[0].bytes == [0xF0]
+    assert [top.logprob for top in parsed.content[0].top_logprobs] == [-0.1, LOWEST_LOGPROB]
 
 
 async def test_a_timeout_is_the_requests_deadline(client: httpx.AsyncClient, backend: FakeBackend, front: Front):

@@ -3,13 +3,18 @@
 import json
 
 import httpx
+import msgspec
 import pytest
 from openai import AsyncOpenAI
 from openai.types import Completion
+from openai.types.completion_choice import Logprobs
 
 from homing.kvcache.hashing import token_array
 from homing.replica.messages import PositionLogprobs, TokenLogprob
 from homing.router.backend import GenerationRequest, TokenDelta
+from homing.router.http.front import Front
+from homing.router.http.openai.completions import COMPLETION, unique_name
+from homing.router.text.answer import TokenAt
 from homing.router.text.tokenizer import TextModel
 
 from ..conftest import ANSWER
@@ -142,3 +147,22 @@ async def test_a_best_of_that_cannot_be_is_refused_by_name(client, backend: Fake
 
     assert (response.status_code, response.json()["error"]["param"]) == (400, "best_of")
     assert not backend.requests
+
+
+async def test_logprobs_are_openais(front: Front):
+    """The token itself is always among its alternatives: evaluation tools take the greatest of them."""
+    served = await front.served(None)
+    fox = next(each for each in range(served.limits.vocab_size) if served.text.piece(each) == b" fox")
+    half = next(each for each in range(served.limits.vocab_size) if served.text.piece(each) == b"\xf0")
+    position = PositionLogprobs(TokenLogprob(half, -3.0), [TokenLogprob(fox, -0.1), TokenLogprob(0, float("-inf"))])
+    body = COMPLETION.decoder.decode(json.dumps({"prompt": PROMPT, "logprobs": 1}))
+    shape = COMPLETION.builder(served, body, "id", 0).logprobs([TokenAt(half, 7, position)])
+
+    parsed = Logprobs.model_validate(json.loads(msgspec.json.encode(shape)), strict=True)
+    assert parsed.text_offset == [7]
+    assert parsed.top_logprobs == [{" fox": -0.1, "bytes:\\xf0": -3.0}]
+
+
+def test_parts_of_characters_keep_different_names():
+    """A replacement character for each would merge them into one key."""
+    assert unique_name(b"\xf0") != unique_name(b"\xf1")

@@ -14,15 +14,15 @@ from schemathesis import GenerationMode
 
 from homing.router.config import RouterSettings
 from homing.router.http.errors import ErrorBody
-from homing.router.http.openai.endpoints import ENDPOINTS
-from homing.router.http.openai.openapi import OPERATIONS, document
+from homing.router.http.openai.endpoints import ENDPOINTS, find, openapi_document
+from homing.router.http.protocol.exchange import Request
 from homing.router.server import RouterServer
 
 from ..conftest import LoadedText
 from ..fakes import FakeBackend
 
-SCHEMA = schemathesis.openapi.from_dict(json.loads(document()))
-LABELS = {f"{each.method.upper()} {each.path}": each for each in OPERATIONS}
+SCHEMA = schemathesis.openapi.from_dict(json.loads(openapi_document()))
+LABELS = {f"{each.method} {each.path}": each for each in ENDPOINTS}
 EXAMPLES = 25
 
 
@@ -42,15 +42,22 @@ def port(text_model, backend: FakeBackend) -> Iterator[int]:
 
 
 def test_the_document_lists_exactly_what_is_served() -> None:
-    """An endpoint that is added is documented, or this fails."""
-    served = {(path, method.lower()) for path, methods in ENDPOINTS.items() for method in methods}
+    """Every operation of the document reaches its own handler, and no endpoint is left out."""
+    listed = {
+        (method.upper(), path)
+        for path, methods in json.loads(openapi_document())["paths"].items()
+        for method in methods
+    }
 
-    assert {(each.path, each.method) for each in OPERATIONS} == served | {("/v1/models/{model}", "get")}
+    assert listed == {(each.method, each.path) for each in ENDPOINTS}
+    for each in ENDPOINTS:
+        path = each.path.replace("{model}", "org/fox")
+        assert find(Request(each.method, path, {}, b"", keep_alive=True)) is each.handler
 
 
 def test_every_reference_leads_somewhere() -> None:
     """Generators of clients stop at the first that does not."""
-    text = document().decode()
+    text = openapi_document().decode()
     known = {f"#/components/schemas/{name}" for name in json.loads(text)["components"]["schemas"]}
     used = {part.split('"')[0] for part in text.split('"$ref":"')[1:]}
 
@@ -81,8 +88,8 @@ def test_whatever_is_sent_is_answered_in_the_documents_shape(label: str, port: i
             assert msgspec.json.decode(data, type=ErrorBody).error.message
         elif answer.headers["content-type"].startswith("text/event-stream"):
             assert data.endswith(b"data: [DONE]\n\n")
-        elif operation.answer is not None:
-            msgspec.json.decode(data, type=operation.answer)
+        elif operation.response is not None:
+            msgspec.json.decode(data, type=operation.response)
 
     for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
         if mode is GenerationMode.POSITIVE or operation.bodies:

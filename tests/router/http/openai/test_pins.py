@@ -14,7 +14,7 @@ from homing.router.http.front import Front
 from homing.router.http.openai.pins import Mark, chat_pins
 from homing.router.metrics import RouterMetrics
 from homing.router.tenants.api_keys import tenants_of
-from homing.router.text.template import Chat
+from homing.router.text.template import Conversation
 from homing.router.text.tokenizer import TextModel
 
 from ...tenants.test_api_keys import entry
@@ -50,7 +50,7 @@ async def test_a_marked_message_keeps_the_prompt_up_to_there(
 ):
     """What the next conversation under the same system prompt begins with, and not a token of the question."""
     await client.post(CHAT, json={"messages": [SYSTEM | {"cache_control": KEEP | {"ttl": 60}}, USER]})
-    other = list(text_model.encode_chat_now(Chat([SYSTEM, USER | {"content": "zebra"}])))
+    other = list(text_model.encode_chat_now(Conversation([SYSTEM, USER | {"content": "zebra"}])))
 
     [(kept, ttl_s)] = pinned(backend.requests[0])
     assert ttl_s == 60.0
@@ -168,7 +168,7 @@ class Picky(TextModel):
         self.__dict__.update(text.__dict__)
         self.last_roles = last_roles
 
-    async def encode_chat(self, chat: Chat, *, tenant: bytes = b"") -> Sequence[int]:
+    async def encode_chat(self, chat: Conversation, *, tenant: bytes = b"") -> Sequence[int]:
         if chat.messages[-1]["role"] not in self.last_roles:
             raise TemplateRefusal("no user query", param="messages")
         return await super().encode_chat(chat, tenant=tenant)
@@ -176,7 +176,7 @@ class Picky(TextModel):
 
 async def test_a_template_that_refuses_the_cut_is_given_a_question(text_model: TextModel):
     """A system prompt is the most common thing to keep, and some templates do not take it alone."""
-    chat = Chat([SYSTEM, USER])
+    chat = Conversation([SYSTEM, USER])
     whole = text_model.encode_chat_now(chat)
     mark = Mark(0, None, 60.0, "messages[0].cache_control")
 
@@ -189,7 +189,7 @@ async def test_a_template_that_refuses_the_cut_is_given_a_question(text_model: T
 
 async def test_a_template_that_cannot_be_cut_is_said_by_field(text_model: TextModel):
     """The caller can mark a later message."""
-    chat = Chat([SYSTEM, USER])
+    chat = Conversation([SYSTEM, USER])
     mark = Mark(0, None, 60.0, "messages[0].cache_control")
 
     with pytest.raises(InvalidRequest, match="mark a later message") as caught:

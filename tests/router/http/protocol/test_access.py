@@ -6,7 +6,7 @@ import io
 import pytest
 
 from homing.router.http.protocol.access import FLUSH_LINES, AccessLog, line
-from homing.router.http.protocol.exchange import Account, Exchange, Request
+from homing.router.http.protocol.exchange import Exchange, GenerationSummary, Request
 
 
 class Nowhere:
@@ -28,7 +28,7 @@ def answered(path: str = "/v1/completions") -> Exchange:
 def test_a_line_tells_what_became_of_a_generation():
     """In a fixed order, so that simple tools can cut it."""
     exchange = answered()
-    exchange.account = Account("team-a", "r0", 12, 7, 8, 3, 0.0204)
+    exchange.summary = GenerationSummary("team-a", "r0", 12, 7, 8, 3, 0.0204)
 
     assert line(exchange, 0.5, 1.0) == (
         "ts=1.000 request=r-1 method=POST path=/v1/completions status=200 duration_ms=500.0 ttft_ms=20.4 "
@@ -36,7 +36,7 @@ def test_a_line_tells_what_became_of_a_generation():
     )
 
 
-def test_what_never_generated_has_no_account():
+def test_a_request_that_generates_nothing_has_no_summary():
     """A health check, a refusal."""
     assert line(answered("/health"), 0.001, 1.0).endswith("path=/health status=200 duration_ms=1.0\n")
 

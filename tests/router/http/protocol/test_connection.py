@@ -556,7 +556,7 @@ async def test_a_client_that_leaves_ends_its_exchange_at_once(rig: Rig, how: str
 
     await rig.until(lambda: exchange.gone)
     exchange.respond(b"nobody reads this")
-    exchange.begin_anew()
+    exchange.restart()
 
     assert (told, exchange.status, rig.handler.over) == ([True], 499, [exchange])
 

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from homing.events.follow.residency import CountedResidents
-from homing.events.wire.dialects import Cleared, Removed, Stored
+from homing.events.follow.residency import CountedResidency
+from homing.events.wire.cache_events import Cleared, Removed, Stored
 from homing.kvcache.hashing import BlockHash, BlockHasher, tenant_root, token_bytes, wire_hash
 from homing.router.errors import ParityMismatch
 from homing.router.replicas.external.block_keys import ExternalBlocks, cache_salt
@@ -128,7 +128,7 @@ class Engine(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 1 << 16))
     def begin(self, seed: int) -> None:
         self.rng = Random(seed)
-        self.residents, self.chains = CountedResidents(), ExternalBlocks("b0", HASHER, ROOT)
+        self.residency, self.chains = CountedResidency(), ExternalBlocks("b0", HASHER, ROOT)
         self.index: set[int] = set()
         self.handles: dict[tuple[int, ...], int] = {}
         self.copies: Counter[tuple[str, tuple[int, ...]]] = Counter()
@@ -139,7 +139,7 @@ class Engine(RuleBasedStateMachine):
         return self.handles.setdefault(content, self.rng.getrandbits(64))
 
     def tell(self, event: Stored | Removed | Cleared) -> None:
-        for left in self.residents.apply([event]):
+        for left in self.residency.apply([event]):
             match left:
                 case Stored():
                     added = self.chains.stored(left)
@@ -198,7 +198,7 @@ class Engine(RuleBasedStateMachine):
         expected = {keys([letter for letter in content for _ in range(SIZE)])[-1] for content in self.named}
         assert self.index == expected
         self.chains.check()
-        self.residents.check()
+        self.residency.check()
 
 
 TestEngine = Engine.TestCase

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from homing.replica.engine.step_plan import PlanRow, SlotStart, StepPlan, plan_of_rows
-from homing.replica.execute.request_table import RequestTable
-from homing.replica.execute.table_mirror import TableMirror
+from homing.replica.execute.request_table import RequestTable, TableMirror
 
 SIZE = 4
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""What cache events of our own and of external replicas do to the index, without sockets."""
+"""What cache events of external replicas do to the index, without sockets. Feeds change it for our own replicas."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -9,20 +9,19 @@ import msgspec
 import pytest
 import zmq
 
-from homing.events.wire.dialects import CacheEvent, Cleared, Removed, Stored
+from homing.events.wire.cache_events import CacheEvent, Cleared, Removed, Stored
 from homing.router.backend import RouterCounters
 from homing.router.config import RouterSettings
 from homing.router.flow.request_flow import RequestFlow, ServedModel
 from homing.router.replicas.external.external_replica import ExternalReplica
 from homing.router.replicas.external.probe import ExternalTerms
-from homing.router.replicas.own_replica import OwnReplica
 from homing.router.replicas.replica_handle import ServiceContext
 from homing.router.routing.placement import Placement
 from homing.router.routing.policy.base import make_policy
 from homing.router.routing.replica_load import LoadBook
 from homing.router.routing.reservations import Reservations
 
-from ..fakes import BLOCK, HASHER, LIMITS, ROOT, description_of
+from ...fakes import BLOCK, HASHER, LIMITS, ROOT, description_of
 
 MODEL = ServedModel(HASHER, ROOT, LIMITS)
 TERMS = ExternalTerms(
@@ -36,11 +35,8 @@ class Moved(msgspec.Struct, frozen=True, tag="moved"):
     hashes: Sequence[int]
 
 
-Kind = type[OwnReplica] | type[ExternalReplica]
-
-
 @contextmanager
-def joined(kind: Kind) -> Iterator[tuple[OwnReplica | ExternalReplica, Placement]]:
+def joined() -> Iterator[tuple[ExternalReplica, Placement]]:
     """A replica in routing, and what is known of it."""
     loop, context = asyncio.new_event_loop(), zmq.Context[zmq.Socket[bytes]]()
     placement = Placement(
@@ -49,14 +45,10 @@ def joined(kind: Kind) -> Iterator[tuple[OwnReplica | ExternalReplica, Placement
     flow = RequestFlow(placement, RouterSettings(), block_size=BLOCK, counters=RouterCounters())
     flow.adopt(MODEL)
     shared = ServiceContext(loop, context, "me", 0.2, lambda: 0.0, None, None, lambda _: None)
-    external = kind is ExternalReplica
-    description = description_of("r0", foreign=external, request_endpoint="http://127.0.0.1:1")
+    description = description_of("r0", foreign=True, request_endpoint="http://127.0.0.1:1")
     flow.join(description, 0.0)
     try:
-        if external:
-            yield ExternalReplica(description, flow, shared, MODEL, TERMS), placement
-        else:
-            yield OwnReplica(description, flow, shared), placement
+        yield ExternalReplica(description, flow, shared, MODEL, TERMS), placement
     finally:
         context.term()
         loop.close()
@@ -67,7 +59,6 @@ def stored(*hashes: int) -> Stored:
     return Stored(None, hashes, range(len(hashes) * BLOCK), BLOCK)
 
 
-@pytest.mark.parametrize("kind", [OwnReplica, ExternalReplica])
 @pytest.mark.parametrize(
     ("events", "held"),
     [
@@ -76,20 +67,17 @@ def stored(*hashes: int) -> Stored:
         ([stored(1, 2), Cleared()], 0),
     ],
 )
-def test_the_index_follows_each_type_of_event(kind: Kind, events: list[CacheEvent], held: int) -> None:
+def test_the_index_follows_each_type_of_event(events: list[CacheEvent], held: int) -> None:
     """The counterpart of the test below: known types have their effect."""
-    with joined(kind) as (replica, placement):
+    with joined() as (replica, placement):
         replica.apply(events)
 
         assert placement.index.count("r0") == held
 
 
-@pytest.mark.parametrize("kind", [OwnReplica, ExternalReplica])
-def test_an_unknown_type_of_event_is_an_error_and_clears_nothing(
-    kind: Kind,
-) -> None:
+def test_an_unknown_type_of_event_is_an_error_and_clears_nothing() -> None:
     """A new type that is not handled here must not be taken for `Cleared`."""
-    with joined(kind) as (replica, placement):
+    with joined() as (replica, placement):
         replica.apply([stored(1, 2)])
 
         with pytest.raises(AssertionError, match="Moved"):

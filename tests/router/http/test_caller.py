@@ -1,4 +1,4 @@
-"""Limits of tenants over HTTP: what is refused, how it is told, and that nothing is lost count of."""
+"""The sender of a request: its session, and its tenant's limits over HTTP."""
 
 from collections.abc import AsyncIterator
 from hashlib import sha256
@@ -10,10 +10,11 @@ from homing.replica.messages import PositionLogprobs
 from homing.router.backend import TokenDelta
 from homing.router.config import RouterSettings
 from homing.router.errors import QueueFull
+from homing.router.http.caller import MAX_SESSION_CHARS, session
 from homing.router.http.front import Front
 from homing.router.metrics import RouterMetrics
 from homing.router.tenants.api_keys import tenants_of
-from homing.router.tenants.shared_usage import SharedAccounts
+from homing.router.tenants.shared_usage import SharedUsage
 from homing.router.text.tokenizer import TextModel
 
 from .conftest import LoadedText, serving
@@ -108,7 +109,7 @@ async def test_running_requests_are_bounded_until_they_end(client: httpx.AsyncCl
             "/v1/completions", json={"prompt": [5]}, headers={"authorization": "Bearer busy"}, timeout=0.3
         )
     backend.script = script
-    meter = next(meter for meter in front.meters.values() if meter.tenant == "busy")
+    meter = next(meter for meter in front.limiters.values() if meter.tenant == "busy")
     while meter.running:
         await backend.streams[0].cancelled.wait()
 
@@ -141,7 +142,7 @@ async def test_an_answer_that_cannot_be_made_is_told_and_over(client: httpx.Asyn
     answers = [await ask(client, "busy", best_of=2) for _ in range(2)]
 
     assert [answer.status_code for answer in answers] == [500, 500]
-    assert {meter.running for meter in front.meters.values()} == {0}
+    assert {meter.running for meter in front.limiters.values()} == {0}
 
 
 async def test_metrics_tell_tenants_apart(client: httpx.AsyncClient):
@@ -190,7 +191,7 @@ async def test_a_prompt_limit_holds_wherever_prompts_go(client: httpx.AsyncClien
     refused = await client.post(path, json=body, headers={"authorization": "Bearer brief"})
 
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "prompt_over_limit")
-    assert {meter.running for meter in front.meters.values()} == {0}
+    assert {meter.running for meter in front.limiters.values()} == {0}
 
 
 async def test_routers_of_one_cluster_share_limits(settings, backend: FakeBackend, text_model, tmp_path, clock: Clock):
@@ -203,10 +204,10 @@ async def test_routers_of_one_cluster_share_limits(settings, backend: FakeBacken
     )
 
     def router(seat: int) -> Front:
-        accounts = SharedAccounts(tmp_path / "accounts", seat=seat, seats=2)
+        usage = SharedUsage(tmp_path / "usage", seat=seat, seats=2)
         texts = LoadedText(text_model)
         return Front(
-            settings, backend, RouterMetrics(), texts=texts, tenants=tenants, accounts=accounts.books, monotonic=clock
+            settings, backend, RouterMetrics(), texts=texts, tenants=tenants, usage=usage.records, monotonic=clock
         )
 
     told = []
@@ -215,3 +216,20 @@ async def test_routers_of_one_cluster_share_limits(settings, backend: FakeBacken
             told.append((await ask(client, "k")).status_code)
 
     assert told == [200, 200, 200, 429]
+
+
+@pytest.mark.parametrize("name", ["x-session-affinity", "x-correlation-id"])
+def test_a_conversation_is_known_by_either_header(name: str) -> None:
+    """Clients and proxies write the one or the other."""
+    assert session({name: "chat-7"}) == "chat-7"
+    assert session({}) is None
+
+
+def test_a_long_name_of_a_conversation_is_kept_short() -> None:
+    """65,536 are remembered: with 64 KB each, whoever may ask could fill 4 GB."""
+    one, other = session({"x-session-affinity": "a" * 60_000}), session({"x-session-affinity": "a" * 60_001})
+
+    assert one is not None
+    assert len(one) <= MAX_SESSION_CHARS
+    assert one == session({"x-session-affinity": "a" * 60_000})
+    assert one != other

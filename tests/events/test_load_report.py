@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from homing.events.prefill_cost import PrefillSpan, PrefillSums, fit, scaled, slowness, steps_of, work_of
+from homing.events.load_report import PrefillSpan, PrefillSums, fit, scaled, slowness, steps_of, work_of
 from homing.events.wire.messages import PrefillCost, PrefillWork
 
 RATE = 50_000.0

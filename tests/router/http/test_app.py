@@ -1,14 +1,18 @@
 """Properties of the smaller endpoints and of what passes every request."""
 
+import asyncio
+
 import httpx
+import pytest
 from openai import AsyncOpenAI
 from openai.types import Model
 
+from homing.router.http.app import start
 from homing.router.http.front import Front
-from homing.router.text.template import Chat
+from homing.router.text.template import Conversation
 from homing.router.text.tokenizer import TextModel
 
-from ..fakes import FakeBackend
+from .fakes import FakeBackend
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -67,7 +71,7 @@ async def test_tokenize_and_detokenize_are_inverse(
     assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
     assert (made["max_model_len"], back) == (256, {"prompt": "a fox"})
     chat = (await client.post("/tokenize", json={"messages": MESSAGES})).json()
-    assert chat["tokens"] == list(text_model.encode_chat_now(Chat(MESSAGES)))
+    assert chat["tokens"] == list(text_model.encode_chat_now(Conversation(MESSAGES)))
 
 
 async def test_tokenize_wants_one_of_prompt_and_messages(client: httpx.AsyncClient, backend: FakeBackend):
@@ -123,3 +127,82 @@ async def test_metrics_count_requests_and_tokens(client: httpx.AsyncClient, back
     assert 'homing_http_requests_total{endpoint="other",status="404"} 2.0' in text
     assert 'homing_time_to_first_token_seconds_count{model="demo"} 1.0' in text
     assert 'homing_requests_running{model="demo",replica="r0"} 2.0' in text
+
+
+async def test_what_never_waits_is_done_at_once():
+    """No task, no turn of the loop."""
+    done: list[int] = []
+
+    async def work() -> None:
+        done.append(1)
+
+    assert start(work()) is None
+    assert done == [1]
+
+
+async def test_what_waits_goes_on_in_a_task():
+    """With the results of what it waited for, time after time."""
+    done: list[int] = []
+    first: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def work() -> None:
+        done.append(await first)
+        await asyncio.sleep(0)
+        done.append(2)
+
+    task = start(work())
+    assert task is not None
+    assert done == []
+    first.set_result(1)
+    await task
+
+    assert done == [1, 2]
+
+
+async def test_errors_of_what_it_waits_for_arrive_inside():
+    """As `await` promises."""
+    caught: list[str] = []
+    first: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def work() -> None:
+        try:
+            await first
+        except ValueError as error:
+            caught.append(str(error))
+
+    task = start(work())
+    assert task is not None
+    first.set_exception(ValueError("no"))
+    await task
+
+    assert caught == ["no"]
+
+
+async def test_a_cancellation_reaches_the_work():
+    """It may clean up behind it."""
+    cleaned: list[bool] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaned.append(True)
+
+    task = start(work())
+    assert task is not None
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+    assert cleaned == [True]
+
+
+async def test_what_raises_before_it_waits_raises_here():
+    """Its caller is the one who can answer."""
+
+    async def work() -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        start(work())

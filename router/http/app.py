@@ -1,0 +1,121 @@
+"""From requests to endpoints: assigns request ids, runs handlers, and turns every error into a response.
+
+Also records metrics, writes the access log, and answers CORS preflights. No exception leaves it: what is not a
+`RouterError` is logged with its traceback and becomes a 500.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Generator
+from types import coroutine
+from typing import Any
+
+from ..errors import RouterError, Superseded
+from .caller import REQUEST_ID, request_id
+from .errors import fail
+from .front import Front
+from .openai.endpoints import find, label
+from .openai.generation import ClientGoneError
+from .protocol.access import AccessLog
+from .protocol.connection import HttpConnection
+from .protocol.cors import CorsPolicy
+from .protocol.exchange import Exchange, Headers, Request
+
+log = logging.getLogger(__name__)
+
+
+class App:
+    """Serves every request of one front; the `Handler` of its HTTP server."""
+
+    def __init__(self, front: Front, access: AccessLog | None = None) -> None:
+        self._front = front
+        self._access = access
+        self._cors = CorsPolicy.of(front.settings.cors_origins)
+        self._running: set[asyncio.Task[None]] = set()
+        self.cut = front.metrics.client_cut
+
+    def serve(self, request: Request, wire: HttpConnection) -> Exchange:
+        exchange = self._exchange(request, wire)
+        if self._cors is not None and self._cors.is_preflight(request):
+            exchange.respond(b"", status=204, headers=self._cors.preflight(request))
+            return exchange
+        self._call_endpoint(exchange)
+        return exchange
+
+    def refuse(self, request: Request, wire: HttpConnection, error: RouterError) -> None:
+        fail(self._exchange(request, wire), error)
+
+    def headers_for(self, request: Request) -> Headers:
+        return () if self._cors is None else self._cors.headers(request)
+
+    def _exchange(self, request: Request, wire: HttpConnection) -> Exchange:
+        exchange_id = request_id(request.headers.get(REQUEST_ID), self._front.random_bits)
+        started_at = self._front.monotonic()
+        return Exchange(request, wire, exchange_id, started_at, self._over, call_endpoint=self._restart)
+
+    def _call_endpoint(self, exchange: Exchange) -> None:
+        task = start(self._run(exchange))
+        if task is not None:
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    def _restart(self, exchange: Exchange) -> None:
+        """Call the endpoint again, in a later turn of the loop: the caller is in the middle of replacing the model."""
+        log.info("request_begins_anew request_id=%s", exchange.id)
+        asyncio.get_running_loop().call_soon(self._call_endpoint, exchange)
+
+    async def _run(self, exchange: Exchange) -> None:
+        try:
+            await find(exchange.request)(self._front, exchange)
+        except ClientGoneError:
+            return
+        except Superseded:
+            exchange.restart()
+        except RouterError as error:
+            fail(exchange, error)
+        except Exception as error:
+            log.exception("request_crashed path=%s request_id=%s", exchange.request.path, exchange.id)
+            fail(exchange, RouterError(f"internal error: {type(error).__name__}"))
+
+    def _over(self, exchange: Exchange) -> None:
+        duration_s = self._front.monotonic() - exchange.started_at
+        assert exchange.status is not None, "an exchange ended without a status"
+        metrics = self._front.metrics
+        metrics.http_request(label(exchange.request.path), exchange.status, duration_s)
+        if exchange.gone:
+            metrics.client_gone()
+        if self._access is not None:
+            self._access.write(exchange, duration_s)
+
+
+def start(work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+    """Run `work` until it first waits, then let a task do the rest. None: it is done.
+
+    Most requests never wait, and a task with its turn of the loop costs as much as parsing a request. Python 3.12 has
+    this as eager tasks. Before its first wait the coroutine has no current task. The caller keeps a reference to the
+    task.
+    """
+    try:
+        awaited = work.send(None)
+    except StopIteration:
+        return None
+    return asyncio.get_running_loop().create_task(_finish(work, awaited))
+
+
+async def _finish(work: Coroutine[Any, Any, None], awaited: Any) -> None:
+    await _remainder(work, awaited)
+
+
+@coroutine
+def _remainder(work: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
+    """Forward what `work` waits for to the task, and the results to `work`."""
+    while True:
+        thrown: BaseException | None = None
+        try:
+            sent = yield awaited
+        except BaseException as error:  # a cancellation belongs to the work
+            thrown = error
+        try:
+            awaited = work.send(sent) if thrown is None else work.throw(thrown)
+        except StopIteration:
+            return

@@ -1,0 +1,93 @@
+"""The sender of one HTTP request: its tenant with the tenant's rate limits, its session, and its request id."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import sha256
+
+from ..tenants.rate_limits import RateLimiter
+from .front import Front
+from .protocol.exchange import Exchange
+
+REQUEST_ID = "x-request-id"
+SESSION_HEADERS = ("x-session-affinity", "x-correlation-id")
+#: The router remembers tens of thousands of sessions, and an HTTP head may have 64 KB.
+MAX_SESSION_CHARS = 64
+_PRINTABLE = re.compile(r"[\x21-\x7e]{1,256}")
+
+
+def request_id(given: str | None, random_bits: Callable[[int], int]) -> str:
+    """The client's id; a new one if that is absent or unfit for a header and a log line."""
+    return given if given and _PRINTABLE.fullmatch(given) else f"{random_bits(64):016x}"
+
+
+def session(headers: Mapping[str, str]) -> str | None:
+    """The conversation that the request belongs to, if a header names it; a long name is replaced by its digest."""
+    for name in SESSION_HEADERS:
+        if value := headers.get(name):
+            return value if len(value) <= MAX_SESSION_CHARS else sha256(value.encode()).hexdigest()
+    return None
+
+
+class Caller:
+    """Charges the request to its tenant: `begin`, then one of `undo` and `end`, which do nothing without `begin`.
+
+    Each step updates the rate-limit headers of the response. Tenants without limits are not counted.
+    """
+
+    __slots__ = ("_charged", "_exchange", "_limiter", "_now", "request_id", "session", "tenant")
+
+    def __init__(self, front: Front, exchange: Exchange) -> None:
+        """Identify the tenant by its API key. Raises MissingKey and UnknownKey."""
+        self.tenant = front.tenants.of(exchange.request.headers.get("authorization"))
+        self.request_id = exchange.id
+        self.session = session(exchange.request.headers)
+        self._exchange = exchange
+        self._limiter = front.limiters.get(self.tenant.digest)
+        self._now = front.monotonic
+        self._charged: Sequence[int] | None = None
+
+    def check(self) -> None:
+        """Raise RateLimited if the tenant could not begin even the smallest request now."""
+        if self._limiter is not None:
+            now = self._now()
+            self._exchange.extra_headers = limit_headers(self._limiter, now)
+            self._limiter.check((), now)
+
+    def begin(self, prompts: Sequence[int]) -> None:
+        """Begin a request whose prompts have these lengths in tokens. Raises RateLimited and PromptOverLimit."""
+        if self._limiter is not None:
+            now = self._now()
+            self._limiter.begin(prompts, now)
+            self._charged = prompts
+            self._exchange.extra_headers = limit_headers(self._limiter, now)
+
+    def undo(self) -> None:
+        """Refund a request that was not accepted."""
+        if self._limiter is not None and self._charged is not None:
+            now = self._now()
+            self._limiter.undo(self._charged, now)
+            self._charged = None
+            self._exchange.extra_headers = limit_headers(self._limiter, now)
+
+    def end(self, generated_tokens: int) -> None:
+        """Charge what was generated; the request is over."""
+        if self._limiter is not None and self._charged is not None:
+            self._charged = None
+            self._limiter.end(generated_tokens, self._now())
+
+    def charge(self, prompts: Sequence[int]) -> None:
+        """Begin and end a request that generates nothing. Raises RateLimited and PromptOverLimit."""
+        self.begin(prompts)
+        self.end(0)
+
+
+def limit_headers(limiter: RateLimiter, now: float) -> Iterable[tuple[str, str]]:
+    """The state of the tenant's rates, in OpenAI's headers."""
+    headers = []
+    for name, status in limiter.status(now).items():
+        headers += [
+            (f"x-ratelimit-limit-{name}", str(status.per_minute)),
+            (f"x-ratelimit-remaining-{name}", str(status.remaining)),
+            (f"x-ratelimit-reset-{name}", f"{status.reset_s:.3f}s"),
+        ]
+    return headers
