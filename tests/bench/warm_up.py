@@ -24,8 +24,9 @@ from homing.cluster.lab.simulate.results import Tally
 from homing.cluster.lab.simulate.runs import router_of, warm
 from homing.cluster.lab.simulate.steering import Homing
 from homing.cluster.lab.simulate.workload import Chats, conversations
+from homing.kvcache.hashing import wire_hashes
 from homing.replica.engine.throughput import SmoothedRates
-from homing.router.flow.hot_prefixes import HeatBook
+from homing.router.flow.hot_prefixes import HotPrefixes
 from homing.router.flow.request_flow import PRESSING_WAIT_S
 
 BLOCK_TOKENS = MOONCAKE_BLOCK_TOKENS
@@ -60,7 +61,7 @@ class Changing:
         count = 2 if scene == "add" else 4
         self._setup = setup = Setup(limits=LIMITS, meter=SmoothedRates, replicas=count)
         self._newcomers: dict[str, Newcomer] = {}
-        self._book = HeatBook(BLOCK_TOKENS, MEMORY_BYTES)
+        self._book = HotPrefixes(BLOCK_TOKENS, MEMORY_BYTES)
         self._dies_at = BEGIN_S if scene == "lost" else None
         first = BEGIN_S + START_S if scene == "lost" else BEGIN_S
         replaced = count if scene == "replace" else 1
@@ -85,7 +86,7 @@ class Changing:
             if arrival.at_s > self._ends:
                 return
             hashes = b"".join(block.to_bytes(16, "big") for block in arrival.blocks)
-            self._book.note(ROOT, bytes(4 * arrival.tokens), hashes)
+            self._book.add(ROOT, bytes(4 * arrival.tokens), hashes)
             yield arrival
 
     def _look(self, now: float) -> None:
@@ -127,7 +128,7 @@ class Changing:
         (steering,) = self.simulation.steerings
         assert isinstance(steering, Homing)
         room, kept = int(self._share * LIMITS.blocks), steering.placement.index.__contains__
-        return [prefix.names for prefix in self._book.hottest(room, held=lambda _: False, kept=kept)]
+        return [wire_hashes(prefix.hashes) for prefix in self._book.hottest(room, held=lambda _: False, kept=kept)]
 
     def _compute(self, newcomer: Newcomer, blocks: tuple[int, ...]) -> None:
         replica = newcomer.replica

@@ -6,7 +6,8 @@ Counts what it costs: replica seconds, those of starting replicas included. Pure
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ...control.autoscale import Autoscaler, Demand, ScalingTerms
+from ....router.control import Demand
+from ...control.autoscale import Autoscaler, ScalingTerms
 from . import Arrival, Result, Setup, Simulation, result_of, simulation_of
 
 #: As often as the controller looks.

@@ -71,7 +71,7 @@ class Cluster:
         )
         node = ray.get_runtime_context().get_node_id()
         supervisor = ray.remote(Supervisor).options(name=SUPERVISOR, num_cpus=0)
-        self.supervisor: Any = supervisor.remote(fakes.FakeRank, fakes.FakeRouter, node)
+        self.supervisor: Any = supervisor.remote(fakes.FakeRank, fakes.FakeRouter.make, node)
         actor = ray.remote(Controller).options(
             name=CONTROLLER, num_cpus=0, max_concurrency=100, max_restarts=-1, max_task_retries=-1
         )

@@ -58,7 +58,6 @@ class Cluster:
         self.resting: dict[str, Rest] = {}
         self.replicas: dict[str, SocketReplica] = {}
         self.all: list[SocketReplica] = []
-        self.service.start(asyncio.get_running_loop())
 
     def add(self, name: str, **options) -> SocketReplica:
         replica = SocketReplica(name, **options)
@@ -94,6 +93,7 @@ def tokens(deltas: list[TokenDelta]) -> list[int]:
 async def cluster(tmp_path) -> AsyncIterator[Cluster]:
     cluster = Cluster(tmp_path, Watcher())
     yield cluster
+    cluster.service.check()
     cluster.service.close()
     for replica in cluster.all:
         await replica.stop()
