@@ -388,7 +388,7 @@ class Dispatcher:
         """The table of the decision that `submit` would take now. Raises PromptTooLong."""
         flight = self._new_flight(request, now)
         prompt, candidates = self._situation(flight, now)
-        table = self.policy.explain(prompt, candidates, Random(0))
+        table = self.placement.explain(prompt, candidates)
         return msgspec.structs.replace(table, replicas=[self._with_progress(row) for row in table.replicas])
 
     # What others look at
@@ -494,16 +494,19 @@ class Dispatcher:
         return self._fail(self._flights[FlightId(name)], QueueFull(len(self._queue)), now)
 
     def _situation(self, flight: _Flight, now: float) -> tuple[Prompt, list[Candidate]]:
+        # An engine that scores the prompt's own tokens computes all of them, whatever it holds.
+        scores_prompt = flight.request.sampling.prompt_logprobs is not None and not flight.generated
+        hashes = () if scores_prompt else flight.keys
         prompt = Prompt(
             tokens=flight.prompt_tokens + flight.generated,
             blocks=len(flight.keys),
             block_size=self._naming.hasher.block_size,
+            hashes=hashes,
+            generated=flight.generated,
             now=now,
             session=flight.request.session,
         )
-        # An engine that scores the prompt's own tokens computes all of them, whatever it holds.
-        scores_prompt = flight.request.sampling.prompt_logprobs is not None and not flight.generated
-        return prompt, self.placement.candidates(() if scores_prompt else flight.keys, flight.excluded, now)
+        return prompt, self.placement.candidates(hashes, flight.excluded, now)
 
     def _place(self, flight: _Flight, now: float) -> Send | None:
         prompt, candidates = self._situation(flight, now)

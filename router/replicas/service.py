@@ -57,7 +57,7 @@ from ..flow.request_flow import (
     Send,
 )
 from ..flow.token_stream import RequestStream
-from ..routing.policy.base import make_policy
+from ..routing.policy.registry import make_policy
 from ..routing.replica_load import LoadBook, ReplicaLoad, Rest
 from ..routing.reservations import Reservations
 from .external.external_replica import ForeignMember

@@ -22,7 +22,7 @@ from homing.replica.messages import ModelLimits, Parity, ReplicaDescription, Sam
 from homing.router.backend import GenerationRequest
 from homing.router.flow.request_flow import Dispatcher, DispatcherLimits, Naming
 from homing.router.metrics import RouterCounters
-from homing.router.routing.policy.base import make_policy
+from homing.router.routing.policy.registry import make_policy
 from homing.router.routing.prefix_index import PrefixIndex
 from homing.router.routing.replica_load import LoadBook
 from homing.router.routing.reservations import Reservations

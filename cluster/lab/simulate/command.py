@@ -18,7 +18,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
 from ....kvcache.eviction import EvictionName
-from ....replica.engine.throughput import SmoothedRates
 from ...cli.client import cluster_url, get_json
 from ...config import ClusterSettings, Settings
 from ...control.autoscale import terms_of
@@ -28,26 +27,14 @@ from ..analyze.log_trace import format_of, write_trace
 from ..analyze.options import Options
 from ..plots import Line, LineChart, Mark, Page, PointChart, Points, Table, check_plot_path, write_plot
 from ..recorded_trace import MOONCAKE_BLOCK_TOKENS, TraceError, read_trace
-from . import (
-    Arrival,
-    Channel,
-    MockerModel,
-    RateModel,
-    ReplicaLimits,
-    Result,
-    Setup,
-    SimulationError,
-    capacity_per_s,
-    compress,
-    facts,
-    from_trace,
-    result_of,
-    simulation_of,
-)
-from .faults import Fault
+from .delivery import Channel
+from .replica import ReplicaLimits
+from .results import Result
+from .runs import Setup, capacity_per_s, result_of, simulation_of
 from .scaling import run_scaled
 from .scenarios import Staged, find, recovery_s, stage
-from .workload import Chats, conversations, repeated
+from .step_times import MockerModel, RateModel
+from .workload import Arrival, Chats, compress, conversations, facts, from_trace, repeated
 
 #: Ours, what it must not lose to, the peers that do best somewhere, and the bound.
 DEFAULT_POLICIES = "expected-ttft,least-loaded,sglang,dynamo,dynamo-scale8,dynamo-credit4,llm-d,hash,rr,oracle"
@@ -108,7 +95,7 @@ def simulate(order: Order, settings: Settings, out: TextIO, progress: TextIO) ->
     try:
         with _prepared(_calibrated(order), settings) as ready:
             outcome = _run(ready, Bar(progress))
-    except (SimulationError, TraceError) as error:
+    except TraceError as error:
         raise SettingsError(str(error)) from error
     print(f"{outcome.heading}\n\n{table(outcome)}", file=out)
     if order.json is not None:
@@ -246,7 +233,7 @@ def _run(order: Order, bar: Bar) -> Outcome:
         return _scaled(order, bar)
     if order.scenario is not None:
         scenario = find(order.scenario)
-        staged = stage(scenario, SmoothedRates, policy=order.policies[0], seed=order.seed, channel=_channel(order))
+        staged = stage(scenario, policy=order.policies[0], seed=order.seed, channel=_channel(order))
         results = _compare(order.policies, staged, bar)
         return Outcome(f"{scenario.name}: {scenario.about}", results, staged.fault_s)
     setup = _setup(order)
@@ -304,7 +291,6 @@ def _setup(order: Order) -> Setup:
     rates = None if given[0] is None or given[1] is None else RateModel(given[0], given[1] / 1000)
     return Setup(
         limits=ReplicaLimits(blocks=order.cache_blocks, block_tokens=_block_tokens(order), eviction=order.eviction),
-        meter=SmoothedRates,
         replicas=order.replicas,
         routers=order.routers,
         channel=_channel(order),
@@ -354,7 +340,7 @@ def _one(setup: Setup, staged: Staged, bar: Bar, total: int) -> Result:
     gc.collect()
     simulation = simulation_of(setup)
     started = time.process_time()
-    for done in simulation.run(staged.arrivals(), list[Fault](staged.faults)):
+    for done in simulation.run(staged.arrivals(), staged.faults):
         bar.show(setup.policy, done, total)
     return result_of(setup, simulation, time.process_time() - started)
 

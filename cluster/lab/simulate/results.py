@@ -1,5 +1,6 @@
 """What a simulation found out, in numbers that do not grow with the trace. Pure: fed request by request."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from math import exp, log
 
@@ -106,7 +107,7 @@ class Tally:
     predictions: int = 0
     output_tokens: int = 0
     full_prefills: int = 0  #: requests that found nothing in the cache
-    sent: dict[str, int] = field(default_factory=dict)
+    sent: Counter[str] = field(default_factory=Counter)  #: requests by replica
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -5,7 +5,9 @@ from random import Random
 import pytest
 
 from homing.router.routing.placement import Placement, regret_tokens
-from homing.router.routing.policy.base import ExpectedTtft, LeastLoaded, Policy, Prompt
+from homing.router.routing.policy.base import Policy, Prompt
+from homing.router.routing.policy.expected_ttft import ExpectedTtft
+from homing.router.routing.policy.least_loaded import LeastLoaded
 from homing.router.routing.replica_load import LoadBook
 from homing.router.routing.reservations import Reservations
 
