@@ -334,7 +334,12 @@ def _simulate_arguments(parser: Parser) -> None:
     )
     _number(parser, "--output-tokens", int, "of each answer, where the log is of requests (default: 200)")
     parser.add_argument("--scenario", metavar="NAME", help="a prepared situation instead: docs/simulate.md lists them")
-    parser.add_argument("--policies", metavar="NAMES", help="separated by commas (default: ours beside the peers')")
+    policies = ", ".join(SETTINGS["policy"].choices or ())
+    parser.add_argument(
+        "--policies",
+        metavar="NAMES",
+        help=f"separated by commas, of: {policies}, oracle (default: ours beside the best of the others)",
+    )
     _number(parser, "--replicas", int, "modelled replicas (default: 8)")
     _number(parser, "--routers", int, "routers that share no state (default: 1)")
     _number(parser, "--cache-blocks", int, "KV blocks of one replica (default: 4096)")
