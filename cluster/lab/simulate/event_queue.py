@@ -8,11 +8,10 @@ from itertools import count
 class EventQueue:
     """Calls in order of their time; those of equal time in the order in which they were added."""
 
-    __slots__ = ("_heap", "_order", "done", "now")
+    __slots__ = ("_heap", "_order", "now")
 
     def __init__(self) -> None:
         self.now = 0.0  #: virtual seconds since the start
-        self.done = 0  #: calls made so far
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
 
@@ -29,7 +28,6 @@ class EventQueue:
         heap = self._heap
         while heap and heap[0][0] <= when:
             self.now, _, call = heappop(heap)
-            self.done += 1
             call()
         if when != float("inf"):
             self.now = max(self.now, when)

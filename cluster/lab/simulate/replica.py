@@ -94,7 +94,6 @@ class _Phase(Enum):
 @dataclass(slots=True)
 class _Totals:
     prefilled_tokens: int = 0
-    generated_tokens: int = 0
     preemptions: int = 0
     busy_s: float = 0.0
     steps: int = 0
@@ -399,7 +398,6 @@ class SimulatedReplica:
     def _pass(self, steps: int, finished: list[Work]) -> None:
         """Every decoding request draws so many tokens."""
         self._clock += steps
-        self.totals.generated_tokens += steps * len(self._decoding)
         milestones = self._milestones
         while milestones and milestones[0][0] <= self._clock:
             work = self._decoding.get(heappop(milestones)[2])

@@ -41,13 +41,6 @@ class Durations:
                 return min(self.longest, _LEAST_S * exp((bucket + 0.5) * _LOG_GROWTH))
         return 0.0
 
-    def within(self, seconds: float) -> float:
-        """Share of those up to so many seconds."""
-        if not self.count:
-            return 1.0
-        limit = log(max(seconds, _LEAST_S) / _LEAST_S) / _LOG_GROWTH
-        return sum(n for bucket, n in self._buckets.items() if bucket < limit) / self.count
-
     def curve(self) -> list[tuple[float, float]]:
         """(seconds, share of all up to there), rising; for a plot."""
         points, seen = [], 0
@@ -105,7 +98,6 @@ class Tally:
     regret_tokens: int = 0
     predicted_exactly: int = 0
     predictions: int = 0
-    output_tokens: int = 0
     full_prefills: int = 0  #: requests that found nothing in the cache
     sent: Counter[str] = field(default_factory=Counter)  #: requests by replica
 

@@ -270,7 +270,6 @@ class Simulation:
             router.placement.ended(replica.replica_id, work.request_id)
             self.tally.finished += 1
             self.tally.latency.add(self.now - work.arrived_s)
-            self.tally.output_tokens += work.generated
             self._pump(router)
 
     def _count_first(self, work: Work) -> None:

@@ -12,8 +12,6 @@ class MockerModel:
     prefill ms = 4.21e-7 n² + 0.01518 n + 16.5; decode ms = max(1, -25.74 a² + 54.01 a + 5.74).
     """
 
-    name: str = "mocker"
-
     def prefill_s(self, start: int, end: int) -> float:
         """Seconds for the uncached tokens `start` to `end` of a prompt: the difference of the polynomial at both, so
         that chunks add up to the whole. `start` 0 includes the fixed part."""
@@ -31,7 +29,6 @@ class RateModel:
 
     prefill_tokens_per_s: float
     step_s: float
-    name: str = "rates"
 
     def __post_init__(self) -> None:
         for field in ("prefill_tokens_per_s", "step_s"):

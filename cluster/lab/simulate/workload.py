@@ -27,11 +27,6 @@ class Arrival:
     text: tuple[int, ...] | None = None
     session: str | None = None
 
-    @property
-    def text_blocks(self) -> tuple[int, ...]:
-        """What a router that knows only the text can tell apart."""
-        return self.blocks if self.text is None else self.text
-
 
 def from_trace(requests: Iterable[TraceRequest], block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> Iterator[Arrival]:
     """A recorded trace as it was. Requests without a prompt or an answer get one token."""
@@ -57,7 +52,6 @@ class WorkloadFacts:
     span_s: float
     prompt_tokens: int
     output_tokens: int
-    longest_tokens: int  #: prompt and answer
 
     @property
     def rate_per_s(self) -> float:
@@ -67,7 +61,7 @@ class WorkloadFacts:
 
 def facts(arrivals: Iterable[Arrival]) -> WorkloadFacts:
     """One pass over a workload."""
-    requests = prompt = output = longest = 0
+    requests = prompt = output = 0
     first = last = 0.0
     for arrival in arrivals:
         if not requests:
@@ -76,8 +70,7 @@ def facts(arrivals: Iterable[Arrival]) -> WorkloadFacts:
         requests += 1
         prompt += arrival.tokens
         output += arrival.output_tokens
-        longest = max(longest, arrival.tokens + arrival.output_tokens)
-    return WorkloadFacts(requests, last - first, prompt, output, longest)
+    return WorkloadFacts(requests, last - first, prompt, output)
 
 
 def repeated(one_round: Callable[[], Iterator[Arrival]], count: int) -> Iterator[Arrival]:

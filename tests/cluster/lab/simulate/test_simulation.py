@@ -125,7 +125,10 @@ def test_a_burst_on_a_cold_prefix_is_computed_once_on_each_replica_that_was_idle
 
     tally = simulation.tally
     with capsys.disabled():
-        print(f"\nburst, {model.name}: {len(tally.sent)} replicas, {tally.full_prefills} full prefills of the prefix")
+        print(
+            f"\nburst, {type(model).__name__}: {len(tally.sent)} replicas, "
+            f"{tally.full_prefills} full prefills of the prefix"
+        )
     assert tally.full_prefills == len(tally.sent) == 8
 
 
