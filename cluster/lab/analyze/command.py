@@ -1,4 +1,4 @@
-"""`homing analyze LOG`: opens the log, runs it through the analysis, and tells what came out."""
+"""`homing analyze LOG`: opens the log, runs the analysis, and reports the result."""
 
 import gzip
 import json

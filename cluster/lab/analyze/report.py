@@ -17,7 +17,7 @@ NO_TEXT = "this log has no text: advice on prompt order needs requests with mess
 
 @dataclass(slots=True, frozen=True)
 class Findings:
-    """All that is told about one log."""
+    """The results for one log."""
 
     source: str
     log_format: str

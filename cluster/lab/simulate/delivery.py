@@ -118,7 +118,7 @@ class Direct:
         self._followers: dict[str, dict[str, tuple[SimulatedRouter, int]]] = {}
 
     def follow(self, router: SimulatedRouter, replica: SimulatedReplica) -> None:
-        """A router begins to follow a replica, or begins anew, knowing nothing."""
+        """A router that knows nothing begins to follow a replica."""
         name, now = replica.replica_id, self._queue.now
         router.join(replica, now)
         router.placement.reset(name, wire_hashes(b"".join([block.block_hash for block in replica.residents()])))
@@ -213,7 +213,7 @@ class Streamed:
         return total
 
     def follow(self, router: SimulatedRouter, replica: SimulatedReplica) -> None:
-        """A router begins to follow a replica, or begins anew, knowing nothing."""
+        """A router that knows nothing begins to follow a replica."""
         router.join(replica, self._queue.now)
         self.follow_on(router, replica)
 

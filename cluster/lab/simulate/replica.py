@@ -294,7 +294,7 @@ class SimulatedReplica:
             self._phase, self.next_at = _Phase.IDLE, None
 
     def _plan(self) -> list[tuple[Work, int]]:
-        """Whose prefill goes on in the next step, and by how many tokens."""
+        """The requests that prefill in the next step, each with its tokens."""
         budget = self.limits.max_batched_tokens - len(self._decoding)
         rows: list[tuple[Work, int]] = []
         for work in self._prefilling:

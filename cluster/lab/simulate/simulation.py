@@ -121,7 +121,7 @@ class Simulation:
             self._pump(router)
 
     def kill(self, name: str) -> None:
-        """A replica dies; its requests go on elsewhere."""
+        """A replica dies; its requests are continued elsewhere."""
         lost = self._stop(name)
         self.draining.discard(name)
         for router in self.routers:
@@ -130,7 +130,7 @@ class Simulation:
         self._pump_all()
 
     def restart_engine(self, name: str) -> None:
-        """A replica's engine starts anew where it was; its requests go on, there or elsewhere."""
+        """A replica's engine restarts where it was; its requests are continued, there or elsewhere."""
         lost = self._stop(name)
         replica = self._start(name)
         for router in self.routers:
@@ -155,7 +155,7 @@ class Simulation:
         self._end_if_idle(self.replicas[name])
 
     def every(self, seconds: float, call: Callable[[float], None]) -> None:
-        """Have this called with the time, again and again for as long as requests arrive or run."""
+        """Call this with the time, repeatedly for as long as requests arrive or run."""
 
         def again() -> None:
             call(self.now)
@@ -242,7 +242,7 @@ class Simulation:
 
     def _step(self, replica: SimulatedReplica, due: float) -> None:
         if replica.next_at != due or self.replicas.get(replica.replica_id) is not replica:
-            return  # something came between
+            return  # rescheduled in the meantime
         progress = replica.advance(self.now)
         self._schedule(replica)
         self._publish(replica, progress)

@@ -11,7 +11,7 @@ from random import Random
 
 from ..recorded_trace import MOONCAKE_BLOCK_TOKENS, TraceRequest
 
-#: Ids of recorded traces lie below this, so that the round number above them makes a name nobody else has.
+#: Ids of recorded traces lie below this, so that the number of the round above them makes unique names.
 _ROUND = 1 << 40
 
 
@@ -74,7 +74,7 @@ def facts(arrivals: Iterable[Arrival]) -> WorkloadFacts:
 
 
 def repeated(one_round: Callable[[], Iterator[Arrival]], count: int) -> Iterator[Arrival]:
-    """A workload `count` times, one round after the other, each over blocks of its own; read anew for each round."""
+    """A workload `count` times, one round after the other, each over blocks of its own; read again for each round."""
     start_s = 0.0
     for number in range(count):
         last_s = gap_s = 0.0
