@@ -45,7 +45,7 @@ class Placement:
         self.index.join(description.replica_id, description.num_blocks, closed=not description.foreign)
         self.loads.join(description, now)
         self.policy.join(description)
-        self._feeds[description.replica_id] = "syncing"
+        self._feeds[description.replica_id] = FeedState.SYNCING
 
     def leave(self, replica: str) -> None:
         """A replica is gone, with all that it held and would have held."""
@@ -143,6 +143,6 @@ class Placement:
 def regret_tokens(prompt: Prompt, candidates: Iterable[Candidate], decision: Decision) -> int:
     """Tokens that the chosen replica computes and the best holder would not have."""
     assert decision.chosen is not None, "nothing was chosen"
-    best = max([candidate.expected_blocks if candidate.feed == "live" else 0 for candidate in candidates])
+    best = max([candidate.expected_blocks if candidate.feed is FeedState.LIVE else 0 for candidate in candidates])
     cached = min(best * prompt.block_size, prompt.tokens - 1)
     return decision.chosen.uncached_tokens(prompt) - (prompt.tokens - cached)

@@ -133,7 +133,7 @@ class TextPrompts:
 PromptSource = TracePrompts | TextPrompts
 
 
-def _parts(prompt: Chat | str | list[int]) -> tuple[Part, ...]:
+def _parts(prompt: Conversation | str | list[int]) -> tuple[Part, ...]:
     if isinstance(prompt, str):
         return (Part("prompt", prompt),)
     if isinstance(prompt, list):

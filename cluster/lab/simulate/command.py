@@ -322,8 +322,9 @@ def _round(order: Order) -> Iterator[Arrival]:
     block_tokens = order.block_tokens or MOONCAKE_BLOCK_TOKENS
     if order.trace is None:
         chats = Chats(seed=order.seed, block_tokens=block_tokens)
-        given = {"rate_per_s": order.rate, "requests": order.requests}
-        yield from conversations(replace(chats, **{name: value for name, value in given.items() if value is not None}))
+        rate = chats.rate_per_s if order.rate is None else order.rate
+        requests = chats.requests if order.requests is None else order.requests
+        yield from conversations(replace(chats, rate_per_s=rate, requests=requests))
         return
     with opened(str(order.trace), None) as lines:
         yield from from_trace(read_trace(lines), block_tokens)

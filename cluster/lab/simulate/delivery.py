@@ -1,8 +1,8 @@
 """How the routers of a simulation learn what replicas hold and how loaded they are.
 
 `Direct` hands a step's changes to every router after a delay, complete and in order. `Streamed` puts production's event
-code in between: each replica has its `Ledger`, whose encoded batches, heartbeats and load reports cross a channel that
-is late and loses some of them; each router follows it through a `Subscription`, which finds the gaps and has them
+code in between: each replica has its `EventLog`, whose encoded batches, heartbeats and load reports cross a channel
+that is late and loses some of them; each router follows it through a `Subscription`, which finds the gaps and has them
 repaired by replay or snapshot. Both are pure: time and chance come in. Neither knows requests.
 """
 
@@ -29,7 +29,8 @@ from ....events.follow.subscription import (
 )
 from ....events.publish.event_log import EventLog
 from ....events.publish.step_changes import AllCleared, Change, RemovedBlocks, StoredBlocks
-from ....events.wire.dialects import BatchDecoder, CacheEvent, Cleared, Removed, Stored, wire_name
+from ....events.wire.cache_events import CacheEvent, Cleared, Removed, Stored, wire_name
+from ....events.wire.dialects import BatchDecoder
 from ....events.wire.messages import Heartbeat, LoadReport, SnapshotChunk
 from ....kvcache.hashing import wire_hashes
 from ....router.routing.placement import Placement
@@ -122,7 +123,7 @@ class Direct:
         name, now = replica.replica_id, self._queue.now
         router.join(replica, now)
         router.placement.reset(name, wire_hashes(b"".join([block.block_hash for block in replica.residents()])))
-        router.placement.set_feed(name, "live")
+        router.placement.set_feed(name, FeedStatus.LIVE)
         router.placement.report(name, replica.report(now), now)
         self.follow_on(router, replica)
 
@@ -246,7 +247,7 @@ class Streamed:
 
     def _publish(self, replica: SimulatedReplica) -> _Publisher:
         assert not any(replica.residents()), f"{replica.replica_id} is not followed from its beginning"
-        ledger = Ledger(_SETTINGS, epoch=replica.epoch, block_size=replica.limits.block_tokens, medium="GPU")
+        ledger = EventLog(_SETTINGS, epoch=replica.epoch, block_size=replica.limits.block_tokens, medium="GPU")
         publisher = _Publisher(replica.replica_id, ledger, replica.report(self._queue.now))
         self._publishers[replica.replica_id] = publisher
         return publisher
@@ -338,7 +339,7 @@ class Streamed:
                 case Reset(_, _, blocks):
                     placement.reset(name, [wire_name(block.block_hash) for block in blocks])
                 case SetStatus(status):
-                    placement.set_feed(name, "live" if status is FeedStatus.LIVE else "syncing")
+                    placement.set_feed(name, status if status is FeedStatus.LIVE else FeedStatus.SYNCING)
                 case PassLoad(report):
                     placement.report(name, report, self._queue.now)
                 case RequestReplay() | RequestSnapshot():

@@ -25,7 +25,7 @@ from ....kvcache.eviction import EvictionName, eviction_policy
 from ....kvcache.hashing import BlockHash
 from ....kvcache.pool import Block
 from ....kvcache.prefix_cache import CachedBlock, PrefixCache, PrefixMatch
-from ....replica.engine.throughput import Rates
+from ....replica.engine.throughput import SmoothedRates
 from .step_times import StepTimes
 from .workload import Arrival
 
@@ -107,7 +107,7 @@ class SimulatedReplica:
         replica_id: str,
         model: StepTimes,
         limits: ReplicaLimits,
-        rates: Rates,
+        rates: SmoothedRates,
         *,
         epoch: int = 1,
         cache: PrefixCache | None = None,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from ....events.wire.messages import PrefillWork
 from ....kvcache.eviction import eviction_policy
 from ....kvcache.prefix_cache import PrefixCache
-from ....replica.engine.throughput import Rates
+from ....replica.engine.throughput import SmoothedRates
 from ....router.routing.policy import registry
 from ...errors import SettingsError
 from .delivery import Channel
@@ -65,7 +65,7 @@ def simulation_of(setup: Setup) -> Simulation:
 def replica_of(setup: Setup, name: str, epoch: int, cache: PrefixCache | None = None) -> SimulatedReplica:
     """A replica that has measured some short prompts and some long ones, as at warm-up. `cache`: shared with others."""
     longest, model = setup.limits.max_batched_tokens, setup.model
-    rates = Rates(longest / model.prefill_s(0, longest), model.decode_step_s(0.0))
+    rates = SmoothedRates(longest / model.prefill_s(0, longest), model.decode_step_s(0.0))
     for tokens in (longest // 8, longest):
         for _ in range(3):
             rates.learn(PrefillWork(1, tokens, tokens * tokens / 2, 0.0), model.prefill_s(0, tokens))

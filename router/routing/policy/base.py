@@ -50,7 +50,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         """Prompt tokens to compute here; all of them when the replica's events are stale."""
         # While a gap is being repaired (syncing), what was applied before it is a good guess. Taken for nothing, it
         # would send whole prefixes elsewhere with every lost message (docs/simulate.md).
-        if self.feed == "stale":
+        if self.feed is FeedState.STALE:
             return prompt.tokens
         cached = self.expected_blocks * prompt.block_size
         # The last token is always computed: its logits are needed.
@@ -195,5 +195,5 @@ def is_full(prompt: Prompt, candidate: Candidate) -> bool:
 
 def new_blocks(prompt: Prompt, candidate: Candidate) -> int:
     """Blocks to allocate there: those that are not cached, and the one that is being written."""
-    cached = candidate.expected_blocks if candidate.feed != "stale" else 0
+    cached = candidate.expected_blocks if candidate.feed is not FeedState.STALE else 0
     return prompt.blocks + 1 - cached

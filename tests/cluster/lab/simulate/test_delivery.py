@@ -16,7 +16,8 @@ from homing.cluster.lab.simulate.workload import Arrival, Chats, compress, conve
 from homing.events.publish.step_changes import AllCleared, Change, RemovedBlocks, StoredBlocks
 from homing.events.wire.messages import LoadReport
 from homing.kvcache.hashing import wire_hashes
-from homing.replica.engine.throughput import Rates
+from homing.replica.engine.throughput import SmoothedRates
+from homing.router.backend import FeedState
 from homing.router.routing.policy.round_robin import RoundRobin
 
 from .fakes import MODEL, setup_of
@@ -39,7 +40,7 @@ class Notebook(RoundRobin):
 
     @property
     def trusted(self) -> bool:
-        return self.router.placement.feed("r0") == "live"
+        return self.router.placement.feed("r0") is FeedState.LIVE
 
     def report(self, replica: str, report: LoadReport) -> None:
         self.reports.append(report.step)
@@ -83,7 +84,7 @@ def test_a_router_holds_what_the_replica_once_held_and_in_the_end_what_it_holds(
 
     channel = Channel(delay_s=0.02, loss=loss, resync_s=resync_s, wire=True)
     delivery = channel.delivery(queue, heard, Random(seed))
-    replica = SimulatedReplica("r0", MODEL, LIMITS, Rates(1000.0, 0.01))
+    replica = SimulatedReplica("r0", MODEL, LIMITS, SmoothedRates(1000.0, 0.01))
     delivery.follow(book.router, replica)
     for number, state in enumerate(states, 1):
         queue.until(number * 0.03)
@@ -99,7 +100,7 @@ def test_without_loss_and_wire_nothing_is_asked_for() -> None:
     """The shortest way: the same values, a delay later."""
     queue, book = EventQueue(), Notebook()
     delivery = Channel(delay_s=0.5).delivery(queue, lambda _: None, Random(0))
-    replica = SimulatedReplica("r0", MODEL, LIMITS, Rates(1000.0, 0.01))
+    replica = SimulatedReplica("r0", MODEL, LIMITS, SmoothedRates(1000.0, 0.01))
     delivery.follow(book.router, replica)
 
     send(delivery, changes_of(set(), {1, 2}), replica.report(0.0))
@@ -114,7 +115,7 @@ def test_a_load_report_that_was_lost_comes_with_the_next_heartbeat() -> None:
     """Otherwise a replica that has become idle would look busy for ever."""
     queue, book = EventQueue(), Notebook()
     delivery = Channel(loss=0.9).delivery(queue, lambda _: None, Random(1))
-    replica = SimulatedReplica("r0", MODEL, LIMITS, Rates(1000.0, 0.01))
+    replica = SimulatedReplica("r0", MODEL, LIMITS, SmoothedRates(1000.0, 0.01))
     delivery.follow(book.router, replica)
     queue.until(float("inf"))
     before = len(book.reports)
@@ -130,13 +131,15 @@ def test_what_is_on_its_way_from_a_lost_replica_does_not_arrive() -> None:
     """Its successor of the same name holds nothing of it."""
     queue, book = EventQueue(), Notebook()
     delivery = Channel(delay_s=1.0, wire=True).delivery(queue, lambda _: None, Random(0))
-    delivery.follow(book.router, SimulatedReplica("r0", MODEL, LIMITS, Rates(1000.0, 0.01)))
+    delivery.follow(book.router, SimulatedReplica("r0", MODEL, LIMITS, SmoothedRates(1000.0, 0.01)))
     queue.until(5.0)
 
-    send(delivery, changes_of(set(), {1}), SimulatedReplica("r0", MODEL, LIMITS, Rates(1000.0, 0.01)).report(5.0))
+    send(
+        delivery, changes_of(set(), {1}), SimulatedReplica("r0", MODEL, LIMITS, SmoothedRates(1000.0, 0.01)).report(5.0)
+    )
     book.router.placement.leave("r0")
     delivery.forget("r0")
-    delivery.follow(book.router, SimulatedReplica("r0", MODEL, LIMITS, Rates(1000.0, 0.01), epoch=2))
+    delivery.follow(book.router, SimulatedReplica("r0", MODEL, LIMITS, SmoothedRates(1000.0, 0.01), epoch=2))
     queue.until(float("inf"))
 
     assert book.held == set()

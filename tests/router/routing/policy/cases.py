@@ -16,7 +16,13 @@ PROMPT = Prompt(tokens=1000, blocks=62, block_size=BLOCK, hashes=range(62))
 
 
 def candidate(
-    name: str, held: int = 0, *, expected: int = 0, feed: FeedState = "live", excluded: bool = False, **load: object
+    name: str,
+    held: int = 0,
+    *,
+    expected: int = 0,
+    feed: FeedState = FeedState.LIVE,
+    excluded: bool = False,
+    **load: object,
 ) -> Candidate:
     return Candidate(
         replica_id=name,
@@ -52,7 +58,7 @@ class Router:
 
     def join(self, name: str) -> None:
         self.placement.join(description_of(name, max_running_requests=SLOTS, num_blocks=5000), 0.0)
-        self.placement.set_feed(name, "live")
+        self.placement.set_feed(name, FeedState.LIVE)
 
     def prompt(self, hashes: Sequence[int], now: float = 0.0, tail: int = 7) -> Prompt:
         tokens = len(hashes) * self.block_size + tail

@@ -46,7 +46,7 @@ def test_without_any_overlap_the_decision_is_least_loaded_bit_for_bit(
     """A cache-aware router that loses to least-loaded on traffic without reuse is the field's most cited failure."""
     prompt = Prompt(tokens=tokens, blocks=tokens // BLOCK, block_size=BLOCK)
     candidates = [
-        Candidate(replica_id=f"r{index}", feed="live", load=load, held_blocks=0, expected_blocks=0)
+        Candidate(replica_id=f"r{index}", feed=FeedState.LIVE, load=load, held_blocks=0, expected_blocks=0)
         for index, load in enumerate(drawn)
     ]
 
@@ -64,7 +64,7 @@ def test_without_overlap_it_stays_least_loaded_however_busy_it_was(
     """What others lose is counted against the best holder, and there is none."""
     prompt = Prompt(tokens=tokens, blocks=tokens // BLOCK, block_size=BLOCK)
     candidates = [
-        Candidate(replica_id=f"r{index}", feed="live", load=load, held_blocks=0, expected_blocks=0)
+        Candidate(replica_id=f"r{index}", feed=FeedState.LIVE, load=load, held_blocks=0, expected_blocks=0)
         for index, load in enumerate(drawn)
     ]
     cache_aware = busy_policy(busy)
@@ -80,7 +80,7 @@ def test_without_overlap_it_stays_least_loaded_however_busy_it_was(
 def test_the_order_of_the_list_never_decides(drawn: list[ReplicaLoad], shuffler: Random, seed: int) -> None:
     """An idle cluster of one peer sends everything to the first worker of its list."""
     candidates = [
-        Candidate(replica_id=f"r{index}", feed="live", load=load, held_blocks=0, expected_blocks=0)
+        Candidate(replica_id=f"r{index}", feed=FeedState.LIVE, load=load, held_blocks=0, expected_blocks=0)
         for index, load in enumerate(drawn)
     ]
     shuffled = list(candidates)
@@ -89,7 +89,7 @@ def test_the_order_of_the_list_never_decides(drawn: list[ReplicaLoad], shuffler:
     assert chosen(ExpectedTtft(), candidates, seed=seed) == chosen(ExpectedTtft(), shuffled, seed=seed)
 
 
-overlaps = st.tuples(loads, st.integers(0, 62), st.integers(0, 62), st.sampled_from(["live", "syncing", "stale"]))
+overlaps = st.tuples(loads, st.integers(0, 62), st.integers(0, 62), st.sampled_from(list(FeedState)))
 
 
 @given(st.lists(overlaps, min_size=1, max_size=12), st.integers(0, 99), st.integers(0, 30), st.floats(0, 0.3))
@@ -200,14 +200,17 @@ def test_asking_for_an_explanation_teaches_nothing() -> None:
 
 def test_a_replica_whose_feed_is_stale_is_scored_by_load_alone() -> None:
     """It has been silent: what is indexed of it may be gone by now, and so may the replica."""
-    candidates = [candidate("r0", running=1), candidate("r1", 62, feed="stale", running=2, queued_prefill_tokens=100)]
+    candidates = [
+        candidate("r0", running=1),
+        candidate("r1", 62, feed=FeedState.STALE, running=2, queued_prefill_tokens=100),
+    ]
 
     assert chosen(ExpectedTtft(), candidates) == "r0"
 
 
 def test_a_hole_in_the_stream_does_not_void_what_was_known_before_it() -> None:
     """It was so a moment ago. Were it worth nothing, a lost message would send whole prefixes elsewhere."""
-    candidates = [candidate("r0"), candidate("r1", 62, feed="syncing", running=1, queued_prefill_tokens=100)]
+    candidates = [candidate("r0"), candidate("r1", 62, feed=FeedState.SYNCING, running=1, queued_prefill_tokens=100)]
 
     assert chosen(ExpectedTtft(), candidates) == "r1"
 
