@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
-from random import Random
 from typing import assert_never
 
 import msgspec
@@ -269,7 +268,7 @@ class RequestFlow:
     def explain(self, request: GenerationRequest, now: float) -> Explanation:
         """The table of the decision that `submit` would take now. Raises NoReplica or PromptTooLong."""
         prompt, candidates = self._situation(self._new_request(request, now), now)
-        table = self.placement.policy.explain(prompt, candidates, Random(0))
+        table = self.placement.explain(prompt, candidates)
         for row, each in enumerate(table.replicas):
             if (progress := self.warm_ups.progress(each.replica_id)) is not None:
                 why = f"{each.why}: {progress.done_tokens} of {progress.planned_tokens} tokens computed"
@@ -381,16 +380,19 @@ class RequestFlow:
         return [self._fail(self._requests[RequestId(name)], QueueFull(len(self._queue)), now)]
 
     def _situation(self, request: RequestState, now: float) -> tuple[Prompt, list[Candidate]]:
+        # A replica that scores the prompt's own tokens computes all of them, whatever it holds.
+        scores_prompt = request.request.sampling.prompt_logprobs is not None and not request.generated
+        hashes = () if scores_prompt else request.keys
         prompt = Prompt(
             tokens=request.prompt_tokens + request.generated,
             blocks=len(request.keys),
             block_size=self._block_size,
+            hashes=hashes,
+            generated=request.generated,
             now=now,
             session=request.request.session,
         )
-        # A replica that scores the prompt's own tokens computes all of them, whatever it holds.
-        scores_prompt = request.request.sampling.prompt_logprobs is not None and not request.generated
-        return prompt, self.placement.candidates(() if scores_prompt else request.keys, request.excluded, now)
+        return prompt, self.placement.candidates(hashes, request.excluded, now)
 
     def _place(self, request: RequestState, now: float) -> Send | None:
         """Choose a replica and book the request there; None: no replica can take it now."""

@@ -137,7 +137,7 @@ class OwnReplica(ReplicaHandle):
             self,
             context=context.zmq,
             heartbeat_interval_s=context.heartbeat_interval_s,
-            blocks=self._placement.index.blocks_of(self.replica_id),
+            blocks=self._placement.blocks_of(self.replica_id),
             keys=context.keys if endpoints.curve_key else None,
         )
 

@@ -47,7 +47,7 @@ from ..flow.request_flow import RequestFlow, ServedModel
 from ..flow.request_state import Deliver, Ended, Instruction, RequestId, Send
 from ..flow.token_stream import RequestStream
 from ..routing.placement import Placement
-from ..routing.policy.base import make_policy
+from ..routing.policy.registry import make_policy
 from ..routing.replica_load import LoadBook, Rest
 from ..routing.reservations import Reservations
 from .external.external_replica import ExternalReplica

@@ -23,7 +23,7 @@ from homing.router.backend import GenerationRequest, RouterCounters
 from homing.router.config import RouterSettings
 from homing.router.flow.request_flow import RequestFlow, ServedModel
 from homing.router.routing.placement import Placement
-from homing.router.routing.policy.base import make_policy
+from homing.router.routing.policy.registry import make_policy
 from homing.router.routing.prefix_index import PrefixIndex
 from homing.router.routing.replica_load import LoadBook
 from homing.router.routing.reservations import Reservations

@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 
 from ....router.control import Demand
 from ...control.autoscale import Autoscaler, ScalingTerms
-from . import Arrival, Result, Setup, Simulation, result_of, simulation_of
+from .results import Result
+from .runs import Setup, result_of, simulation_of
+from .simulation import Simulation
+from .workload import Arrival
 
 #: As often as the controller looks.
 LOOK_S = 1.0

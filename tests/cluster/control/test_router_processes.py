@@ -9,7 +9,7 @@ from typing import Any
 from homing.cluster.config import Settings, load_settings
 from homing.cluster.control.control_messages import ClusterSpec, Listening, ModelSpec
 from homing.cluster.control.planner import Pacing
-from homing.cluster.control.router_processes import Routers
+from homing.cluster.control.router_processes import RouterProcesses
 from homing.router.backend import AbsentReplica
 from homing.router.control import (
     AnyQuestion,
@@ -60,7 +60,7 @@ def spec() -> ClusterSpec:
 
 
 @asynccontextmanager
-async def running(*answers: Answers) -> AsyncIterator[tuple[Routers, list[FakeActor]]]:
+async def running(*answers: Answers) -> AsyncIterator[tuple[RouterProcesses, list[FakeActor]]]:
     """Two routers, which answer so."""
     actors = [FakeActor(each) for each in answers]
 
@@ -69,7 +69,7 @@ async def running(*answers: Answers) -> AsyncIterator[tuple[Routers, list[FakeAc
 
     supervisor = SimpleNamespace(start_router=SimpleNamespace(remote=start_router))
     pacing = Pacing(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0)
-    routers = Routers(spec(), pacing=pacing, notify=lambda level, text: None)
+    routers = RouterProcesses(spec(), pacing=pacing, notify=lambda level, text: None)
     keeping = asyncio.create_task(routers.keep(supervisor, {}))
     while routers.url is None:  # noqa: ASYNC110 - what is waited for is a plain value of the thing under test
         await asyncio.sleep(0)

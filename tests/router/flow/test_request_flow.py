@@ -38,7 +38,7 @@ from homing.router.flow.request_state import (
     Transition,
 )
 from homing.router.routing.placement import Placement
-from homing.router.routing.policy.base import make_policy
+from homing.router.routing.policy.registry import make_policy
 from homing.router.routing.replica_load import LoadBook, Rest
 from homing.router.routing.reservations import Reservations
 

@@ -10,7 +10,7 @@ from homing.router.flow.hot_prefixes import HotPrefixes
 from homing.router.flow.request_state import Instruction, Send
 from homing.router.flow.warmup import LAST_PRIORITY, CacheWarmup
 from homing.router.routing.placement import Placement
-from homing.router.routing.policy.base import make_policy
+from homing.router.routing.policy.registry import make_policy
 from homing.router.routing.replica_load import LoadBook
 from homing.router.routing.reservations import Reservations
 

@@ -17,7 +17,7 @@ from homing.router.replicas.external.external_replica import ExternalReplica
 from homing.router.replicas.external.probe import ExternalTerms
 from homing.router.replicas.replica_handle import ServiceContext
 from homing.router.routing.placement import Placement
-from homing.router.routing.policy.base import make_policy
+from homing.router.routing.policy.registry import make_policy
 from homing.router.routing.replica_load import LoadBook
 from homing.router.routing.reservations import Reservations
 

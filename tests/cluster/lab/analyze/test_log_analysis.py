@@ -2,7 +2,7 @@
 
 import pytest
 
-from homing.cluster.lab.analyze.sharing import BreakRow, LogAnalysis, LoggedPrompt, LogReport
+from homing.cluster.lab.analyze.log_analysis import BreakRow, LogAnalysis, LoggedPrompt, LogReport
 
 
 def prompt(blocks: str, *, tokens: int | None = None, at: float | None = None) -> LoggedPrompt:

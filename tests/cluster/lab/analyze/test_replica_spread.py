@@ -2,7 +2,8 @@
 
 from collections import Counter
 
-from homing.cluster.lab.analyze.sharing import Affine, ReplicaCaches, ReuseStack, RoundRobin
+from homing.cluster.lab.analyze.replica_spread import Affine, ReplicaCaches, RoundRobin
+from homing.cluster.lab.analyze.reuse_stack import ReuseStack
 
 
 def curve_of(replicas: int, rule, log: list[list[str]]):

@@ -5,7 +5,6 @@ knows time, queues or what was evicted: `homing simulate` plays those out.
 """
 
 from collections.abc import Hashable, Sequence
-from typing import Protocol
 
 from .reuse_stack import HitCurve, PlaceCounts, ReuseStack
 
@@ -15,13 +14,6 @@ from .reuse_stack import HitCurve, PlaceCounts, ReuseStack
 LEAD_PROMPTS = 2.0
 
 
-class SpreadRule(Protocol):
-    """Chooses a replica for each request."""
-
-    def choose(self, blocks: Sequence[Hashable], caches: Sequence[ReuseStack], /) -> int:
-        """Index of the replica that takes this request."""
-
-
 class RoundRobin:
     """One after the other."""
 
@@ -29,7 +21,7 @@ class RoundRobin:
         self._next = 0
 
     def choose(self, _: Sequence[Hashable], caches: Sequence[ReuseStack]) -> int:
-        """See `SpreadRule.choose`."""
+        """Index of the replica that takes this request."""
         chosen = self._next % len(caches)
         self._next += 1
         return chosen
@@ -49,7 +41,7 @@ class Affine:
         self._blocks = 0
 
     def choose(self, blocks: Sequence[Hashable], caches: Sequence[ReuseStack]) -> int:
-        """See `SpreadRule.choose`."""
+        """Index of the replica that takes this request."""
         work = self._work = self._work or [0] * len(caches)
         self._requests += 1
         self._blocks += len(blocks)
@@ -59,6 +51,9 @@ class Affine:
         chosen = min(within, key=lambda place: (-known[place], work[place]))
         work[chosen] += len(blocks) - known[chosen]
         return chosen
+
+
+SpreadRule = RoundRobin | Affine
 
 
 class ReplicaCaches:

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from .replica_spread import Affine, ReplicaCaches, RoundRobin, SpreadRule
+from .replica_spread import Affine, ReplicaCaches, RoundRobin
 from .reuse_stack import HitCurve, ReuseStack
 
 WINDOWS_S = (60.0, 300.0, 900.0)
@@ -141,7 +141,10 @@ class LogAnalysis:
         self._block_size = block_size
         self._stack = ReuseStack()
         self._spread = [
-            (count, name, ReplicaCaches(count, rule)) for count in replicas if count > 1 for name, rule in _rules()
+            (count, name, ReplicaCaches(count, rule))
+            for count in replicas
+            if count > 1
+            for name, rule in (("affine", Affine()), ("round-robin", RoundRobin()))
         ]
         self._windows = [_Window(seconds) for seconds in WINDOWS_S]
         self._arrivals = array("d")
@@ -198,17 +201,12 @@ class LogAnalysis:
             span_s=self._arrivals[-1] - self._arrivals[0] if timed else None,
             late_requests=self._late if timed else 0,
             windows=tuple(window.row(requests) for window in self._windows) if timed else (),
-            breaks=tuple(_break_row(power, count) for power, count in sorted(self._breaks.items())),
+            breaks=tuple(
+                # Requests with 2^(power - 1) to 2^power - 1 known blocks; power 0: with none.
+                BreakRow((1 << power) >> 1, (1 << power) - 1, count)
+                for power, count in sorted(self._breaks.items())
+            ),
             known_entirely=self._known_entirely,
             curve=self._stack.curve(),
             replicas=tuple(ReplicaRow(count, name, caches.curve()) for count, name, caches in self._spread),
         )
-
-
-def _rules() -> list[tuple[str, SpreadRule]]:
-    return [("affine", Affine()), ("round-robin", RoundRobin())]
-
-
-def _break_row(power: int, requests: int) -> BreakRow:
-    """Requests with 2^(power - 1) to 2^power - 1 known blocks; power 0: with none."""
-    return BreakRow((1 << power) >> 1, (1 << power) - 1, requests)

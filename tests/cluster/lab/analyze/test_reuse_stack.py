@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from homing.cluster.lab.analyze.sharing import PrefixNames, ReuseStack
-from homing.cluster.lab.analyze.sharing.reuse_stack import HitCurve, PlaceCounts, RunLengths
+from homing.cluster.lab.analyze.prompts import PrefixNames
+from homing.cluster.lab.analyze.reuse_stack import HitCurve, PlaceCounts, ReuseStack, RunLengths
 from homing.kvcache import BlockHash, BlockHasher, PrefixCache, token_bytes
 
 BLOCK = 2
