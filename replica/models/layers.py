@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from ..kernels.choice import compiled_problem
+
 logger = logging.getLogger(__name__)
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -61,8 +63,6 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _compiles(dtype: torch.dtype) -> bool:
     """Whether products of this dtype are a compiled kernel; compiles it."""
-    from ..kernels.choice import compiled_problem  # which knows of these operations
-
     if dtype != torch.bfloat16 or compiled_problem() is not None:
         return False
     from ..kernels.cpu.linear.product import compiled  # needs numba
@@ -150,20 +150,3 @@ class Int8Linear:
         )
         y = y.mul_(scales).to(x.dtype)
         return y if self._bias is None else y + self._bias
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """x scaled to a root mean square of 1 along its last dimension, times `weight`."""
-    return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of x [T, heads, D] by cos and sin [T, 1, D / 2]; pairs are (i, i + D / 2) as in Hugging Face."""
-    first, second = x.chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-
-
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of the fused projection [T, 2 * F]."""
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up

@@ -14,11 +14,11 @@ import torch.nn.functional as F  # noqa: N812
 from ..kernels.choice import choose_kernels
 from ..load.checkpoint import COLUMNS, ROWS, Checkpoint
 from ..parallel.rank_group import RankGroup
-from .base import Attend, AttentionRule, QkvAttend, Rotary
+from .base import AttentionRule, QkvAttend, Rotary
 from .errors import TensorParallelUnsupported
 from .families import FAMILIES, split_problem
 from .feedforward import Feedforward, GatedMlp, Mixture, uncapturable
-from .layers import Int8Linear, Linear, rms_norm, rotate
+from .layers import Int8Linear, Linear
 from .rope import FIXED_KINDS, inverse_frequencies
 from .spec import KvShape, ModelSpec
 
@@ -185,7 +185,7 @@ class NativeModel:
         Raises WeightsMissing, TensorParallelUnsupported.
         """
         self._group = group
-        self._kernels = choose_kernels(device)
+        self._kernels = choose_kernels(device, dtype)
         self._share = share = Share.of(config, group)
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._epsilon = config.rms_norm_eps
@@ -208,21 +208,15 @@ class NativeModel:
         )
 
     def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_at: torch.Tensor
+        self, ids: torch.Tensor, positions: torch.Tensor, attend: QkvAttend, logits_at: torch.Tensor
     ) -> torch.Tensor | None:
         """As `models.base.Model.forward`."""
         x, delta = self._kernels.take(self._embedding, ids), None
-        cos, sin = self._kernels.waves(positions, self._frequencies, x.dtype)
-        fused = attend if isinstance(attend, QkvAttend) else None
+        cos, sin = self._kernels.rotary_table(positions, self._frequencies, x.dtype)
         for index, layer in enumerate(self._layers):
             x, normed = self._kernels.add_rms_norm(x, delta, layer.input_norm, self._epsilon)
-            qkv = layer.qkv(normed)
-            if fused is None:
-                q, k, v = self._split(layer, qkv, cos[:, None], sin[:, None])
-                heads = attend(index, q, k, v, layer.rule)
-            else:
-                rotary = Rotary(cos, sin, layer.q_norm, layer.k_norm, self._epsilon)
-                heads = fused.from_qkv(index, qkv, rotary, layer.rule)
+            rotary = Rotary(cos, sin, layer.q_norm, layer.k_norm, self._epsilon)
+            heads = attend.from_qkv(index, layer.qkv(normed), rotary, layer.rule)
             delta = self._summed(layer.out(heads.flatten(1)))
             x, normed = self._kernels.add_rms_norm(x, delta, layer.mlp_norm, self._epsilon)
             delta = self._summed(layer.feedforward(normed, self._kernels))
@@ -230,19 +224,6 @@ class NativeModel:
         x, delta = (self._kernels.take(each, logits_at) for each in (x, delta))
         _, normed = self._kernels.add_rms_norm(x, delta, self._norm, self._epsilon)
         return self._logits(normed)
-
-    def _split(
-        self, layer: DecoderLayer, joined: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rotated queries and keys, and values: [T, heads, head_dim]."""
-        heads, kv_heads = self._share.heads, self._share.kv_heads
-        qkv = joined.view(-1, heads + 2 * kv_heads, self._head_dim)
-        if layer.q_norm is None or layer.k_norm is None:
-            qk = rotate(qkv[:, : heads + kv_heads], cos, sin)
-            return qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :]
-        q = rms_norm(qkv[:, :heads], layer.q_norm, self._epsilon)
-        k = rms_norm(qkv[:, heads : heads + kv_heads], layer.k_norm, self._epsilon)
-        return rotate(q, cos, sin), rotate(k, cos, sin), qkv[:, heads + kv_heads :]
 
     def _summed(self, x: torch.Tensor) -> torch.Tensor:
         return self._group.all_reduce(x) if self._group else x

@@ -1,4 +1,4 @@
-"""The softmax of a decoding row's scores, all of which it sees."""
+"""The softmax of the scores of a decoding row, which sees all of its keys."""
 
 import numpy as np
 from numba import carray, njit
@@ -6,15 +6,30 @@ from numba import carray, njit
 from ..runtime.scalars import FAST_MATH, exponential, greatest, pointer, same
 
 
-@njit(fastmath=FAST_MATH, error_model="numpy")
-def softmax_of_heads(scores, group, count, longest):
-    """In place, of `count` scores of each of a group's heads, which lie `longest` apart."""
-    for head in range(group):
-        row = carray(pointer(scores + head * longest * 4), (count,), np.float32)
-        top, total = greatest(row, same), np.float32(0)
-        for i in range(count):
-            row[i] = exponential(row[i] - top)
-            total += row[i]
-        inverse = np.float32(1) / total
-        for i in range(count):
-            row[i] *= inverse
+def softmax_of(capped: bool, with_sinks: bool):
+    """(scores, group, count, longest, softcap, sinks): in place, of `count` scores of each of a group's heads.
+
+    The heads' scores are `longest` apart. At `sinks` are the group's float32 sinks.
+    """
+
+    @njit(fastmath=FAST_MATH, error_model="numpy")
+    def softmax(scores, group, count, longest, softcap, sinks):
+        for head in range(group):
+            row = carray(pointer(scores + head * longest * 4), (count,), np.float32)
+            if capped:
+                for i in range(count):
+                    # softcap * tanh(score / softcap)
+                    row[i] = softcap - 2 * softcap / (exponential(2 * row[i] / softcap) + np.float32(1))
+            top, total = greatest(row, same), np.float32(0)
+            if with_sinks:
+                sink = carray(pointer(sinks + head * 4), (1,), np.float32)[0]
+                top = sink if sink > top else top  # so that NaN stays NaN
+                total = exponential(sink - top)
+            for i in range(count):
+                row[i] = exponential(row[i] - top)
+                total += row[i]
+            inverse = np.float32(1) / total
+            for i in range(count):
+                row[i] *= inverse
+
+    return softmax
