@@ -1,8 +1,8 @@
 """Own decoder for Llama, Mistral, Qwen2, Qwen3 and their mixtures of experts, from their Hugging Face folders.
 
-Flat [T, hidden] activations, fused q|k|v and gate|up, one rank's share of heads and features. What it computes is held
-to transformers' own models by tests. It refuses (`native_problem`) what it does not compute, and the transformers
-provider takes over.
+Flat [T, hidden] activations, fused q|k|v and gate|up, one rank's share of heads and features. Tests compare it with
+transformers' own models. It refuses models that it cannot compute (`native_problem`); the transformers provider runs
+those.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from ..parallel.rank_group import RankGroup
 from .base import AttentionRule, QkvAttend, Rotary
 from .errors import TensorParallelUnsupported
 from .families import FAMILIES, split_problem
-from .feedforward import Feedforward, GatedMlp, Mixture, uncapturable
+from .feedforward import Feedforward, GatedMlp, Mixture
 from .layers import Int8Linear, Linear
 from .rope import FIXED_KINDS, inverse_frequencies
 from .spec import KvShape, ModelSpec
@@ -59,7 +59,7 @@ def is_mixture(config: Any, layer: int) -> bool:
 
 @dataclass(slots=True, frozen=True)
 class Share:
-    """Which part of the weights one rank holds. With fewer KV heads than ranks, neighbours hold the same one."""
+    """The part of the weights that one rank holds. With fewer KV heads than ranks, neighbouring ranks share one."""
 
     rank: int
     ranks: int
@@ -150,7 +150,7 @@ class _LayerReader:
         return self._norm(name) if f"{self._prefix}{name}.weight" in self._checkpoint else None
 
     def _by_outputs(self, parts: list[tuple[str, tuple[int, int]]]) -> Linear | Int8Linear:
-        """Linears of one input fused into one; each is cut to its share before they are joined."""
+        """Linears of the same input fused into one; each is cut to its share before they are joined."""
 
         def joined(kind: str) -> torch.Tensor:
             shares = (self._checkpoint.share(f"{self._prefix}{n}.{kind}", ROWS, *part) for n, part in parts)
@@ -168,7 +168,7 @@ class _LayerReader:
 
 
 class NativeModel:
-    """A decoder, or one rank's share of it. Ranks hold the embedding whole and the vocabulary's head in parts."""
+    """A decoder, or one rank's share of it. Each rank holds the whole embedding and a part of the vocabulary's head."""
 
     def __init__(
         self,
@@ -197,7 +197,8 @@ class NativeModel:
             _LayerReader(config, checkpoint, share, index, linear).read(AttentionRule(self._head_dim**-0.5, window))
             for index, window in enumerate(layer_windows(config))
         ]
-        self.uncapturable = next(filter(None, (uncapturable(layer.feedforward) for layer in self._layers)), None)
+        mixed = any(isinstance(layer.feedforward, Mixture) for layer in self._layers)
+        self.uncapturable = "how many tokens an expert takes is read back" if mixed else None
         self.spec = ModelSpec(
             kv_shapes=(KvShape(share.kv_heads, self._head_dim, self._head_dim),) * len(self._layers),
             vocab_size=len(self._embedding),

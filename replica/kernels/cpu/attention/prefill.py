@@ -20,8 +20,8 @@ from ..linear.tile import OUTPUTS, ROWS
 from ..runtime.compilation import kernel
 from ..runtime.scalars import Storage, pointer, storage_of
 from ..runtime.thread_team import run, threads_for
-from ..runtime.vectors import LANES, SINGLE, WORD, Dot, dot
-from .prefill_loops import ADDRESS, KEYS, QUERIES, scores_of, sums_of, transpose_words
+from ..runtime.vectors import SINGLE, WORD, Dot, dot
+from .prefill_loops import KEYS, QUERIES, scores_of, sums_of
 from .running_softmax import LOWEST, weights_of
 
 #: Tokens of a block. 64 and 256 were as fast on a Zen 4.
@@ -43,7 +43,6 @@ class Sizes:
     value_dim: int
     group: int
     numbers: int  #: in a word
-    aligned: bool  #: whether the `KEYS` keys of one product are in one page
 
     @property
     def key_words(self) -> int:
@@ -61,9 +60,8 @@ class Sizes:
 
     @property
     def scratch(self) -> int:
-        """The tiles, and a block's scores, values, factors and, if they cannot be read in their pages, keys."""
-        keys = 0 if self.aligned else BLOCK * self.key_words
-        block = BLOCK * QUERIES + BLOCK // self.numbers * self.width + QUERIES + keys
+        """The tiles, and a block's scores, values, factors and keys."""
+        block = BLOCK * (QUERIES + self.key_words) + BLOCK // self.numbers * self.width + QUERIES
         return TILES * self.tile + block * WORD
 
 
@@ -80,7 +78,7 @@ def prefill(
     storage = storage_of(q.dtype, rows.keys.dtype, rows.values.dtype, out.dtype)
     q = q.flatten(1).unflatten(1, q.shape[1:])  # transformers' models pass heads that are not contiguous
     page, kv_heads, key_dim = rows.keys.shape[1:]
-    sizes = Sizes(key_dim, rows.values.shape[3], q.shape[1] // kv_heads, WORD // storage.size, page % KEYS == 0)
+    sizes = Sizes(key_dim, rows.values.shape[3], q.shape[1] // kv_heads, WORD // storage.size)
     longest = rows.tables.shape[1] * page
     threads = threads_for(len(rows.seq_lens) * longest * kv_heads * (key_dim + sizes.value_dim) * storage.size)
     scratch = torch.empty(threads, sizes.scratch // WORD, dtype=torch.float32)
@@ -152,7 +150,7 @@ def _cost(tile, queries, length, group, window):
 
 
 def _attend(storage: Storage, sizes: Sizes, dot: Dot):
-    group, aligned, tile_bytes = sizes.group, sizes.aligned, sizes.tile
+    group, tile_bytes = sizes.group, sizes.tile
     key_size, value_size = sizes.key_dim * storage.size, sizes.value_dim * storage.size
     scores_at = tile_bytes * TILES
     values_at = scores_at + BLOCK * QUERIES * WORD
@@ -168,24 +166,21 @@ def _attend(storage: Storage, sizes: Sizes, dot: Dot):
         keys, values, table = pages
         kv_heads, head, page = shape
         queries, length, window = row
-        held = own + scores_at, own + values_at, own + rescale_at
+        held = own + scores_at, own + keys_at, own + values_at, own + rescale_at
         for tile in range(tiles[0], tiles[1]):
-            begin_tile(own + (tile - tiles[0]) * tile_bytes, held[0], query, query_step, tile, queries, length)
+            begin_tile(own + (tile - tiles[0]) * tile_bytes, query, query_step, tile, queries, length)
         begin = max(np.int64(0), _ends(tiles[0], queries, length, group)[0] + 1 - window)
         end = _ends(tiles[1] - 1, queries, length, group)[1] + 1
         blocks = carray(pointer(table), ((end + page - 1) // page,), np.int32)
-        key, step = keys + head * key_size, kv_heads * key_size
         for block in range(begin - begin % BLOCK, end, BLOCK):
             tokens = min(end - block, BLOCK)
-            gather(values + head * value_size, kv_heads * value_size, blocks, page, block, tokens, held[1])
-            if not aligned:
-                copy(key, step, blocks, page, block, tokens, own + keys_at)
+            gather(values + head * value_size, kv_heads * value_size, blocks, page, block, tokens, held[2])
+            copy(keys + head * key_size, kv_heads * key_size, blocks, page, block, tokens, held[1])
             for tile in range(tiles[0], tiles[1]):
                 first, last = _ends(tile, queries, length, group)
                 if block <= last and block + BLOCK > first + 1 - window:
                     at, lanes = own + (tile - tiles[0]) * tile_bytes, queries * group - tile * QUERIES
-                    given = (key, step) if aligned else (own + keys_at, np.int64(key_size))
-                    add_block(at, held, given, blocks, page, block, (first, last, window), lanes, scale)
+                    add_block(at, held, block, (first, last, window), lanes, scale)
         for tile in range(tiles[0], tiles[1]):
             end_tile(own + (tile - tiles[0]) * tile_bytes, found, found_step, tile, queries)
 
@@ -193,7 +188,7 @@ def _attend(storage: Storage, sizes: Sizes, dot: Dot):
 
 
 def _add_block(storage: Storage, sizes: Sizes, dot: Dot):
-    numbers, width, aligned = sizes.numbers, sizes.width, sizes.aligned
+    numbers, width, key_size = sizes.numbers, sizes.width, sizes.key_words * WORD
     sums_at = QUERIES * sizes.key_words * WORD
     state_at = sums_at + QUERIES * width * WORD
     score, add = scores_of(dot, sizes.key_words), sums_of(dot, width)
@@ -201,15 +196,13 @@ def _add_block(storage: Storage, sizes: Sizes, dot: Dot):
     are_finite, add_visible = _are_finite(sizes), _add_visible(storage, sizes)
 
     @njit(fastmath=False, error_model="numpy")  # the kernel's fast math would remove the rounding by addition
-    def add_block(tile, held, given, blocks, page, block, visible, lanes, scale):
+    def add_block(tile, held, block, visible, lanes, scale):
         """Add the weighted values of a block to the sums of a tile's queries."""
-        scores, ordered, rescale = held
-        keys, step = given
+        scores, keys, ordered, rescale = held
         first, last, window = visible
         count = min((last - block) // KEYS * KEYS + KEYS, BLOCK)
         for key in range(0, count, KEYS):
-            slot = _slot(blocks, page, block + key) if aligned else key
-            score(keys + slot * step, step, tile, scores + key * QUERIES * WORD)
+            score(keys + key * key_size, np.int64(key_size), tile, scores + key * QUERIES * WORD)
         if block + count - 1 <= first and block > last - window:
             weigh(scores, count, scale, tile + state_at, rescale, block, window)
         else:
@@ -251,9 +244,9 @@ def _begin_tile(sizes: Sizes):
     key_words, width, group = sizes.key_words, sizes.width, sizes.group
 
     @njit(error_model="numpy")
-    def begin(own, table, query, query_step, tile, queries, length):
-        """Transpose the queries into lanes, repeating the last one, and reset sums and state."""
-        rows = carray(pointer(table), (QUERIES,), np.int64)
+    def begin(own, query, query_step, tile, queries, length):
+        """Copy the queries into lanes, repeating the last one, and reset sums and state."""
+        lanes = carray(pointer(own), (key_words, QUERIES), np.uint32)
         sums = carray(pointer(own + QUERIES * key_words * WORD), (QUERIES * width,), np.float32)
         state = own + QUERIES * (key_words + width) * WORD
         tops, totals = carray(pointer(state), (2, QUERIES), np.float32)
@@ -261,18 +254,11 @@ def _begin_tile(sizes: Sizes):
         for lane in range(QUERIES):
             number = min(tile * QUERIES + lane, queries * group - 1)
             token, head = number // group, number % group
-            rows[lane] = query + token * query_step + head * key_words * WORD
             tops[lane], totals[lane] = np.float32(LOWEST), np.float32(0)
             lasts[lane] = length - queries + token
-        whole = key_words - key_words % LANES
-        for lane in range(0, QUERIES, LANES):
-            for word in range(0, whole, LANES):
-                transpose_words(table + lane * ADDRESS, word * WORD, own + (word * QUERIES + lane) * WORD)
-        rest = carray(pointer(own), (key_words, QUERIES), np.uint32)
-        for lane in range(QUERIES):
-            given = carray(pointer(rows[lane]), (key_words,), np.uint32)
-            for word in range(whole, key_words):
-                rest[word, lane] = given[word]
+            given = carray(pointer(query + token * query_step + head * key_words * WORD), (key_words,), np.uint32)
+            for word in range(key_words):
+                lanes[word, lane] = given[word]
         for i in range(QUERIES * width):
             sums[i] = np.float32(0)
 

@@ -1,10 +1,9 @@
 """The innermost loops of prefill attention, with a query in each lane, in LLVM's instructions. Knows no pages.
 
 The scores of `QUERIES` queries with one key are adjacent: the softmax over all keys is then computed lane by lane, and
-no query's result depends on the others. Keys are read in place; only queries and values are reordered.
+no query's result depends on the others.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -15,11 +14,9 @@ from ..linear.tile import OUTPUTS, ROWS, VECTORS, products
 from ..runtime.vectors import (
     FLOAT,
     FLOATS,
-    HALF,
     INT64,
     LANES,
     WORD,
-    WORDS,
     Dot,
     constant,
     load,
@@ -31,48 +28,8 @@ from ..runtime.vectors import (
 
 #: Queries of a tile, in the lanes of some vectors.
 QUERIES = OUTPUTS
-ADDRESS = 8  #: Bytes.
 #: Keys of one product.
 KEYS = ROWS
-
-
-@intrinsic
-def transpose_words(_context, _rows, _offset, _lanes):
-    """(rows, offset, lanes): transpose `LANES` words of `LANES` rows. All are int64.
-
-    At `rows` are the addresses of the rows; `offset` is that of the words in a row. Vectors are written `QUERIES` words
-    apart.
-    """
-
-    def generate(context, builder, _signature, arguments):
-        table, offset, lanes = arguments
-        rows = [
-            load(builder, each, INT64, HALF) for each in strided(builder, table, ir.Constant(INT64, ADDRESS), LANES)
-        ]
-        read = [load(builder, builder.add(row, offset), WORDS, HALF) for row in rows]
-        for number, found in enumerate(_transposed(builder, read)):
-            store(builder, found, words_after(builder, lanes, number * QUERIES), WORD)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), generate
-
-
-def _transposed(builder: Any, vectors: Sequence[Any]) -> list[Any]:
-    """The transpose of `LANES` vectors: swaps one bit of the vector's and the lane's number at a time."""
-    found = list(vectors)
-    width = 1
-    while width < LANES:
-        for number in range(LANES):
-            if number & width:
-                continue
-            pair = found[number], found[number | width]
-            low = [lane ^ width | LANES if lane & width else lane for lane in range(LANES)]
-            high = [lane | LANES if lane & width else lane | width for lane in range(LANES)]
-            found[number], found[number | width] = (
-                builder.shuffle_vector(*pair, ir.Constant(WORDS, lanes)) for lanes in (low, high)
-            )
-        width *= 2
-    return found
 
 
 def scores_of(dot: Dot, words: int) -> Any:
