@@ -12,9 +12,7 @@ import triton
 import triton.language as tl
 
 from ..base import PagedRows
-from .matrix import dot, upcasts
-from .pages import key_tile, pages_of, value_tile
-from .search import depth_for
+from .pages import depth_for, dot, key_tile, pages_of, upcasts, value_tile
 
 LOG2E = 1.4426950408889634
 #: Keys per step of the inner loop. 64 keeps registers at 124 to 147 without spills (cross-compiled for sm_90; not run).

@@ -10,9 +10,7 @@ import triton.language as tl
 
 from ..base import PagedRows
 from .decode import LOG2E
-from .matrix import dot, upcasts
-from .pages import key_tile, pages_of, value_tile
-from .search import depth_for
+from .pages import depth_for, dot, key_tile, pages_of, upcasts, value_tile
 
 #: Queries and keys per tile. Cross-compiled for sm_90: 24 wgmma, 184 registers, no spill with 8 warps; not run.
 QUERIES = 128

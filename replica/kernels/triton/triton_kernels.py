@@ -8,11 +8,9 @@ import torch
 from ...models.base import AttentionRule
 from ..base import PagedRows
 from ..torch_kernels import TorchKernels
-from .activation import silu_mul
 from .decode import DecodePlan, decode, plan_decode
-from .norm import add_rms_norm
+from .pointwise import add_rms_norm, rotate_and_store, silu_mul
 from .prefill import prefill
-from .rope import rotate_and_store
 from .sampling import sample
 
 log = logging.getLogger(__name__)

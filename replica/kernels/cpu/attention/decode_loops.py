@@ -7,23 +7,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ..runtime.vectors import (
-    FLOAT,
-    FLOATS,
-    HALF,
-    INT64,
-    LANES,
-    WORD,
-    WORDS,
-    Dot,
-    load,
-    loop,
-    multiply_add,
-    splat,
-    store,
-    strided,
-    widen_pairs,
-)
+from ..runtime import vectors as v
+from ..runtime.vectors import FLOAT, FLOATS, HALF, INT64, LANES, WORD, WORDS, Dot
 
 #: Numbers in one vector of words.
 CHUNK = 2 * LANES
@@ -44,13 +29,13 @@ def scores_of(dot: Dot, dim: int) -> Any:
             parts = range(0, dim * HALF, CHUNK * HALF)
             factors = [dot.factor(builder, _words(builder, query, part)) for part in parts]
             sums = []
-            for key in strided(builder, keys, step, LANES):
+            for key in v.strided(builder, keys, step, LANES):
                 found = ir.Constant(FLOATS, [0.0] * LANES)
                 for part, factor in zip(parts, factors, strict=True):
                     found = dot.add(builder, found, _words(builder, key, part), factor)
                 sums.append(found)
-            total = builder.fmul(_totals(builder, sums), splat(builder, scale))
-            store(builder, total, scores, WORD)
+            total = builder.fmul(_totals(builder, sums), v.splat(builder, scale))
+            v.store(builder, total, scores, WORD)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 3, types.float32, types.int64), generate
@@ -89,22 +74,22 @@ def sums_of(heads: int, chunks: int) -> Any:
             values, step, tokens, weights, weights_step, sums, sums_step = arguments
             places = [
                 builder.add(head, ir.Constant(INT64, vector * LANES * WORD))
-                for head in strided(builder, sums, sums_step, heads)
+                for head in v.strided(builder, sums, sums_step, heads)
                 for vector in range(2 * chunks)
             ]
 
             def weigh(token, held):
                 value = builder.add(values, builder.mul(token, step))
                 weight = builder.add(weights, builder.mul(token, ir.Constant(INT64, WORD)))
-                parts = [widen_pairs(builder, _words(builder, value, part * CHUNK * HALF)) for part in range(chunks)]
+                parts = [v.widen_pairs(builder, _words(builder, value, part * CHUNK * HALF)) for part in range(chunks)]
                 numbers = list(chain(*parts))
-                own = [load(builder, place, FLOAT, WORD) for place in strided(builder, weight, weights_step, heads)]
-                factors = [factor for each in own for factor in [splat(builder, each)] * len(numbers)]
-                return [multiply_add(builder, *each) for each in zip(held, numbers * heads, factors, strict=True)]
+                own = [v.load(builder, place, FLOAT, WORD) for place in v.strided(builder, weight, weights_step, heads)]
+                factors = [factor for each in own for factor in [v.splat(builder, each)] * len(numbers)]
+                return [v.multiply_add(builder, *each) for each in zip(held, numbers * heads, factors, strict=True)]
 
-            found = loop(builder, tokens, [load(builder, place, FLOATS, WORD) for place in places], weigh)
+            found = v.loop(builder, tokens, [v.load(builder, place, FLOATS, WORD) for place in places], weigh)
             for total, place in zip(found, places, strict=True):
-                store(builder, total, place, WORD)
+                v.store(builder, total, place, WORD)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), generate
@@ -113,4 +98,4 @@ def sums_of(heads: int, chunks: int) -> Any:
 
 
 def _words(builder: Any, start: Any, offset: int) -> Any:
-    return load(builder, builder.add(start, ir.Constant(INT64, offset)), WORDS, HALF)
+    return v.load(builder, builder.add(start, ir.Constant(INT64, offset)), WORDS, HALF)

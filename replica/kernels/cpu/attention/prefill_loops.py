@@ -11,20 +11,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..linear.tile import OUTPUTS, ROWS, VECTORS, products
-from ..runtime.vectors import (
-    FLOAT,
-    FLOATS,
-    INT64,
-    LANES,
-    WORD,
-    Dot,
-    constant,
-    load,
-    splat,
-    store,
-    strided,
-    words_after,
-)
+from ..runtime import vectors as v
+from ..runtime.vectors import FLOAT, FLOATS, INT64, LANES, WORD, Dot
 
 #: Queries of a tile, in the lanes of some vectors.
 QUERIES = OUTPUTS
@@ -42,11 +30,11 @@ def scores_of(dot: Dot, words: int) -> Any:
     def score(_context, _keys, _step, _queries, _scores):
         def generate(context, builder, _signature, arguments):
             keys, step, queries, scores = arguments
-            zeros = [constant(0.0)] * (VECTORS * KEYS)
-            rows, count = strided(builder, keys, step, KEYS), ir.Constant(INT64, words)
+            zeros = [v.constant(0.0)] * (VECTORS * KEYS)
+            rows, count = v.strided(builder, keys, step, KEYS), ir.Constant(INT64, words)
             sums = products(builder, dot, rows, 1, queries, QUERIES, count, zeros)
             for number, total in enumerate(sums):
-                store(builder, total, words_after(builder, scores, number * LANES), WORD)
+                v.store(builder, total, v.words_after(builder, scores, number * LANES), WORD)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 4), generate
@@ -67,16 +55,18 @@ def sums_of(dot: Dot, words: int) -> Any:
         def generate(context, builder, _signature, arguments):
             weights, values, count, rescale, sums, step = arguments
             one = ir.Constant(INT64, WORD)
-            factors = [splat(builder, load(builder, at, FLOAT, WORD)) for at in strided(builder, rescale, one, ROWS)]
-            rows = strided(builder, sums, step, ROWS)
-            places = [words_after(builder, row, vector * LANES) for row in rows for vector in range(VECTORS)]
+            factors = [
+                v.splat(builder, v.load(builder, at, FLOAT, WORD)) for at in v.strided(builder, rescale, one, ROWS)
+            ]
+            rows = v.strided(builder, sums, step, ROWS)
+            places = [v.words_after(builder, row, vector * LANES) for row in rows for vector in range(VECTORS)]
             held = [
-                builder.fmul(load(builder, place, FLOATS, WORD), factors[number // VECTORS])
+                builder.fmul(v.load(builder, place, FLOATS, WORD), factors[number // VECTORS])
                 for number, place in enumerate(places)
             ]
-            found = products(builder, dot, strided(builder, weights, one, ROWS), QUERIES, values, words, count, held)
+            found = products(builder, dot, v.strided(builder, weights, one, ROWS), QUERIES, values, words, count, held)
             for total, place in zip(found, places, strict=True):
-                store(builder, total, place, WORD)
+                v.store(builder, total, place, WORD)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 6), generate

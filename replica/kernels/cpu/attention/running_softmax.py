@@ -8,21 +8,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..linear.tile import VECTORS
-from ..runtime.vectors import (
-    FLOATS,
-    INT32,
-    INT64,
-    LANES,
-    WORD,
-    WORDS,
-    constant,
-    load,
-    loop,
-    multiply_add,
-    splat,
-    store,
-    words_after,
-)
+from ..runtime import vectors as v
+from ..runtime.vectors import FLOATS, INT32, INT64, LANES, WORD, WORDS
 from .prefill_loops import KEYS, QUERIES
 
 #: Less than any score: stands for the scores of hidden keys, and for the greatest score before the first key.
@@ -53,35 +40,38 @@ def weights_of(numbers: int, masked: bool) -> Any:
     def weigh(_context, _scores, _count, _scale, _state, _rescale, _first, _window):
         def generate(context, builder, _signature, arguments):
             scores, count, scale, state, rescale, first, window = arguments
-            places = [words_after(builder, state, number * LANES) for number in range(3 * VECTORS)]
+            places = [v.words_after(builder, state, number * LANES) for number in range(3 * VECTORS)]
             tops, totals = (_read(builder, places[at:][:VECTORS], FLOATS) for at in (0, VECTORS))
             lasts = _read(builder, places[2 * VECTORS :], WORDS)
-            scored = _Scores(builder, scores, _Mask(builder, lasts, first, window) if masked else None)
-            powers, factor = _Powers(builder, COARSE if numbers == 2 else FINE), splat(builder, scale)
+            width = v.splat(builder, builder.trunc(window, INT32))
+            visible = [(builder.sub(last, width), last) for last in lasts] if masked else None
+            scored = _Scores(builder, scores, first, visible, COARSE if numbers == 2 else FINE)
+            factor = v.splat(builder, scale)
 
-            greatest = loop(builder, _parts(builder, count, KEYS), [constant(LOWEST)] * VECTORS, scored.greatest)
+            greatest = v.loop(builder, builder.sdiv(count, _int(KEYS)), [v.constant(LOWEST)] * VECTORS, scored.greatest)
             scaled = [builder.fmul(each, factor) for each in greatest]
             new_tops = [_greater(builder, each, top) for each, top in zip(scaled, tops, strict=True)]
-            factors = [powers.of(builder.fsub(top, new)) for top, new in zip(tops, new_tops, strict=True)]
+            factors = [scored.power(builder.fsub(top, new)) for top, new in zip(tops, new_tops, strict=True)]
             negative_tops = [builder.fneg(top) for top in new_tops]
 
             def store_word(word: Any, sums: Sequence[Any]) -> Sequence[Any]:
                 first_key = builder.mul(word, _int(numbers))
                 keys = [builder.add(first_key, _int(number)) for number in range(numbers)]
-                weights = [scored.weights(key, factor, negative_tops, powers) for key in keys]
+                weights = [scored.weights(key, factor, negative_tops) for key in keys]
                 for vector, each in enumerate(_words(builder, weights)):
-                    store(builder, each, scored.place(word, vector), WORD)
+                    v.store(builder, each, scored.place(word, vector), WORD)
                 for of_key in weights:
                     sums = [builder.fadd(total, each) for total, each in zip(sums, of_key, strict=True)]
                 return sums
 
             held = [builder.fmul(total, each) for total, each in zip(totals, factors, strict=True)]
-            new_totals = loop(builder, _parts(builder, count, numbers), held, store_word)
-            rescales = [words_after(builder, rescale, vector * LANES) for vector in range(VECTORS)]
-            for value, place in zip(
-                (*new_tops, *new_totals, *factors), (*places[: 2 * VECTORS], *rescales), strict=True
-            ):
-                store(builder, value, place, WORD)
+            new_totals = v.loop(builder, builder.sdiv(count, _int(numbers)), held, store_word)
+            targets = [
+                *places[: 2 * VECTORS],
+                *(v.words_after(builder, rescale, at * LANES) for at in range(VECTORS)),
+            ]
+            for value, place in zip((*new_tops, *new_totals, *factors), targets, strict=True):
+                v.store(builder, value, place, WORD)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 2, types.float32, *[types.int64] * 4), generate
@@ -89,37 +79,21 @@ def weights_of(numbers: int, masked: bool) -> Any:
     return weigh
 
 
-class _Mask:
-    """Which of the queries see a key."""
-
-    def __init__(self, builder: Any, lasts: Sequence[Any], first: Any, window: Any) -> None:
-        self._builder = builder
-        self._first = first
-        self._lasts = lasts
-        width = splat(builder, builder.trunc(window, INT32))
-        self._before = [builder.sub(last, width) for last in lasts]
-
-    def of(self, key: Any) -> list[Any]:
-        """A vector of booleans for each vector of queries."""
-        builder = self._builder
-        number = splat(builder, builder.trunc(builder.add(self._first, key), INT32))
-        return [
-            builder.and_(builder.icmp_signed("<=", number, last), builder.icmp_signed(">", number, before))
-            for last, before in zip(self._lasts, self._before, strict=True)
-        ]
-
-
 class _Scores:
-    """A block's scores in memory."""
+    """A block's scores. `visible` are, for each vector of queries, the key before the visible ones and the last one."""
 
-    def __init__(self, builder: Any, start: Any, mask: _Mask | None) -> None:
+    def __init__(
+        self, builder: Any, start: Any, first: Any, visible: list[tuple[Any, Any]] | None, powers: Sequence[float]
+    ) -> None:
         self._builder = builder
         self._start = start
-        self._mask = mask
+        self._first = first
+        self._visible = visible
+        self._coefficients = powers
 
     def place(self, key: Any, vector: int) -> Any:
         offset = self._builder.mul(key, _int(QUERIES * WORD))
-        return words_after(self._builder, self._builder.add(self._start, offset), vector * LANES)
+        return v.words_after(self._builder, self._builder.add(self._start, offset), vector * LANES)
 
     def greatest(self, number: Any, before: Sequence[Any]) -> list[Any]:
         """The greatest scores of `KEYS` keys and of those before, by a tree of independent comparisons."""
@@ -133,37 +107,34 @@ class _Scores:
     def _greater(self, some: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         return [_greater(self._builder, one, other) for one, other in zip(some, others, strict=True)]
 
-    def weights(self, key: Any, factor: Any, negative_tops: Sequence[Any], powers: "_Powers") -> list[Any]:
+    def weights(self, key: Any, factor: Any, negative_tops: Sequence[Any]) -> list[Any]:
         """2^(score * factor + negative_top) of each query."""
         scores = zip(self._read(key), negative_tops, strict=True)
-        exponents = [multiply_add(self._builder, negative, score, factor) for score, negative in scores]
-        return self._or_hidden(key, [powers.of(exponent) for exponent in exponents], 0.0)
+        exponents = [v.multiply_add(self._builder, negative, score, factor) for score, negative in scores]
+        return self._or_hidden(key, [self.power(exponent) for exponent in exponents], 0.0)
 
     def _read(self, key: Any) -> list[Any]:
         return _read(self._builder, [self.place(key, vector) for vector in range(VECTORS)], FLOATS)
 
     def _or_hidden(self, key: Any, values: list[Any], hidden: float) -> list[Any]:
-        if self._mask is None:
+        if self._visible is None:
             return values
-        seen = self._mask.of(key)
-        return [self._builder.select(sees, value, constant(hidden)) for sees, value in zip(seen, values, strict=True)]
+        builder, found = self._builder, []
+        number = v.splat(builder, builder.trunc(builder.add(self._first, key), INT32))
+        for value, (before, last) in zip(values, self._visible, strict=True):
+            seen = builder.and_(builder.icmp_signed("<=", number, last), builder.icmp_signed(">", number, before))
+            found.append(builder.select(seen, value, v.constant(hidden)))
+        return found
 
-
-class _Powers:
-    """Powers of 2. NaN stays NaN."""
-
-    def __init__(self, builder: Any, coefficients: Sequence[float]) -> None:
-        self._builder = builder
-        self._coefficients = coefficients
-
-    def of(self, exponent: Any) -> Any:
-        builder, least = self._builder, constant(LEAST_POWER)
+    def power(self, exponent: Any) -> Any:
+        """2^exponent. NaN stays NaN."""
+        builder, least = self._builder, v.constant(LEAST_POWER)
         exponent = builder.select(builder.fcmp_ordered("<", exponent, least), least, exponent)
-        shifted = builder.fadd(exponent, constant(ROUNDER))
-        rest = builder.fsub(exponent, builder.fsub(shifted, constant(ROUNDER)))
-        found = constant(self._coefficients[-1])
+        shifted = builder.fadd(exponent, v.constant(ROUNDER))
+        rest = builder.fsub(exponent, builder.fsub(shifted, v.constant(ROUNDER)))
+        found = v.constant(self._coefficients[-1])
         for coefficient in self._coefficients[-2::-1]:
-            found = multiply_add(builder, constant(coefficient), found, rest)
+            found = v.multiply_add(builder, v.constant(coefficient), found, rest)
         whole = builder.shl(builder.bitcast(shifted, WORDS), ir.Constant(WORDS, [MANTISSA_BITS] * LANES))
         return builder.bitcast(builder.add(builder.bitcast(found, WORDS), whole), FLOATS)
 
@@ -183,11 +154,7 @@ def _words(builder: Any, weights: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def _read(builder: Any, places: Sequence[Any], kind: Any) -> list[Any]:
-    return [load(builder, place, kind, WORD) for place in places]
-
-
-def _parts(builder: Any, count: Any, of: int) -> Any:
-    return builder.sdiv(count, _int(of))
+    return [v.load(builder, place, kind, WORD) for place in places]
 
 
 def _greater(builder: Any, one: Any, other: Any) -> Any:

@@ -7,25 +7,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ..runtime.vectors import (
-    FLOATS,
-    HALF,
-    INT32,
-    INT64,
-    LANES,
-    WORD,
-    WORDS,
-    Dot,
-    constant,
-    load,
-    loop,
-    prefetch,
-    splat,
-    store,
-    strided,
-    to_bfloat16,
-    words_after,
-)
+from ..runtime import vectors as v
+from ..runtime.vectors import FLOATS, HALF, INT32, INT64, LANES, WORD, WORDS, Dot
 
 #: Vectors of outputs in one tile: with `ROWS` rows these are 16 independent sums, which hide the products' latency.
 VECTORS = 2
@@ -51,8 +34,8 @@ def tile(dot: Dot, prefetches: bool) -> Any:
                 block = builder.append_basic_block(f"rows.{count}")
                 switch.add_case(ir.Constant(INT64, count), block)
                 builder.position_at_end(block)
-                zeros = [constant(0.0)] * (VECTORS * count)
-                inputs, outputs = (strided(builder, *each, count) for each in ((x, x_step), (y, y_step)))
+                zeros = [v.constant(0.0)] * (VECTORS * count)
+                inputs, outputs = (v.strided(builder, *each, count) for each in ((x, x_step), (y, y_step)))
                 lines = ahead if prefetches else ()
                 sums = products(builder, dot, inputs, 1, weights, OUTPUTS, pairs, zeros, lines)
                 _write(builder, sums, bias, outputs)
@@ -88,21 +71,21 @@ def products(
     def add(number: Any, totals: Sequence[Any]) -> list[Any]:
         if ahead:
             start, step = ahead
-            prefetch(builder, builder.add(start, builder.mul(number, step)))
+            v.prefetch(builder, builder.add(start, builder.mul(number, step)))
         first = at(weights, number, weights_step)
-        read = [load(builder, words_after(builder, first, each * LANES), WORDS, HALF) for each in range(VECTORS)]
-        words = [load(builder, at(row, number, row_step), INT32, HALF) for row in rows]
-        factors = [dot.factor(builder, splat(builder, word)) for word in words]
+        read = [v.load(builder, v.words_after(builder, first, each * LANES), WORDS, HALF) for each in range(VECTORS)]
+        words = [v.load(builder, at(row, number, row_step), INT32, HALF) for row in rows]
+        factors = [dot.factor(builder, v.splat(builder, word)) for word in words]
         by_row = [(factor, weight) for factor in factors for weight in read]
         return [dot.add(builder, each, weight, factor) for each, (factor, weight) in zip(totals, by_row, strict=True)]
 
-    return loop(builder, count, sums, add)
+    return v.loop(builder, count, sums, add)
 
 
 def _write(builder: Any, sums: Sequence[Any], bias: Any, rows: Sequence[Any]) -> None:
     """Add the bias to the sums, round and store."""
     for vector in range(VECTORS):
-        of_outputs = load(builder, words_after(builder, bias, vector * LANES), FLOATS, WORD)
+        of_outputs = v.load(builder, v.words_after(builder, bias, vector * LANES), FLOATS, WORD)
         for row, total in zip(rows, sums[vector::VECTORS], strict=True):
-            result = to_bfloat16(builder, builder.fadd(total, of_outputs))
-            store(builder, result, builder.add(row, ir.Constant(INT64, vector * LANES * HALF)), HALF)
+            result = v.to_bfloat16(builder, builder.fadd(total, of_outputs))
+            v.store(builder, result, builder.add(row, ir.Constant(INT64, vector * LANES * HALF)), HALF)
