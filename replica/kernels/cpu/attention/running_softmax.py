@@ -14,10 +14,9 @@ from .prefill_loops import KEYS, QUERIES
 
 #: Less than any score: stands for the scores of hidden keys, and for the greatest score before the first key.
 LOWEST = -3e38
-#: Polynomials of 2^x for x from -0.5 to 0.5, with relative errors of 1e-4 and 2e-9. Exact at 0, as unchanged sums are
+#: The polynomial of 2^x for x from -0.5 to 0.5, with a relative error of 2e-9. Exact at 0, as unchanged sums are
 #: multiplied with it.
-COARSE = 1.0, 6.932829280e-01, 2.422109693e-01, 5.500893239e-02
-FINE = 1.0, 6.931472029e-01, 2.402264791e-01, 5.550332471e-02, 9.618437361e-03, 1.339887462e-03, 1.535336139e-04
+COEFFICIENTS = 1.0, 6.931472029e-01, 2.402264791e-01, 5.550332471e-02, 9.618437361e-03, 1.339887462e-03, 1.535336139e-04
 #: Added to a float32, leaves the nearest whole number in the low bits.
 ROUNDER = 1.5 * 2**23
 #: Smaller exponents count as this one: float32's exponents end there.
@@ -45,7 +44,7 @@ def weights_of(numbers: int, masked: bool) -> Any:
             lasts = _read(builder, places[2 * VECTORS :], WORDS)
             width = v.splat(builder, builder.trunc(window, INT32))
             visible = [(builder.sub(last, width), last) for last in lasts] if masked else None
-            scored = _Scores(builder, scores, first, visible, COARSE if numbers == 2 else FINE)
+            scored = _Scores(builder, scores, first, visible)
             factor = v.splat(builder, scale)
 
             greatest = v.loop(builder, builder.sdiv(count, _int(KEYS)), [v.constant(LOWEST)] * VECTORS, scored.greatest)
@@ -82,14 +81,11 @@ def weights_of(numbers: int, masked: bool) -> Any:
 class _Scores:
     """A block's scores. `visible` are, for each vector of queries, the key before the visible ones and the last one."""
 
-    def __init__(
-        self, builder: Any, start: Any, first: Any, visible: list[tuple[Any, Any]] | None, powers: Sequence[float]
-    ) -> None:
+    def __init__(self, builder: Any, start: Any, first: Any, visible: list[tuple[Any, Any]] | None) -> None:
         self._builder = builder
         self._start = start
         self._first = first
         self._visible = visible
-        self._coefficients = powers
 
     def place(self, key: Any, vector: int) -> Any:
         offset = self._builder.mul(key, _int(QUERIES * WORD))
@@ -132,8 +128,8 @@ class _Scores:
         exponent = builder.select(builder.fcmp_ordered("<", exponent, least), least, exponent)
         shifted = builder.fadd(exponent, v.constant(ROUNDER))
         rest = builder.fsub(exponent, builder.fsub(shifted, v.constant(ROUNDER)))
-        found = v.constant(self._coefficients[-1])
-        for coefficient in self._coefficients[-2::-1]:
+        found = v.constant(COEFFICIENTS[-1])
+        for coefficient in COEFFICIENTS[-2::-1]:
             found = v.multiply_add(builder, v.constant(coefficient), found, rest)
         whole = builder.shl(builder.bitcast(shifted, WORDS), ir.Constant(WORDS, [MANTISSA_BITS] * LANES))
         return builder.bitcast(builder.add(builder.bitcast(found, WORDS), whole), FLOATS)
