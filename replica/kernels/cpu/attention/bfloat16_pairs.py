@@ -3,14 +3,13 @@
 For head dims that fill vectors and pages that hold whole vectors of tokens (`fits`); decode.py computes all others.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 from numba import carray, njit
 
 from ..runtime.scalars import FAST_MATH, Storage, pointer
 from ..runtime.vectors import HALF, LANES, WORD, Dot
 from .decode_loops import CHUNK, MOST_SUMS, scores_of, sums_of
+from .softmax import softmax_of_heads
 
 
 def fits(storage: Storage, key_dim: int, value_dim: int, page: int) -> bool:
@@ -18,7 +17,7 @@ def fits(storage: Storage, key_dim: int, value_dim: int, page: int) -> bool:
     return storage.kind is np.uint16 and not (key_dim % CHUNK or value_dim % CHUNK or page % LANES)
 
 
-def attend_of(storage: Storage, dot: Dot, key_dim: int, value_dim: int, group: int, softmax: Callable[..., None]):
+def attend_of(storage: Storage, dot: Dot, key_dim: int, value_dim: int, group: int):
     """The compiled function. Its parameters are those of `decode._attend`."""
     kind, narrow = storage.kind, storage.narrow
     chunks = value_dim // CHUNK
@@ -47,7 +46,7 @@ def attend_of(storage: Storage, dot: Dot, key_dim: int, value_dim: int, group: i
                     scale,
                     scores + (one * longest + at - begin) * WORD,
                 )
-        softmax(scores + (first - begin) * WORD, group, length - first, longest, softcap, sinks)
+        softmax_of_heads(scores + (first - begin) * WORD, group, length - first, longest, softcap, sinks)
         for i in range(group * value_dim):
             sums[i] = np.float32(0)
         step, at = kv_heads * value_dim * HALF, first

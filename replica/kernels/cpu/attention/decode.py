@@ -5,7 +5,6 @@ heads: rows that share a prompt then find its keys and values in the cache of th
 """
 
 import functools
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from ..runtime.scalars import FAST_MATH, Storage, pointer, storage_of
 from ..runtime.thread_team import run, threads_for
 from ..runtime.vectors import Dot, dot
 from .bfloat16_pairs import attend_of, fits
-from .softmax import softmax_of
+from .softmax import softmax_of_heads
 
 
 def decode(q: torch.Tensor, rows: PagedRows, rule: AttentionRule, out: torch.Tensor) -> None:
@@ -32,27 +31,22 @@ def decode(q: torch.Tensor, rows: PagedRows, rule: AttentionRule, out: torch.Ten
     scratch = torch.empty(threads, group * (key_dim + longest + value_dim), dtype=torch.float32)
     sinks = scratch if rule.sinks is None else rule.sinks.float()
     tensors = q, rows.keys, rows.values, rows.tables, rows.seq_lens, out, scratch, sinks
-    counts = len(q), kv_heads, page, longest, q.stride(0), out.stride(0), rows.tables.stride(0), rule.window or 0
+    strides = q.stride(0), out.stride(0), rows.tables.stride(0)
+    counts = len(q), kv_heads, page, longest, *strides, rule.window or 0, int(rule.sinks is not None)
     pairs = dot() if fits(storage, key_dim, value_dim, page) else None
-    compiled = _compiled(storage, key_dim, value_dim, group, pairs, rule.softcap is not None, rule.sinks is not None)
+    compiled = _compiled(storage, key_dim, value_dim, group, pairs)
     run(compiled, tensors, (*counts, float(rule.scale), float(rule.softcap or 0.0)), threads)
 
 
 @functools.cache
-def _compiled(
-    storage: Storage, key_dim: int, value_dim: int, group: int, pairs: Dot | None, capped: bool, with_sinks: bool
-):
-    size, own_words = storage.size, group * (key_dim + value_dim)
-    sizes, softmax = (key_dim, value_dim, group), softmax_of(capped, with_sinks)
-    attend = _attend(storage, *sizes, softmax) if pairs is None else attend_of(storage, pairs, *sizes, softmax)
+def _compiled(storage: Storage, key_dim: int, value_dim: int, group: int, pairs: Dot | None):
+    size, own_words, sizes = storage.size, group * (key_dim + value_dim), (key_dim, value_dim, group)
+    attend = _attend(storage, *sizes) if pairs is None else attend_of(storage, pairs, *sizes)
 
     @kernel
     def decode(data, thread, threads):
-        given = carray(data, (18,), np.int64)
-        scale, softcap = (
-            np.float32(carray(data, (18,), np.float64)[16]),
-            np.float32(carray(data, (18,), np.float64)[17]),
-        )
+        given, floats = carray(data, (19,), np.int64), carray(data, (19,), np.float64)
+        scale, softcap = np.float32(floats[17]), np.float32(floats[18])
         rows, kv_heads, page, longest, window = given[8], given[9], given[10], given[11], given[15]
         lengths = carray(pointer(given[4]), (rows,), np.int32)
         own = given[6] + thread * (own_words + group * longest) * 4
@@ -60,7 +54,7 @@ def _compiled(
         for row in range(rows):
             whole += (lengths[row] + 1) * kv_heads
         for head in range(kv_heads):
-            rule = scale, softcap, given[7] + head * group * 4
+            rule = scale, softcap, given[7] + head * group * 4 if given[16] else np.int64(0)
             for row in range(rows):
                 mine = done * threads // whole == thread
                 done += lengths[row] + 1
@@ -75,7 +69,7 @@ def _compiled(
     return decode
 
 
-def _attend(storage: Storage, key_dim: int, value_dim: int, group: int, softmax: Callable[..., None]):
+def _attend(storage: Storage, key_dim: int, value_dim: int, group: int):
     kind, size, widen, narrow = storage.kind, storage.size, storage.widen, storage.narrow
     score, add = _score(storage, key_dim, group), _add(storage, value_dim, group)
 
@@ -99,7 +93,7 @@ def _attend(storage: Storage, key_dim: int, value_dim: int, group: int, softmax:
             step = kv_heads * key_dim * size
             score(keys + place * key_dim * size, step, tokens, queries, scores + (at - first) * 4, longest)
             at += tokens
-        softmax(scores, group, length - first, longest, softcap, sinks)
+        softmax_of_heads(scores, group, length - first, longest, softcap, sinks)
         for i in range(group * value_dim):
             sums[i] = np.float32(0)
         at = first
