@@ -170,7 +170,7 @@ def weighted_sum(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     A page may hold what an earlier request left there, and a token whose numbers are out of range may follow a prefix
     that other requests share: neither may reach a token that does not see it.
     """
-    found = torch.bmm(weights, values)  # reads values where they lie; @ would copy them
+    found = torch.bmm(weights, values)  # reads strided values; @ would copy them
     if isfinite(float(found.sum(dtype=torch.float32))):
         return found
     odd = ~values.isfinite()

@@ -4,8 +4,8 @@ torch's OpenMP keeps a team of threads spinning between operations; a second poo
 kernels run through the entry of that library that compilers use for `#pragma omp parallel`: one call, or many that the
 team makes one after the other without returning to Python.
 
-Calls lie one behind the other in 64-bit words: first their number; then for each the kernel's address, its threads, the
-number of its arguments, and the arguments.
+Calls are stored in 64-bit words: first their number; then for each the kernel's address, its threads, the number of its
+arguments, and the arguments.
 """
 
 import ctypes
