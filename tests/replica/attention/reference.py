@@ -1,15 +1,11 @@
-"""Attention written out as mathematics, one row at a time: the oracle of the other backends, and slow.
-
-Also what they use for rules that no fused kernel offers here (softcap, sinks).
-"""
+"""Attention written out as mathematics, one row at a time: the oracle of the backends."""
 
 import math
-from typing import ClassVar
 
 import torch
 
-from ..models.base import AttentionRule
-from .base import Batch, KvPool
+from homing.replica.attention.base import Batch, KvPool
+from homing.replica.models.base import AttentionRule
 
 
 def visible(q_positions: torch.Tensor, k_positions: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -17,20 +13,6 @@ def visible(q_positions: torch.Tensor, k_positions: torch.Tensor, window: int | 
     distance = q_positions[:, None] - k_positions[None, :]
     seen = distance >= 0
     return seen if window is None else seen & (distance < window)
-
-
-def weighed(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """weights [B, Q, K] @ values [B, K, D]; what weighs 0 adds nothing, NaN included. Waits for the device.
-
-    What a token does not see must not reach it: pages hold what others left, and a token whose numbers ran out of range
-    may stand behind a prefix that others share.
-    """
-    found = torch.bmm(weights, values)  # which reads values where they lie; @ copies them
-    if math.isfinite(float(found.sum(dtype=torch.float32))):
-        return found
-    odd = ~values.isfinite()
-    reached = (weights != 0).float() @ odd.float() > 0
-    return (weights @ values.masked_fill(odd, 0)).masked_fill(reached, math.nan)
 
 
 def attention(
@@ -51,13 +33,14 @@ def attention(
     else:
         sinks = rule.sinks.float()[:, None, None].expand(-1, q.shape[0], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-    return weighed(weights, values.float()).transpose(0, 1).to(q.dtype)
+    out = weights @ values.float().nan_to_num(0.0, 0.0, 0.0)
+    # A weight of 0 hides any value, NaN included; any other weight of such a value gives NaN.
+    reached = (weights != 0).float() @ (~values.isfinite()).float() > 0
+    return out.masked_fill(reached, math.nan).transpose(0, 1).to(q.dtype)
 
 
 class ReferenceAttention:
     """Gathers each row's keys and values slot by slot and applies `attention`."""
-
-    name: ClassVar[str] = "reference"
 
     def __init__(self, pool: KvPool) -> None:
         self._pool = pool
@@ -66,11 +49,11 @@ class ReferenceAttention:
     def begin(self, batch: Batch) -> None:
         self._batch = batch
 
-    def attend(
+    def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
         batch = self._batch
-        assert batch is not None, "attend before begin"
+        assert batch is not None, "attention was called before begin"
         self._pool.write(layer, batch.slots, k, v)
         rows = []
         start = 0

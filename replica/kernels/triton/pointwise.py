@@ -1,4 +1,4 @@
-"""Between the qkv projection and attention: norms of queries and keys, rotation, and the store into the KV pages."""
+"""The small operations around the matrix products: norm, rotation and KV store, activation."""
 
 import torch
 import triton
@@ -6,8 +6,65 @@ import triton.language as tl
 
 from ...models.base import Rotary
 
-#: Heads per program. Not measured.
+#: Features per program of an activation.
+BLOCK = 1024
+#: Heads per program of a rotation. Not measured.
 HEADS_PER_PROGRAM = 4
+
+
+def add_rms_norm(
+    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `base.Kernels.add_rms_norm`."""
+    tokens, features = x.shape
+    normed = torch.empty_like(x)
+    summed = x if delta is None else torch.empty_like(x)
+    block = triton.next_power_of_2(features)
+    if tokens:
+        _add_rms_norm[(tokens,)](
+            x,
+            x if delta is None else delta,
+            weight,
+            summed,
+            normed,
+            epsilon,
+            x.stride(0),
+            x.stride(0) if delta is None else delta.stride(0),
+            FEATURES=features,
+            BLOCK=block,
+            ADDS=delta is not None,
+            num_warps=8 if block >= 4096 else 4,
+        )
+    return summed, normed
+
+
+@triton.jit
+def _add_rms_norm(
+    x,
+    delta,
+    weight,
+    summed,
+    normed,
+    epsilon,
+    x_row,
+    delta_row,
+    FEATURES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADDS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    there = i < FEATURES
+    kind = summed.dtype.element_ty
+    value = tl.load(x + row * x_row + i, mask=there, other=0.0).to(tl.float32)
+    if ADDS:
+        value += tl.load(delta + row * delta_row + i, mask=there, other=0.0).to(tl.float32)
+        rounded = value.to(kind)
+        tl.store(summed + row * FEATURES + i, rounded, mask=there)
+        value = rounded.to(tl.float32)  # the norm of what the next layer will see
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(value * value, 0) / FEATURES + epsilon)
+    scaled = value * inverse * tl.load(weight + i, mask=there, other=0.0).to(tl.float32)
+    tl.store(normed + row * FEATURES + i, scaled.to(kind), mask=there)
 
 
 def rotate_and_store(
@@ -96,3 +153,25 @@ def _norm_weights(q_norm, k_norm, is_query, turns, i, there):
     query = tl.load(q_norm + i[None, :], mask=there & is_query[:, None], other=1.0).to(tl.float32)
     key = tl.load(k_norm + i[None, :], mask=there & turns & (is_query == 0)[:, None], other=1.0).to(tl.float32)
     return query * key
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """As `base.Kernels.silu_mul`."""
+    tokens, features = len(gate_up), gate_up.shape[1] // 2
+    out = torch.empty(tokens, features, dtype=gate_up.dtype, device=gate_up.device)
+    if tokens:
+        _silu_mul[(tokens, triton.cdiv(features, BLOCK))](
+            gate_up, out, features, gate_up.stride(0), BLOCK=BLOCK, num_warps=4
+        )
+    return out
+
+
+@triton.jit
+def _silu_mul(gate_up, out, features, row_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = i < features
+    gate = tl.load(gate_up + row * row_stride + i, mask=there, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * row_stride + features + i, mask=there, other=0.0).to(tl.float32)
+    product = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * features + i, product.to(out.dtype.element_ty), mask=there)

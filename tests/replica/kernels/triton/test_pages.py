@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from homing.replica.execute.cuda_graphs import graph_sizes
-from homing.replica.kernels.triton.search import depth_for
+from homing.replica.kernels.triton.pages import depth_for
 
 
 @given(st.integers(0, 5000))
