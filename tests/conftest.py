@@ -5,7 +5,9 @@ slower than one.
 """
 
 import os
+import re
 import signal
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if not any(Path("/dev", name).exists() for name in ("nvidiactl", "dxg", "kfd")):
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, whoever imports it first
 
 #: The xdist group of tests that start clusters. They run one after the other: each uses several processes, and some
 #: check that nothing is left on the machine.
@@ -85,6 +89,12 @@ def _enlarge(owner: Any) -> None:
     own = getattr(owner, name, None)
     if own is not None and own.max_examples < settings.default.max_examples:
         setattr(owner, name, settings(own, max_examples=own.max_examples * NIGHTLY_FACTOR))
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """pytest's own, with a shorter name: a socket's path has at most 103 bytes, and xdist adds a folder."""
+    return tmp_path_factory.mktemp(re.sub(r"\W", "_", request.node.name)[:16])
 
 
 @pytest.hookimpl(optionalhook=True)
