@@ -65,12 +65,15 @@ def _end_workers(number: int, frame: FrameType | None) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Start with the tests that start clusters, which one worker runs while the others run everything else."""
-    for item in items:
+    owners = [_owner_of_settings(item) for item in items]
+    for item, owner in zip(items, owners, strict=True):
         if item.get_closest_marker("cluster"):
             item.add_marker(pytest.mark.xdist_group(CLUSTER))
+        if owner is not None:
+            item.add_marker(pytest.mark.property)
     items.sort(key=lambda item: item.get_closest_marker("cluster") is None)
     if _nightly(config):
-        for owner in {_owner_of_settings(item) for item in items} - {None}:
+        for owner in {id(owner): owner for owner in owners if owner is not None}.values():
             _enlarge(owner)
 
 
