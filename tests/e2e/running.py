@@ -208,15 +208,3 @@ def orphaned_folders() -> set[str]:
             lines.append(" ".join(process.cmdline()))
     used = "\n".join(lines)
     return {str(path) for path in Path("/tmp").glob("homing-*") if str(path) not in used}
-
-
-def traces() -> set[str]:
-    """What a cluster could leave on this machine outside its state folder."""
-    shared = Path("/dev/shm")
-    files = {str(path) for path in shared.iterdir()} if shared.is_dir() else set()
-    return files | orphaned_folders()
-
-
-def leftovers(before: set[str]) -> set[str]:
-    """Traces that were not there before."""
-    return traces() - before
