@@ -12,6 +12,8 @@ ARGS ?=
 # Processes that run tests. One of them runs all tests that start clusters, one after the other.
 JOBS ?= 2
 PYTEST_JOBS := --numprocesses=$(JOBS) --dist=loadgroup --durations=20
+# The folders whose tests need no model, kernel or cluster are the others.
+SLOW_FOLDERS := replica gpu e2e demo_model bench cluster/lab
 # Not quiet: torch and Ray take minutes to download, and pip's progress bars show it.
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt $(PIP_FLAGS)
 
@@ -45,7 +47,7 @@ test: $(VENV)/.dev ## Run all tests that need no GPU, in JOBS processes (ORDER=N
 	@$(BIN)/pytest -m "not gpu and not slow" $(PYTEST_JOBS) $(if $(ORDER),--random-order --random-order-seed=$(ORDER)) $(ARGS)
 
 test-fast: $(VENV)/.dev ## Run the tests of the pure code in a minute: no clusters, no kernels, no models
-	@$(BIN)/pytest -m "not gpu and not slow and not cluster" $(PYTEST_JOBS) $(FAST) $(ARGS)
+	@$(BIN)/pytest -m "not gpu and not slow and not cluster" $(PYTEST_JOBS) $(SLOW_FOLDERS:%=--ignore=tests/%) $(ARGS)
 
 test-slow: $(VENV)/.dev ## Run the slow tests
 	@$(BIN)/pytest -m "slow and not gpu" $(ARGS)
