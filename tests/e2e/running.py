@@ -136,7 +136,7 @@ class Serving:
     def client(self) -> Iterator[OpenAI]:
         """OpenAI's own client."""
         with (
-            httpx.Client(trust_env=False, timeout=60) as http,
+            one_client() as http,
             OpenAI(base_url=f"{self.url}/v1", api_key=KEY, http_client=http, max_retries=0) as client,
         ):
             yield client
