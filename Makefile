@@ -11,7 +11,7 @@ PIP_FLAGS ?=
 ARGS ?=
 # Processes that run tests. One of them runs all tests that start clusters, one after the other.
 JOBS ?= 2
-PYTEST_JOBS := --numprocesses=$(JOBS) --dist=loadgroup --durations=20
+PYTEST_JOBS := --numprocesses=$(JOBS) --dist=loadfile --durations=20
 # The folders whose tests need no model, kernel or cluster are the others.
 SLOW_FOLDERS := replica gpu e2e demo_model bench cluster/lab
 # Not quiet: torch and Ray take minutes to download, and pip's progress bars show it.
@@ -56,7 +56,7 @@ test-nightly: $(VENV)/.dev ## Run the property tests with 20 times as many examp
 	@$(BIN)/pytest -m "not gpu and not cluster and property" --hypothesis-profile=nightly $(PYTEST_JOBS) --timeout=7200 $(ARGS)
 
 coverage: $(VENV)/.dev ## Run the tests and print how much of each folder they execute
-	@$(BIN)/pytest -q -m "not gpu and not slow" --numprocesses=$(JOBS) --dist=loadgroup --cov --cov-report= $(ARGS)
+	@$(BIN)/pytest -q -m "not gpu and not slow" --numprocesses=$(JOBS) --dist=loadfile --cov --cov-report= $(ARGS)
 	@$(BIN)/python tests/coverage_by_folder.py
 
 chaos: $(VENV)/.dev ## Faults under load, each answer checked token for token (ARGS="--seed N --minutes M --faults a,b")

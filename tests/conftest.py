@@ -4,9 +4,11 @@ The environment is set before torch and numba are imported. Two intra-op threads
 slower than one.
 """
 
+import functools
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from xdist.scheduler import LoadGroupScheduling
+    from xdist.scheduler import LoadFileScheduling
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
@@ -25,9 +27,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not any(Path("/dev", name).exists() for name in ("nvidiactl", "dxg", "kfd")):
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, whoever imports it first
 
-#: The xdist group of tests that start clusters. They run one after the other: each uses several processes, and some
-#: check that nothing is left on the machine.
-CLUSTER = "cluster"
 #: How many times as many examples property tests try with `--hypothesis-profile=nightly`.
 NIGHTLY_FACTOR = 20
 
@@ -63,18 +62,24 @@ def _end_workers(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Start with the tests that start clusters, which one worker runs while the others run everything else."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Mark property tests before tests are chosen by markers, and start with those that start clusters."""
     owners = [_owner_of_settings(item) for item in items]
     for item, owner in zip(items, owners, strict=True):
-        if item.get_closest_marker("cluster"):
-            item.add_marker(pytest.mark.xdist_group(CLUSTER))
         if owner is not None:
             item.add_marker(pytest.mark.property)
-    items.sort(key=lambda item: item.get_closest_marker("cluster") is None)
     if _nightly(config):
         for owner in {id(owner): owner for owner in owners if owner is not None}.values():
             _enlarge(owner)
+    yield
+    items.sort(key=lambda item: not _starts_clusters(item.path))
+
+
+@functools.cache
+def _starts_clusters(path: Path) -> bool:
+    """Whether tests of this file do. By its text, as xdist's scheduler knows no markers."""
+    return "pytest.mark.cluster" in path.read_text(encoding="utf-8")
 
 
 def _owner_of_settings(item: pytest.Item) -> Any:
@@ -101,16 +106,20 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "LoadGroupScheduling | None":
-    """With `--dist loadgroup`: groups stay together, and so does what is left of each file."""
-    if config.getvalue("dist") != "loadgroup":
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "LoadFileScheduling | None":
+    """With `--dist loadfile`: one worker runs all files with tests that start clusters, one after the other, first.
+
+    Each of them uses several processes, and they share clusters. (An `xdist_group` would do, but has no effect with
+    xdist 3.8 and pytest 9.2.)
+    """
+    if config.getvalue("dist") != "loadfile":
         return None
-    from xdist.scheduler import LoadGroupScheduling
+    from xdist.scheduler import LoadFileScheduling
 
-    class GroupOrFile(LoadGroupScheduling):
+    class ClustersAndFiles(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            scope: str = super()._split_scope(nodeid)
-            return scope.split("::")[0]
+            path: str = super()._split_scope(nodeid)
+            return "clusters" if _starts_clusters(config.rootpath / path) else path
 
-    config.option.loadscopereorder = False  # in the order above, not by the number of tests
-    return GroupOrFile(config, log)
+    config.option.loadscopereorder = False  # in the order of the tests, not by their number
+    return ClustersAndFiles(config, log)

@@ -32,7 +32,7 @@ def test_that_is_cut():
 """
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "1", "--dist", "loadgroup")], ids=["one process", "a worker"])
+@pytest.mark.parametrize("workers", [(), ("-n", "1", "--dist", "loadfile")], ids=["one process", "a worker"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_test_run_that_is_cut_takes_its_clusters_along(number: int, workers: tuple[str, ...], tmp_path: Path) -> None:
     """`timeout` sends SIGTERM, and what is stuck gets SIGKILL: Ray's processes must not stay for ever."""
