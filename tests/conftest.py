@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @functools.cache
 def _starts_clusters(path: Path) -> bool:
     """Whether tests of this file do. By its text, as xdist's scheduler knows no markers."""
-    return "pytest.mark.cluster" in path.read_text(encoding="utf-8")
+    return path.is_file() and "pytest.mark.cluster" in path.read_text(encoding="utf-8")
 
 
 def _owner_of_settings(item: pytest.Item) -> Any:

@@ -1,11 +1,9 @@
 """The real thing as a user runs it: `homing serve` as a process, its HTTP address, and what is left when it ended."""
 
 import contextlib
-import ctypes
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -21,10 +19,11 @@ import msgspec
 import psutil
 from openai import OpenAI
 
+from .parent_death import end_with_us
+
 HOMING = [sys.executable, "-P", "-m", "homing.cluster.cli.main"]
 #: Tenants share no cached blocks, and the key says who is who.
 KEY = "none"
-PR_SET_PDEATHSIG = 1
 #: Only catches hangs: everything here takes seconds.
 PATIENCE_S = 120.0
 
@@ -156,13 +155,6 @@ class Serving:
         assert self.process is not None, "a detached cluster ends by homing stop"
         self.process.terminate()
         return self.process.wait(PATIENCE_S)
-
-
-def end_with_us() -> None:
-    """In a child, before it is another program: SIGTERM when its parent is gone, however that ended (Linux only)."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "prctl"):
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 @contextlib.contextmanager
