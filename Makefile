@@ -47,7 +47,7 @@ test: $(VENV)/.dev ## Run all tests that need no GPU, in JOBS processes (ORDER=N
 	@$(BIN)/pytest -m "not gpu and not slow" $(PYTEST_JOBS) $(if $(ORDER),--random-order --random-order-seed=$(ORDER)) $(ARGS)
 
 test-fast: $(VENV)/.dev ## Run the tests of the pure code in a minute: no clusters, no kernels, no models
-	@$(BIN)/pytest -m "not gpu and not slow and not cluster" $(PYTEST_JOBS) $(SLOW_FOLDERS:%=--ignore=tests/%) $(ARGS)
+	@$(BIN)/pytest -m "not gpu and not slow and not cluster" --hypothesis-profile=fast $(PYTEST_JOBS) $(SLOW_FOLDERS:%=--ignore=tests/%) $(ARGS)
 
 test-slow: $(VENV)/.dev ## Run the slow tests
 	@$(BIN)/pytest -m "slow and not gpu" $(ARGS)

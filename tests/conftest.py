@@ -27,17 +27,17 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not any(Path("/dev", name).exists() for name in ("nvidiactl", "dxg", "kfd")):
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, whoever imports it first
 
-#: How many times as many examples property tests try with `--hypothesis-profile=nightly`.
-NIGHTLY_FACTOR = 20
+#: How many examples property tests try, by Hypothesis profile (`--hypothesis-profile`), as a factor.
+FACTORS = {"fast": 0.1, "default size": 1.0, "nightly": 20.0}
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Clean up on SIGTERM, register the Hypothesis profiles, and let all processes share compiled kernels."""
     divides = bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
     signal.signal(signal.SIGTERM, _end_workers if divides else _cut)
-    settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
-    settings.register_profile("nightly", deadline=None, max_examples=100 * NIGHTLY_FACTOR)
-    settings.load_profile("nightly" if _nightly(config) else "untimed")
+    for name, factor in FACTORS.items():
+        settings.register_profile(name, deadline=None, max_examples=int(100 * factor))  # a busy machine is no failure
+    settings.load_profile(_profile(config))
     cache = getattr(config, "cache", None)
     if cache is not None and "NUMBA_CACHE_DIR" not in os.environ:
         # Kernels are stored under a digest of all their sources, so the folder may outlive the run.
@@ -46,8 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["NUMBA_CACHE_DIR"] = str(folder)
 
 
-def _nightly(config: pytest.Config) -> bool:
-    return bool(config.getoption("hypothesis_profile", None) == "nightly")
+def _profile(config: pytest.Config) -> str:
+    return str(config.getoption("hypothesis_profile", None) or "default size")
 
 
 def _cut(number: int, frame: FrameType | None) -> None:
@@ -69,9 +69,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item, owner in zip(items, owners, strict=True):
         if owner is not None:
             item.add_marker(pytest.mark.property)
-    if _nightly(config):
-        for owner in {id(owner): owner for owner in owners if owner is not None}.values():
-            _enlarge(owner)
+    for owner in {id(owner): owner for owner in owners if owner is not None}.values():
+        _resize(owner, FACTORS.get(_profile(config), 1.0))
     yield
     items.sort(key=lambda item: not _starts_clusters(item.path))
 
@@ -91,12 +90,12 @@ def _owner_of_settings(item: pytest.Item) -> Any:
     return function if getattr(function, "is_hypothesis_test", False) else None
 
 
-def _enlarge(owner: Any) -> None:
-    """Multiply the examples of a property test that names their number itself; others take the profile's."""
+def _resize(owner: Any, factor: float) -> None:
+    """Scale the examples of a property test that sets their number itself; others take the profile's."""
     name = "settings" if isinstance(owner, type) else "_hypothesis_internal_use_settings"
     own = getattr(owner, name, None)
-    if own is not None and own.max_examples < settings.default.max_examples:
-        setattr(owner, name, settings(own, max_examples=own.max_examples * NIGHTLY_FACTOR))
+    if own is not None and own.max_examples != settings.default.max_examples and factor != 1.0:
+        setattr(owner, name, settings(own, max_examples=max(1, int(own.max_examples * factor))))
 
 
 @pytest.fixture

@@ -52,7 +52,8 @@ def test_a_test_run_that_is_cut_takes_its_clusters_along(number: int, workers: t
         left = wait_gone([child], 60)
 
     assert left == []
-    assert path.with_name("down").exists() == (bool(workers) or number == signal.SIGTERM)  # a worker sees the end
+    if number == signal.SIGTERM:
+        assert path.with_name("down").exists()
 
 
 def _paths() -> str:

@@ -224,9 +224,8 @@ def test_a_router_that_hangs_is_replaced(start: Callable[..., Cluster]) -> None:
     assert until(lambda: cluster.status().url, "all listen again") == url
     router.resume()
     until(lambda: None if router.is_running() else True, "the one that hung ends when it goes on")
-    assert any(
-        "router_lost" in notice.text and "no answer for 2 s" in notice.text for notice in cluster.status().notices
-    )
+    said = [notice.text for notice in cluster.status().notices]
+    assert any("router_lost" in text and "no answer for 2 s" in text for text in said), said
 
 
 def test_a_rank_group_that_ends_while_it_is_being_placed_leaves_no_place_behind(start: Callable[..., Cluster]) -> None:
