@@ -15,6 +15,7 @@ from time import thread_time_ns
 
 from report import Row, arguments, publish
 
+from homing.events import FeedStatus
 from homing.events.wire.messages import EventEndpoints
 from homing.kvcache import BlockHash, BlockHasher, join_hashes, tenant_root, token_bytes, wire_hashes
 from homing.kvcache.parity import canary_hash
@@ -104,7 +105,7 @@ def idle_cluster(replicas: int) -> RequestFlow:
     flow.adopt(ServedModel(HASHER, ROOT, LIMITS))
     for replica in range(replicas):
         flow.join(description(f"r{replica}"), 0.0)
-        placement.set_feed(f"r{replica}", "live")
+        placement.set_feed(f"r{replica}", FeedStatus.LIVE)
     return flow
 
 

@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from homing.events import FeedStatus
 from homing.kvcache.hashing import tenant_root, token_array, wire_hash, wire_hashes
 from homing.replica.messages import Abort, Generate, Refused, TokenBatch, TokenOutput
 from homing.router.backend import FinishedRequest, GenerationRequest, RouterCounters, TokenDelta
@@ -73,7 +74,7 @@ class World:
     def join(self, name: str, rest: Rest | None = None) -> None:
         self.replicas[name] = FakeReplica(name)
         self.run(self.flow.join(description_of(name), self.now, rest))
-        self.placement.set_feed(name, "live")
+        self.placement.set_feed(name, FeedStatus.LIVE)
 
     def lose(self, name: str) -> None:
         del self.replicas[name]

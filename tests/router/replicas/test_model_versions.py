@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from homing.events import FeedStatus
 from homing.events.wire.messages import EventEndpoints
 from homing.kvcache.config import KvCacheSettings
 from homing.kvcache.hashing import HASH_BYTES
@@ -113,7 +114,7 @@ def shown(name: str, model: str) -> ReplicaView:
         epoch=1,
         node="",
         state="serving",
-        feed="live",
+        feed=FeedStatus.LIVE,
         model=model,
         num_blocks=1,
         running=1,

@@ -70,7 +70,7 @@ class Cluster:
     def publish(self) -> None:
         self.service.apply_membership([replica.description for replica in self.replicas.values()], SEED, self.resting)
 
-    async def ready(self, *names: str, feed: FeedState = "live") -> None:
+    async def ready(self, *names: str, feed: FeedState = FeedState.LIVE) -> None:
         await until(lambda: all(self.view(name).feed == feed and self.view(name).state == "serving" for name in names))
 
     def view(self, name: str) -> ReplicaView:
