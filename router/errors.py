@@ -1,6 +1,6 @@
 """Errors of the router. Their text can be shown to a client; each class has the HTTP status of a response to it.
 
-4xx: the caller's fault; 503: not now; 500 and no class of its own below `RequestFailed`: the operator's.
+4xx: the caller's fault. 503: not now. 500: a failed request, a fault of this process, or an error of the operator.
 `http_status`, `error_type`, `code` and `param` become OpenAI's error object in `http/errors.py`.
 """
 # ruff: noqa: N818 - these names say what happened to a request; clients read them in docs and logs without "Error".

@@ -18,7 +18,6 @@ from .errors import TlsUnusable
 from .http.app import App
 from .http.front import Front, TextModels
 from .http.protocol.access import AccessLog
-from .http.protocol.connection import ConnectionLimits
 from .http.protocol.server import HttpServer
 from .metrics import RouterMetrics
 from .replicas.membership import text_source
@@ -47,16 +46,6 @@ def tls_context(settings: RouterSettings) -> ssl.SSLContext | None:
         raise TlsUnusable(f"tls_cert_file {settings.tls_cert_file!r} cannot be used: {error}") from error
     context.set_alpn_protocols(["http/1.1"])
     return context
-
-
-def connection_limits(settings: RouterSettings) -> ConnectionLimits:
-    """The limits of each connection."""
-    return ConnectionLimits(
-        max_body_bytes=settings.max_body_bytes,
-        max_unsent_bytes=settings.max_unsent_bytes,
-        read_timeout_s=settings.read_timeout_s,
-        stall_timeout_s=settings.stall_timeout_s,
-    )
 
 
 def settle() -> None:
@@ -113,8 +102,8 @@ class RouterServer:
 
         `shared`: other processes may listen on the same port. Raises AddressInUse.
         """
-        limits, tls = connection_limits(self._settings), tls_context(self._settings)
-        http = HttpServer(self._app, limits, clock=self.front.monotonic, tls=tls)
+        tls = tls_context(self._settings)
+        http = HttpServer(self._app, self._settings, clock=self.front.monotonic, tls=tls)
         bound = await http.start(host, port, shared=shared)
         self._http.append(http)
         return bound
