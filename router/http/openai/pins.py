@@ -56,19 +56,6 @@ def whole_prompt(
     return () if control is None else (PinRequest(len(token_ids), ttl_s(control, settings, "cache_control")),)
 
 
-def marks(messages: Sequence[MessageBody], settings: RouterSettings) -> list[Mark]:
-    """The marked places of a chat, first to last. Raises InvalidRequest."""
-    found = [
-        mark
-        for index, message in enumerate(messages)
-        if message.cache_control is not None or isinstance(message.content, list)
-        for mark in _marks_of(message, index, settings)
-    ]
-    if len(found) > MAX_MARKS:
-        raise InvalidRequest(f"field 'messages': at most {MAX_MARKS} places with 'cache_control'", param="messages")
-    return found
-
-
 def _marks_of(message: MessageBody, index: int, settings: RouterSettings) -> Iterator[Mark]:
     if isinstance(message.content, list):
         for place, part in enumerate(message.content):
@@ -97,18 +84,16 @@ async def requested(
     settings: RouterSettings,
 ) -> tuple[PinRequest, ...]:
     """The pins of a chat, by the `cache_control` of its parts, its messages and its body. Raises InvalidRequest."""
-    places = marks(messages, settings)
-    kept = await chat_pins(text, conversation, places, token_ids, salt) if places else ()
+    marks = [
+        mark
+        for index, message in enumerate(messages)
+        if message.cache_control is not None or isinstance(message.content, list)
+        for mark in _marks_of(message, index, settings)
+    ]
+    if len(marks) > MAX_MARKS:
+        raise InvalidRequest(f"field 'messages': at most {MAX_MARKS} places with 'cache_control'", param="messages")
+    kept = [PinRequest(await _tokens_up_to(text, conversation, mark, token_ids, salt), mark.ttl_s) for mark in marks]
     return (*kept, *whole_prompt(control, settings, token_ids))
-
-
-async def chat_pins(
-    text: TextModel, conversation: Conversation, places: Sequence[Mark], token_ids: Sequence[int], salt: bytes
-) -> tuple[PinRequest, ...]:
-    """The pins of the marked places; `token_ids` is the whole prompt. Raises InvalidRequest."""
-    return tuple(
-        [PinRequest(await _tokens_up_to(text, conversation, mark, token_ids, salt), mark.ttl_s) for mark in places]
-    )
 
 
 async def _tokens_up_to(
@@ -128,7 +113,6 @@ async def _tokens_up_to(
     cut = msgspec.structs.replace(
         conversation, messages=kept, add_generation_prompt=False, continue_final_message=False
     )
-    ids: Sequence[int]
     try:
         ids = await text.encode_chat(cut, tenant=salt)
     except TemplateRefusal:
