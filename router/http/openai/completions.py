@@ -18,7 +18,7 @@ from . import validate
 from .dialect import ChunkUsage, Dialect, ResponseBuilder
 from .generation import EncodedPrompt, Job, RunningChoice
 from .pins import whole_prompt
-from .schema import Body, FinishReason, Positive, Usage, finite
+from .schema import Body, FinishReason, Positive, finite
 
 #: A prompt as text or token ids, or several of them; `prompts` tells them apart, because msgspec can decode only one
 #: array type in a union.
@@ -141,27 +141,21 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 class CompletionBuilder(ResponseBuilder):
     """The bodies of one completion. With `echo` the prompt precedes the generated text."""
 
+    whole_type = chunk_type = Completion
+
     def __init__(self, served: Served, body: CompletionBody, response_id: str, created: int) -> None:
-        self._id = f"cmpl-{response_id}"
-        self._created = created
-        self._model = served.limits.name
-        self._text = served.text
+        super().__init__(served, f"cmpl-{response_id}", created)
         self._top = body.logprobs
         self._echo = bool(body.echo)
         self._kept = body.n or 1
         self._drawn = body.best_of or self._kept
 
-    def whole(self, choices: Sequence[RunningChoice], counts: Usage) -> Completion:
-        made = [self._choice(index, each) for index, each in enumerate(self._best(choices))]
-        return Completion(id=self._id, created=self._created, model=self._model, choices=made, usage=counts)
+    def choices(self, choices: Sequence[RunningChoice]) -> list[CompletionChoice]:
+        return [self._choice(index, each) for index, each in enumerate(self._best(choices))]
 
-    def chunk(self, choice: RunningChoice, shown: TextDelta, counts: ChunkUsage, *, first: bool) -> Completion:
+    def part(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> CompletionChoice:
         text = self._echoed(choice.prompt) + shown.text if first else shown.text
-        made = CompletionChoice(choice.index, text, shown.ending, self.logprobs(shown.tokens))
-        return Completion(id=self._id, created=self._created, model=self._model, choices=[made], usage=counts)
-
-    def usage_chunk(self, counts: Usage) -> Completion:
-        return Completion(id=self._id, created=self._created, model=self._model, choices=[], usage=counts)
+        return CompletionChoice(choice.index, text, shown.ending, self.logprobs(shown.tokens))
 
     def _choice(self, index: int, choice: RunningChoice) -> CompletionChoice:
         echo = self._echoed(choice.prompt)

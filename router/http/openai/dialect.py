@@ -33,17 +33,29 @@ _MARK = "\ue000"
 class ResponseBuilder(ABC):
     """The bodies of one response, in the types of a dialect."""
 
+    #: Bodies with `id`, `created`, `model`, `choices` and `usage`: a whole response, and one event of a stream.
+    whole_type: type[msgspec.Struct]
+    chunk_type: type[msgspec.Struct]
+
+    def __init__(self, served: Served, response_id: str, created: int) -> None:
+        self._text = served.text
+        self._common = {"id": response_id, "created": created, "model": served.limits.name}
+
     @abstractmethod
-    def whole(self, choices: Sequence[RunningChoice], counts: Usage) -> object:
+    def choices(self, choices: Sequence[RunningChoice]) -> Sequence[object]:
+        """The choices of a body that is not streamed."""
+
+    @abstractmethod
+    def part(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> object:
+        """A choice with its next text, for a chunk."""
+
+    def whole(self, choices: Sequence[RunningChoice], counts: Usage) -> bytes:
         """The body of a response that is not streamed."""
+        return ENCODER.encode(self.whole_type(**self._common, choices=self.choices(choices), usage=counts))
 
-    @abstractmethod
-    def chunk(self, choice: RunningChoice, shown: TextDelta, counts: ChunkUsage, *, first: bool) -> object:
-        """The chunk with the next text of a choice."""
-
-    @abstractmethod
-    def usage_chunk(self, counts: Usage) -> object:
-        """The chunk with the usage and no choices."""
+    def chunk(self, parts: Sequence[object], counts: ChunkUsage) -> bytes:
+        """A server-sent event (JSON has no line breaks). The one with the usage of the request has no parts."""
+        return b"data: " + ENCODER.encode(self.chunk_type(**self._common, choices=parts, usage=counts)) + b"\n\n"
 
 
 @dataclass(slots=True, frozen=True)
@@ -72,7 +84,7 @@ class WholeWriter(ResponseWriter):
 
     def end(self, generation: Generation) -> None:
         """Send the body."""
-        body = ENCODER.encode(self._builder.whole(generation.choices, generation.usage()))
+        body = self._builder.whole(generation.choices, generation.usage())
         self._exchange.respond(body, headers=generation.headers())
 
     def fail(self, generation: Generation, error: RouterError) -> bool:  # noqa: ARG002
@@ -112,7 +124,7 @@ class StreamWriter(ResponseWriter):
 
     def end(self, generation: Generation) -> None:
         """Send the usage, if requested, and the end of the stream."""
-        counts = event(self._builder.usage_chunk(generation.usage())) if self._include_usage else b""
+        counts = self._builder.chunk([], generation.usage()) if self._include_usage else b""
         self._exchange.send(counts + DONE)
         self._exchange.end()
 
@@ -129,7 +141,7 @@ class StreamWriter(ResponseWriter):
         counts: ChunkUsage = None if self._include_usage else UNSET
         if self._continuous_usage:
             counts = usage(len(choice.prompt.token_ids), choice.generated, choice.cached)
-        return event(self._builder.chunk(choice, shown, counts, first=first))
+        return self._builder.chunk([self._builder.part(choice, shown, first=first)], counts)
 
     def _template(self, choice: RunningChoice) -> tuple[bytes, bytes]:
         """Encode a chunk once and cut it at its text: encoding each chunk anew takes 2 us."""
@@ -137,8 +149,3 @@ class StreamWriter(ResponseWriter):
         before, _, after = whole.partition(ENCODER.encode(_MARK))
         self._templates[choice.index] = before, after
         return before, after
-
-
-def event(value: object) -> bytes:
-    """One server-sent event; JSON has no line breaks."""
-    return b"data: " + ENCODER.encode(value) + b"\n\n"

@@ -109,6 +109,20 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
         return "".join(texts)
 
 
+class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[MessageBody], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    return_token_strs: bool | None = None
+
+
 class PromptTokensDetails(msgspec.Struct, frozen=True):
     """How much of the prompts was in a replica's cache."""
 

@@ -1,31 +1,14 @@
 """POST /tokenize and /detokenize, in vLLM's shapes."""
 
-from typing import Annotated, Any
-
 import msgspec
-from msgspec import Meta
 
 from ...errors import InvalidRequest
 from ..caller import Caller
 from ..front import Front
 from ..protocol.exchange import Exchange
 from .chat import conversation
-from .schema import ENCODER, MessageBody, NonNegative, decode
+from .schema import ENCODER, NonNegative, TokenizeBody, decode
 from .validate import check_token_ids
-
-
-class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A prompt, or messages."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[MessageBody], Meta(min_length=1)] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    return_token_strs: bool | None = None
 
 
 class Tokenized(msgspec.Struct, frozen=True):
@@ -66,14 +49,7 @@ async def tokenize(front: Front, exchange: Exchange) -> None:
         special_tokens = body.add_special_tokens is not False
         tokens = list((await served.text.encode([body.prompt], special_tokens=special_tokens))[0])
     else:
-        asked = conversation(
-            body.messages or (),
-            tools=body.tools,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=bool(body.continue_final_message),
-            template_arguments=body.chat_template_kwargs or {},
-        )
-        tokens = list(await served.text.encode_chat(asked))
+        tokens = list(await served.text.encode_chat(conversation(body, body.tools)))
     caller.charge([len(tokens)])
     names = served.text.piece_names(tokens) if body.return_token_strs else None
     exchange.respond(ENCODER.encode(Tokenized(len(tokens), served.limits.max_model_len, tokens, names)))
