@@ -297,8 +297,12 @@ class RouterMetrics(Collector):
         models = self._models.items()
         routed, shown = (self._view.models, self._view.replicas) if self._view is not None else ((), ())
         views: dict[Labels, ReplicaView] = {(each.model, each.replica_id): each for each in shown}
-        reports = {(name, replica): each for name, model in models for replica, each in model.reports.items()}
-        present = {key: each for key, each in reports.items() if key in views}
+        present: dict[Labels, LoadReport] = {
+            (name, replica): report
+            for name, model in models
+            for replica, report in model.reports.items()
+            if (name, replica) in views
+        }
         loads: dict[Labels, LoadReport | ReplicaView] = {**present, **views}
         made: Samples = {
             "homing_http_requests": {(path, str(status)): count for (path, status), count in self._requests.items()},

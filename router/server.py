@@ -83,19 +83,15 @@ class RouterServer:
         self._open = ExitStack()
         if usage is not None:
             self._open.callback(usage.close)
-        self._app = App(self.front, self._access_log())
+        access: AccessLog | None = None
+        if where := settings.access_log:
+            stream: TextIO = sys.stderr
+            if where != "-":
+                stream = self._open.enter_context(Path(where).open("a", encoding="utf-8"))  # noqa: SIM115 - closed by `_open`
+            access = AccessLog(stream)
+            self._open.callback(access.flush)
+        self._app = App(self.front, access)
         self._http: list[HttpServer] = []
-
-    def _access_log(self) -> AccessLog | None:
-        where = self._settings.access_log
-        if not where:
-            return None
-        stream: TextIO = sys.stderr
-        if where != "-":
-            stream = self._open.enter_context(Path(where).open("a", encoding="utf-8"))  # noqa: SIM115 - closed by `_open`
-        access = AccessLog(stream)
-        self._open.callback(access.close)
-        return access
 
     async def start(self, host: str, port: int, *, shared: bool = False) -> int:
         """Also serve there from now on. Returns the bound port (a free one if `port` is 0).

@@ -21,8 +21,8 @@ from .chat import CHAT, ChatBody, ChatCompletion
 from .completions import COMPLETION, Completion, CompletionBody
 from .dialect import BodyType, Dialect, StreamWriter, WholeWriter
 from .generation import Generation, ResponseWriter, generation_request
-from .schema import ENCODER, decode
-from .tokenize import DetokenizeBody, Detokenized, TokenizeBody, Tokenized, detokenize, tokenize
+from .schema import ENCODER, TokenizeBody, decode
+from .tokenize import DetokenizeBody, Detokenized, Tokenized, detokenize, tokenize
 
 MODELS = "/v1/models"
 
