@@ -77,18 +77,15 @@ class WholeWriter(ResponseWriter):
         self._builder = builder
 
     def add(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> None:  # noqa: ARG002
-        """Keep the text until the end."""
         choice.parts.append(shown.text)
         if shown.tokens:
             choice.tokens += shown.tokens
 
     def end(self, generation: Generation) -> None:
-        """Send the body."""
         body = self._builder.whole(generation.choices, generation.usage())
         self._exchange.respond(body, headers=generation.headers())
 
     def fail(self, generation: Generation, error: RouterError) -> bool:  # noqa: ARG002
-        """Nothing was sent: an ordinary error response is possible."""
         return False
 
 
@@ -110,7 +107,6 @@ class StreamWriter(ResponseWriter):
         self._templates: dict[int, tuple[bytes, bytes]] = {}
 
     def add(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> None:
-        """Send a chunk, if there is anything to show."""
         if not (first or shown.ending or shown.tokens or self._continuous_usage):
             if shown.text:
                 before, after = self._templates.get(choice.index) or self._template(choice)
@@ -123,13 +119,11 @@ class StreamWriter(ResponseWriter):
             self._exchange.send(self._chunk(choice, shown, first=first))
 
     def end(self, generation: Generation) -> None:
-        """Send the usage, if requested, and the end of the stream."""
         counts = self._builder.chunk([], generation.usage()) if self._include_usage else b""
         self._exchange.send(counts + DONE)
         self._exchange.end()
 
     def fail(self, generation: Generation, error: RouterError) -> bool:
-        """End a stream that has begun with an error event."""
         if not self._begun:
             return False
         generation.front.metrics.stream_broken()
@@ -145,7 +139,6 @@ class StreamWriter(ResponseWriter):
 
     def _template(self, choice: RunningChoice) -> tuple[bytes, bytes]:
         """Encode a chunk once and cut it at its text: encoding each chunk anew takes 2 us."""
-        whole = self._chunk(choice, TextDelta(_MARK), first=False)
-        before, _, after = whole.partition(ENCODER.encode(_MARK))
+        before, _, after = self._chunk(choice, TextDelta(_MARK), first=False).partition(ENCODER.encode(_MARK))
         self._templates[choice.index] = before, after
         return before, after

@@ -38,7 +38,6 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 
 
 async def tokenize(front: Front, exchange: Exchange) -> None:
-    """Text or chat to token ids."""
     caller = Caller(front, exchange)
     caller.check()
     body = decode(exchange.request.body, _TOKENIZE)
@@ -56,11 +55,10 @@ async def tokenize(front: Front, exchange: Exchange) -> None:
 
 
 async def detokenize(front: Front, exchange: Exchange) -> None:
-    """Token ids to text."""
     caller = Caller(front, exchange)
     caller.check()
     body = decode(exchange.request.body, _DETOKENIZE)
     served = await front.served(body.model)
-    check_token_ids(body.tokens, served.limits, "tokens")
+    check_token_ids(body.tokens, served.limits.vocab_size, "tokens")
     caller.charge([len(body.tokens)])
     exchange.respond(ENCODER.encode(Detokenized(served.text.decode(body.tokens))))

@@ -5,7 +5,7 @@ Pure. Every refusal names the field. What only one dialect checks is in its modu
 
 from collections.abc import Collection, Sequence
 
-from ....replica.messages import ModelLimits, SamplingParams
+from ....replica.messages import SamplingParams
 from ...errors import ContextTooLong, InvalidRequest, PromptTooLong
 from ..front import Front, Served
 from .generation import SEED_MASK, EncodedPrompt, Job
@@ -58,8 +58,8 @@ def job(
         raise InvalidRequest(
             f"field 'min_tokens': {min_tokens} exceeds the output limit of {max_tokens}", param="min_tokens"
         )
-    check_token_ids(body.stop_token_ids or (), served.limits, "stop_token_ids")
-    check_token_ids(body.logit_bias or (), served.limits, "logit_bias")
+    check_token_ids(body.stop_token_ids or (), served.limits.vocab_size, "stop_token_ids")
+    check_token_ids(body.logit_bias or (), served.limits.vocab_size, "logit_bias")
     seed = front.random_bits(64) if body.seed is None else body.seed
     temperature, top_p, top_k, repetition = body.temperature, body.top_p, body.top_k, body.repetition_penalty
     sampling = SamplingParams(
@@ -95,10 +95,10 @@ def job(
     )
 
 
-def check_token_ids(token_ids: Collection[int], limits: ModelLimits, param: str) -> None:
+def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:
     """Raise InvalidRequest if the model does not have all of these ids."""
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
-        raise no_such_token(limits.vocab_size, param)
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        raise no_such_token(vocab_size, param)
 
 
 def no_such_token(vocab_size: int, param: str) -> InvalidRequest:
