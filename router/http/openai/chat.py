@@ -16,8 +16,6 @@ from .dialect import ChunkUsage, Dialect, ResponseBuilder
 from .generation import EncodedPrompt, Job, RunningChoice
 from .schema import Body, FinishReason, MessageBody, Positive, TokenizeBody, Usage, finite
 
-# --- requests ------------------------------------------------------------------------------------------------------
-
 
 class ResponseFormat(msgspec.Struct):
     """The field `response_format`; only plain text is supported."""
@@ -125,8 +123,7 @@ def _tool_call(call: Mapping[str, Any], param: str) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-# --- responses -----------------------------------------------------------------------------------------------------
-# A field that OpenAI's schema does not allow to be null is absent (`UNSET`) if there is no value.
+# Responses. A field that OpenAI's schema does not allow to be null is absent (`UNSET`) if there is no value.
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -137,12 +134,9 @@ class TopLogprob(msgspec.Struct, frozen=True):
     logprob: float
 
 
-class TokenEntry(msgspec.Struct, frozen=True):
+class TokenEntry(TopLogprob, frozen=True):
     """The token at one position, with its most likely alternatives."""
 
-    token: str
-    bytes: list[int]
-    logprob: float
     top_logprobs: list[TopLogprob]
 
 
@@ -235,13 +229,12 @@ class ChatBuilder(ResponseBuilder):
         return ChatLogprobs([self._entry(token.logprobs) for token in tokens if token.logprobs])
 
     def _entry(self, position: PositionLogprobs) -> TokenEntry:
-        chosen = self._alternative(position.chosen)
-        alternatives = [self._alternative(each) for each in position.top[: self._top]]
-        return TokenEntry(chosen.token, chosen.bytes, chosen.logprob, alternatives)
+        alternatives = [TopLogprob(*self._scored(each)) for each in position.top[: self._top]]
+        return TokenEntry(*self._scored(position.chosen), alternatives)
 
-    def _alternative(self, each: TokenLogprob) -> TopLogprob:
+    def _scored(self, each: TokenLogprob) -> tuple[str, list[int], float]:
         piece = self._text.piece(each.token_id)
-        return TopLogprob(piece.decode(errors="replace"), list(piece), finite(each.logprob))
+        return piece.decode(errors="replace"), list(piece), finite(each.logprob)
 
 
 CHAT = Dialect(msgspec.json.Decoder(ChatBody), job, ChatBuilder)

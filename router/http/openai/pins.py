@@ -28,7 +28,7 @@ class PinRequest:
 
 
 @dataclass(slots=True, frozen=True)
-class Mark:
+class _Mark:
     """A place in a chat up to which the prompt is to be kept."""
 
     message: int
@@ -56,7 +56,7 @@ def whole_prompt(
     return () if control is None else (PinRequest(len(token_ids), ttl_s(control, settings, "cache_control")),)
 
 
-def _marks_of(message: MessageBody, index: int, settings: RouterSettings) -> Iterator[Mark]:
+def _marks_of(message: MessageBody, index: int, settings: RouterSettings) -> Iterator[_Mark]:
     if isinstance(message.content, list):
         for place, part in enumerate(message.content):
             param = f"messages[{index}].content[{place}].cache_control"
@@ -68,10 +68,10 @@ def _marks_of(message: MessageBody, index: int, settings: RouterSettings) -> Ite
                     raise from_msgspec(error, param) from error
                 last = place == len(message.content) - 1
                 text = None if last else message.text(index, place + 1)
-                yield Mark(index, text, ttl_s(control, settings, param), param)
+                yield _Mark(index, text, ttl_s(control, settings, param), param)
     if message.cache_control is not None:
         param = f"messages[{index}].cache_control"
-        yield Mark(index, None, ttl_s(message.cache_control, settings, param), param)
+        yield _Mark(index, None, ttl_s(message.cache_control, settings, param), param)
 
 
 async def requested(
@@ -97,7 +97,7 @@ async def requested(
 
 
 async def _tokens_up_to(
-    text: TextModel, conversation: Conversation, mark: Mark, token_ids: Sequence[int], salt: bytes
+    text: TextModel, conversation: Conversation, mark: _Mark, token_ids: Sequence[int], salt: bytes
 ) -> int:
     """Tokens that the whole prompt and the conversation cut at the mark have in common.
 

@@ -343,7 +343,6 @@ class HttpConnection(asyncio.Protocol):
             self._transport.close()
 
     def abort(self) -> None:
-        """Close now."""
         self._transport.abort()
 
     def watch(self, now: float) -> None:
