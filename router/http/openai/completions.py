@@ -100,7 +100,8 @@ def _prompt_ids(ids: list[Any], vocab_size: int) -> TokenIds:
         raise _mixed() from None
     except OverflowError:
         raise validate.no_such_token(vocab_size, "prompt") from None
-    validate.check_token_ids(made, vocab_size, "prompt")
+    if ids and max(ids) >= vocab_size:
+        raise validate.no_such_token(vocab_size, "prompt")
     return made
 
 
