@@ -1,21 +1,6 @@
-"""Errors of the router: what went wrong, and whose fault it is.
+"""Errors of the router. Their text can be shown to a client; each class has the HTTP status of a response to it.
 
-    RouterError                      500  everything below; `message` can be shown to a client
-    ├── InvalidRequest               400  the caller's: a field is unknown, of the wrong type or out of range
-    │   ├── InvalidJson, ContextTooLong, TemplateRefusal, PromptOverLimit
-    ├── PromptTooLong, InvalidGeneration, MalformedRequest                        400  the caller's
-    ├── MissingKey, UnknownKey       401  the caller's, with a file of API keys
-    ├── NotAllowed                   403  the caller's
-    ├── ModelNotFound, UnknownPath   404  the caller's
-    ├── WrongMethod 405, RequestTooSlow 408, BodyTooLarge 413, HeadTooLarge 431   the caller's
-    ├── CacheInUse                   409  running requests use the caches
-    ├── QueueFull, RateLimited       429  `retry_after_s` says when to try again
-    ├── RequestFailed                500  a request that was accepted failed
-    │   ├── ReplicaLost 502, DeadlineExceeded 504
-    ├── NoReplica, RouterClosed, Superseded, TokenizerUnavailable                 503  not now
-    └── KeysFileInvalid, BackendsInvalid, AddressInUse, TlsUnusable, ParityMismatch
-                                     500  the operator's; clients never see these
-
+4xx: the caller's fault. 503: not now. 500: a failed request, a fault of this process, or an error of the operator.
 `http_status`, `error_type`, `code` and `param` become OpenAI's error object in `http/errors.py`.
 """
 # ruff: noqa: N818 - these names say what happened to a request; clients read them in docs and logs without "Error".

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -26,7 +26,6 @@ TTFT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.
 ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 2, 5)
 DURATION_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
-Kind = Literal["counter", "gauge", "histogram"]
 _KINDS: dict[str, Any] = {
     "counter": CounterMetricFamily,
     "gauge": GaugeMetricFamily,
@@ -42,13 +41,13 @@ class Family(NamedTuple):
     """
 
     name: str
-    kind: Kind
+    kind: str  #: a key of `_KINDS`
     labels: tuple[str, ...]
     help: str
     field: str = ""
 
 
-def _families(kind: Kind, labels: tuple[str, ...], *rows: tuple[str, str] | tuple[str, str, str]) -> list[Family]:
+def _families(kind: str, labels: tuple[str, ...], *rows: tuple[str, str] | tuple[str, str, str]) -> list[Family]:
     return [Family(row[0], kind, labels, *row[1:]) for row in rows]
 
 
@@ -175,7 +174,6 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Count a value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
@@ -188,20 +186,7 @@ class Histogram:
 class ModelMetrics:
     """Records what happens with one model; the `Observer` of the model's services."""
 
-    __slots__ = (
-        "_replicas",
-        "completion_tokens",
-        "first_token",
-        "inter_token",
-        "itl",
-        "name",
-        "outcomes",
-        "prompt_tokens",
-        "ttft",
-    )
-
-    def __init__(self, name: str, replicas: "ReplicaMetrics") -> None:
-        self.name = name
+    def __init__(self) -> None:
         self.ttft = Histogram(TTFT_BUCKETS)
         self.itl = Histogram(ITL_BUCKETS)
         #: Takes the seconds from a request's arrival to a choice's first token.
@@ -211,7 +196,10 @@ class ModelMetrics:
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.outcomes = dict.fromkeys(("finished", "failed", "cancelled"), 0)
-        self._replicas = replicas
+        # By replica:
+        self.reports: dict[str, LoadReport] = {}  #: the last ones
+        self.earlier: dict[str, Counter[str]] = {}  #: totals of earlier epochs
+        self.gaps: Counter[str] = Counter()
 
     def tokens(self, prompt: int, completion: int) -> None:
         """Count the tokens of an HTTP request at its end."""
@@ -222,59 +210,20 @@ class ModelMetrics:
         self.outcomes[record.outcome] += 1
 
     def load_reported(self, replica_id: str, report: LoadReport) -> None:
-        """See `Observer`. The reports of an epoch must come in order."""
-        self._replicas.load_reported((self.name, replica_id), report)
+        """See `Observer`. Reports come in order, with every step of every replica, so rendering does the work."""
+        last = self.reports.get(replica_id)
+        if last is not None and last.epoch != report.epoch:
+            self.earlier.setdefault(replica_id, Counter()).update(msgspec.structs.asdict(last.counters))
+        self.reports[replica_id] = report
 
     def events_gap(self, replica_id: str) -> None:
-        self._replicas.gaps[self.name, replica_id] += 1
+        self.gaps[replica_id] += 1
 
 
 #: Values of a metric's labels, in the order of their names.
 Labels = tuple[str, ...]
 #: The samples of several metrics, by the metric's name.
 Samples = dict[str, Mapping[Labels, float | Histogram]]
-
-
-class ReplicaMetrics:
-    """Load and totals that replicas report."""
-
-    def __init__(self) -> None:
-        self.gaps: Counter[Labels] = Counter()
-        self._reports: dict[Labels, LoadReport] = {}  #: the last one of each replica
-        self._earlier: dict[Labels, Counter[str]] = {}  #: totals of a replica's earlier epochs
-
-    def load_reported(self, replica: Labels, report: LoadReport) -> None:
-        """See `ModelMetrics`. Called with every step of every replica, so the work is left to `samples`."""
-        last = self._reports.get(replica)
-        if last is not None and last.epoch != report.epoch:
-            self._earlier.setdefault(replica, Counter()).update(msgspec.structs.asdict(last.counters))
-        self._reports[replica] = report
-
-    def samples(self, view: ClusterView | None) -> Samples:
-        """Totals of all replicas, and gauges of those in the view; without one, of all."""
-        shown = view.replicas if view is not None else ()
-        views: dict[Labels, ReplicaView] = {(each.model, each.replica_id): each for each in shown}
-        present = {key: each for key, each in self._reports.items() if view is None or key in views}
-        loads: dict[Labels, LoadReport | ReplicaView] = {**present, **views}
-        made: Samples = {
-            "homing_requests_running": {key: load.running for key, load in loads.items()},
-            "homing_requests_waiting": {key: load.waiting for key, load in loads.items()},
-            "homing_queued_prefill_tokens": {key: load.queued_prefill_tokens for key, load in loads.items()},
-            "homing_kv_cache_usage_ratio": {
-                key: 1 - report.free_blocks / max(report.total_blocks, 1) for key, report in present.items()
-            },
-            "homing_pinned_blocks": {key: report.pinned_blocks for key, report in present.items()},
-            "homing_index_blocks": {key: each.indexed_blocks for key, each in views.items()},
-            "homing_replica_state": {(*key, each.state): 1 for key, each in views.items()},
-            "homing_events_gaps": self.gaps,
-        }
-        for family in FAMILIES:
-            if family.field and family.labels == _REPLICA:
-                made[family.name] = {
-                    key: getattr(report.counters, family.field) + self._earlier.get(key, Counter())[family.field]
-                    for key, report in self._reports.items()
-                }
-        return made
 
 
 class RouterMetrics(Collector):
@@ -289,18 +238,15 @@ class RouterMetrics(Collector):
         self._limiters: Sequence[RateLimiter] = ()
         self._disconnects = self._streams_broken = 0
         self._cut: Counter[Labels] = Counter()
-        self._replicas = ReplicaMetrics()
         self._view: ClusterView | None = None
         self._seen: dict[str, RouterCounters] = {}  #: by model, as of the last view
         self._totals: dict[str, Counter[str]] = {}  #: by model: the fields of `RouterCounters`
-
-    # HTTP server
 
     def of(self, model: str) -> ModelMetrics:
         """The recorder for this model."""
         found = self._models.get(model)
         if found is None:
-            found = self._models[model] = ModelMetrics(model, self._replicas)
+            found = self._models[model] = ModelMetrics()
         return found
 
     def watch_tenants(self, limiters: Sequence[RateLimiter]) -> None:
@@ -327,8 +273,6 @@ class RouterMetrics(Collector):
         """Count a stream that ended in an error event."""
         self._streams_broken += 1
 
-    # Routing side
-
     def observe_cluster(self, view: ClusterView) -> None:
         """Take over gauges and totals of the routing side; to be called before each rendering."""
         self._view = view
@@ -338,12 +282,6 @@ class RouterMetrics(Collector):
             for field, value in msgspec.structs.asdict(model.counters).items():
                 totals[field] += max(0, value - seen[field])  # a model that is removed and added again restarts at 0
             self._seen[model.name] = msgspec.structs.replace(model.counters)
-
-    # Prometheus
-
-    def describe(self) -> Sequence[Metric]:
-        """Declare no names at registration; see prometheus_client."""
-        return ()
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, in the order of the table; see prometheus_client."""
@@ -355,7 +293,17 @@ class RouterMetrics(Collector):
             yield metric
 
     def _samples(self) -> Samples:
-        models, routed = self._models.items(), self._view.models if self._view is not None else ()
+        """Totals of all models and replicas, and gauges of those in the view."""
+        models = self._models.items()
+        routed, shown = (self._view.models, self._view.replicas) if self._view is not None else ((), ())
+        views: dict[Labels, ReplicaView] = {(each.model, each.replica_id): each for each in shown}
+        present: dict[Labels, LoadReport] = {
+            (name, replica): report
+            for name, model in models
+            for replica, report in model.reports.items()
+            if (name, replica) in views
+        }
+        loads: dict[Labels, LoadReport | ReplicaView] = {**present, **views}
         made: Samples = {
             "homing_http_requests": {(path, str(status)): count for (path, status), count in self._requests.items()},
             "homing_http_request_duration_seconds": {(path,): each for path, each in self._durations.items()},
@@ -380,13 +328,32 @@ class RouterMetrics(Collector):
                 for name, totals in self._totals.items()
                 for result in ("exact", "low", "high")
             },
+            "homing_requests_running": {key: load.running for key, load in loads.items()},
+            "homing_requests_waiting": {key: load.waiting for key, load in loads.items()},
+            "homing_queued_prefill_tokens": {key: load.queued_prefill_tokens for key, load in loads.items()},
+            "homing_kv_cache_usage_ratio": {
+                key: 1 - report.free_blocks / max(report.total_blocks, 1) for key, report in present.items()
+            },
+            "homing_pinned_blocks": {key: report.pinned_blocks for key, report in present.items()},
+            "homing_index_blocks": {key: each.indexed_blocks for key, each in views.items()},
+            "homing_replica_state": {(*key, each.state): 1 for key, each in views.items()},
+            "homing_events_gaps": {
+                (name, replica): count for name, model in models for replica, count in model.gaps.items()
+            },
         }
         for family in FAMILIES:
             if family.field and family.labels == _TENANT:
                 made[family.name] = {(each.tenant,): getattr(each, family.field) for each in self._limiters}
             elif family.field and family.labels == _MODEL:
                 made[family.name] = {(name,): totals[family.field] for name, totals in self._totals.items()}
-        return made | self._replicas.samples(self._view)
+            elif family.field and family.labels == _REPLICA:
+                made[family.name] = {
+                    (name, replica): getattr(report.counters, family.field)
+                    + model.earlier.get(replica, Counter())[family.field]
+                    for name, model in models
+                    for replica, report in model.reports.items()
+                }
+        return made
 
     def render(self) -> bytes:
         """Everything in Prometheus' text format."""

@@ -18,7 +18,6 @@ from .errors import TlsUnusable
 from .http.app import App
 from .http.front import Front, TextModels
 from .http.protocol.access import AccessLog
-from .http.protocol.connection import ConnectionLimits
 from .http.protocol.server import HttpServer
 from .metrics import RouterMetrics
 from .replicas.membership import text_source
@@ -47,16 +46,6 @@ def tls_context(settings: RouterSettings) -> ssl.SSLContext | None:
         raise TlsUnusable(f"tls_cert_file {settings.tls_cert_file!r} cannot be used: {error}") from error
     context.set_alpn_protocols(["http/1.1"])
     return context
-
-
-def connection_limits(settings: RouterSettings) -> ConnectionLimits:
-    """The limits of each connection."""
-    return ConnectionLimits(
-        max_body_bytes=settings.max_body_bytes,
-        max_unsent_bytes=settings.max_unsent_bytes,
-        read_timeout_s=settings.read_timeout_s,
-        stall_timeout_s=settings.stall_timeout_s,
-    )
 
 
 def settle() -> None:
@@ -94,27 +83,23 @@ class RouterServer:
         self._open = ExitStack()
         if usage is not None:
             self._open.callback(usage.close)
-        self._app = App(self.front, self._access_log())
+        access: AccessLog | None = None
+        if where := settings.access_log:
+            stream: TextIO = sys.stderr
+            if where != "-":
+                stream = self._open.enter_context(Path(where).open("a", encoding="utf-8"))  # noqa: SIM115 - closed by `_open`
+            access = AccessLog(stream)
+            self._open.callback(access.flush)
+        self._app = App(self.front, access)
         self._http: list[HttpServer] = []
-
-    def _access_log(self) -> AccessLog | None:
-        where = self._settings.access_log
-        if not where:
-            return None
-        stream: TextIO = sys.stderr
-        if where != "-":
-            stream = self._open.enter_context(Path(where).open("a", encoding="utf-8"))  # noqa: SIM115 - closed by `_open`
-        access = AccessLog(stream)
-        self._open.callback(access.close)
-        return access
 
     async def start(self, host: str, port: int, *, shared: bool = False) -> int:
         """Also serve there from now on. Returns the bound port (a free one if `port` is 0).
 
         `shared`: other processes may listen on the same port. Raises AddressInUse.
         """
-        limits, tls = connection_limits(self._settings), tls_context(self._settings)
-        http = HttpServer(self._app, limits, clock=self.front.monotonic, tls=tls)
+        tls = tls_context(self._settings)
+        http = HttpServer(self._app, self._settings, clock=self.front.monotonic, tls=tls)
         bound = await http.start(host, port, shared=shared)
         self._http.append(http)
         return bound

@@ -1,7 +1,7 @@
 """The sender of one HTTP request: its tenant with the tenant's rate limits, its session, and its request id."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 
 from ..tenants.rate_limits import RateLimiter
@@ -49,25 +49,22 @@ class Caller:
     def check(self) -> None:
         """Raise RateLimited if the tenant could not begin even the smallest request now."""
         if self._limiter is not None:
-            now = self._now()
-            self._exchange.extra_headers = limit_headers(self._limiter, now)
+            now = self._show_limits(self._limiter)
             self._limiter.check((), now)
 
     def begin(self, prompts: Sequence[int]) -> None:
         """Begin a request whose prompts have these lengths in tokens. Raises RateLimited and PromptOverLimit."""
         if self._limiter is not None:
-            now = self._now()
-            self._limiter.begin(prompts, now)
+            self._limiter.begin(prompts, self._now())
             self._charged = prompts
-            self._exchange.extra_headers = limit_headers(self._limiter, now)
+            self._show_limits(self._limiter)
 
     def undo(self) -> None:
         """Refund a request that was not accepted."""
         if self._limiter is not None and self._charged is not None:
-            now = self._now()
-            self._limiter.undo(self._charged, now)
+            self._limiter.undo(self._charged, self._now())
             self._charged = None
-            self._exchange.extra_headers = limit_headers(self._limiter, now)
+            self._show_limits(self._limiter)
 
     def end(self, generated_tokens: int) -> None:
         """Charge what was generated; the request is over."""
@@ -80,14 +77,14 @@ class Caller:
         self.begin(prompts)
         self.end(0)
 
-
-def limit_headers(limiter: RateLimiter, now: float) -> Iterable[tuple[str, str]]:
-    """The state of the tenant's rates, in OpenAI's headers."""
-    headers = []
-    for name, status in limiter.status(now).items():
-        headers += [
-            (f"x-ratelimit-limit-{name}", str(status.per_minute)),
-            (f"x-ratelimit-remaining-{name}", str(status.remaining)),
-            (f"x-ratelimit-reset-{name}", f"{status.reset_s:.3f}s"),
-        ]
-    return headers
+    def _show_limits(self, limiter: RateLimiter) -> float:
+        """Put the current state of the tenant's rates in OpenAI's headers. Returns the time."""
+        now, headers = self._now(), []
+        for name, status in limiter.status(now).items():
+            headers += [
+                (f"x-ratelimit-limit-{name}", str(status.per_minute)),
+                (f"x-ratelimit-remaining-{name}", str(status.remaining)),
+                (f"x-ratelimit-reset-{name}", f"{status.reset_s:.3f}s"),
+            ]
+        self._exchange.extra_headers = headers
+        return now

@@ -6,7 +6,7 @@ from math import ceil
 import msgspec
 
 from ..errors import MissingKey, RouterError, UnknownKey, WrongMethod
-from .protocol.exchange import Exchange
+from .protocol.exchange import Exchange, Headers
 
 log = logging.getLogger(__name__)
 
@@ -27,25 +27,20 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 def error_body(error: RouterError) -> bytes:
-    """`error` as JSON."""
     detail = ErrorDetail(error.message, error.error_type, error.param, error.code)
     return msgspec.json.encode(ErrorBody(detail))
-
-
-def error_headers(error: RouterError) -> dict[str, str]:
-    """Headers of the response to `error`."""
-    if isinstance(error, WrongMethod):
-        return {"allow": error.allowed}
-    if isinstance(error, MissingKey | UnknownKey):
-        return {"www-authenticate": "Bearer"}
-    if error.retry_after_s is None:
-        return {}
-    return {"retry-after": str(max(1, ceil(error.retry_after_s)))}
 
 
 def fail(exchange: Exchange, error: RouterError) -> None:
     """Respond with `error`, unless a response has begun."""
     if error.http_status >= 500 and error.http_status != 503:  # probes get a 503 for as long as no replica is ready
         log.warning("request_failed request_id=%s status=%d error=%s", exchange.id, error.http_status, error)
+    headers: Headers = ()
+    if isinstance(error, WrongMethod):
+        headers = (("allow", error.allowed),)
+    elif isinstance(error, MissingKey | UnknownKey):
+        headers = (("www-authenticate", "Bearer"),)
+    elif error.retry_after_s is not None:
+        headers = (("retry-after", max(1, ceil(error.retry_after_s))),)
     if exchange.status is None:
-        exchange.respond(error_body(error), status=error.http_status, headers=error_headers(error).items())
+        exchange.respond(error_body(error), status=error.http_status, headers=headers)

@@ -41,16 +41,12 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 Floats: TypeAlias = "list[float] | memoryview[float]"
 
 
-def _two_zeros() -> Floats:
-    return [0.0, 0.0]
-
-
 @dataclass(slots=True, frozen=True)
 class UsageRecord:
     """The numbers of one tenant, all of them initially 0. Changed only under the lock."""
 
-    requests: Floats = field(default_factory=_two_zeros)  #: see `TokenBucket`
-    tokens: Floats = field(default_factory=_two_zeros)
+    requests: Floats = field(default_factory=lambda: [0.0, 0.0])  #: see `TokenBucket`
+    tokens: Floats = field(default_factory=lambda: [0.0, 0.0])
     running: Floats = field(default_factory=lambda: [0.0])  #: running requests of each router
     router: int = 0  #: index of this router in `running`
     lock: AbstractContextManager[None] = field(default_factory=nullcontext)  #: can be entered repeatedly
@@ -61,10 +57,10 @@ class TokenBucket:
 
     __slots__ = ("_numbers", "capacity")
 
-    def __init__(self, per_minute: int, numbers: "Floats | None" = None) -> None:
+    def __init__(self, per_minute: int, numbers: Floats) -> None:
         """`numbers`: how much is missing from a full bucket, and since when (monotonic seconds)."""
         self.capacity = per_minute
-        self._numbers = _two_zeros() if numbers is None else numbers
+        self._numbers = numbers
 
     def level(self, now: float) -> float:
         """What can be taken now; negative: a debt."""

@@ -115,7 +115,14 @@ class StopFinder:
             _, start, self.stopped_by = min(found)
             self._held = ""
             return text[:start]
-        cut = len(text) - held_length(text, self._stops)
+        # Hold the longest end of the text that begins a stop string.
+        longest = 0
+        for stop in self._stops:
+            for length in range(min(len(stop) - 1, len(text)), longest, -1):
+                if text.endswith(stop[:length]):
+                    longest = length
+                    break
+        cut = len(text) - longest
         self._held = text[cut:]
         return text[:cut]
 
@@ -123,14 +130,3 @@ class StopFinder:
         """At the end of the answer: the held text, which did not become a stop string."""
         held, self._held = self._held, ""
         return held
-
-
-def held_length(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of `text` that begins a stop string without being one."""
-    longest = 0
-    for stop in stops:
-        for length in range(min(len(stop) - 1, len(text)), longest, -1):
-            if text.endswith(stop[:length]):
-                longest = length
-                break
-    return longest

@@ -22,7 +22,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Detokenizer(Protocol):
-    """Decodes one answer."""
+    """Decodes one answer, piece by piece."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these ids complete; the beginning of a character is held back until it is complete."""
@@ -116,7 +116,13 @@ def piece_table(backend: Any) -> list[bytes]:
     alphabet = byte_alphabet()
     byte_level = is_byte_level(backend)
     for token, token_id in vocabulary.items():
-        table[token_id] = byte_level_piece(token, alphabet) if byte_level else other_piece(token)
+        if not byte_level:
+            match = _BYTE_TOKEN.fullmatch(token)
+            table[token_id] = bytes.fromhex(match[1]) if match else token.replace(_SPACE_MARK, " ").encode()
+        elif alphabet.keys() >= set(token):
+            table[token_id] = bytes([alphabet[character] for character in token])
+        else:  # an added token stands for itself
+            table[token_id] = token.encode()
     return table
 
 
@@ -125,18 +131,3 @@ def byte_alphabet() -> dict[str, int]:
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-def byte_level_piece(token: str, alphabet: Mapping[str, int]) -> bytes:
-    """Bytes of a vocabulary entry; an entry with any other character (an added token) stands for itself."""
-    try:
-        return bytes([alphabet[character] for character in token])
-    except KeyError:
-        return token.encode()
-
-
-def other_piece(token: str) -> bytes:
-    """Bytes of a sentencepiece-style entry."""
-    if match := _BYTE_TOKEN.fullmatch(token):
-        return bytes.fromhex(match[1])
-    return token.replace(_SPACE_MARK, " ").encode()

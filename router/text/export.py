@@ -15,18 +15,10 @@ from ..errors import TokenizerUnavailable
 
 #: Importing torch and reading a large vocabulary takes seconds, and far longer on a machine under load.
 TIMEOUT_S = 300.0
-
 #: Files with a vocabulary; a folder that transformers can read has at least one of them.
 VOCABULARIES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-    "*.tiktoken",
-)
+    "tokenizer.json tokenizer.model vocab.json vocab.txt spiece.model sentencepiece.bpe.model tekken.json *.tiktoken"
+).split()
 
 
 class TokenizerParts(msgspec.Struct, frozen=True):
@@ -67,29 +59,24 @@ def load_parts(folder: Path) -> TokenizerParts:
     return msgspec.json.decode(done.stdout, type=TokenizerParts)
 
 
-def export(folder: str) -> TokenizerParts:
-    """The tokenizer in `folder`, by transformers; runs in the child process."""
-    # Not at the top: the router imports this module.
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    if not getattr(tokenizer, "is_fast", False):
-        raise ValueError("there is no tokenizer.json: slow tokenizers are not supported")
-    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
-    return TokenizerParts(
-        tokenizer=tokenizer.backend_tokenizer.to_str(),
-        special_ids=list(tokenizer.all_special_ids),
-        special_tokens=special,
-        chat_template=tokenizer.chat_template,
-    )
-
-
 def main() -> int:
-    """Print the parts as JSON; on failure print one line to stderr and return 1."""
+    """In the child process: print the parts of a folder's tokenizer as JSON; on failure one line to stderr."""
     # Tokenizers do not need torch, and importing it takes four of five seconds: transformers must not find it.
     sys.modules["torch"] = None  # type: ignore[assignment]
     try:
-        parts = export(sys.argv[1])
+        # Not at the top: the router imports this module.
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], local_files_only=True)
+        if not getattr(tokenizer, "is_fast", False):
+            raise ValueError("there is no tokenizer.json: slow tokenizers are not supported")
+        special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+        parts = TokenizerParts(
+            tokenizer=tokenizer.backend_tokenizer.to_str(),
+            special_ids=list(tokenizer.all_special_ids),
+            special_tokens=special,
+            chat_template=tokenizer.chat_template,
+        )
     except Exception as error:  # whatever it is, the parent process reports it by this one line
         message = " ".join(str(error).split())
         print(message or type(error).__name__, file=sys.stderr)

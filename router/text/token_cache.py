@@ -25,7 +25,6 @@ class TokenCache:
         self._capacity = capacity_bytes
         self._entries: OrderedDict[Key, bytes] = OrderedDict()
         self.used_bytes = 0
-        self.hit_tokens = 0
         self.miss_tokens = 0
 
     def get(self, key: Key) -> bytes | None:
@@ -33,7 +32,6 @@ class TokenCache:
         ids = self._entries.get(key)
         if ids is not None:
             self._entries.move_to_end(key)
-            self.hit_tokens += len(ids) // 4
         return ids
 
     def put(self, key: Key, ids: bytes) -> None:
@@ -49,12 +47,6 @@ class TokenCache:
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def check(self) -> None:
-        """Assert every invariant."""
-        used = sum(_cost(key, ids) for key, ids in self._entries.items())
-        assert used == self.used_bytes, f"{self.used_bytes} bytes noted, {used} used"
-        assert used <= self._capacity, f"{used} bytes used of {self._capacity}"
 
 
 def _cost(key: Key, ids: bytes) -> int:

@@ -59,7 +59,6 @@ class TextModel:
         return model
 
     def close(self) -> None:
-        """End the threads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     # Text to ids
@@ -75,10 +74,6 @@ class TextModel:
             return self.encode_now(texts, special_tokens=special_tokens)
         work = partial(self.encode_now, texts, special_tokens=special_tokens)
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
-    def render_chat(self, conversation: Conversation) -> str:
-        """The prompt that the model's chat template renders. Raises TemplateRefusal."""
-        return self._template.render(conversation)
 
     def encode_chat_now(self, conversation: Conversation, *, tenant: bytes = b"") -> TokenIds:
         """As `encode_chat`, in place."""
@@ -97,7 +92,7 @@ class TextModel:
 
     def _recall(self, conversation: Conversation, tenant: bytes) -> tuple[list[str], dict[str, bytes], list[str]]:
         """The prompt's segments, the ids of those that are cached, and those that are not."""
-        segments = self._cutter.cut(self.render_chat(conversation))
+        segments = self._cutter.cut(self._template.render(conversation))
         found = {segment: self.cache.get((tenant, segment)) for segment in segments}
         known = {segment: ids for segment, ids in found.items() if ids is not None}
         return segments, known, [segment for segment, ids in found.items() if ids is None]

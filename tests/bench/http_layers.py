@@ -29,7 +29,8 @@ def serve_ours(port: int) -> None:
     """Our connection, with a handler that answers at once."""
     import uvloop
 
-    from homing.router.http.protocol.connection import ConnectionLimits, HttpConnection
+    from homing.router.config import RouterSettings
+    from homing.router.http.protocol.connection import HttpConnection
     from homing.router.http.protocol.exchange import Exchange, Request
     from homing.router.http.protocol.server import HttpServer
 
@@ -47,8 +48,7 @@ def serve_ours(port: int) -> None:
         refuse = cut = None
 
     async def main() -> None:
-        limits = ConnectionLimits(10**6, 10**6, 10.0, 10.0)
-        await HttpServer(Handler(), limits, clock=time.monotonic).start("127.0.0.1", port)  # type: ignore[arg-type]
+        await HttpServer(Handler(), RouterSettings(), clock=time.monotonic).start("127.0.0.1", port)  # type: ignore[arg-type]
         await asyncio.Event().wait()
 
     uvloop.run(main())

@@ -55,7 +55,7 @@ def test_replica_totals_go_on_after_a_rebuild():
 
     for epoch, hits in ((1, 10), (1, 15), (2, 3), (2, 3)):
         metrics.of("demo").load_reported("r0", report(epoch, hits))
-    metrics.render()
+    metrics.observe_cluster(view("r0"))
 
     assert (
         metrics.registry.get_sample_value("homing_prefix_cache_hits_tokens_total", {"model": "demo", "replica": "r0"})

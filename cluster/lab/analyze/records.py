@@ -17,7 +17,7 @@ import msgspec
 from ....router.errors import InvalidRequest
 from ....router.http.openai.chat import conversation
 from ....router.http.openai.completions import PromptField, prompts
-from ....router.http.openai.schema import MessageBody
+from ....router.http.openai.schema import MessageBody, TokenizeBody
 from ....router.text.template import Conversation
 from ...errors import LogUnreadable
 from ..recorded_trace import TraceError, TraceRequest, trace_request
@@ -140,11 +140,9 @@ def _prompts(body: _Body) -> list[Conversation | str | list[int]]:
 
 
 def _chat(body: _Body, messages: list[dict[str, Any]]) -> Conversation:
-    return conversation(
-        [_message(each, index) for index, each in enumerate(messages)],
-        tools=None if body.tool_choice == "none" else body.tools,
-        template_arguments=body.chat_template_kwargs or {},
-    )
+    known = [_message(each, index) for index, each in enumerate(messages)]
+    options = TokenizeBody(messages=known, chat_template_kwargs=body.chat_template_kwargs)
+    return conversation(options, None if body.tool_choice == "none" else body.tools)
 
 
 def _message(given: dict[str, Any], index: int) -> MessageBody:

@@ -14,9 +14,7 @@ from ..front import Front, Served
 from . import pins, validate
 from .dialect import ChunkUsage, Dialect, ResponseBuilder
 from .generation import EncodedPrompt, Job, RunningChoice
-from .schema import Body, FinishReason, MessageBody, Positive, Usage, finite
-
-# --- requests ------------------------------------------------------------------------------------------------------
+from .schema import Body, FinishReason, MessageBody, Positive, TokenizeBody, Usage, finite
 
 
 class ResponseFormat(msgspec.Struct):
@@ -57,13 +55,7 @@ async def job(front: Front, served: Served, body: ChatBody, salt: bytes) -> Job:
         raise InvalidRequest("field 'top_logprobs': requires 'logprobs': true", param="top_logprobs")
     if body.tool_choice not in (None, "auto", "none"):
         raise InvalidRequest("field 'tool_choice': only 'auto' and 'none' are supported", param="tool_choice")
-    asked = conversation(
-        body.messages,
-        tools=None if body.tool_choice == "none" else body.tools,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=bool(body.continue_final_message),
-        template_arguments=body.chat_template_kwargs or {},
-    )
+    asked = conversation(body, None if body.tool_choice == "none" else body.tools)
     token_ids = await served.text.encode_chat(asked, tenant=salt)
     kept = await pins.requested(served.text, asked, body.messages, body.cache_control, token_ids, salt, front.settings)
     newer = body.max_completion_tokens is not None
@@ -87,43 +79,32 @@ _RESERVED = frozenset(
 )
 
 
-def conversation(
-    messages: Sequence[MessageBody],
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool | None = None,
-    continue_final_message: bool = False,
-    template_arguments: Mapping[str, Any],
-) -> Conversation:
+def conversation(body: ChatBody | TokenizeBody, tools: Sequence[Mapping[str, Any]] | None) -> Conversation:
     """The messages and options of a body as the chat template takes them. Raises InvalidRequest."""
-    if add_generation_prompt is None:
-        add_generation_prompt = not continue_final_message
-    if continue_final_message and add_generation_prompt:
+    continues, arguments = bool(body.continue_final_message), body.chat_template_kwargs or {}
+    if continues and body.add_generation_prompt:
         raise InvalidRequest(
             "field 'continue_final_message': cannot be combined with 'add_generation_prompt'",
             param="continue_final_message",
         )
-    if reserved := _RESERVED.intersection(template_arguments):
+    if reserved := _RESERVED.intersection(arguments):
         name = f"chat_template_kwargs.{min(reserved)}"
         raise InvalidRequest(f"field {name!r} may not be set", param=name)
     return Conversation(
-        [_message(each, index) for index, each in enumerate(messages)],
+        [_message(each, index) for index, each in enumerate(body.messages or ())],
         tools=tools,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        template_arguments=template_arguments,
+        add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+        continue_final_message=continues,
+        template_arguments=arguments,
     )
 
 
 def _message(body: MessageBody, index: int) -> Message:
     """A message as templates read it: its content is one text, the arguments of tool calls are objects."""
     message: Message = {"role": body.role, "content": body.text(index)}
-    if body.name is not None:
-        message["name"] = body.name
-    if body.tool_call_id is not None:
-        message["tool_call_id"] = body.tool_call_id
-    if body.reasoning_content is not None:
-        message["reasoning_content"] = body.reasoning_content
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(body, name)) is not None:
+            message[name] = value
     if body.tool_calls:
         message["tool_calls"] = [_tool_call(call, f"messages[{index}].tool_calls") for call in body.tool_calls]
     return message
@@ -142,8 +123,7 @@ def _tool_call(call: Mapping[str, Any], param: str) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-# --- responses -----------------------------------------------------------------------------------------------------
-# A field that OpenAI's schema does not allow to be null is absent (`UNSET`) if there is no value.
+# Responses. A field that OpenAI's schema does not allow to be null is absent (`UNSET`) if there is no value.
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -154,12 +134,9 @@ class TopLogprob(msgspec.Struct, frozen=True):
     logprob: float
 
 
-class TokenEntry(msgspec.Struct, frozen=True):
+class TokenEntry(TopLogprob, frozen=True):
     """The token at one position, with its most likely alternatives."""
 
-    token: str
-    bytes: list[int]
-    logprob: float
     top_logprobs: list[TopLogprob]
 
 
@@ -228,28 +205,22 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
 class ChatBuilder(ResponseBuilder):
     """The bodies of one chat response."""
 
+    whole_type, chunk_type = ChatCompletion, ChatChunk
+
     def __init__(self, served: Served, body: ChatBody, response_id: str, created: int) -> None:
-        self._id = f"chatcmpl-{response_id}"
-        self._created = created
-        self._model = served.limits.name
-        self._text = served.text
+        super().__init__(served, f"chatcmpl-{response_id}", created)
         self._logprobs = bool(body.logprobs)
         self._top = body.top_logprobs or 0
 
-    def whole(self, choices: Sequence[RunningChoice], counts: Usage) -> ChatCompletion:
-        made = [
+    def choices(self, choices: Sequence[RunningChoice]) -> list[ChatChoice]:
+        return [
             ChatChoice(each.index, ChatMessage(each.text), each.ending or "stop", self.logprobs(each.tokens))
             for each in choices
         ]
-        return ChatCompletion(id=self._id, created=self._created, model=self._model, choices=made, usage=counts)
 
-    def chunk(self, choice: RunningChoice, shown: TextDelta, counts: ChunkUsage, *, first: bool) -> ChatChunk:
+    def part(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> ChatChunkChoice:
         delta = ChatDelta(shown.text if shown.text or first else UNSET, "assistant" if first else UNSET)
-        made = ChatChunkChoice(choice.index, delta, shown.ending, self.logprobs(shown.tokens))
-        return ChatChunk(id=self._id, created=self._created, model=self._model, choices=[made], usage=counts)
-
-    def usage_chunk(self, counts: Usage) -> ChatChunk:
-        return ChatChunk(id=self._id, created=self._created, model=self._model, choices=[], usage=counts)
+        return ChatChunkChoice(choice.index, delta, shown.ending, self.logprobs(shown.tokens))
 
     def logprobs(self, tokens: Sequence[TokenAt]) -> ChatLogprobs | None:
         """One entry per token; None if logprobs were not requested."""
@@ -258,13 +229,12 @@ class ChatBuilder(ResponseBuilder):
         return ChatLogprobs([self._entry(token.logprobs) for token in tokens if token.logprobs])
 
     def _entry(self, position: PositionLogprobs) -> TokenEntry:
-        chosen = self._alternative(position.chosen)
-        alternatives = [self._alternative(each) for each in position.top[: self._top]]
-        return TokenEntry(chosen.token, chosen.bytes, chosen.logprob, alternatives)
+        alternatives = [TopLogprob(*self._scored(each)) for each in position.top[: self._top]]
+        return TokenEntry(*self._scored(position.chosen), alternatives)
 
-    def _alternative(self, each: TokenLogprob) -> TopLogprob:
+    def _scored(self, each: TokenLogprob) -> tuple[str, list[int], float]:
         piece = self._text.piece(each.token_id)
-        return TopLogprob(piece.decode(errors="replace"), list(piece), finite(each.logprob))
+        return piece.decode(errors="replace"), list(piece), finite(each.logprob)
 
 
 CHAT = Dialect(msgspec.json.Decoder(ChatBody), job, ChatBuilder)

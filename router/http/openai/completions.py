@@ -18,7 +18,7 @@ from . import validate
 from .dialect import ChunkUsage, Dialect, ResponseBuilder
 from .generation import EncodedPrompt, Job, RunningChoice
 from .pins import whole_prompt
-from .schema import Body, FinishReason, Positive, Usage, finite
+from .schema import Body, FinishReason, Positive, finite
 
 #: A prompt as text or token ids, or several of them; `prompts` tells them apart, because msgspec can decode only one
 #: array type in a union.
@@ -37,43 +37,22 @@ class CompletionBody(Body, kw_only=True, forbid_unknown_fields=True):
 
 async def job(front: Front, served: Served, body: CompletionBody, salt: bytes) -> Job:
     """What `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
-    _check(body)
-    scored = body.logprobs
-    if scored is None and body.best_of is not None and body.best_of > (body.n or 1):
-        scored = 0  # `best_of` compares logprobs
-    return validate.job(
-        front,
-        served,
-        body,
-        salt,
-        await _encoded_prompts(front, served, body),
-        prompt_param="prompt",
-        wanted=body.max_tokens,
-        best_of=body.best_of,
-        logprobs=scored,
-        prompt_logprobs=body.logprobs if body.echo else None,
-    )
-
-
-def _check(body: CompletionBody) -> None:
-    if body.best_of is not None and body.best_of != (kept := body.n or 1):
-        if body.best_of < kept:
-            raise InvalidRequest(f"field 'best_of': must be at least n, which is {kept}", param="best_of")
+    kept, scored = body.n or 1, body.logprobs
+    if body.best_of is not None and body.best_of < kept:
+        raise InvalidRequest(f"field 'best_of': must be at least n, which is {kept}", param="best_of")
+    if body.best_of is not None and body.best_of > kept:
         if body.stream:
             raise InvalidRequest(
                 "field 'best_of': cannot be streamed, because the best choices are only known at the end",
                 param="best_of",
             )
+        scored = scored or 0  # the best are found by their logprobs
     if body.suffix:
         raise InvalidRequest("field 'suffix': insertion is not supported", param="suffix")
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("field 'max_tokens': 0 is only allowed with 'echo'", param="max_tokens")
     if body.echo and body.stream and body.logprobs is not None:
         raise InvalidRequest("field 'echo': cannot be streamed together with 'logprobs'", param="echo")
-
-
-async def _encoded_prompts(front: Front, served: Served, body: CompletionBody) -> list[EncodedPrompt]:
-    """The prompts as ids; texts are encoded together."""
     given = prompts(body.prompt, served.limits.vocab_size)
     texts = [each for each in given if isinstance(each, str)]
     encoded = [each for each in given if not isinstance(each, str)]
@@ -81,10 +60,21 @@ async def _encoded_prompts(front: Front, served: Served, body: CompletionBody) -
         encoded = await served.text.encode(texts, special_tokens=True)
     if not all(encoded):
         raise InvalidRequest("field 'prompt': a prompt has no tokens", param="prompt")
-    return [
-        EncodedPrompt(ids, text, whole_prompt(body.cache_control, front.settings, ids))
-        for ids, text in zip_longest(encoded, texts)
-    ]
+    return validate.job(
+        front,
+        served,
+        body,
+        salt,
+        [
+            EncodedPrompt(ids, text, whole_prompt(body.cache_control, front.settings, ids))
+            for ids, text in zip_longest(encoded, texts)
+        ],
+        prompt_param="prompt",
+        wanted=body.max_tokens,
+        best_of=body.best_of,
+        logprobs=scored,
+        prompt_logprobs=body.logprobs if body.echo else None,
+    )
 
 
 def prompts(field: str | list[Any], vocab_size: int) -> list[str] | list[TokenIds]:
@@ -151,27 +141,21 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 class CompletionBuilder(ResponseBuilder):
     """The bodies of one completion. With `echo` the prompt precedes the generated text."""
 
+    whole_type = chunk_type = Completion
+
     def __init__(self, served: Served, body: CompletionBody, response_id: str, created: int) -> None:
-        self._id = f"cmpl-{response_id}"
-        self._created = created
-        self._model = served.limits.name
-        self._text = served.text
+        super().__init__(served, f"cmpl-{response_id}", created)
         self._top = body.logprobs
         self._echo = bool(body.echo)
         self._kept = body.n or 1
         self._drawn = body.best_of or self._kept
 
-    def whole(self, choices: Sequence[RunningChoice], counts: Usage) -> Completion:
-        made = [self._choice(index, each) for index, each in enumerate(self._best(choices))]
-        return Completion(id=self._id, created=self._created, model=self._model, choices=made, usage=counts)
+    def choices(self, choices: Sequence[RunningChoice]) -> list[CompletionChoice]:
+        return [self._choice(index, each) for index, each in enumerate(self._best(choices))]
 
-    def chunk(self, choice: RunningChoice, shown: TextDelta, counts: ChunkUsage, *, first: bool) -> Completion:
+    def part(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> CompletionChoice:
         text = self._echoed(choice.prompt) + shown.text if first else shown.text
-        made = CompletionChoice(choice.index, text, shown.ending, self.logprobs(shown.tokens))
-        return Completion(id=self._id, created=self._created, model=self._model, choices=[made], usage=counts)
-
-    def usage_chunk(self, counts: Usage) -> Completion:
-        return Completion(id=self._id, created=self._created, model=self._model, choices=[], usage=counts)
+        return CompletionChoice(choice.index, text, shown.ending, self.logprobs(shown.tokens))
 
     def _choice(self, index: int, choice: RunningChoice) -> CompletionChoice:
         echo = self._echoed(choice.prompt)

@@ -33,17 +33,29 @@ _MARK = "\ue000"
 class ResponseBuilder(ABC):
     """The bodies of one response, in the types of a dialect."""
 
+    #: Bodies with `id`, `created`, `model`, `choices` and `usage`: a whole response, and one event of a stream.
+    whole_type: type[msgspec.Struct]
+    chunk_type: type[msgspec.Struct]
+
+    def __init__(self, served: Served, response_id: str, created: int) -> None:
+        self._text = served.text
+        self._common = {"id": response_id, "created": created, "model": served.limits.name}
+
     @abstractmethod
-    def whole(self, choices: Sequence[RunningChoice], counts: Usage) -> object:
+    def choices(self, choices: Sequence[RunningChoice]) -> Sequence[object]:
+        """The choices of a body that is not streamed."""
+
+    @abstractmethod
+    def part(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> object:
+        """A choice with its next text, for a chunk."""
+
+    def whole(self, choices: Sequence[RunningChoice], counts: Usage) -> bytes:
         """The body of a response that is not streamed."""
+        return ENCODER.encode(self.whole_type(**self._common, choices=self.choices(choices), usage=counts))
 
-    @abstractmethod
-    def chunk(self, choice: RunningChoice, shown: TextDelta, counts: ChunkUsage, *, first: bool) -> object:
-        """The chunk with the next text of a choice."""
-
-    @abstractmethod
-    def usage_chunk(self, counts: Usage) -> object:
-        """The chunk with the usage and no choices."""
+    def chunk(self, parts: Sequence[object], counts: ChunkUsage) -> bytes:
+        """A server-sent event (JSON has no line breaks). The one with the usage of the request has no parts."""
+        return b"data: " + ENCODER.encode(self.chunk_type(**self._common, choices=parts, usage=counts)) + b"\n\n"
 
 
 @dataclass(slots=True, frozen=True)
@@ -65,18 +77,15 @@ class WholeWriter(ResponseWriter):
         self._builder = builder
 
     def add(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> None:  # noqa: ARG002
-        """Keep the text until the end."""
         choice.parts.append(shown.text)
         if shown.tokens:
             choice.tokens += shown.tokens
 
     def end(self, generation: Generation) -> None:
-        """Send the body."""
-        body = ENCODER.encode(self._builder.whole(generation.choices, generation.usage()))
+        body = self._builder.whole(generation.choices, generation.usage())
         self._exchange.respond(body, headers=generation.headers())
 
     def fail(self, generation: Generation, error: RouterError) -> bool:  # noqa: ARG002
-        """Nothing was sent: an ordinary error response is possible."""
         return False
 
 
@@ -98,7 +107,6 @@ class StreamWriter(ResponseWriter):
         self._templates: dict[int, tuple[bytes, bytes]] = {}
 
     def add(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> None:
-        """Send a chunk, if there is anything to show."""
         if not (first or shown.ending or shown.tokens or self._continuous_usage):
             if shown.text:
                 before, after = self._templates.get(choice.index) or self._template(choice)
@@ -111,13 +119,11 @@ class StreamWriter(ResponseWriter):
             self._exchange.send(self._chunk(choice, shown, first=first))
 
     def end(self, generation: Generation) -> None:
-        """Send the usage, if requested, and the end of the stream."""
-        counts = event(self._builder.usage_chunk(generation.usage())) if self._include_usage else b""
+        counts = self._builder.chunk([], generation.usage()) if self._include_usage else b""
         self._exchange.send(counts + DONE)
         self._exchange.end()
 
     def fail(self, generation: Generation, error: RouterError) -> bool:
-        """End a stream that has begun with an error event."""
         if not self._begun:
             return False
         generation.front.metrics.stream_broken()
@@ -129,16 +135,10 @@ class StreamWriter(ResponseWriter):
         counts: ChunkUsage = None if self._include_usage else UNSET
         if self._continuous_usage:
             counts = usage(len(choice.prompt.token_ids), choice.generated, choice.cached)
-        return event(self._builder.chunk(choice, shown, counts, first=first))
+        return self._builder.chunk([self._builder.part(choice, shown, first=first)], counts)
 
     def _template(self, choice: RunningChoice) -> tuple[bytes, bytes]:
         """Encode a chunk once and cut it at its text: encoding each chunk anew takes 2 us."""
-        whole = self._chunk(choice, TextDelta(_MARK), first=False)
-        before, _, after = whole.partition(ENCODER.encode(_MARK))
+        before, _, after = self._chunk(choice, TextDelta(_MARK), first=False).partition(ENCODER.encode(_MARK))
         self._templates[choice.index] = before, after
         return before, after
-
-
-def event(value: object) -> bytes:
-    """One server-sent event; JSON has no line breaks."""
-    return b"data: " + ENCODER.encode(value) + b"\n\n"

@@ -1,6 +1,7 @@
-"""The table of all endpoints, and the endpoints that are not part of a larger module."""
+"""The table of all endpoints, its OpenAPI document, and the endpoints that are not part of a larger module."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -13,15 +14,15 @@ from ...backend import ClusterView, Explanation
 from ...errors import NoReplica, NotAllowed, UnknownPath, WrongMethod
 from ...metrics import CONTENT_TYPE
 from ..caller import Caller
+from ..errors import ErrorBody
 from ..front import Front
-from ..protocol.exchange import Exchange, Request
+from ..protocol.exchange import JSON, Exchange, Request
 from .chat import CHAT, ChatBody, ChatCompletion
 from .completions import COMPLETION, Completion, CompletionBody
 from .dialect import BodyType, Dialect, StreamWriter, WholeWriter
 from .generation import Generation, ResponseWriter, generation_request
-from .openapi import Endpoint, Handler, document
-from .schema import ENCODER, decode
-from .tokenize import DetokenizeBody, Detokenized, TokenizeBody, Tokenized, detokenize, tokenize
+from .schema import ENCODER, TokenizeBody, decode
+from .tokenize import DetokenizeBody, Detokenized, Tokenized, detokenize, tokenize
 
 MODELS = "/v1/models"
 
@@ -85,12 +86,10 @@ _KIND = msgspec.json.Decoder(_Kind)
 
 
 def respond(exchange: Exchange, value: object) -> None:
-    """Respond with `value` as JSON."""
     exchange.respond(ENCODER.encode(value))
 
 
 async def generate(dialect: Dialect[BodyType], front: Front, exchange: Exchange) -> None:
-    """Generate what a body in this dialect requests."""
     caller = Caller(front, exchange)
     caller.check()
     body = decode(exchange.request.body, dialect.decoder)
@@ -118,13 +117,12 @@ def _card(front: Front, limits: ModelLimits) -> ModelCard:
 
 
 async def models(front: Front, exchange: Exchange) -> None:
-    """List the models that have had a replica."""
+    """The models that have had a replica."""
     Caller(front, exchange)
     respond(exchange, ModelList([_card(front, limits) for limits in front.backend.models()]))
 
 
 async def model(front: Front, exchange: Exchange) -> None:
-    """Describe one model."""
     Caller(front, exchange)
     limits = front.backend.choose(exchange.request.path.removeprefix(f"{MODELS}/")).model()
     if limits is None:
@@ -142,15 +140,11 @@ async def reset_prefix_cache(front: Front, exchange: Exchange) -> None:
 
 
 async def health(_front: Front, exchange: Exchange) -> None:
-    """Show that the process responds."""
     respond(exchange, Status("ok"))
 
 
 async def ready(front: Front, exchange: Exchange) -> None:
-    """200 if a request for some model would be served now, else 503.
-
-    The outage of one model must not make a load balancer remove the others, so the response counts replicas by model.
-    """
+    """503 only if no model can be served: the outage of one must not make a load balancer remove the others."""
     serving = {view.name: view.serving for view in front.backend.view().models}
     if not any(serving.get(limits.name) for limits in front.backend.models()):
         raise NoReplica("no replica can serve now", retry_after_s=1.0)
@@ -162,30 +156,40 @@ async def ready(front: Front, exchange: Exchange) -> None:
 
 
 async def metrics(front: Front, exchange: Exchange) -> None:
-    """Serve Prometheus."""
     front.metrics.observe_cluster(front.backend.view())
     exchange.respond(front.metrics.render(), content_type=CONTENT_TYPE)
 
 
 async def version(_front: Front, exchange: Exchange) -> None:
-    """Report the package's version."""
     respond(exchange, Version(__version__))
 
 
 async def cluster(front: Front, exchange: Exchange) -> None:
-    """Show the cluster as the router sees it."""
     respond(exchange, front.backend.view())
 
 
-@cache
-def openapi_document() -> bytes:
-    """The table of endpoints as an OpenAPI document."""
-    return document(ENDPOINTS)
-
-
 async def openapi(_front: Front, exchange: Exchange) -> None:
-    """Serve the OpenAPI document."""
     exchange.respond(openapi_document())
+
+
+#: Responds to an exchange, now or later. The caller turns what it raises into a response.
+Handler = Callable[[Front, Exchange], Coroutine[Any, Any, None]]
+_REFERENCE = "#/components/schemas/{name}"
+
+
+@dataclass(slots=True, frozen=True)
+class Endpoint:
+    """One method of one path. A path ending in `/{model}` matches every longer path."""
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    response: type | None = None  #: of a JSON response
+    bodies: tuple[type, ...] = ()  #: a request has one of them
+    body_required: bool = True
+    media: str = JSON
+    streams: bool = False  #: the response is a stream of events if the body has `"stream": true`
 
 
 #: All endpoints. GET endpoints also answer HEAD.
@@ -229,6 +233,56 @@ ENDPOINTS = (
     Endpoint("GET", "/version", version, "the package's version", Version),
     Endpoint("GET", "/openapi.json", openapi, "this document"),
 )
+
+
+@cache
+def openapi_document() -> bytes:
+    """The endpoints as an OpenAPI 3.1 document.
+
+    Rules that involve two fields, the model or the settings are not part of it; errors state them.
+    """
+    types = [*(kind for each in ENDPOINTS for kind in each.bodies), *(each.response for each in ENDPOINTS)]
+    _, components = msgspec.json.schema_components([*filter(None, types), ErrorBody], ref_template=_REFERENCE)
+    paths: dict[str, dict[str, Any]] = {}
+    for each in ENDPOINTS:
+        paths.setdefault(each.path, {})[each.method.lower()] = _operation(each)
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": "homing", "version": __version__},
+            "paths": paths,
+            "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+            "security": [{}, {"key": []}],
+        }
+    )
+
+
+def _operation(endpoint: Endpoint) -> dict[str, Any]:
+    content: dict[str, Any] = {endpoint.media: {"schema": _reference(endpoint.response) if endpoint.response else {}}}
+    if endpoint.streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    operation: dict[str, Any] = {
+        "summary": endpoint.summary,
+        "responses": {
+            "200": {"description": "success", "content": content},
+            "default": {
+                "description": "an error in OpenAI's shape",
+                "content": {JSON: {"schema": _reference(ErrorBody)}},
+            },
+        },
+    }
+    if endpoint.bodies:
+        kinds = [_reference(kind) for kind in endpoint.bodies]
+        schema = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+        operation["requestBody"] = {"required": endpoint.body_required, "content": {JSON: {"schema": schema}}}
+    if "{model}" in endpoint.path:
+        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return operation
+
+
+def _reference(kind: type) -> dict[str, str]:
+    return {"$ref": _REFERENCE.format(name=kind.__name__)}
+
 
 _BY_PATH: Mapping[str, Mapping[str, Handler]] = {
     path: {each.method: each.handler for each in ENDPOINTS if each.path == path}

@@ -111,7 +111,15 @@ class RunningChoice(msgspec.Struct, eq=False):
                 self.pinned, self.prompt_logprobs = delta.pinned_tokens, delta.prompt_logprobs
             else:
                 generation.metrics.inter_token(now - last)
-            shown = self._take(delta)
+            if delta.finish_reason in ("abort", "error"):
+                raise RequestFailed(f"the replica ended the request: {delta.finish_reason}")
+            if delta.cached_tokens is not None:
+                self.cached, self.predicted = delta.cached_tokens, delta.predicted_cached_tokens or 0
+            if generation.job.discard:
+                shown = _DISCARDED
+            else:
+                self.generated += len(delta.token_ids) + delta.text_tokens
+                shown = self.answer.push(delta)
             self.ending = shown.ending
             generation.writer.add(self, shown, first=last is None)
             if shown.ending:
@@ -123,16 +131,6 @@ class RunningChoice(msgspec.Struct, eq=False):
 
     def failed(self, error: RouterError) -> None:
         self.generation.fail(error)
-
-    def _take(self, delta: TokenDelta) -> TextDelta:
-        if delta.finish_reason in ("abort", "error"):
-            raise RequestFailed(f"the replica ended the request: {delta.finish_reason}")
-        if delta.cached_tokens is not None:
-            self.cached, self.predicted = delta.cached_tokens, delta.predicted_cached_tokens or 0
-        if self.generation.job.discard:
-            return _DISCARDED
-        self.generated += len(delta.token_ids) + delta.text_tokens
-        return self.answer.push(delta)
 
 
 class ResponseWriter(ABC):
@@ -193,10 +191,7 @@ class Generation:
         for choice in self.choices:
             choice.stream.listen(choice)
 
-    # Called by the choices
-
     def first_token(self, now: float) -> None:
-        """Record the first token of a choice."""
         ttft_s = now - self._exchange.started_at
         self.metrics.first_token(ttft_s)
         if self._ttft_s is None:
@@ -212,7 +207,7 @@ class Generation:
             return
         self._close()
         self.writer.end(self)
-        self._release()
+        self.choices = []
 
     def fail(self, error: RouterError) -> None:
         """A choice failed, and with it the response. A request without tokens restarts if its model was replaced."""
@@ -222,7 +217,7 @@ class Generation:
             self.over = True
             self._cancel()
             self._caller.undo()
-            self._release()
+            self.choices = []
             self._exchange.restart()
         else:
             self.abort(error)
@@ -233,7 +228,7 @@ class Generation:
             self._close()
         if not self.writer.fail(self, error):
             fail(self._exchange, error)
-        self._release()
+        self.choices = []
 
     def crash(self, cause: Exception) -> None:
         """End the response with an error after a fault in this process."""
@@ -242,14 +237,13 @@ class Generation:
 
     def _client_left(self) -> None:
         self._close()
-        self._release()
-
-    def _release(self) -> None:
-        """Break the reference cycle of choices and generation, so that the garbage collector has nothing to do."""
         self.choices = []
 
     def _close(self) -> None:
-        """Close all streams, whatever ended the response, and account for their tokens."""
+        """Close all streams, whatever ended the response, and account for their tokens.
+
+        Then the caller empties `choices`: without the reference cycle the garbage collector has nothing to do.
+        """
         self.over = True
         self._cancel()
         summary = self._exchange.summary = self._summary()
@@ -259,8 +253,6 @@ class Generation:
     def _cancel(self) -> None:
         for choice in self.choices:
             choice.stream.cancel()
-
-    # Totals
 
     def _summary(self) -> GenerationSummary:
         choices = self.choices

@@ -28,7 +28,7 @@ class PinRequest:
 
 
 @dataclass(slots=True, frozen=True)
-class Mark:
+class _Mark:
     """A place in a chat up to which the prompt is to be kept."""
 
     message: int
@@ -56,20 +56,7 @@ def whole_prompt(
     return () if control is None else (PinRequest(len(token_ids), ttl_s(control, settings, "cache_control")),)
 
 
-def marks(messages: Sequence[MessageBody], settings: RouterSettings) -> list[Mark]:
-    """The marked places of a chat, first to last. Raises InvalidRequest."""
-    found = [
-        mark
-        for index, message in enumerate(messages)
-        if message.cache_control is not None or isinstance(message.content, list)
-        for mark in _marks_of(message, index, settings)
-    ]
-    if len(found) > MAX_MARKS:
-        raise InvalidRequest(f"field 'messages': at most {MAX_MARKS} places with 'cache_control'", param="messages")
-    return found
-
-
-def _marks_of(message: MessageBody, index: int, settings: RouterSettings) -> Iterator[Mark]:
+def _marks_of(message: MessageBody, index: int, settings: RouterSettings) -> Iterator[_Mark]:
     if isinstance(message.content, list):
         for place, part in enumerate(message.content):
             param = f"messages[{index}].content[{place}].cache_control"
@@ -81,10 +68,10 @@ def _marks_of(message: MessageBody, index: int, settings: RouterSettings) -> Ite
                     raise from_msgspec(error, param) from error
                 last = place == len(message.content) - 1
                 text = None if last else message.text(index, place + 1)
-                yield Mark(index, text, ttl_s(control, settings, param), param)
+                yield _Mark(index, text, ttl_s(control, settings, param), param)
     if message.cache_control is not None:
         param = f"messages[{index}].cache_control"
-        yield Mark(index, None, ttl_s(message.cache_control, settings, param), param)
+        yield _Mark(index, None, ttl_s(message.cache_control, settings, param), param)
 
 
 async def requested(
@@ -97,22 +84,20 @@ async def requested(
     settings: RouterSettings,
 ) -> tuple[PinRequest, ...]:
     """The pins of a chat, by the `cache_control` of its parts, its messages and its body. Raises InvalidRequest."""
-    places = marks(messages, settings)
-    kept = await chat_pins(text, conversation, places, token_ids, salt) if places else ()
+    marks = [
+        mark
+        for index, message in enumerate(messages)
+        if message.cache_control is not None or isinstance(message.content, list)
+        for mark in _marks_of(message, index, settings)
+    ]
+    if len(marks) > MAX_MARKS:
+        raise InvalidRequest(f"field 'messages': at most {MAX_MARKS} places with 'cache_control'", param="messages")
+    kept = [PinRequest(await _tokens_up_to(text, conversation, mark, token_ids, salt), mark.ttl_s) for mark in marks]
     return (*kept, *whole_prompt(control, settings, token_ids))
 
 
-async def chat_pins(
-    text: TextModel, conversation: Conversation, places: Sequence[Mark], token_ids: Sequence[int], salt: bytes
-) -> tuple[PinRequest, ...]:
-    """The pins of the marked places; `token_ids` is the whole prompt. Raises InvalidRequest."""
-    return tuple(
-        [PinRequest(await _tokens_up_to(text, conversation, mark, token_ids, salt), mark.ttl_s) for mark in places]
-    )
-
-
 async def _tokens_up_to(
-    text: TextModel, conversation: Conversation, mark: Mark, token_ids: Sequence[int], salt: bytes
+    text: TextModel, conversation: Conversation, mark: _Mark, token_ids: Sequence[int], salt: bytes
 ) -> int:
     """Tokens that the whole prompt and the conversation cut at the mark have in common.
 
@@ -128,7 +113,6 @@ async def _tokens_up_to(
     cut = msgspec.structs.replace(
         conversation, messages=kept, add_generation_prompt=False, continue_final_message=False
     )
-    ids: Sequence[int]
     try:
         ids = await text.encode_chat(cut, tenant=salt)
     except TemplateRefusal:

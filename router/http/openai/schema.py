@@ -18,11 +18,6 @@ Decoded = TypeVar("Decoded")
 NonNegative = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
-StopString = Annotated[str, Meta(min_length=1)]
-#: Replicas receive these numbers unchanged, in messages that hold 64 bits at most.
-Number = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
-Bias = Annotated[float, Meta(ge=-100, le=100)]
 
 FinishReason = Literal["stop", "length"]
 ENCODER = msgspec.json.Encoder()
@@ -57,18 +52,18 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Fraction | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     seed: int | None = None
-    stop: str | Annotated[list[StopString], Meta(max_length=16)] | None = None
+    stop: str | Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=16)] | None = None
     stop_token_ids: Annotated[list[NonNegative], Meta(max_length=256)] | None = None
     ignore_eos: bool | None = None
-    logit_bias: dict[int, Bias] | None = None
+    logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     cache_control: CacheControl | None = None
-    priority: Number | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  #: messages to replicas hold 64 bits
     timeout: Annotated[float, Meta(gt=0)] | None = None
     # Ignored: they concern billing, storage or models of other kinds.
     user: Any = None
@@ -114,6 +109,20 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
         return "".join(texts)
 
 
+class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[MessageBody], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    return_token_strs: bool | None = None
+
+
 class PromptTokensDetails(msgspec.Struct, frozen=True):
     """How much of the prompts was in a replica's cache."""
 
@@ -130,10 +139,8 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
-    """The usage object with these counts."""
-    return Usage(
-        prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, PromptTokensDetails(cached_tokens)
-    )
+    total = prompt_tokens + completion_tokens
+    return Usage(prompt_tokens, completion_tokens, total, PromptTokensDetails(cached_tokens))
 
 
 def finite(logprob: float) -> float:

@@ -1,31 +1,14 @@
 """POST /tokenize and /detokenize, in vLLM's shapes."""
 
-from typing import Annotated, Any
-
 import msgspec
-from msgspec import Meta
 
 from ...errors import InvalidRequest
 from ..caller import Caller
 from ..front import Front
 from ..protocol.exchange import Exchange
 from .chat import conversation
-from .schema import ENCODER, MessageBody, NonNegative, decode
+from .schema import ENCODER, NonNegative, TokenizeBody, decode
 from .validate import check_token_ids
-
-
-class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A prompt, or messages."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[MessageBody], Meta(min_length=1)] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    return_token_strs: bool | None = None
 
 
 class Tokenized(msgspec.Struct, frozen=True):
@@ -55,7 +38,6 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 
 
 async def tokenize(front: Front, exchange: Exchange) -> None:
-    """Text or chat to token ids."""
     caller = Caller(front, exchange)
     caller.check()
     body = decode(exchange.request.body, _TOKENIZE)
@@ -66,25 +48,17 @@ async def tokenize(front: Front, exchange: Exchange) -> None:
         special_tokens = body.add_special_tokens is not False
         tokens = list((await served.text.encode([body.prompt], special_tokens=special_tokens))[0])
     else:
-        asked = conversation(
-            body.messages or (),
-            tools=body.tools,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=bool(body.continue_final_message),
-            template_arguments=body.chat_template_kwargs or {},
-        )
-        tokens = list(await served.text.encode_chat(asked))
+        tokens = list(await served.text.encode_chat(conversation(body, body.tools)))
     caller.charge([len(tokens)])
     names = served.text.piece_names(tokens) if body.return_token_strs else None
     exchange.respond(ENCODER.encode(Tokenized(len(tokens), served.limits.max_model_len, tokens, names)))
 
 
 async def detokenize(front: Front, exchange: Exchange) -> None:
-    """Token ids to text."""
     caller = Caller(front, exchange)
     caller.check()
     body = decode(exchange.request.body, _DETOKENIZE)
     served = await front.served(body.model)
-    check_token_ids(body.tokens, served.limits, "tokens")
+    check_token_ids(body.tokens, served.limits.vocab_size, "tokens")
     caller.charge([len(body.tokens)])
     exchange.respond(ENCODER.encode(Detokenized(served.text.decode(body.tokens))))

@@ -3,9 +3,9 @@
 Pure. Every refusal names the field. What only one dialect checks is in its module.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from ....replica.messages import ModelLimits, SamplingParams
+from ....replica.messages import SamplingParams
 from ...errors import ContextTooLong, InvalidRequest, PromptTooLong
 from ..front import Front, Served
 from .generation import SEED_MASK, EncodedPrompt, Job
@@ -53,11 +53,29 @@ def job(
             param=wanted_param,
         )
     max_tokens = min(settings.default_max_tokens, room) if wanted is None else max(wanted, 1)
-    sampling = _sampling(
-        body,
-        served.limits,
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"field 'min_tokens': {min_tokens} exceeds the output limit of {max_tokens}", param="min_tokens"
+        )
+    check_token_ids(body.stop_token_ids or (), served.limits.vocab_size, "stop_token_ids")
+    check_token_ids(body.logit_bias or (), served.limits.vocab_size, "logit_bias")
+    seed = front.random_bits(64) if body.seed is None else body.seed
+    temperature, top_p, top_k, repetition = body.temperature, body.top_p, body.top_k, body.repetition_penalty
+    sampling = SamplingParams(
         max_tokens=max_tokens,
-        seed=front.random_bits(64) if body.seed is None else body.seed,
+        seed=seed & SEED_MASK,
+        temperature=1.0 if temperature is None else temperature,
+        top_p=1.0 if top_p is None else top_p,
+        top_k=0 if top_k is None or top_k < 0 else top_k,
+        min_p=body.min_p or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if repetition is None else repetition,
+        min_tokens=min_tokens,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        logit_bias=body.logit_bias or {},
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
@@ -77,49 +95,10 @@ def job(
     )
 
 
-def _sampling(
-    body: Body,
-    limits: ModelLimits,
-    *,
-    max_tokens: int,
-    seed: int,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
-) -> SamplingParams:
-    """The parameters that all choices share, except the seed."""
-    min_tokens = body.min_tokens or 0
-    if min_tokens > max_tokens:
-        raise InvalidRequest(
-            f"field 'min_tokens': {min_tokens} exceeds the output limit of {max_tokens}", param="min_tokens"
-        )
-    if body.stop_token_ids:
-        check_token_ids(body.stop_token_ids, limits, "stop_token_ids")
-    if body.logit_bias:
-        check_token_ids(list(body.logit_bias), limits, "logit_bias")
-    temperature, top_p, top_k, repetition = body.temperature, body.top_p, body.top_k, body.repetition_penalty
-    return SamplingParams(
-        max_tokens=max_tokens,
-        seed=seed & SEED_MASK,
-        temperature=1.0 if temperature is None else temperature,
-        top_p=1.0 if top_p is None else top_p,
-        top_k=0 if top_k is None or top_k < 0 else top_k,
-        min_p=body.min_p or 0.0,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if repetition is None else repetition,
-        min_tokens=min_tokens,
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        ignore_eos=bool(body.ignore_eos),
-        logit_bias=body.logit_bias or {},
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-    )
-
-
-def check_token_ids(token_ids: Sequence[int], limits: ModelLimits, param: str) -> None:
-    """Refuse ids that the model does not have."""
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
-        raise no_such_token(limits.vocab_size, param)
+def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:
+    """Raise InvalidRequest if the model does not have all of these ids."""
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        raise no_such_token(vocab_size, param)
 
 
 def no_such_token(vocab_size: int, param: str) -> InvalidRequest:

@@ -19,7 +19,7 @@ FLUSH_LINES = 256
 
 
 class AccessLog:
-    """Writes to `stream`, on the loop's thread. `close` writes the buffered lines; the caller closes the stream."""
+    """Writes to `stream`, on the loop's thread. The caller closes the stream, after `flush`."""
 
     def __init__(self, stream: TextIO, wall: Callable[[], float] = time.time) -> None:
         self._stream = stream
@@ -37,7 +37,6 @@ class AccessLog:
             self.flush()
 
     def flush(self) -> None:
-        """Write the buffered lines."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -49,8 +48,6 @@ class AccessLog:
             if not self.lost:
                 log.warning("access_log_lost stream=%s lines=%d", self._stream, len(lines))
             self.lost += len(lines)
-
-    close = flush
 
 
 def line(exchange: Exchange, duration_s: float, now: float) -> str:

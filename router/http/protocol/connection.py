@@ -15,13 +15,14 @@ before the client has read the response.
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Protocol, cast
 from urllib.parse import unquote
 
 import httptools
 
+from ...config import RouterSettings
 from ...errors import BodyTooLarge, HeadTooLarge, MalformedRequest, RequestTooSlow, RouterError
 from .exchange import Exchange, Headers, Request
 
@@ -31,6 +32,8 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_PIPELINED = 32
 #: How long the rest of a refused request is read and dropped.
 LINGER_S = 2.0
+#: How long a connection may be idle.
+KEEP_ALIVE_S = 75.0
 #: From this many unsent bytes on, the event loop calls `pause_writing`.
 HIGH_WATER_BYTES = 64 * 1024
 
@@ -44,20 +47,7 @@ _KNOWN_NAMES = {
     )
     for written in (name, name.title())
 }
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _PROPOSAL = frozenset({"upgrade", "connection", "http2-settings"})
-_LAST_CHUNK = b"0\r\n\r\n"
-
-
-@dataclass(slots=True, frozen=True)
-class ConnectionLimits:
-    """Limits of size and time for one client."""
-
-    max_body_bytes: int
-    max_unsent_bytes: int  #: of responses that the client does not read
-    read_timeout_s: float  #: for a whole request to arrive
-    stall_timeout_s: float  #: without the client reading any byte while there is something to send
-    keep_alive_s: float = 75.0
 
 
 class Handler(Protocol):
@@ -80,13 +70,13 @@ class Host(Protocol):
     """What a connection needs of its server."""
 
     handler: Handler
-    limits: ConnectionLimits
+    settings: RouterSettings  #: limits of size and time for one client
     closing: bool  #: finish the current response, then close
     date: str  #: the Date header's line
     connections: "set[HttpConnection]"  #: a connection adds and removes itself
 
     def closed(self) -> None:
-        """A connection has removed itself."""
+        """Called after a connection has removed itself."""
 
 
 class HttpConnection(asyncio.Protocol):
@@ -94,6 +84,7 @@ class HttpConnection(asyncio.Protocol):
 
     def __init__(self, host: Host, clock: Callable[[], float]) -> None:
         self._host = host
+        self._settings = host.settings
         self._handler = host.handler
         self._clock = clock
         self._exchange: Exchange | None = None  #: the current one
@@ -106,10 +97,7 @@ class HttpConnection(asyncio.Protocol):
         self._chunked = False
         self._behind = False  #: the loop holds more than HIGH_WATER_BYTES unsent bytes
         self._sent = 0  #: bytes handed to the loop
-        self._taken, self._taken_at = (
-            0,
-            self._since,
-        )  #: bytes that the client accepted, and when
+        self._taken, self._taken_at = 0, self._since  #: bytes that the client accepted, and when
         self._renew()
 
     def _renew(self) -> None:
@@ -129,13 +117,11 @@ class HttpConnection(asyncio.Protocol):
     # asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client connected."""
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by inheritance
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         self._host.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """The client left, or the connection was closed."""
         self._leave()
         del self._parser  # breaks the reference cycle
         self._host.connections.discard(self)
@@ -146,15 +132,12 @@ class HttpConnection(asyncio.Protocol):
         self._leave()
 
     def pause_writing(self) -> None:
-        """Many bytes are unsent."""
         self._behind = True
 
     def resume_writing(self) -> None:
-        """The client has caught up."""
         self._behind = False
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes."""
         if self._lingers_until is not None or self._closing:
             return
         if self._in_head:
@@ -165,7 +148,10 @@ class HttpConnection(asyncio.Protocol):
             self._ignore_upgrade(data[upgrade.args[0] :])
             return
         except httptools.HttpParserError as error:
-            self._refuse(_cause(error))
+            raised = error.__context__ or error.__cause__  # by a callback
+            if not isinstance(raised, RouterError):
+                raised = MalformedRequest(f"the request is not HTTP/1.1: {error}")
+            self._refuse(raised)
             return
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(_head_too_large())
@@ -173,26 +159,23 @@ class HttpConnection(asyncio.Protocol):
     # httptools
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
         self._reading, self._since = True, self._clock()
 
     def on_url(self, url: bytes) -> None:
-        """The request's target, or a part of it."""
-        self._url += url
+        self._url += url  # may come in parts
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header."""
         key, text = _KNOWN_NAMES.get(name) or name.decode("latin-1").lower(), value.decode("latin-1")
         self._fields_bytes += len(name) + len(value)
         headers = self._fields
         headers[key] = text if key not in headers else f"{headers[key]},{text}"
 
     def on_headers_complete(self) -> None:
-        """The head is complete. An exception ends the parsing."""
+        """An exception ends the parsing."""
         self._in_head, self._head_bytes = False, 0
         if self._fields_bytes + len(self._url) > MAX_HEAD_BYTES:
             raise _head_too_large()
-        headers, most = self._headers, self._host.limits.max_body_bytes
+        headers, most = self._headers, self._settings.max_body_bytes
         announced = headers.get("content-length", "")
         if announced.isdigit() and int(announced) > most:
             raise BodyTooLarge(f"the body has {announced} bytes; the maximum is {most}")
@@ -205,15 +188,13 @@ class HttpConnection(asyncio.Protocol):
         self._in_head, self._head_bytes, self._fields = True, 0, {}
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body."""
         self._continue_due = self._in_head = False
         self._body_bytes += len(body)
-        if self._body_bytes > self._host.limits.max_body_bytes:
-            raise BodyTooLarge(f"the body exceeds the maximum of {self._host.limits.max_body_bytes} bytes")
+        if self._body_bytes > self._settings.max_body_bytes:
+            raise BodyTooLarge(f"the body exceeds the maximum of {self._settings.max_body_bytes} bytes")
         self._body.append(body)
 
     def on_message_complete(self) -> None:
-        """A request is complete."""
         parser, body, method = self._parser, self._body, self._parser.get_method()
         if parser.should_upgrade() and method != b"CONNECT":
             return
@@ -244,8 +225,8 @@ class HttpConnection(asyncio.Protocol):
             self.close()
             return
         fields = [f"{name}: {value}" for name, value in self._headers.items() if name not in _PROPOSAL]
-        version = self._parser.get_http_version()  # an HTTP/1.0 client cannot read chunks
-        lines = [f" HTTP/{version}", *fields, "", ""]
+        # The same version: an HTTP/1.0 client cannot read chunks.
+        lines = [f" HTTP/{self._parser.get_http_version()}", *fields, "", ""]
         head = method + b" " + self._url + "\r\n".join(lines).encode("latin-1")
         self._renew()
         self.data_received(head + rest)
@@ -272,7 +253,7 @@ class HttpConnection(asyncio.Protocol):
         """Send `100 Continue` to a client that waits for it, once no other request is ahead."""
         if self._continue_due and self._exchange is None and not self._waiting:
             self._continue_due = False
-            self._write(_CONTINUE)
+            self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def send_head(self, exchange: Exchange, headers: Headers, length: int | None) -> None:
         """See `Wire.send_head`. It is written together with what follows."""
@@ -309,7 +290,7 @@ class HttpConnection(asyncio.Protocol):
 
     def end_stream(self) -> None:
         if self._chunked:
-            self._write(_LAST_CHUNK)
+            self._write(b"0\r\n\r\n")
 
     def exchange_over(self) -> None:
         self._exchange = None
@@ -326,7 +307,7 @@ class HttpConnection(asyncio.Protocol):
         if transport.is_closing():
             return
         # Without counting this piece: a response in one piece may have any size.
-        if self._behind and transport.get_write_buffer_size() > self._host.limits.max_unsent_bytes:
+        if self._behind and transport.get_write_buffer_size() > self._settings.max_unsent_bytes:
             self._cut("unsent")
             return
         transport.write(data)
@@ -362,59 +343,33 @@ class HttpConnection(asyncio.Protocol):
             self._transport.close()
 
     def abort(self) -> None:
-        """Close now."""
         self._transport.abort()
-
-    @property
-    def busy(self) -> bool:
-        """Whether a response is in progress."""
-        return self._exchange is not None
 
     def watch(self, now: float) -> None:
         """Enforce the time limits; called about once a second."""
-        limits = self._host.limits
-        if self._is_stalled(now):
+        settings, unsent = self._settings, self._transport.get_write_buffer_size()
+        if not unsent or self._sent - unsent != self._taken:
+            self._taken, self._taken_at = self._sent - unsent, now
+        if now - self._taken_at > settings.stall_timeout_s:
             self._cut("stalled")
-        elif self._lingers_until is not None and now > self._lingers_until and not self.busy:
-            self._transport.close()
-        elif self._transport.is_closing() or self.busy or self._lingers_until is not None:
+        elif self._exchange is not None or self._transport.is_closing():
             return
-        elif self._reading and now - self._since > limits.read_timeout_s:
-            self._refuse(RequestTooSlow(f"the request was not complete after {limits.read_timeout_s:g} s"))
-        elif not self._reading and now - self._since > limits.keep_alive_s:
+        elif self._lingers_until is not None:
+            if now > self._lingers_until:
+                self._transport.close()
+        elif self._reading and now - self._since > settings.read_timeout_s:
+            self._refuse(RequestTooSlow(f"the request was not complete after {settings.read_timeout_s:g} s"))
+        elif not self._reading and now - self._since > KEEP_ALIVE_S:
             self._transport.close()
-
-    def _is_stalled(self, now: float) -> bool:
-        unsent = self._transport.get_write_buffer_size()
-        taken = self._sent - unsent
-        if not unsent or taken != self._taken:
-            self._taken, self._taken_at = taken, now
-            return False
-        return now - self._taken_at > self._host.limits.stall_timeout_s
 
 
 def _path(url: bytes) -> str:
-    """The decoded path of a request's target; a target without a path, such as `*`, is returned as it is."""
+    """The decoded path of a target such as `/path?query` or `http://host/path`; `*` is returned as it is."""
     if url and not url.startswith(b"/"):
-        url = _absolute(url)
+        with suppress(httptools.HttpParserInvalidURLError):
+            url = httptools.parse_url(url).path or b"/"
     path = url.partition(b"?")[0]
     return unquote(path.decode("latin-1")) if b"%" in path else path.decode("latin-1")
-
-
-def _absolute(url: bytes) -> bytes:
-    """The part after the host in `http://host/path`."""
-    try:
-        return httptools.parse_url(url).path or b"/"
-    except httptools.HttpParserInvalidURLError:
-        return url
-
-
-def _cause(error: httptools.HttpParserError) -> RouterError:
-    """The error that a callback raised, or the parser's own."""
-    raised = error.__context__ or error.__cause__
-    if isinstance(raised, RouterError):
-        return raised
-    return MalformedRequest(f"the request is not HTTP/1.1: {error}")
 
 
 def _head_too_large() -> HeadTooLarge:

@@ -46,14 +46,12 @@ class Wire(Protocol):
     def send_head(self, exchange: "Exchange", headers: Headers, length: int | None) -> None:
         """Send status line and headers; without a `length`, chunks follow."""
 
-    def send_body(self, data: bytes) -> None:
-        """Send a whole body after its head."""
+    def send_body(self, data: bytes) -> None: ...
 
     def send_chunk(self, data: bytes) -> None:
         """Send a part of a stream; never empty."""
 
-    def end_stream(self) -> None:
-        """End the stream."""
+    def end_stream(self) -> None: ...
 
     def exchange_over(self) -> None:
         """Go on to the next request."""
@@ -76,7 +74,6 @@ class Exchange(msgspec.Struct, eq=False):
     call_endpoint: Callable[["Exchange"], None] | None = None  #: calls the endpoint again
 
     def respond(self, body: bytes, *, status: int = 200, content_type: str = JSON, headers: Headers = ()) -> None:
-        """Send the whole response."""
         if self.over:
             return
         assert self.status is None, f"second response: {self.status}, then {status}"
@@ -86,7 +83,6 @@ class Exchange(msgspec.Struct, eq=False):
         self._finish()
 
     def begin_stream(self, headers: Headers) -> None:
-        """Send the head of an event stream."""
         if self.over:
             return
         self.status = 200
@@ -99,7 +95,6 @@ class Exchange(msgspec.Struct, eq=False):
             self.wire.send_chunk(data)
 
     def end(self) -> None:
-        """End the stream."""
         if not self.over:
             self.wire.end_stream()
             self._finish()

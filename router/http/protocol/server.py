@@ -11,8 +11,9 @@ import ssl
 from collections.abc import Callable
 from email.utils import formatdate
 
+from ...config import RouterSettings
 from ...errors import AddressInUse
-from .connection import ConnectionLimits, Handler, HttpConnection
+from .connection import Handler, HttpConnection
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +53,12 @@ class HttpServer:
     def __init__(
         self,
         handler: Handler,
-        limits: ConnectionLimits,
+        settings: RouterSettings,
         *,
         clock: Callable[[], float],
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self.limits = limits
+        self.settings = settings
         self.closing = False
         self.date = _date_line()
         self.handler = handler

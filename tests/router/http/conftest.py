@@ -17,7 +17,7 @@ from homing.router.http.front import Front, TextModels
 from homing.router.http.protocol.server import HttpServer
 from homing.router.metrics import RouterMetrics
 from homing.router.replicas.membership import TextSource
-from homing.router.server import RouterServer, connection_limits
+from homing.router.server import RouterServer
 from homing.router.text.tokenizer import TextModel
 
 from .fakes import FakeBackend, reply
@@ -82,7 +82,7 @@ def front(settings: RouterSettings, backend: FakeBackend, text_model: TextModel)
 @asynccontextmanager
 async def serving(front: Front) -> AsyncIterator[httpx.AsyncClient]:
     """A client of `front` over the loopback."""
-    server = HttpServer(App(front), connection_limits(front.settings), clock=front.monotonic)
+    server = HttpServer(App(front), front.settings, clock=front.monotonic)
     port = await server.start("127.0.0.1", 0)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", verify=False) as http:  # 20 ms less without TLS
         yield http

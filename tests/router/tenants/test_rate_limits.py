@@ -134,7 +134,7 @@ def test_without_limits_only_the_account_is_kept() -> None:
 
 def test_a_bucket_never_holds_more_than_a_minute_s_worth() -> None:
     """A quiet night is no credit for a burst."""
-    bucket = TokenBucket(60)
+    bucket = TokenBucket(60, [0.0, 0.0])
     bucket.take(60, 0.0)
 
     assert [bucket.level(now) for now in (0.0, 1.0, 60.0, 3600.0)] == [0, 1, 60, 60]

@@ -12,8 +12,6 @@ from homing.router.text.detokenizer import (
     Detokenizer,
     WindowDetokenizer,
     byte_alphabet,
-    byte_level_piece,
-    other_piece,
     piece_table,
 )
 from homing.router.text.tokenizer import TextModel
@@ -110,13 +108,15 @@ def test_the_alphabet_names_every_byte_once():
 
 def test_sentencepiece_marks_become_bytes():
     """Names of logprobs must read as text."""
-    assert other_piece("\u2581fox") == b" fox"
-    assert other_piece("<0xE2>") == b"\xe2"
+    pieces = piece_table(SENTENCE)
+
+    assert pieces[SENTENCE.token_to_id("\u2581the")] == b" the"
+    assert pieces[SENTENCE.token_to_id("<0xE2>")] == b"\xe2"
 
 
 def test_an_added_token_stands_for_itself():
     """It is no spelling of bytes."""
-    assert byte_level_piece("<tool> x", byte_alphabet()) == b"<tool> x"
+    assert piece_table(BYTES)[BYTES.token_to_id("<tool> x")] == b"<tool> x"
 
 
 def test_pieces_of_a_text_join_to_it(text_model: TextModel):

@@ -9,9 +9,11 @@ import pytest
 from homing.kvcache.hashing import token_array
 from homing.replica.messages import ModelLimits
 from homing.router.backend import GenerationRequest
+from homing.router.config import RouterSettings
 from homing.router.errors import CacheInUse, InvalidRequest, TemplateRefusal
 from homing.router.http.front import Front
-from homing.router.http.openai.pins import Mark, chat_pins
+from homing.router.http.openai.pins import requested
+from homing.router.http.openai.schema import CacheControl, MessageBody
 from homing.router.metrics import RouterMetrics
 from homing.router.tenants.api_keys import tenants_of
 from homing.router.text.template import Conversation
@@ -25,6 +27,7 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 SYSTEM = {"role": "system", "content": "You tell stories of animals in a forest."}
 USER = {"role": "user", "content": "Tell me a story about a fox."}
 KEEP: dict[str, Any] = {"type": "ephemeral"}
+MARKED = [MessageBody(**SYSTEM, cache_control=CacheControl(type="ephemeral")), MessageBody(**USER)]
 
 
 def pinned(request: GenerationRequest) -> list[tuple[int, float]]:
@@ -178,10 +181,9 @@ async def test_a_template_that_refuses_the_cut_is_given_a_question(text_model: T
     """A system prompt is the most common thing to keep, and some templates do not take it alone."""
     chat = Conversation([SYSTEM, USER])
     whole = text_model.encode_chat_now(chat)
-    mark = Mark(0, None, 60.0, "messages[0].cache_control")
 
-    [plain] = await chat_pins(text_model, chat, [mark], whole, b"")
-    [asked] = await chat_pins(Picky(text_model, {"user"}), chat, [mark], whole, b"")
+    [plain] = await requested(text_model, chat, MARKED, None, whole, b"", RouterSettings())
+    [asked] = await requested(Picky(text_model, {"user"}), chat, MARKED, None, whole, b"", RouterSettings())
 
     assert SYSTEM["content"] in text_model.decode(whole[: asked.num_tokens])
     assert plain.num_tokens <= asked.num_tokens < len(whole)
@@ -190,10 +192,10 @@ async def test_a_template_that_refuses_the_cut_is_given_a_question(text_model: T
 async def test_a_template_that_cannot_be_cut_is_said_by_field(text_model: TextModel):
     """The caller can mark a later message."""
     chat = Conversation([SYSTEM, USER])
-    mark = Mark(0, None, 60.0, "messages[0].cache_control")
+    whole = text_model.encode_chat_now(chat)
 
     with pytest.raises(InvalidRequest, match="mark a later message") as caught:
-        await chat_pins(Picky(text_model, {"tool"}), chat, [mark], text_model.encode_chat_now(chat), b"")
+        await requested(Picky(text_model, {"tool"}), chat, MARKED, None, whole, b"", RouterSettings())
     assert caught.value.param == "messages[0].cache_control"
 
 

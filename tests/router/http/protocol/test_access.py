@@ -63,7 +63,7 @@ async def test_lines_wait_a_moment_and_are_written_together():
     log.write(answered(), 0.1)
     assert stream.getvalue().count("\n") == FLUSH_LINES
     log.write(answered(), 0.1)
-    log.close()
+    log.flush()
 
     assert stream.getvalue().count("\n") == FLUSH_LINES + 1
 

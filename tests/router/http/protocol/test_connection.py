@@ -9,16 +9,15 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from homing.router.config import RouterSettings
 from homing.router.errors import RouterError
 from homing.router.http.errors import fail
-from homing.router.http.protocol.connection import MAX_HEAD_BYTES, MAX_PIPELINED, ConnectionLimits, HttpConnection
+from homing.router.http.protocol.connection import KEEP_ALIVE_S, MAX_HEAD_BYTES, MAX_PIPELINED, HttpConnection
 from homing.router.http.protocol.exchange import Exchange, Headers, Request
 from homing.router.http.protocol.server import HttpServer
 
 HANG_S = 20
-LIMITS = ConnectionLimits(
-    max_body_bytes=100_000, max_unsent_bytes=256 * 1024, read_timeout_s=10, stall_timeout_s=5, keep_alive_s=60
-)
+LIMITS = RouterSettings(max_body_bytes=100_000, max_unsent_bytes=256 * 1024, read_timeout_s=10, stall_timeout_s=5)
 
 
 class Handler:
@@ -295,7 +294,7 @@ async def test_an_idle_connection_is_closed_after_a_while(rig: Rig):
     client.send(get())
     await client.told()
 
-    rig.connection.watch(time.monotonic() + LIMITS.keep_alive_s + 1)
+    rig.connection.watch(time.monotonic() + KEEP_ALIVE_S + 1)
 
     assert await client.reader.read() == b""
 
