@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from homing.cluster.lab.analyze.sharing import PrefixNames, ReuseStack
 from homing.cluster.lab.analyze.sharing.reuse_stack import HitCurve, PlaceCounts, RunLengths
-from homing.kvcache import BlockHash, BlockHasher, PrefixCache, token_bytes
+from homing.kvcache.hashing import BlockHash, BlockHasher, token_bytes
+from homing.kvcache.prefix_cache import PrefixCache
 
 BLOCK = 2
 #: Prompts over two token ids share prefixes of every length, and are often equal.
