@@ -16,8 +16,9 @@ from typing import Protocol
 
 from report import Row, arguments, publish
 
-from homing.events import EventPublisher, EventsSettings
+from homing.events.config import EventsSettings
 from homing.events.publish.event_log import EventLog
+from homing.events.publish.publisher import EventPublisher
 from homing.events.publish.step_changes import RemovedBlocks, StoredBlocks
 from homing.kvcache.eviction import EvictionName, eviction_policy
 from homing.kvcache.hashing import BlockHash, BlockHasher, HashAlgorithm, token_bytes

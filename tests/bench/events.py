@@ -22,20 +22,13 @@ from statistics import median
 import zmq
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from homing.events import (
-    BatchDecoder,
-    CacheEvent,
-    EventEndpoints,
-    EventFeed,
-    EventsSettings,
-    FeedStatus,
-    KeysRefused,
-    Reach,
-    Subscription,
-)
+from homing.events import CacheEvent, EventEndpoints, EventFeed, KeysRefused, Subscription
+from homing.events.config import EventsSettings
 from homing.events.follow.residency import SetResidency
+from homing.events.follow.subscription import FeedStatus, Reach
 from homing.events.publish.event_log import EventLog
 from homing.events.publish.step_changes import RemovedBlocks, Step, StoredBlocks
+from homing.events.wire.dialects import BatchDecoder
 from homing.events.wire.frames import encode_seq, events_topic, read_event
 from homing.events.wire.messages import LoadReport, SnapshotBlock, SnapshotChunk
 from homing.router.routing.prefix_index import PrefixIndex

@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from homing.events import Cleared, FeedStatus, Reach, SnapshotBlock, Stored, Subscription
+from homing.events import Cleared, Stored, Subscription
 from homing.events.follow.subscription import (
     Apply,
     Disproved,
+    FeedStatus,
     Instruction,
     PassLoad,
+    Reach,
     RequestReplay,
     RequestSnapshot,
     Reset,
@@ -20,7 +22,7 @@ from homing.events.follow.subscription import (
 )
 from homing.events.wire.cursor import Cursor
 from homing.events.wire.dialects import Batch
-from homing.events.wire.messages import Heartbeat, SnapshotChunk
+from homing.events.wire.messages import Heartbeat, SnapshotBlock, SnapshotChunk
 
 from ..fakes import load_report
 from ..simulation import MIXED, Faults, World
