@@ -159,7 +159,7 @@ class EventFeed:
 
     def resync(self) -> None:
         """Request the full state again, for a user that lost messages."""
-        self._run(self._subscription.resync())
+        self._run(self._subscription.start())
 
     def close(self) -> None:
         """Give everything back; no callback comes after this. Harmless when repeated, or before `start`."""

@@ -2,7 +2,7 @@
 
 Understands our own and vLLM's map form, the older positional form (an array, tag first) of vLLM and SGLang, hashes as
 ints (signed or not) or bytes, and batches as array or map. Unknown keys are ignored; events of an unknown type are
-counted and logged, and change nothing. Knows nothing of order or gaps (cursor.py, subscription.py).
+counted and logged, and change nothing. Knows nothing of order or gaps (subscription.py).
 
 A well-formed message of ours takes a typed path; anything else is decoded freely and read field by field.
 """
