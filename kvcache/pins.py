@@ -61,18 +61,15 @@ class PinBook:
         self._leases: list[tuple[float, bytes, BlockHash]] = []
 
     def __len__(self) -> int:
-        """Distinct pinned blocks."""
         return len(self._holders)
 
     def __contains__(self, block_hash: BlockHash) -> bool:
         return block_hash in self._holders
 
     def __iter__(self) -> Iterator[BlockHash]:
-        """The distinct pinned blocks."""
         return iter(self._holders)
 
     def charged(self, tenant: bytes) -> int:
-        """Blocks on this tenant's account."""
         account = self._accounts.get(tenant)
         return len(account.parents) if account else 0
 
@@ -116,13 +113,11 @@ class PinBook:
         return self._end_soonest()
 
     def clear(self) -> None:
-        """Forget every pin."""
         self._accounts.clear()
         self._holders.clear()
         self._leases.clear()
 
     def _hold(self, fresh: Sequence[BlockHash]) -> None:
-        """One account more holds these."""
         if self._holders.keys().isdisjoint(fresh):
             self._holders.update(dict.fromkeys(fresh, 1))
             return
@@ -165,7 +160,6 @@ class PinBook:
         return True
 
     def check(self) -> None:
-        """Assert every invariant; O(blocks)."""
         holders: Counter[BlockHash] = Counter()
         leases = 0
         for tenant, account in self._accounts.items():

@@ -171,20 +171,15 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
             raise PoolTooSmall(f"{num_blocks} KV blocks: at least 2 are needed, as block 0 is never given to a request")
+        #: Block 0 is the null block: padding rows of a block table point to it, and no request gets it.
         self.blocks = tuple(Block(BlockId(block_id)) for block_id in range(num_blocks))
         # A plain stack: these blocks are never taken from the middle, and a slice moves many at once. Lowest ids first.
         self._free = list(self.blocks[:0:-1])
-
-    @property
-    def null_block(self) -> Block:
-        """Block 0: what padding rows of a block table point to; never given to a request."""
-        return self.blocks[0]
 
     def __len__(self) -> int:
         return len(self._free)
 
     def take(self, count: int) -> list[Block]:
-        """Take `count` blocks from the stack. The list must hold that many."""
         rest = len(self._free) - count
         assert rest >= 0, f"{count} blocks asked of {len(self._free)} free ones"
         taken = self._free[rest:]
@@ -193,7 +188,6 @@ class BlockPool:
         return taken
 
     def give(self, blocks: Sequence[Block]) -> None:
-        """Put blocks that hold nothing of use back."""
         self._free.extend(blocks)
 
     def check(self) -> None:
@@ -202,6 +196,6 @@ class BlockPool:
             assert block.state is BlockState.FREE, f"{block} is on the stack of free blocks"
         distinct = len({block.block_id for block in self._free})
         assert distinct == len(self._free), f"{len(self._free)} free blocks, only {distinct} distinct"
-        null = self.null_block
+        null = self.blocks[0]
         assert null.state is BlockState.FREE, f"the null block is in use: {null}"
         assert null not in self._free, "the null block can be allocated"

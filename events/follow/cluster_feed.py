@@ -107,7 +107,6 @@ class ClusterFeed:
 
     @property
     def feeds(self) -> Mapping[Source, EventFeed]:
-        """Those that are followed."""
         return self._feeds
 
     async def run(self) -> None:

@@ -127,7 +127,6 @@ class CountedResidency:
         return True
 
     def check(self) -> None:
-        """Assert that the counts and the digest agree."""
         held = {block for copies in self._copies.values() for block in copies}
         assert len(held) == self._held, f"{self._held} blocks counted, {len(held)} held"
         assert all(min(copies.values(), default=1) > 0 for copies in self._copies.values()), "a count of zero was kept"

@@ -38,8 +38,6 @@ class FeedStatus(StrEnum):
 
 @dataclass(slots=True, frozen=True)
 class RequestReplay:
-    """Ask for all batches from `since` on."""
-
     since: int
 
 
@@ -68,8 +66,6 @@ class Reset:
 
 @dataclass(slots=True, frozen=True)
 class SetStatus:
-    """The status has changed to this."""
-
     status: FeedStatus
 
 
@@ -189,7 +185,6 @@ class Subscription:
         return self._done()
 
     def on_batch(self, epoch: int | None, seq: int, batch: Batch) -> list[Instruction]:
-        """A batch came live."""
         self._note_message()
         # The usual case, at half the cost: where nothing is waited for, nothing waits behind this one either.
         if self.cursor == (epoch, seq) and self._waiting is _Waiting.NOTHING:
@@ -199,19 +194,16 @@ class Subscription:
         return self._done()
 
     def on_replayed(self, epoch: int | None, seq: int, batch: Batch) -> list[Instruction]:
-        """A batch came as part of a replay."""
         self._waited_ticks = 0
         return self.on_batch(epoch, seq, batch)
 
     def on_replay_end(self) -> list[Instruction]:
-        """A replay has been answered in full."""
         self._note_message()
         if self._waiting is _Waiting.REPLAY:
             self._end_replay()
         return self._done()
 
     def on_chunk(self, chunk: SnapshotChunk) -> list[Instruction]:
-        """A part of a snapshot came."""
         self._note_message()
         # Of an unknown incarnation only while we know none: a late answer must not lead us back to a former one.
         expected = self.cursor.epoch is None or chunk.epoch == self.cursor.epoch
@@ -234,14 +226,12 @@ class Subscription:
         return self._done()
 
     def on_load(self, report: LoadReport) -> list[Instruction]:
-        """A load report came."""
         self._note_message()
         if report.epoch not in self._retired:
             self._out.append(PassLoad(report))
         return self._done()
 
     def on_tick(self) -> list[Instruction]:
-        """Time passes."""
         self._quiet_ticks += 1
         self._retired = {epoch: ticks - 1 for epoch, ticks in self._retired.items() if ticks > 1}
         if self._reach.heartbeats and self._quiet_ticks >= self._reach.silent_ticks:
@@ -328,7 +318,6 @@ class Subscription:
     # Asking and being answered.
 
     def _begin(self) -> None:
-        """Start from scratch."""
         self._buffer.clear()
         self._newest_held = -1
         self._beat = None
@@ -343,7 +332,6 @@ class Subscription:
             self._ask_replay()
 
     def _empty(self) -> None:
-        """Void what was applied."""
         self.exact = True
         self._last_ts = float("-inf")
         self.cursor = Cursor(self.cursor.epoch, None)
@@ -409,7 +397,6 @@ class Subscription:
             self._install()
 
     def _install(self) -> None:
-        """A snapshot is complete."""
         epoch, seq = self._parts[0].epoch, self._parts[0].seq
         blocks = [block for part in self._parts for block in part.blocks]
         expected = 0 if seq is None else seq + 1

@@ -77,7 +77,6 @@ class Waker:
         return True
 
     def close(self) -> None:
-        """Give both ends back; once."""
         with self._lock:
             self._open = False
         os.close(self.read)

@@ -37,7 +37,6 @@ class SnapshotSender:
         return bool(self._open)
 
     def requests(self) -> Iterator[list[bytes]]:
-        """Messages that have arrived."""
         for _ in range(_REQUESTS_PER_TURN):
             if len(self._open) >= _MAX_OPEN:
                 return

@@ -85,7 +85,6 @@ class Lost:
     stored: dict[bytes, StoredBlocks] = field(default_factory=dict)  #: one block each, in the order of storing
 
     def add(self, step: Step) -> None:
-        """Merge one more step."""
         self.batches += 1
         for change in step:
             match change:
@@ -113,7 +112,6 @@ class Lost:
                 self.removed[block] = None
 
     def changes(self) -> Step:
-        """The net effect."""
         head: Step = [AllCleared()] if self.cleared else []
         removed: Step = [RemovedBlocks(tuple(self.removed))] if self.removed else []
         return [*head, *removed, *self.stored.values()]
@@ -149,6 +147,5 @@ class Mailbox:
             return False
 
     def take(self) -> Step | Lost | None:
-        """The oldest entry."""
         with self._lock:
             return self._queue.popleft() if self._queue else None

@@ -65,7 +65,6 @@ class CurveAuthenticator:
             self.socket.send_multipart([*frames[:border], *verdict.reply], zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Before the context ends."""
         self.socket.close(0)
 
     def _known(self) -> frozenset[bytes]:

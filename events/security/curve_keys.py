@@ -48,7 +48,6 @@ class ServerKeys:
 
 
 def new_pair() -> KeyPair:
-    """A fresh pair."""
     return KeyPair(*zmq.curve_keypair())
 
 

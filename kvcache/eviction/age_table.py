@@ -45,7 +45,6 @@ class AgeTable:
         self._density = [[0.0] * AGES for _ in range(lanes)]
 
     def idle(self, lane: int, count: int) -> None:
-        """`count` blocks fell idle."""
         self._waiting[lane][0] += count
 
     def hit(self, lane: int, since: int, count: int) -> None:
@@ -116,7 +115,6 @@ class AgeTable:
 
 
 def _totals(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Column by column."""
     return [sum(column) for column in zip(*rows, strict=True)]
 
 

@@ -37,7 +37,6 @@ class LruGuard:
         self._turnovers = 0
 
     def hit(self, age: int, blocks: int, *, resident: bool) -> None:
-        """`blocks` blocks were requested after `age` epochs."""
         if resident:
             self._own_hits += blocks
         self.lru_hits += blocks * min(1.0, max(0.0, self._lru_age - age))
@@ -71,6 +70,5 @@ class LruGuard:
             self._lead = self._asked = 0.0
 
     def check(self) -> None:
-        """Assert every invariant."""
         assert SHORTEST_REST <= self._rest <= LONGEST_REST, f"a rest of {self._rest} turnovers"
         assert self.learned == (self._resting == 0), f"{self._resting} turnovers to rest, learned order: {self.learned}"

@@ -17,6 +17,7 @@ from ...events.wire.messages import LoadReport, SnapshotBlock
 from ...replica.messages import Abort, CacheReset, ReplicaDescription, Reply, Request, ResetCache
 from ..backend import RefusedReplica
 from ..flow.request_flow import Dispatcher, Instruction
+from ..routing.prefix_index import ReplicaBlocks
 from ..routing.replica_load import Rest
 from .replica_handle import REOPEN_S, RESET_TIMEOUT_S, Followed, ResetOutcome, Shell
 from .request_link import ReplicaLink
@@ -158,7 +159,7 @@ class Member(Followed):
             self,
             context=self._shell.context,
             heartbeat_interval_s=self._shell.heartbeat_interval_s,
-            blocks=self._dispatcher.placement.index.blocks_of(self.replica_id),
+            blocks=ReplicaBlocks(self._dispatcher.placement.index, self.replica_id),
             keys=self._shell.keys if self.description.event_endpoints.curve_key else None,
         )
 

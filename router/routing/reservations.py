@@ -96,11 +96,9 @@ class Reservations:
         return position
 
     def count(self, replica: str) -> int:
-        """Number of blocks expected there."""
         return len(self._expected.get(replica, ()))
 
     def check(self) -> None:
-        """Assert every invariant."""
         wanted: dict[str, set[int]] = {}
         for request_id, held in self._by_request.items():
             assert held.request_id == request_id, f"request {held.request_id} stands under {request_id}"

@@ -222,7 +222,7 @@ def test_the_null_block_is_never_given_out(cache: PrefixCache):
     """Padding rows of block tables write into it."""
     table = must(cache.allocate(cache.total_blocks))
 
-    assert cache.null_block not in table
+    assert cache.blocks[0] not in table
     assert 0 not in {block.block_id for block in table}
 
 
