@@ -498,13 +498,9 @@ class PrefixCache:
         self._pool.check()
         self._policy.check()
         self.pins.check()
-        self._check_places()
+        self._followers.check()
         self._check_copies()
         self._check_prefixes()
-        self._check_pins()
-        self._followers.check()
-
-    def _check_places(self) -> None:
         idle = list(self._policy)
         assert len({block.block_id for block in idle}) == len(idle), "a block is idle twice"
         for block in idle:
@@ -515,6 +511,12 @@ class PrefixCache:
         assert accounted == self.total_blocks, f"{accounted} blocks accounted for, of {self.total_blocks}"
         for block in self._pool.blocks:
             assert block.block_hash is not None or not block.first, f"{block} starts a chain but holds nothing"
+        for block_hash, block in self._index.items():
+            pinned_and_idle = block_hash in self.pins and not block.ref_count
+            assert pinned_and_idle == (self._kept.get(block_hash) is block), f"{block}: pinned, but not withheld"
+        assert len(self._kept) <= len(self.pins), f"{len(self._kept)} blocks withheld, {len(self.pins)} pinned"
+        resident = sum(block_hash in self._index for block_hash in self.pins)
+        assert resident == len(self.pins), f"{len(self.pins)} blocks pinned, {resident} of them resident"
 
     def _check_copies(self) -> None:
         for block_hash, block in self._index.items():
@@ -545,11 +547,3 @@ class PrefixCache:
         for block in self._policy:
             assert block.first or block.parent not in gone, f"{block} would be evicted after its parent"
             gone.add(block.block_hash)
-
-    def _check_pins(self) -> None:
-        for block_hash, block in self._index.items():
-            pinned_and_idle = block_hash in self.pins and not block.ref_count
-            assert pinned_and_idle == (self._kept.get(block_hash) is block), f"{block}: pinned, but not withheld"
-        assert len(self._kept) <= len(self.pins), f"{len(self._kept)} blocks withheld, {len(self.pins)} pinned"
-        resident = sum(block_hash in self._index for block_hash in self.pins)
-        assert resident == len(self.pins), f"{len(self.pins)} blocks pinned, {resident} of them resident"

@@ -5,6 +5,7 @@ in the loop's thread. Tens of feeds share one loop and one ZeroMQ context.
 """
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
@@ -171,9 +172,11 @@ class EventFeed:
 
     def _connect(self, context: zmq.Context["zmq.Socket[bytes]"], loop: asyncio.AbstractEventLoop) -> None:
         ends = self._endpoints
-        events = self._subscriber(context, [self._topic])
-        state = self._subscriber(context, [HEARTBEAT_TOPIC, LOAD_TOPIC])
+        events, state = self._socket(context, zmq.SUB), self._socket(context, zmq.SUB)
         replay, snapshot = self._socket(context, zmq.DEALER), self._socket(context, zmq.DEALER)
+        events.subscribe(self._topic)
+        state.subscribe(HEARTBEAT_TOPIC)
+        state.subscribe(LOAD_TOPIC)
         events.set_hwm(_EVENTS_HIGH_WATER_MARK)
         # Before it connects: a refusal is reported once.
         monitor = events.get_monitor_socket(WATCHED)
@@ -183,12 +186,6 @@ class EventFeed:
         self._snapshot = self._open(loop, snapshot, ends.snapshot, self._on_chunk)
         self._sockets.append(monitor)
         self._readers.append(SocketReader(loop, monitor, self._on_monitor))
-
-    def _subscriber(self, context: zmq.Context["zmq.Socket[bytes]"], topics: Sequence[bytes]) -> "zmq.Socket[bytes]":
-        sock = self._socket(context, zmq.SUB)
-        for topic in topics:
-            sock.subscribe(topic)
-        return sock
 
     def _socket(self, context: zmq.Context["zmq.Socket[bytes]"], kind: int) -> "zmq.Socket[bytes]":
         sock: zmq.Socket[bytes] = context.socket(kind)
@@ -216,19 +213,16 @@ class EventFeed:
             sock.connect(endpoint)
         except zmq.ZMQError as error:
             raise EndpointUnusable(f"cannot connect to {endpoint!r}: {error}") from error
-        self._readers.append(SocketReader(loop, sock, self._guarded(handle)))
+        self._readers.append(SocketReader(loop, sock, functools.partial(self._guard, handle)))
         return self._readers[-1]
 
-    def _guarded(self, handle: Callable[[Message], None]) -> Callable[[Message], None]:
-        def guarded(frames: Message) -> None:
-            try:
-                handle(frames)
-            except MalformedFrame as error:
-                self.malformed_messages += 1
-                log.warning("event_message_malformed endpoint=%s error=%s", self._endpoints.events, error)
-                self._sink.malformed(error)
-
-        return guarded
+    def _guard(self, handle: Callable[[Message], None], frames: Message) -> None:
+        try:
+            handle(frames)
+        except MalformedFrame as error:
+            self.malformed_messages += 1
+            log.warning("event_message_malformed endpoint=%s error=%s", self._endpoints.events, error)
+            self._sink.malformed(error)
 
     def _on_event(self, frames: Message) -> None:
         frame = read_event(frames)

@@ -100,7 +100,7 @@ class EventLog:
                 last=index == len(starts) - 1,
                 blocks=[
                     SnapshotBlock(
-                        self._wire(name), parent and self._wire(parent), _token_ids(tokens) if token_ids else []
+                        self._wire(name), parent and self._wire(parent), _token_ids(tokens if token_ids else b"")
                     )
                     for name, parent, tokens in blocks[start : start + chunk_blocks]
                 ],
@@ -114,8 +114,15 @@ class EventLog:
 
     def _fold(self, change: Change) -> None:
         match change:
-            case StoredBlocks():
-                self._fold_stored(change)
+            case StoredBlocks(parent, hashes, _):
+                names = _names(hashes)
+                residents, xor = self._residents, self._xor
+                for name in names:
+                    if name not in residents:
+                        xor ^= name
+                self._xor = xor
+                parents = (parent, *hashes)[: len(hashes)]
+                residents.update(zip(names, zip(hashes, parents, self._contents(change), strict=True), strict=True))
             case RemovedBlocks(hashes):
                 residents, xor = self._residents, self._xor
                 for name in _names(hashes):
@@ -127,17 +134,6 @@ class EventLog:
                 self._xor = 0
             case _:
                 assert_never(change)
-
-    def _fold_stored(self, change: StoredBlocks) -> None:
-        parent, hashes, _ = change
-        names = _names(hashes)
-        residents, xor = self._residents, self._xor
-        for name in names:
-            if name not in residents:
-                xor ^= name
-        self._xor = xor
-        parents = (parent, *hashes)[: len(hashes)]
-        residents.update(zip(names, zip(hashes, parents, self._contents(change), strict=True), strict=True))
 
     def _contents(self, change: StoredBlocks) -> Iterable[bytes]:
         """Each block's token bytes, where they are kept."""

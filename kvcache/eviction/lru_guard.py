@@ -50,24 +50,17 @@ class LruGuard:
         if self._turnovers > WARM_UP:
             self._lead = self._lead * DECAY + own - lru
         self._asked = self._asked * DECAY + own + stored
-        if self.learned:
-            self._judge()
-        else:
-            self._wait()
-
-    def _judge(self) -> None:
-        if self._lead < -TOLERANCE * self._asked:
+        if not self.learned:
+            self._resting -= 1
+            if not self._resting:
+                self.learned = True
+                self._lead = self._asked = 0.0
+        elif self._lead < -TOLERANCE * self._asked:
             self.learned = False
             self._resting = self._rest
             self._rest = min(LONGEST_REST, 2 * self._rest)
         elif self._lead > TOLERANCE * self._asked:
             self._rest = max(SHORTEST_REST, self._rest // 2)
-
-    def _wait(self) -> None:
-        self._resting -= 1
-        if not self._resting:
-            self.learned = True
-            self._lead = self._asked = 0.0
 
     def check(self) -> None:
         assert SHORTEST_REST <= self._rest <= LONGEST_REST, f"a rest of {self._rest} turnovers"
