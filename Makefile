@@ -7,13 +7,18 @@ BIN := $(VENV)/bin
 COMPAT ?= .venv-compat
 # More for pip, such as an index that has CPU builds of torch (see the README).
 PIP_FLAGS ?=
-# Flags handed to `homing serve`.
+# Flags handed to `homing serve`, pytest and the like.
 ARGS ?=
+# Processes that run tests. One of them runs all tests that start clusters, one after the other.
+JOBS ?= 2
+PYTEST_JOBS := --numprocesses=$(JOBS) --dist=loadfile --durations=20
+# The folders whose tests need no model, kernel or cluster are the others.
+SLOW_FOLDERS := replica gpu e2e demo_model bench cluster/lab
 # Not quiet: torch and Ray take minutes to download, and pip's progress bars show it.
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast check lint types format wheel wheel-check compat clients bench-core bench-events bench-eviction bench-partial bench-warm-up bench-decision bench-router bench-engine bench-step bench-routing test-slow chaos audit gpu-check clean
+.PHONY: help setup serve test test-fast test-slow test-nightly coverage check lint types format wheel wheel-check compat clients bench-core bench-events bench-eviction bench-partial bench-warm-up bench-decision bench-router bench-engine bench-step bench-routing chaos audit gpu-check clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,14 +43,21 @@ setup: $(VENV)/.dev ## Make .venv with everything that tests and checks need
 serve: $(VENV)/.runtime ## Serve the demo model with two CPU replicas (ARGS="MODEL --port 9000 ..." for anything else)
 	@exec $(BIN)/homing serve $(ARGS)
 
-test: $(VENV)/.dev ## Run all tests that need no GPU
-	@$(BIN)/pytest -m "not gpu and not slow" $(ARGS)
+test: $(VENV)/.dev ## Run all tests that need no GPU, in JOBS processes (ORDER=NUMBER: in the random order of that number)
+	@$(BIN)/pytest -m "not gpu and not slow" $(PYTEST_JOBS) $(if $(ORDER),--random-order --random-order-seed=$(ORDER)) $(ARGS)
 
-test-fast: $(VENV)/.dev ## Run the tests that start no cluster
-	@$(BIN)/pytest -m "not gpu and not slow and not cluster" $(ARGS)
+test-fast: $(VENV)/.dev ## Run the tests of the pure code in a minute: no clusters, no kernels, no models
+	@$(BIN)/pytest -m "not gpu and not slow and not cluster" --hypothesis-profile=fast $(PYTEST_JOBS) $(SLOW_FOLDERS:%=--ignore=tests/%) $(ARGS)
 
-test-slow: $(VENV)/.dev ## Run the slow tests, too
+test-slow: $(VENV)/.dev ## Run the slow tests
 	@$(BIN)/pytest -m "slow and not gpu" $(ARGS)
+
+test-nightly: $(VENV)/.dev ## Run the property tests with 20 times as many examples (an hour)
+	@$(BIN)/pytest -m "not gpu and not cluster and property" --hypothesis-profile=nightly $(PYTEST_JOBS) --timeout=7200 $(ARGS)
+
+coverage: $(VENV)/.dev ## Run the tests and print how much of each folder they execute
+	@$(BIN)/pytest -q -m "not gpu and not slow" --numprocesses=$(JOBS) --dist=loadfile --cov --cov-report= $(ARGS)
+	@$(BIN)/python tests/coverage_by_folder.py
 
 chaos: $(VENV)/.dev ## Faults under load, each answer checked token for token (ARGS="--seed N --minutes M --faults a,b")
 	@$(BIN)/python -m tests.chaos.run $(ARGS)

@@ -482,6 +482,8 @@ def _row(setting: Setting) -> str:
 
 
 def _allowed(setting: Setting) -> str:
+    if allowed := (setting.meta.extra or {}).get("allowed"):
+        return str(allowed)
     if setting.choices:
         return ", ".join(setting.choices)
     name = {bool: "true or false", int: "integer", float: "number", str: "text"}[setting.bare_type]

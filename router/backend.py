@@ -1,9 +1,10 @@
-"""What the HTTP front needs of the routing side, and nothing else: the front is tested with a fake of this.
+"""The interface between the HTTP front and the routing side. The front is tested with a fake of it.
 
-Types alone: no sockets, no HTTP, no tokenizer. `RouterService` (service.py) is the real `Backend`.
+Types alone: no sockets, no HTTP, no tokenizer. `ModelVersions` and `RouterService` (router/replicas) implement it.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import msgspec
@@ -12,7 +13,22 @@ from ..events.follow.subscription import FeedStatus
 from ..events.wire.messages import EventEndpoints, LoadReport
 from ..replica.messages import FinishReason, ModelLimits, Pin, PositionLogprobs, SamplingParams
 from .errors import RouterError
-from .replicas.membership import TextSource
+
+
+@dataclass(slots=True, frozen=True)
+class TextDigests:
+    """Which tokenizer and chat template a folder has."""
+
+    tokenizer: str
+    template: str
+
+
+@dataclass(slots=True, frozen=True)
+class TextSource:
+    """Where a tokenizer and a chat template are, and which they are: the folder may get others later."""
+
+    path: str
+    digests: TextDigests
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,61 +40,61 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     salt: bytes = b""  #: requests share cached blocks only under the same salt
     session: str | None = None  #: requests of one session prefer one replica
     priority: int = 0  #: lower goes first
-    tenant: bytes = b""  #: whose turn it is when requests wait
-    weight: float = 1.0  #: the tenant's share beside others' then
+    tenant: bytes = b""  #: shares the queue with other tenants by weight
+    weight: float = 1.0  #: the tenant's share in the queue
     deadline: float | None = None  #: monotonic seconds; None: `request_timeout_s` from now
     tokens_per_delta: int = 1  #: after the first token, deltas may wait until they hold so many
     pins: tuple[Pin, ...] = ()  #: prefixes of the prompt to keep where it runs
 
 
 class TextOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What an engine that tells no token ids gave one request; such a request cannot go on at another replica."""
+    """Output of an engine that reports no token ids. Such a request cannot continue at another replica."""
 
     request_id: int
     text: str
-    num_tokens: int  #: that the text stands for, as far as the engine says
+    num_tokens: int  #: that the text stands for, as far as the engine reports it
     finish_reason: FinishReason | None = None
     cached_tokens: int | None = None
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine step added to a request; `finish_reason` stands on the last delta only."""
+    """What one engine step added to a request. Only the last delta has a `finish_reason`."""
 
     token_ids: list[int]
-    text: str | None = None  #: instead of ids, from an engine that tells none
+    text: str | None = None  #: instead of ids, from an engine that reports none
     text_tokens: int = 0  #: that the text stands for
     logprobs: list[PositionLogprobs] | None = None  #: one per token, if asked for
     prompt_logprobs: list[PositionLogprobs | None] | None = None  #: on the first delta only, if asked for
     finish_reason: FinishReason | None = None
-    #: prompt tokens taken from the cache; on the first delta, of foreign engines on the last
+    #: prompt tokens taken from the cache; on the first delta, with external engines on the last
     cached_tokens: int | None = None
-    predicted_cached_tokens: int | None = None  #: of them, what the decision expected; beside `cached_tokens` only
+    predicted_cached_tokens: int | None = None  #: what the decision expected of `cached_tokens`; only set beside it
     stop_token_id: int | None = None  #: the last token is this stop id (it is part of `token_ids`)
-    pinned_tokens: int | None = None  #: how far the prompt is kept now; on the first delta of a request with pins only
+    pinned_tokens: int | None = None  #: how far the prompt is pinned; only on the first delta of a request with pins
 
 
 class TokenSink(Protocol):
-    """Who takes a request's deltas. Called on the service's loop, in the middle of others' work: it must not raise."""
+    """Takes a request's deltas. Called on the service's loop, amid the work for other requests: it must not raise."""
 
     def delta(self, delta: TokenDelta) -> None:
         """The next delta, in order; the last one has a `finish_reason`."""
 
     def failed(self, error: RouterError) -> None:
-        """The request broke (`RequestFailed` or a subclass); nothing follows."""
+        """The request failed; nothing follows."""
 
 
 class TokenStream(Protocol):
-    """Deltas of one request, which its one sink gets as they come."""
+    """Deltas of one request, which its one sink gets as they arrive."""
 
     @property
     def replica_id(self) -> str | None:
         """Where the request runs or ran last; None while the router holds it."""
 
     def listen(self, sink: TokenSink) -> None:
-        """Hand over what came already, and from now on all that comes; once. After `cancel` nothing does."""
+        """Hand over all deltas, from the first on, as they arrive. Call it once. After `cancel` there are none."""
 
     def cancel(self) -> None:
-        """Stop the request and free its blocks; idempotent, and harmless after the end."""
+        """Stop the request and free its blocks. Idempotent, and harmless after the end."""
 
 
 #: How far a replica's events can be trusted; "syncing", "live" or "stale" in JSON.
@@ -90,21 +106,21 @@ class ReplicaScore(msgspec.Struct, frozen=True, kw_only=True):
 
     replica_id: str
     feed: FeedState
-    eligible: bool  #: neither draining, silent nor saturated
-    held_blocks: int  #: longest prefix of the prompt that the replica holds, by its events
-    expected_blocks: int  #: the same with the blocks that requests under way will leave there
+    eligible: bool  #: not draining, silent or saturated
+    held_blocks: int  #: longest prefix of the prompt that the replica holds, according to its events
+    expected_blocks: int  #: the same with the blocks that running requests will leave there
     uncached_tokens: int  #: of this prompt, as counted in the score
     queued_prefill_tokens: int  #: uncached tokens ahead of it
     running: int
     waiting: int
     expected_ttft_s: float | None  #: None: the policy does not estimate it
-    others_s: float = 0.0  #: seconds that others lose if this prompt is computed here anew
+    others_s: float = 0.0  #: seconds that other prompts lose if this one is computed here
     chosen: bool
     why: str  #: in words
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """A decision and its reasons; the rows keep the order in which replicas joined, which never decides."""
+    """A decision and its reasons. Rows are in the order in which replicas joined, which never decides."""
 
     policy: str
     chosen: str | None  #: None: the request would be held
@@ -114,12 +130,12 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     replicas: list[ReplicaScore]
 
 
-#: joining: no load report came yet; warming: it gets no requests before its cache holds the hottest prefixes.
+#: joining: no load report yet; warming: it gets no requests before its cache holds the hottest prefixes.
 ReplicaState = Literal["joining", "warming", "serving", "draining", "silent"]
 
 
 class WarmUpProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a replica is filled with hot prefixes, in prompt tokens; what prefixes share counts with each of them."""
+    """How much of a replica's warm-up is done, in prompt tokens. Tokens that prefixes share count for each of them."""
 
     done_tokens: int
     planned_tokens: int
@@ -135,28 +151,28 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     feed: FeedState
     model: str
     num_blocks: int
-    indexed_blocks: int  #: blocks of it in the router's index
-    expected_blocks: int  #: blocks expected there from requests under way
-    in_flight: int  #: this router's requests there
-    running: int
-    waiting: int
-    queued_prefill_tokens: int
-    free_blocks: int
-    cached_free_blocks: int
+    indexed_blocks: int = 0  #: blocks of it in the router's index
+    expected_blocks: int = 0  #: blocks expected there from running requests
+    in_flight: int = 0  #: this router's requests there
+    running: int = 0
+    waiting: int = 0
+    queued_prefill_tokens: int = 0
+    free_blocks: int = 0
+    cached_free_blocks: int = 0
     prefill_tokens_per_s: float
     decode_step_s: float
-    report_age_s: float | None  #: None: no report yet
+    report_age_s: float | None = None  #: None: no report yet
     pids: tuple[int, ...] = ()
     pinned_blocks: int = 0
-    event_endpoints: EventEndpoints | None = None  #: where its events are heard, as it described itself
-    url: str | None = None  #: of the server of a foreign replica; None: a replica of ours
-    trouble: str = ""  #: why that server cannot be reached, in words
-    unplaced_blocks: int = 0  #: blocks that it announced without saying of which prompt: not credited
-    warm_up: WarmUpProgress | None = None  #: by this router; None: it is not being warmed up
+    event_endpoints: EventEndpoints | None = None  #: where it publishes its events
+    url: str | None = None  #: of an external engine's server; None: a replica of ours
+    trouble: str = ""  #: why that server cannot be reached
+    unplaced_blocks: int = 0  #: blocks that it announced with unknown content: not credited
+    warm_up: WarmUpProgress | None = None  #: by this router; None: there is no warm-up
 
 
 class AbsentReplica(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica that is wanted and does not serve; as the controller told it."""
+    """A replica that is wanted and does not serve, as the controller reports it."""
 
     replica_id: str
     model: str  #: as requests call it
@@ -166,11 +182,11 @@ class AbsentReplica(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RefusedReplica(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica that was not let in, and why."""
+    """A replica that was refused, and why."""
 
     replica_id: str
     epoch: int
-    field: str  #: of `Parity`, or `curve_keys`; of foreign engines also `model`, `tokenizer`, `max_model_len`
+    field: str  #: of `Parity`, or `curve_keys`; for external engines also `model`, `tokenizer`, `max_model_len`
     message: str
 
 
@@ -183,9 +199,9 @@ class RouterCounters(msgspec.Struct, kw_only=True):
     cancelled: int = 0
     rejected: int = 0  #: QueueFull, PromptTooLong and NoReplica
     held: int = 0  #: requests that waited in the router at least once
-    continued: int = 0  #: times a request went on at another replica
+    continued: int = 0  #: times a request continued at another replica
     duplicate_tokens: int = 0  #: delivered twice by replicas and dropped
-    unknown_outputs: int = 0  #: for requests that are over: what was under way when they were cancelled
+    unknown_outputs: int = 0  #: outputs for requests that are over, such as cancelled ones
     malformed_frames: int = 0  #: of replicas' replies
     malformed_events: int = 0
     unsent: int = 0  #: messages that a full or lost connection did not take
@@ -196,16 +212,16 @@ class RouterCounters(msgspec.Struct, kw_only=True):
     predicted_cached_tokens: int = 0  #: of finished requests
     delivered_cached_tokens: int = 0
     regret_tokens: int = 0  #: best hit forgone, summed over decisions
-    predictions_exact: int = 0  #: the first token came with the cached tokens predicted, or a partial block more
+    predictions_exact: int = 0  #: the first output had the predicted cached tokens, or a partial block more
     predictions_low: int = 0  #: a whole block or more beyond what was predicted
     predictions_high: int = 0  #: fewer than predicted
-    warm_up_requests: int = 0  #: that filled the caches of new replicas; nowhere else are they counted
+    warm_up_requests: int = 0  #: for the caches of new replicas; not counted anywhere else
     warm_up_tokens: int = 0  #: prompt tokens that replicas computed for them
-    warm_ups_cut: int = 0  #: that ended before they were through: requests were held, or its time was over
+    warm_ups_cut: int = 0  #: that ended early: requests waited, or the time was over
 
 
 def total(counters: Iterable[RouterCounters]) -> RouterCounters:
-    """Those of several models together."""
+    """The sum over several models."""
     each = list(counters)
     return RouterCounters(
         **{field: sum(getattr(one, field) for one in each) for field in RouterCounters.__struct_fields__}
@@ -213,7 +229,7 @@ def total(counters: Iterable[RouterCounters]) -> RouterCounters:
 
 
 class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one request; handed to the `Observer`."""
+    """The result of one request, for the `Observer`."""
 
     trace_id: str
     replica_id: str | None  #: the last one; None: it never left the router
@@ -231,16 +247,16 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Observer(Protocol):
-    """Told about what happens (metrics); called on the service's loop, must not block."""
+    """Observes requests and replicas for metrics. Called on the service's loop; must not block."""
 
     def request_finished(self, record: FinishedRequest) -> None:
         """Once per accepted request, when it is over."""
 
     def load_reported(self, replica_id: str, report: LoadReport) -> None:
-        """A replica told its load and totals."""
+        """A replica reported its load and totals."""
 
     def events_gap(self, replica_id: str) -> None:
-        """A hole in a replica's event stream was noticed; it is being repaired."""
+        """A gap in a replica's event stream was noticed; it is being closed."""
 
 
 class ModelView(msgspec.Struct, frozen=True, kw_only=True):
@@ -263,7 +279,7 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int  #: requests sent to replicas
     models: list[ModelView]
     replicas: list[ReplicaView]
-    absent: list[AbsentReplica] = []  #: those that are not in `replicas`, but should be
+    absent: list[AbsentReplica] = []  #: those that should be in `replicas` and are not
     refused: list[RefusedReplica]
     counters: RouterCounters  #: of all models together
 
@@ -271,7 +287,7 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
 def model_view(
     name: str, limits: ModelLimits | None, views: Sequence[ClusterView], counters: RouterCounters
 ) -> ModelView:
-    """A model whose replicas are those of these views, and no others."""
+    """The model whose replicas these views show."""
     return ModelView(
         name=name,
         max_model_len=limits.max_model_len if limits else None,
@@ -283,7 +299,7 @@ def model_view(
 
 
 class ModelBackend(Protocol):
-    """Who takes requests for one model. All methods are called on the service's event loop."""
+    """Takes requests for one model. All methods are called on the service's event loop."""
 
     def model(self) -> ModelLimits | None:
         """Limits of the model, and the name under which it is served; None until a replica joined."""
@@ -302,17 +318,18 @@ class Backend(Protocol):
     """The routing side as the HTTP front sees it. All methods are called on the service's event loop."""
 
     def choose(self, model: str | None) -> ModelBackend:
-        """Who takes the next request for the model of this name (None: the only one), for as long as that takes: the
-        model that it tells is what the prompt is tokenized for.
+        """The backend for the next request to the model of this name; None: the only one.
+
+        Use it for the whole request: the prompt is tokenized for the model that it returns.
 
         Raises `ModelNotFound` (404), `InvalidRequest` where there are several and none is named, and `NoReplica`.
         """
 
     def models(self) -> list[ModelLimits]:
-        """Of every model that can be tokenized for: a replica of it has joined."""
+        """Of every model that has had a replica, so that prompts can be tokenized for it."""
 
     def texts(self) -> list[TextSource]:
-        """What the requests of all models are tokenized with; of a model that is being replaced also the old one's."""
+        """What the requests of all models, and of old versions that are being replaced, are tokenized with."""
 
     def exact(self) -> bool:
         """Whether the index has been exact for every replica at once, since the start."""
@@ -321,7 +338,7 @@ class Backend(Protocol):
         """The cluster as the router sees it now."""
 
     def end_requests(self) -> None:
-        """End every request that is under way with `RouterClosed`. Harmless when repeated."""
+        """End every running request with `RouterClosed`. Harmless when repeated."""
 
     async def reset_caches(self, model: str | None = None) -> list[str]:
         """Have every replica (of this model) forget its cached blocks; returns their ids.

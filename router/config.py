@@ -1,9 +1,16 @@
 """Settings of the router and its HTTP server; `cluster/config.py` joins them with those of other packages."""
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
+
+from .routing.policy.registry import policy_names
+
+if TYPE_CHECKING:
+    PolicyName = str
+else:  # the values are found at run time: a policy is a file in routing/policy
+    PolicyName = Literal[policy_names()]
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -13,8 +20,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP server; 0: any free one")] = 8000
     served_model_name: Annotated[str, Meta(description="name in /v1/models; empty: the model's own")] = ""
     policy: Annotated[
-        Literal["expected-ttft", "least-loaded", "round-robin", "power-of-two"],
-        Meta(description="how a replica is chosen"),
+        PolicyName,
+        Meta(description="how a replica is chosen", extra={"allowed": "the policies that `homing serve --help` lists"}),
     ] = "expected-ttft"
     backend: Annotated[
         str,

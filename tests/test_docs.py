@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
@@ -31,6 +37,15 @@ def test_every_link_in_the_pages_leads_to_a_file(page: Path) -> None:
     targets = [target for target in LINK.findall(page.read_text()) if not target.startswith("http")]
 
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_the_pages_name_exists(page: Path) -> None:
+    """Files move; a page that sends readers to the old place is worse than none."""
+    rooms = "cluster|deploy|docs|events|kvcache|replica|router|tests"
+    named = set(re.findall(rf"[`\s(]((?:{rooms})/[\w/-]+\.(?:py|md|yaml|json|svg))\b", page.read_text()))
+
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
 def test_the_readme_is_short() -> None:

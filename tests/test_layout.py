@@ -1,20 +1,22 @@
-"""The house's plan: who may import whom, and what may lie at the root.
+"""Import directions between and inside the packages, and what may lie at the root of the repository.
 
-Directions (docs/architecture.md): `events` and `kvcache` know nobody; `replica` and `router` know these two; the router
-knows of the replica only its messages; `cluster` knows all.
+`docs/architecture.md` describes the packages, each folder's `__init__.py` the folder. A new folder needs a row in
+`FOLDERS`.
 """
 
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("cluster", "deploy", "events", "kvcache", "replica", "router")
+PACKAGES = ("cluster", "deploy", "events", "kvcache", "replica", "router")
 
+#: What each top-level package may import of the others.
 MAY_IMPORT = {
     "deploy": (),
     "events": (),
@@ -22,6 +24,52 @@ MAY_IMPORT = {
     "replica": ("events", "kvcache"),
     "router": ("events", "kvcache", "replica.messages"),
     "cluster": ("events", "kvcache", "replica", "router"),
+}
+#: Which other folders of its own package each folder may import, with what lies below them. Everybody may import the
+#: modules at the top of the package, and these may import all folders.
+FOLDERS: dict[str, tuple[str, ...]] = {
+    "cluster/cli": ("cluster/control", "cluster/lab"),
+    "cluster/control": (),
+    "cluster/lab": (),
+    "cluster/lab/analyze": ("cluster/lab",),
+    "cluster/lab/simulate": ("cluster/cli", "cluster/control", "cluster/lab"),
+    "events/follow": ("events/security", "events/wire"),
+    "events/publish": ("events/security", "events/wire"),
+    "events/sdk": ("events/follow", "events/security", "events/wire"),
+    "events/security": (),
+    "events/wire": (),
+    "kvcache/eviction": (),
+    "replica/attention": ("replica/engine", "replica/kernels", "replica/models"),
+    "replica/demo": (),
+    "replica/engine": (),
+    "replica/execute": (
+        "replica/attention",
+        "replica/engine",
+        "replica/kernels",
+        "replica/load",
+        "replica/models",
+        "replica/parallel",
+    ),
+    "replica/kernels": ("replica/engine", "replica/models"),
+    "replica/kernels/cpu": ("replica/kernels", "replica/models"),
+    "replica/kernels/cpu/attention": ("replica/kernels", "replica/models"),
+    "replica/kernels/cpu/linear": ("replica/kernels/cpu/runtime",),
+    "replica/kernels/cpu/runtime": (),
+    "replica/kernels/triton": ("replica/engine", "replica/kernels", "replica/models"),
+    "replica/load": ("replica/engine", "replica/kernels/cpu/runtime", "replica/models"),
+    "replica/models": ("replica/kernels", "replica/load", "replica/parallel"),
+    "replica/parallel": ("replica/engine", "replica/execute", "replica/load"),
+    "router/flow": ("router/routing",),
+    "router/http": ("router/tenants", "router/text"),
+    "router/http/openai": ("router/http", "router/text"),
+    "router/http/protocol": (),
+    "router/replicas": ("router/flow", "router/routing"),
+    "router/replicas/external": ("router/flow", "router/replicas"),
+    "router/routing": (),
+    "router/routing/policy": ("router/routing",),
+    "router/routing/policy/peers": ("router/routing",),
+    "router/tenants": (),
+    "router/text": (),
 }
 NEEDS_NO = {
     "kvcache": {"ray", "torch", "transformers", "zmq"},
@@ -31,14 +79,20 @@ NEEDS_NO = {
 }
 
 
-def modules(room: str) -> list[Path]:
-    return sorted((ROOT / room).rglob("*.py"))
+def modules(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Absolute dotted names of what a module imports, at any depth of its code."""
+def dotted(path: Path) -> str:
+    """`router/flow/warmup.py` as `homing.router.flow.warmup`."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("homing", *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
+def imports(path: Path, nodes: Iterator[ast.AST] | None = None) -> Iterator[str]:
+    """Absolute dotted names of what a module imports, at any depth of its code, or by these of its nodes."""
     package = ("homing", *path.relative_to(ROOT).parent.parts)
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes or ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -47,104 +101,146 @@ def imports(path: Path) -> Iterator[str]:
             yield from (".".join((*module, alias.name)) for alias in node.names)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_the_rooms_below_it(room: str) -> None:
-    """A crossed import is how a design dies: the router must not need torch, the cache must not need sockets."""
-    allowed = (room, *MAY_IMPORT[room], "__version__")
+def at_load(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements that run when a module is loaded: not those inside functions, nor those for type checkers."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from at_load(child)
 
+
+def graph() -> dict[str, set[str]]:
+    """Each module of ours and the modules of ours that loading it loads."""
+    paths = {dotted(path): path for package in PACKAGES for path in modules(package)}
+
+    def module_of(name: str) -> str | None:
+        return name if name in paths else module_of(name.rpartition(".")[0]) if "." in name else None
+
+    return {
+        module: {found for name in imports(path, at_load(ast.parse(path.read_text()))) if (found := module_of(name))}
+        - {module}
+        for module, path in paths.items()
+    }
+
+
+def test_a_package_imports_only_the_packages_below_it() -> None:
+    """The router must not need torch, the cache must not need sockets."""
     crossed = [
         f"{path.relative_to(ROOT)}: {name}"
-        for path in modules(room)
+        for package in PACKAGES
+        for path in modules(package)
         for name in imports(path)
-        if name.startswith("homing.") and not name.removeprefix("homing.").startswith(allowed)
+        if name.startswith("homing.")
+        and not name.removeprefix("homing.").startswith((package, *MAY_IMPORT[package], "__version__"))
     ]
 
     assert not crossed
 
 
-@pytest.mark.parametrize("room", NEEDS_NO)
-def test_a_room_does_without_the_packages_it_does_not_need(room: str) -> None:
-    """Only `cluster` knows Ray; only `replica` computes."""
-    heavy = [
+def folder_of(name: str) -> str | None:
+    """`router/flow` for a dotted name of a module or of something in it; None at the top of a package and outside."""
+    parts = name.split(".")[1:] if name.startswith("homing.") else []
+    depth = next((n for n in range(len(parts), 1, -1) if ROOT.joinpath(*parts[:n]).is_dir()), 0)
+    return "/".join(parts[:depth]) or None
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_imports_only_the_folders_that_it_may(folder: str) -> None:
+    """Directions inside a package: who may import whom stands in `FOLDERS`."""
+    allowed = (folder, *FOLDERS[folder])
+
+    crossed = [
         f"{path.relative_to(ROOT)}: {name}"
-        for path in modules(room)
+        for path in sorted((ROOT / folder).glob("*.py"))
         for name in imports(path)
-        if name.split(".")[0] in NEEDS_NO[room]
+        if (target := folder_of(name))
+        and target.split("/")[0] == folder.split("/")[0]
+        and not any(target == each or target.startswith(f"{each}/") for each in allowed)
     ]
 
-    if room == "router":  # the tokenizer and the chat template are transformers' own: parity needs the very code
+    assert not crossed
+
+
+def test_every_folder_has_its_row_and_says_what_it_is_for() -> None:
+    """A newcomer opens a folder's `__init__.py` first."""
+    folders = {path.parent.relative_to(ROOT).as_posix() for package in PACKAGES for path in modules(package)}
+    faces = {folder: (ROOT / folder / "__init__.py").read_text() for folder in folders}
+
+    assert [folder for folder, text in faces.items() if not ast.get_docstring(ast.parse(text))] == []
+    assert folders - set(PACKAGES) == set(FOLDERS)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """In a cycle no module can be understood, tested or loaded alone. Imports inside functions are exempt."""
+    left = graph()
+    while free := {module for module, needs in left.items() if not needs & left.keys()}:
+        left = {module: needs for module, needs in left.items() if module not in free}
+
+    while ends := {module for module in left if not any(module in needs for needs in left.values())}:
+        left = {module: needs for module, needs in left.items() if module not in ends}
+    assert not {module: needs & left.keys() for module, needs in left.items()}
+
+
+def test_nothing_that_serves_imports_the_lab() -> None:
+    """Simulation and log analysis are offline tools; the command line loads them when they are asked for."""
+    using = [
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in modules(package)
+        if "lab" not in path.relative_to(ROOT).parts and any(".cluster.lab" in name for name in imports(path))
+    ]
+
+    assert using == ["cluster/cli/main.py"]
+    assert not [module for module, needs in graph().items() if ".lab" not in module and any(".lab" in n for n in needs)]
+
+
+@pytest.mark.parametrize("package", NEEDS_NO)
+def test_a_package_does_without_the_libraries_that_it_does_not_need(package: str) -> None:
+    """Only `cluster` imports Ray; only `replica` computes."""
+    heavy = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in modules(package)
+        for name in imports(path)
+        if name.split(".")[0] in NEEDS_NO[package]
+    ]
+
+    if package == "router":  # the tokenizer and the chat template are transformers' own: parity needs the same code
         heavy = [found for found in heavy if "router/text/" not in found]
     assert not heavy
 
 
-@pytest.mark.parametrize("room", ["kvcache", "events", "replica", "router", "cluster"])
-def test_the_face_of_a_room_is_light(room: str) -> None:
-    """`homing status` must not wait for torch: a face hands names on and loads nothing heavy."""
-    heavy = "{'torch', 'transformers', 'ray'}" if room != "cluster" else "{'torch', 'transformers'}"
+@pytest.mark.parametrize("package", ["kvcache", "events", "replica", "router", "cluster"])
+def test_importing_a_package_is_cheap(package: str) -> None:
+    """`homing status` must not wait for torch: a package's `__init__.py` loads nothing heavy."""
+    heavy = "{'torch', 'transformers', 'ray'}" if package != "cluster" else "{'torch', 'transformers'}"
 
-    code = f"import sys, homing.{room}; found = {heavy} & set(sys.modules); sys.exit(str(found) if found else 0)"
+    code = f"import sys, homing.{package}; found = {heavy} & set(sys.modules); sys.exit(str(found) if found else 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
 
     assert done.returncode == 0, done.stderr
 
 
-def tracked() -> list[str]:
-    """Names of all committed files and links; skips the test outside of a checkout."""
-    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    if not names:
-        pytest.skip("not a git checkout")
-    return names.rstrip("\0").split("\0")
-
-
-def test_only_the_package_face_is_a_module_at_the_root() -> None:
+def test_only_the_package_itself_is_a_module_at_the_root() -> None:
     """The root is the package: any other module there would be installed with it."""
     assert [path.name for path in ROOT.glob("*.py")] == ["__init__.py"]
 
 
 def test_every_package_folder_is_listed_for_the_wheel() -> None:
     """Packages are listed one by one; one that is forgotten works from a checkout and fails from the wheel."""
-    import tomllib
-
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    found = {"homing"} | {
-        "homing." + ".".join(path.parent.relative_to(ROOT).parts)
-        for room in ROOMS
-        for path in (ROOT / room).rglob("__init__.py")
-    }
+    found = {"homing"} | {dotted(path) for package in PACKAGES for path in (ROOT / package).rglob("__init__.py")}
 
     assert listed == found
 
 
-def test_no_function_is_longer_than_a_page() -> None:
-    """House style: functions read in one breath."""
-    long = [
-        f"{path.relative_to(ROOT)}:{node.name} {(node.end_lineno or 0) - node.lineno + 1}"
-        for room in ROOMS
-        for path in modules(room)
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= 60
-    ]
-
-    assert not long
-
-
-def test_no_commit_names_this_machine() -> None:
-    """A path of a builder's machine or the host of an index works nowhere else."""
-    words = ("/work" + "/", "-e " + "/", "download." + "pytorch.org", "files.pythonhosted" + ".org")
-
-    found = [
-        f"{name}: {word}"
-        for name in tracked()
-        if (ROOT / name).is_file() and (ROOT / name).suffix in {".py", ".md", ".toml", ".yaml", ".txt", ".json", ""}
-        for word in words
-        if word in (ROOT / name).read_text(errors="replace")
-    ]
-
-    assert not found
-
-
 def test_committed_links_stay_inside_the_repository() -> None:
-    """A link to a folder of somebody's machine leads nowhere, or anywhere, on every other one."""
-    links = [path for path in map(ROOT.joinpath, tracked()) if path.is_symlink()]
+    """A link to a folder of somebody's machine is broken on every other one."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    if not names:
+        pytest.skip("not a git checkout")
+    links = [path for path in map(ROOT.joinpath, names.rstrip("\0").split("\0")) if path.is_symlink()]
 
     assert [str(link) for link in links if not link.resolve().is_relative_to(ROOT)] == []

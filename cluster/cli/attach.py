@@ -24,7 +24,7 @@ from ...router.errors import BackendsInvalid, RouterError
 from ...router.http.front import TextModels
 from ...router.metrics import RouterMetrics
 from ...router.replicas.external.addresses import Backend, backends, describe, foreign_root
-from ...router.replicas.external.probe import CANARY, ForeignTerms
+from ...router.replicas.external.probe import CANARY, ExternalTerms
 from ...router.replicas.membership import own_parity, text_digests, text_source
 from ...router.replicas.service import RouterService
 from ...router.server import RouterServer, settle
@@ -142,7 +142,7 @@ class AttachedRouter:
 
     def _service(self, text: TextModel) -> RouterService:
         settings = self.settings
-        service = RouterService(
+        return RouterService(
             settings.router,
             settings.kvcache,
             router_id=f"router-{secrets.token_hex(4)}",
@@ -150,7 +150,7 @@ class AttachedRouter:
             model_dir=self.model_dir,
             heartbeat_interval_s=settings.events.heartbeat_interval_s,
             follows_events=bool(settings.router.events),
-            foreign=ForeignTerms(
+            external=ExternalTerms(
                 model_names=model_names(settings),
                 max_model_len=self.limits.max_model_len,
                 block_size=settings.kvcache.block_size,
@@ -159,8 +159,6 @@ class AttachedRouter:
                 api_key=self.api_key,
             ),
         )
-        service.start(asyncio.get_running_loop())
-        return service
 
     async def _serve(self, server: RouterServer, service: RouterService, *, detached: bool) -> int:
         host = self.settings.router.host

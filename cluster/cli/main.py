@@ -306,6 +306,9 @@ EXPLAIN = (
     *FIND_CLUSTER,
     _argument("--json", None, "print the response of /explain, for programs"),
 )
+#: All routing policies, by name.
+POLICIES = ", ".join(SETTINGS["policy"].choices or ())
+
 SIMULATE = (
     _argument(
         "trace",
@@ -318,7 +321,11 @@ SIMULATE = (
     _argument("--tokenizer", "FOLDER", "tokenizer and chat template for requests (default: the model's)"),
     _argument("--output-tokens", int, "of each response, for logs of requests (default: 200)"),
     _argument("--scenario", "NAME", "a prepared scenario instead: see docs/simulate.md"),
-    _argument("--policies", "NAMES", "separated by commas (default: homing's and others')"),
+    _argument(
+        "--policies",
+        "NAMES",
+        f"separated by commas, of: {POLICIES}, oracle (default: ours and the best of the others)",
+    ),
     _argument("--replicas", int, "simulated replicas (default: 8)"),
     _argument("--routers", int, "routers, which share no state (default: 1)"),
     _argument("--cache-blocks", int, "KV blocks of one replica (default: 4096)"),

@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
@@ -20,20 +20,16 @@ from ray.exceptions import RayActorError
 from ...kvcache.prefix_cache import CachedBlock
 from ...replica.messages import ReplicaDescription
 from ...replica.parallel.step_broadcast import SECRET_BYTES
-from ...router.backend import AbsentReplica
+from ...router.control import Answer, AnyQuestion, SetMembership
 from ..runtime import fast_loop, set_up_logging
-from .autoscale import Demand
 from .control_messages import (
-    CacheWorth,
     ClusterSpec,
     Doors,
     Failed,
     Listening,
-    Membership,
     RankSpec,
     Rendezvous,
     Started,
-    Wanted,
 )
 
 log = logging.getLogger(__name__)
@@ -67,34 +63,24 @@ class RankServer(Protocol):
 
 
 class Router(Protocol):
-    """What a router process runs, on its own event loop."""
+    """A running router, on its process' own event loop."""
 
-    async def start(self, doors: Doors, told: Membership, seed: int) -> Listening:
-        """Learn what these replicas hold, then listen."""
+    @property
+    def listening(self) -> Listening:
+        """Where it takes connections."""
 
-    async def apply_membership(self, told: Membership, seed: int) -> None:
-        """These models are served, by these replicas and no others; nothing, when it knows of a later number."""
-
-    async def warm_up(self, replica_id: str) -> Failed | Wanted | None:
-        """Returns when it can be sent requests and its cache is warm, or wanted sooner, or why it never will."""
-
-    async def in_flight(self, replica_id: str) -> int:
-        """Requests of this router that are not over there."""
-
-    async def worths(self) -> list[CacheWorth]:
-        """What would be lost with each replica."""
-
-    async def demands(self) -> dict[str, Demand]:
-        """By model: what waits here, and what works on it."""
-
-    def tell_absent(self, absent: Sequence[AbsentReplica], off: frozenset[str]) -> None:
-        """These should serve and do not: to be shown. Of the models in `off` nobody should."""
+    async def ask(self, question: AnyQuestion) -> Answer:
+        """Answer the controller."""
 
     async def run(self) -> None:
         """Returns or raises when it stopped serving."""
 
     async def stop(self) -> None:
         """End all connections."""
+
+
+#: Returns a running router, which knows what the members hold before it listens.
+MakeRouter = Callable[[ClusterSpec, Doors, SetMembership], Coroutine[Any, Any, Router]]
 
 
 def node_address() -> str:
@@ -207,23 +193,21 @@ class RouterProcess:
     block the rest.
     """
 
-    def __init__(self, make: Callable[[ClusterSpec], Router], spec: ClusterSpec) -> None:
+    def __init__(self, make_router: MakeRouter, spec: ClusterSpec) -> None:
         set_up_logging(spec.common.settings.cluster.log_level)
         self._spec = spec
-        self._make = make
+        self._make_router = make_router
         self._router: Router | None = None
-        self._listening: Listening | None = None
         self._loop = fast_loop()
         threading.Thread(target=self._loop.run_forever, name="router", daemon=True).start()
 
-    def start(self, port: int, direct_port: int, told: Membership, seat: int) -> Listening | Failed:
+    def start(self, port: int, direct_port: int, membership: SetMembership, seat: int) -> Listening | Failed:
         """Listen on `port` (0: any), with these replicas behind, as router number `seat`."""
         settings = self._spec.common.settings
         doors = Doors(settings.router.host, port, direct_port, shared=settings.cluster.routers > 1, seat=seat)
         try:
-            self._router = self._make(self._spec)
-            self._listening = self._do(self._router.start(doors, told, self._spec.common.seed))
-            return self._listening
+            self._router = self._do(self._make_router(self._spec, doors, membership))
+            return self._router.listening
         except Exception as error:
             log.exception("router_failed_to_start")
             return Failed(describe(error))
@@ -234,37 +218,11 @@ class RouterProcess:
 
     def listening(self) -> Listening | None:
         """Where it listens; None: it does not yet."""
-        return self._listening
+        return self._router.listening if self._router is not None else None
 
-    def tell_absent(self, absent: Sequence[AbsentReplica], off: frozenset[str]) -> None:
-        """Show these as missing, and refuse requests for the models in `off`, from now on."""
-        self._loop.call_soon_threadsafe(self._present.tell_absent, absent, off)
-
-    def apply_membership(self, told: Membership) -> None:
-        """Serve these models and route to these replicas, and no others, from now on."""
-        self._do(self._present.apply_membership(told, self._spec.common.seed))
-
-    def warm_up(self, replica_id: str, within_s: float) -> Failed | Wanted | None:
-        """Returns when it can be sent requests and its cache is warm, or wanted sooner, or why it never will.
-
-        After `within_s` in any case: a call that nobody waits for any more would still hold a thread.
-        """
-        try:
-            return self._do(asyncio.wait_for(self._present.warm_up(replica_id), within_s))
-        except TimeoutError:
-            return None
-
-    def in_flight(self, replica_id: str) -> int:
-        """Requests of this router that are not over there."""
-        return self._do(self._present.in_flight(replica_id))
-
-    def worths(self) -> list[CacheWorth]:
-        """What would be lost with each replica."""
-        return self._do(self._present.worths())
-
-    def demands(self) -> dict[str, Demand]:
-        """By model: what waits here, and what works on it."""
-        return self._do(self._present.demands())
+    def ask(self, question: AnyQuestion) -> Answer:
+        """Answer the controller."""
+        return self._do(self._present.ask(question))
 
     def watch(self) -> Failed | None:
         """Returns when the router stopped serving, with the reason; None when it still serves after WATCH_S."""

@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 from collections.abc import Sequence
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from tempfile import gettempdir
@@ -18,20 +17,18 @@ import msgspec
 
 from ...events.security.curve_keys import reader_keys, server_keys
 from ...kvcache.config import KvCacheSettings
-from ...router.backend import AbsentReplica, ClusterView, ModelView, ReplicaView, RouterCounters
+from ...router.backend import RouterCounters
+from ...router.control import Answer, AnyQuestion, Member, SetMembership
 from ..model_source import find_model
 from .actors import RankServer, Router, describe, node_address
-from .autoscale import Demand
-from .control_messages import CacheWorth, ClusterSpec, Doors, Failed, Listening, Member, Membership, RankSpec, Wanted
+from .control_messages import ClusterSpec, Doors, Listening, ModelSpec, RankSpec
 from .process_exit import on_process_exit
 from .rank_groups import socket_folder
 
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from ...router.metrics import RouterMetrics
-    from ...router.replicas.model_versions import Enrolment, Generations, Terms
-    from ...router.replicas.service import RouterService
+    from ...router.replicas.model_versions import ModelVersions
     from ...router.server import RouterServer
 
 
@@ -118,199 +115,101 @@ def kernels_folder() -> Path | None:
     return cache / "homing" / "kernels"
 
 
-def make_router(spec: ClusterSpec) -> Router:
-    """The router with its HTTP front."""
-    return HomingRouter(spec)
+async def make_router(spec: ClusterSpec, doors: Doors, membership: SetMembership) -> Router:
+    """Start a router with its HTTP front. It listens once it knows what these replicas hold, as it cannot route before.
 
+    Raises AddressInUse.
+    """
+    from ...router.metrics import RouterMetrics
+    from ...router.replicas.model_versions import ModelVersions
+    from ...router.replicas.service import RouterService
+    from ...router.server import RouterServer, settle
+    from ...router.tenants.shared_usage import SharedUsage
 
-class HomingRouter:
-    """A `RouterService` behind a `RouterServer`, as one thing that starts, serves and stops."""
+    settings, metrics, router_id = spec.common.settings, RouterMetrics(), f"router-{secrets.token_hex(4)}"
 
-    def __init__(self, spec: ClusterSpec) -> None:
-        self._spec = spec
-        self._models = spec.models
-        self._number = 0  #: of the last membership
-        self._stopped: asyncio.Event | None = None
-        self._router_id = f"router-{secrets.token_hex(4)}"
-        self._service: Generations | None = None
-        self._server: RouterServer | None = None
-        self._loading: asyncio.Task[None] | None = None
-        self._settled = False
-
-    async def start(self, doors: Doors, told: Membership, seed: int) -> Listening:
-        """Learn what these replicas hold, then listen: until then nothing can be steered. Raises AddressInUse."""
-        from ...router.metrics import RouterMetrics
-        from ...router.replicas.model_versions import Generations
-        from ...router.server import RouterServer
-        from ...router.tenants.shared_usage import SharedUsage
-
-        settings = self._spec.common.settings
-        self._stopped = asyncio.Event()
-        metrics = RouterMetrics()
-        self._service = Generations(
-            partial(self._make_service, metrics),
-            ClusterView(
-                router_id=self._router_id,
-                policy=settings.router.policy,
-                waiting=0,
-                in_flight=0,
-                models=[],
-                replicas=[],
-                refused=[],
-                counters=RouterCounters(),
-            ),
-            [model.name for model in self._spec.models],
-        )
-        self._service.start(asyncio.get_running_loop())
-        accounts = (
-            SharedUsage(self._accounts_file, seat=doors.seat, seats=settings.cluster.routers) if doors.shared else None
-        )
-        self._server = RouterServer(settings.router, self._service, metrics=metrics, usage=accounts)
-        if told.members:
-            await self.apply_membership(told, seed)
-            await self._service.until_exact()
-        else:
-            self._loading = asyncio.create_task(self._load_texts(self._server))
-        port = await self._server.start(doors.host, doors.port, shared=doors.shared)
-        direct = await self._server.start(doors.host, doors.direct_port) if doors.shared else 0
-        return Listening(port, direct)
-
-    async def _load_texts(self, server: "RouterServer") -> None:
-        """The tokenizers are there before any replica is, where their folders are known."""
-        folders = [Path(model.model_dir) for model in self._spec.models if model.model_dir]
-        loaded = await asyncio.gather(*map(server.load_text, folders), return_exceptions=True)
-        for folder, failure in zip(folders, loaded, strict=True):
-            if failure is not None:
-                log.warning("tokenizer_not_loaded_ahead path=%s reason=%s", folder, describe(failure))
-
-    def _make_service(
-        self, metrics: "RouterMetrics", model: str, terms: "Terms", counters: RouterCounters
-    ) -> "RouterService":
-        """For replicas of one generation of a model."""
-        from ...router.replicas.service import RouterService
-
-        settings = self._spec.common.settings
+    def make_service(member: Member, counters: RouterCounters) -> RouterService:
         return RouterService(
             settings.router,
-            terms.cache,
-            router_id=self._router_id,
-            observer=metrics.of(model),
-            model_dir=terms.model_dir,
+            member.cache,
+            router_id=router_id,
+            observer=metrics.of(member.description.model.name),
+            model_dir=Path(member.model_dir) if member.model_dir else None,
             heartbeat_interval_s=settings.events.heartbeat_interval_s,
             keys=reader_keys(settings.events),
             follows_events=settings.events.publish_events,
             counters=counters,
         )
 
-    @property
-    def _accounts_file(self) -> Path:
-        """One for each start of a cluster; routers that stop, which all do together, remove it."""
-        name = sha256(b"homing-accounts" + self._spec.common.seed.to_bytes(8, "big")).hexdigest()[:16]
-        return Path(self._spec.common.run_dir or gettempdir()) / f"homing-{name}.accounts"
+    models = ModelVersions(make_service, membership.models, router_id=router_id, policy=settings.router.policy)
+    accounts = None
+    if doors.shared:
+        accounts = SharedUsage(_accounts_file(spec.common), seat=doors.seat, seats=settings.cluster.routers)
+    server = RouterServer(settings.router, models, metrics=metrics, usage=accounts)
+    await models.answer(membership)
+    loading = None
+    if membership.members:
+        await server.front.load_texts()
+        settle()
+        await models.until_exact()
+    else:
+        folders = [Path(each.model_dir) for each in spec.models if each.model_dir]
+        loading = asyncio.create_task(_load_texts(server, folders))
+    port = await server.start(doors.host, doors.port, shared=doors.shared)
+    direct = await server.start(doors.host, doors.direct_port) if doors.shared else 0
+    return HomingRouter(models, server, Listening(port, direct), loading)
 
-    async def apply_membership(self, told: Membership, seed: int) -> None:
-        """These models are served, by these replicas and no others; nothing, when it knows of a later number."""
-        assert self._service is not None, "membership before start"
-        assert self._server is not None, "membership before start"
-        if told.number < self._number:
-            log.info("membership_late number=%d known=%d", told.number, self._number)
-            return
-        self._models, self._number = told.models, told.number
-        self._service.serve([model.name for model in told.models])
-        self._service.apply_membership([_enrolment(member) for member in told.members], seed)
-        await self._server.front.load_texts()
-        if told.members:
-            self._settle()
 
-    def tell_absent(self, absent: Sequence[AbsentReplica], off: frozenset[str]) -> None:
-        """These should serve and do not: to be shown. Of the models in `off` nobody should."""
-        assert self._service is not None, "absences before start"
-        self._service.tell_absent(absent, off)
+def _accounts_file(common: ModelSpec) -> Path:
+    """One for each start of a cluster. The routers, which stop together, remove it."""
+    name = sha256(b"homing-accounts" + common.seed.to_bytes(8, "big")).hexdigest()[:16]
+    return Path(common.run_dir or gettempdir()) / f"homing-{name}.accounts"
 
-    async def warm_up(self, replica_id: str) -> Failed | Wanted | None:
-        """Returns when it can be sent requests and its cache is warm, or wanted sooner, or why it never will."""
-        assert self._service is not None, "a question before the start"
-        refusal = await self._service.until_joined(replica_id)
-        if refusal:
-            return Failed(f"the router refused it: {refusal}")
-        settings = self._spec.common.settings
-        share = settings.router.warm_up_share / settings.cluster.routers  # each fills as much with what it knows of
-        return None if await self._service.warm_up(replica_id, share) else Wanted()
 
-    async def in_flight(self, replica_id: str) -> int:
-        """Requests of this router that are not over there."""
-        assert self._service is not None, "a question before the start"
-        return self._service.in_flight(replica_id)
+async def _load_texts(server: "RouterServer", folders: Sequence[Path]) -> None:
+    """Load the tokenizers ahead of the first replica, where their folders are known."""
+    loaded = await asyncio.gather(*map(server.load_text, folders), return_exceptions=True)
+    for folder, failure in zip(folders, loaded, strict=True):
+        if failure is not None:
+            log.warning("tokenizer_not_loaded_ahead path=%s reason=%s", folder, describe(failure))
 
-    async def demands(self) -> dict[str, Demand]:
-        """By model: what waits here, and what works on it."""
-        assert self._service is not None, "a question before the start"
-        view, service = self._service.view(), self._service
-        slots = {model.name: model.settings.replica.max_running_requests for model in self._models}
-        return {
-            model.name: demand_of(
-                model,
-                [each for each in view.replicas if each.model == model.name and each.state == "serving"],
-                held_tokens=service.waiting_tokens(model.name),
-                slots_each=slots[model.name],
-            )
-            for model in view.models
-            if model.name in slots
-        }
 
-    async def worths(self) -> list[CacheWorth]:
-        """What would be lost with each replica."""
-        assert self._service is not None, "a question before the start"
-        unique = self._service.unique_tokens()
-        return [
-            CacheWorth(
-                replica_id=replica.replica_id,
-                unique_tokens=unique.get(replica.replica_id, 0),
-                pinned_blocks=replica.pinned_blocks,
-                prefill_tokens_per_s=replica.prefill_tokens_per_s,
-            )
-            for replica in self._service.view().replicas
-        ]
+class HomingRouter:
+    """The models of a cluster behind an HTTP server, as one thing that serves and stops. `make_router` starts it."""
 
-    def _settle(self) -> None:
-        """Once: what is loaded by then stays for the life of the process."""
+    def __init__(
+        self,
+        models: "ModelVersions",
+        server: "RouterServer",
+        listening: Listening,
+        loading: "asyncio.Task[None] | None",
+    ) -> None:
+        """`loading` loads tokenizers ahead of the first replica; None: there are replicas, and all is loaded."""
+        self.listening = listening
+        self._models = models
+        self._server = server
+        self._loading = loading
+        self._settled = loading is None
+        self._stopped = asyncio.Event()
+
+    async def ask(self, question: AnyQuestion) -> Answer:
+        """Answer the controller."""
         from ...router.server import settle
 
-        if not self._settled:
-            self._settled = True
-            settle()
+        answer = await self._models.answer(question)
+        if isinstance(question, SetMembership):
+            await self._server.front.load_texts()
+            if question.members and not self._settled:
+                self._settled = True  # what is loaded by now stays for the life of the process
+                settle()
+        return answer
 
     async def run(self) -> None:
         """Returns when stopped; an HTTP server that ends by itself takes the process along through `stop`."""
-        assert self._stopped is not None, "run before start"
         await self._stopped.wait()
 
     async def stop(self) -> None:
         """Let answers end within the grace, then close everything."""
-        if self._server is not None:
-            await self._server.stop()
-        if self._service is not None:
-            self._service.close()
-        if self._stopped is not None:
-            self._stopped.set()
-
-
-def demand_of(model: ModelView, serving: Sequence[ReplicaView], *, held_tokens: int, slots_each: int) -> Demand:
-    """What waits for a model, and what works on it. Who has met no replica yet wants one to learn the model from."""
-    return Demand(
-        held_requests=model.waiting if model.max_model_len is not None else 1,
-        held_tokens=held_tokens,
-        queued_tokens=sum(replica.queued_prefill_tokens for replica in serving),
-        running=sum(replica.running + replica.waiting for replica in serving),
-        slots=len(serving) * slots_each,
-        prefill_tokens_per_s=sum(replica.prefill_tokens_per_s for replica in serving),
-        serving=len(serving),
-    )
-
-
-def _enrolment(member: Member) -> "Enrolment":
-    from ...router.replicas.model_versions import Enrolment, Terms
-
-    model_dir = Path(member.model_dir) if member.model_dir else None
-    rest = None if member.role == "serving" else member.role
-    return Enrolment(member.description, Terms(member.version, member.cache, model_dir), rest)
+        await self._server.stop()
+        self._models.close()
+        self._stopped.set()

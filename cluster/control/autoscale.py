@@ -7,9 +7,12 @@ no replica can take (it is held) counts as overload at once.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import ceil
 
+import msgspec
+
+from ...router.control import Demand
 from ..config import ClusterSettings
 
 
@@ -27,19 +30,6 @@ class ScalingTerms:
     cool_down_s: float = 20.0  #: between two steps
     #: one replica less must leave the wait below this share of the target, and the replicas this share busy
     slack: float = 0.5
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Demand:
-    """The load of one model at one moment."""
-
-    held_requests: int  #: in routers, because no replica can take them
-    held_tokens: int  #: of their prompts
-    queued_tokens: int  #: uncached tokens at the replicas that wait for prefill
-    running: int  #: requests at the replicas
-    slots: int  #: requests that they can run
-    prefill_tokens_per_s: float  #: of all replicas that serve, together
-    serving: int  #: replicas
 
 
 @dataclass(slots=True)
@@ -110,7 +100,7 @@ def together(views: Sequence[Demand]) -> Demand:
     """The demand that several routers see: each holds its own requests, and all see the same replicas."""
     assert views, "no router has answered"
     widest = max(views, key=lambda view: (view.serving, view.queued_tokens))
-    return replace(
+    return msgspec.structs.replace(
         widest,
         held_requests=sum(view.held_requests for view in views),
         held_tokens=sum(view.held_tokens for view in views),

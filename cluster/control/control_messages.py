@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ...kvcache.config import KvCacheSettings
 from ...replica.messages import ReplicaDescription
 from ..config import Settings
 
@@ -52,26 +51,6 @@ class Rendezvous:
 
 
 @dataclass(slots=True, frozen=True)
-class Member:
-    """A replica as routers are told of it."""
-
-    description: ReplicaDescription
-    cache: KvCacheSettings  #: that it was started with
-    model_dir: str | None  #: of its model, as `ModelSpec` has it
-    version: int = 1  #: of the settings that it was started with
-    role: Role = "serving"
-
-
-@dataclass(slots=True, frozen=True)
-class Membership:
-    """All that routers are told of what is served."""
-
-    models: tuple[ModelSpec, ...]
-    members: tuple[Member, ...] = ()  #: also of models that are leaving
-    number: int = 0  #: an earlier one that comes late counts no more: Ray promises no order
-
-
-@dataclass(slots=True, frozen=True)
 class RankSpec:
     """What one rank is started with."""
 
@@ -116,21 +95,6 @@ class Failed:
     """A part could not start or stopped working, in its own words."""
 
     message: str
-
-
-@dataclass(slots=True, frozen=True)
-class Wanted:
-    """A replica is to serve now, however warm it is: requests wait that it could take."""
-
-
-@dataclass(slots=True, frozen=True)
-class CacheWorth:
-    """What would be lost with a replica, as a router sees it."""
-
-    replica_id: str
-    unique_tokens: int  #: cached ones that no other replica holds
-    pinned_blocks: int
-    prefill_tokens_per_s: float
 
 
 @dataclass(slots=True, frozen=True)

@@ -17,6 +17,7 @@ from typing import Any
 import ray
 
 from ...replica.messages import ReplicaDescription
+from ...router.control import Member
 from ..runtime import set_up_logging
 from .autoscale import Autoscaler, expected_wait_s, terms_of
 from .control_messages import (
@@ -24,7 +25,6 @@ from .control_messages import (
     ClusterSpec,
     ClusterStatus,
     Failed,
-    Member,
     ModelSpec,
     ModelStatus,
     Notice,
@@ -415,9 +415,8 @@ class Controller:
 
     def _member(self, enrolled: RoutedReplica) -> Member:
         spec = self._versions[enrolled.version]
-        return Member(
-            enrolled.description, spec.settings.kvcache, spec.model_dir, version=enrolled.version, role=enrolled.role
-        )
+        rest = None if enrolled.role == "serving" else enrolled.role
+        return Member(enrolled.description, spec.settings.kvcache, spec.model_dir, version=enrolled.version, rest=rest)
 
     def _notice(self, level: str, text: str) -> None:
         self._last_notice += 1

@@ -1,24 +1,36 @@
-"""The router processes of a cluster: each is started, told who serves, and started again when it dies.
+"""The router processes of a cluster: starts them, restarts them, and asks them the controller's questions.
 
-All of them listen on one port, where the kernel deals new connections out among them; each has a port of its own, too,
-as metrics are per process. Knows Ray and the router actor, nothing of replicas beyond their descriptions. Runs on the
-controller's event loop.
+All of them listen on one port, where the kernel distributes new connections among them. Each has a port of its own
+too, as metrics are per process. Knows Ray and the router actor, nothing of replicas beyond their descriptions. Runs on
+the controller's event loop.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError
 
 from ...router.backend import AbsentReplica
+from ...router.control import (
+    CacheWorth,
+    CountInFlight,
+    Demand,
+    MeasureDemand,
+    Member,
+    Question,
+    SetMembership,
+    SetMissing,
+    WarmUp,
+    WeighCaches,
+)
 from .actors import death, within
-from .autoscale import Demand, together
-from .control_messages import CacheWorth, ClusterSpec, Failed, Listening, Member, Membership, ModelSpec, Wanted
+from .autoscale import together
+from .control_messages import ClusterSpec, Failed, Listening, ModelSpec
 from .planner import Pacing
 
 log = logging.getLogger(__name__)
@@ -26,10 +38,8 @@ log = logging.getLogger(__name__)
 #: A router answers between two steps of its event loop.
 ASK_TIMEOUT_S = 10.0
 
-#: What a router that begins knows of who is missing, and of which models nobody is wanted.
-NOBODY: tuple[tuple[AbsentReplica, ...], frozenset[str]] = ((), frozenset())
-
 Notify = Callable[[str, str], None]
+A = TypeVar("A")
 
 
 @dataclass(slots=True)
@@ -38,9 +48,9 @@ class Seat:
 
     number: int
     actor: Any = None  #: set exactly while it listens
-    direct_port: int = 0  #: kept when the process is another one
+    direct_port: int = 0  #: kept when the process is replaced
     error: str | None = None
-    absent: tuple[tuple[AbsentReplica, ...], frozenset[str]] = NOBODY  #: what its present process was told
+    missing: SetMissing = field(default_factory=SetMissing)  #: what its present process was told
 
 
 class RouterProcesses:
@@ -57,8 +67,8 @@ class RouterProcesses:
         self._port = common.router.port
         #: Where a free port was asked for, the first router chooses it and the others wait.
         self._port_known = asyncio.Event()
-        #: Numbers go on rising in the next life of the controller.
-        self._told = Membership(spec.models, number=time.time_ns() // 1000)
+        #: Its number is higher than those of the controller's previous process.
+        self._membership = _membership(spec.models, (), time.time_ns() // 1000)
         self._stopping = False
 
     @property
@@ -77,58 +87,60 @@ class RouterProcesses:
         return next((seat.error for seat in self._seats if seat.error is not None), None)
 
     async def keep(self, supervisor: Any, running: Mapping[int, Any]) -> None:
-        """Keep all of them running until `stop`; those that run already, by seat, are taken over."""
+        """Keep all of them running until `stop`; `running` ones, by seat, are taken over."""
         self._supervisor = supervisor
         await asyncio.gather(*(self._keep(seat, running.get(seat.number)) for seat in self._seats))
 
     async def publish(self, models: tuple[ModelSpec, ...], members: tuple[Member, ...]) -> None:
-        """These models are served, by these replicas; a router that comes later is told as it starts."""
-        told = self._told = Membership(models, members, self._told.number + 1)
+        """Serve these models with these replicas; a router that starts later gets the same."""
+        membership = self._membership = _membership(models, members, self._membership.number + 1)
         self._spec = ClusterSpec(models)
-        await asyncio.gather(*(self._tell(seat, told) for seat in self._seats))
+        await asyncio.gather(*(self._send_membership(seat, membership) for seat in self._seats))
 
     async def tell_absent(self, absent: tuple[AbsentReplica, ...], off: frozenset[str]) -> None:
-        """These should serve and do not, and of these models nobody should: for every router that does not know yet."""
+        """Show these replicas as missing, and refuse requests for the models in `off`, in every router."""
+        missing = SetMissing(absent, off)
         for seat in self._seats:
-            if seat.actor is not None and seat.absent != (absent, off):
-                seat.absent = (absent, off)
-                seat.actor.tell_absent.remote(absent, off)
+            if seat.actor is not None and seat.missing != missing:
+                seat.missing = missing
+                seat.actor.ask.remote(missing)
 
     async def warm_up(self, replica_id: str, timeout_s: float) -> str:
-        """Until every router can send it requests and its cache is warm; in words why one refuses it, or empty.
+        """Until every router can send it requests and its cache is warm; returns why a router refuses it, or empty.
 
-        Sooner when one of them wants it at once: it has let the replica in by then, as the others will.
+        Returns sooner when a router needs it at once: that router has let it in by then, and the others will.
         """
+        settings = self._spec.common.settings
+        share = settings.router.warm_up_share / len(self._seats)  # each fills as much with the prompts that it knows
+        question = WarmUp(replica_id, share, timeout_s)
         limit_s = timeout_s + ASK_TIMEOUT_S  # the router itself ends what takes too long
-        questions = (self._ask(seat, "warm_up", replica_id, timeout_s, timeout_s=limit_s) for seat in self._seats)
-        asked = [asyncio.ensure_future(question) for question in questions]
+        asked = [asyncio.ensure_future(self._ask(seat, question, limit_s)) for seat in self._seats]
         try:
             for answered in asyncio.as_completed(asked):
-                answer: Failed | Wanted | None = await answered
-                if answer is not None:
-                    return answer.message if isinstance(answer, Failed) else ""
+                answer = await answered
+                if answer is not None and (answer.refusal or answer.pressed):
+                    return answer.refusal
         finally:
-            for question in asked:
-                question.cancel()
+            for each in asked:
+                each.cancel()
         return ""
 
     async def in_flight(self, replica_id: str) -> int:
-        """Requests at this replica that routers wait for."""
-        answers = await asyncio.gather(*(self._ask(seat, "in_flight", replica_id) for seat in self._seats))
-        return sum(answer or 0 for answer in answers)
+        """Requests of all routers that are not over at this replica."""
+        answers = await asyncio.gather(*(self._ask(seat, CountInFlight(replica_id)) for seat in self._seats))
+        return sum(answer.requests for answer in answers if answer is not None)
 
     async def worths(self) -> list[CacheWorth]:
-        """What would be lost with each replica; every router knows the same, so the first that answers is believed."""
+        """What would be lost with each replica, from the first router that answers: all know the same."""
         for seat in self._seats:
-            worths: list[CacheWorth] | None = await self._ask(seat, "worths")
-            if worths is not None:
-                return worths
+            if (answer := await self._ask(seat, WeighCaches())) is not None:
+                return list(answer.replicas)
         return []
 
     async def demands(self) -> dict[str, Demand]:
-        """By model: what waits and works, in the eyes of all routers that know it; of nothing when none answers."""
-        asked = (self._ask(seat, "demands") for seat in self._seats)
-        answers: list[dict[str, Demand]] = [answer for answer in await asyncio.gather(*asked) if answer is not None]
+        """By model: what waits and works, over all routers that answer."""
+        asked = (self._ask(seat, MeasureDemand()) for seat in self._seats)
+        answers = [answer.models for answer in await asyncio.gather(*asked) if answer is not None]
         models = dict.fromkeys(model for answer in answers for model in answer)
         return {model: together([each[model] for each in answers if model in each]) for model in models}
 
@@ -141,7 +153,7 @@ class RouterProcesses:
             ray.kill(actor)
 
     async def _keep(self, seat: Seat, running: Any) -> None:
-        """Start a router, and again when it dies: on the same ports, with the members of that time."""
+        """Start a router, and again when it dies: on the same ports, with the present members."""
         failures = 0
         while True:
             if seat.number and not self._port and running is None:
@@ -160,12 +172,12 @@ class RouterProcesses:
         """Start one, unless it runs already, and wait until it ends; returns why it did."""
         router = running
         try:
-            told = self._told
+            membership = self._membership
             router = running or await self._supervisor.start_router.remote(seat.number, self._spec)
             found: Listening | Failed | None = (
                 await asyncio.wait_for(router.listening.remote(), ASK_TIMEOUT_S)
                 if running
-                else await router.start.remote(self._port, seat.direct_port, told, seat.number)
+                else await router.start.remote(self._port, seat.direct_port, membership, seat.number)
             )
             if found is None:
                 ray.kill(router)
@@ -174,9 +186,9 @@ class RouterProcesses:
                 return found.message
             self._seated(seat, router, found)
             if running:
-                router.tell_absent.remote(*NOBODY)  # what it was told of them is not known any more
-            if running or told != self._told:  # it changed while the router was starting
-                await self._tell(seat, self._told)
+                router.ask.remote(SetMissing())  # what the previous controller told it is not known any more
+            if running or membership != self._membership:  # it changed while the router was starting
+                await self._send_membership(seat, self._membership)
             return await self._until_ended(router)
         except Exception as error:
             if router is not None:
@@ -184,7 +196,7 @@ class RouterProcesses:
             return death(error)
 
     async def _until_ended(self, router: Any) -> str:
-        """Why it ended, or why it had to: one that hangs keeps those waiting whom the kernel deals out to it."""
+        """Why it ended, or was killed: clients whose connections the kernel gives to a hanging router would wait."""
         watching = [asyncio.ensure_future(self._watch(router)), asyncio.ensure_future(self._ping(router))]
         try:
             ended, _ = await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
@@ -217,26 +229,28 @@ class RouterProcesses:
     def _seated(self, seat: Seat, router: Any, found: Listening) -> None:
         self._port = found.port
         self._port_known.set()
-        seat.actor, seat.direct_port, seat.error, seat.absent = router, found.direct_port, None, NOBODY
+        seat.actor, seat.direct_port, seat.error, seat.missing = router, found.direct_port, None, SetMissing()
         self._notify("info", f"router_ready router={seat.number} port={found.port}")
 
-    async def _ask(self, seat: Seat, question: str, *words: object, timeout_s: float = ASK_TIMEOUT_S) -> Any:
+    async def _ask(self, seat: Seat, question: Question[A], timeout_s: float = ASK_TIMEOUT_S) -> A | None:
         """A router's answer; None when there is none, or no router."""
         if seat.actor is None:
             return None
         try:
-            return await asyncio.wait_for(getattr(seat.actor, question).remote(*words), timeout_s)
+            answer: A = await asyncio.wait_for(seat.actor.ask.remote(question), timeout_s)
+            return answer
         except (RayError, TimeoutError) as error:
-            log.warning("router_not_answered router=%d question=%s reason=%s", seat.number, question, death(error))
+            name = type(question).__name__
+            log.warning("router_not_answered router=%d question=%s reason=%s", seat.number, name, death(error))
             return None
 
-    async def _tell(self, seat: Seat, told: Membership) -> None:
-        if seat.actor is None or told != self._told:
+    async def _send_membership(self, seat: Seat, membership: SetMembership) -> None:
+        if seat.actor is None or membership != self._membership:
             return  # a newer membership is on its way
         try:
-            await seat.actor.apply_membership.remote(told)
+            await seat.actor.ask.remote(membership)
         except RayActorError:
-            return  # `watch` tells it
+            return  # `watch` reports it
         except Exception as error:
             self._notify("error", f"membership_refused router={seat.number} reason={death(error)!r}")
 
@@ -245,3 +259,7 @@ class RouterProcesses:
         scheme, host = "https" if router.tls_cert_file else "http", router.host
         here = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
         return f"{scheme}://{here}:{port}"
+
+
+def _membership(models: tuple[ModelSpec, ...], members: tuple[Member, ...], number: int) -> SetMembership:
+    return SetMembership(tuple(model.name for model in models), members, models[0].seed, number)

@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from ..runtime import freeze_loaded_objects
-from .actors import RankServer, ReplicaRank, Router, RouterProcess
+from .actors import MakeRouter, RankServer, ReplicaRank, RouterProcess
 from .control_messages import ClusterSpec, RankSpec
 
 #: Ray accepts no empty bundle; this share of a CPU does not affect its scheduler.
@@ -52,7 +52,7 @@ class Supervisor:
     def __init__(
         self,
         make_rank: Callable[[RankSpec], RankServer],
-        make_router: Callable[[ClusterSpec], Router],
+        make_router: MakeRouter,
         router_node: str,
     ) -> None:
         """`router_node` is the Ray id of the node whose address users know."""

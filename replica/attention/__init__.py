@@ -1,4 +1,4 @@
-"""Attention backends behind one protocol (`base`), and the choice between them (`choice`).
+"""Paged attention over `kernels`: a step's data (`base`), its attention (`paged`, `flash`), the backend (`choice`).
 
-Imported by `execute` and `models`. Imports `kernels`; must not know requests, scheduling or sockets.
+Imported by `execute`. Imports `kernels` and `models.base`; must not know requests, scheduling or sockets.
 """

@@ -1,15 +1,14 @@
-"""What attention works on: a step's batch as tensors, the KV pool, and the protocol of a backend."""
+"""The data that attention works on: a step's batch as tensors, and the pool of keys and values."""
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ..engine.step_plan import RaggedBatch
-from ..models.base import Attend, AttentionRule, QkvAttend
 from ..models.spec import ModelSpec
 
 
@@ -24,7 +23,7 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 @dataclass(slots=True, frozen=True)
 class Batch:
-    """A `RaggedBatch` on the device. Lengths stay on the host: they steer Python, not kernels."""
+    """A `RaggedBatch` on the device. Lengths stay on the host: they control Python code, not kernels."""
 
     token_ids: torch.Tensor  #: [T] int64
     positions: torch.Tensor  #: [T] int64
@@ -38,7 +37,7 @@ class Batch:
 
     @classmethod
     def on_device(cls, ragged: RaggedBatch, device: torch.device) -> Self:
-        """Copy the arrays to `device`, without waiting."""
+        """Start copying the arrays to `device`."""
         return cls(
             token_ids=to_device(ragged.token_ids, device),
             positions=to_device(ragged.positions, device),
@@ -55,9 +54,9 @@ class Batch:
 class KvPool:
     """Keys and values of all blocks, per layer: [blocks, block_size, kv_heads, dim], zeroed.
 
-    Zeroed: a backend may read slots that it then hides, and is slow where they hold no number (`reference.weighed`).
-    All tensors of one shape are slices of one, so that a copy over all layers is a gather and a scatter (two kernels,
-    not four for each layer).
+    Zeroed, because plain torch reads slots that it then hides, and is slow where they hold NaN
+    (`torch_kernels.weighted_sum`). All tensors of one shape are slices of one tensor, so that a copy over all layers is
+    one gather and one scatter instead of four kernels for each layer.
     """
 
     __slots__ = ("_flat_keys", "_flat_values", "_stacks", "block_size", "keys", "num_blocks", "values")
@@ -84,35 +83,11 @@ class KvPool:
         self._flat_values = [tensor.flatten(0, 1) for tensor in self.values]
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Put this step's keys and values [T, kv_heads, dim] into their slots."""
+        """Store this step's keys and values [T, kv_heads, dim] in their slots."""
         self._flat_keys[layer].index_copy_(0, slots, k)
         self._flat_values[layer].index_copy_(0, slots, v)
 
     def copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Put the KV of these slots into those, over all layers; every source is read before any target is written."""
+        """Copy the KV of slots in all layers; every source is read before any target is written."""
         for stack in self._stacks:
             stack.index_copy_(1, targets, stack.index_select(1, sources))
-
-
-class AttentionBackend(Protocol):
-    """Paged attention on one kind of device."""
-
-    name: ClassVar[str]
-
-    def begin(self, batch: Batch) -> None:
-        """A step starts: whatever all layers share is worked out here or on first use."""
-        ...
-
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
-    ) -> torch.Tensor:
-        """`models.base.Attend` for the step that began last.
-
-        Whatever stands in slots that a token does not see, NaN included, changes nothing for it.
-        """
-        ...
-
-
-def attend_of(backend: AttentionBackend) -> Attend:
-    """What a model calls: the backend itself where it can also take over a model's work before attention."""
-    return backend if isinstance(backend, QkvAttend) else backend.attend

@@ -1,13 +1,13 @@
-"""Prefill by FlashAttention where it is installed; decode stays with our kernels. Not run on a GPU yet.
+"""Prefill by FlashAttention where it is installed; decode uses our kernels. Not run on a GPU yet.
 
-flash-attn 2 takes paged KV only in pages of 256 tokens, so its call without pages is used on keys and values gathered
-from ours: two copies of the KV bytes beside work that grows with the square of a prompt. FlashAttention 3 takes any
-page.
+flash-attn 2 takes paged KV only in pages of 256 tokens, so its call without pages gets keys and values gathered from
+our pages: two copies of the KV bytes, beside work that grows with the square of a prompt. FlashAttention 3 takes any
+page size.
 """
 
 import importlib
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 
@@ -16,20 +16,15 @@ from ..models.base import AttentionRule
 from .base import KvPool
 from .paged import PagedAttention, PagedStep
 
-#: Where FlashAttention 3 is found, by how it was installed.
+#: Module names of FlashAttention 3, which depend on how it was installed.
 FLASH3_MODULES = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
 
-
-class Prefill(Protocol):
-    """One library's causal attention of rows whose queries are their last tokens: [T, heads, D]."""
-
-    def __call__(self, q: torch.Tensor, rows: PagedRows, step: PagedStep, rule: AttentionRule) -> torch.Tensor: ...
+#: One library's causal attention [T, heads, D] of rows whose queries are their last tokens.
+Prefill = Callable[[torch.Tensor, PagedRows, PagedStep, AttentionRule], torch.Tensor]
 
 
 class FlashAttention(PagedAttention):
-    """`PagedAttention` whose prefill is a library's; rules that it has no argument for stay with the kernels."""
-
-    name: ClassVar[str] = "flash"
+    """`PagedAttention` whose prefill is a library's. Rules that the library does not support use our kernels."""
 
     def __init__(self, pool: KvPool, kernels: Kernels, prefill: Prefill) -> None:
         super().__init__(pool, kernels)
@@ -40,15 +35,15 @@ class FlashAttention(PagedAttention):
     ) -> None:
         if rule.sinks is not None or rows.keys.shape[3] != rows.values.shape[3]:
             super()._prefill(q, rows, step, rule, out)
-            return
-        out.copy_(self._library(q, rows, step, rule))
+        else:
+            out.copy_(self._library(q, rows, step, rule))
 
 
 def flash2(call: Callable[..., torch.Tensor]) -> Prefill:
     """`flash_attn.flash_attn_varlen_func` on gathered keys and values."""
 
     def prefill(q: torch.Tensor, rows: PagedRows, step: PagedStep, rule: AttentionRule) -> torch.Tensor:
-        keys, values, first_keys = gathered(rows, step.kv_lens)
+        keys, values, first_keys = _gathered(rows, step.kv_lens)
         return call(
             q,
             keys,
@@ -81,8 +76,8 @@ def flash3(call: Callable[..., torch.Tensor]) -> Prefill:
     return prefill
 
 
-def gathered(rows: PagedRows, kv_lens: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values of all rows joined [sum(kv_lens), kv_heads, D], and where each row starts (int32, one more)."""
+def _gathered(rows: PagedRows, kv_lens: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values of all rows joined [sum(kv_lens), kv_heads, D], and where each row starts (int32 [rows + 1])."""
     device, size, total = rows.tables.device, rows.keys.shape[1], sum(kv_lens)
     counts = torch.tensor(kv_lens).to(device)
     first = torch.nn.functional.pad(counts.cumsum(0), (1, 0))

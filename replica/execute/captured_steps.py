@@ -14,7 +14,7 @@ import torch
 
 from ..attention.base import Batch
 from ..engine.step_plan import RaggedBatch
-from ..kernels.cpu.runtime.call_recording import Arena, NotRecorded, Program, record
+from ..kernels.cpu.runtime.call_recording import Arena, CallRecording, NotRecorded, record
 from ..models.layers import FEW_ROWS
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class _CapturedStep:
             assert logits is not None, "the only rank has the logits"
             return logits
 
-        self._recording: Program = record(arena, step)
+        self._recording: CallRecording = record(arena, step)
 
     def run(self, batch: RaggedBatch) -> torch.Tensor:
         self._set(batch)

@@ -21,6 +21,7 @@ from ..kernels.base import NO_TOKEN
 from ..kernels.choice import choose_kernels
 from ..load.device_memory import CudaMemory
 from ..models.base import Model
+from ..models.loading import DTYPES
 from ..parallel.rank_group import RankGroup
 from .cuda_graphs import CudaGraphs, EagerSteps, NotCaptured, graph_sizes, padded_size
 from .decode_step import DecodeStep
@@ -90,7 +91,7 @@ class GpuRunner(ModelRunner):
         super().__init__(settings, model_dir, block_size, group, model=model, memory=memory)
         self._most_rows = min(settings.max_running_requests, settings.max_batched_tokens)
         self._max_model_len = settings.max_model_len or self.spec.max_positions
-        self._kernels = choose_kernels(self.device)
+        self._kernels = choose_kernels(self.device, DTYPES[self.spec.dtype])
         self._graphs: EagerSteps = graphs or (CudaGraphs() if self.device.type == "cuda" else EagerSteps())
         self._sizes = graph_sizes(self._most_rows)
         self._state: _DeviceState | None = None
@@ -104,9 +105,7 @@ class GpuRunner(ModelRunner):
     def _allocate(self, num_blocks: int) -> None:
         """Also allocates the request table and captures a graph for each batch size."""
         super()._allocate(num_blocks)
-        assert self.pool is not None
-        if not isinstance(self._attention, PagedAttention):
-            self._attention = PagedAttention(self.pool, self._kernels)
+        assert self._attention is not None
         pages = min(num_blocks, -(-self._max_model_len // self.block_size) + 1)
         table = RequestTable(self._most_rows, pages, self.device)
         decode = DecodeStep(

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...kvcache.sizing import MemoryReading
-from ..attention.base import AttentionBackend, Batch, KvPool, attend_of
+from ..attention.base import Batch, KvPool
 from ..attention.choice import choose_attention
+from ..attention.paged import PagedAttention
 from ..config import ReplicaSettings
 from ..engine.step_plan import RaggedBatch, StepPlan, lay_out
 from ..errors import StartupError
@@ -67,7 +68,7 @@ class ModelRunner:
         self.pool: KvPool | None = None
         self.captured_steps: CapturedSteps | None = None
         self._attention_backend = settings.attention_backend
-        self._attention: AttentionBackend | None = None
+        self._attention: PagedAttention | None = None
         self._group = group if group is not None and group.size > 1 else None
         self._memory = memory or (CudaMemory(self.device) if self.device.type == "cuda" else None)
         self._model: Model = model or resolve(settings, model_dir, self._group, device=self.device)
@@ -118,7 +119,7 @@ class ModelRunner:
         """Run the model on a batch: its logits in the model's dtype on rank 0, None on other ranks."""
         assert self._attention is not None, "forward before allocate_kv"
         self._attention.begin(batch)
-        return self._model.forward(batch.token_ids, batch.positions, attend_of(self._attention), batch.logits_at)
+        return self._model.forward(batch.token_ids, batch.positions, self._attention, batch.logits_at)
 
     def _allocate(self, num_blocks: int) -> None:
         self.pool = KvPool(self.spec, num_blocks, self.block_size, DTYPES[self.spec.dtype], self.device)

@@ -1,4 +1,5 @@
-"""Device kernels of a decoder step: one file per family, with plain torch beside them behind one protocol (`base`).
+"""Device kernels of a decoder step behind one protocol (`base`): Triton, compiled for the CPU, and plain torch.
 
-Importing this package, `base`, `fallback` or `choice` needs no Triton; the files with kernels do.
+Imported by `attention`, `models` and `execute`. Imports `models.base` and the sampler; must not know the KV pool or
+attention backends. `base`, `torch_kernels` and `choice` need neither Triton nor numba; the kernels do.
 """

@@ -1,8 +1,7 @@
-"""What a decoder step asks of the device: paged attention, the small operations around it, and the sampler.
+"""The operations of a decoder step on a device: paged attention, the small operations around it, and the sampler.
 
-Everything is a tensor of fixed shape, nothing is read back to the host, so that a whole step can be captured in a CUDA
-graph. `fallback.TorchKernels` says in plain torch what each method means; `fused.TritonKernels` is held to it and to
-float64 by tests.
+All arguments are tensors of fixed shape, and no value is read back to the host, so that a CUDA graph can capture a
+whole step. `torch_kernels.TorchKernels` defines each method in plain torch; tests hold all implementations to float64.
 """
 
 from dataclasses import dataclass
@@ -18,28 +17,28 @@ NO_TOKEN = -1
 
 @dataclass(slots=True, frozen=True)
 class PagedRows:
-    """The KV of one layer, and which of it each row of a step sees."""
+    """The KV of one layer, and the part of it that each row of a step sees."""
 
     keys: torch.Tensor  #: [pages, page, kv_heads, Dk]
     values: torch.Tensor  #: [pages, page, kv_heads, Dv]
-    tables: torch.Tensor  #: [rows, longest] int32 pages in order; what lies beyond a row's length is not read
+    tables: torch.Tensor  #: [rows, longest] int32 pages in order; entries beyond a row's length are not read
     seq_lens: torch.Tensor  #: [rows] int32 tokens, this step's included; 0: a padding row
 
 
 @dataclass(slots=True, frozen=True)
 class SamplingInputs:
-    """How each row's token is drawn; [rows] each. Meanings as in `messages.SamplingParams`."""
+    """The sampling parameters of each row, [rows] each, as in `messages.SamplingParams`."""
 
-    temperatures: torch.Tensor  #: float32; below `sampler.GREEDY_BELOW` the likeliest token is taken
+    temperatures: torch.Tensor  #: float32; below `sampler.GREEDY_BELOW` the likeliest token is drawn
     top_ks: torch.Tensor  #: int32, 0: all
     top_ps: torch.Tensor  #: float64
     min_ps: torch.Tensor  #: float32
-    seeds: torch.Tensor  #: int64, the bits of an unsigned number
+    seeds: torch.Tensor  #: int64, the bits of a uint64
     positions: torch.Tensor  #: int64 tokens generated before this one
 
 
 class Kernels(Protocol):
-    """The operations of one step. `out` is written wherever it is given; nothing else that is passed is changed."""
+    """The operations of one step. A parameter `out` is overwritten; other arguments change only where it says so."""
 
     name: ClassVar[str]
 
@@ -47,14 +46,14 @@ class Kernels(Protocol):
         """The rows of `table` [N, F] at `places` [T] int64, each of which is below N: [T, F]."""
         ...
 
-    def waves(
+    def rotary_table(
         self, positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of positions [T] int64 times frequencies [D / 2] float32, in float32 and rounded to `dtype`."""
+        """cos and sin [T, D / 2] of positions [T] int64 times frequencies [D / 2] float32, rounded to `dtype`."""
         ...
 
     def plan_decode(self, seq_lens: torch.Tensor, kv_heads: int, window: int | None) -> Any:
-        """Work shared by the `decode` calls of a step's layers that have the same KV heads and window."""
+        """A plan that the `decode` calls of all layers with these KV heads and this window share in one step."""
         ...
 
     def decode(self, q: torch.Tensor, rows: PagedRows, plan: Any, rule: AttentionRule, out: torch.Tensor) -> None:
@@ -76,15 +75,18 @@ class Kernels(Protocol):
     def add_rms_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x + delta, that scaled to a root mean square of 1 times `weight`); all [T, features]. x may be reused."""
+        """The sum x + delta, and the sum scaled to a root mean square of 1 times `weight`; all [T, features].
+
+        Without `delta` the first result is x itself.
+        """
         ...
 
     def rotate_and_store(
         self, qkv: torch.Tensor, rotary: Rotary, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """Norm and rotate queries and keys, put keys and values into their slots, return the queries [T, heads, D].
+        """Normalize and rotate queries and keys, store keys and values in their slots; the queries [T, heads, D].
 
-        qkv [T, (heads + 2 kv_heads) * D]; slots int64 [T], negative ones are skipped; keys, values as in `PagedRows`.
+        qkv [T, (heads + 2 kv_heads) * D]; slots int64 [T], negative slots are skipped; keys, values as in `PagedRows`.
         """
         ...
 
@@ -93,8 +95,8 @@ class Kernels(Protocol):
         ...
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs, out: torch.Tensor) -> None:
-        """The token of each row of `logits` [rows, vocab] float32 into `out` [rows] int64: as `sampler.sample`.
+        """Draw a token for each row of `logits` [rows, vocab] float32 into `out` [rows] int64, as `sampler.sample`.
 
-        `NO_TOKEN` where a row's greatest logit is NaN or infinite.
+        `NO_TOKEN` if a row's greatest logit is NaN or infinite.
         """
         ...

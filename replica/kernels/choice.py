@@ -1,4 +1,4 @@
-"""Which kernels serve a device: Triton on CUDA, compiled by numba on a CPU, plain torch where these cannot be used."""
+"""The choice of kernels: Triton on CUDA, compiled by numba on a CPU, plain torch where these cannot be used."""
 
 import functools
 import importlib.util
@@ -7,9 +7,12 @@ import logging
 import torch
 
 from .base import Kernels
-from .torch_kernels import TorchKernels
+from .torch_kernels import TorchCpuKernels, TorchKernels
 
 log = logging.getLogger(__name__)
+
+#: The dtypes of kernels that are compiled for a CPU.
+COMPILED_DTYPES = (torch.bfloat16, torch.float32)
 
 
 def triton_problem(device: torch.device, installed: bool) -> str | None:
@@ -19,9 +22,16 @@ def triton_problem(device: torch.device, installed: bool) -> str | None:
     return None if installed else "Triton is not installed: pip install triton"
 
 
+def compiled_problem(dtype: torch.dtype = torch.float32) -> str | None:
+    """Why kernels of this dtype cannot be compiled for this machine's CPU, or None."""
+    if dtype not in COMPILED_DTYPES:
+        names = ", ".join(str(each).removeprefix("torch.") for each in COMPILED_DTYPES)
+        return f"dtype {str(dtype).removeprefix('torch.')} is not one of {names}"
+    return _machine_problem()
+
+
 @functools.cache
-def compiled_problem() -> str | None:
-    """Why kernels cannot be compiled for this machine's CPU, or None."""
+def _machine_problem() -> str | None:
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed: pip install numba"
     try:
@@ -33,19 +43,19 @@ def compiled_problem() -> str | None:
     return None
 
 
-def choose_kernels(device: torch.device) -> Kernels:
-    """Kernels for `device`; logs the reason."""
+def choose_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
+    """Kernels for activations and KV of `dtype` on `device`; logs why not better ones."""
     on_cpu = device.type == "cpu"
-    problem = compiled_problem() if on_cpu else triton_problem(device, importlib.util.find_spec("triton") is not None)
+    installed = importlib.util.find_spec("triton") is not None
+    problem = compiled_problem(dtype) if on_cpu else triton_problem(device, installed)
     if problem is not None:
         log.info("kernels_chosen kernels=torch reason=%r", problem)
-        return TorchKernels()
+        return TorchCpuKernels() if on_cpu else TorchKernels()
     log.info("kernels_chosen kernels=%s device=%s", "compiled" if on_cpu else "triton", device)
-    # Each needs its package.
     if on_cpu:
-        from .cpu.cpu_kernels import CompiledKernels
+        from .cpu.cpu_kernels import CompiledKernels  # needs numba
 
         return CompiledKernels()
-    from .triton.triton_kernels import TritonKernels
+    from .triton.triton_kernels import TritonKernels  # needs Triton
 
     return TritonKernels()

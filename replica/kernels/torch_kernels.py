@@ -1,32 +1,30 @@
-"""The kernels in plain torch: what each one means, and what runs where there is no Triton.
-
-Reads nothing back to the host in `decode` and around it, so that it can stand in for the kernels in a captured step;
-`prefill` and `sample` do. Gathers whole block tables: right on any device, slow on all.
-"""
+"""The kernels in plain torch: they define what each kernel computes, and run where no compiled kernel can."""
 
 from itertools import pairwise
+from math import isfinite, nan
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from ..attention.reference import weighed
 from ..engine.sampler import SamplingRow, sample
 from ..messages import SamplingParams
 from ..models.base import AttentionRule, Rotary
-from ..models.layers import rms_norm, rotate, silu_mul
 from .base import NO_TOKEN, PagedRows, SamplingInputs
+
+#: Queries of a prefill in one product: 64 and 128 were equally fast on an AMD EPYC, 256 a tenth slower.
+TILE = 128
 
 
 class TorchKernels:
-    """See `base.Kernels`."""
+    """`base.Kernels` on any device. `prefill` and `sample` read values back to the host, the other methods do not."""
 
     name: ClassVar[str] = "torch"
 
     def take(self, table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         return F.embedding(places, table)
 
-    def waves(
+    def rotary_table(
         self, positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         angles = positions[:, None].float() * frequencies
@@ -36,41 +34,44 @@ class TorchKernels:
         return None
 
     def decode(self, q: torch.Tensor, rows: PagedRows, plan: Any, rule: AttentionRule, out: torch.Tensor) -> None:  # noqa: ARG002
-        keys, values, positions = _gathered(rows)
+        size, device = rows.keys.shape[1], q.device
+        positions = torch.arange(rows.tables.shape[1] * size, device=device)
+        tables = rows.tables.where(positions[::size] < rows.seq_lens[:, None], 0)  # unused entries read page 0
         last = rows.seq_lens[:, None].long() - 1
         seen = positions <= last
         if rule.window is not None:
             seen &= positions > last - rule.window
-        values = values.where(seen[:, :, None, None], 0)
-        keys = keys.where(seen[:, :, None, None], 0)
-        weights = _weights(q[:, None], keys, seen[:, None], rule)
-        found = (weights @ _of_heads(values, q.shape[1])).squeeze(2).to(q.dtype)
+        heads = q.shape[1]
+        # [rows, heads, tokens, D]; what is not seen may be NaN.
+        keys, values = (
+            pages[tables].flatten(1, 2).where(seen[:, :, None, None], 0).transpose(1, 2).float()
+            for pages in (rows.keys, rows.values)
+        )
+        keys, values = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (keys, values))
+        scores = q[:, :, None].float() @ keys.transpose(2, 3) * rule.scale
+        _cap_and_hide(scores, ~seen[:, None, None], rule.softcap)
+        found = (_softmax(scores, rule.sinks) @ values).squeeze(2).to(q.dtype)
         out.copy_(found.where(rows.seq_lens[:, None, None] > 0, 0))
 
     def prefill(
         self, q: torch.Tensor, rows: PagedRows, first_queries: torch.Tensor, rule: AttentionRule, out: torch.Tensor
     ) -> None:
-        bounds: list[int] = first_queries.tolist()
-        lengths: list[int] = rows.seq_lens.tolist()
-        size = rows.keys.shape[1]
-        for row, (first, stop) in enumerate(pairwise(bounds)):
-            if first == stop:
+        lengths = rows.seq_lens.tolist()
+        for row, ((first, stop), length) in enumerate(zip(pairwise(first_queries.tolist()), lengths, strict=True)):
+            if first == stop or not length:
+                out[first:stop] = 0
                 continue
-            positions = torch.arange(lengths[row], device=q.device)
-            pages = rows.tables[row].long()[positions // size]
-            keys, values = rows.keys[pages, positions % size], rows.values[pages, positions % size]
-            own = positions[first - stop :, None]
-            seen = positions <= own
-            if rule.window is not None:
-                seen &= positions > own - rule.window
-            weights = _weights(q[None, first:stop], keys[None], seen[None], rule)
-            out[first:stop] = weighed(weights[0], _of_heads(values[None], q.shape[1])[0]).transpose(0, 1)
+            pages = rows.tables[row, : -(-length // rows.keys.shape[1])]
+            keys, values = (each.index_select(0, pages).flatten(0, 1)[:length] for each in (rows.keys, rows.values))
+            for start in range(first, stop, TILE):
+                end = min(start + TILE, stop)
+                _attend_tile(q[start:end], keys[: length - stop + end], values, rule, out[start:end])
 
     def add_rms_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         summed = x if delta is None else x + delta
-        return summed, rms_norm(summed, weight, epsilon)
+        return summed, _rms_norm(summed, weight, epsilon)
 
     def rotate_and_store(
         self, qkv: torch.Tensor, rotary: Rotary, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -79,62 +80,99 @@ class TorchKernels:
         split = qkv.unflatten(1, (-1, dim))
         q, k, v = split[:, : -2 * kv_heads], split[:, -2 * kv_heads : -kv_heads], split[:, -kv_heads:]
         if rotary.q_norm is not None and rotary.k_norm is not None:
-            q, k = rms_norm(q, rotary.q_norm, rotary.epsilon), rms_norm(k, rotary.k_norm, rotary.epsilon)
-        cos, sin = (wave.to(qkv.dtype)[:, None] for wave in (rotary.cos, rotary.sin))
+            q, k = _rms_norm(q, rotary.q_norm, rotary.epsilon), _rms_norm(k, rotary.k_norm, rotary.epsilon)
+        cos, sin = (each.to(qkv.dtype)[:, None] for each in (rotary.cos, rotary.sin))
         kept = (slots >= 0)[:, None, None]
         targets = slots.clamp(min=0)
-        for pages, new in ((keys, rotate(k, cos, sin)), (values, v)):
+        for pages, new in ((keys, _rotate(k, cos, sin)), (values, v)):
             flat = pages.flatten(0, 1)
             flat.index_copy_(0, targets, torch.where(kept, new, flat[targets]))
-        return rotate(q, cos, sin)
+        return _rotate(q, cos, sin)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return silu_mul(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs, out: torch.Tensor) -> None:
-        drawn = sample(logits, _sampling_rows(inputs))
+        columns = (inputs.temperatures, inputs.top_ks, inputs.top_ps, inputs.min_ps, inputs.seeds, inputs.positions)
+        rows = []
+        for temperature, top_k, top_p, min_p, seed, position in zip(*(each.tolist() for each in columns), strict=True):
+            params = SamplingParams(
+                temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed % (1 << 64), max_tokens=1
+            )
+            rows.append(SamplingRow(params, position, (), ()))
+        drawn = sample(logits, rows)
         out.copy_(torch.tensor([each.token_id if each.finite else NO_TOKEN for each in drawn], dtype=torch.int64))
 
 
-def _sampling_rows(inputs: SamplingInputs) -> list[SamplingRow]:
-    columns = (
-        inputs.temperatures.tolist(),
-        inputs.top_ks.tolist(),
-        inputs.top_ps.tolist(),
-        inputs.min_ps.tolist(),
-        inputs.seeds.tolist(),
-        inputs.positions.tolist(),
-    )
-    rows = []
-    for temperature, top_k, top_p, min_p, seed, position in zip(*columns, strict=True):
-        params = SamplingParams(
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed % (1 << 64), max_tokens=1
-        )
-        rows.append(SamplingRow(params, position, (), ()))
-    return rows
+class TorchCpuKernels(TorchKernels):
+    """Decodes row by row: on a CPU 1.7 to 5 times as fast as over tables padded to the longest row."""
+
+    def decode(self, q: torch.Tensor, rows: PagedRows, plan: Any, rule: AttentionRule, out: torch.Tensor) -> None:  # noqa: ARG002
+        self.prefill(q, rows, torch.arange(len(q) + 1), rule, out)
 
 
-def _gathered(rows: PagedRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values [rows, longest * page, kv_heads, D] and their positions; unused table entries read page 0."""
-    size = rows.keys.shape[1]
-    first = torch.arange(rows.tables.shape[1], device=rows.tables.device) * size
-    tables = rows.tables.where(first < rows.seq_lens[:, None], 0)
-    positions = torch.arange(rows.tables.shape[1] * size, device=rows.tables.device)
-    return rows.keys[tables].flatten(1, 2), rows.values[tables].flatten(1, 2), positions
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """x scaled to a root mean square of 1 along its last dimension, times `weight`."""
+    return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
 
 
-def _of_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[B, K, kv_heads, D] as [B, heads, K, D] float32: query heads share KV heads in consecutive groups."""
-    return x.repeat_interleave(heads // x.shape[2], dim=2).transpose(1, 2).float()
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of x [T, heads, D] by cos and sin [T, 1, D / 2]; pairs are (i, i + D / 2) as in Hugging Face."""
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
-def _weights(q: torch.Tensor, k: torch.Tensor, seen: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
-    """q [B, Q, heads, Dk], k [B, K, kv_heads, Dk], seen [B, Q, K]; [B, heads, Q, K] float32."""
-    scores = q.transpose(1, 2).float() @ _of_heads(k, q.shape[2]).transpose(2, 3) * rule.scale
-    if rule.softcap is not None:
-        scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    scores = scores.masked_fill(~seen[:, None], float("-inf"))
-    if rule.sinks is None:
-        return scores.softmax(-1)
-    sinks = rule.sinks.float()[None, :, None, None].expand(len(q), -1, q.shape[1], 1)
-    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+def _attend_tile(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: AttentionRule, out: torch.Tensor
+) -> None:
+    """Attention of the queries [Q, heads, Dk] of the last tokens of `keys` [K, kv_heads, Dk] into `out`.
+
+    Scores and weights have the queries' dtype. The query heads of one KV head are the rows of one product.
+    """
+    count, (length, kv_heads, _) = len(q), keys.shape
+    before = length - count
+    first = 0 if rule.window is None else max(0, before + 1 - rule.window)
+    keys, values = keys[first:], values[first:length]
+    queries = (q * rule.scale).view(count, kv_heads, -1, q.shape[2]).permute(1, 2, 0, 3)
+    scores = torch.bmm(queries.flatten(1, 2), keys.permute(1, 2, 0)).view(*queries.shape[:3], length - first)
+    hidden = None
+    if count > 1:
+        # Without a window only the tile's own keys can be hidden: those after each query.
+        start = before if rule.window is None else first
+        distance = torch.arange(before, length, device=q.device)[:, None] - torch.arange(start, length, device=q.device)
+        hidden = distance < 0 if rule.window is None else (distance < 0) | (distance >= rule.window)
+    _cap_and_hide(scores, hidden, rule.softcap)
+    weights = _softmax(scores.flatten(0, 1), rule.sinks).view_as(scores)
+    found = weighted_sum(weights.flatten(1, 2), values.transpose(0, 1)).view(*queries.shape[:3], -1)
+    out.copy_(found.permute(2, 0, 1, 3).flatten(1, 2))
+
+
+def _cap_and_hide(scores: torch.Tensor, hidden: torch.Tensor | None, softcap: float | None) -> None:
+    """Cap the scores where the rule asks for it, and hide keys, in place; `hidden` covers the last keys."""
+    if softcap is not None:
+        scores.div_(softcap).tanh_().mul_(softcap)
+    if hidden is not None:
+        scores[..., -hidden.shape[-1] :].masked_fill_(hidden, float("-inf"))
+
+
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Softmax of scores [..., heads, Q, K] over the keys; sinks [heads] take part in it."""
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+
+
+def weighted_sum(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """weights [B, Q, K] @ values [B, K, D], where a weight of 0 hides any value, NaN included. Waits for the device.
+
+    A page may hold what an earlier request left there, and a token whose numbers are out of range may follow a prefix
+    that other requests share: neither may reach a token that does not see it.
+    """
+    found = torch.bmm(weights, values)  # reads strided values; @ would copy them
+    if isfinite(float(found.sum(dtype=torch.float32))):
+        return found
+    odd = ~values.isfinite()
+    reached = (weights != 0).float() @ odd.float() > 0
+    return (weights @ values.masked_fill(odd, 0)).masked_fill(reached, nan)

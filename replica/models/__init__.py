@@ -1,6 +1,7 @@
 """Models behind one contract (`base.Model`): our decoder for the common families, transformers' code for the rest.
 
-This face is light: torch and the providers are imported when a model is resolved.
+Imported by `execute`; `kernels` and `attention` may import `base` and `spec` alone. Must not know requests, the KV pool
+or attention backends. Importing this package is light: torch and the providers are imported when a model is resolved.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def resolve(
     *,
     device: torch.device,
 ) -> Model:
-    """Load the model of a Hugging Face folder with the provider that the settings ask for. Raises ModelError."""
+    """Load the model in a Hugging Face folder with the provider that the settings select. Raises ModelError."""
     from .loading import load
 
     return load(settings, model_dir, group, device=device)

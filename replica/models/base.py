@@ -1,7 +1,7 @@
-"""What the runner asks of a model, whoever wrote its forward pass."""
+"""The contract between the runner, models and attention; every provider of models implements `Model`."""
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -20,7 +20,7 @@ class AttentionRule:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Rotary:
-    """How the queries and keys of a step are normed (where the model does) and rotated."""
+    """Normalization (in models that have it) and rotation of a step's queries and keys."""
 
     cos: torch.Tensor  #: [T, D / 2], float32 or of the activations' dtype
     sin: torch.Tensor
@@ -30,19 +30,17 @@ class Rotary:
 
 
 class Attend(Protocol):
-    """Attention of one layer over the paged KV: writes this step's keys and values, then reads all that a token sees.
-
-    q [T, heads, Dk], k [T, kv_heads, Dk], v [T, kv_heads, Dv]; returns [T, heads, Dv].
-    """
+    """Attention of one layer over the paged KV: stores this step's keys and values, then attends to all stored ones."""
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """q [T, heads, Dk], k [T, kv_heads, Dk], v [T, kv_heads, Dv]; returns [T, heads, Dv]."""
+        ...
 
 
-@runtime_checkable
 class QkvAttend(Attend, Protocol):
-    """An `Attend` that also does what a model does before it: norms, rotation and the store, in one kernel."""
+    """`Attend` that can also normalize and rotate, in one kernel with the store."""
 
     def from_qkv(self, layer: int, qkv: torch.Tensor, rotary: Rotary, rule: AttentionRule) -> torch.Tensor:
         """From the joined projection [T, (heads + 2 kv_heads) * D] to [T, heads, D]."""
@@ -53,11 +51,11 @@ class Model(Protocol):
     """A loaded model, or one rank's share of it."""
 
     spec: ModelSpec
-    #: Why its steps cannot be captured in a graph; None: nothing is known against it.
+    #: Why its steps cannot be captured in a graph; None: no reason is known.
     uncapturable: str | None
 
     def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_at: torch.Tensor
+        self, ids: torch.Tensor, positions: torch.Tensor, attend: QkvAttend, logits_at: torch.Tensor
     ) -> torch.Tensor | None:
         """Logits [len(logits_at), vocab] of the flat tokens `ids` [T] at `positions` [T].
 

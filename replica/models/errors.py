@@ -1,14 +1,14 @@
-"""Why a model cannot be loaded here, and what to do about it. A branch of the room's tree in `replica/errors.py`.
+"""Errors of models that cannot be loaded. A branch of the tree in `replica/errors.py`.
 
 StartupError
 └── ModelError
     ├── WeightsMissing             the folder lacks a tensor, or has none at all
-    ├── WeightsTorn                a file of weights is shorter or longer than it says
+    ├── WeightsTorn                a file of weights is shorter or longer than its header says
     ├── UnsupportedModel           the provider cannot run this model; names the reason
-    └── TensorParallelUnsupported  it runs, but not split over so many ranks
+    └── TensorParallelUnsupported  the model cannot be split over this number of ranks
 """
 
-# ruff: noqa: N818 - these names say what is the matter with a model; operators read them in logs without "Error".
+# ruff: noqa: N818 - these names describe a problem of a model; operators read them in logs without "Error".
 
 from ..errors import StartupError
 
@@ -22,11 +22,11 @@ class WeightsMissing(ModelError):
 
 
 class WeightsTorn(ModelError):
-    """A file of weights is not whole: a download that broke off, or a full disk."""
+    """A file of weights is incomplete, as after an interrupted download or on a full disk."""
 
 
 class UnsupportedModel(ModelError):
-    """The model does something that the chosen provider cannot do."""
+    """The model needs an operation that the chosen provider does not have."""
 
 
 class TensorParallelUnsupported(ModelError):

@@ -1,14 +1,14 @@
-"""Which families the native decoder runs, and over how many ranks a model of theirs can be split. No torch."""
+"""The families that the native decoder runs, and the numbers of ranks that can share a model. Knows no torch."""
 
 from typing import Protocol
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
-#: Sizes of the MLPs that ranks share; a configuration has those of its family.
+#: Sizes of the MLPs that ranks share; each family's configuration has some of them.
 _FEATURES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
 class Divisible(Protocol):
-    """What of a configuration is divided among ranks."""
+    """The heads in a configuration, which are divided among ranks."""
 
     @property
     def num_attention_heads(self) -> int: ...
@@ -17,7 +17,7 @@ class Divisible(Protocol):
 
 
 def split_problem(config: Divisible, ranks: int) -> str | None:
-    """Why a model of this configuration cannot be split over so many ranks, or None."""
+    """Why a model of this configuration cannot be split over `ranks` ranks, or None."""
     if config.num_attention_heads % ranks:
         return f"{config.num_attention_heads} attention heads do not divide by {ranks} ranks"
     for name in _FEATURES:

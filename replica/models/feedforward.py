@@ -1,6 +1,6 @@
-"""What stands between two attentions: one gated MLP, or a mixture of experts of which each token takes a few.
+"""The feedforward part of a layer: one gated MLP, or a mixture of experts of which each token uses a few.
 
-A rank holds a part of every MLP's features, the router whole; what these give is to be summed over ranks.
+A rank holds a part of every MLP's features and the whole router; the results must be summed over ranks.
 """
 
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ class GatedMlp:
 
 @dataclass(slots=True, frozen=True)
 class Mixture:
-    """The weighted sum of each token's likeliest experts; beside them, in some families, one that all tokens take.
+    """The weighted sum of each token's likeliest experts and, in some families, a shared expert for all tokens.
 
-    Experts run one after the other on their tokens alone, so the shapes depend on the data: nothing for a CUDA graph.
+    Each expert runs on its tokens alone. So shapes depend on the data, and a CUDA graph cannot hold it.
     """
 
     router: torch.Tensor  #: [experts, hidden]
@@ -46,17 +46,14 @@ class Mixture:
         order = chosen.flatten().argsort(stable=True)
         tokens, shares = order // self.per_token, weights.flatten()[order, None]
         first = 0
-        for expert, count in zip(self.experts, self._counts(chosen), strict=True):
+        counts: list[int] = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
+        for expert, count in zip(self.experts, counts, strict=True):
             if count:
                 mine = slice(first, first + count)
                 found = expert(x[tokens[mine]], kernels) * shares[mine]
                 total.index_add_(0, tokens[mine], found.to(x.dtype))
                 first += count
         return total
-
-    def _counts(self, chosen: torch.Tensor) -> list[int]:
-        counts: list[int] = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
-        return counts
 
     def _shared(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         if self.shared is None:
@@ -66,8 +63,3 @@ class Mixture:
 
 
 Feedforward = GatedMlp | Mixture
-
-
-def uncapturable(feedforward: Feedforward) -> str | None:
-    """Why a graph cannot hold it, or None."""
-    return "how many tokens an expert takes is read back" if isinstance(feedforward, Mixture) else None

@@ -1,11 +1,11 @@
 """Any causal model of transformers, with its own modelling code and our paged attention.
 
-The model calls us through transformers' AttentionInterface: once per layer, with queries and keys already rotated and
-without a mask (an attention implementation that has no mask function gets none). A model that does more than this
-attention can give is refused by name while it loads: a trial step must make exactly one call per layer, and no argument
-or configuration may ask for what is not computed here.
+The model calls our attention through transformers' AttentionInterface: once per layer, with queries and keys already
+rotated and without a mask (an attention implementation that has no mask function gets none). A model that needs more is
+refused while it loads, with the reason: a trial step must make exactly one call per layer, and no argument or
+configuration may ask for an operation that is not computed here.
 
-The step's context reaches the calls through an attribute of each module: a few models drop extra keyword arguments.
+Each module has an attribute with the step's attention, because a few models drop extra keyword arguments.
 """
 
 import inspect
@@ -23,22 +23,22 @@ from .spec import KvShape, ModelSpec
 
 IMPLEMENTATION = "homing_paged"
 _SLOT = "homing_slot"
-#: What a refusal tells beside its own reason.
+#: Appended to the reasons of refusals.
 NEEDED = "docs/models.md says what is served: attention through transformers' AttentionInterface, without a mask"
 
-#: Rope kinds whose frequencies are fixed at load, beside ours. longrope and dynamic take them from the longest position
-#: of the whole packed batch, so one long request would change every other's.
+#: Rope kinds whose frequencies are fixed at load. longrope and dynamic compute them from the longest position of the
+#: whole packed batch, so one long request would change every other's.
 ROPE_KINDS = (*FIXED_KINDS, "yarn", "proportional")
 
 LAYER_KINDS = ("full_attention", "sliding_attention", "attention", "full", "sliding")
 
-#: Arguments that models hand on and that change nothing in causal inference with explicit positions.
+#: Arguments that models pass and that change nothing in causal inference with explicit positions.
 HARMLESS = frozenset(("dropout", "is_causal", "position_ids", "cache_position", "logits_to_keep"))
 
 
 @dataclass(slots=True)
 class Slot:
-    """What the attention calls of one model see of the current step."""
+    """The current step's attention, shared by all modules of one model."""
 
     attend: Attend | None = None
     rules: dict[int, AttentionRule] = field(default_factory=dict)  #: per layer, filled by the trial step
@@ -46,7 +46,7 @@ class Slot:
 
 @dataclass(slots=True)
 class Trial:
-    """Records a trial step's calls: an `Attend` that answers zeros."""
+    """An `Attend` that returns zeros and records the calls of a trial step."""
 
     calls: list[int] = field(default_factory=list)
     shapes: dict[int, KvShape] = field(default_factory=dict)
@@ -133,13 +133,13 @@ def adapter_problem(config: Any) -> str | None:
 class TransformersModel:
     """A causal model of transformers on one rank."""
 
-    #: Only a trial can tell what foreign code does.
+    #: Unknown: only a trial capture can tell.
     uncapturable: str | None = None
 
     def __init__(
         self, config: Any, folder: Path, eos_token_ids: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Load and try one step. Raises ModelError, which says what the model asks for that is not computed here."""
+        """Load the model and try one step. Raises ModelError, which names what the model needs beyond our attention."""
         problem = adapter_problem(config)
         if problem:
             raise UnsupportedModel(f"transformers' {config.model_type} cannot run on paged attention: {problem}")
@@ -191,7 +191,7 @@ class TransformersModel:
         return trial
 
     def _refuse_hidden_windows(self, config: Any) -> None:
-        """A layer that the configuration calls sliding must have said its window, or it would see too much."""
+        """A layer that the configuration calls sliding must pass its window to attention, or it would see too much."""
         for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
             if kind.startswith("sliding") and self._slot.rules[layer].window is None:
                 raise UnsupportedModel(f"{config.model_type}: layer {layer} slides, but names no window to attention")

@@ -1,9 +1,9 @@
-"""The few operations a decoder is made of, on flat [tokens, features] activations.
+"""Linear layers on flat [tokens, features] activations.
 
-Each has one call site per model, so that a device can later bring its own fused kernel. On CPU a `Linear` keeps its
-weight as what reads it fastest wants it: packed for a compiled kernel of ours in bfloat16, where the processor
-multiplies that, or by oneDNN (measured on an AMD EPYC core, 1.5 to 2.5 times faster steps than `F.linear`, fp32, batch
-1 to 8). A processor without such products has both: the kernel reads a weight faster for a row or two.
+On a CPU a `Linear` packs its weight for the product that reads it fastest: in bfloat16 our compiled kernel, where the
+processor multiplies bfloat16, else oneDNN (measured on an AMD EPYC core, 1.5 to 2.5 times faster steps than `F.linear`,
+float32, batch 1 to 8). Without such instructions a bfloat16 weight is packed for both: the kernel is faster for one or
+two rows.
 """
 
 import functools
@@ -13,22 +13,24 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from ..kernels.choice import compiled_problem
+
 logger = logging.getLogger(__name__)
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
-#: Rows up to which reading the weight bounds a product: with three oneDNN was about as fast as products in float32
-#: (one core of an AMD EPYC and two), with four faster.
+#: Rows up to which a product is bound by reading the weight: with three rows oneDNN was about as fast as products in
+#: float32 (on one and two cores of an AMD EPYC), with four faster.
 FEW_ROWS = 2
-#: Of an activation of 0 in unsigned 8 bits.
+#: Represents an activation of 0 in unsigned 8 bits.
 _ZERO_POINT = 128
-#: Scales are above 0, also those of zeros.
+#: The least scale, also for rows of zeros.
 TINY = 1e-12
 
 
 @functools.cache
 def _packs(dtype: torch.dtype) -> bool:
-    """Whether linears of this dtype are packed; says once in the log why not."""
+    """Whether oneDNN packs linears of this dtype; logs once why not."""
     problem = packing_problem(dtype)
     if problem:
         logger.warning("linear_packing_unusable dtype=%s reason=%r", dtype, problem)
@@ -38,7 +40,7 @@ def _packs(dtype: torch.dtype) -> bool:
 def packing_problem(dtype: torch.dtype) -> str | None:
     """Why oneDNN packed linears cannot be used for this dtype, or None.
 
-    They are private operators of torch (its inductor uses them), so they are tried on a small case, not trusted.
+    They are private operators of torch (its inductor uses them), so a small case is tried first.
     """
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(rows, 32, generator=generator).to(dtype) for rows in (3, 24))
@@ -60,9 +62,7 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _compiles(dtype: torch.dtype) -> bool:
-    """Whether products of this dtype are a compiled kernel; compiles it."""
-    from ..kernels.choice import compiled_problem  # which knows of these operations
-
+    """Whether a compiled kernel computes products of this dtype; compiles it."""
     if dtype != torch.bfloat16 or compiled_problem() is not None:
         return False
     from ..kernels.cpu.linear.product import compiled  # needs numba
@@ -73,7 +73,7 @@ def _compiles(dtype: torch.dtype) -> bool:
 
 
 class Linear:
-    """y = x W^T + b. Without native products a bfloat16 weight on CPU takes twice its bytes."""
+    """y = x W^T + b. Where the processor does not multiply bfloat16, a bfloat16 weight on CPU takes twice its bytes."""
 
     __slots__ = ("_of_few", "_of_many", "out_features")
 
@@ -86,7 +86,7 @@ class Linear:
 
 
 def _products(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[Product, Product]:
-    """With a weight, of up to `FEW_ROWS` rows and of more."""
+    """The products of a weight with up to `FEW_ROWS` rows and with more."""
     if weight.device.type != "cpu":
         return (_plain(weight, bias),) * 2
     if weight.shape[1] % 2 or not _compiles(weight.dtype):
@@ -99,7 +99,7 @@ def _products(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[Product,
 
 
 def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """By oneDNN, where it can."""
+    """A product by oneDNN if it works, else by torch."""
     if not _packs(weight.dtype):
         return _plain(weight, bias)
     weight = _pack(weight)
@@ -125,7 +125,7 @@ def int8_problem() -> str | None:
 class Int8Linear:
     """y = x W^T + b with both in 8 bits: weights scaled by output, activations by token.
 
-    By token, so that a token's result does not depend on what else is in the batch. Measured on an AMD EPYC core with
+    A token's result then does not depend on the rest of the batch. Measured on an AMD EPYC core with
     avx512_vnni, 16 rows: 1.5 times as fast as packed bfloat16, 3.5 times as float32, at an error of 0.012 of the norm.
     """
 
@@ -150,20 +150,3 @@ class Int8Linear:
         )
         y = y.mul_(scales).to(x.dtype)
         return y if self._bias is None else y + self._bias
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """x scaled to a root mean square of 1 along its last dimension, times `weight`."""
-    return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of x [T, heads, D] by cos and sin [T, 1, D / 2]; pairs are (i, i + D / 2) as in Hugging Face."""
-    first, second = x.chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-
-
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of the fused projection [T, 2 * F]."""
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up

@@ -1,4 +1,4 @@
-"""Which provider runs a folder's model, in which dtype, and the values both take from its configuration."""
+"""Selects the provider and the dtype of a folder's model, and reads the values that both providers need."""
 
 import logging
 from pathlib import Path
@@ -26,7 +26,8 @@ def load(settings: ReplicaSettings, model_dir: Path, group: RankGroup | None, *,
     config = _configuration(model_dir)
     dtype = weights_dtype(settings, config, device)
     eos = eos_token_ids(model_dir, config)
-    problem = _native_refusal(settings, config)
+    wants_transformers = settings.model_provider == "transformers"
+    problem = "the settings ask for the transformers provider" if wants_transformers else native_problem(config)
     if problem is None:
         logger.info("model_provider provider=native model_type=%s dtype=%s", config.model_type, dtype)
         weights = Checkpoint(model_dir, dtype, device)
@@ -40,7 +41,7 @@ def load(settings: ReplicaSettings, model_dir: Path, group: RankGroup | None, *,
             f"models of the transformers provider run on one rank ({problem}); set tensor_parallel_size: 1"
         )
     logger.info("model_provider provider=transformers reason=%r dtype=%s", problem, dtype)
-    from .hf import TransformersModel  # imports transformers' modelling code, which the native provider does without
+    from .hf import TransformersModel  # imports transformers' modelling code, which the native provider does not need
 
     return TransformersModel(config, model_dir, eos, dtype, device)
 
@@ -54,14 +55,8 @@ def _linear(settings: ReplicaSettings, device: torch.device) -> type[Linear | In
     return Int8Linear
 
 
-def _native_refusal(settings: ReplicaSettings, config: Any) -> str | None:
-    if settings.model_provider == "transformers":
-        return "the settings ask for the transformers provider"
-    return native_problem(config)
-
-
 def _configuration(model_dir: Path) -> Any:
-    """The folder's configuration; absent keys get transformers' defaults, old spellings its new ones."""
+    """The folder's configuration. transformers fills in its defaults and converts old spellings."""
     try:
         return AutoConfig.from_pretrained(model_dir, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -69,7 +64,7 @@ def _configuration(model_dir: Path) -> Any:
 
 
 def weights_dtype(settings: ReplicaSettings, config: Any, device: torch.device) -> torch.dtype:
-    """The dtype asked for; auto is the checkpoint's on CUDA and float32 elsewhere (greedy answers do not tie there)."""
+    """The dtype of the settings. auto: the checkpoint's on CUDA, else float32, in which greedy logits rarely tie."""
     if settings.dtype != "auto":
         return DTYPES[settings.dtype]
     stored = getattr(config, "dtype", None)
@@ -80,9 +75,9 @@ def weights_dtype(settings: ReplicaSettings, config: Any, device: torch.device) 
 
 
 def eos_token_ids(model_dir: Path, config: Any) -> tuple[int, ...]:
-    """Ids that end an answer: the generation configuration's where there is one, else the model's.
+    """The ids that end an answer, from the generation configuration if it has them, else from the model's.
 
-    Those that the vocabulary does not have can neither be drawn nor banned: they are left out.
+    Ids outside of the vocabulary can neither be drawn nor banned, and are ignored.
     """
     path = model_dir / "generation_config.json"
     generation = msgspec.json.decode(path.read_bytes()) if path.exists() else {}

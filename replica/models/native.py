@@ -1,8 +1,8 @@
 """Own decoder for Llama, Mistral, Qwen2, Qwen3 and their mixtures of experts, from their Hugging Face folders.
 
-Flat [T, hidden] activations, fused q|k|v and gate|up, one rank's share of heads and features. What it computes is held
-to transformers' own models by tests. It refuses (`native_problem`) what it does not compute, and the transformers
-provider takes over.
+Flat [T, hidden] activations, fused q|k|v and gate|up, one rank's share of heads and features. Tests compare it with
+transformers' own models. It refuses models that it cannot compute (`native_problem`); the transformers provider runs
+those.
 """
 
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ import torch.nn.functional as F  # noqa: N812
 from ..kernels.choice import choose_kernels
 from ..load.checkpoint import COLUMNS, ROWS, Checkpoint
 from ..parallel.rank_group import RankGroup
-from .base import Attend, AttentionRule, QkvAttend, Rotary
+from .base import AttentionRule, QkvAttend, Rotary
 from .errors import TensorParallelUnsupported
 from .families import FAMILIES, split_problem
-from .feedforward import Feedforward, GatedMlp, Mixture, uncapturable
-from .layers import Int8Linear, Linear, rms_norm, rotate
+from .feedforward import Feedforward, GatedMlp, Mixture
+from .layers import Int8Linear, Linear
 from .rope import FIXED_KINDS, inverse_frequencies
 from .spec import KvShape, ModelSpec
 
@@ -59,7 +59,7 @@ def is_mixture(config: Any, layer: int) -> bool:
 
 @dataclass(slots=True, frozen=True)
 class Share:
-    """Which part of the weights one rank holds. With fewer KV heads than ranks, neighbours hold the same one."""
+    """The part of the weights that one rank holds. With fewer KV heads than ranks, neighbouring ranks share one."""
 
     rank: int
     ranks: int
@@ -150,7 +150,7 @@ class _LayerReader:
         return self._norm(name) if f"{self._prefix}{name}.weight" in self._checkpoint else None
 
     def _by_outputs(self, parts: list[tuple[str, tuple[int, int]]]) -> Linear | Int8Linear:
-        """Linears of one input fused into one; each is cut to its share before they are joined."""
+        """Linears of the same input fused into one; each is cut to its share before they are joined."""
 
         def joined(kind: str) -> torch.Tensor:
             shares = (self._checkpoint.share(f"{self._prefix}{n}.{kind}", ROWS, *part) for n, part in parts)
@@ -168,7 +168,7 @@ class _LayerReader:
 
 
 class NativeModel:
-    """A decoder, or one rank's share of it. Ranks hold the embedding whole and the vocabulary's head in parts."""
+    """A decoder, or one rank's share of it. Each rank holds the whole embedding and a part of the vocabulary's head."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class NativeModel:
         Raises WeightsMissing, TensorParallelUnsupported.
         """
         self._group = group
-        self._kernels = choose_kernels(device)
+        self._kernels = choose_kernels(device, dtype)
         self._share = share = Share.of(config, group)
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._epsilon = config.rms_norm_eps
@@ -197,7 +197,8 @@ class NativeModel:
             _LayerReader(config, checkpoint, share, index, linear).read(AttentionRule(self._head_dim**-0.5, window))
             for index, window in enumerate(layer_windows(config))
         ]
-        self.uncapturable = next(filter(None, (uncapturable(layer.feedforward) for layer in self._layers)), None)
+        mixed = any(isinstance(layer.feedforward, Mixture) for layer in self._layers)
+        self.uncapturable = "how many tokens an expert takes is read back" if mixed else None
         self.spec = ModelSpec(
             kv_shapes=(KvShape(share.kv_heads, self._head_dim, self._head_dim),) * len(self._layers),
             vocab_size=len(self._embedding),
@@ -208,21 +209,15 @@ class NativeModel:
         )
 
     def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_at: torch.Tensor
+        self, ids: torch.Tensor, positions: torch.Tensor, attend: QkvAttend, logits_at: torch.Tensor
     ) -> torch.Tensor | None:
         """As `models.base.Model.forward`."""
         x, delta = self._kernels.take(self._embedding, ids), None
-        cos, sin = self._kernels.waves(positions, self._frequencies, x.dtype)
-        fused = attend if isinstance(attend, QkvAttend) else None
+        cos, sin = self._kernels.rotary_table(positions, self._frequencies, x.dtype)
         for index, layer in enumerate(self._layers):
             x, normed = self._kernels.add_rms_norm(x, delta, layer.input_norm, self._epsilon)
-            qkv = layer.qkv(normed)
-            if fused is None:
-                q, k, v = self._split(layer, qkv, cos[:, None], sin[:, None])
-                heads = attend(index, q, k, v, layer.rule)
-            else:
-                rotary = Rotary(cos, sin, layer.q_norm, layer.k_norm, self._epsilon)
-                heads = fused.from_qkv(index, qkv, rotary, layer.rule)
+            rotary = Rotary(cos, sin, layer.q_norm, layer.k_norm, self._epsilon)
+            heads = attend.from_qkv(index, layer.qkv(normed), rotary, layer.rule)
             delta = self._summed(layer.out(heads.flatten(1)))
             x, normed = self._kernels.add_rms_norm(x, delta, layer.mlp_norm, self._epsilon)
             delta = self._summed(layer.feedforward(normed, self._kernels))
@@ -230,19 +225,6 @@ class NativeModel:
         x, delta = (self._kernels.take(each, logits_at) for each in (x, delta))
         _, normed = self._kernels.add_rms_norm(x, delta, self._norm, self._epsilon)
         return self._logits(normed)
-
-    def _split(
-        self, layer: DecoderLayer, joined: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rotated queries and keys, and values: [T, heads, head_dim]."""
-        heads, kv_heads = self._share.heads, self._share.kv_heads
-        qkv = joined.view(-1, heads + 2 * kv_heads, self._head_dim)
-        if layer.q_norm is None or layer.k_norm is None:
-            qk = rotate(qkv[:, : heads + kv_heads], cos, sin)
-            return qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :]
-        q = rms_norm(qkv[:, :heads], layer.q_norm, self._epsilon)
-        k = rms_norm(qkv[:, heads : heads + kv_heads], layer.k_norm, self._epsilon)
-        return rotate(q, cos, sin), rotate(k, cos, sin), qkv[:, heads + kv_heads :]
 
     def _summed(self, x: torch.Tensor) -> torch.Tensor:
         return self._group.all_reduce(x) if self._group else x

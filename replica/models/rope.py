@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-#: Kinds whose frequencies are fixed at load. longrope and dynamic change them with the longest position in the batch.
+#: Kinds whose frequencies are fixed at load. Those of longrope and dynamic depend on the batch's longest position.
 FIXED_KINDS = ("default", "linear", "llama3")
 
 

@@ -1,4 +1,4 @@
-"""What the engine must know of a loaded model. Plain values: no torch, no weights."""
+"""The properties of a loaded model that the engine needs. Plain values: no torch, no weights."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class KvShape:
 
 @dataclass(slots=True, frozen=True)
 class ModelSpec:
-    """A model as one rank holds it. Layers may differ in shape (a few models of transformers do)."""
+    """One rank's share of a model. Layers may differ in shape, as in a few of transformers' models."""
 
     kv_shapes: tuple[KvShape, ...]  #: one per layer, of this rank
     vocab_size: int

@@ -1,14 +1,14 @@
-"""Block hashes of prompts that begin as earlier ones did, without hashing their blocks again.
+"""Block hashes of prompts, without hashing again what earlier prompts began with.
 
-A prompt is cut into spans of blocks. One digest names a span together with all before it, and under that name the
-hashes of its blocks are kept: the next turn of a conversation then costs one digest a span, a twelfth of hashing its
-blocks. Pure state, bounded in bytes, least recently used goes first. Tenants have different roots, and so no span in
-common: how long a prompt takes tells nobody what another has sent.
+A prompt is cut into spans of blocks. One digest names a span together with everything before it, and under that name
+the hashes of its blocks are kept: the next turn of a conversation then costs one digest a span, a twelfth of hashing
+its blocks. Pure state, bounded in bytes; the least recently used span is dropped first. Tenants have different roots
+and therefore no span in common: the time that a prompt takes reveals nothing about other tenants' prompts.
 """
 
 from collections import OrderedDict
 
-from ...kvcache.hashing import HASH_BYTES, TOKEN_BYTES, BlockHash, BlockHasher, join_hashes
+from ...kvcache.hashing import HASH_BYTES, TOKEN_BYTES, BlockHash, BlockHasher, join_hashes, tenant_root
 
 #: Long enough to save most of the work, short enough that a prompt of some hundred tokens has one.
 SPAN_BLOCKS = 32
@@ -16,16 +16,29 @@ SPAN_BLOCKS = 32
 ENTRY_BYTES = 200
 #: Spans of 4 million tokens at 16 tokens a block.
 CAPACITY_BYTES = 6 * 2**20
+#: Roots of tenants that are kept; when there are more, all are dropped together.
+ROOTS_KEPT = 4096
 
 
-class ChainBook:
-    """Chains of one hasher's blocks, as far as they came before."""
+class BlockHashCache:
+    """Block hashes under one hasher and one model's root."""
 
-    def __init__(self, hasher: BlockHasher, capacity_bytes: int = CAPACITY_BYTES) -> None:
+    def __init__(self, hasher: BlockHasher, model_root: BlockHash, capacity_bytes: int = CAPACITY_BYTES) -> None:
         self._hasher = hasher
+        self._model_root = model_root
+        self._roots: dict[bytes, BlockHash] = {}  #: by salt
         self._span_bytes = SPAN_BLOCKS * hasher.block_size * TOKEN_BYTES
-        self._room = capacity_bytes // (SPAN_BLOCKS * HASH_BYTES + ENTRY_BYTES)
+        self._capacity = capacity_bytes // (SPAN_BLOCKS * HASH_BYTES + ENTRY_BYTES)  #: spans
         self._spans: OrderedDict[bytes, bytes] = OrderedDict()
+
+    def root(self, salt: bytes) -> BlockHash:
+        """Root of a tenant's block hashes. Deriving it costs as much as hashing ten blocks."""
+        root = self._roots.get(salt)
+        if root is None:
+            if len(self._roots) >= ROOTS_KEPT:
+                self._roots.clear()
+            root = self._roots[salt] = tenant_root(self._model_root, salt=salt)
+        return root
 
     def hashes(self, root: BlockHash, tokens: bytes) -> bytes:
         """Hashes of the full blocks of `tokens` (uint32 LE) under `root`, as one bytes field."""
@@ -35,10 +48,14 @@ class ChainBook:
         for start in range(0, whole, size):
             content = tokens[start : start + size]
             name = self._hasher.digest(name + content)
-            parts.append(self._spans.get(name) or self._learn(name, parent, content))
+            hashes = self._spans.get(name)
+            if hashes is None:
+                hashes = self._spans[name] = join_hashes(self._hasher.chain(parent, content))
             self._spans.move_to_end(name)
-            parent = BlockHash(parts[-1][-HASH_BYTES:])
-        self._forget()
+            parts.append(hashes)
+            parent = BlockHash(hashes[-HASH_BYTES:])
+        while len(self._spans) > self._capacity:
+            self._spans.popitem(last=False)
         parts.append(join_hashes(self._hasher.chain(parent, tokens[whole:])))
         return b"".join(parts)
 
@@ -48,14 +65,6 @@ class ChainBook:
 
     def check(self) -> None:
         """Assert every invariant."""
-        assert len(self._spans) <= self._room, f"{len(self._spans)} spans are kept, {self._room} have room"
+        assert len(self._spans) <= self._capacity, f"{len(self._spans)} spans are kept, of at most {self._capacity}"
         odd = {len(hashes) for hashes in self._spans.values()} - {SPAN_BLOCKS * HASH_BYTES}
         assert not odd, f"spans of {odd} bytes of hashes"
-
-    def _learn(self, name: bytes, parent: BlockHash, content: bytes) -> bytes:
-        hashes = self._spans[name] = join_hashes(self._hasher.chain(parent, content))
-        return hashes
-
-    def _forget(self) -> None:
-        while len(self._spans) > self._room:
-            self._spans.popitem(last=False)

@@ -1,12 +1,12 @@
-"""Who waits in the router, and who is next: lower priority values first, tenants by their shares, then first come.
+"""The queue of waiting requests: lower priority values first, then tenants by their shares, then by arrival.
 
-Pure state: names of requests and of tenants, no time. Knows nothing of replicas, deadlines or what a request wants.
+Pure state: names of requests and of tenants, no time. Knows nothing of replicas, deadlines or the requests' contents.
 
-Within a priority each tenant has a lane, first come, first served. Next is the lane that was served least, in work over
-weight. A lane where nobody waited begins level with the lane served last, so that idling saves nothing up. (That is
-start-time fair queueing, of Goyal, Vin and Cheng, 1996.) Hence, while two tenants wait, what they get over their
-weights differs by no more than a request of each, however many either queues; and the request of a tenant that had
-none waits for at most one of every other tenant.
+Within a priority each tenant has a lane in order of arrival. Next is the lane that was served least, in work divided by
+weight. An empty lane that gets a request starts level with the lane served last, so that an idle tenant saves nothing
+up. (This is start-time fair queueing; Goyal, Vin and Cheng, 1996.) Hence, while two tenants wait, their work divided by
+weight differs by at most one request of each, however many either queues. The request of a tenant that had none waits
+for at most one request of every other tenant.
 
 A request that was served before and lost its replica goes before all lanes of its priority: it has had its turn.
 """
@@ -16,9 +16,10 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 
-#: Lanes of a priority that are tenants' own. Where anybody may ask under any key, those of ever new keys would fill the
-#: memory and, as newcomers go first, starve the others: further tenants share lanes, by the first byte of their names.
-LANES_OWN = 1024
+#: Tenants of a priority that have lanes of their own; further ones share lanes, by the first byte of their names. Where
+#: any key is accepted, clients with ever new keys would otherwise fill the memory and, as newcomers go first, starve
+#: the others.
+MAX_OWN_LANES = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -29,24 +30,24 @@ class _Lane:
     weight: float
     served: float  #: work over weight, on the level's scale
     names: "OrderedDict[int, None]" = field(default_factory=OrderedDict)
-    queued: bool = False  #: it stands in the heap
+    queued: bool = False  #: it is in the heap
 
 
 @dataclass(slots=True, eq=False)
 class _Level:
-    """One priority, from the first request that waits until none does."""
+    """One priority, while requests of it wait."""
 
     priority: int
-    served: float = 0.0  #: of the lane served last, as it was then; no waiting lane was served less
+    served: float = 0.0  #: of the lane served last, at that time; no waiting lane was served less
     lanes: dict[bytes, _Lane] = field(default_factory=dict)
     heap: list[tuple[float, int, _Lane]] = field(default_factory=list)  # a lane's key may lag behind its service
     resumed: "OrderedDict[int, None]" = field(default_factory=OrderedDict)
-    entered: int = 0  #: breaks ties: who began to wait first
+    entered: int = 0  #: breaks ties by arrival
     size: int = 0
 
     def lane(self, tenant: bytes, weight: float) -> _Lane:
         """The tenant's lane, ready for another request."""
-        if tenant not in self.lanes and len(self.lanes) >= LANES_OWN:
+        if tenant not in self.lanes and len(self.lanes) >= MAX_OWN_LANES:
             tenant = self._shared(tenant)
         lane = self.lanes.get(tenant)
         if lane is None:
@@ -61,7 +62,7 @@ class _Level:
         return lane
 
     def first(self) -> _Lane:
-        """The lane to be served next; there is one."""
+        """The lane to be served next. There is one."""
         while True:
             key, entered, lane = self.heap[0]
             if not lane.names:
@@ -73,14 +74,14 @@ class _Level:
                 return lane
 
     def _shared(self, tenant: bytes) -> bytes:
-        """The name of the lane for a tenant that finds all taken: a shared one's, unless some can be forgotten."""
-        # A lane that would begin anew just as it stands needs no memory.
+        """The lane's name when all own lanes are taken: a shared one, unless some can be dropped."""
+        # A lane that would start anew with the same values can be dropped.
         self.lanes = {name: lane for name, lane in self.lanes.items() if lane.queued or lane.served > self.served}
-        return tenant if len(self.lanes) < LANES_OWN else tenant[:1]
+        return tenant if len(self.lanes) < MAX_OWN_LANES else tenant[:1]
 
 
 class FairQueue:
-    """Requests that wait, by name."""
+    """Waiting requests, by name."""
 
     def __init__(self) -> None:
         self._levels: dict[int, _Level] = {}
@@ -91,8 +92,13 @@ class FairQueue:
     def __len__(self) -> int:
         return len(self._places)
 
+    @property
+    def lanes(self) -> int:
+        """Lanes that are kept in memory."""
+        return sum(len(level.lanes) for level in self._levels.values())
+
     def push(self, name: int, *, priority: int, tenant: bytes, weight: float) -> None:
-        """A request begins to wait, behind those of its tenant."""
+        """Add a request behind those of its tenant."""
         level = self._level(priority)
         lane = level.lane(tenant, weight)
         lane.names[name] = None
@@ -100,22 +106,22 @@ class FairQueue:
         self._enter(name, level, lane)
 
     def resume(self, name: int, *, priority: int) -> None:
-        """A request that was served before waits again."""
+        """Add a request that was served before, ahead of all others of its priority."""
         level = self._level(priority)
         level.resumed[name] = None
         self._enter(name, level, None)
 
     def head(self) -> int | None:
-        """Who is next."""
+        """The next request; None: the queue is empty."""
         if not self._priorities:
             return None
         level = self._levels[self._priorities[0]]
         return next(iter(level.resumed or level.first().names))
 
     def take(self, work: float) -> None:
-        """The head is served, which is so much work."""
+        """Remove the head, which is served and costs this much work."""
         name = self.head()
-        assert name is not None, "nobody waits"
+        assert name is not None, "the queue is empty"
         level, lane = self._places[name]
         if lane is not None:
             level.served = lane.served
@@ -123,14 +129,14 @@ class FairQueue:
         self.discard(name)
 
     def charge(self, *, priority: int, tenant: bytes, work: float) -> None:
-        """What was served turned out to be so much more work."""
+        """Charge a tenant for more work that a served request has caused."""
         level = self._levels.get(priority)
         lane = level.lanes.get(tenant) if level is not None else None
         if lane is not None:
             lane.served += work / lane.weight
 
     def discard(self, name: int) -> None:
-        """It waits no longer; harmless when it did not."""
+        """Remove a request. Harmless when it is not in the queue."""
         place = self._places.pop(name, None)
         if place is None:
             return
@@ -148,9 +154,9 @@ class FairQueue:
             self._priorities.remove(level.priority)
 
     def crowded_out_by(self, tenant: bytes) -> int | None:
-        """Who gives way when the queue is full and `tenant` comes: the last of whoever has the most waiting.
+        """The request to drop when the queue is full and `tenant` has a new one: the last of the tenant with the most.
 
-        None: that is `tenant` itself, or would be.
+        None: `tenant` itself has the most, or would have.
         """
         most, count = max(self._waiting.items(), key=lambda item: item[1], default=(tenant, 0))
         if count <= self._waiting[tenant] + 1:

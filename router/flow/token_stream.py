@@ -1,29 +1,32 @@
-"""One request's deltas between the service that puts them in and the sink that takes them.
+"""One request's deltas, from the service that puts them in to the sink that takes them.
 
-Hands over at once, in the caller's stack; before there is a sink, deltas are kept. Knows neither replicas nor HTTP.
+Hands deltas over at once, in the caller's stack; keeps them while there is no sink. Knows neither replicas nor HTTP.
 """
 
 from collections.abc import Callable
 
 from ..backend import TokenDelta, TokenSink
 from ..errors import RouterError
-from .request_flow import FlightId
+from .request_state import RequestId
 
 
 class RequestStream:
     """A `TokenStream` (backend.py)."""
 
-    __slots__ = ("_cancel", "_cancelled", "_error", "_flight", "_kept", "_over", "_replica", "_sink", "_where")
+    __slots__ = ("_cancel", "_cancelled", "_error", "_kept", "_over", "_replica", "_replica_of", "_request_id", "_sink")
 
     def __init__(
-        self, flight: FlightId, where: Callable[[FlightId], str | None], cancel: Callable[[FlightId], None]
+        self,
+        request_id: RequestId,
+        replica_of: Callable[[RequestId], str | None],
+        cancel: Callable[[RequestId], None],
     ) -> None:
-        """`where` tells which replica a request is on, `cancel` stops one."""
-        self._flight = flight
-        self._where = where
+        """`replica_of` returns the replica that a request is on, `cancel` stops a request."""
+        self._request_id = request_id
+        self._replica_of = replica_of
         self._cancel = cancel
-        self._replica: str | None = None  #: where the last delta came from
-        self._kept: list[TokenDelta] | None = None  #: until somebody listens
+        self._replica: str | None = None  #: that produced the last delta
+        self._kept: list[TokenDelta] | None = None  #: until there is a sink
         self._sink: TokenSink | None = None
         self._over = self._cancelled = False
         self._error: RouterError | None = None
@@ -31,7 +34,7 @@ class RequestStream:
     @property
     def replica_id(self) -> str | None:
         """Where the request runs or ran last; None while the router holds it."""
-        return self._replica or self._where(self._flight)
+        return self._replica or self._replica_of(self._request_id)
 
     def listen(self, sink: TokenSink) -> None:
         """See `TokenStream.listen`."""
@@ -44,13 +47,13 @@ class RequestStream:
             sink.failed(self._error)
 
     def cancel(self) -> None:
-        """Stop the request and free its blocks; idempotent, and harmless after the end."""
+        """See `TokenStream.cancel`."""
         if self._cancelled:
             return
         self._cancelled = True
         self._sink = None
         if not self._over:
-            self._cancel(self._flight)
+            self._cancel(self._request_id)
 
     def put(self, delta: TokenDelta, replica_id: str | None) -> None:
         """Hand a delta of that replica to the sink."""
@@ -62,7 +65,7 @@ class RequestStream:
             self._kept = [*(self._kept or ()), delta]
 
     def end(self, replica_id: str | None, error: RouterError | None = None) -> None:
-        """Nothing more comes; what was put in before is still handed over, also before an error."""
+        """No more deltas follow. Those put in before are still handed over, also before an error."""
         self._over, self._error, self._replica = True, error, replica_id
         sink, self._sink = self._sink, None
         if error is not None and sink is not None:

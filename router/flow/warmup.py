@@ -1,39 +1,50 @@
-"""New replicas whose caches are filled with the hottest prefixes before they take traffic: what each is sent next.
+"""Fills the caches of new replicas with the hottest prefixes before they take requests.
 
-One request at a time to each, for one token, behind all others in priority and counted as nobody's traffic; so what is
-lost when a warm-up ends early is no more than one prefill. Pure state: which prefixes is the heat's business (heat.py),
-when to begin and to end is the dispatcher's.
+Sends each such replica one request at a time, for one token, with the lowest priority, and counts it apart from
+clients' requests: a warm-up that ends early wastes at most one prefill. Pure state. The request flow decides when a
+warm-up may begin and when it must end; hot_prefixes.py decides what is hot.
 """
 
+import logging
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 
 from ...kvcache.hashing import TOKEN_BYTES
-from ...replica.messages import Generate, Refused, SamplingParams, TokenBatch
+from ...replica.messages import Abort, Generate, Refused, SamplingParams, TokenBatch
 from ..backend import RouterCounters, WarmUpProgress
-from .hot_prefixes import HotPrefix
+from ..routing.placement import Placement
+from .hot_prefixes import HotPrefix, HotPrefixes
+from .request_state import Instruction, Send
 
-#: Behind whatever clients may ask for.
+log = logging.getLogger(__name__)
+
+#: Below any priority that a client may ask for.
 LAST_PRIORITY = 2**31 - 1
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 @dataclass(slots=True)
 class _WarmUp:
-    planned_tokens: int
-    prefixes: deque[HotPrefix]
-    done_tokens: int = 0
-    wire_id: int = 0
-    asked: HotPrefix | None = None  #: what it computes
+    prefixes: deque[HotPrefix]  #: still to be sent
+    progress: WarmUpProgress
+    wire_id: int = 0  #: of the request that the replica computes
+    computing: HotPrefix | None = None
 
 
-@dataclass(slots=True)
-class WarmUps:
-    """All that are under way from one router."""
+class CacheWarmup:
+    """All warm-ups that this router runs."""
 
-    counters: RouterCounters
-    _by_replica: dict[str, _WarmUp] = field(default_factory=dict)
+    def __init__(
+        self, placement: Placement, hot_prefixes: HotPrefixes, counters: RouterCounters, wire_ids: Iterator[int]
+    ) -> None:
+        """`wire_ids` are shared with clients' requests: replicas expect rising ids."""
+        self._placement = placement
+        self._hot_prefixes = hot_prefixes
+        self._counters = counters
+        self._wire_ids = wire_ids
+        self._by_replica: dict[str, _WarmUp] = {}
 
     def __contains__(self, replica: object) -> bool:
         return replica in self._by_replica
@@ -41,21 +52,70 @@ class WarmUps:
     def __len__(self) -> int:
         return len(self._by_replica)
 
-    def begin(self, replica: str, prefixes: Sequence[HotPrefix]) -> None:
-        """Fill this replica with these, in this order; `next` follows."""
-        assert replica not in self._by_replica, f"{replica} is being warmed up already"
-        tokens = sum(len(prefix.tokens) // TOKEN_BYTES for prefix in prefixes)
-        self._by_replica[replica] = _WarmUp(tokens, deque(prefixes))
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """Those that are being warmed up."""
+        return tuple(self._by_replica)
 
-    def next(self, replica: str, wire_id: int) -> Generate | None:
-        """What it is to compute now, under this id; None, and the warm-up is over, when all is done."""
+    def begin(self, replica: str, share: float, now: float) -> list[Instruction]:
+        """Fill this share of the replica's cache. Does nothing unless it is out of routing for that purpose."""
+        placement = self._placement
+        if replica in self._by_replica or replica not in placement or not placement.loads.view(replica, now).warming:
+            return []
+        index = placement.index
+        blocks = int(share * placement.loads.description(replica).num_blocks) - index.count(replica)
+        prefixes = self._hot_prefixes.hottest(
+            max(0, blocks), held=partial(index.holds, replica), kept=index.__contains__
+        )
+        log.info("warm_up_begins replica=%s prefixes=%d", replica, len(prefixes))
+        planned = sum(len(prefix.tokens) // TOKEN_BYTES for prefix in prefixes)
+        self._by_replica[replica] = _WarmUp(deque(prefixes), WarmUpProgress(done_tokens=0, planned_tokens=planned))
+        return self._send_next(replica)
+
+    def on_reply(self, replica: str, reply: TokenBatch | Refused) -> list[Instruction]:
+        """Send the next prefix once the present one is computed or refused; other replies are late and ignored."""
         warm_up = self._by_replica[replica]
+        if isinstance(reply, Refused):
+            return self._send_next(replica) if reply.request_id == warm_up.wire_id else []
+        done = next((each for each in reply.outputs if each.request_id == warm_up.wire_id and each.finish_reason), None)
+        if done is None or warm_up.computing is None:
+            return []
+        tokens, progress = len(warm_up.computing.tokens) // TOKEN_BYTES, warm_up.progress
+        warm_up.progress = WarmUpProgress(
+            done_tokens=progress.done_tokens + tokens, planned_tokens=progress.planned_tokens
+        )
+        self._counters.warm_up_requests += 1
+        self._counters.warm_up_tokens += tokens - (done.cached_tokens or 0)
+        return self._send_next(replica)
+
+    def stop(self, replica: str) -> list[Instruction]:
+        """End the warm-up before it is complete. Harmless when there is none."""
+        if replica not in self._by_replica:
+            return []
+        log.info("warm_up_cut replica=%s progress=%s", replica, self.progress(replica))
+        wire_id = self._by_replica[replica].wire_id
+        self.drop(replica)
+        return [Send(replica, Abort(request_ids=[wire_id]))]
+
+    def drop(self, replica: str) -> None:
+        """The same where the replica cannot be reached, so that nothing is sent."""
+        if self._by_replica.pop(replica, None) is not None:
+            self._counters.warm_ups_cut += 1
+
+    def progress(self, replica: str) -> WarmUpProgress | None:
+        """How far the replica's warm-up is; None: there is none."""
+        warm_up = self._by_replica.get(replica)
+        return None if warm_up is None else warm_up.progress
+
+    def _send_next(self, replica: str) -> list[Instruction]:
+        warm_up, wire_id = self._by_replica[replica], next(self._wire_ids)
         if not warm_up.prefixes:
             del self._by_replica[replica]
-            return None
-        prefix = warm_up.asked = warm_up.prefixes.popleft()
+            log.info("warm_up_ends replica=%s", replica)
+            return []
+        prefix = warm_up.computing = warm_up.prefixes.popleft()
         warm_up.wire_id = wire_id
-        return Generate(
+        request = Generate(
             request_id=wire_id,
             token_ids=prefix.tokens,
             prompt_tokens=len(prefix.tokens) // TOKEN_BYTES,
@@ -66,36 +126,4 @@ class WarmUps:
             trace_id=f"warm-up-{replica}",
             warm_up=True,
         )
-
-    def answered(self, replica: str, reply: TokenBatch | Refused) -> bool:
-        """What the replica says. Whether it is done with what it was asked; who refuses one is asked the next."""
-        warm_up = self._by_replica[replica]
-        if isinstance(reply, Refused):
-            return reply.request_id == warm_up.wire_id
-        mine = [output for output in reply.outputs if output.request_id == warm_up.wire_id and output.finish_reason]
-        if not mine or warm_up.asked is None:
-            return False
-        tokens = len(warm_up.asked.tokens) // TOKEN_BYTES
-        warm_up.done_tokens += tokens
-        self.counters.warm_up_requests += 1
-        self.counters.warm_up_tokens += tokens - (mine[0].cached_tokens or 0)
-        return True
-
-    def stop(self, replica: str) -> int | None:
-        """End it before it is through; the id of what is under way, if any. Harmless when there is no warm-up."""
-        warm_up = self._by_replica.pop(replica, None)
-        if warm_up is None:
-            return None
-        self.counters.warm_ups_cut += 1
-        return warm_up.wire_id or None
-
-    def replicas(self) -> tuple[str, ...]:
-        """Who is being warmed up."""
-        return tuple(self._by_replica)
-
-    def progress(self, replica: str) -> WarmUpProgress | None:
-        """How far it is; None: it is not being warmed up."""
-        warm_up = self._by_replica.get(replica)
-        if warm_up is None:
-            return None
-        return WarmUpProgress(done_tokens=warm_up.done_tokens, planned_tokens=warm_up.planned_tokens)
+        return [Send(replica, request)]

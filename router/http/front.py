@@ -11,11 +11,10 @@ from random import Random
 import msgspec
 
 from ...replica.messages import ModelLimits
-from ..backend import Backend, ModelBackend
+from ..backend import Backend, ModelBackend, TextSource
 from ..config import RouterSettings
 from ..errors import NoReplica
 from ..metrics import ModelMetrics, RouterMetrics
-from ..replicas.membership import TextSource
 from ..tenants.api_keys import Tenants
 from ..tenants.rate_limits import RateLimiter, UsageRecord
 from ..text.tokenizer import TextModel

@@ -1,4 +1,5 @@
-"""The replicas a router knows: membership, connections, event feeds, and several versions of a model side by side.
+"""The replicas that a router knows: membership, connections, event feeds, and several versions of a model side by side.
 
-The shell around `flow` and `routing`. Must not import `http` or `text` beyond digests.
+Connects `flow` and `routing` with sockets and timers. Imported by `router.server`, `cluster.control.assembly` and
+`cluster.cli.attach`. Must not import `http`, nor `text` beyond digests.
 """

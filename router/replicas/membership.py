@@ -1,7 +1,7 @@
-"""Who may join: what router and replica must agree on, compared field by field.
+"""Which replicas may join: what router and replica must agree on, compared field by field.
 
-Pure but for reading the tokenizer's files once. Knows no sockets. A replica that tokenizes or hashes differently would
-be served at a hit rate of zero without anybody noticing, so it is refused, loudly and by the name of the field.
+Pure apart from reading the tokenizer's files once. A replica that tokenizes or hashes differently would have a hit rate
+of zero without any visible error, so it is refused, and the error names the field.
 """
 
 from collections.abc import Sequence
@@ -12,31 +12,8 @@ from ...kvcache.config import KvCacheSettings
 from ...kvcache.hashing import BlockHash, BlockHasher
 from ...kvcache.parity import canary_hash, template_digest, tokenizer_digest
 from ...replica.messages import ModelLimits, Parity, ReplicaDescription
+from ..backend import TextDigests, TextSource
 from ..errors import ParityMismatch
-
-
-@dataclass(slots=True, frozen=True)
-class TextDigests:
-    """What the router's own tokenizer and chat template are."""
-
-    tokenizer: str
-    template: str
-
-
-@dataclass(slots=True, frozen=True)
-class TextSource:
-    """Where a tokenizer and a chat template lie, and which they are: a folder may hold others later."""
-
-    path: str
-    digests: TextDigests
-
-
-@dataclass(slots=True, frozen=True)
-class Changes:
-    """What a new full view of the membership means; a rebuilt replica is in both."""
-
-    lost: tuple[str, ...]
-    joined: tuple[ReplicaDescription, ...]
 
 
 def text_digests(folder: Path) -> TextDigests:
@@ -45,7 +22,7 @@ def text_digests(folder: Path) -> TextDigests:
 
 
 def text_source(folder: Path) -> TextSource:
-    """What lies in a model's folder now."""
+    """The tokenizer and the template in a model's folder as they are now."""
     return TextSource(str(folder), text_digests(folder))
 
 
@@ -53,12 +30,12 @@ class OwnTexts:
     """The router's own tokenizers and templates; the files of a folder are read once."""
 
     def __init__(self, folder: Path | None) -> None:
-        """None: they lie where a replica says that its model does."""
+        """`folder` None: they are where a replica says that its model is."""
         self._folder = folder
         self._digests: dict[Path, TextDigests] = {}
 
     def digests(self, model: ModelLimits) -> TextDigests:
-        """Of what this model's requests are tokenized with."""
+        """Digests of what this model's requests are tokenized with."""
         folder = self._folder or Path(model.path)
         if folder not in self._digests:
             self._digests[folder] = text_digests(folder)
@@ -66,7 +43,7 @@ class OwnTexts:
 
 
 def own_parity(digests: TextDigests, cache: KvCacheSettings, cluster_seed: int, model_root: BlockHash) -> Parity:
-    """The router's side. `model_root` is what the first replica said: the router has no weights to derive it from."""
+    """The router's side. `model_root` is the first replica's: the router has no weights to derive it from."""
     hasher = BlockHasher(cache.block_size, cluster_seed, cache.hash_algorithm)
     return Parity(
         tokenizer_digest=digests.tokenizer,
@@ -86,8 +63,16 @@ def compare(ours: Parity, theirs: Parity, replica_id: str) -> None:
             raise ParityMismatch(replica_id, field, _readable(mine), _readable(other))
 
 
+@dataclass(slots=True, frozen=True)
+class Changes:
+    """What a new full view of the membership changes; a rebuilt replica is in both."""
+
+    lost: tuple[str, ...]
+    joined: tuple[ReplicaDescription, ...]
+
+
 def changes(known: dict[str, int], wanted: Sequence[ReplicaDescription]) -> Changes:
-    """From the epochs of the replicas that we know, and the full view, to who is lost and who joins."""
+    """Compare the epochs of the known replicas with the full view of those that are there."""
     epochs = {replica.replica_id: replica.epoch for replica in wanted}
     lost = tuple(replica for replica, epoch in known.items() if epochs.get(replica) != epoch)
     joined = tuple(replica for replica in wanted if known.get(replica.replica_id) != replica.epoch)

@@ -1,7 +1,7 @@
-"""What a replica of the membership is to the dispatcher, whoever's engine it is: in or out, followed by its events.
+"""A replica of the membership as the router handles it: in routing or not, its events followed or not.
 
-Shell, and the common half of `Member` (member.py) and `ForeignMember` (foreign/member.py), which know how requests get
-there and what the events mean.
+The common half of `OwnReplica` and `ExternalReplica`, which know how requests get there and what events mean. Acts on
+sockets and timers; decisions are made by the request flow, and what is known of the replica is kept in `Placement`.
 """
 
 import asyncio
@@ -18,50 +18,51 @@ from ...events.security.curve_keys import KeyPair
 from ...events.wire.cache_events import CacheEvent
 from ...events.wire.messages import LoadReport, SnapshotBlock
 from ...replica.messages import ReplicaDescription, Request
-from ..backend import Observer, RefusedReplica, RouterCounters
-from ..flow.request_flow import Dispatcher, Instruction
+from ..backend import FeedState, Observer, RefusedReplica
+from ..flow.request_flow import RequestFlow
+from ..flow.request_state import Instruction
 from ..routing.replica_load import Rest
 from .request_link import RequestContext
 
 log = logging.getLogger(__name__)
 
-#: Between a lost replica and the next try.
+#: Between the loss of a replica and the next attempt to reach it.
 REOPEN_S = 0.5
 #: Replicas answer a reset between two steps.
 RESET_TIMEOUT_S = 30.0
 
-#: What became of a cache that was to be reset; "silent": nobody knows.
+#: The outcome of a cache reset; "silent": the replica has not answered.
 ResetOutcome = Literal["empty", "in use", "lost", "silent"]
 
 
 @dataclass(slots=True, frozen=True)
-class Shell:
-    """What all members share."""
+class ServiceContext:
+    """What the handles of one service share."""
 
     loop: asyncio.AbstractEventLoop
-    context: RequestContext
+    zmq: RequestContext
     router_id: str
     heartbeat_interval_s: float
     clock: Callable[[], float]
-    counters: RouterCounters
-    keys: KeyPair | None  #: what is shown to replicas that encrypt
+    keys: KeyPair | None  #: of this router, for replicas that encrypt
     observer: Observer | None
-    run: Callable[[list[Instruction]], None]  #: carries the dispatcher's instructions out
+    run: Callable[[list[Instruction]], None]  #: carries the request flow's instructions out
 
 
-class Followed(ABC):
-    """A replica that the membership lists. It is the sink of its own feed."""
+class ReplicaHandle(ABC):
+    """A replica that the membership lists. It is the sink of its own event feed."""
 
     def __init__(
-        self, description: ReplicaDescription, dispatcher: Dispatcher, shell: Shell, rest: Rest | None = None
+        self, description: ReplicaDescription, flow: RequestFlow, context: ServiceContext, rest: Rest | None = None
     ) -> None:
         self.description = description
-        self._dispatcher = dispatcher
-        self._shell = shell
+        self.joined = False  #: whether it can be sent requests
+        self._flow = flow
+        self._placement = flow.placement
+        self._context = context
         self._rest = rest
-        self._joined = False
         self._feed: EventFeed | None = None
-        self._gaps = 0  #: holes in the event stream that the observer was told of
+        self._gaps = 0  #: gaps in the event stream that were reported to the observer
 
     @property
     def replica_id(self) -> str:
@@ -69,14 +70,14 @@ class Followed(ABC):
         return self.description.replica_id
 
     @property
-    def joined(self) -> bool:
-        """Whether it can be sent requests."""
-        return self._joined
+    def feed_state(self) -> FeedState:
+        """How far its events can be trusted."""
+        return self._placement.feed(self.replica_id) if self.joined else FeedStatus.SYNCING
 
     @property
     @abstractmethod
     def refused_replica(self) -> RefusedReplica | None:
-        """What speaks against it, for those who look; None while nothing does."""
+        """Why it is refused; None: it is not."""
 
     @abstractmethod
     def open(self) -> None:
@@ -84,59 +85,54 @@ class Followed(ABC):
 
     @abstractmethod
     def send(self, message: Request) -> bool:
-        """False when it does not take the message now."""
+        """Send a message. False: the connection does not take it now."""
 
     @abstractmethod
     def reset_cache(self) -> "asyncio.Future[ResetOutcome]":
-        """Have it forget its cached blocks. The future has a result in any case, within RESET_TIMEOUT_S."""
+        """Have it forget its cached blocks. The future has a result within RESET_TIMEOUT_S in any case."""
 
     @abstractmethod
     def leave(self) -> list[Instruction]:
-        """The membership lists it no longer; what its requests need now is returned, to be run by the caller."""
+        """The membership lists it no longer. Returns what its requests need, for the caller to carry out."""
 
-    # Its place with the dispatcher
+    def set_rest(self, rest: Rest | None) -> list[Instruction]:
+        """Send it no new requests, for this reason; None: send them."""
+        if rest == self._rest:
+            return []
+        self._rest = rest
+        return self._flow.rest(self.replica_id, rest, self._context.clock()) if self.joined else []
 
-    def _enter(self) -> list[Instruction]:
-        """It can be sent requests; the caller follows its events before it runs what is returned."""
-        self._joined = True
-        return self._dispatcher.join(self.description, self._shell.clock(), self._rest)
+    @abstractmethod
+    def _new_feed(self) -> EventFeed | None:
+        """What follows its events; None: it publishes none, and load alone decides."""
+
+    def _join(self) -> None:
+        """It can be sent requests, and its events are followed."""
+        self.joined = True
+        instructions = self._flow.join(self.description, self._context.clock(), self._rest)
+        feed = self._new_feed()
+        if feed is None:
+            self._placement.set_feed(self.replica_id, FeedStatus.STALE)
+        else:
+            try:
+                feed.start(self._context.loop)
+                self._feed = feed
+            except EndpointUnusable as error:
+                log.error("feed_unusable replica=%s error=%s", self.replica_id, error)
+                self._placement.set_feed(self.replica_id, FeedStatus.STALE)
+        self._context.run(instructions)
 
     def _depart(self, reason: str) -> tuple[list[int], list[Instruction]]:
-        """It cannot be sent requests any more: the wire ids of those that go on elsewhere, and what that takes."""
+        """It cannot be sent requests any more. Returns the wire ids of its requests, and what they need now."""
         if self._feed is not None:
             self._feed.close()
             self._feed = None
-        if not self._joined:
+        if not self.joined:
             return [], []
-        self._joined = False
-        moved, instructions = self._dispatcher.replica_lost(self.replica_id, self._shell.clock())
-        log.warning("replica_lost replica=%s reason=%s requests=%d", self.replica_id, reason, len(moved))
-        return moved, instructions
-
-    def _tell_load(self, report: LoadReport) -> None:
-        if self._shell.observer is not None:
-            self._observe(self._shell.observer, report)
-        self._shell.run(self._dispatcher.report(self.replica_id, report, self._shell.clock()))
-
-    def _observe(self, observer: Observer, report: LoadReport) -> None:
-        observer.load_reported(self.replica_id, report)
-        gaps = self._feed.subscription.counters.gaps if self._feed is not None else 0
-        for _ in range(self._gaps, gaps):
-            observer.events_gap(self.replica_id)
-        self._gaps = gaps
-
-    def _follow(self, feed: EventFeed | None) -> None:
-        """Follow its events from now on; None: it has none, and load alone decides."""
-        if feed is None:
-            self._dispatcher.set_feed(self.replica_id, FeedStatus.STALE)
-            return
-        try:
-            feed.start(self._shell.loop)
-        except EndpointUnusable as error:
-            log.error("feed_unusable replica=%s error=%s", self.replica_id, error)
-            self._dispatcher.set_feed(self.replica_id, FeedStatus.STALE)
-            return
-        self._feed = feed
+        self.joined = False
+        wire_ids, instructions = self._flow.replica_lost(self.replica_id, self._context.clock())
+        log.warning("replica_lost replica=%s reason=%s requests=%d", self.replica_id, reason, len(wire_ids))
+        return wire_ids, instructions
 
     # From the feed
 
@@ -149,19 +145,29 @@ class Followed(ABC):
         """The replica's whole cached set."""
 
     @abstractmethod
+    def refused(self, error: KeysRefused) -> None:
+        """The event stream does not accept our keys."""
+
+    @abstractmethod
     def load(self, report: LoadReport) -> None:
         """The replica's load."""
 
-    @abstractmethod
-    def refused(self, error: KeysRefused) -> None:
-        """The event stream does not accept our keys."""
+    def _note_load(self, report: LoadReport) -> None:
+        observer = self._context.observer
+        if observer is not None:
+            observer.load_reported(self.replica_id, report)
+            gaps = self._feed.subscription.counters.gaps if self._feed is not None else 0
+            for _ in range(self._gaps, gaps):
+                observer.events_gap(self.replica_id)
+            self._gaps = gaps
+        self._context.run(self._flow.report(self.replica_id, report, self._context.clock()))
 
     def status(self, status: FeedStatus) -> None:
         """How far the events can be trusted."""
         log.info("feed_%s replica=%s", status, self.replica_id)
-        self._dispatcher.set_feed(self.replica_id, status)
+        self._placement.set_feed(self.replica_id, status)
 
     def malformed(self, error: EventError) -> None:
-        """An event message was dropped; the feed closes the hole."""
-        self._shell.counters.malformed_events += 1
+        """An event message was dropped; the feed closes the gap."""
+        self._flow.counters.malformed_events += 1
         log.warning("event_malformed replica=%s reason=%s", self.replica_id, error)

@@ -1,12 +1,12 @@
-"""The request connection to one replica: a ZeroMQ DEALER in an event loop.
+"""The request connection to one replica: a ZeroMQ DEALER socket in an event loop.
 
-Thin shell: it decodes, counts what does not decode, and says when the connection is there and when it is lost. Decides
-nothing, and never waits: a message that the connection does not take at once is the caller's again.
+Encodes and decodes messages, and reports when the connection stands and when it is lost. Decides nothing and never
+waits: `send` returns False for a message that the connection does not take at once.
 
-A link lives for one connection. `immediate` keeps messages from queueing for a peer that is not there, and reconnecting
-is off: a request that was sent to a process that died must not reach the next one on the same address. Loss is noticed
-by the socket monitor (a killed process closes its sockets at once) and by ZMTP heartbeats (a frozen process or host),
-which libzmq answers in a thread of its own, so that a long step does not pass for death.
+A link lasts for one connection. `immediate` keeps messages from queueing for an absent peer, and reconnecting is off:
+a request that was sent to a dead process must not reach its successor on the same address. A loss is noticed by the
+socket monitor (a killed process closes its sockets at once) and by ZMTP heartbeats (a frozen process or host). libzmq
+answers heartbeats in its own thread, so that a long step does not look like a death.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 SEND_HIGH_WATER_MARK = 10_000
 #: A larger frame ends the connection. The largest answers are logprobs of a whole prompt.
 MAX_REPLY_BYTES = 1024 * 1024 * 1024
-#: A peer that answers no ping for so long is lost: a frozen replica stays in use for both together at most, 0.95 s. A
-#: thread of libzmq answers, which needs no lock of Python's, so that a busy replica does, too: with 1 s none was given
-#: up by mistake at a load average of 60 on two cores. Shorter times were not tried: a virtual machine's own pauses
-#: reach hundreds of milliseconds.
+#: A peer that answers no ping for so long is lost: a frozen replica stays in use for at most the sum of both, 0.95 s.
+#: libzmq's thread answers without Python's lock, so that a busy replica answers too: with 1 s no replica was given up
+#: by mistake at a load average of 60 on two cores. Shorter times were not tried: a virtual machine's own pauses reach
+#: hundreds of milliseconds.
 PING_INTERVAL_MS = 250
 PING_TIMEOUT_MS = 700
 
@@ -41,7 +41,7 @@ RequestContext = zmq.Context[RequestSocket]
 
 
 class LinkSink(Protocol):
-    """Who uses a link. All calls come from the loop's thread."""
+    """The user of a link. All calls come from the loop's thread."""
 
     def connected(self) -> None:
         """Messages can be sent from now on."""
@@ -50,7 +50,7 @@ class LinkSink(Protocol):
         """The connection is gone, or could not be made; called once, and last."""
 
     def reply(self, reply: Reply) -> None:
-        """The replica said this."""
+        """A reply of the replica."""
 
     def unreadable(self, reason: str) -> None:
         """A message was dropped."""
@@ -71,9 +71,9 @@ class ReplicaLink:
         keys: KeyPair | None = None,
         curve_key: str = "",
     ) -> None:
-        """`handshakes` judges the connections to this replica over the lives of several links.
+        """`handshakes` remembers the connections to this replica across several links.
 
-        `keys` are ours, `curve_key` is the replica's public one; empty: nothing is encrypted.
+        `keys` are ours, `curve_key` is the replica's public key; empty: nothing is encrypted.
         """
         self._endpoint = endpoint
         self._sink = sink
@@ -96,18 +96,18 @@ class ReplicaLink:
             loop.call_soon(self._lose)
 
     def send(self, message: Request) -> bool:
-        """Hand a message to the connection; False when it does not take it now, or nothing could."""
+        """Hand a message to the connection. False: it does not take it now, or the message cannot be encoded."""
         if self._closed or not self._connected:
             return False
         try:
             payload = _encoder.encode(message)
-        except (OverflowError, ValueError) as error:  # raised here, it would end what others' messages are part of
+        except (OverflowError, ValueError) as error:  # raised from here, it would drop other requests' messages
             log.error("message_unsendable endpoint=%s error=%s", self._endpoint, error)
             return False
         return self._readers[0].send((payload,))
 
     def close(self) -> None:
-        """Give the sockets back; what was sent still leaves. No callback comes after this. Harmless when repeated."""
+        """Close the sockets; sent messages still leave. No callback comes after this. Harmless when repeated."""
         if self._closed:
             return
         self._closed = True
@@ -131,7 +131,7 @@ class ReplicaLink:
                 self._connected = True
                 self._sink.connected()
             case Connection.LOST:
-                self._readers[0].drain()  # what the replica said before it went away counts
+                self._readers[0].drain()  # the replica's last replies count
                 self._lose()
 
     def _lose(self) -> None:

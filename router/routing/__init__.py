@@ -1,4 +1,4 @@
-"""Where a request goes: which replica holds which prefix, how busy it is, what a prefill costs, and the policies.
+"""Where a request goes: which replica holds which prefix, its load, what a prefill costs, and the policies.
 
-Pure state, shared with the simulator. Must not import `flow`, `replicas`, `http` or sockets.
+Pure state. Imported by `flow`, `replicas` and the simulator. Must not import these, `http`, sockets or clocks.
 """

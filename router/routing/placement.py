@@ -1,18 +1,20 @@
-"""All that is known of the replicas when a request is placed: what each holds and will hold, how busy it is, and how
-far its events can be trusted. Puts the question to the policy and books the answer.
+"""What one router knows of its replicas when it places a request: what each holds and will hold, its load, and how
+far its events can be trusted. Asks the policy and books its decision.
 
-Pure: hashes and times come in. Knows no flow of requests (dispatcher.py) and no tokens; `homing simulate` runs this
-very code over modelled replicas.
+Pure: hashes and times come in. Knows no flow of requests and no tokens; `homing simulate` runs this code over modelled
+replicas.
 """
 
 from collections.abc import Collection, Iterable, Sequence
 from random import Random
 
+from ...events.follow.block_set import Digest
 from ...events.wire.messages import LoadReport
 from ...replica.messages import ReplicaDescription
-from ..backend import FeedState
+from ..backend import Explanation, FeedState
 from .policy.base import Candidate, Decision, Policy, Prompt
-from .prefix_index import PrefixIndex
+from .policy.explain import explanation_of
+from .prefix_index import PrefixIndex, ReplicaBlocks
 from .replica_load import LoadBook, Pending
 from .reservations import Reservations
 
@@ -40,9 +42,10 @@ class Placement:
 
     def join(self, description: ReplicaDescription, now: float) -> None:
         """A replica can be sent requests; its events are not followed yet."""
-        # Of engines that are not ours nobody knows whether they keep a block's parents.
+        # Engines that are not ours do not promise to keep a block's parents.
         self.index.join(description.replica_id, description.num_blocks, closed=not description.foreign)
         self.loads.join(description, now)
+        self.policy.join(description)
         self._feeds[description.replica_id] = FeedState.SYNCING
 
     def leave(self, replica: str) -> None:
@@ -50,6 +53,7 @@ class Placement:
         self.index.leave(replica)
         self.loads.leave(replica)
         self.reservations.leave(replica)
+        self.policy.leave(replica)
         del self._feeds[replica]
 
     def set_feed(self, replica: str, state: FeedState) -> None:
@@ -61,20 +65,30 @@ class Placement:
         return self._feeds[replica]
 
     def report(self, replica: str, report: LoadReport, now: float) -> None:
-        """The replica's own word on its load."""
+        """The replica reported its load."""
         self.loads.report(replica, report, now)
+        self.policy.report(replica, report)
+
+    def blocks_of(self, replica: str) -> "ReplicaBlocks | _ObservedBlocks":
+        """Where the subscription that follows the replica stores its blocks: the index, and a policy's own books."""
+        blocks = ReplicaBlocks(self.index, replica)
+        keeps_books = type(self.policy).stored is not Policy.stored
+        return _ObservedBlocks(blocks, self.policy, replica) if keeps_books else blocks
 
     def stored(self, replica: str, blocks: Sequence[int]) -> None:
         """The replica announced these blocks."""
         self.index.add(replica, blocks)
+        self.policy.stored(replica, blocks)
 
-    def removed(self, replica: str, blocks: Iterable[int]) -> None:
-        """The replica gave these blocks up."""
+    def removed(self, replica: str, blocks: Sequence[int]) -> None:
+        """The replica evicted these blocks."""
         self.index.remove(replica, blocks)
+        self.policy.removed(replica, blocks)
 
     def reset(self, replica: str, blocks: Sequence[int]) -> None:
         """The replica holds exactly these blocks."""
         self.index.reset(replica, blocks)
+        self.policy.reset(replica, blocks)
 
     # Requests
 
@@ -96,8 +110,12 @@ class Placement:
         ]
 
     def decide(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Decision:
-        """The policy's choice."""
+        """The policy's decision for a request that will be sent."""
         return self.policy.decide(prompt, candidates, self._rng)
+
+    def explain(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Explanation:
+        """The table of the decision that `decide` would take. Changes nothing."""
+        return explanation_of(self.policy.consider(prompt, candidates, Random(0)))
 
     def book(self, request_id: int, decision: Decision, keys: Sequence[int], now: float) -> None:
         """The request goes to the chosen replica: its blocks are expected there, its uncached tokens are load."""
@@ -108,27 +126,60 @@ class Placement:
         pending = Pending(uncached, len(keys) + 1 - chosen.held_blocks, prefill_s)
         self.loads.dispatched(chosen.replica_id, request_id, pending, now)
         self.reservations.reserve(request_id, chosen.replica_id, keys, chosen.held_blocks, now)
+        self.policy.booked(chosen.replica_id, request_id, decision.prompt)
 
     def started(self, replica: str, request_id: int) -> None:
         """Its first token came."""
         self.loads.started(replica, request_id)
+        self.policy.started(replica, request_id)
 
     def ended(self, replica: str, request_id: int) -> None:
         """The request has left the replica."""
         self.reservations.release(request_id)
         self.loads.ended(replica, request_id)
+        self.policy.ended(replica, request_id)
 
     def check(self) -> None:
         """Assert every invariant."""
         self.index.check()
         self.reservations.check()
         self.loads.check()
-        assert tuple(self._feeds) == self.loads.replicas(), "feeds and loads know other replicas"
+        assert tuple(self._feeds) == self.loads.replicas(), "feeds and loads have different replicas"
 
 
 def regret_tokens(prompt: Prompt, candidates: Iterable[Candidate], decision: Decision) -> int:
     """Tokens that the chosen replica computes and the best holder would not have."""
     assert decision.chosen is not None, "nothing was chosen"
-    best = max([candidate.expected_blocks if candidate.feed == "live" else 0 for candidate in candidates])
+    best = max([candidate.expected_blocks if candidate.feed is FeedState.LIVE else 0 for candidate in candidates])
     cached = min(best * prompt.block_size, prompt.tokens - 1)
     return decision.chosen.uncached_tokens(prompt) - (prompt.tokens - cached)
+
+
+class _ObservedBlocks:
+    """One replica's blocks in the index, whose changes the policy sees too."""
+
+    def __init__(self, blocks: ReplicaBlocks, policy: Policy, replica: str) -> None:
+        self._blocks = blocks
+        self._policy = policy
+        self._replica = replica
+
+    @property
+    def digest(self) -> Digest:
+        return self._blocks.digest
+
+    def store(self, parent: int | None, hashes: Sequence[int]) -> None:
+        self._blocks.store(parent, hashes)
+        self._policy.stored(self._replica, hashes)
+
+    def remove(self, hashes: Sequence[int]) -> None:
+        self._blocks.remove(hashes)
+        self._policy.removed(self._replica, hashes)
+
+    def clear(self) -> None:
+        self._blocks.clear()
+        self._policy.reset(self._replica, ())
+
+    def replace(self, blocks: Iterable[tuple[int, int | None]]) -> None:
+        pairs = list(blocks)
+        self._blocks.replace(pairs)
+        self._policy.reset(self._replica, [block for block, _ in pairs])

@@ -1,12 +1,12 @@
-"""What a prefill costs on each replica, by what all replicas of the model have measured.
+"""Prefill cost of each replica, fitted to the measurements of all replicas of the model.
 
 Pure: sums and times come in. Knows nothing of queues, nor of where a request should go.
 
-Replicas on one kind of machine cost the same, but what one of them alone tells of it depends on what it happened to
-compute: of a prompt ten times as long as any before it says little, and one that seemed slow for a moment gets no
-requests, so it is never measured anew. So a replica's cost is the parts that fit the steps of all of them, times a
-factor of its own: how much longer its steps took. As its evidence becomes thin or old, the factor goes to 1; then the
-replica is tried again, and what it does then counts for more than what it did before.
+Replicas on one kind of machine cost the same, but the steps of a single one cover only what it happened to compute:
+they say little about a prompt ten times as long, and a replica that seemed slow for a moment gets no requests, so it is
+not measured again. So a replica's cost is the parts that fit the steps of all replicas, times a factor of its own: how
+much longer its steps took. As its evidence becomes thin or old, the factor goes to 1; then the replica is tried again,
+and its new steps count for more than its old ones.
 """
 
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ from math import exp, log
 from ...events.load_report import FADING, SUMS, fit, scaled, slowness, steps_of
 from ...events.wire.messages import PrefillCost
 
-#: Of more steps at once than the memory holds, the mean counts for one memory.
+#: A report of more steps than this counts as this many, by their mean.
 _MEMORY_STEPS = 1 / (1 - FADING)
 #: Seconds by which a replica's evidence may be older than the newest until it has lost 63 % of its weight. Not tuned.
 MEMORY_S = 60.0
-#: How many steps "as fast as the others" is worth. Not tuned.
+#: The prior "as fast as the others" weighs as much as so many steps. Not tuned.
 DRAW_STEPS = 3.0
-#: What a replica's steps differ from the others' by chance, as a logarithm; well below it a factor is taken for 1.
+#: Random difference of a replica's steps from the others', as a logarithm; a factor well below it counts as 1.
 #: Not tuned.
 ALIKE = 0.25
-#: Parts and factors depend on each other; those of the last time are where the next begins.
+#: Iterations per fit: parts and factors depend on each other. Each fit starts from the last one's factors.
 ROUNDS = 2
 
 
@@ -51,7 +51,7 @@ class CostPool:
     def report(self, replica: str, totals: list[float], tokens_per_s: float, now: float) -> None:
         """Sums of all its steps since its start, and its plain rate."""
         if len(totals) != SUMS:
-            return  # of a version that sums otherwise: its own cost is taken as it says
+            return  # of a version with other sums: its own reported cost is used
         member = self._members.get(replica)
         if member is None or steps_of(totals) < steps_of(member.totals):
             none = [0.0] * SUMS
@@ -67,7 +67,7 @@ class CostPool:
         self._changed = True
 
     def costs(self) -> dict[str, PrefillCost]:
-        """Of those who reported; empty when nothing was learned since the last call."""
+        """By replica that reported; empty when nothing was learned since the last call."""
         if not self._changed or not self._members:
             return {}
         self._changed = False
@@ -87,7 +87,7 @@ class CostPool:
 
 
 def _trusted(slowness: float, steps: float) -> float:
-    """The factor that so many steps bear out."""
+    """The factor, drawn towards 1 as far as so few steps justify."""
     apart = log(slowness)
     return exp(apart * apart * apart / (apart * apart + ALIKE * ALIKE) * steps / (steps + DRAW_STEPS))
 

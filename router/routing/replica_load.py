@@ -1,12 +1,12 @@
-"""How busy each replica is: its last report, plus what was sent to it since that report.
+"""Load of each replica: its last report, plus the requests sent to it since that report.
 
 Pure state: the time comes in. Knows nothing of prefixes or of where a request should go.
 
-A report names the highest request id that it has taken into account (`accepted`), so nothing is counted twice and
-nothing falls between dispatch and report. What other routers send shows in the next report, within a step.
+A report names the highest request id that it includes (`accepted`), so that no request is counted twice or missed
+between dispatch and report. Requests of other routers show in the next report, within a step.
 
-A step may take most of a second, in which the replica works and says nothing. So its queue is kept as the time at
-which it will have been worked down: that comes nearer by itself.
+A replica reports nothing during a step, which may take most of a second. So its queue is kept as the time at which it
+will be empty.
 """
 
 from dataclasses import dataclass, field
@@ -19,18 +19,18 @@ from ...events.wire.messages import CacheCounters, LoadReport, PrefillCost
 from ...replica.messages import ReplicaDescription
 from .prefill_costs import CostPool
 
-#: A replica that does nothing for so many of the longest steps that it could make is stuck. Not tuned: a step's length
-#: is estimated, and other processes may take most of the machine.
+#: A replica without progress for so many of its longest possible steps is stuck. Not tuned: a step's length is
+#: estimated, and other processes may take most of the machine.
 STALLED_STEPS = 4
-#: Seconds until what all replicas have measured is put together again: it changes slowly, and every view with it.
+#: Seconds between two fits of the pooled prefill costs: they change slowly, and each fit voids all views.
 PRICED_EVERY_S = 1.0
 
-#: Why a replica that is there takes no new requests: it is about to leave, or its cache is being filled.
+#: Why a replica takes no new requests: it is about to leave, or its cache is being filled.
 Rest = Literal["draining", "warming"]
 
 
 class Pending(msgspec.Struct, frozen=True, gc=False):
-    """A request on its way to a replica: not in any report yet."""
+    """A request sent to a replica that no report includes yet."""
 
     uncached_tokens: int
     blocks: int
@@ -38,7 +38,7 @@ class Pending(msgspec.Struct, frozen=True, gc=False):
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """What a policy may know of one replica's load."""
+    """One replica's load as policies see it."""
 
     running: int
     waiting: int  #: reported, and on the way
@@ -73,16 +73,16 @@ class ReplicaLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 class _Replica:
     description: ReplicaDescription
     heard_at: float
-    moved_at: float  #: when its engine did something: publishers repeat the last report while it does not
+    moved_at: float  #: when its engine last made progress: publishers repeat the last report until it does
     report: LoadReport | None = None
-    cost: PrefillCost | None = None  #: by what all have measured; None: it has sent no sums
+    cost: PrefillCost | None = None  #: from the pool of all measurements; None: it has sent no sums
     rest: Rest | None = None
     pending: dict[int, Pending] = field(default_factory=dict)  # ids rise, so insertion order is their order
     pending_tokens: int = 0
     busy_until: float = 0.0
     pending_blocks: int = 0
     in_flight: set[int] = field(default_factory=set)
-    #: As it was asked for last; None since something changed. Most requests change one replica and look at all.
+    #: The last view; None after a change. Most requests change one replica and read all.
     view: ReplicaLoad | None = None
 
     def send(self, request_id: int, sent: Pending, now: float) -> None:
@@ -102,7 +102,7 @@ class _Replica:
 
     def end(self, request_id: int) -> None:
         sent = self.arrive(request_id)
-        if sent is not None:  # taken back before the replica told of it: it never will, so nothing else corrects this
+        if sent is not None:  # no report will include it, so nothing else corrects this
             self.busy_until -= sent.prefill_s
         self.in_flight.discard(request_id)
 
@@ -121,7 +121,7 @@ class LoadBook:
         return replica in self._replicas
 
     def join(self, description: ReplicaDescription, now: float) -> None:
-        """A replica is there; until its first report it counts as idle, with the rates of its warm-up."""
+        """A replica joins. Until its first report it counts as idle, with the rates of its warm-up."""
         assert description.replica_id not in self._replicas, f"{description.replica_id} has joined already"
         self._replicas[description.replica_id] = _Replica(description, heard_at=now, moved_at=now)
 
@@ -168,17 +168,17 @@ class LoadBook:
         entry.in_flight.add(request_id)
 
     def started(self, replica: str, request_id: int) -> None:
-        """Its first token came: it is prefilled, whatever the last report says."""
+        """The request's first token arrived: it is prefilled, whatever the last report says."""
         self._replicas[replica].arrive(request_id)
 
     def ended(self, replica: str, request_id: int) -> None:
-        """The request has left the replica; harmless when it, or the replica, is gone already."""
+        """The request has left the replica. Does nothing if it, or the replica, is gone already."""
         entry = self._replicas.get(replica)
         if entry is not None:
             entry.end(request_id)
 
     def rest(self, replica: str, rest: Rest | None) -> None:
-        """Send nothing new there, and why; None: it takes requests."""
+        """Why the replica gets no new requests; None: it does."""
         entry = self._replicas[replica]
         entry.rest = rest
         entry.view = None
@@ -188,7 +188,7 @@ class LoadBook:
         return len(self._replicas[replica].in_flight)
 
     def has_reported(self, replica: str) -> bool:
-        """Whether any report came."""
+        """Whether any report has arrived."""
         return self._replicas[replica].report is not None
 
     def age_s(self, replica: str, now: float) -> float:
@@ -196,9 +196,9 @@ class LoadBook:
         return now - self._replicas[replica].heard_at
 
     def stalled(self, now: float) -> list[str]:
-        """Who has requests of ours and does nothing, for longer than its steps can take.
+        """Replicas that have requests of ours and made no progress for longer than their steps can take.
 
-        Nobody while all do nothing: then it is this router that has not listened, or there is nowhere else to go.
+        None while no replica makes progress: then this router has been late, or there is nowhere else to send requests.
         """
         if all(now - entry.moved_at > self._silence_s for entry in self._replicas.values()):
             return []
@@ -212,7 +212,7 @@ class LoadBook:
         return now - entry.heard_at > self._silence_s or self._is_stuck(entry, now)
 
     def view(self, replica: str, now: float) -> ReplicaLoad:
-        """The load that a decision made now must count with."""
+        """The load for a decision made now."""
         self._price(now)
         entry = self._replicas[replica]
         silent = self._is_silent(entry, now)
@@ -222,11 +222,11 @@ class LoadBook:
         return view
 
     def views(self, now: float) -> list[ReplicaLoad]:
-        """Of all replicas, in the order of joining. In one loop: a fleet has hundreds, and most have not changed."""
+        """All views, in the order of joining. In one loop: there may be hundreds, and most have not changed."""
         self._price(now)
         silence_s, found = self._silence_s, []
         for entry in self._replicas.values():
-            # Who moved lately is neither silent nor stuck, and nearly all did.
+            # A replica with recent progress is neither silent nor stuck, and nearly all have some.
             view, silent = entry.view, now - entry.moved_at > silence_s and self._is_silent(entry, now)
             if view is None or view.silent != silent:
                 view = entry.view = _view(entry, silent)
@@ -281,7 +281,7 @@ def _view(entry: _Replica, silent: bool) -> ReplicaLoad:
 
 
 def _longest_step_s(entry: _Replica) -> float:
-    """Of a whole budget of new tokens, by the slower of what was measured at its start and what it reports."""
+    """A step of a full token budget, by the slower of the rates measured at its start and those it reports."""
     about, report = entry.description, entry.report
     rates = [about.prefill_tokens_per_s, report.prefill_tokens_per_s if report else 0.0]
     steps = [about.decode_step_s, report.decode_step_s if report else 0.0]
@@ -289,7 +289,7 @@ def _longest_step_s(entry: _Replica) -> float:
 
 
 def _differs(report: LoadReport, before: LoadReport | None) -> bool:
-    """Whether the queue is told anew: heartbeats repeat, in the middle of a step, what was so before it."""
+    """Whether the report is a new one: heartbeats repeat the last report in the middle of a step."""
     return before is None or (report.step, report.queued_prefill_tokens) != (before.step, before.queued_prefill_tokens)
 
 

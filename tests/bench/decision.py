@@ -1,4 +1,4 @@
-"""Cost of a routing decision: from token ids to the message for the chosen replica, by the router's own dispatcher.
+"""Cost of a routing decision: from token ids to the message for the chosen replica, by the router's own request flow.
 
     python tests/bench/decision.py [--out FILE] [--repeats N]
 
@@ -15,14 +15,16 @@ from time import thread_time_ns
 
 from report import Row, arguments, publish
 
+from homing.events.follow.subscription import FeedStatus
 from homing.events.wire.messages import EventEndpoints
 from homing.kvcache.hashing import BlockHash, BlockHasher, join_hashes, tenant_root, token_bytes, wire_hashes
 from homing.kvcache.parity import canary_hash
 from homing.replica.messages import ModelLimits, Parity, ReplicaDescription, SamplingParams
-from homing.router.backend import GenerationRequest
-from homing.router.flow.request_flow import Dispatcher, DispatcherLimits, Naming
-from homing.router.metrics import RouterCounters
-from homing.router.routing.policy.base import make_policy
+from homing.router.backend import GenerationRequest, RouterCounters
+from homing.router.config import RouterSettings
+from homing.router.flow.request_flow import RequestFlow, ServedModel
+from homing.router.routing.placement import Placement
+from homing.router.routing.policy.registry import make_policy
 from homing.router.routing.prefix_index import PrefixIndex
 from homing.router.routing.replica_load import LoadBook
 from homing.router.routing.reservations import Reservations
@@ -74,37 +76,37 @@ def match_row(replicas: int, goal: float, name: str, repeats: int) -> Row:
 
 
 def decision_row(replicas: int, tokens: int, goal: float | None, repeats: int) -> Row:
-    """All that the dispatcher does; half of the replicas hold the whole prompt."""
-    dispatcher = idle_cluster(replicas)
+    """All that the flow does; half of the replicas hold the whole prompt."""
+    flow = idle_cluster(replicas)
     prompt = token_bytes(range(tokens))
     keys = wire_hashes(join_hashes(HASHER.chain(tenant_root(ROOT), prompt)))
     for replica in range(0, replicas, 2):
-        dispatcher.stored(f"r{replica}", keys)
+        flow.placement.stored(f"r{replica}", keys)
     request = GenerationRequest(trace_id="bench", token_ids=prompt, sampling=SamplingParams(max_tokens=1, seed=1))
     costs = []
     for _ in range(repeats):
         begin = thread_time_ns()
-        flight, _ = dispatcher.submit(request, 0.0)
+        request_id, _ = flow.submit(request, 0.0)
         costs.append(thread_time_ns() - begin)
-        dispatcher.cancel(flight, 0.0)
+        flow.cancel(request_id, 0.0)
     return Row(f"all for {tokens:,} tokens, {replicas} replicas", "us", median(costs) / 1000, goal)
 
 
-def idle_cluster(replicas: int) -> Dispatcher:
-    """A dispatcher with this many replicas, all live and idle."""
-    dispatcher = Dispatcher(
+def idle_cluster(replicas: int) -> RequestFlow:
+    """A request flow with this many replicas, all live and idle."""
+    placement = Placement(
         make_policy("expected-ttft"),
-        Naming(HASHER, ROOT, LIMITS),
         loads=LoadBook("bench", silence_s=1e9),
         reservations=Reservations(30.0),
-        limits=DispatcherLimits(100, 3, request_timeout_s=600.0),
-        counters=RouterCounters(),
         rng=Random(1),
     )
+    settings = RouterSettings(max_waiting_requests=100, warm_up_share=0.0)
+    flow = RequestFlow(placement, settings, block_size=BLOCK_SIZE, counters=RouterCounters())
+    flow.adopt(ServedModel(HASHER, ROOT, LIMITS))
     for replica in range(replicas):
-        dispatcher.join(description(f"r{replica}"), 0.0)
-        dispatcher.set_feed(f"r{replica}", "live")
-    return dispatcher
+        flow.join(description(f"r{replica}"), 0.0)
+        placement.set_feed(f"r{replica}", FeedStatus.LIVE)
+    return flow
 
 
 def description(name: str) -> ReplicaDescription:

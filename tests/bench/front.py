@@ -201,7 +201,6 @@ async def serve(port: int, members: Sequence[object], text: str) -> None:
 
     settings, metrics = RouterSettings(access_log=os.devnull), RouterMetrics()
     service = RouterService(settings, KvCacheSettings(block_size=BLOCK), router_id="bench", observer=metrics.of("demo"))
-    service.start(asyncio.get_running_loop())
     texts = None if text == "tokenizer" else TextModels(stand_in)
     server = RouterServer(settings, service, metrics=metrics, texts=texts)
     await server.start("127.0.0.1", port)

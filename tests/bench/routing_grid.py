@@ -33,7 +33,6 @@ from homing.cluster.lab.simulate import (
     from_trace,
     run,
 )
-from homing.replica.engine.throughput import SmoothedRates
 
 OURS = "expected-ttft"
 PEERS = ("least-loaded", "sglang", "dynamo", "dynamo-scale8", "dynamo-credit4", "llm-d")
@@ -83,9 +82,7 @@ def simulate(task: Task) -> list[dict[str, Any]]:
     """The loads and policies that are missing."""
     cell = task.cell
     arrivals = list(cell.arrivals())
-    setup = Setup(
-        limits=ReplicaLimits(blocks=cell.blocks, block_tokens=512), meter=SmoothedRates, replicas=cell.replicas
-    )
+    setup = Setup(limits=ReplicaLimits(blocks=cell.blocks, block_tokens=512), replicas=cell.replicas)
     capacity = task.capacity_per_s or capacity_per_s(setup, arrivals)
     rate = facts(arrivals).rate_per_s
     found = []

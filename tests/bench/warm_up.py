@@ -14,19 +14,17 @@ from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from typing import Literal, get_args
 
 from homing.cluster.lab.recorded_trace import MOONCAKE_BLOCK_TOKENS, read_trace
-from homing.cluster.lab.simulate import Arrival, ReplicaLimits, Setup, Simulation, compress, from_trace
+from homing.cluster.lab.simulate import Arrival, ReplicaLimits, Setup, Simulation, compress, from_trace, replica_of
 from homing.cluster.lab.simulate.replica import ROOT, SimulatedReplica, Work
 from homing.cluster.lab.simulate.results import Tally
-from homing.cluster.lab.simulate.runs import router_of, warm
-from homing.cluster.lab.simulate.steering import Homing
 from homing.cluster.lab.simulate.workload import Chats, conversations
-from homing.replica.engine.throughput import SmoothedRates
-from homing.router.flow.hot_prefixes import HeatBook
+from homing.kvcache.hashing import wire_hashes
+from homing.router.flow.hot_prefixes import HotPrefixes
 from homing.router.flow.request_flow import PRESSING_WAIT_S
+from homing.router.routing.policy.registry import make_policy
 
 BLOCK_TOKENS = MOONCAKE_BLOCK_TOKENS
 LIMITS = ReplicaLimits(blocks=2048, block_tokens=BLOCK_TOKENS)
@@ -58,9 +56,9 @@ class Changing:
     def __init__(self, scene: Scene, rule: Rule, share: float) -> None:
         self._rule, self._share = rule, share
         count = 2 if scene == "add" else 4
-        self._setup = setup = Setup(limits=LIMITS, meter=SmoothedRates, replicas=count)
+        self._setup = setup = Setup(limits=LIMITS, replicas=count)
         self._newcomers: dict[str, Newcomer] = {}
-        self._book = HeatBook(BLOCK_TOKENS, MEMORY_BYTES)
+        self._book = HotPrefixes(BLOCK_TOKENS, MEMORY_BYTES)
         self._dies_at = BEGIN_S if scene == "lost" else None
         first = BEGIN_S + START_S if scene == "lost" else BEGIN_S
         replaced = count if scene == "replace" else 1
@@ -70,7 +68,11 @@ class Changing:
         self._counting = False
         self.warm_s = self.warm_tokens = 0.0
         self.simulation = Simulation(
-            self._join, lambda name: router_of(setup, name), replicas=count, channel=setup.channel, rng=Random(0)
+            self._join,
+            lambda: make_policy(setup.policy),
+            block_tokens=BLOCK_TOKENS,
+            replicas=count,
+            channel=setup.channel,
         )
         self.simulation.every(LOOK_S, self._look)
 
@@ -85,7 +87,7 @@ class Changing:
             if arrival.at_s > self._ends:
                 return
             hashes = b"".join(block.to_bytes(16, "big") for block in arrival.blocks)
-            self._book.note(ROOT, bytes(4 * arrival.tokens), hashes)
+            self._book.add(ROOT, bytes(4 * arrival.tokens), hashes)
             yield arrival
 
     def _look(self, now: float) -> None:
@@ -98,7 +100,7 @@ class Changing:
         while self._due and self._due[0][0] <= now:
             instead_of = self._due.pop(0)[1]
             name = f"new{len(self._due)}"
-            self._newcomers[name] = Newcomer(self._replica(name, 1), now, instead_of, now)
+            self._newcomers[name] = Newcomer(replica_of(self._setup, name, 1), now, instead_of, now)
         for name, newcomer in list(self._newcomers.items()):
             if not self._warms_on(newcomer, now):
                 self.warm_s += now - newcomer.since
@@ -124,10 +126,9 @@ class Changing:
         return all((each.report(now).queued_prefill_s or 0.0) > PRESSING_WAIT_S for each in staying)
 
     def _hottest(self) -> list[tuple[int, ...]]:
-        (steering,) = self.simulation.steerings
-        assert isinstance(steering, Homing)
-        room, kept = int(self._share * LIMITS.blocks), steering.placement.index.__contains__
-        return [prefix.names for prefix in self._book.hottest(room, held=lambda _: False, kept=kept)]
+        (router,) = self.simulation.routers
+        room, kept = int(self._share * LIMITS.blocks), router.placement.index.__contains__
+        return [wire_hashes(prefix.hashes) for prefix in self._book.hottest(room, held=lambda _: False, kept=kept)]
 
     def _compute(self, newcomer: Newcomer, blocks: tuple[int, ...]) -> None:
         replica = newcomer.replica
@@ -138,14 +139,9 @@ class Changing:
             newcomer.busy_until = due
         self.warm_tokens += replica.totals.prefilled_tokens - before
 
-    def _replica(self, name: str, epoch: int) -> SimulatedReplica:
-        model, tokens = self._setup.model, LIMITS.max_batched_tokens
-        rates = tokens / model.prefill_s(0, tokens), model.decode_step_s(0.0)
-        return SimulatedReplica(name, model, LIMITS, warm(self._setup, rates), epoch=epoch)
-
     def _join(self, name: str, epoch: int) -> SimulatedReplica:
         newcomer = self._newcomers.pop(name, None)
-        return newcomer.replica if newcomer is not None else self._replica(name, epoch)
+        return newcomer.replica if newcomer is not None else replica_of(self._setup, name, epoch)
 
 
 def workload(trace: Path | None, speed: float) -> Iterator[Arrival]:

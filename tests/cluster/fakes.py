@@ -3,25 +3,32 @@
 import asyncio
 import json
 import threading
-from collections.abc import Sequence
 from pathlib import Path
+from typing import assert_never
 
 import msgspec
 
-from homing.cluster.control.autoscale import Demand
-from homing.cluster.control.control_messages import (
-    CacheWorth,
-    ClusterSpec,
-    Doors,
-    Failed,
-    Listening,
-    Membership,
-    RankSpec,
-)
+from homing.cluster.control.control_messages import ClusterSpec, Doors, Listening, RankSpec
 from homing.events.wire.messages import EventEndpoints
 from homing.kvcache.prefix_cache import CachedBlock
 from homing.replica.messages import ModelLimits, Parity, ReplicaDescription
-from homing.router.backend import AbsentReplica
+from homing.router.control import (
+    Answer,
+    AnyQuestion,
+    CacheWorth,
+    CacheWorths,
+    CountInFlight,
+    Demand,
+    Demands,
+    Done,
+    InFlight,
+    MeasureDemand,
+    SetMembership,
+    SetMissing,
+    WarmUp,
+    WarmUpEnded,
+    WeighCaches,
+)
 
 
 def describe_replica(replica_id: str, epoch: int, block_size: int = 16) -> ReplicaDescription:
@@ -79,34 +86,52 @@ class FakeRank:
 
 
 class FakeRouter:
-    """A router that writes each membership it is told as a line of JSON: [[replica id, epoch, pids], ...].
+    """A router that writes each membership it gets as a line of JSON: [[replica id, epoch, pids], ...].
 
     Replicas that drain or warm up are left out. It refuses replicas of block size 32.
     """
 
-    def __init__(self, spec: ClusterSpec) -> None:
-        self._models = [model.name for model in spec.models]
+    def __init__(self, spec: ClusterSpec, listening: Listening) -> None:
+        self.listening = listening
         self._told = Path(spec.common.settings.cluster.state_dir) / "told"
         self._stopped = asyncio.Event()
 
-    async def start(self, doors: Doors, told: Membership, seed: int) -> Listening:
-        await self.apply_membership(told, seed)
-        return Listening(doors.port or 12345, doors.direct_port or (54321 if doors.shared else 0))
+    @classmethod
+    async def make(cls, spec: ClusterSpec, doors: Doors, membership: SetMembership) -> "FakeRouter":
+        router = cls(spec, Listening(doors.port or 12345, doors.direct_port or (54321 if doors.shared else 0)))
+        await router.ask(membership)
+        return router
 
-    async def apply_membership(self, told: Membership, seed: int) -> None:
-        self._models = [model.name for model in told.models]
-        self._members = {member.description.replica_id: member.description for member in told.members}
-        serving = [member.description for member in told.members if member.role == "serving"]
-        with self._told.open("a") as file:
-            file.write(json.dumps([[member.replica_id, member.epoch, member.pids] for member in serving]) + "\n")
+    async def ask(self, question: AnyQuestion) -> Answer:
+        match question:
+            case SetMembership(models, members):
+                self._models = models
+                self._members = {member.description.replica_id: member.description for member in members}
+                serving = [member.description for member in members if member.rest is None]
+                with self._told.open("a") as file:
+                    file.write(
+                        json.dumps([[member.replica_id, member.epoch, member.pids] for member in serving]) + "\n"
+                    )
+                return Done()
+            case SetMissing(missing, turned_off):
+                self._told.with_name("off").write_text(json.dumps(sorted(turned_off)))
+                with self._told.with_name("absent").open("a") as file:
+                    file.write(json.dumps([[each.replica_id, each.state, each.reason] for each in missing]) + "\n")
+                return Done()
+            case WarmUp(replica_id):
+                refused = self._members[replica_id].parity.block_size == 32
+                return WarmUpEnded(refusal="another block size" if refused else "")
+            case CountInFlight():
+                return InFlight(0)
+            case WeighCaches():  # the higher its number, the more a replica is worth
+                numbers = {name: int(name.rpartition("r")[2]) for name in self._members}
+                return CacheWorths(tuple(CacheWorth(name, number, 0, 1.0) for name, number in numbers.items()))
+            case MeasureDemand():
+                return Demands(self._demands())
+            case _:
+                assert_never(question)
 
-    async def warm_up(self, replica_id: str) -> Failed | None:
-        return Failed("another block size") if self._members[replica_id].parity.block_size == 32 else None
-
-    async def in_flight(self, replica_id: str) -> int:
-        return 0
-
-    async def demands(self) -> dict[str, Demand]:
+    def _demands(self) -> dict[str, Demand]:
         """As many held requests for the first model as the file `held` says; nothing runs, so that it is found idle."""
         held = self._told.with_name("held")
         count = int(held.read_text()) if held.exists() else 0
@@ -124,15 +149,6 @@ class FakeRouter:
             )
             count = 0
         return demands
-
-    async def worths(self) -> list[CacheWorth]:
-        """The higher its number, the more a replica is worth."""
-        return [CacheWorth(name, int(name.rpartition("r")[2]), 0, 1.0) for name in self._members]
-
-    def tell_absent(self, absent: Sequence[AbsentReplica], off: frozenset[str]) -> None:
-        self._told.with_name("off").write_text(json.dumps(sorted(off)))
-        with self._told.with_name("absent").open("a") as file:
-            file.write(json.dumps([[replica.replica_id, replica.state, replica.reason] for replica in absent]) + "\n")
 
     async def run(self) -> None:
         await self._stopped.wait()

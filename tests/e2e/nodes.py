@@ -16,7 +16,8 @@ import ray
 
 from homing.cluster.registry import wait_gone
 
-from .running import end_with_us, until
+from .parent_death import end_with_us
+from .running import until
 
 RAY = [sys.executable, "-P", "-c", "from ray.scripts.scripts import main; main()"]
 

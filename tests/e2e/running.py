@@ -1,11 +1,9 @@
 """The real thing as a user runs it: `homing serve` as a process, its HTTP address, and what is left when it ended."""
 
 import contextlib
-import ctypes
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -21,10 +19,11 @@ import msgspec
 import psutil
 from openai import OpenAI
 
+from .parent_death import end_with_us
+
 HOMING = [sys.executable, "-P", "-m", "homing.cluster.cli.main"]
 #: Tenants share no cached blocks, and the key says who is who.
 KEY = "none"
-PR_SET_PDEATHSIG = 1
 #: Only catches hangs: everything here takes seconds.
 PATIENCE_S = 120.0
 
@@ -57,6 +56,15 @@ def homing(state: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
+def one_client() -> httpx.Client:
+    """A client for all requests, each over a connection of its own.
+
+    A client per request would take 20 ms of CPU, which is what a cluster that is polled would lack.
+    """
+    limits = httpx.Limits(max_keepalive_connections=0)
+    return httpx.Client(trust_env=False, timeout=60, verify=False, limits=limits)
+
+
 @dataclass
 class Serving:
     """A running cluster."""
@@ -66,10 +74,11 @@ class Serving:
     pid: int
     process: "subprocess.Popen[str] | None" = None  #: None: detached
     output: list[str] = field(default_factory=list)
+    http: httpx.Client = field(default_factory=one_client)
 
     def cluster(self) -> dict[str, Any]:
         """What /cluster says."""
-        answer: dict[str, Any] = httpx.get(f"{self.url}/cluster", timeout=30, trust_env=False).json()
+        answer: dict[str, Any] = self.http.get(f"{self.url}/cluster").json()
         return answer
 
     def replicas(self) -> dict[str, dict[str, Any]]:
@@ -97,13 +106,13 @@ class Serving:
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """The JSON answer to a POST, sent as the same tenant as `client`."""
         headers = {"authorization": f"Bearer {KEY}"}
-        answer = httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=60, trust_env=False)
+        answer = self.http.post(f"{self.url}{path}", json=body, headers=headers)
         return answer.raise_for_status().json()
 
     def home(self, prompt: str) -> str:
         """The replica that answers this prompt."""
         body = {"prompt": prompt, "max_tokens": 1}
-        response = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60, trust_env=False)
+        response = self.http.post(f"{self.url}/v1/completions", json=body)
         return str(response.raise_for_status().headers["x-homing-replica"])
 
     def homes_at_once(self, prompts: Sequence[str]) -> list[str]:
@@ -126,7 +135,7 @@ class Serving:
     def client(self) -> Iterator[OpenAI]:
         """OpenAI's own client."""
         with (
-            httpx.Client(trust_env=False, timeout=60) as http,
+            one_client() as http,
             OpenAI(base_url=f"{self.url}/v1", api_key=KEY, http_client=http, max_retries=0) as client,
         ):
             yield client
@@ -146,13 +155,6 @@ class Serving:
         assert self.process is not None, "a detached cluster ends by homing stop"
         self.process.terminate()
         return self.process.wait(PATIENCE_S)
-
-
-def end_with_us() -> None:
-    """In a child, before it is another program: SIGTERM when its parent is gone, however that ended (Linux only)."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "prctl"):
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 @contextlib.contextmanager
@@ -208,15 +210,3 @@ def orphaned_folders() -> set[str]:
             lines.append(" ".join(process.cmdline()))
     used = "\n".join(lines)
     return {str(path) for path in Path("/tmp").glob("homing-*") if str(path) not in used}
-
-
-def traces() -> set[str]:
-    """What a cluster could leave on this machine outside its state folder."""
-    shared = Path("/dev/shm")
-    files = {str(path) for path in shared.iterdir()} if shared.is_dir() else set()
-    return files | orphaned_folders()
-
-
-def leftovers(before: set[str]) -> set[str]:
-    """Traces that were not there before."""
-    return traces() - before

@@ -43,37 +43,15 @@ def nodes() -> Iterator[Nodes]:
         yield found
 
 
-def test_a_joined_cluster_serves_on_both_nodes_and_stays(
-    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Replicas find their nodes, requests and events cross between them by TCP, and the Ray of others is left alone."""
-    for name, value in nodes.environment.items():
-        monkeypatch.setenv(name, value)
-
-    with serving(tmp_path, "--ray-address", nodes.address, "--replicas", "2") as running:
-        running.serving(2)
-        guarding, ranks = homes(nodes, "Supervisor|Controller|RouterProcess"), homes(nodes, "ReplicaRank")
-        prompt = LONG_PROMPTS[0]
-        body = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
-        first, second = (running.post("/v1/completions", body) for _ in range(2))
-        answering = running.homes_at_once(LONG_PROMPTS)
-        family = running.family()
-        assert running.end() == 0
-
-    assert first["choices"] == second["choices"]
-    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 500
-    assert set(answering) == {"r0", "r1"}
-    assert len(ranks) == 2
-    assert len(guarding) == 1, "the end of any of these nodes would end the cluster"
-    assert wait_gone(family, 10) == []
-    assert nodes.alive() == 2
-
-
 @pytest.mark.timeout(600)
-def test_a_killed_serve_leaves_a_joined_ray_as_it_was(
+def test_a_joined_cluster_serves_on_both_nodes_and_leaves_them_as_they_were(
     nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGKILL lets nobody tidy up: replicas and routers must not hold nodes of others for ever, nor the name."""
+    """Twice: killed, and ended.
+
+    SIGKILL leaves no time to clean up: replicas and routers must not hold nodes of others for ever, nor the name.
+    Then replicas find their nodes, requests and events cross between them by TCP, and the Ray of others is left alone.
+    """
     for name, value in nodes.environment.items():
         monkeypatch.setenv(name, value)
     flags = "--ray-address", nodes.address, "--replicas", "2"
@@ -86,13 +64,23 @@ def test_a_killed_serve_leaves_a_joined_ray_as_it_was(
     stopped = homing(tmp_path, "stop")
     with serving(tmp_path, *flags) as running:
         running.serving(2)
-        again = running.post("/v1/completions", {"prompt": LONG_PROMPTS[0], "max_tokens": 4})
+        guarding, ranks = homes(nodes, "Supervisor|Controller|RouterProcess"), homes(nodes, "ReplicaRank")
+        body = {"prompt": LONG_PROMPTS[0], "max_tokens": 4, "temperature": 0}
+        first, second = (running.post("/v1/completions", body) for _ in range(2))
+        answering = running.homes_at_once(LONG_PROMPTS)
+        family = running.family()
         assert running.end() == 0
 
     assert len(before) >= 5  # two ranks, router, controller, supervisor
     assert left == []
     assert (stopped.returncode, "no cluster 'default' is running" in stopped.stderr) == (1, True)
-    assert again["usage"]["completion_tokens"] == 4
+    assert first["choices"] == second["choices"]
+    assert second["usage"]["completion_tokens"] == 4
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 500
+    assert set(answering) == {"r0", "r1"}
+    assert len(ranks) == 2
+    assert len(guarding) == 1, "the end of any of these nodes would end the cluster"
+    assert wait_gone(family, 10) == []
     assert nodes.alive() == 2
 
 

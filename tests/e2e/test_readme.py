@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from homing.cluster.cli.main import parse, settings_of
+from homing.cluster.registry import wait_gone
 
-from .running import Serving, environment, leftovers, ready_note, traces, until
+from .running import Serving, environment, orphaned_folders, ready_note, shared_memory, until
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -101,7 +102,7 @@ def test_every_homing_command_is_understood() -> None:
 @pytest.mark.skipif(not (ROOT / ".venv/.runtime").exists(), reason="not set up by make")
 def test_make_serve_serves_and_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     """The first command of the README, ended as in a terminal: the signal goes to the whole process group."""
-    before = traces()
+    before = orphaned_folders()
     with subprocess.Popen(
         ["make", "serve", "ARGS=--port 0"],
         cwd=ROOT,
@@ -111,10 +112,14 @@ def test_make_serve_serves_and_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> N
         text=True,
         start_new_session=True,
     ) as process:
-        until(lambda: ready_note(tmp_path, process), "the banner")
+        note = until(lambda: ready_note(tmp_path, process), "the banner")
+        family = Serving(tmp_path, note["url"], process.pid, None).family()
         os.killpg(process.pid, signal.SIGINT)
         output, _ = process.communicate(timeout=120)
 
     assert "homing is ready" in output
     assert "curl http://127.0.0.1:" in output
-    assert leftovers(before) == set()
+    assert wait_gone(family, 10) == []
+    assert shared_memory(family) == []
+    assert not Path(note["run_dir"]).exists()
+    until(lambda: True if orphaned_folders() <= before else None, "no folder is left")

@@ -51,7 +51,6 @@ async def stack(
     with served(DEMO, sockets, kvcache=cache, settings={"max_model_len": max_model_len}) as replica:
         metrics, kvcache = RouterMetrics(), KvCacheSettings(**cache)
         service = RouterService(settings, kvcache, router_id="router", model_dir=DEMO, observer=metrics.of("demo"))
-        service.start(asyncio.get_running_loop())
         server = RouterServer(settings, service, metrics=metrics, texts=LoadedText(text_model))
         port = await server.start("127.0.0.1", 0)
         service.apply_membership([replica.description], SEED)

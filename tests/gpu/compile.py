@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from homing.replica.kernels.base import PagedRows, SamplingInputs
-from homing.replica.kernels.triton import activation, decode, norm, prefill, rope, sampling
+from homing.replica.kernels.triton import decode, pointwise, prefill, sampling
 from homing.replica.models.base import Rotary
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -84,13 +84,13 @@ def launch_all(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, page: in
     many = torch.empty(tokens, heads, dim, dtype=dtype)
     prefill.prefill(many, paged, torch.zeros(rows + 1, dtype=torch.int32), 0.1, None, torch.empty_like(many))
     x = torch.empty(tokens, features, dtype=dtype)
-    norm.add_rms_norm(x, x.clone(), x[0], 1e-6)
-    activation.silu_mul(torch.empty(tokens, 2 * 12288, dtype=dtype))
+    pointwise.add_rms_norm(x, x.clone(), x[0], 1e-6)
+    pointwise.silu_mul(torch.empty(tokens, 2 * 12288, dtype=dtype))
     wave = torch.empty(tokens, dim // 2, dtype=dtype)
     weight = torch.empty(dim, dtype=dtype)
     qkv = torch.empty(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     slots = torch.zeros(tokens, dtype=torch.int64)
-    rope.rotate_and_store(qkv, Rotary(wave, wave, weight, weight, 1e-6), slots, pages, pages.clone())
+    pointwise.rotate_and_store(qkv, Rotary(wave, wave, weight, weight, 1e-6), slots, pages, pages.clone())
     column = torch.zeros(rows)
     inputs = SamplingInputs(column, column.int(), column.double(), column, column.long(), column.long())
     sampling.sample(torch.empty(rows, vocab), inputs, column.long())
@@ -140,7 +140,7 @@ def resources(ptx: str) -> tuple[int, int]:
 
 def main() -> int:
     torch.set_num_threads(1)
-    modules = (activation, decode, norm, prefill, rope, sampling)
+    modules = (decode, pointwise, prefill, sampling)
     print(f"triton {triton.__version__} for sm_{TARGET.arch}")
     for dim, page in ((128, 64), (64, 16)):
         with recorded(*modules) as launches:

@@ -1,4 +1,4 @@
-"""`homing analyze LOG`: opens the log, runs it through the analysis, and tells what came out."""
+"""`homing analyze LOG`: opens the log, runs the analysis, and reports the result."""
 
 import gzip
 import json
@@ -20,12 +20,12 @@ from ...model_source import find_model
 from ..plots import check_plot_path, write_plot
 from ..recorded_trace import MOONCAKE_BLOCK_TOKENS
 from .capacity import KvCapacity, block_bytes_of_config, capacity
+from .log_analysis import LogAnalysis
 from .options import Options
 from .order import SampledPrompt, advise
 from .prompts import Prompt, PromptSource, TextPrompts, TracePrompts
 from .records import LogReader, TextRequest
 from .report import Findings, as_json, page, text
-from .sharing import LogAnalysis
 
 #: Requests whose order of parts is looked at; a share of a thousandth of them still shows.
 SAMPLE = 1000

@@ -1,7 +1,7 @@
 """Advice on the order of prompts: what varies early and thereby breaks the sharing of what comes behind it.
 
 Pure functions over a sample of prompts as text. A prefix cache stops at the first difference. If a long text that many
-prompts have in common stands behind a time stamp, it is computed anew each time; had the time stamp stood last, it
+prompts have in common stands behind a time stamp, it is computed again each time; had the time stamp stood last, it
 would be shared. So: cut texts into sentences and lines, which are compared wherever they stand; take the one that is
 worth most and the prompts that hold it; see where these prompts part, and how much that all of them have comes after.
 
@@ -223,9 +223,9 @@ class _Parting:
 
 
 def _parting(group: list[_Text]) -> _Parting | None:
-    """The first place at which no great majority goes on together. None: no two texts part.
+    """The first place at which no great majority has the same next character. None: no two texts part.
 
-    A text that ends where others go on is an earlier turn of theirs: shared entirely, so that it does not count.
+    A text that ends where others continue is an earlier turn of theirs: shared entirely, so that it does not count.
     """
     together = group
     while len(together) > 1:

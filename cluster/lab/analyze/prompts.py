@@ -7,7 +7,7 @@ before.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -17,9 +17,9 @@ from ....router.text.template import Conversation
 from ....router.text.tokenizer import TextModel
 from ...errors import LogUnreadable
 from ..recorded_trace import TraceRequest
+from .log_analysis import LoggedPrompt
 from .order import Part
 from .records import Record, TextRequest
-from .sharing import LoggedPrompt, PrefixNames
 
 _NO_MODEL = BlockHash(bytes(16))
 
@@ -32,18 +32,24 @@ class Prompt:
     parts: tuple[Part, ...] = ()
 
 
-class PromptSource(Protocol):
-    """Makes prompts of the records of one format."""
+class PrefixNames:
+    """Numbers prefixes in the order in which they are first seen; keeps one entry for each distinct prefix.
 
-    @property
-    def refused(self) -> int:
-        """Requests that were passed over."""
+    A trace may give equal ids to equal blocks behind different prefixes, which share nothing in a cache.
+    """
 
-    def prompts(self, records: Iterable[Record]) -> Iterator[Prompt]:
-        """The prompts, in order. Raises LogUnreadable."""
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, int], int] = {}
 
-    def close(self) -> None:
-        """Let go of what was loaded."""
+    def chain(self, block_ids: Iterable[int]) -> list[int]:
+        """A number for each prefix of these blocks; equal numbers mean equal prefixes."""
+        numbers = self._numbers
+        names: list[int] = []
+        name = -1
+        for block_id in block_ids:
+            name = numbers.setdefault((name, block_id), len(numbers))
+            names.append(name)
+        return names
 
 
 class TracePrompts:
@@ -55,26 +61,21 @@ class TracePrompts:
         self.refused = 0
 
     def prompts(self, records: Iterable[Record]) -> Iterator[Prompt]:
-        """See `PromptSource.prompts`; refuses ids that cannot be of this block size."""
+        """The prompts, in order. Raises LogUnreadable for ids that cannot be of this block size."""
         for number, request in enumerate(records, 1):
             assert isinstance(request, TraceRequest), f"{request} in a trace"
-            _check_block_size(request, self._block_size, number)
+            ids, full = len(request.block_ids), request.input_tokens // self._block_size
+            if not full <= ids <= full + 1:
+                likely = 1 << max(0, (request.input_tokens // max(ids, 1)) - 1).bit_length()
+                raise LogUnreadable(
+                    f"request {number}: {ids} hash_ids for {request.input_tokens} tokens are no blocks of "
+                    f"{self._block_size}; say how many tokens an id stands for, such as --block-size {likely}"
+                )
             blocks = self._names.chain(request.full_blocks(self._block_size))
             yield Prompt(LoggedPrompt(request.input_tokens, blocks, request.arrival_s))
 
     def close(self) -> None:
         """Nothing was loaded."""
-
-
-def _check_block_size(request: TraceRequest, block_size: int, number: int) -> None:
-    ids, full = len(request.block_ids), request.input_tokens // block_size
-    if full <= ids <= full + 1:
-        return
-    likely = 1 << max(0, (request.input_tokens // max(ids, 1)) - 1).bit_length()
-    raise LogUnreadable(
-        f"request {number}: {ids} hash_ids for {request.input_tokens} tokens are no blocks of {block_size}; "
-        f"say how many tokens an id stands for, such as --block-size {likely}"
-    )
 
 
 class TextPrompts:
@@ -88,7 +89,7 @@ class TextPrompts:
         self.refused = 0  #: requests that the chat template does not take
 
     def prompts(self, records: Iterable[Record]) -> Iterator[Prompt]:
-        """See `PromptSource.prompts`; refuses what the chat template refuses."""
+        """The prompts, in order. Raises LogUnreadable for what the chat template refuses."""
         for request in records:
             assert isinstance(request, TextRequest), f"{request} in a log of text"
             token_ids = self._token_ids(request)
@@ -127,6 +128,9 @@ class TextPrompts:
             salt = canonical(*(word.encode() for word in key))
             self._roots[key] = tenant_root(_NO_MODEL, salt=salt)
         return self._roots[key]
+
+
+PromptSource = TracePrompts | TextPrompts
 
 
 def _parts(prompt: Conversation | str | list[int]) -> tuple[Part, ...]:

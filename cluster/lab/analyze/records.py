@@ -4,7 +4,7 @@
 * openai: the body of a request to /v1/chat/completions or /v1/completions on each line, or a line of OpenAI's batch
   files, which has it under `body`. A time may stand beside it (`timestamp`, `created`, `created_at` or `time`).
 
-What else a line holds is passed over: logs carry much that is nobody's business here.
+Other fields of a line are ignored.
 """
 
 from collections.abc import Iterable, Iterator

@@ -6,9 +6,9 @@ from typing import Any
 
 from ..plots import Line, LineChart, Mark, Page, Table
 from .capacity import KvCapacity
+from .log_analysis import HEADROOM, USEFUL_SHARE, BreakRow, LogReport
 from .order import OrderFinding
-from .sharing import BreakRow, HitCurve, LogReport
-from .sharing.log_analysis import HEADROOM, USEFUL_SHARE
+from .reuse_stack import HitCurve
 
 _USEFUL = f"{100 * USEFUL_SHARE:.0f} %"
 ESTIMATE = "estimates: no queues, no concurrency; affine: as homing routes, round-robin: without regard to caches"
@@ -17,7 +17,7 @@ NO_TEXT = "this log has no text: advice on prompt order needs requests with mess
 
 @dataclass(slots=True, frozen=True)
 class Findings:
-    """All that is told about one log."""
+    """The results for one log."""
 
     source: str
     log_format: str

@@ -1,7 +1,7 @@
 """`homing simulate`: routing policies side by side over modelled replicas, on a trace or a drawn workload.
 
-Reads the trace, or makes one of a log of requests; times the CPU, shows progress, prints and draws; all that is
-simulated is `router/simulate`. A trace is read anew for every run, line by line, so it may be larger than memory.
+Reads the trace, or makes one of a log of requests, measures CPU time, shows progress, prints and draws. A trace is read
+again for every run, line by line, so it may be larger than memory.
 """
 
 import gc
@@ -18,7 +18,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
 from ....kvcache.eviction import EvictionName
-from ....replica.engine.throughput import SmoothedRates
 from ...cli.client import cluster_url, get_json
 from ...config import ClusterSettings, Settings
 from ...control.autoscale import terms_of
@@ -28,26 +27,14 @@ from ..analyze.log_trace import format_of, write_trace
 from ..analyze.options import Options
 from ..plots import Line, LineChart, Mark, Page, PointChart, Points, Table, check_plot_path, write_plot
 from ..recorded_trace import MOONCAKE_BLOCK_TOKENS, TraceError, read_trace
-from . import (
-    Arrival,
-    Channel,
-    MockerModel,
-    RateModel,
-    ReplicaLimits,
-    Result,
-    Setup,
-    SimulationError,
-    capacity_per_s,
-    compress,
-    facts,
-    from_trace,
-    result_of,
-    simulation_of,
-)
-from .faults import Fault
+from .delivery import Channel
+from .replica import ReplicaLimits
+from .results import Result
+from .runs import Setup, capacity_per_s, result_of, simulation_of
 from .scaling import run_scaled
 from .scenarios import Staged, find, recovery_s, stage
-from .workload import Chats, conversations, repeated
+from .step_times import MockerModel, RateModel
+from .workload import Arrival, Chats, compress, conversations, facts, from_trace, repeated
 
 #: Ours, what it must not lose to, the peers that do best somewhere, and the bound.
 DEFAULT_POLICIES = "expected-ttft,least-loaded,sglang,dynamo,dynamo-scale8,dynamo-credit4,llm-d,hash,rr,oracle"
@@ -94,7 +81,7 @@ class Order:
 
 @dataclass(slots=True, frozen=True)
 class Outcome:
-    """What was simulated, in words, and what came of it."""
+    """The heading and the results of a command."""
 
     heading: str
     results: list[Result]
@@ -102,13 +89,13 @@ class Outcome:
 
 
 def simulate(order: Order, settings: Settings, out: TextIO, progress: TextIO) -> int:
-    """Carry the command out. Raises ClusterError for what cannot be run."""
+    """Run the command. Raises ClusterError."""
     if order.plot is not None:
         check_plot_path(order.plot)
     try:
         with _prepared(_calibrated(order), settings) as ready:
             outcome = _run(ready, Bar(progress))
-    except (SimulationError, TraceError) as error:
+    except TraceError as error:
         raise SettingsError(str(error)) from error
     print(f"{outcome.heading}\n\n{table(outcome)}", file=out)
     if order.json is not None:
@@ -121,7 +108,7 @@ def simulate(order: Order, settings: Settings, out: TextIO, progress: TextIO) ->
 
 @contextmanager
 def _prepared(order: Order, settings: Settings) -> Iterator[Order]:
-    """With a log of requests made a trace, for as long as the simulation reads it."""
+    """The order with a log of requests converted to a temporary trace."""
     if order.trace is not None and str(order.trace) == "-":
         raise SettingsError("a log is read once for each policy, which standard input cannot be: name a file")
     if order.trace is None or format_of(str(order.trace)) != "openai":
@@ -136,7 +123,7 @@ def _prepared(order: Order, settings: Settings) -> Iterator[Order]:
 
 
 def _calibrated(order: Order) -> Order:
-    """With the mean rates of a running cluster's replicas."""
+    """The order with the mean rates of a running cluster's replicas."""
     if order.calibrate is None:
         return order
     if order.prefill_rate is not None or order.decode_step_ms is not None:
@@ -217,7 +204,7 @@ def page(outcome: Outcome) -> Page:
 
 
 def _calmed(course: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Means over neighbouring windows, so few that lines of ten policies can be told apart."""
+    """Means over neighbouring windows: few enough that the lines of ten policies stay distinct."""
     width = -(-len(course) // _COURSE_POINTS) or 1
     groups = [course[first : first + width] for first in range(0, len(course), width)]
     return [(group[0][0], mean([value for _, value in group])) for group in groups]
@@ -231,7 +218,7 @@ class Bar:
         self._shown_s = 0.0
 
     def show(self, what: str, done: int, total: int) -> None:
-        """So much of it is done."""
+        """Show that `done` of `total` are done."""
         if self._out is None or (done < total and time.monotonic() - self._shown_s < _BAR_EVERY_S):
             return
         self._shown_s = time.monotonic()
@@ -246,7 +233,7 @@ def _run(order: Order, bar: Bar) -> Outcome:
         return _scaled(order, bar)
     if order.scenario is not None:
         scenario = find(order.scenario)
-        staged = stage(scenario, SmoothedRates, policy=order.policies[0], seed=order.seed, channel=_channel(order))
+        staged = stage(scenario, policy=order.policies[0], seed=order.seed, channel=_channel(order))
         results = _compare(order.policies, staged, bar)
         return Outcome(f"{scenario.name}: {scenario.about}", results, staged.fault_s)
     setup = _setup(order)
@@ -261,7 +248,9 @@ def _run(order: Order, bar: Bar) -> Outcome:
     staged = Staged(setup, lambda: compress(_arrivals(order), speed), (), None)
     results = _compare(order.policies, staged, bar)
     if order.ttft_target is not None:
-        heading += f"\nreplicas for a mean TTFT of {order.ttft_target} s: " + _needed(order, staged, bar)
+        heading += f"\nreplicas for a mean TTFT of {order.ttft_target} s: " + _needed(
+            order, order.ttft_target, staged, bar
+        )
     return Outcome(heading, results)
 
 
@@ -303,8 +292,11 @@ def _setup(order: Order) -> Setup:
         raise SettingsError("--prefill-rate and --decode-step-ms go together: one replica's measured rates")
     rates = None if given[0] is None or given[1] is None else RateModel(given[0], given[1] / 1000)
     return Setup(
-        limits=ReplicaLimits(blocks=order.cache_blocks, block_tokens=_block_tokens(order), eviction=order.eviction),
-        meter=SmoothedRates,
+        limits=ReplicaLimits(
+            blocks=order.cache_blocks,
+            block_tokens=order.block_tokens or MOONCAKE_BLOCK_TOKENS,
+            eviction=order.eviction,
+        ),
         replicas=order.replicas,
         routers=order.routers,
         channel=_channel(order),
@@ -322,27 +314,20 @@ def _channel(order: Order) -> Channel:
     )
 
 
-def _block_tokens(order: Order) -> int:
-    return order.block_tokens or MOONCAKE_BLOCK_TOKENS
-
-
 def _arrivals(order: Order) -> Iterator[Arrival]:
     return islice(repeated(lambda: _round(order), order.rounds), order.requests)
 
 
 def _round(order: Order) -> Iterator[Arrival]:
+    block_tokens = order.block_tokens or MOONCAKE_BLOCK_TOKENS
     if order.trace is None:
-        yield from conversations(_chats(order))
+        chats = Chats(seed=order.seed, block_tokens=block_tokens)
+        rate = chats.rate_per_s if order.rate is None else order.rate
+        requests = chats.requests if order.requests is None else order.requests
+        yield from conversations(replace(chats, rate_per_s=rate, requests=requests))
         return
     with opened(str(order.trace), None) as lines:
-        yield from from_trace(read_trace(lines), _block_tokens(order))
-
-
-def _chats(order: Order) -> Chats:
-    chats = Chats(seed=order.seed, block_tokens=_block_tokens(order))
-    if order.rate is not None:
-        chats = replace(chats, rate_per_s=order.rate)
-    return chats if order.requests is None else replace(chats, requests=order.requests)
+        yield from from_trace(read_trace(lines), block_tokens)
 
 
 def _compare(policies: Sequence[str], staged: Staged, bar: Bar) -> list[Result]:
@@ -354,28 +339,26 @@ def _one(setup: Setup, staged: Staged, bar: Bar, total: int) -> Result:
     gc.collect()
     simulation = simulation_of(setup)
     started = time.process_time()
-    for done in simulation.run(staged.arrivals(), list[Fault](staged.faults)):
+    for done in simulation.run(staged.arrivals(), staged.faults):
         bar.show(setup.policy, done, total)
     return result_of(setup, simulation, time.process_time() - started)
 
 
-def _needed(order: Order, staged: Staged, bar: Bar) -> str:
-    """By bisection, for each policy; the oracle's are a bound."""
+def _needed(order: Order, target_s: float, staged: Staged, bar: Bar) -> str:
+    """The fewest replicas that hold the mean TTFT, by bisection, for each policy; the oracle's are a bound."""
     total = facts(staged.arrivals()).requests
-    return ", ".join(f"{policy} {_fewest(order, policy, staged, bar, total)}" for policy in order.policies)
-
-
-def _fewest(order: Order, policy: str, staged: Staged, bar: Bar, total: int) -> str:
-    assert order.ttft_target is not None, "no target"
-    low, high = 0, max(8, 4 * order.replicas)
-    while high - low > 1:
-        middle = (low + high) // 2
-        setup = replace(staged.setup, policy=policy, replicas=middle)
-        if _one(setup, staged, bar, total).ttft_mean_s <= order.ttft_target:
-            high = middle
-        else:
-            low = middle
-    return str(high) if high < max(8, 4 * order.replicas) else f"{high} or more"
+    found = []
+    for policy in order.policies:
+        low, high = 0, max(8, 4 * order.replicas)
+        while high - low > 1:
+            middle = (low + high) // 2
+            setup = replace(staged.setup, policy=policy, replicas=middle)
+            if _one(setup, staged, bar, total).ttft_mean_s <= target_s:
+                high = middle
+            else:
+                low = middle
+        found.append(f"{policy} {high}" if high < max(8, 4 * order.replicas) else f"{policy} {high} or more")
+    return ", ".join(found)
 
 
 def _cells(result: Result) -> list[str]:

@@ -1,32 +1,33 @@
-"""Virtual time and what is due in it. Knows nothing of what the calls do."""
+"""Virtual time and the calls that are due in it."""
 
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
 
 
-class Agenda:
-    """Calls in order of their time, and of their entry where times are equal."""
+class EventQueue:
+    """Calls in order of their time; those of equal time in the order in which they were added."""
 
-    __slots__ = ("_heap", "_order", "done", "now")
+    __slots__ = ("_heap", "_order", "now")
 
     def __init__(self) -> None:
-        self.now = 0.0
-        #: calls made so far
-        self.done = 0
+        self.now = 0.0  #: virtual seconds since the start
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
 
     def at(self, when: float, call: Callable[[], None]) -> None:
-        """Have this called at that time."""
+        """Call this at that time."""
         heappush(self._heap, (when, next(self._order), call))
 
+    def later(self, after_s: float, call: Callable[[], None]) -> None:
+        """Call this so many seconds from now."""
+        self.at(self.now + after_s, call)
+
     def until(self, when: float) -> None:
-        """Let everything happen that is due up to `when`; infinity: everything, and time stays at the last of it."""
+        """Make all calls that are due up to `when`; infinity: all, and time stays at the last of them."""
         heap = self._heap
         while heap and heap[0][0] <= when:
             self.now, _, call = heappop(heap)
-            self.done += 1
             call()
         if when != float("inf"):
             self.now = max(self.now, when)

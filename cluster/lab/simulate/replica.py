@@ -17,43 +17,22 @@ from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heappop, heappush
 from itertools import count
-from typing import Protocol
 
 from ....events.load_report import PrefillSpan, work_of
 from ....events.publish.step_changes import AllCleared, Change, RemovedBlocks, StoredBlocks
-from ....events.wire.messages import CacheCounters, LoadReport, PrefillCost, PrefillWork
+from ....events.wire.messages import CacheCounters, LoadReport, PrefillWork
 from ....kvcache.eviction import EvictionName, eviction_policy
 from ....kvcache.hashing import BlockHash
 from ....kvcache.pool import Block
 from ....kvcache.prefix_cache import CachedBlock, PrefixCache, PrefixMatch
-from .models import ReplicaModel
+from ....replica.engine.throughput import SmoothedRates
+from .step_times import StepTimes
 from .workload import Arrival
 
 #: Parent of every first block, and the content of every block: names are unique, so nothing collides.
 ROOT = BlockHash(bytes(16))
 _UNIT = bytes(4)
 _NO_WORK = PrefillWork(0, 0, 0.0, 0.0)
-
-
-class Meter(Protocol):
-    """Learns rates from steps; `replica.rates.Rates` in production."""
-
-    prefill_tokens_per_s: float
-    decode_step_s: float
-
-    @property
-    def prefill_cost(self) -> PrefillCost:
-        """By parts."""
-
-    @property
-    def prefill_sums(self) -> list[float]:
-        """Of all prefills since the start."""
-
-    def observe(self, work: PrefillWork, decode_rows: int, seconds: float) -> None:
-        """One step took so long."""
-
-    def learn(self, work: PrefillWork, seconds: float) -> None:
-        """A prefill at warm-up took so long."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -115,7 +94,6 @@ class _Phase(Enum):
 @dataclass(slots=True)
 class _Totals:
     prefilled_tokens: int = 0
-    generated_tokens: int = 0
     preemptions: int = 0
     busy_s: float = 0.0
     steps: int = 0
@@ -127,9 +105,9 @@ class SimulatedReplica:
     def __init__(
         self,
         replica_id: str,
-        model: ReplicaModel,
+        model: StepTimes,
         limits: ReplicaLimits,
-        meter: Meter,
+        rates: SmoothedRates,
         *,
         epoch: int = 1,
         cache: PrefixCache | None = None,
@@ -141,7 +119,7 @@ class SimulatedReplica:
         self.next_at: float | None = None
         self.accepted: dict[str, int] = {}
         self._model = model
-        self._meter = meter
+        self._rates = rates
         self._changes: list[Change] = []
         self._shares_cache = cache is not None
         self.cache = cache if cache is not None else self._own_cache()
@@ -211,7 +189,7 @@ class SimulatedReplica:
             steps = round((now - self._since) / self._step_s)
             seconds = steps * self._step_s
             if steps:
-                self._meter.observe(_NO_WORK, len(self._decoding), self._step_s)
+                self._rates.observe(_NO_WORK, len(self._decoding), self._step_s)
             self._pass(steps, finished)
         self.totals.busy_s += seconds
         # As in the engine: what the next step evicts belongs to the next step's events.
@@ -221,7 +199,7 @@ class SimulatedReplica:
 
     def _measure(self, seconds: float) -> None:
         spans = [PrefillSpan(work.cached, work.computed, work.computed + count) for work, count in self._rows]
-        self._meter.observe(work_of(spans), len(self._decoding), seconds)
+        self._rates.observe(work_of(spans), len(self._decoding), seconds)
 
     def lose_all(self) -> list[Work]:
         """The replica dies: what it had, as it was, oldest first."""
@@ -235,7 +213,7 @@ class SimulatedReplica:
         cache, totals, stats = self.cache, self.totals, self.cache.counters
         begun = [PrefillSpan(work.cached, work.computed, work.prefill_tokens) for work in self._prefilling]
         queued = _added(self._waiting_work, work_of(begun))
-        cost = self._meter.prefill_cost
+        cost = self._rates.prefill_cost
         return LoadReport(
             epoch=self.epoch,
             step=totals.steps,
@@ -249,8 +227,8 @@ class SimulatedReplica:
             free_blocks=cache.free_blocks,
             cached_free_blocks=cache.cached_free_blocks,
             total_blocks=cache.total_blocks,
-            prefill_tokens_per_s=self._meter.prefill_tokens_per_s,
-            decode_step_s=self._meter.decode_step_s,
+            prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
+            decode_step_s=self._rates.decode_step_s,
             counters=CacheCounters(
                 query_tokens=stats.query_tokens * self.limits.block_tokens,
                 hit_tokens=stats.hit_tokens * self.limits.block_tokens,
@@ -259,13 +237,13 @@ class SimulatedReplica:
             ),
             accepted=self.accepted.copy(),
             prefill_cost=cost,
-            prefill_sums=self._meter.prefill_sums,
+            prefill_sums=self._rates.prefill_sums,
         )
 
     @property
     def rates(self) -> tuple[float, float]:
         """Prefill tokens per second and seconds per decode step, as measured so far."""
-        return self._meter.prefill_tokens_per_s, self._meter.decode_step_s
+        return self._rates.prefill_tokens_per_s, self._rates.decode_step_s
 
     def residents(self) -> Iterator[CachedBlock]:
         """What it announces as its own: nothing of a cache that it shares."""
@@ -316,7 +294,7 @@ class SimulatedReplica:
             self._phase, self.next_at = _Phase.IDLE, None
 
     def _plan(self) -> list[tuple[Work, int]]:
-        """Whose prefill goes on in the next step, and by how many tokens."""
+        """The requests that prefill in the next step, each with its tokens."""
         budget = self.limits.max_batched_tokens - len(self._decoding)
         rows: list[tuple[Work, int]] = []
         for work in self._prefilling:
@@ -420,7 +398,6 @@ class SimulatedReplica:
     def _pass(self, steps: int, finished: list[Work]) -> None:
         """Every decoding request draws so many tokens."""
         self._clock += steps
-        self.totals.generated_tokens += steps * len(self._decoding)
         milestones = self._milestones
         while milestones and milestones[0][0] <= self._clock:
             work = self._decoding.get(heappop(milestones)[2])

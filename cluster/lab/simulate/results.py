@@ -1,5 +1,6 @@
 """What a simulation found out, in numbers that do not grow with the trace. Pure: fed request by request."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from math import exp, log
 
@@ -39,13 +40,6 @@ class Durations:
             if seen >= wanted:
                 return min(self.longest, _LEAST_S * exp((bucket + 0.5) * _LOG_GROWTH))
         return 0.0
-
-    def within(self, seconds: float) -> float:
-        """Share of those up to so many seconds."""
-        if not self.count:
-            return 1.0
-        limit = log(max(seconds, _LEAST_S) / _LEAST_S) / _LOG_GROWTH
-        return sum(n for bucket, n in self._buckets.items() if bucket < limit) / self.count
 
     def curve(self) -> list[tuple[float, float]]:
         """(seconds, share of all up to there), rising; for a plot."""
@@ -104,9 +98,8 @@ class Tally:
     regret_tokens: int = 0
     predicted_exactly: int = 0
     predictions: int = 0
-    output_tokens: int = 0
     full_prefills: int = 0  #: requests that found nothing in the cache
-    sent: dict[str, int] = field(default_factory=dict)
+    sent: Counter[str] = field(default_factory=Counter)  #: requests by replica
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -1,31 +1,24 @@
-"""One run from its parameters to its result: makes replicas and routers, runs them, sums up. Pure but for CPU time,
-which comes in as a function.
+"""One run from its parameters to its result: makes replicas and routers, runs them, sums up.
+
+Pure but for CPU time, which comes in as a function.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from random import Random
 
 from ....events.wire.messages import PrefillWork
 from ....kvcache.eviction import eviction_policy
 from ....kvcache.prefix_cache import PrefixCache
-from ....router.routing.policy.base import make_policy
+from ....replica.engine.throughput import SmoothedRates
+from ....router.routing.policy import registry
+from ...errors import SettingsError
 from .delivery import Channel
-from .errors import SimulationError
-from .faults import Fault
-from .models import MockerModel, ReplicaModel
-from .peers import PEERS
-from .replica import Meter, ReplicaLimits, SimulatedReplica
-from .results import Result, Tally
-from .simulation import Simulation
-from .steering import Homing, Steering
+from .replica import ReplicaLimits, SimulatedReplica
+from .results import Result
+from .simulation import Fault, Simulation
+from .step_times import MockerModel, StepTimes
 from .workload import Arrival
 
-#: Makes a meter from first rates; `replica.rates.Rates` in production.
-MeterMaker = Callable[[float, float], Meter]
-
-#: Ours, as in the settings.
-OWN_POLICIES = ("expected-ttft", "least-loaded", "round-robin", "power-of-two")
 #: Least-loaded over one cache that all replicas share: hits cost no balance and balance no hits. No router can do that;
 #: it bounds what one can.
 ORACLE = "oracle"
@@ -36,55 +29,47 @@ class Setup:
     """What is simulated, but for the requests."""
 
     limits: ReplicaLimits
-    meter: MeterMaker
     policy: str = "expected-ttft"
     replicas: int = 8
     routers: int = 1
     channel: Channel = field(default_factory=lambda: Channel(delay_s=0.005))
     seed: int = 0
-    model: ReplicaModel = field(default_factory=MockerModel)
+    model: StepTimes = field(default_factory=MockerModel)
 
 
 def policy_names() -> tuple[str, ...]:
     """All that `Setup.policy` can be."""
-    return (*OWN_POLICIES, *PEERS, ORACLE)
+    return (*registry.policy_names(), ORACLE)
 
 
 def simulation_of(setup: Setup) -> Simulation:
-    """A simulation that is ready to run. Raises SimulationError for an unknown policy."""
+    """A simulation that is ready to run. Raises SettingsError for an unknown policy."""
     if setup.policy not in policy_names():
-        raise SimulationError(f"no policy {setup.policy!r}; there are {', '.join(policy_names())}")
-    limits, model = setup.limits, setup.model
-    rates = limits.max_batched_tokens / model.prefill_s(0, limits.max_batched_tokens), model.decode_step_s(0.0)
-    shared = None
-    if setup.policy == ORACLE:
-        shared = PrefixCache(setup.replicas * limits.blocks + 1, 1, policy=eviction_policy(limits.eviction))
+        raise SettingsError(f"no policy {setup.policy!r}; there are {', '.join(policy_names())}")
+    shared, channel, policy = None, setup.channel, setup.policy
+    if policy == ORACLE:
+        policy, channel = "least-loaded", Channel()
+        blocks = setup.replicas * setup.limits.blocks + 1
+        shared = PrefixCache(blocks, 1, policy=eviction_policy(setup.limits.eviction))
     return Simulation(
-        lambda name, epoch: SimulatedReplica(name, model, limits, warm(setup, rates), epoch=epoch, cache=shared),
-        lambda name: router_of(setup, name),
+        lambda name, epoch: replica_of(setup, name, epoch, shared),
+        lambda: registry.make_policy(policy),
+        block_tokens=setup.limits.block_tokens,
         replicas=setup.replicas,
         routers=setup.routers,
-        channel=Channel() if setup.policy == ORACLE else setup.channel,
-        rng=Random(f"{setup.seed} channel"),
+        channel=channel,
+        seed=setup.seed,
     )
 
 
-def warm(setup: Setup, rates: tuple[float, float]) -> Meter:
-    """What a replica has measured before it joins: some short prompts and some long ones."""
-    meter, longest = setup.meter(*rates), setup.limits.max_batched_tokens
+def replica_of(setup: Setup, name: str, epoch: int, cache: PrefixCache | None = None) -> SimulatedReplica:
+    """A replica that has measured some short prompts and some long ones, as at warm-up. `cache`: shared with others."""
+    longest, model = setup.limits.max_batched_tokens, setup.model
+    rates = SmoothedRates(longest / model.prefill_s(0, longest), model.decode_step_s(0.0))
     for tokens in (longest // 8, longest):
         for _ in range(3):
-            meter.learn(PrefillWork(1, tokens, tokens * tokens / 2, 0.0), setup.model.prefill_s(0, tokens))
-    return meter
-
-
-def router_of(setup: Setup, name: str) -> Steering:
-    """A router of the setup's policy; several of one run draw different numbers."""
-    rng = Random(f"{setup.seed} {name}")
-    if setup.policy in PEERS:
-        return PEERS[setup.policy](setup.limits, rng)
-    own = "least-loaded" if setup.policy == ORACLE else setup.policy
-    return Homing(name, make_policy(own), setup.limits.block_tokens, rng)
+            rates.learn(PrefillWork(1, tokens, tokens * tokens / 2, 0.0), model.prefill_s(0, tokens))
+    return SimulatedReplica(name, model, setup.limits, rates, epoch=epoch, cache=cache)
 
 
 def run(
@@ -99,13 +84,14 @@ def run(
 
 
 def result_of(setup: Setup, simulation: Simulation, wall_s: float) -> Result:
-    """What a run that has ended found out."""
+    """The figures of a run that has ended."""
     tally = simulation.tally
     replicas = [*simulation.replicas.values(), *simulation.retired]
     prefilled = [replica.totals.prefilled_tokens for replica in replicas]
     mean = sum(prefilled) / len(prefilled)
     busy = sum(replica.totals.busy_s for replica in replicas)
     counters = simulation.delivery.counters
+    predicts = setup.policy != ORACLE  # others change its one cache between decision and admission
     return Result(
         policy=setup.policy,
         replicas=setup.replicas,
@@ -123,7 +109,7 @@ def result_of(setup: Setup, simulation: Simulation, wall_s: float) -> Result:
         regret_rate=tally.regret_tokens / max(1, tally.prompt_tokens),
         imbalance=max(prefilled) / mean if mean else 1.0,
         utilisation=busy / (len(replicas) * simulation.now) if simulation.now else 0.0,
-        exact_rate=_exact_rate(setup, tally),
+        exact_rate=tally.predicted_exactly / tally.predictions if predicts and tally.predictions else None,
         held=tally.held,
         moved=tally.moved,
         preemptions=sum(replica.totals.preemptions for replica in replicas),
@@ -136,13 +122,6 @@ def result_of(setup: Setup, simulation: Simulation, wall_s: float) -> Result:
         ttft_over_time=tally.ttft_over_time.series(),
         hits_over_time=tally.hits_over_time.series(),
     )
-
-
-def _exact_rate(setup: Setup, tally: Tally) -> float | None:
-    """The oracle's foresight is none: it has one cache for all, which others change before a request is admitted."""
-    if setup.policy == ORACLE or not tally.predictions:
-        return None
-    return tally.predicted_exactly / tally.predictions
 
 
 def capacity_per_s(setup: Setup, arrivals: Iterable[Arrival]) -> float:

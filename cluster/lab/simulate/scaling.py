@@ -6,8 +6,12 @@ Counts what it costs: replica seconds, those of starting replicas included. Pure
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ...control.autoscale import Autoscaler, Demand, ScalingTerms
-from . import Arrival, Result, Setup, Simulation, result_of, simulation_of
+from ....router.control import Demand
+from ...control.autoscale import Autoscaler, ScalingTerms
+from .results import Result
+from .runs import Setup, result_of, simulation_of
+from .simulation import Simulation
+from .workload import Arrival
 
 #: As often as the controller looks.
 LOOK_S = 1.0

@@ -1,17 +1,16 @@
 """Situations in which exact knowledge of the replicas should pay, each as a workload with its faults. Pure.
 
-A scenario says what is asked for and what goes wrong; who steers is the caller's choice (runs.py).
+A scenario fixes the requests and the faults; the policy is the caller's choice (runs.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from ...errors import SettingsError
 from .delivery import Channel
-from .errors import SimulationError
-from .faults import EngineRestarted, Fault, ReplicaAdded, ReplicaLost, RouterRestarted
-from .models import MockerModel, ReplicaModel
 from .replica import ReplicaLimits
-from .runs import MeterMaker, Setup, capacity_per_s
+from .runs import Setup, capacity_per_s
+from .simulation import Fault, engine_restarted, replica_added, replica_lost, router_restarted
 from .workload import Arrival, Chats, Siblings, compress, conversations, facts, siblings
 
 
@@ -39,16 +38,12 @@ class Staged:
     fault_s: float | None  #: when the first one strikes
 
 
-_CHATS = Chats(requests=6000, seed=1, rate_per_s=20.0, turns=8)
-
-
 def _chats() -> Iterator[Arrival]:
-    return conversations(_CHATS)
+    return conversations(Chats(requests=6000, seed=1, rate_per_s=20.0, turns=8))
 
 
 def _drawn(**fields: float) -> Callable[[], Iterator[Arrival]]:
-    parameters = replace(Siblings(requests=6000, seed=1), **fields)  # type: ignore[arg-type]
-    return lambda: siblings(parameters)
+    return lambda: siblings(replace(Siblings(requests=6000, seed=1), **fields))  # type: ignore[arg-type]
 
 
 SCENARIOS = {
@@ -63,26 +58,26 @@ SCENARIOS = {
             name="router-restart",
             about="the router is replaced halfway",
             arrivals=_chats,
-            faults=(RouterRestarted(0.5),),
+            faults=(router_restarted(0.5),),
         ),
         Scenario(
             name="replica-restart",
             about="a replica dies halfway and is back, empty, a fiftieth of the span later",
             arrivals=_chats,
-            faults=(ReplicaLost(0.5, "r0"), ReplicaAdded(0.52, "r0")),
+            faults=(replica_lost(0.5, "r0"), replica_added(0.52, "r0")),
         ),
         Scenario(
             name="engine-restart",
             about="four of eight engines start anew behind their addresses, one after the other, with empty caches",
             arrivals=_chats,
-            faults=tuple(EngineRestarted(0.4 + 0.05 * number, f"r{number}") for number in range(4)),
+            faults=tuple(engine_restarted(0.4 + 0.05 * number, f"r{number}") for number in range(4)),
         ),
         Scenario(
             name="replica-added",
             about="a ninth replica joins, empty, while eight are hot",
             arrivals=_chats,
             load=0.9,
-            faults=(ReplicaAdded(0.3, "r8"),),
+            faults=(replica_added(0.3, "r8"),),
         ),
         Scenario(
             name="working-set",
@@ -117,40 +112,30 @@ SCENARIOS = {
 }
 
 
-def stage(
-    scenario: Scenario,
-    meter: MeterMaker,
-    *,
-    policy: str,
-    seed: int = 0,
-    model: ReplicaModel | None = None,
-    channel: Channel | None = None,
-) -> Staged:
+def stage(scenario: Scenario, *, policy: str, seed: int = 0, channel: Channel | None = None) -> Staged:
     """Scale the workload to its load, and the faults to its span."""
     setup = Setup(
         limits=ReplicaLimits(blocks=scenario.blocks, block_tokens=16 if scenario.load is None else 512),
-        meter=meter,
         policy=policy,
         replicas=scenario.replicas,
         routers=scenario.routers,
         channel=channel or Channel(delay_s=0.005),
         seed=seed,
-        model=MockerModel() if model is None else model,
     )
     about = facts(scenario.arrivals())
     factor = 1.0
     if scenario.load is not None:
         factor = scenario.load * capacity_per_s(setup, scenario.arrivals()) / about.rate_per_s
     span_s = about.span_s / factor
-    faults = [replace(fault, at_s=fault.at_s * span_s) for fault in scenario.faults]  # type: ignore[type-var]
+    faults = [replace(fault, at_s=fault.at_s * span_s) for fault in scenario.faults]
     fault_s = faults[0].at_s if faults else None
     return Staged(setup, lambda: compress(scenario.arrivals(), factor), faults, fault_s)
 
 
 def find(name: str) -> Scenario:
-    """A scenario by its name. Raises SimulationError."""
+    """A scenario by its name. Raises SettingsError."""
     if name not in SCENARIOS:
-        raise SimulationError(f"no scenario {name!r}; there are {', '.join(SCENARIOS)}")
+        raise SettingsError(f"no scenario {name!r}; there are {', '.join(SCENARIOS)}")
     return SCENARIOS[name]
 
 

@@ -1,198 +1,205 @@
-"""The event loop of a simulation: virtual time, arrivals, replicas, and what routers learn of them and when.
+"""The event loop of a simulation: virtual time, arrivals, faults, replicas, and what routers learn of them and when.
 
 Pure: no clock, no sockets; equal inputs give equal results. Memory grows with what is in flight, not with the trace.
 
-A request arrives at one of the routers (in turn), is placed or held there, and is queued on its replica at once. What a
-step of a replica yields goes different ways: tokens reach their router at once, the cache events and the load report of
-that step go to every router through the channel (delivery.py).
+A request arrives at one of the routers (in turn), is placed or held there, and is queued on its replica at once. Tokens
+of a replica's step reach their router at once; its cache events and load report go to every router through the channel
+(delivery.py).
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from ....events.publish.step_changes import arrange
-from ....router.routing.prefix_index import PrefixIndex
-from .delivery import Channel, Listener, delivery_of, learn
-from .event_queue import Agenda
-from .faults import Fault
+from ....router.routing.policy.base import Policy
+from .delivery import Channel, Truth, apply, updates_of
+from .event_queue import EventQueue
 from .replica import Progress, SimulatedReplica, Work
 from .results import Tally
-from .steering import Homing, Steering
+from .router import SimulatedRouter
 from .workload import Arrival
 
 
-@dataclass(slots=True)
-class _Router:
-    name: str
-    steering: Steering
-    waiting: deque[Work] = field(default_factory=deque)
+@dataclass(slots=True, frozen=True)
+class Fault:
+    """Something that goes wrong, or changes, in the middle of a run."""
+
+    at_s: float
+    strike: "Callable[[Simulation], None]"
 
 
-#: Makes a replica by name and incarnation.
-ReplicaMaker = Callable[[str, int], SimulatedReplica]
+def replica_lost(at_s: float, name: str) -> Fault:
+    """A replica dies; its requests are continued elsewhere."""
+    return Fault(at_s, lambda simulation: simulation.kill(name))
+
+
+def replica_added(at_s: float, name: str) -> Fault:
+    """A replica joins with an empty cache: a new one, or one that was lost."""
+    return Fault(at_s, lambda simulation: simulation.join(name))
+
+
+def engine_restarted(at_s: float, name: str) -> Fault:
+    """A replica's engine restarts behind the same address: empty, with its events numbered from 0 again."""
+    return Fault(at_s, lambda simulation: simulation.restart_engine(name))
+
+
+def router_restarted(at_s: float, number: int = 0) -> Fault:
+    """A router process is replaced; what it knew is gone."""
+    return Fault(at_s, lambda simulation: simulation.restart_router(number))
 
 
 class Simulation:
-    """One run over replicas that `make_replica` makes and routers that `make_router` makes."""
+    """One run."""
 
     def __init__(
         self,
-        make_replica: ReplicaMaker,
-        make_router: Callable[[str], Steering],
+        make_replica: Callable[[str, int], SimulatedReplica],
+        make_policy: Callable[[], Policy],
         *,
+        block_tokens: int,
         replicas: int,
         routers: int = 1,
         channel: Channel | None = None,
-        rng: Random | None = None,
+        seed: int = 0,
     ) -> None:
+        """`make_replica` makes a replica by name and incarnation."""
         self.tally = Tally()
         self.replicas: dict[str, SimulatedReplica] = {}
         self.retired: list[SimulatedReplica] = []
         self._make_replica = make_replica
-        self._make_router = make_router
-        self._agenda = Agenda()
-        self.delivery = delivery_of(channel or Channel(), self._agenda, self._heard, rng or Random(0))
+        self._make_policy = make_policy
+        self._block_tokens = block_tokens
+        self._seed = seed
+        self._queue = EventQueue()
+        self.delivery = (channel or Channel()).delivery(self._queue, self._pump, Random(f"{seed} channel"))
         self._due: dict[str, float] = {}
-        self._draining: set[str] = set()
-        self.last_arrival_s = 0.0
-        self._arrived = False  #: all of them
+        self.draining: set[str] = set()  #: replicas that take nothing new
+        self._arrived = False  # all of them
         self._epochs: dict[str, int] = {}
         self._last_id = 0
         self._turn = 0
-        #: what replicas really hold, for the regret
-        self._truth = _Truth()
-        self._routers = [_Router(f"router{n}", make_router(f"router{n}")) for n in range(routers)]
-        self._by_name = {router.name: router for router in self._routers}
-        for number in range(replicas):
-            self.join(f"r{number}")
+        self._truth = Truth()
+        self.routers = [SimulatedRouter(name, make_policy(), self._rng(name)) for name in _names("router", routers)]
+        self._by_name = {router.name: router for router in self.routers}
+        for name in _names("r", replicas):
+            self.join(name)
+
+    def _rng(self, router: str) -> Random:
+        """Several routers of one run draw different numbers."""
+        return Random(f"{self._seed} {router}")
 
     @property
     def now(self) -> float:
         """Virtual seconds since the start."""
-        return self._agenda.now
+        return self._queue.now
 
     @property
-    def events(self) -> int:
-        """Things that have happened so far, but for arrivals."""
-        return self._agenda.done
-
-    @property
-    def steerings(self) -> list[Steering]:
-        """Of every router, as they are."""
-        return [router.steering for router in self._routers]
+    def waiting(self) -> list[Work]:
+        """Requests that routers hold."""
+        return [work for router in self.routers for work in router.waiting]
 
     def run(self, arrivals: Iterable[Arrival], faults: Sequence[Fault] = ()) -> Iterator[int]:
         """Run to the end; yields the number of requests that have arrived, for a progress bar."""
         for fault in faults:
-            self._agenda.at(fault.at_s, lambda fault=fault: fault.strike(self))  # type: ignore[misc]
+            self._queue.at(fault.at_s, partial(fault.strike, self))
         for arrival in arrivals:
-            self._agenda.until(arrival.at_s)
+            self._queue.until(arrival.at_s)
             self._arrive(arrival)
             yield self.tally.requests
-        self.last_arrival_s = self.now
         self._arrived = True
-        self._agenda.until(float("inf"))
+        self._queue.until(float("inf"))
 
     # What faults do
 
     def join(self, name: str) -> None:
         """A replica starts, empty; routers follow it from its first event on."""
-        replica = self._put_up(name)
-        for router in self._routers:
+        replica = self._start(name)
+        for router in self.routers:
             self.delivery.follow(router, replica)
             self._pump(router)
 
     def kill(self, name: str) -> None:
-        """A replica dies; its requests go on elsewhere."""
-        lost = self._take_down(name)
-        self._draining.discard(name)
-        for router in self._routers:
-            router.steering.leave(name)
+        """A replica dies; its requests are continued elsewhere."""
+        lost = self._stop(name)
+        self.draining.discard(name)
+        for router in self.routers:
+            router.placement.leave(name)
             self._requeue(router, lost)
         self._pump_all()
 
     def restart_engine(self, name: str) -> None:
-        """A replica's engine starts anew where it was; its requests go on, there or elsewhere."""
-        lost = self._take_down(name)
-        replica = self._put_up(name)
-        for router in self._routers:
+        """A replica's engine restarts where it was; its requests are continued, there or elsewhere."""
+        lost = self._stop(name)
+        replica = self._start(name)
+        for router in self.routers:
             for work in lost:
                 if work.router == router.name:
-                    router.steering.ended(name, work.request_id)
-            if router.steering.restarted(name):
-                router.steering.leave(name)
+                    router.placement.ended(name, work.request_id)
+            policy = router.placement.policy
+            if policy.notices_restarts:  # by the epoch in whatever the replica sends
+                router.placement.leave(name)
                 self.delivery.follow(router, replica)
             else:
+                policy.restarted(name)
                 self.delivery.follow_on(router, replica)
             self._requeue(router, lost)
         self._pump_all()
 
     def drain(self, name: str) -> None:
-        """Routers of ours send nothing new there, and it ends when it has nothing left to do."""
-        for router in self._routers:
-            if isinstance(router.steering, Homing):  # peers know no drain
-                router.steering.rest(name)
-        self._draining.add(name)
+        """Routers send nothing new there, and it ends when it has nothing left to do."""
+        for router in self.routers:
+            router.placement.loads.rest(name, "draining")
+        self.draining.add(name)
         self._end_if_idle(self.replicas[name])
 
     def every(self, seconds: float, call: Callable[[float], None]) -> None:
-        """Have this called with the time, again and again for as long as requests arrive or run."""
+        """Call this with the time, repeatedly for as long as requests arrive or run."""
 
         def again() -> None:
             call(self.now)
             if not self._arrived or self.waiting or any(replica.requests for replica in self.replicas.values()):
-                self._agenda.at(self.now + seconds, again)
+                self._queue.at(self.now + seconds, again)
 
-        self._agenda.at(self.now + seconds, again)
-
-    @property
-    def waiting(self) -> list[Work]:
-        """Requests that routers hold."""
-        return [work for router in self._routers for work in router.waiting]
-
-    @property
-    def draining(self) -> frozenset[str]:
-        """Replicas that take nothing new."""
-        return frozenset(self._draining)
+        self._queue.at(self.now + seconds, again)
 
     def restart_router(self, number: int) -> None:
-        """A router loses all it knew. Ours gets every replica's snapshot; a peer starts with nothing."""
-        router = self._routers[number]
-        router.steering = self._make_router(router.name)
+        """A router loses all it knew, and gets every replica's snapshot; a policy's own books are empty."""
+        router = self.routers[number]
+        router.restart(self._make_policy(), self._rng(router.name))
         for replica in self.replicas.values():
             self.delivery.follow(router, replica)
         self._pump(router)
 
-    def _put_up(self, name: str) -> SimulatedReplica:
+    def _start(self, name: str) -> SimulatedReplica:
         epoch = self._epochs[name] = self._epochs.get(name, 0) + 1
         replica = self.replicas[name] = self._make_replica(name, epoch)
         self._truth.join(name, replica.limits.blocks, closed=True)
         return replica
 
-    def _take_down(self, name: str) -> list[Work]:
+    def _stop(self, name: str) -> list[Work]:
         replica = self.replicas.pop(name)
         self.retired.append(replica)
         self._truth.leave(name)
         self.delivery.forget(name)
         return replica.lose_all()
 
-    def _requeue(self, router: _Router, lost: Sequence[Work]) -> None:
+    def _requeue(self, router: SimulatedRouter, lost: Sequence[Work]) -> None:
         """Before all that came later."""
-        mine = [self._again(work) for work in lost if work.router == router.name]
+        mine = [self._renewed(work) for work in lost if work.router == router.name]
         router.waiting.extendleft(reversed(mine))
         self.tally.moved += len(mine)
 
     def _pump_all(self) -> None:
-        for router in self._routers:
+        for router in self.routers:
             self._pump(router)
 
     # The loop
 
     def _arrive(self, arrival: Arrival) -> None:
-        self._turn = (self._turn + 1) % len(self._routers)
-        router = self._routers[self._turn]
+        self._turn = (self._turn + 1) % len(self.routers)
+        router = self.routers[self._turn]
         self.tally.requests += 1
         if self.replicas and not any(replica.fits(arrival) for replica in self.replicas.values()):
             self.tally.rejected += 1
@@ -203,24 +210,23 @@ class Simulation:
             router.waiting.append(work)
             self.tally.held += 1
 
-    def _place(self, router: _Router, work: Work) -> bool:
-        placed = router.steering.place(work.request_id, work.arrival, work.generated, self.now)
-        if placed is None:
+    def _place(self, router: SimulatedRouter, work: Work) -> bool:
+        chosen = router.place(work, self._block_tokens, self.now)
+        if chosen is None:
             return False
-        replica = self.replicas[placed.replica]
-        work.predicted = placed.predicted_cached_tokens
+        replica = self.replicas[chosen]
         held = self._truth.match(work.arrival.blocks)
-        work.regret_tokens = (max(held.values()) - held[placed.replica]) * replica.limits.block_tokens
-        self.tally.sent[placed.replica] = self.tally.sent.get(placed.replica, 0) + 1
+        work.regret_tokens = (max(held.values()) - held[chosen]) * self._block_tokens
+        self.tally.sent[chosen] += 1
         replica.add(work, self.now)
         self._schedule(replica)
         return True
 
-    def _pump(self, router: _Router) -> None:
+    def _pump(self, router: SimulatedRouter) -> None:
         while router.waiting and self._place(router, router.waiting[0]):
             router.waiting.popleft()
 
-    def _again(self, work: Work) -> Work:
+    def _renewed(self, work: Work) -> Work:
         """A request that was lost with its replica, under a new id."""
         self._last_id += 1
         return Work(self._last_id, work.router, work.arrival, work.arrived_s, generated=work.generated)
@@ -232,47 +238,39 @@ class Simulation:
         if due is None or self._due.get(replica.replica_id) == due:
             return
         self._due[replica.replica_id] = due
-        self._agenda.at(due, lambda: self._step(replica, due))
+        self._queue.at(due, lambda: self._step(replica, due))
 
     def _step(self, replica: SimulatedReplica, due: float) -> None:
         if replica.next_at != due or self.replicas.get(replica.replica_id) is not replica:
-            return  # something came between
+            return  # rescheduled in the meantime
         progress = replica.advance(self.now)
         self._schedule(replica)
-        self._tell(replica, progress)
+        self._publish(replica, progress)
         self._tokens(replica, progress)
         self._end_if_idle(replica)
 
     def _end_if_idle(self, replica: SimulatedReplica) -> None:
-        if replica.replica_id in self._draining and not replica.requests:
-            self._draining.discard(replica.replica_id)
+        if replica.replica_id in self.draining and not replica.requests:
+            self.draining.discard(replica.replica_id)
             self.kill(replica.replica_id)
 
-    def _tell(self, replica: SimulatedReplica, progress: Progress) -> None:
+    def _publish(self, replica: SimulatedReplica, progress: Progress) -> None:
         """What the step that has just ended changed is on its way to the routers."""
-        changes = progress.changes
-        if changes:
-            changes = arrange(list(changes))
-            learn(self._truth, replica.replica_id, changes)
-        self.delivery.tell(replica.replica_id, changes, progress.report)
-
-    def _heard(self, listener: Listener) -> None:
-        router = self._by_name[listener.name]
-        if router.waiting:
-            self._pump(router)
+        changes = arrange(list(progress.changes)) if progress.changes else ()
+        updates = list(updates_of(changes))
+        apply(self._truth, replica.replica_id, updates)
+        self.delivery.send(replica.replica_id, changes, updates, progress.report)
 
     def _tokens(self, replica: SimulatedReplica, progress: Progress) -> None:
         for work in progress.first:
             self._count_first(work)
-            self._by_name[work.router].steering.started(replica.replica_id, work.request_id)
+            self._by_name[work.router].placement.started(replica.replica_id, work.request_id)
         for work in progress.finished:
             router = self._by_name[work.router]
-            router.steering.ended(replica.replica_id, work.request_id)
+            router.placement.ended(replica.replica_id, work.request_id)
             self.tally.finished += 1
             self.tally.latency.add(self.now - work.arrived_s)
-            self.tally.output_tokens += work.generated
-            if router.waiting:
-                self._pump(router)
+            self._pump(router)
 
     def _count_first(self, work: Work) -> None:
         tally, arrival, cached = self.tally, work.arrival, work.cached_tokens or 0
@@ -289,14 +287,5 @@ class Simulation:
             tally.predicted_exactly += work.predicted == cached
 
 
-class _Truth:
-    """What replicas really hold, without delay: for the regret of every policy alike."""
-
-    def __init__(self) -> None:
-        self._index = PrefixIndex()
-        self.join = self._index.join
-        self.leave = self._index.leave
-        self.match = self._index.match
-        self.stored = self._index.add
-        self.removed = self._index.remove
-        self.reset = self._index.reset
+def _names(prefix: str, count: int) -> list[str]:
+    return [f"{prefix}{number}" for number in range(count)]

@@ -11,7 +11,7 @@ from random import Random
 
 from ..recorded_trace import MOONCAKE_BLOCK_TOKENS, TraceRequest
 
-#: Ids of recorded traces lie below this, so that the round number above them makes a name nobody else has.
+#: Ids of recorded traces lie below this, so that the number of the round above them makes unique names.
 _ROUND = 1 << 40
 
 
@@ -26,11 +26,6 @@ class Arrival:
     #: the same as a router sees them that knows the text alone (no tenant, no adapter); None: no difference
     text: tuple[int, ...] | None = None
     session: str | None = None
-
-    @property
-    def text_blocks(self) -> tuple[int, ...]:
-        """What a router that knows only the text can tell apart."""
-        return self.blocks if self.text is None else self.text
 
 
 def from_trace(requests: Iterable[TraceRequest], block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> Iterator[Arrival]:
@@ -57,7 +52,6 @@ class WorkloadFacts:
     span_s: float
     prompt_tokens: int
     output_tokens: int
-    longest_tokens: int  #: prompt and answer
 
     @property
     def rate_per_s(self) -> float:
@@ -67,7 +61,7 @@ class WorkloadFacts:
 
 def facts(arrivals: Iterable[Arrival]) -> WorkloadFacts:
     """One pass over a workload."""
-    requests = prompt = output = longest = 0
+    requests = prompt = output = 0
     first = last = 0.0
     for arrival in arrivals:
         if not requests:
@@ -76,12 +70,11 @@ def facts(arrivals: Iterable[Arrival]) -> WorkloadFacts:
         requests += 1
         prompt += arrival.tokens
         output += arrival.output_tokens
-        longest = max(longest, arrival.tokens + arrival.output_tokens)
-    return WorkloadFacts(requests, last - first, prompt, output, longest)
+    return WorkloadFacts(requests, last - first, prompt, output)
 
 
 def repeated(one_round: Callable[[], Iterator[Arrival]], count: int) -> Iterator[Arrival]:
-    """A workload `count` times, one round after the other, each over blocks of its own; read anew for each round."""
+    """A workload `count` times, one round after the other, each over blocks of its own; read again for each round."""
     start_s = 0.0
     for number in range(count):
         last_s = gap_s = 0.0

@@ -1,4 +1,5 @@
-"""Kernels compiled for CPUs by numba, collected in `cpu_kernels`.
+"""Kernels that numba compiles for the CPU, collected in `cpu_kernels`.
 
-Imported by `kernels.choice`, `attention` and `execute`. `processor` and `runtime.processor` need no torch.
+Imported by `kernels.choice`, `models.layers` (products) and `execute` (call recording). `runtime.processor` needs no
+torch.
 """

@@ -1,5 +1,5 @@
 """Triton kernels for CUDA devices, collected in `triton_kernels`.
 
-Imported only by `kernels.choice` and `attention`.
-Each needs torch and Triton, nothing else of homing but `kernels.base`.
+Imported only by `kernels.choice`. Needs torch and Triton, and of homing `kernels.base`, `models.base` and the sampler's
+constants.
 """

@@ -1,8 +1,8 @@
-"""Decode attention over pages: split-KV with a plan that is made on the device, so that one launch fits any lengths.
+"""Decode attention over pages: split-KV by a plan that is computed on the device, so that one launch fits any lengths.
 
-A plan cuts all rows' keys into chunks of one length, such that chunks times KV heads are about as many as there are
-programs. A fixed number of programs walks the chunks; a last kernel merges the chunks of each row. So one row of 32k
-tokens among many short ones still keeps every multiprocessor busy, and the host need not know any length.
+A plan splits all rows' keys into chunks of equal length, such that chunks times KV heads are about the number of
+programs. A fixed number of programs processes the chunks; a second kernel merges the chunks of each row. So one row of
+32k tokens among many short ones still keeps every multiprocessor busy, and the host does not need the lengths.
 """
 
 from dataclasses import dataclass
@@ -12,17 +12,15 @@ import triton
 import triton.language as tl
 
 from ..base import PagedRows
-from .matrix import dot, upcasts
-from .pages import key_tile, pages_of, value_tile
-from .search import depth_for
+from .pages import depth_for, dot, key_tile, pages_of, upcasts, value_tile
 
 LOG2E = 1.4426950408889634
 #: Keys per step of the inner loop. 64 keeps registers at 124 to 147 without spills (cross-compiled for sm_90; not run).
 TILE = 64
-#: Programs per multiprocessor: as many as fit by registers and shared memory at that tile. Not measured.
+#: Programs per multiprocessor: the number that fits by registers and shared memory at that tile. Not measured.
 PROGRAMS_PER_PROCESSOR = 4
 _OTHER_PROGRAMS = 6
-#: The plan kernel takes at least so many rows at once: a size is a constant of it, and compiled anew.
+#: The least block of rows in the plan kernel: the size is a constant, and each new one is compiled.
 LEAST_ROWS = 64
 
 
@@ -38,14 +36,14 @@ class DecodePlan:
 
 
 def programs_of(device: torch.device) -> int:
-    """Programs that the device runs at once."""
+    """The number of programs that the device runs at once."""
     if device.type != "cuda":
         return _OTHER_PROGRAMS
     return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def plan_decode(seq_lens: torch.Tensor, kv_heads: int, window: int | None, tile: int = TILE) -> DecodePlan:
-    """Cut the keys of rows with these lengths into chunks; no length is read back."""
+    """Split the keys of rows with these lengths into chunks; no length is read back."""
     rows, device = len(seq_lens), seq_lens.device
     programs = programs_of(device)
     first_chunk = torch.empty(rows + 1, dtype=torch.int32, device=device)
@@ -137,7 +135,7 @@ def _plan(
 
 @triton.jit
 def _row_of_chunk(first_chunk, chunk, rows, SEARCH: tl.constexpr):
-    """The last row whose first chunk is not beyond `chunk`: rows without chunks are passed over."""
+    """The last row whose first chunk is not after `chunk`: skips rows without chunks."""
     low = 0
     high = rows
     for _ in tl.static_range(SEARCH):
@@ -182,7 +180,7 @@ def _decode(
     GROUP_PAD: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, SEARCH: tl.constexpr, UPCASTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes every n-th pair of chunk and KV head; the group of query heads stands as matrix rows."""
+    """Each program processes every n-th pair of chunk and KV head; the query heads of a group are matrix rows."""
     size = tl.load(chunk_len)
     g = tl.arange(0, GROUP_PAD)
     dk = tl.arange(0, DK_PAD)

@@ -1,10 +1,29 @@
-"""Where keys and values of a row's tokens lie: tiles of them by way of its block table. No other kernel reads pages.
+"""Helpers that the attention kernels share: tiles of keys and values by block table, matrix products, row searches."""
 
-A tile's tokens beyond the row's end are given as zeros: what lies there is not the row's.
-"""
-
+import torch
 import triton
 import triton.language as tl
+
+#: A search depth is a constant of a compiled kernel, and each takes seconds to compile: so depths come in these steps.
+DEPTH_STEP = 4
+
+
+def depth_for(rows: int) -> int:
+    """The halvings of a binary search over `rows` rows, rounded up. Extra steps do not change what it finds."""
+    return -(-max(1, rows.bit_length()) // DEPTH_STEP) * DEPTH_STEP
+
+
+def upcasts(x: torch.Tensor) -> bool:
+    """Whether `dot` must widen operands: Triton's interpreter (on a CPU) takes bfloat16 for integers in a product."""
+    return x.device.type == "cpu" and x.dtype == torch.bfloat16
+
+
+@triton.jit
+def dot(a, b, UPCASTS: tl.constexpr):
+    """a @ b summed in float32; float32 operands are not rounded to tf32."""
+    if UPCASTS:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit
@@ -17,7 +36,7 @@ def pages_of(table, token, there, PAGE: tl.constexpr):
 def key_tile(
     keys, page, token, there, page_stride, token_stride, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr
 ):
-    """Keys of one head, [DIM_PAD, tokens]."""
+    """Keys of one head, [DIM_PAD, tokens]; zeros for tokens that are not there."""
     d = tl.arange(0, DIM_PAD)
     at = page * page_stride + (token % PAGE) * token_stride
     return tl.load(keys + at[None, :] + d[:, None], mask=there[None, :] & (d[:, None] < DIM), other=0.0)
@@ -27,7 +46,7 @@ def key_tile(
 def value_tile(
     values, page, token, there, page_stride, token_stride, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr
 ):
-    """Values of one head, [tokens, DIM_PAD]."""
+    """Values of one head, [tokens, DIM_PAD]; zeros for tokens that are not there."""
     d = tl.arange(0, DIM_PAD)
     at = page * page_stride + (token % PAGE) * token_stride
     return tl.load(values + at[:, None] + d[None, :], mask=there[:, None] & (d[None, :] < DIM), other=0.0)

@@ -1,7 +1,7 @@
-"""Prefill attention over pages: rows of different lengths in one launch, cached prefixes and chunks being one case.
+"""Prefill attention over pages: rows of different lengths in one launch, with or without a cached prefix.
 
-Keys and values were stored before, so a program reads pages only. Each takes some consecutive queries of one row and
-one head; the grid is an upper bound that needs no row's length on the host.
+Keys and values were stored before, so a program reads pages only. Each processes consecutive queries of one row and one
+head. The grid is an upper bound that needs no row's length on the host.
 """
 
 import torch
@@ -10,9 +10,7 @@ import triton.language as tl
 
 from ..base import PagedRows
 from .decode import LOG2E
-from .matrix import dot, upcasts
-from .pages import key_tile, pages_of, value_tile
-from .search import depth_for
+from .pages import depth_for, dot, key_tile, pages_of, upcasts, value_tile
 
 #: Queries and keys per tile. Cross-compiled for sm_90: 24 wgmma, 184 registers, no spill with 8 warps; not run.
 QUERIES = 128
@@ -65,7 +63,7 @@ def prefill(
 
 @triton.jit
 def _row_of_tile(first_queries, tile, rows, QUERIES: tl.constexpr, SEARCH: tl.constexpr):
-    """The last row whose first tile is not beyond `tile`; a row's first tile is first_query // QUERIES + row."""
+    """The last row whose first tile is not after `tile`; a row's first tile is first_query // QUERIES + row."""
     low = 0
     high = rows
     for _ in tl.static_range(SEARCH):
@@ -82,7 +80,7 @@ def _attend_tiles(
     v_page, v_token, MASKED: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr, DV: tl.constexpr,
     DV_PAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, UPCASTS: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax in base 2 over keys `start` up to `end`; tiles that all queries see whole need no mask."""
+    """Online softmax in base 2 over keys `start` up to `end`; fully visible tiles need no mask."""
     for at in range(start, end, TILE):
         token = at + tl.arange(0, TILE)
         there = token < end
@@ -100,7 +98,7 @@ def _attend_tiles(
         kept = tl.exp2(greatest - finite)
         total = total * kept + tl.sum(weights, 1)
         value = value_tile(values, page, token, there, v_page, v_token, DV, DV_PAD, PAGE)
-        if MASKED:  # a weight of 0 would make NaN of NaN: it reaches those who see it, and no others
+        if MASKED:  # 0 * NaN is NaN, but NaN may only reach queries that see it
             odd = tl.max(tl.where(tl.abs(value.to(tl.float32)) < float("inf"), 0, 1), 1)
             value = tl.where(odd[:, None] > 0, tl.zeros_like(value), value)
             reached = tl.max(tl.where(seen & (odd[None, :] > 0), 1, 0), 1)

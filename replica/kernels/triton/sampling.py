@@ -1,7 +1,7 @@
-"""The sampler of `replica/engine/sampler.py` on the device: same numbers per (seed, position), same choice.
+"""The sampler of `replica/engine/sampler.py` on the device: same random numbers per (seed, position), same tokens.
 
-No sort and no softmax over the vocabulary: a filter's floor is found by bisection over the bits of the scaled logits,
-which are at most 0, so that their bits without the sign are ordered. Sums are in float64 as there.
+It needs no sort and no softmax over the vocabulary: it finds a filter's floor by bisection over the bits of the scaled
+logits, which are at most 0, so that their bits without the sign are ordered. Sums are in float64, as in the sampler.
 """
 
 import torch
@@ -11,13 +11,13 @@ import triton.language as tl
 from ...engine.sampler import FAN_OUT, GREEDY_BELOW
 from ..base import NO_TOKEN, SamplingInputs
 
-#: Logits per program: the lowest levels of the choice, so that their sums need no memory.
+#: Levels of the choice within one program, whose sums need no memory.
 LOW_LEVELS = 3
 BLOCK = FAN_OUT**LOW_LEVELS
 
 
 def levels_of(vocab: int) -> int:
-    """Steps in which one of `vocab` tokens is chosen."""
+    """The number of steps that choose one of `vocab` tokens."""
     levels = 1
     while FAN_OUT**levels < vocab:
         levels += 1
@@ -56,21 +56,21 @@ def _block_maxima(logits, maxima, places, vocab, stride, BLOCK: tl.constexpr):
     i = block * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(logits + row * stride + i, mask=i < vocab, other=-float("inf"))
     at = row * tl.num_programs(1) + block
-    values = tl.where(values != values, float("inf"), values)  # a maximum would pass NaN over
+    values = tl.where(values != values, float("inf"), values)  # a maximum would ignore NaN
     tl.store(maxima + at, tl.max(values, 0))
     tl.store(places + at, block * BLOCK + tl.argmax(values, 0))
 
 
 @triton.jit
 def _scaled(logits, row, i, there, stride, temperature, greatest):
-    """The logits over the temperature, shifted so that the greatest is 0; -inf where there is none."""
+    """The logits divided by the temperature, shifted so that the greatest is 0; -inf beyond the vocabulary."""
     values = tl.load(logits + row * stride + i, mask=there, other=-float("inf"))
     return tl.div_rn(values, tl.zeros_like(values) + temperature) - greatest
 
 
 @triton.jit
 def _held(logits, row, depth, vocab, stride, temperature, greatest, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
-    """How many tokens, or how much weight, lies within `depth` (bits of a scaled logit without its sign)."""
+    """The number or weight of the tokens within `depth` (the bits of a scaled logit without its sign)."""
     held = tl.zeros([BLOCK], tl.float64)
     for start in range(0, vocab, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -85,7 +85,7 @@ def _held(logits, row, depth, vocab, stride, temperature, greatest, BY_WEIGHT: t
 def _depth_that_holds(
     logits, row, wanted, vocab, stride, temperature, greatest, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The least depth within which at least `wanted` lies; bits of +inf (all tokens) are the most."""
+    """The least depth that holds at least `wanted`; the greatest is that of +inf (all tokens)."""
     low = tl.full([], 0, tl.int32)
     high = tl.full([], 0x7F800000, tl.int32)
     for _ in range(31):
@@ -101,7 +101,7 @@ def _floors(
     logits, maxima, places, greatest, floors, out, vocab, stride, blocks, temperatures, top_ks, top_ps, min_ps,
     BLOCKS_PAD: tl.constexpr, BLOCK: tl.constexpr, GREEDY: tl.constexpr, NONE: tl.constexpr,
 ):  # fmt: skip
-    """The greedy rows' tokens, and that there is none; for the others the least scaled logit that is kept."""
+    """The tokens of greedy rows and of rows without a finite maximum; for the others the least kept scaled logit."""
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, BLOCKS_PAD)
     maximum = tl.load(maxima + row * blocks + b, mask=b < blocks, other=-float("inf"))
@@ -140,7 +140,7 @@ def _floors(
 
 @triton.jit
 def _weights(logits, row, i, vocab, stride, temperature, greatest, floor):
-    """What each token weighs in the draw, float64; 0 for those that are filtered out."""
+    """The weight of each token in the draw, float64; 0 for tokens that are filtered out."""
     scaled = _scaled(logits, row, i, i < vocab, stride, temperature, greatest)
     return tl.where((i < vocab) & (scaled >= floor), tl.exp(scaled), 0.0).to(tl.float64)
 
@@ -172,7 +172,7 @@ def _uniform(seed, position, number):
 
 @triton.jit
 def _pick(weights, point):
-    """Which group the point falls into; the last of positive weight when rounding puts it at the very end."""
+    """The group that contains the point; the last one of positive weight if rounding puts it at the end."""
     upto = tl.cumsum(weights, 0)
     total = tl.max(upto, 0)
     found = tl.sum((upto <= total * point).to(tl.int32), 0)
@@ -181,7 +181,7 @@ def _pick(weights, point):
 
 @triton.jit
 def _members(chosen, FAN: tl.constexpr, SPAN: tl.constexpr):
-    """[FAN, SPAN]: what lies in each of the groups that the chosen one consists of."""
+    """[FAN, SPAN]: the members of each of the groups in the chosen one."""
     return (chosen * FAN + tl.arange(0, FAN)[:, None]) * SPAN + tl.arange(0, SPAN)[None, :]
 
 
@@ -190,7 +190,7 @@ def _choose(
     logits, greatest, floors, sums, out, vocab, stride, blocks, temperatures, seeds, positions, LOW: tl.constexpr,
     HIGH: tl.constexpr, FAN: tl.constexpr, GREEDY: tl.constexpr,
 ):  # fmt: skip
-    """From the topmost groups down: first among blocks by their sums, then inside one block from its logits."""
+    """Choose from the top level down: first among blocks by their sums, then inside one block from its logits."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     if temperature < GREEDY:

@@ -1,78 +1,54 @@
-"""All Triton kernels behind `base.Kernels`. Rules without one (softcap, sinks) go to plain torch; the log says so."""
+"""All Triton kernels behind `base.Kernels`. Rules without a kernel (softcap, sinks) are computed by plain torch."""
 
 import logging
 from typing import ClassVar
 
 import torch
 
-from ...models.base import AttentionRule, Rotary
-from ..base import PagedRows, SamplingInputs
+from ...models.base import AttentionRule
+from ..base import PagedRows
 from ..torch_kernels import TorchKernels
-from .activation import silu_mul
 from .decode import DecodePlan, decode, plan_decode
-from .norm import add_rms_norm
+from .pointwise import add_rms_norm, rotate_and_store, silu_mul
 from .prefill import prefill
-from .rope import rotate_and_store
 from .sampling import sample
 
 log = logging.getLogger(__name__)
 
 
-class TritonKernels:
-    """See `base.Kernels`."""
+class TritonKernels(TorchKernels):
+    """On CUDA, and in Triton's interpreter."""
 
     name: ClassVar[str] = "triton"
 
     def __init__(self) -> None:
-        self._torch = TorchKernels()
-        self._told = False
+        self._warned = False
 
-    def take(self, table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        return self._torch.take(table, places)
-
-    def waves(
-        self, positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._torch.waves(positions, frequencies, dtype)
-
-    def plan_decode(self, seq_lens: torch.Tensor, kv_heads: int, window: int | None) -> DecodePlan:
-        return plan_decode(seq_lens, kv_heads, window)
+    plan_decode = staticmethod(plan_decode)
+    add_rms_norm = staticmethod(add_rms_norm)
+    rotate_and_store = staticmethod(rotate_and_store)
+    silu_mul = staticmethod(silu_mul)
+    sample = staticmethod(sample)
 
     def decode(
         self, q: torch.Tensor, rows: PagedRows, plan: DecodePlan, rule: AttentionRule, out: torch.Tensor
     ) -> None:
-        if self._plain(rule):
+        if self._has_kernel(rule):
             decode(q, rows, plan, rule.scale, out)
         else:
-            self._torch.decode(q, rows, plan, rule, out)
+            super().decode(q, rows, plan, rule, out)
 
     def prefill(
         self, q: torch.Tensor, rows: PagedRows, first_queries: torch.Tensor, rule: AttentionRule, out: torch.Tensor
     ) -> None:
-        if self._plain(rule):
+        if self._has_kernel(rule):
             prefill(q, rows, first_queries, rule.scale, rule.window, out)
         else:
-            self._torch.prefill(q, rows, first_queries, rule, out)
+            super().prefill(q, rows, first_queries, rule, out)
 
-    def add_rms_norm(
-        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return add_rms_norm(x, delta, weight, epsilon)
-
-    def rotate_and_store(
-        self, qkv: torch.Tensor, rotary: Rotary, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        return rotate_and_store(qkv, rotary, slots, keys, values)
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return silu_mul(gate_up)
-
-    def sample(self, logits: torch.Tensor, inputs: SamplingInputs, out: torch.Tensor) -> None:
-        sample(logits, inputs, out)
-
-    def _plain(self, rule: AttentionRule) -> bool:
-        plain = rule.softcap is None and rule.sinks is None
-        if not plain and not self._told:
-            self._told = True
+    def _has_kernel(self, rule: AttentionRule) -> bool:
+        has_kernel = rule.softcap is None and rule.sinks is None
+        if not has_kernel and not self._warned:
+            self._warned = True
             log.warning("attention_rule_slow reason='softcap and sinks have no kernel, plain torch computes them'")
-        return plain
+        return has_kernel

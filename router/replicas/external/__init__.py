@@ -1,4 +1,4 @@
-"""Engines that are not ours (vLLM, SGLang): OpenAI-compatible servers that publish KV events.
+"""External engines (vLLM, SGLang): OpenAI-compatible servers that publish KV events.
 
-Imported only by `router.replicas` and `cluster.cli.attach`.
+Imported only by `router.replicas.service` and `cluster.cli.attach`. Must not import `router.http`.
 """

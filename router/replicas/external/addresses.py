@@ -1,4 +1,4 @@
-"""Which foreign engines the settings name, and how each looks as a replica. Pure: settings in, descriptions out."""
+"""The external engines that the settings list, described as replicas. Pure: settings in, descriptions out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,16 +10,15 @@ from ....replica.messages import ModelLimits, Parity, ReplicaDescription
 from ...config import RouterSettings
 from ...errors import BackendsInvalid
 from .http_client import Address
-from .load import UNKNOWN_BLOCKS
-from .pace import UNKNOWN_DECODE_STEP_S, UNKNOWN_PREFILL_TOKENS_PER_S
+from .load import UNKNOWN_BLOCKS, UNKNOWN_DECODE_STEP_S, UNKNOWN_PREFILL_TOKENS_PER_S
 
-#: An engine's steps are not known; only decode interference is reckoned by it. vLLM's default on GPUs.
+#: The size of an engine's steps is not known; only decode interference is estimated with it. vLLM's default on GPUs.
 TYPICAL_BATCHED_TOKENS = 8192
 
 
 @dataclass(slots=True, frozen=True)
 class Backend:
-    """One foreign engine: its server, and where its events are heard (empty: nowhere)."""
+    """One external engine: its server, and where it publishes events (empty: nowhere)."""
 
     replica_id: str
     address: Address
@@ -28,7 +27,7 @@ class Backend:
 
 
 def backends(settings: RouterSettings) -> list[Backend]:
-    """Those that the settings name, called b0, b1, … in their order. Raises BackendsInvalid."""
+    """The engines that the settings list, named b0, b1, … in that order. Raises BackendsInvalid."""
     urls = _items(settings.backend)
     if "" in urls:
         raise BackendsInvalid("backend: an address between two commas is empty")
@@ -44,12 +43,12 @@ def backends(settings: RouterSettings) -> list[Backend]:
 
 
 def foreign_root(model: str) -> BlockHash:
-    """Root of the chains of a model whose weights nobody here has seen: its name stands for them."""
+    """Root of the block hashes of a model whose weights are not known here: its name stands for them."""
     return BlockHash(sha256(canonical(b"homing-foreign", model.encode())).digest()[:HASH_BYTES])
 
 
 def describe(backend: Backend, parity: Parity, limits: ModelLimits, *, max_running_requests: int) -> ReplicaDescription:
-    """The engine as a replica, as far as it is known before it is asked."""
+    """The engine as a replica, as far as it is known before it is probed."""
     return ReplicaDescription(
         replica_id=backend.replica_id,
         epoch=0,
@@ -80,7 +79,7 @@ def _endpoints(name: str, text: str, count: int) -> Sequence[str]:
         raise BackendsInvalid(f"{name}: {len(items)} addresses for {count} backends; give one for each, in their order")
     for item in items:
         if item and not item.startswith(("tcp://", "ipc://")):
-            raise BackendsInvalid(f"{name}: {item!r} is no ZeroMQ address, such as tcp://10.0.0.1:5557")
+            raise BackendsInvalid(f"{name}: {item!r} is not a ZeroMQ address such as tcp://10.0.0.1:5557")
         if "*" in item:
             raise BackendsInvalid(f"{name}: {item!r} is where the engine binds; name its host instead of *")
     return items

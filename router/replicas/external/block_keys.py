@@ -1,12 +1,12 @@
-"""What a foreign engine holds, in our names: its cache events in, keys of the prefix index out.
+"""What an external engine holds, under our hashes: its cache events in, keys of the prefix index out.
 
-Pure state: no sockets, no clock. A foreign engine hashes blocks in its own way, so a block goes by our hash of its
-content (tokens, extra keys and adapter, under the chain before it), and by the engine's own hash, its *handle*, only
-until it is removed. Expects events with set meaning (events/follow/residency.py counts copies).
+Pure state: no sockets, no clock. An external engine hashes blocks in its own way. So a block is identified by our hash
+of its content (tokens, extra keys and adapter, under the chain before it). The engine's own hash, its *handle*, is kept
+only until the block is removed. Expects events with set semantics (events/follow/residency.py counts copies).
 
-A block whose content cannot be known has no name, and nothing behind it either: its parent was never told (the stream
-began in the middle, or its batch was lost for good), or its tokens are not one block for each hash (groups of sliding
-windows). Such blocks are counted and earn the engine nothing, until it stores them anew.
+A block with unknown content cannot be hashed, nor can any block behind it. Either its parent was never announced (the
+stream began in the middle, or its batch was lost for good), or its tokens are not one block for each hash (groups of
+sliding windows). Such blocks are counted, and not credited to the engine until it stores them anew.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,32 +19,32 @@ from ....events.wire.cache_events import Stored
 from ....kvcache.hashing import HASH_BYTES, BlockHash, BlockHasher, tenant_root, token_bytes, wire_hash
 from ...errors import ParityMismatch
 
-#: Marks a `cache_salt` as one of ours: a tenant's root, known again among the extra keys of a chain's first block.
+#: Marks a `cache_salt` as ours: a tenant's root, which comes back in the extra keys of a chain's first block.
 SALT_PREFIX = "homing-"
 #: Groups whose blocks have the block size of prompts; others (`group_idx` from 1 on) may have sizes of their own.
 _MAIN_GROUPS = (None, 0)
 
 
 def cache_salt(root: bytes) -> str:
-    """What keeps the chains under a tenant's root apart from others' in the engine's cache, too."""
+    """The salt that separates a tenant's blocks from others' in the engine's own cache."""
     return SALT_PREFIX + root.hex()
 
 
 @dataclass(slots=True)
 class Unplaced:
-    """Blocks that were announced and could not be named."""
+    """Blocks that were announced and could not be hashed."""
 
     no_parent: int = 0
     no_tokens: int = 0
 
     @property
     def blocks(self) -> int:
-        """All of them."""
+        """The total."""
         return self.no_parent + self.no_tokens
 
 
-class ForeignChains:
-    """The named blocks of one engine. `stored` and `removed` return what has changed for the index."""
+class ExternalBlocks:
+    """The blocks of one engine under our hashes. `stored` and `removed` return what changes in the index."""
 
     __slots__ = ("_handles", "_hasher", "_held", "_model_root", "_replica", "unknown_removals", "unplaced")
 
@@ -52,7 +52,7 @@ class ForeignChains:
         self._replica = replica
         self._hasher = hasher
         self._model_root = model_root
-        #: by the engine's own hash; whole ones, as chains go on from them
+        #: by the engine's own hash; whole hashes, as later blocks are hashed from them
         self._handles: dict[int, BlockHash] = {}
         #: key of the index -> handles that lead to it; no zeros
         self._held: dict[int, int] = {}
@@ -63,26 +63,26 @@ class ForeignChains:
         return len(self._held)
 
     def stored(self, event: Stored) -> list[int]:
-        """Name these blocks; returns the keys that were not held before.
+        """Add these blocks; returns the keys that were not held before.
 
-        Raises ParityMismatch when the engine's blocks are of another size: no prompt of ours could ever match.
+        Raises ParityMismatch when the engine's blocks have another size: no prompt could ever match.
         """
         if event.block_size != self._hasher.block_size and event.group in _MAIN_GROUPS:
             remedy = f"start homing with --block-size {event.block_size}"
             ours = self._hasher.block_size
             raise ParityMismatch(self._replica, "block_size", ours, event.block_size, remedy=remedy)
-        names = self._names(event)
-        return [wire_hash(name) for handle, name in zip(event.hashes, names, strict=False) if self._hold(handle, name)]
+        pairs = zip(event.hashes, self._hashes(event), strict=False)
+        return [wire_hash(block) for handle, block in pairs if self._hold(handle, block)]
 
     def removed(self, handles: Sequence[int]) -> list[int]:
-        """Forget these blocks; returns the keys that are no longer held."""
+        """Drop these blocks; returns the keys that are no longer held."""
         gone: list[int] = []
         for handle in handles:
-            name = self._handles.pop(handle, None)
-            if name is None:
+            block = self._handles.pop(handle, None)
+            if block is None:
                 self.unknown_removals += 1
-            elif self._let_go(wire_hash(name)):
-                gone.append(wire_hash(name))
+            elif self._release(wire_hash(block)):
+                gone.append(wire_hash(block))
         return gone
 
     def clear(self) -> None:
@@ -90,8 +90,8 @@ class ForeignChains:
         self._handles.clear()
         self._held.clear()
 
-    def _names(self, event: Stored) -> list[BlockHash]:
-        """Our hashes of the event's blocks; empty when they cannot be told."""
+    def _hashes(self, event: Stored) -> list[BlockHash]:
+        """Our hashes of the event's blocks; empty when they cannot be computed."""
         tokens = _tokens(event)
         if not tokens or event.block_size != self._hasher.block_size:
             self.unplaced.no_tokens += len(event.hashes)
@@ -107,17 +107,17 @@ class ForeignChains:
         adapter = b"" if event.lora_name is None else sha256(event.lora_name.encode()).digest()
         return tenant_root(self._model_root, lora_digest=adapter)
 
-    def _hold(self, handle: int, name: BlockHash) -> bool:
+    def _hold(self, handle: int, block: BlockHash) -> bool:
         """Whether the block is held now and was not before."""
         if handle in self._handles:
             return False
-        self._handles[handle] = name
-        key = wire_hash(name)
+        self._handles[handle] = block
+        key = wire_hash(block)
         count = self._held.get(key, 0)
         self._held[key] = count + 1
         return not count
 
-    def _let_go(self, key: int) -> bool:
+    def _release(self, key: int) -> bool:
         self._held[key] -= 1
         if self._held[key]:
             return False
@@ -127,13 +127,13 @@ class ForeignChains:
     def check(self) -> None:
         """Assert that the two tables agree."""
         counts: dict[int, int] = {}
-        for name in self._handles.values():
-            counts[wire_hash(name)] = counts.get(wire_hash(name), 0) + 1
+        for block in self._handles.values():
+            counts[wire_hash(block)] = counts.get(wire_hash(block), 0) + 1
         assert counts == self._held, "held blocks differ from the handles that lead to them"
 
 
 def _tokens(event: Stored) -> bytes:
-    """Empty when they are not one block for each hash, or no token ids at all."""
+    """Empty when they are not one block for each hash, or not token ids at all."""
     if len(event.token_ids) != len(event.hashes) * event.block_size:
         return b""
     try:

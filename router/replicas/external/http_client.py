@@ -1,7 +1,7 @@
-"""HTTP/1.1 as a client, in callbacks: one request, one connection, an answer that is handed on as it arrives.
+"""An HTTP/1.1 client in callbacks: one request per connection, whose answer is handed over as it arrives.
 
-Thin shell around httptools' parser: no task per piece, no redirects, no proxies, no pool. Closing the connection is how
-an engine is told to stop; a connection for each request costs a round trip, and no engine prefills faster than that.
+A thin layer over httptools' parser: no task per piece, no redirects, no proxies, no pool. An engine stops a request
+when its connection is closed. A connection for each request costs a round trip; no engine prefills faster than that.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import httptools
 from ...errors import BackendsInvalid
 
 CONNECT_TIMEOUT_S = 5.0
-#: What an engine may say beyond a stream of tokens: lists of models, metrics, errors.
+#: Limit for answers that are not streams of tokens: lists of models, metrics, errors.
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 
 
@@ -38,7 +38,7 @@ class Address:
         except ValueError as error:
             raise BackendsInvalid(f"backend {url!r}: {error}") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise BackendsInvalid(f"backend {url!r} is no URL of a server, such as http://10.0.0.1:8000")
+            raise BackendsInvalid(f"backend {url!r} is not the URL of a server such as http://10.0.0.1:8000")
         tls = parts.scheme == "https"
         path = parts.path.rstrip("/").removesuffix("/v1")
         shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{path}"
@@ -46,7 +46,7 @@ class Address:
 
 
 class AnswerSink(Protocol):
-    """Who takes an answer. All calls come from the loop's thread."""
+    """Takes an answer. All calls come from the loop's thread."""
 
     def head(self, status: int) -> None:
         """The answer begins."""
@@ -55,11 +55,11 @@ class AnswerSink(Protocol):
         """A piece of its body."""
 
     def end(self, broken: str | None) -> None:
-        """It is over: whole, or why not. Called once, and last; never after `close`."""
+        """The answer is over; `broken` says why it is not complete. Called once, and last; never after `close`."""
 
 
 class Call(asyncio.Protocol):
-    """One request under way. Starts at once; `close` ends it without another word."""
+    """One running request. Starts at once; after `close` the sink is not called."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, address: Address, request: bytes, sink: AnswerSink) -> None:
         self._request = request
@@ -77,7 +77,7 @@ class Call(asyncio.Protocol):
             self._finish(f"no connection to {address.url}: {error or type(error).__name__}")
 
     def close(self) -> None:
-        """Hang up. The sink hears nothing more. Harmless when repeated."""
+        """Close the connection. The sink is not called any more. Harmless when repeated."""
         self._sink = None
         self._connecting.cancel()
         if self._transport is not None:
@@ -99,7 +99,7 @@ class Call(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._finish(f"what came is no HTTP answer: {error}")
+            self._finish(f"the answer is not HTTP: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
@@ -138,11 +138,11 @@ class Answer:
 
 
 class BackendUnreachableError(Exception):
-    """No answer came, or not a whole one."""
+    """No complete answer arrived."""
 
 
 class NoAnswerError(BackendUnreachableError):
-    """Nothing speaks against the server but its silence."""
+    """The server accepted the request and has not answered in time."""
 
 
 class _Whole:
@@ -174,7 +174,7 @@ class _Whole:
 
 
 class Client:
-    """Asks one server."""
+    """Sends requests to one server."""
 
     def __init__(self, address: Address, *, loop: asyncio.AbstractEventLoop, api_key: str = "") -> None:
         self.address = address

@@ -1,60 +1,130 @@
-"""How busy a foreign engine is, in the words of a replica of ours. Pure: requests and times come in, reports come out.
+"""The load and the speed of an external engine, reported as our own replicas report theirs.
 
-An engine tells at most a few numbers, once in a while (numbers.py); the rest is kept from what was sent there and what
-came back. Requests that have no token yet are counted by the router itself
-(router/routing/replica_load.py), until they have.
+Pure: requests, times and texts come in, reports come out. An engine publishes at most a few numbers in `/metrics`, read
+now and then; the rest is counted from what was sent to it and what came back. Requests without a token yet are counted
+by the router itself (router/routing/replica_load.py).
 """
+
+import re
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
 
 import msgspec
 
 from ....events.wire.messages import CacheCounters, LoadReport
 from ....replica.messages import ReplicaDescription
-from .engine_metrics import Numbers
-from .pace import Pace
-from .request import ForeignRequest
+from .request import ExternalRequest
 
-#: Blocks of an engine that does not say how many it has; bounds the index, not the engine.
+_SAMPLE = re.compile(r"^(?P<name>[a-z_]+:[a-z_]+)(?:\{(?P<labels>[^}]*)\})? (?P<value>\S+)", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+_RUNNING = frozenset({"vllm:num_requests_running", "sglang:num_running_reqs"})
+_WAITING = frozenset({"vllm:num_requests_waiting", "sglang:num_queue_reqs"})
+_USAGE = frozenset({"vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"})
+_CONFIG = frozenset({"vllm:cache_config_info"})
+
+#: Blocks of an engine that does not report how many it has; limits the index, not the engine.
 UNKNOWN_BLOCKS = 1 << 20
+#: Before the first observation; small enough that no engine is preferred for being unknown. Not measured.
+UNKNOWN_PREFILL_TOKENS_PER_S = 2000.0
+UNKNOWN_DECODE_STEP_S = 0.03
+#: A first token behind fewer prompt tokens measures the fixed cost of a step and the way there. Not tuned.
+MIN_PREFILL_TOKENS = 64
+#: First tokens of which the median counts: an engine that compiles something for seconds must not look slow for long
+#: (seen with vLLM 0.32: 4 s for the first request with logprobs). Not tuned.
+PREFILL_OBSERVATIONS = 15
+#: Nothing that comes over a network is faster.
+CLOCK_S = 1e-6
+#: Weight of one more gap between tokens. Not tuned.
+DECODE_WEIGHT = 0.05
 
 
-class ForeignLoad:
-    """What is known of one engine."""
+@dataclass(slots=True, frozen=True, kw_only=True)
+class EngineMetrics:
+    """What an engine reports in `/metrics`, summed over its data-parallel ranks. None: it does not report it."""
+
+    running: int | None = None
+    waiting: int | None = None
+    kv_usage: float | None = None  #: share of its KV memory that is in use, 0 to 1; of the fullest rank
+    num_blocks: int | None = None
+    block_size: int | None = None
+
+
+@dataclass(slots=True)
+class Pace:
+    """Rates of one engine, learned from when its tokens arrive; the first observation replaces the default.
+
+    Network and the engine's own queue count as part of its speed, as clients experience it. Our own replicas measure
+    their steps themselves (replica/engine/throughput.py).
+    """
+
+    prefill_tokens_per_s: float = UNKNOWN_PREFILL_TOKENS_PER_S
+    decode_step_s: float = UNKNOWN_DECODE_STEP_S
+    _seconds_per_token: deque[float] = field(default_factory=lambda: deque(maxlen=PREFILL_OBSERVATIONS))
+    _decode_seen: bool = False
+
+    def first_token(self, tokens: int, seconds: float) -> None:
+        """A first token arrived `seconds` after its request, behind `tokens` uncached tokens, its own included."""
+        if tokens < MIN_PREFILL_TOKENS or seconds <= 0:
+            return
+        self._seconds_per_token.append(max(seconds, CLOCK_S) / tokens)
+        self.prefill_tokens_per_s = 1 / median(self._seconds_per_token)
+
+    def next_tokens(self, tokens: int, seconds: float) -> None:
+        """`tokens` tokens of one request arrived `seconds` after those before."""
+        if tokens < 1 or seconds <= 0:
+            return
+        step_s = max(seconds, CLOCK_S) / tokens
+        if self._decode_seen:
+            step_s = (1 - DECODE_WEIGHT) * self.decode_step_s + DECODE_WEIGHT * step_s
+        self._decode_seen = True
+        self.decode_step_s = step_s
+
+    def check(self) -> None:
+        """Both rates are divisors: they stay above zero."""
+        assert self.prefill_tokens_per_s > 0, f"prefill rate {self.prefill_tokens_per_s}"
+        assert self.decode_step_s > 0, f"decode step {self.decode_step_s}"
+
+
+class ExternalLoad:
+    """The load of one engine."""
 
     def __init__(self, description: ReplicaDescription) -> None:
         self.description = description
         self.pace = Pace()
-        self._numbers = Numbers()
+        self._metrics = EngineMetrics()
         self._others = 0  #: requests of other clients of the engine
-        self._waiting: dict[int, ForeignRequest] = {}
-        self._running: dict[int, ForeignRequest] = {}
+        self._waiting: dict[int, ExternalRequest] = {}
+        self._running: dict[int, ExternalRequest] = {}
         self._heard_at = 0.0
         self._reports = 0
         self._counters = CacheCounters()
 
-    def begin(self, numbers: Numbers) -> None:
-        """The engine was let in: nothing runs there that we know of."""
+    def begin(self, metrics: EngineMetrics) -> None:
+        """The engine was let in: none of our requests runs there."""
         self._waiting.clear()
         self._running.clear()
-        self.look(numbers)
+        self.look(metrics)
         self.description = msgspec.structs.replace(
             self.description,
-            num_blocks=numbers.num_blocks or UNKNOWN_BLOCKS,
+            num_blocks=metrics.num_blocks or UNKNOWN_BLOCKS,
             prefill_tokens_per_s=self.pace.prefill_tokens_per_s,
             decode_step_s=self.pace.decode_step_s,
         )
 
-    def look(self, numbers: Numbers) -> None:
-        """The engine told this just now."""
-        self._numbers = numbers
-        told = (numbers.running or 0) + (numbers.waiting or 0)
-        self._others = max(0, told - len(self._waiting) - len(self._running))
+    def look(self, metrics: EngineMetrics) -> None:
+        """The engine's metrics as of now."""
+        self._metrics = metrics
+        reported = (metrics.running or 0) + (metrics.waiting or 0)
+        self._others = max(0, reported - len(self._waiting) - len(self._running))
 
-    def sent(self, request: ForeignRequest) -> None:
+    def sent(self, request: ExternalRequest) -> None:
         """The request is on its way there."""
         self._waiting[request.request_id] = request
 
-    def heard(self, request: ForeignRequest, now: float) -> bool:
-        """Tokens of the request came; whether they are its first."""
+    def heard(self, request: ExternalRequest, now: float) -> bool:
+        """Tokens of the request arrived. Returns whether they are its first."""
         gap_s, self._heard_at = now - request.heard_at, now
         if request.request_id in self._running:
             self.pace.next_tokens(1, gap_s)
@@ -64,21 +134,21 @@ class ForeignLoad:
         self._running[request.request_id] = request
         return True
 
-    def ended(self, request: ForeignRequest) -> None:
+    def ended(self, request: ExternalRequest) -> None:
         """The request has left the engine; harmless when repeated."""
         self._waiting.pop(request.request_id, None)
         if self._running.pop(request.request_id, None) is not None:
             self._count(request)
 
     def silent_s(self, now: float) -> float:
-        """Seconds since any token came."""
+        """Seconds since the last token of any request."""
         return now - self._heard_at
 
     def report(self, now: float, *, cached_blocks: int) -> LoadReport:
         """The engine's load as of now."""
         self._reports += 1
         total = self.description.num_blocks
-        free = total - round(total * (self._numbers.kv_usage or 0.0))
+        free = total - round(total * (self._metrics.kv_usage or 0.0))
         return LoadReport(
             epoch=self.description.epoch,
             step=self._reports,
@@ -95,7 +165,7 @@ class ForeignLoad:
             counters=self._counters,
         )
 
-    def _count(self, request: ForeignRequest) -> None:
+    def _count(self, request: ExternalRequest) -> None:
         asked, hit = len(request.generate.token_ids) // 4, request.cached_tokens or 0
         before = self._counters
         self._counters = msgspec.structs.replace(
@@ -105,3 +175,37 @@ class ForeignLoad:
             generated_tokens=before.generated_tokens + request.generated,
             prefilled_tokens=before.prefilled_tokens + asked - hit,
         )
+
+
+def read_metrics(metrics: str) -> EngineMetrics:
+    """Parse Prometheus' text form with vLLM's or SGLang's names. Values that are not numbers count as missing."""
+    running: list[float] = []
+    waiting: list[float] = []
+    usage: list[float] = []
+    labels: dict[str, str] = {}
+    for sample in _SAMPLE.finditer(metrics):
+        name = sample["name"]
+        for names, values in ((_RUNNING, running), (_WAITING, waiting), (_USAGE, usage)):
+            if name in names and (value := _number(sample["value"])) is not None:
+                values.append(value)
+        if name in _CONFIG:
+            labels = dict(_LABEL.findall(sample["labels"] or ""))
+    return EngineMetrics(
+        running=int(sum(running)) if running else None,
+        waiting=int(sum(waiting)) if waiting else None,
+        kv_usage=min(max(usage), 1.0) if usage else None,
+        num_blocks=_count(labels.get("num_gpu_blocks", "")),
+        block_size=_count(labels.get("block_size", "")),
+    )
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 <= value < float("inf") else None
+
+
+def _count(text: str) -> int | None:
+    return int(text) if text.isdecimal() and int(text) > 0 else None

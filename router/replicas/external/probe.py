@@ -1,7 +1,7 @@
-"""Whether an engine may stand behind this router: the right model, tokens that mean the same, blocks of our size.
+"""Whether an engine may join: it must serve the right model, with the same tokens and blocks of the router's size.
 
-`examine` decides, purely; `probe` asks. What differs is a loud refusal, since it would otherwise show as wrong answers
-or as a hit rate of zero. What an engine does not tell cannot be compared, and is not held against it.
+`examine` decides, purely; `probe` asks. A difference is an error that names the field, since it would otherwise show
+only as wrong answers or as a hit rate of zero. What an engine does not report cannot be compared and is accepted.
 """
 
 from collections.abc import Sequence
@@ -11,19 +11,19 @@ from typing import TypeVar
 import msgspec
 
 from ...errors import ParityMismatch
-from .engine_metrics import Numbers, read_numbers
 from .http_client import BackendUnreachableError, Client
+from .load import EngineMetrics, read_metrics
 
 Read = TypeVar("Read")
 
 PROBE_TIMEOUT_S = 10.0
-#: Its ids tell tokenizers apart: letters of several scripts, digits, white space, no special tokens.
+#: Its token ids differ between tokenizers: letters of several scripts, digits, white space, no special tokens.
 CANARY = "The quick brown fox jumps over 13 lazy dogs.\n\n  Größe, naïve, 東京, привет \t{'a': [1, 22, 333]}"
 
 
 @dataclass(slots=True, frozen=True)
-class ForeignTerms:
-    """What this router expects of every foreign engine."""
+class ExternalTerms:
+    """What every external engine must match."""
 
     model_names: tuple[str, ...]  #: any of these is the served model
     max_model_len: int
@@ -52,12 +52,12 @@ class _Tokens(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True, frozen=True)
-class Told:
-    """What an engine says of itself; None: nothing."""
+class EngineReport:
+    """What an engine reports; None: nothing."""
 
     cards: Sequence[Card]
     canary_ids: Sequence[int] | None
-    numbers: Numbers
+    metrics: EngineMetrics
 
 
 @dataclass(slots=True, frozen=True)
@@ -65,32 +65,32 @@ class Engine:
     """An engine that was let in."""
 
     model: str  #: its name of the model
-    numbers: Numbers
+    metrics: EngineMetrics
 
 
-def examine(replica: str, terms: ForeignTerms, told: Told) -> Engine:
-    """The engine, if nothing speaks against it. Raises ParityMismatch."""
-    card = next((card for card in told.cards if {card.id, card.root} & set(terms.model_names)), None)
+def examine(replica: str, terms: ExternalTerms, report: EngineReport) -> Engine:
+    """The engine, if it matches the terms. Raises ParityMismatch."""
+    card = next((card for card in report.cards if {card.id, card.root} & set(terms.model_names)), None)
     if card is None:
-        offered = ", ".join(card.id for card in told.cards) or "none"
+        offered = ", ".join(card.id for card in report.cards) or "none"
         raise ParityMismatch(
             replica, "model", " or ".join(terms.model_names), offered, remedy="name the backend's by --backend-model"
         )
     if card.max_model_len is not None and card.max_model_len < terms.max_model_len:
         remedy = f"start homing with --max-model-len {card.max_model_len}"
         raise ParityMismatch(replica, "max_model_len", terms.max_model_len, card.max_model_len, remedy=remedy)
-    if told.canary_ids is not None and tuple(told.canary_ids) != terms.canary_ids:
+    if report.canary_ids is not None and tuple(report.canary_ids) != terms.canary_ids:
         remedy = "MODEL must be the folder of the model that the backend serves"
-        raise ParityMismatch(replica, "tokenizer", terms.canary_ids, tuple(told.canary_ids), remedy=remedy)
-    size = told.numbers.block_size
+        raise ParityMismatch(replica, "tokenizer", terms.canary_ids, tuple(report.canary_ids), remedy=remedy)
+    size = report.metrics.block_size
     if size is not None and size != terms.block_size:
         raise ParityMismatch(
             replica, "block_size", terms.block_size, size, remedy=f"start homing with --block-size {size}"
         )
-    return Engine(card.id, told.numbers)
+    return Engine(card.id, report.metrics)
 
 
-async def probe(client: Client, replica: str, terms: ForeignTerms) -> Engine:
+async def probe(client: Client, replica: str, terms: ExternalTerms) -> Engine:
     """Ask and decide. Raises BackendUnreachableError or ParityMismatch."""
     health = await client.ask("GET", "/health", timeout_s=PROBE_TIMEOUT_S)
     if health.status != 200:
@@ -100,18 +100,18 @@ async def probe(client: Client, replica: str, terms: ForeignTerms) -> Engine:
         raise BackendUnreachableError(f"{client.address.url}/v1/models cannot be read")
     asked = msgspec.json.encode({"prompt": CANARY, "add_special_tokens": False})
     tokens = await _read(client, "POST", "/tokenize", asked, _Tokens)
-    told = Told(cards.data, tokens.tokens if tokens else None, await ask_numbers(client, PROBE_TIMEOUT_S))
-    return examine(replica, terms, told)
+    report = EngineReport(cards.data, tokens.tokens if tokens else None, await ask_metrics(client, PROBE_TIMEOUT_S))
+    return examine(replica, terms, report)
 
 
-async def ask_numbers(client: Client, timeout_s: float) -> Numbers:
-    """What `/metrics` says; nothing, where there is none. Raises BackendUnreachableError."""
+async def ask_metrics(client: Client, timeout_s: float) -> EngineMetrics:
+    """The engine's `/metrics`; empty where there are none. Raises BackendUnreachableError."""
     answer = await client.ask("GET", "/metrics", timeout_s=timeout_s)
-    return read_numbers(answer.body.decode(errors="replace")) if answer.status == 200 else Numbers()
+    return read_metrics(answer.body.decode(errors="replace")) if answer.status == 200 else EngineMetrics()
 
 
 async def _read(client: Client, method: str, path: str, body: bytes, kind: type[Read]) -> Read | None:
-    """None where the server has no such path, or answers something else."""
+    """None where the server has no such path, or the answer is of another form."""
     answer = await client.ask(method, path, body, timeout_s=PROBE_TIMEOUT_S)
     if answer.status != 200:
         return None

@@ -1,7 +1,7 @@
-"""One request under way at a foreign engine: its answer's events in, outputs of the router's own kind out.
+"""One request at an external engine: the events of its answer in, outputs as our own replicas send them out.
 
-Pure but for the clock that comes in; knows no connection. The answer's last output waits for the end of the stream,
-because only there engines say how many prompt tokens they had cached.
+Pure apart from the injected clock; knows no connection. The answer's last output waits for the end of the stream,
+because only there engines report how many prompt tokens they had cached.
 """
 
 from collections.abc import Callable
@@ -11,27 +11,26 @@ import msgspec
 
 from ....replica.messages import Generate, Refused, TokenOutput
 from ...backend import TextOutput
-from .event_stream import EventStreamParser, EventTooLongError
-from .wire import Piece, error_message, read_piece
+from .wire import EventStreamParser, EventTooLongError, Piece, error_message, read_piece
 
-#: Of an error answer, enough for its words.
+#: Enough of an error answer for its message.
 _MAX_ERROR_BYTES = 64 * 1024
-#: What an engine answers to a request that no engine would take.
-_CALLERS_FAULT = frozenset({400, 413, 422})
+#: Statuses with which an engine answers a request that no engine would accept.
+_CLIENT_ERRORS = frozenset({400, 413, 422})
 
 
 class Outputs(Protocol):
-    """Who takes what a request brings. The last call is an output with a finish reason, or a refusal."""
+    """Takes a request's outputs. The last call is an output with a finish reason, or a refusal."""
 
-    def brought(self, request: "ForeignRequest", output: TokenOutput | TextOutput) -> None:
+    def on_output(self, request: "ExternalRequest", output: TokenOutput | TextOutput) -> None:
         """The next tokens, or the next piece of text."""
 
-    def turned_down(self, request: "ForeignRequest", refusal: Refused) -> None:
-        """Nothing more comes; whether another replica might do better stands in it."""
+    def on_refusal(self, request: "ExternalRequest", refusal: Refused) -> None:
+        """Nothing follows. `refusal.retry` says whether another replica may succeed."""
 
 
-class ForeignRequest:
-    """An `AnswerSink` (client.py) for one `Generate`."""
+class ExternalRequest:
+    """An `AnswerSink` (http_client.py) for one `Generate`."""
 
     def __init__(
         self,
@@ -91,11 +90,11 @@ class ForeignRequest:
         if self.closed:
             return
         if broken is None and self._status != 200:
-            words = error_message(self._error)
-            if self._status in _CALLERS_FAULT:
-                self._close(Refused(request_id=self.request_id, reason="invalid", message=words))
+            message = error_message(self._error)
+            if self._status in _CLIENT_ERRORS:
+                self._close(Refused(request_id=self.request_id, reason="invalid", message=message))
             else:
-                self._refuse(f"it answers {self._status}: {words}")
+                self._refuse(f"it answers {self._status}: {message}")
         elif self._last is not None:
             self._conclude()
         else:
@@ -132,13 +131,13 @@ class ForeignRequest:
         )
 
     def _text(self, piece: Piece) -> TextOutput:
-        """How many tokens a piece of text stands for is known where usage comes along; else it passes for one."""
+        """Token counts of text come from the usage beside it; without usage a piece of text counts as one token."""
         generated = self.generated + bool(piece.text) if piece.completion_tokens is None else piece.completion_tokens
         fresh, self.generated = max(0, generated - self.generated), max(generated, self.generated)
         return TextOutput(self.request_id, piece.text, fresh, piece.finish_reason)
 
     def _stop_token(self, piece: Piece) -> int | None:
-        """The token that ended the answer, if it is one that gives no text."""
+        """The token that ended the answer, if it has no text."""
         if piece.finish_reason != "stop" or not piece.token_ids or piece.token_ids[-1] not in self._stops:
             return None
         return piece.token_ids[-1]
@@ -147,19 +146,19 @@ class ForeignRequest:
         if last:
             self._last = output
             return
-        self._outputs.brought(self, output)
+        self._outputs.on_output(self, output)
         self.heard_at = self._clock()
 
     def _conclude(self) -> None:
         assert self._last is not None, "an answer is concluded by its last output"
         self.closed = True
-        self._outputs.brought(self, msgspec.structs.replace(self._last, cached_tokens=self.cached_tokens))
+        self._outputs.on_output(self, msgspec.structs.replace(self._last, cached_tokens=self.cached_tokens))
 
-    def _refuse(self, why: str) -> None:
-        self._close(Refused(request_id=self.request_id, reason="internal", message=why, retry=True))
+    def _refuse(self, reason: str) -> None:
+        self._close(Refused(request_id=self.request_id, reason="internal", message=reason, retry=True))
 
     def _close(self, refusal: Refused) -> None:
         if self.closed:
             return
         self.closed = True
-        self._outputs.turned_down(self, refusal)
+        self._outputs.on_refusal(self, refusal)

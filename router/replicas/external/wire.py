@@ -1,4 +1,4 @@
-"""What is said to an OpenAI-compatible engine, and what it answers: bytes and structs. Pure; knows no connections.
+"""Requests to OpenAI-compatible engines and their streamed answers: structs and bytes. Pure; knows no connections.
 
 Requests go to `/v1/completions` with token ids, since the router has rendered and tokenized already, and ask for ids
 back (`return_token_ids`). All sampling parameters are spelled out: engines take missing ones from the model's folder.
@@ -48,7 +48,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def completion_body(model: str, generate: Generate, cache_salt: str | None) -> bytes:
-    """The body of a request; what another replica has generated already is part of its prompt."""
+    """The body of a request. What another replica has generated already is part of its prompt."""
     sampling = generate.sampling
     tokens = token_array(generate.token_ids)
     generated = len(tokens) - generate.prompt_tokens
@@ -110,11 +110,45 @@ class _Chunk(msgspec.Struct, frozen=True):
 _CHUNK = msgspec.json.Decoder(_Chunk)
 
 
+#: Longer than any real event; a server that never ends a line must not fill the memory.
+MAX_EVENT_BYTES = 8 * 1024 * 1024
+
+
+class EventTooLongError(Exception):
+    """The server does not send a stream of events."""
+
+
+class EventStreamParser:
+    """Splits the server-sent events of one answer, which may arrive in any pieces. Ignores all fields but `data`."""
+
+    __slots__ = ("_data", "_rest")
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """The events that this piece completes. Raises EventTooLongError."""
+        lines = (self._rest + piece).split(b"\n")
+        self._rest = lines.pop()
+        if len(self._rest) + sum(map(len, self._data)) > MAX_EVENT_BYTES:
+            raise EventTooLongError(f"an event of more than {MAX_EVENT_BYTES} bytes")
+        events: list[bytes] = []
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                events.append(b"\n".join(self._data))
+                self._data.clear()
+        return events
+
+
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """What one event of an answer says."""
+    """The content of one event of an answer."""
 
     text: str = ""
-    token_ids: list[int] | None = None  #: None: the engine does not tell them
+    token_ids: list[int] | None = None  #: None: the engine does not report them
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
@@ -130,7 +164,7 @@ def read_piece(data: bytes) -> Piece:
         return Piece(done=True)
     chunk = _CHUNK.decode(data)
     if chunk.error is not None:
-        return Piece(error=_message(chunk.error) or "an error without words")
+        return Piece(error=_message(chunk.error) or "an error without a message")
     usage = chunk.usage or _Usage()
     details = usage.prompt_tokens_details or _Details()
     choice = chunk.choices[0] if chunk.choices else _Choice()
@@ -146,11 +180,11 @@ def read_piece(data: bytes) -> Piece:
 
 
 def error_message(body: bytes) -> str:
-    """The words of an error answer, of OpenAI's shape or another."""
+    """The message of an error answer, in OpenAI's form or another."""
     try:
         content = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return body[:200].decode(errors="replace").strip() or "no words"
+        return body[:200].decode(errors="replace").strip() or "no message"
     inner = content.get("error", content) if isinstance(content, dict) else content
     return _message(inner) or str(content)[:200]
 
@@ -160,11 +194,11 @@ def _message(error: object) -> str:
     return message if isinstance(message, str) else ""
 
 
-def _finish_reason(said: str | None) -> FinishReason | None:
-    """Whatever else an engine says (`abort`, `error`, its own words) is a failure."""
-    match said:
+def _finish_reason(reason: str | None) -> FinishReason | None:
+    """Any other reason of an engine is a failure."""
+    match reason:
         case None | "stop" | "length" | "abort":
-            return said
+            return reason
     return "error"
 
 

@@ -1,13 +1,23 @@
-"""A rank's actor without Ray: one thread for the rank, and failures as values."""
+"""What the processes of ranks and routers do, without Ray."""
 
 import threading
+from pathlib import Path
 
-from homing.cluster.config import Settings
-from homing.cluster.control.actors import ReplicaRank
-from homing.cluster.control.control_messages import Failed, ModelSpec, RankSpec, Rendezvous, Started
+from homing.cluster.config import Settings, load_settings
+from homing.cluster.control.actors import ReplicaRank, RouterProcess
+from homing.cluster.control.control_messages import (
+    ClusterSpec,
+    Failed,
+    Listening,
+    ModelSpec,
+    RankSpec,
+    Rendezvous,
+    Started,
+)
 from homing.replica.config import ReplicaSettings
+from homing.router.control import CountInFlight, InFlight, SetMembership
 
-from ..fakes import FakeRank
+from ..fakes import FakeRank, FakeRouter
 
 
 class ThreadedRank(FakeRank):
@@ -110,3 +120,29 @@ def test_a_panic_while_serving_is_told() -> None:
     actor.start(rank_spec("m"))
 
     assert actor.watch() == Failed("Panic: a poisoned lock")
+
+
+def test_a_router_process_answers_the_controller_until_it_stops(tmp_path: Path) -> None:
+    """Its one method for questions runs on the router's own event loop; its death is noticed by `watch`."""
+    settings = load_settings({"served_model_name": "fox", "state_dir": str(tmp_path)}, {})
+    spec = ClusterSpec((ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=""),))
+    process = RouterProcess(FakeRouter.make, spec)
+    assert process.listening() is None
+
+    listening = process.start(0, 0, SetMembership(("fox",), (), 7, number=1), 0)
+
+    assert process.listening() == listening == Listening(12345, 0)
+    assert process.ask(CountInFlight("r0")) == InFlight(0)
+    process.stop()
+    assert process.watch() == Failed("stopped")
+
+
+def test_a_router_that_cannot_start_says_why(tmp_path: Path) -> None:
+    """As a value: a traceback through Ray is not for the user."""
+    settings = load_settings({"served_model_name": "fox", "state_dir": str(tmp_path / "nowhere")}, {})
+    spec = ClusterSpec((ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=""),))
+
+    failed = RouterProcess(FakeRouter.make, spec).start(0, 0, SetMembership(("fox",), (), 7, number=1), 0)
+
+    assert isinstance(failed, Failed)
+    assert "FileNotFoundError" in failed.message

@@ -7,9 +7,10 @@ import sys
 import pytest
 
 from homing.cluster.config import load_settings
-from homing.cluster.control.assembly import TORCH_ENVIRONMENT, HomingRouter, share_of_gpu
-from homing.cluster.control.control_messages import ClusterSpec, Doors, Membership, ModelSpec
+from homing.cluster.control.assembly import TORCH_ENVIRONMENT, make_router, share_of_gpu
+from homing.cluster.control.control_messages import ClusterSpec, Doors, ModelSpec
 from homing.kvcache.config import KvCacheSettings
+from homing.router.control import CountInFlight, Demands, Done, InFlight, MeasureDemand, SetMembership
 
 #: Runs a packed layer over 400 row counts, as steps do, and prints by how many MB the process grew.
 PREPARED = "import os; from homing.cluster.control.assembly import prepare_torch as p; p(); "
@@ -32,24 +33,25 @@ print((process.memory_info().rss - before) >> 20)
 """
 
 
-async def test_a_membership_that_comes_late_counts_no_more() -> None:
-    """Ray runs two calls of one caller in either order; the router would route to a replica that is gone."""
-    fox, owl = (
-        ModelSpec(
-            settings=load_settings({"served_model_name": name}, {}), seed=7, model_dir=None, run_dir=None, host=""
-        )
-        for name in ("fox", "owl")
-    )
-    router = HomingRouter(ClusterSpec((fox,)))
+async def test_a_router_answers_the_controller_from_its_start_to_its_stop() -> None:
+    """Through the whole of it, with the HTTP server that it listens with."""
+    settings = load_settings({"served_model_name": "fox"}, {})
+    fox = ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host="")
+    doors = Doors("127.0.0.1", 0, 0, shared=False, seat=0)
+    router = await make_router(ClusterSpec((fox,)), doors, SetMembership(("fox",), (), 7, number=5))
     try:
-        await router.start(Doors("127.0.0.1", 0, 0, shared=False, seat=0), Membership((fox,), number=5), 7)
-        await router.apply_membership(Membership((fox, owl), number=7), 7)
+        assert router.listening.port
+        assert await router.ask(SetMembership(("fox", "owl"), (), 7, number=7)) == Done()
+        assert await router.ask(SetMembership(("fox",), (), 7, number=6)) == Done()
 
-        await router.apply_membership(Membership((fox,), number=6), 7)
+        demands = await router.ask(MeasureDemand())
 
-        assert set(await router.demands()) == {"fox", "owl"}
+        assert isinstance(demands, Demands)
+        assert set(demands.models) == {"fox", "owl"}
+        assert await router.ask(CountInFlight("nobody")) == InFlight(0)
     finally:
         await router.stop()
+    await router.run()
 
 
 def grown_mb(how: str) -> int:

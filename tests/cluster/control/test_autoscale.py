@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from homing.cluster.config import ClusterSettings
-from homing.cluster.control.autoscale import Autoscaler, Demand, ScalingTerms, expected_wait_s, terms_of, together
+from homing.cluster.control.autoscale import Autoscaler, ScalingTerms, expected_wait_s, terms_of, together
+from homing.router.control import Demand
 
 TERMS = ScalingTerms(least=1, most=8, target_s=1.0, up_after_s=3.0, down_after_s=60.0, cool_down_s=20.0)
 

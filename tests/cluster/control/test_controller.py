@@ -71,7 +71,7 @@ class Cluster:
         )
         node = ray.get_runtime_context().get_node_id()
         supervisor = ray.remote(Supervisor).options(name=SUPERVISOR, num_cpus=0)
-        self.supervisor: Any = supervisor.remote(fakes.FakeRank, fakes.FakeRouter, node)
+        self.supervisor: Any = supervisor.remote(fakes.FakeRank, fakes.FakeRouter.make, node)
         actor = ray.remote(Controller).options(
             name=CONTROLLER, num_cpus=0, max_concurrency=100, max_restarts=-1, max_task_retries=-1
         )
@@ -224,9 +224,8 @@ def test_a_router_that_hangs_is_replaced(start: Callable[..., Cluster]) -> None:
     assert until(lambda: cluster.status().url, "all listen again") == url
     router.resume()
     until(lambda: None if router.is_running() else True, "the one that hung ends when it goes on")
-    assert any(
-        "router_lost" in notice.text and "no answer for 2 s" in notice.text for notice in cluster.status().notices
-    )
+    said = [notice.text for notice in cluster.status().notices]
+    assert any("router_lost" in text and "no answer for 2 s" in text for text in said), said
 
 
 def test_a_rank_group_that_ends_while_it_is_being_placed_leaves_no_place_behind(start: Callable[..., Cluster]) -> None:

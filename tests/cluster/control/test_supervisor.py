@@ -26,7 +26,7 @@ class Cluster:
     """A supervisor, and where it put groups."""
 
     def __init__(self) -> None:
-        self.supervisor = Supervisor(FakeRank, FakeRouter, router_node="")
+        self.supervisor = Supervisor(FakeRank, FakeRouter.make, router_node="")
         self.places: list[Any] = []
         self._generations = count(1)
 

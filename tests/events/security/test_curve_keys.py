@@ -99,6 +99,7 @@ def test_a_clients_name_is_no_path(folder: Path, name: str) -> None:
         (f'curve\n    public-key = "{"~" * 40}"\n', "not 40 characters"),
         (f'curve\n    public-key = "{new_pair().public.decode()}"\n', "holds no secret key"),
     ],
+    ids=["missing", "no key", "too short", "no Z85", "public only"],
 )
 def test_a_file_that_is_no_key_pair_is_told_by_name_and_not_by_content(
     tmp_path: Path, content: str | None, told: str

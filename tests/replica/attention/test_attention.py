@@ -3,24 +3,22 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import ClassVar
+from typing import Protocol
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from homing.replica.attention.base import AttentionBackend, Batch, KvPool
-from homing.replica.attention.compiled import CompiledAttention
-from homing.replica.attention.cpu import ScratchAttention, split_work
+from homing.replica.attention.base import Batch, KvPool
 from homing.replica.attention.paged import PagedAttention
-from homing.replica.attention.reference import ReferenceAttention, attention, visible
 from homing.replica.engine.step_plan import PlanRow, lay_out, plan_of_rows
 from homing.replica.kernels.cpu.cpu_kernels import CompiledKernels
-from homing.replica.kernels.torch_kernels import TorchKernels
-from homing.replica.models.base import AttentionRule
+from homing.replica.kernels.torch_kernels import TorchCpuKernels, TorchKernels
+from homing.replica.models.base import Attend, AttentionRule
 from homing.replica.models.spec import KvShape, ModelSpec
+
+from .reference import ReferenceAttention, attention, visible
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -33,6 +31,12 @@ class Shape:
     kv_heads: int = 2
     key_dim: int = 8
     value_dim: int = 8
+
+
+class Backend(Attend, Protocol):
+    """Attention over a pool, and the oracle."""
+
+    def begin(self, batch: Batch) -> None: ...
 
 
 def spec(shape: Shape) -> ModelSpec:
@@ -77,7 +81,7 @@ def batch_of(lengths: list[tuple[int, int]]) -> Batch:
 
 
 def run(
-    backend: Callable[[KvPool], AttentionBackend], batch: Batch, shape: Shape, rule: AttentionRule, layer: int = 1
+    backend: Callable[[KvPool], Backend], batch: Batch, shape: Shape, rule: AttentionRule, layer: int = 1
 ) -> tuple[torch.Tensor, KvPool]:
     pool = filled_pool(shape, int(batch.block_tables.max()) + 1, seed=0)
     generator = torch.Generator().manual_seed(1)
@@ -87,7 +91,7 @@ def run(
     v = torch.randn(tokens, shape.kv_heads, shape.value_dim, generator=generator)
     attention_backend = backend(pool)
     attention_backend.begin(batch)
-    return attention_backend.attend(layer, q, k, v, rule), pool
+    return attention_backend(layer, q, k, v, rule), pool
 
 
 RULES = {
@@ -115,15 +119,23 @@ def fitted(rule: AttentionRule, shape: Shape) -> AttentionRule:
     return rule if rule.sinks is None else replace(rule, sinks=torch.linspace(-1, 2, shape.heads))
 
 
-def paged_attention(pool: KvPool) -> PagedAttention:
+def torch_attention(pool: KvPool) -> PagedAttention:
     return PagedAttention(pool, TorchKernels())
 
 
-def compiled_attention(pool: KvPool) -> CompiledAttention:
-    return CompiledAttention(pool, CompiledKernels())
+def torch_cpu_attention(pool: KvPool) -> PagedAttention:
+    return PagedAttention(pool, TorchCpuKernels())
 
 
-@pytest.mark.parametrize("backend", [ScratchAttention, paged_attention, compiled_attention])
+def compiled_attention(pool: KvPool) -> PagedAttention:
+    return PagedAttention(pool, CompiledKernels())
+
+
+ON_CPU = (torch_cpu_attention, compiled_attention)
+BACKENDS = (torch_attention, *ON_CPU)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_backend_equals_the_reference(shape, rule, backend):
@@ -138,9 +150,6 @@ def test_backend_equals_the_reference(shape, rule, backend):
     assert all(torch.equal(a, b) for a, b in zip(pool.keys, reference_pool.keys, strict=True))
 
 
-BACKENDS = (ReferenceAttention, ScratchAttention, paged_attention, compiled_attention)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
@@ -149,7 +158,7 @@ def test_what_others_left_in_pages_reaches_nobody(number, rule, backend):
     batch = batch_of([(22, 1), (40, 1), (0, 9), (6, 5), (0, 1), (3, 1), (17, 1), (16, 16)])
     rule = fitted(rule, Shape())
 
-    def poisoned(pool: KvPool) -> AttentionBackend:
+    def poisoned(pool: KvPool) -> Backend:
         owned = torch.zeros(pool.num_blocks * BLOCK, dtype=torch.bool)
         for row, length in enumerate(batch.kv_lens):
             at = torch.arange(length)
@@ -173,7 +182,7 @@ def test_a_token_without_numbers_reaches_those_who_see_it_and_no_others(number, 
     odd_token = 2 + 10  # position 16 of the third row
     rule = fitted(rule, Shape())
 
-    def poisoned(pool: KvPool) -> AttentionBackend:
+    def poisoned(pool: KvPool) -> Backend:
         made = backend(pool)
         return Poisoned(made, odd_token, number)
 
@@ -190,35 +199,33 @@ def test_a_token_without_numbers_reaches_those_who_see_it_and_no_others(number, 
 class Poisoned:
     """A backend that is given one value that is no number."""
 
-    backend: AttentionBackend
+    backend: Backend
     token: int
     number: float
-    name: ClassVar[str] = "poisoned"
 
     def begin(self, batch: Batch) -> None:
         self.backend.begin(batch)
 
-    def attend(
+    def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
         v = v.clone()
         v[self.token] = self.number
-        return self.backend.attend(layer, q, k, v, rule)
+        return self.backend(layer, q, k, v, rule)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), min_size=1, max_size=6),
     st.one_of(st.none(), st.integers(1, 40)),
-    st.sampled_from([1, 700, 1 << 20]),
 )
-def test_cpu_backends_equal_the_reference_for_any_lengths(lengths, window, group_bytes):
-    """However rows are grouped for decode, and wherever a window cuts the first page."""
+def test_cpu_backends_equal_the_reference_for_any_lengths(lengths, window):
+    """Also where a window starts inside the first page."""
     batch, rule = batch_of(lengths), AttentionRule(0.4, window=window)
 
     wanted, _ = run(ReferenceAttention, batch, Shape(), rule)
 
-    for backend in (partial(ScratchAttention, group_bytes=group_bytes), compiled_attention):
+    for backend in ON_CPU:
         torch.testing.assert_close(run(backend, batch, Shape(), rule)[0], wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -228,14 +235,10 @@ def test_cpu_backends_equal_the_reference_for_any_lengths(lengths, window, group
     st.integers(1, 12),
     st.sampled_from(list(RULES)),
     st.sampled_from(list(SHAPES)),
-    st.sampled_from([1, 700, 1 << 20]),
     st.none() | st.integers(1, 90),
 )
-def test_rows_that_share_a_prefix_get_what_each_would_get_alone(rows, pages, rule, shape, group_bytes, window):
-    """Decoding rows read the pages that their tables begin with once; two families here, and rows of any length.
-
-    A window may begin anywhere, also inside the first of the shared pages.
-    """
+def test_rows_that_share_a_prefix_get_what_each_would_get_alone(rows, pages, rule, shape, window):
+    """Two groups of rows share pages here, with rows of any length; a window may start inside a shared page."""
     plans, block = [], 1 + 2 * pages
     for family, own in rows:
         count = own // BLOCK + 1
@@ -247,7 +250,7 @@ def test_rows_that_share_a_prefix_get_what_each_would_get_alone(rows, pages, rul
 
     wanted, _ = run(ReferenceAttention, batch, SHAPES[shape], asked)
 
-    for backend in (partial(ScratchAttention, group_bytes=group_bytes), compiled_attention):
+    for backend in ON_CPU:
         torch.testing.assert_close(run(backend, batch, SHAPES[shape], asked)[0], wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -260,17 +263,8 @@ def test_window_that_begins_inside_a_shared_page_hides_the_keys_before_it(window
 
     wanted, _ = run(ReferenceAttention, batch, Shape(), rule)
 
-    for backend in (ScratchAttention, compiled_attention):
+    for backend in ON_CPU:
         torch.testing.assert_close(run(backend, batch, Shape(), rule)[0], wanted, rtol=1e-5, atol=1e-5)
-
-
-def test_a_shared_prefix_is_gathered_once():
-    """What makes a popular system prompt cheap: eight rows over twenty shared pages."""
-    rows = [PlanRow([1], 20 * BLOCK, [*range(1, 21), 21 + number]) for number in range(8)]
-
-    work = split_work(Batch.on_device(lay_out(plan_of_rows(0, rows), BLOCK), CPU), BLOCK, group_pages=512, window=None)
-
-    assert [(item.rows, len(item.shared), len(item.blocks)) for item in work.decodes] == [(8, 20, 8)]
 
 
 def test_reference_equals_dense_causal_attention():
@@ -299,37 +293,3 @@ def test_sinks_take_weight_and_give_nothing():
     out = attention(q, k, v, torch.ones(1, 1, dtype=torch.bool), AttentionRule(1.0, sinks=torch.zeros(1)))
 
     torch.testing.assert_close(out, torch.full((1, 1, 4), 0.5))
-
-
-def test_decode_groups_stay_small():
-    """A group's gathered pages fit the budget, and alike rows share a group, so that little is padded."""
-    batch = batch_of([(length, 1) for length in (3, 30, 3, 31, 29, 3)])
-
-    work = split_work(batch, BLOCK, group_pages=24, window=None)
-
-    assert [(item.rows, len(item.blocks)) for item in work.decodes] == [(3, 24), (3, 3)]
-
-
-def test_window_gathers_only_pages_it_reaches():
-    """A long context behind a short window must not be copied."""
-    work = split_work(batch_of([(100, 1), (60, 8)]), BLOCK, group_pages=24, window=6)
-
-    assert [len(item.blocks) for item in work.decodes] == [3]
-    assert [len(item.blocks) for item in work.prefills] == [4]
-
-
-def test_scratch_is_reused_between_layers_and_steps():
-    """Fresh buffers would fault pages in on every call, which costs more than the attention."""
-    shape = Shape()
-    pool = filled_pool(shape, 40, seed=0)
-    backend = ScratchAttention(pool)
-    q, k = torch.randn(1, 4, 8), torch.randn(1, 2, 8)
-    buffers = set()
-
-    for start in (90, 50, 70):
-        backend.begin(batch_of([(start, 1)]))
-        for layer in range(2):
-            backend.attend(layer, q, k, k, AttentionRule(0.3))
-            buffers.update(buffer.data_ptr() for buffer in backend._scratch.values())
-
-    assert len(buffers) == len(backend._scratch)

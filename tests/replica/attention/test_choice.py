@@ -6,9 +6,7 @@ import torch
 
 from homing.replica.attention.base import KvPool
 from homing.replica.attention.choice import Facts, choose, choose_attention, problems
-from homing.replica.attention.compiled import CompiledAttention
-from homing.replica.attention.cpu import ScratchAttention
-from homing.replica.attention.reference import ReferenceAttention
+from homing.replica.attention.paged import PagedAttention
 from homing.replica.errors import StartupError
 from homing.replica.models.spec import KvShape, ModelSpec
 
@@ -16,7 +14,7 @@ EVERYTHING = frozenset(("triton", "flash_attn", "flash_attn_3"))
 
 
 def facts(**changes) -> Facts:
-    hopper = Facts("cuda", (9, 0), "bfloat16", (128,), 16, EVERYTHING, None)
+    hopper = Facts("cuda", (9, 0), "bfloat16", (128,), EVERYTHING, None)
     return Facts(**{field: changes.get(field, getattr(hopper, field)) for field in Facts.__slots__})
 
 
@@ -34,7 +32,7 @@ def facts(**changes) -> Facts:
         ({"installed": frozenset(("flash_attn",))}, "reference"),
         ({"capability": (7, 0)}, "reference"),
         ({"device": "cpu", "capability": (0, 0)}, "cpu-compiled"),
-        ({"device": "cpu", "capability": (0, 0), "dtype": "float16"}, "cpu-scratch"),
+        ({"device": "cpu", "capability": (0, 0), "compiled_problem": "dtype float16"}, "cpu-scratch"),
         ({"device": "cpu", "capability": (0, 0), "compiled_problem": "no numba"}, "cpu-scratch"),
         ({"device": "mps", "capability": (0, 0)}, "reference"),
     ],
@@ -62,18 +60,29 @@ def test_all_reasons_are_given_at_once():
     ]
 
 
-def pool() -> KvPool:
-    spec = ModelSpec((KvShape(2, 8, 8),), 10, 64, (), "float32", 4)
-    return KvPool(spec, 2, 4, torch.float32, torch.device("cpu"))
+def pool(dtype: str = "float32") -> KvPool:
+    spec = ModelSpec((KvShape(2, 8, 8),), 10, 64, (), dtype, 4)
+    return KvPool(spec, 2, 4, getattr(torch, dtype), torch.device("cpu"))
 
 
-def test_cpu_gets_its_backend_and_can_have_the_reference():
-    """`auto` never takes the slow one where there is a better one; who names it gets it."""
-    cpu = torch.device("cpu")
+@pytest.mark.parametrize(
+    ("wanted", "dtype", "chosen"),
+    [
+        ("auto", "float32", "cpu-compiled"),
+        ("auto", "bfloat16", "cpu-compiled"),
+        ("auto", "float16", "cpu-scratch"),
+        ("cpu-scratch", "float32", "cpu-scratch"),
+        ("reference", "float32", "reference"),
+    ],
+)
+def test_cpu_gets_its_best_backend_or_the_named_one(wanted, dtype, chosen, caplog):
+    """`auto` never takes a slower backend than necessary; the log names the chosen one."""
+    caplog.set_level("INFO")
 
-    assert isinstance(choose_attention(pool(), cpu), CompiledAttention)
-    assert type(choose_attention(pool(), cpu, "cpu-scratch")) is ScratchAttention
-    assert isinstance(choose_attention(pool(), cpu, "reference"), ReferenceAttention)
+    attention = choose_attention(pool(dtype), torch.device("cpu"), wanted)
+
+    assert isinstance(attention, PagedAttention)
+    assert f"attention_chosen backend={chosen} " in caplog.text
 
 
 def test_named_backend_that_cannot_work_is_refused_with_the_reasons():

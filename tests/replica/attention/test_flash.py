@@ -7,7 +7,8 @@ from homing.replica.kernels.base import PagedRows
 from homing.replica.kernels.torch_kernels import TorchKernels
 from homing.replica.models.base import AttentionRule
 
-from .test_attention import RULES, SHAPES, ReferenceAttention, batch_of, fitted, run
+from .reference import ReferenceAttention
+from .test_attention import RULES, SHAPES, batch_of, fitted, run
 
 ROWS = [(22, 1), (0, 9), (6, 5), (16, 16), (3, 1)]
 

@@ -16,7 +16,7 @@ from homing.replica.config import ReplicaSettings
 from homing.replica.engine.step_plan import PlanRow, lay_out, plan_of_rows
 from homing.replica.execute.captured_steps import MOST_SHAPES, CapturedSteps, DecodeShape, decode_shape
 from homing.replica.execute.runner import ModelRunner, captured_steps_for
-from homing.replica.kernels.cpu.pointwise.gather import take
+from homing.replica.kernels.cpu.pointwise import take
 from homing.replica.kernels.cpu.runtime.processor import beats_packed
 from homing.replica.models.layers import FEW_ROWS
 

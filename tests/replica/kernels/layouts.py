@@ -2,17 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
 from homing.replica.kernels.base import Kernels, PagedRows
 from homing.replica.kernels.cpu.cpu_kernels import CompiledKernels
-from homing.replica.kernels.torch_kernels import TorchKernels
-from homing.replica.kernels.triton.triton_kernels import TritonKernels
+from homing.replica.kernels.torch_kernels import TorchCpuKernels, TorchKernels
 
-IMPLEMENTATIONS: tuple[type[Kernels], ...] = (TorchKernels, TritonKernels)
+IMPLEMENTATIONS: tuple[type[Kernels], ...] = (TorchKernels,)
+if find_spec("triton") is not None:
+    from homing.replica.kernels.triton.triton_kernels import TritonKernels
+
+    IMPLEMENTATIONS += (TritonKernels,)
 if not torch.cuda.is_available():
-    IMPLEMENTATIONS += (CompiledKernels,)
+    IMPLEMENTATIONS += (TorchCpuKernels, CompiledKernels)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 
 

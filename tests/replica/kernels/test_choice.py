@@ -6,7 +6,7 @@ import platform
 import pytest
 import torch
 
-from homing.replica.kernels.choice import choose_kernels, triton_problem
+from homing.replica.kernels.choice import choose_kernels, compiled_problem, triton_problem
 
 
 def test_triton_serves_cuda_alone():
@@ -18,7 +18,13 @@ def test_triton_serves_cuda_alone():
 
 def test_cpu_gets_compiled_kernels():
     """Triton may be installed all the same, for its interpreter."""
-    assert choose_kernels(torch.device("cpu")).name == "compiled"
+    assert choose_kernels(torch.device("cpu"), torch.bfloat16).name == "compiled"
+
+
+def test_dtypes_without_compiled_kernels_get_plain_torch():
+    """float16 on a CPU; the reason is logged."""
+    assert choose_kernels(torch.device("cpu"), torch.float16).name == "torch"
+    assert "float16 is not one of bfloat16, float32" in (compiled_problem(torch.float16) or "")
 
 
 @pytest.mark.skipif((platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="Triton has no build for it")

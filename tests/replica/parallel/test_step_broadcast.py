@@ -121,7 +121,11 @@ def test_strangers_at_the_door_change_nothing(seed: int) -> None:
             assert obeyed(channel, links)
 
 
-@pytest.mark.parametrize("server", [None, rank_0_keys(OTHER_SECRET).public, new_pair().public])
+@pytest.mark.parametrize(
+    "server",
+    [None, rank_0_keys(OTHER_SECRET).public, new_pair().public],
+    ids=["plain", "other secret", "other pair"],
+)
 def test_without_the_secret_nobody_is_a_rank(server: bytes | None) -> None:
     """A gang must not start with a stranger in the place of a rank: it would get all plans, and the rank none."""
     with rank_0() as channel, dealer(channel.endpoint, b"1", server) as stranger:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from homing.kvcache.hashing import BlockHash, BlockHasher, HashAlgorithm, join_hashes, token_bytes
-from homing.router.flow.block_hash_cache import ENTRY_BYTES, SPAN_BLOCKS, ChainBook
+from homing.kvcache.hashing import BlockHash, BlockHasher, HashAlgorithm, join_hashes, tenant_root, token_bytes
+from homing.router.flow.block_hash_cache import ENTRY_BYTES, SPAN_BLOCKS, BlockHashCache
 
 BLOCK = 4
 SPAN = SPAN_BLOCKS * BLOCK
@@ -30,29 +30,38 @@ def test_hashes_are_those_of_the_hasher(
 ) -> None:
     """The replica hashes the same prompt by itself: one wrong name and nothing behind it is found."""
     hasher = BlockHasher(BLOCK, 7, algorithm)
-    book = ChainBook(hasher, room * SPAN_COST)
+    cache = BlockHashCache(hasher, ROOTS[0], room * SPAN_COST)
 
     for root, prefix, length in prompts:
         prompt = tokens(prefix, length)
-        assert book.hashes(root, prompt) == join_hashes(hasher.chain(root, prompt))
-        book.check()
+        assert cache.hashes(root, prompt) == join_hashes(hasher.chain(root, prompt))
+        cache.check()
 
 
 def test_a_further_turn_remembers_the_ones_before() -> None:
     """What it is for: only what is new is hashed block by block."""
-    book = ChainBook(BlockHasher(BLOCK, 7))
-    book.hashes(ROOTS[0], tokens(0, 3 * SPAN))
+    cache = BlockHashCache(BlockHasher(BLOCK, 7), ROOTS[0])
+    cache.hashes(ROOTS[0], tokens(0, 3 * SPAN))
 
-    book.hashes(ROOTS[0], tokens(0, 3 * SPAN + 5))
+    cache.hashes(ROOTS[0], tokens(0, 3 * SPAN + 5))
 
-    assert len(book) == 3
+    assert len(cache) == 3
 
 
 def test_tenants_share_no_span() -> None:
     """Otherwise the time that a prompt takes would tell one tenant what another has sent."""
-    book = ChainBook(BlockHasher(BLOCK, 7))
-    book.hashes(ROOTS[0], tokens(0, 2 * SPAN))
+    cache = BlockHashCache(BlockHasher(BLOCK, 7), ROOTS[0])
+    cache.hashes(ROOTS[0], tokens(0, 2 * SPAN))
 
-    book.hashes(ROOTS[1], tokens(0, 2 * SPAN))
+    cache.hashes(ROOTS[1], tokens(0, 2 * SPAN))
 
-    assert len(book) == 4
+    assert len(cache) == 4
+
+
+def test_each_salt_has_the_tenants_root() -> None:
+    """The replica derives the same root from the same salt."""
+    cache = BlockHashCache(BlockHasher(BLOCK, 7), ROOTS[0])
+
+    assert [cache.root(salt) for salt in (b"", b"a", b"a")] == [
+        tenant_root(ROOTS[0], salt=s) for s in (b"", b"a", b"a")
+    ]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from homing.kvcache.hashing import BlockHash, BlockHasher, join_hashes, token_bytes, wire_hashes
-from homing.router.flow.hot_prefixes import ENTRY_BYTES, LEAST_ASKED, HeatBook, HotPrefix
+from homing.router.flow.hot_prefixes import ENTRY_BYTES, MIN_REQUESTS, HotPrefix, HotPrefixes
 
 BLOCK = 128  #: one block a grain
 HASHER = BlockHasher(BLOCK, 7)
@@ -23,14 +23,16 @@ class World:
     """A book, and the blocks of the prompts that it was told of."""
 
     def __init__(self, capacity_bytes: int = 1 << 20, block_size: int = BLOCK) -> None:
-        self.book = HeatBook(block_size, capacity_bytes)
+        self.book = HotPrefixes(block_size, capacity_bytes)
         self.asked: Counter[int] = Counter()
+        self.sizes: list[tuple[int, tuple[int, ...]]] = []  #: bytes and blocks of each prompt, in order
 
     def ask(self, *parts: int, root: BlockHash = ROOTS[0]) -> tuple[int, ...]:
         tokens = prompt(*parts)
         hashes = join_hashes(HASHER.chain(root, tokens))
-        self.book.note(root, tokens, hashes)
+        self.book.add(root, tokens, hashes)
         self.asked.update(wire_hashes(hashes))
+        self.sizes.append((len(tokens) + len(hashes) + ENTRY_BYTES, wire_hashes(hashes)))
         return wire_hashes(hashes)
 
     def hottest(self, room: int = 100, held: Sequence[int] = (), gone: Sequence[int] = ()) -> list[HotPrefix]:
@@ -50,7 +52,7 @@ def test_what_prompts_share_is_hot_and_what_one_alone_has_is_not() -> None:
     for own in range(6):
         world.ask(7, own)
 
-    assert [(parts(each), each.asked) for each in world.hottest()] == [([7], 6), ([5, 6], 2)]
+    assert [(parts(each), each.requests) for each in world.hottest()] == [([7], 6), ([5, 6], 2)]
 
 
 def test_of_two_that_are_as_hot_the_newest_goes_first() -> None:
@@ -106,16 +108,16 @@ def test_short_beginnings_and_prompts_beyond_the_memory_are_not_kept() -> None:
 
 def test_only_whole_grains_are_looked_at() -> None:
     """Of blocks of 16 tokens eight at a time: it is an eighth of the work, done while requests wait for the loop."""
-    hasher, book = BlockHasher(16, 7), HeatBook(16, 1 << 20)
+    hasher, book = BlockHasher(16, 7), HotPrefixes(16, 1 << 20)
     tokens = token_bytes(range(300))
     for _ in range(2):
-        book.note(ROOTS[0], tokens, join_hashes(hasher.chain(ROOTS[0], tokens)))
+        book.add(ROOTS[0], tokens, join_hashes(hasher.chain(ROOTS[0], tokens)))
 
     (only,) = book.hottest(100, held=lambda _: False, kept=lambda _: True)
 
-    assert len(only.names) == 16
+    assert len(wire_hashes(only.hashes)) == 16
     assert only.tokens == tokens[: 256 * 4]
-    assert only.names == wire_hashes(join_hashes(hasher.chain(ROOTS[0], tokens)))[:16]
+    assert wire_hashes(only.hashes) == wire_hashes(join_hashes(hasher.chain(ROOTS[0], tokens)))[:16]
 
 
 @given(
@@ -130,14 +132,19 @@ def test_no_more_than_the_room_and_nothing_left_out_that_is_hotter(
     world = World(capacity_bytes=entries * (ENTRY_BYTES + 600))
     for root, each in asked:
         world.ask(*each, root=root)
-    kept = Counter(name for each in world.book._prompts for name in wire_hashes(each.hashes))
+    kept, left_bytes = Counter[int](), entries * (ENTRY_BYTES + 600)
+    for size, names in reversed([(size, names) for size, names in world.sizes if names and size <= left_bytes]):
+        left_bytes -= size
+        if left_bytes < 0:
+            break
+        kept.update(names)
 
     found = world.hottest(room)
 
-    chosen = {name for each in found for name in each.names}
+    chosen = {name for each in found for name in wire_hashes(each.hashes)}
     left = [count for name, count in kept.items() if name not in chosen]
     assert len(chosen) <= room
-    assert all(kept[name] >= LEAST_ASKED for name in chosen)
-    assert len(chosen) == min(room, sum(count >= LEAST_ASKED for count in kept.values()))
+    assert all(kept[name] >= MIN_REQUESTS for name in chosen)
+    assert len(chosen) == min(room, sum(count >= MIN_REQUESTS for count in kept.values()))
     assert not chosen or max(left, default=0) < 2 * max(2, min(kept[name] for name in chosen)) + 1
     assert all(join_hashes(HASHER.chain(each.root, each.tokens)) == each.hashes for each in found)

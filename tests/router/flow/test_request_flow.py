@@ -1,6 +1,7 @@
 """The flow of requests, over fake replicas without sockets."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from random import Random
 
 import msgspec
@@ -9,9 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from homing.events.follow.subscription import FeedStatus
 from homing.kvcache.hashing import tenant_root, token_array, wire_hash, wire_hashes
 from homing.replica.messages import Abort, Generate, Refused, TokenBatch, TokenOutput
 from homing.router.backend import FinishedRequest, GenerationRequest, RouterCounters, TokenDelta
+from homing.router.config import RouterSettings
 from homing.router.errors import (
     DeadlineExceeded,
     InvalidGeneration,
@@ -23,69 +26,70 @@ from homing.router.errors import (
     RouterError,
     Superseded,
 )
-from homing.router.flow.request_flow import (
-    PRESSING_WAIT_S,
-    Cancelled,
+from homing.router.flow.request_flow import PRESSING_WAIT_S, RequestFlow, ServedModel
+from homing.router.flow.request_state import (
+    TRANSITIONS,
     Deliver,
-    Dispatcher,
-    DispatcherLimits,
-    Failed,
-    Finished,
-    FlightId,
-    Hold,
+    Ended,
+    Event,
     Instruction,
-    Naming,
+    Phase,
+    RequestId,
     Send,
+    Transition,
 )
-from homing.router.routing.policy.base import make_policy
+from homing.router.routing.placement import Placement
+from homing.router.routing.policy.registry import make_policy
 from homing.router.routing.replica_load import LoadBook, Rest
 from homing.router.routing.reservations import Reservations
 
-from ..fakes import HASHER, LIMITS, ROOT, FakeReplica, answer, description_of, request_of
+from ..fakes import BLOCK, HASHER, LIMITS, ROOT, FakeReplica, answer, description_of, request_of
 
 
 class World:
-    """A dispatcher with its fake replicas, and all that readers saw."""
+    """A request flow with its fake replicas, and all that readers saw."""
 
     def __init__(
         self, replicas: int = 2, *, retries: int = 3, max_waiting: int = 100, seed: int = 0, silence_s: float = 1e9
     ) -> None:
         self.now = 0.0
-        self.dispatcher = Dispatcher(
+        settings = RouterSettings(max_waiting_requests=max_waiting, retries=retries, warm_up_bytes=1 << 20)
+        self.placement = Placement(
             make_policy("expected-ttft"),
-            Naming(HASHER, ROOT, LIMITS),
             loads=LoadBook("me", silence_s),
             reservations=Reservations(30.0),
-            limits=DispatcherLimits(max_waiting, retries, request_timeout_s=600.0, warm_up_bytes=1 << 20),
-            counters=RouterCounters(),
             rng=Random(seed),
         )
+        self.flow = RequestFlow(self.placement, settings, block_size=BLOCK, counters=RouterCounters())
+        self.flow.adopt(ServedModel(HASHER, ROOT, LIMITS))
         self.replicas: dict[str, FakeReplica] = {}
         self.on_wire: dict[str, list[Generate | Abort]] = defaultdict(list)
-        self.deltas: dict[FlightId, list[TokenDelta]] = defaultdict(list)
-        self.records: dict[FlightId, FinishedRequest] = {}
-        self.errors: dict[FlightId, RouterError] = {}
-        self.held: list[FlightId] = []
+        self.deltas: dict[RequestId, list[TokenDelta]] = defaultdict(list)
+        self.records: dict[RequestId, FinishedRequest] = {}
+        self.errors: dict[RequestId, RouterError] = {}
+        self.held: list[RequestId] = []
         for index in range(replicas):
             self.join(f"r{index}")
 
     def join(self, name: str, rest: Rest | None = None) -> None:
         self.replicas[name] = FakeReplica(name)
-        self.run(self.dispatcher.join(description_of(name), self.now, rest))
-        self.dispatcher.set_feed(name, "live")
+        self.run(self.flow.join(description_of(name), self.now, rest))
+        self.placement.set_feed(name, FeedStatus.LIVE)
 
     def lose(self, name: str) -> None:
         del self.replicas[name]
         self.on_wire.pop(name, None)
-        self.run(self.dispatcher.replica_lost(name, self.now)[1])
+        self.run(self.flow.replica_lost(name, self.now)[1])
 
-    def submit(self, request: GenerationRequest) -> FlightId:
-        flight, instructions = self.dispatcher.submit(request, self.now)
+    def submit(self, request: GenerationRequest) -> RequestId:
+        request_id, instructions = self.flow.submit(request, self.now)
         self.run(instructions)
-        return flight
+        if self.flow.phase_of(request_id) is Phase.WAITING:
+            self.held.append(request_id)
+        return request_id
 
     def reply(self, name: str, *outputs: TokenOutput) -> None:
-        self.run(self.dispatcher.on_reply(name, TokenBatch(step=0, outputs=list(outputs)), self.now))
+        self.run(self.flow.on_reply(name, TokenBatch(step=0, outputs=list(outputs)), self.now))
 
     def step(self, name: str) -> None:
         """The replica takes what is on the wire, makes a step, and says so everywhere."""
@@ -95,15 +99,15 @@ class World:
             assert refused is None
         batch, stored = replica.step()
         for _, hashes, _ in stored:
-            self.dispatcher.stored(name, [wire_hash(block) for block in hashes])
-        self.run(self.dispatcher.on_reply(name, batch, self.now))
-        self.run(self.dispatcher.report(name, replica.load("me"), self.now))
+            self.placement.stored(name, [wire_hash(block) for block in hashes])
+        self.run(self.flow.on_reply(name, batch, self.now))
+        self.run(self.flow.report(name, replica.load("me"), self.now))
 
     def settle(self) -> None:
         for _ in range(200):
             for name in list(self.replicas):
                 self.step(name)
-            if not self.dispatcher.in_flight and not self.dispatcher.waiting:
+            if not self.flow.in_flight and not self.flow.waiting:
                 return
         raise AssertionError("requests do not end")
 
@@ -112,31 +116,25 @@ class World:
             match instruction:
                 case Send(replica, message):
                     self.on_wire[replica].append(message)
-                case Hold(flight):
-                    self.held.append(flight)
-                case Deliver(flight, delta, _):
-                    assert flight not in self.records, "a delta after the end"
-                    self.deltas[flight].append(delta)
-                case Finished(flight, record) | Cancelled(flight, record):
-                    self.end(flight, record)
-                case Failed(flight, error, record):
-                    self.errors[flight] = error
-                    self.end(flight, record)
+                case Deliver(request_id, delta, _):
+                    assert request_id not in self.records, "a delta after the end"
+                    self.deltas[request_id].append(delta)
+                case Ended(request_id, record, error):
+                    assert request_id not in self.records, "a request ends once"
+                    self.records[request_id] = record
+                    if error is not None:
+                        self.errors[request_id] = error
 
-    def end(self, flight: FlightId, record: FinishedRequest) -> None:
-        assert flight not in self.records, "a request ends once"
-        self.records[flight] = record
-
-    def tokens(self, flight: FlightId) -> list[int]:
-        return [token for delta in self.deltas[flight] for token in delta.token_ids]
+    def tokens(self, request_id: RequestId) -> list[int]:
+        return [token for delta in self.deltas[request_id] for token in delta.token_ids]
 
     def sent(self, name: str) -> Generate:
         message = self.on_wire[name][-1]
         assert isinstance(message, Generate)
         return message
 
-    def home(self, flight: FlightId) -> str:
-        replica = self.dispatcher.replica_of(flight)
+    def home(self, request_id: RequestId) -> str:
+        replica = self.flow.replica_of(request_id)
         assert replica is not None
         return replica
 
@@ -145,7 +143,7 @@ class World:
 def world():
     world = World()
     yield world
-    world.dispatcher.check()
+    world.flow.check()
 
 
 PROMPT = list(range(100))
@@ -154,14 +152,14 @@ PROMPT = list(range(100))
 def test_a_request_ends_with_exactly_its_tokens(world: World) -> None:
     """The plain case."""
     request = request_of(PROMPT)
-    flight = world.submit(request)
+    request_id = world.submit(request)
 
     world.settle()
 
-    assert world.tokens(flight) == answer(request)
-    assert world.deltas[flight][-1].finish_reason == "length"
-    assert [delta.cached_tokens for delta in world.deltas[flight]] == [0] + [None] * 7
-    assert world.records[flight].outcome == "finished"
+    assert world.tokens(request_id) == answer(request)
+    assert world.deltas[request_id][-1].finish_reason == "length"
+    assert [delta.cached_tokens for delta in world.deltas[request_id]] == [0] + [None] * 7
+    assert world.records[request_id].outcome == "finished"
 
 
 def test_siblings_follow_the_first_before_any_event(world: World) -> None:
@@ -198,7 +196,7 @@ def test_tokens_copied_inside_a_block_are_more_than_predicted_and_no_regret(worl
 
 
 def predictions(world: World) -> tuple[int, int, int]:
-    counters = world.dispatcher.counters
+    counters = world.flow.counters
     return counters.predictions_exact, counters.predictions_low, counters.predictions_high
 
 
@@ -259,152 +257,150 @@ def test_a_busy_holder_is_regretted(world: World) -> None:
     holder = world.home(first)
     world.settle()
     for seed in range(20, 24):
-        world.run(
-            world.dispatcher.report(holder, world.replicas[holder].load("me", queued_prefill_tokens=5000), world.now)
-        )
-        flight = world.submit(request_of(PROMPT, seed=seed))
-        if world.home(flight) != holder:
+        world.run(world.flow.report(holder, world.replicas[holder].load("me", queued_prefill_tokens=5000), world.now))
+        request_id = world.submit(request_of(PROMPT, seed=seed))
+        if world.home(request_id) != holder:
             break
-    other = flight
+    other = request_id
     world.settle()
 
     assert world.records[other].regret_tokens == 96
-    assert world.dispatcher.counters.regret_tokens == 96
+    assert world.flow.counters.regret_tokens == 96
 
 
 def test_a_lost_replicas_request_goes_on_with_what_was_generated(world: World) -> None:
     """No token lost, none doubled, and the blocks of prompt and answer are named for the next replica."""
     request = request_of(PROMPT, max_tokens=40)
-    flight = world.submit(request)
-    home = world.home(flight)
+    request_id = world.submit(request)
+    home = world.home(request_id)
     for _ in range(30):
         world.step(home)
 
     world.lose(home)
 
-    sent = world.sent(world.home(flight))
+    sent = world.sent(world.home(request_id))
     assert list(token_array(sent.token_ids)) == PROMPT + answer(request)[:30]
     assert (sent.prompt_tokens, len(sent.block_hashes) // 16) == (100, 130 // 16)
     world.settle()
-    assert world.tokens(flight) == answer(request)
-    assert world.records[flight].continuations == 1
+    assert world.tokens(request_id) == answer(request)
+    assert world.records[request_id].continuations == 1
 
 
 def test_only_the_first_delta_carries_cached_tokens_wherever_it_comes_from(world: World) -> None:
     """A usage that changed in the middle of an answer would be a lie about one of its halves."""
-    flight = world.submit(request_of(PROMPT))
-    world.step(world.home(flight))
+    request_id = world.submit(request_of(PROMPT))
+    world.step(world.home(request_id))
 
-    world.lose(world.home(flight))
+    world.lose(world.home(request_id))
     world.settle()
 
-    assert [delta.cached_tokens for delta in world.deltas[flight]] == [0] + [None] * 7
+    assert [delta.cached_tokens for delta in world.deltas[request_id]] == [0] + [None] * 7
 
 
 def test_a_request_that_only_lacks_its_last_word_is_finished_here(world: World) -> None:
     """All tokens came, and the replica died before it could say so: there is nothing left to generate."""
     request = request_of(PROMPT, max_tokens=2)
-    flight = world.submit(request)
-    home = world.home(flight)
+    request_id = world.submit(request)
+    home = world.home(request_id)
     wire_id = world.sent(home).request_id
     world.reply(home, TokenOutput(wire_id, 0, answer(request)))
 
     world.lose(home)
 
-    assert world.deltas[flight][-1] == TokenDelta(token_ids=[], finish_reason="length")
-    assert world.tokens(flight) == answer(request)
+    assert world.deltas[request_id][-1] == TokenDelta(token_ids=[], finish_reason="length")
+    assert world.tokens(request_id) == answer(request)
 
 
 def test_continuations_are_bounded() -> None:
     """A request that kills replicas must not kill them all."""
     world = World(4, retries=2)
-    flight = world.submit(request_of(PROMPT))
+    request_id = world.submit(request_of(PROMPT))
 
     for _ in range(3):
-        world.lose(world.home(flight))
+        world.lose(world.home(request_id))
 
-    assert isinstance(world.errors[flight], ReplicaLost)
+    assert isinstance(world.errors[request_id], ReplicaLost)
     assert len(world.replicas) == 1
-    world.dispatcher.check()
+    world.flow.check()
 
 
 def test_a_stuck_replicas_request_goes_on_elsewhere_and_its_late_tokens_count_for_nothing() -> None:
     """It is not dead, and what it has ready when it comes back must not be said twice."""
     world = World(silence_s=3.0)
     request = request_of(range(40), max_tokens=8)
-    flight = world.submit(request)
-    stuck = world.home(flight)
+    request_id = world.submit(request)
+    stuck = world.home(request_id)
     other = next(name for name in world.replicas if name != stuck)
     for _ in range(3):
         world.step(stuck)
-    said = len(world.tokens(flight))
+    said = len(world.tokens(request_id))
 
     world.now = 10.0
     world.step(other)
-    world.run(world.dispatcher.expire(world.now))
+    world.run(world.flow.expire(world.now))
 
-    assert world.home(flight) == other
+    assert world.home(request_id) == other
     assert isinstance(world.on_wire[stuck][-1], Abort)
     assert said > 0
     world.settle()
-    assert world.tokens(flight) == answer(request)
-    assert world.records[flight].continuations == 1
-    world.dispatcher.check()
+    assert world.tokens(request_id) == answer(request)
+    assert world.records[request_id].continuations == 1
+    world.flow.check()
 
 
 def test_a_request_without_a_retry_left_stays_with_its_stuck_replica() -> None:
     """It may come back; to fail the request would be certain to lose it."""
     world = World(retries=0, silence_s=3.0)
-    flight = world.submit(request_of(range(40), max_tokens=8))
-    stuck = world.home(flight)
+    request_id = world.submit(request_of(range(40), max_tokens=8))
+    stuck = world.home(request_id)
 
     world.now = 10.0
     world.step(next(name for name in world.replicas if name != stuck))
-    world.run(world.dispatcher.expire(world.now))
+    world.run(world.flow.expire(world.now))
 
-    assert world.home(flight) == stuck
+    assert world.home(request_id) == stuck
     world.settle()
-    assert flight not in world.errors
+    assert request_id not in world.errors
 
 
 def test_with_no_replica_left_requests_wait_for_the_next(world: World) -> None:
     """A rebuild takes seconds; the client's stream can last that long."""
     request = request_of(PROMPT)
-    flight = world.submit(request)
-    world.step(world.home(flight))
+    request_id = world.submit(request)
+    world.step(world.home(request_id))
     for name in ("r0", "r1"):
         world.lose(name)
 
     world.join("r2")
     world.settle()
 
-    assert world.tokens(flight) == answer(request)
+    assert world.tokens(request_id) == answer(request)
 
 
 def test_tokens_that_came_before_are_dropped_and_counted(world: World) -> None:
     """Overlap is harmless as long as it is seen."""
     request = request_of(PROMPT)
-    flight = world.submit(request)
-    home, right = world.home(flight), answer(request)
+    request_id = world.submit(request)
+    home, right = world.home(request_id), answer(request)
     wire_id = world.sent(home).request_id
 
     world.reply(home, TokenOutput(wire_id, 0, right[:3]))
     world.reply(home, TokenOutput(wire_id, 1, right[1:5]))
     world.reply(home, TokenOutput(wire_id, 0, right[:2]))
 
-    assert world.tokens(flight) == right[:5]
-    assert world.dispatcher.counters.duplicate_tokens == 4
+    assert world.tokens(request_id) == right[:5]
+    assert world.flow.counters.duplicate_tokens == 4
 
 
 def test_a_hole_in_the_tokens_fails_the_request(world: World) -> None:
     """An answer with a word missing is worse than none; the replica is told to stop."""
-    flight = world.submit(request_of(PROMPT))
-    home = world.home(flight)
+    request_id = world.submit(request_of(PROMPT))
+    home = world.home(request_id)
     wire_id = world.sent(home).request_id
 
     world.reply(home, TokenOutput(wire_id, 1, [5]))
 
-    assert isinstance(world.errors[flight], RequestFailed)
+    assert isinstance(world.errors[request_id], RequestFailed)
     assert world.on_wire[home][-1] == Abort(request_ids=[wire_id])
 
 
@@ -414,51 +410,51 @@ def test_a_hole_in_the_tokens_fails_the_request(world: World) -> None:
 )
 def test_a_final_refusal_says_whose_fault_it_is(world: World, reason: str, error: type[RouterError]) -> None:
     """A caller's fault is a 400, the engine's is not."""
-    flight = world.submit(request_of(PROMPT))
-    home = world.home(flight)
+    request_id = world.submit(request_of(PROMPT))
+    home = world.home(request_id)
 
     refused = Refused(request_id=world.sent(home).request_id, reason=reason, message="no")
-    world.run(world.dispatcher.on_reply(home, refused, world.now))
+    world.run(world.flow.on_reply(home, refused, world.now))
 
-    assert type(world.errors[flight]) is error
+    assert type(world.errors[request_id]) is error
 
 
 def test_a_refusal_with_retry_sends_the_request_elsewhere(world: World) -> None:
     """A replica that drains says no to what was under way to it."""
-    flight = world.submit(request_of(PROMPT))
-    home = world.home(flight)
+    request_id = world.submit(request_of(PROMPT))
+    home = world.home(request_id)
 
     refused = Refused(request_id=world.sent(home).request_id, reason="draining", message="no", retry=True)
-    world.run(world.dispatcher.on_reply(home, refused, world.now))
+    world.run(world.flow.on_reply(home, refused, world.now))
 
-    assert world.home(flight) != home
+    assert world.home(request_id) != home
 
 
 def test_a_message_that_cannot_be_sent_goes_elsewhere(world: World) -> None:
     """The connection may be gone before anybody says so."""
-    flight = world.submit(request_of(PROMPT))
-    home = world.home(flight)
+    request_id = world.submit(request_of(PROMPT))
+    home = world.home(request_id)
 
-    world.run(world.dispatcher.unsendable(home, world.on_wire.pop(home)[0], world.now))
+    world.run(world.flow.unsendable(home, world.on_wire.pop(home)[0], world.now))
 
-    assert world.home(flight) != home
-    assert world.dispatcher.counters.unsent == 1
+    assert world.home(request_id) != home
+    assert world.flow.counters.unsent == 1
 
 
 def test_a_cancelled_request_is_aborted_and_silent_from_then_on(world: World) -> None:
     """What was under way when its client left belongs to nobody."""
-    flight = world.submit(request_of(PROMPT))
-    home = world.home(flight)
+    request_id = world.submit(request_of(PROMPT))
+    home = world.home(request_id)
     wire_id = world.sent(home).request_id
 
-    world.run(world.dispatcher.cancel(flight, world.now))
+    world.run(world.flow.cancel(request_id, world.now))
     world.reply(home, TokenOutput(wire_id, 0, [5]))
-    world.run(world.dispatcher.cancel(flight, world.now))
+    world.run(world.flow.cancel(request_id, world.now))
 
     assert world.on_wire[home][-1] == Abort(request_ids=[wire_id])
-    assert not world.deltas[flight]
-    assert world.dispatcher.counters.unknown_outputs == 1
-    assert world.records[flight].outcome == "cancelled"
+    assert not world.deltas[request_id]
+    assert world.flow.counters.unknown_outputs == 1
+    assert world.records[request_id].outcome == "cancelled"
 
 
 def test_a_deadline_ends_a_request_wherever_it_is() -> None:
@@ -468,14 +464,14 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     world.lose("r0")
     waiting = world.submit(request_of(PROMPT, deadline=6.0))
     world.join("r0")
-    assert world.dispatcher.waiting == 0
+    assert world.flow.waiting == 0
 
     world.now = 7.0
-    world.run(world.dispatcher.expire(world.now))
+    world.run(world.flow.expire(world.now))
 
-    assert {type(world.errors[flight]) for flight in (running, waiting)} == {DeadlineExceeded}
+    assert {type(world.errors[request_id]) for request_id in (running, waiting)} == {DeadlineExceeded}
     assert isinstance(world.on_wire["r0"][-1], Abort)
-    world.dispatcher.check()
+    world.flow.check()
 
 
 def test_saturated_replicas_leave_requests_in_the_router_in_order_of_priority() -> None:
@@ -487,12 +483,12 @@ def test_saturated_replicas_leave_requests_in_the_router_in_order_of_priority() 
     urgent = world.submit(request_of(PROMPT, seed=91, priority=-1))
 
     assert world.held == [late, urgent]
-    world.run(world.dispatcher.cancel(FlightId(1), world.now))
+    world.run(world.flow.cancel(RequestId(1), world.now))
 
-    assert world.dispatcher.replica_of(urgent) == "r0"
-    assert world.dispatcher.replica_of(late) is None
+    assert world.flow.replica_of(urgent) == "r0"
+    assert world.flow.replica_of(late) is None
     world.settle()
-    world.dispatcher.check()
+    world.flow.check()
 
 
 def test_a_single_request_does_not_wait_behind_a_flood() -> None:
@@ -500,14 +496,14 @@ def test_a_single_request_does_not_wait_behind_a_flood() -> None:
     world = World(1, max_waiting=2000)
     flood = [world.submit(request_of(PROMPT, seed=seed, tenant=b"flood")) for seed in range(1000)]
     single = world.submit(request_of(PROMPT, seed=5000, tenant=b"single"))
-    before = world.dispatcher.in_flight
+    before = world.flow.in_flight
 
-    while world.dispatcher.replica_of(single) is None:
+    while world.flow.replica_of(single) is None:
         world.step("r0")
 
-    served = sum(world.dispatcher.replica_of(flight) is not None or flight in world.records for flight in flood)
+    served = sum(world.flow.replica_of(request_id) is not None or request_id in world.records for request_id in flood)
     assert world.held[-1] == single
-    assert served <= before + world.dispatcher.in_flight + 1
+    assert served <= before + world.flow.in_flight + 1
 
 
 def test_a_full_queue_makes_room_for_who_has_less_in_it() -> None:
@@ -521,8 +517,8 @@ def test_a_full_queue_makes_room_for_who_has_less_in_it() -> None:
 
     assert isinstance(world.errors[flood[2]], QueueFull)
     assert not {flood[0], flood[1], single} & set(world.records)
-    assert world.dispatcher.waiting == 3
-    world.dispatcher.check()
+    assert world.flow.waiting == 3
+    world.flow.check()
 
 
 def test_what_was_generated_counts_as_service() -> None:
@@ -530,27 +526,27 @@ def test_what_was_generated_counts_as_service() -> None:
     world = World(1)
     for seed in range(12):
         world.submit(request_of(PROMPT, seed=seed, tenant=b"long", max_tokens=200 if seed == 0 else 300))
-    world.run(world.dispatcher.cancel(FlightId(12), world.now))
+    world.run(world.flow.cancel(RequestId(12), world.now))
     waiting = {
         tenant: [world.submit(request_of(PROMPT, seed=20 + at, tenant=tenant, max_tokens=1)) for at in range(3)]
         for tenant in (b"long", b"brief")
     }
-    while not world.records.get(FlightId(1)):
+    while not world.records.get(RequestId(1)):
         world.step("r0")
     world.settle()
 
-    first = {tenant: min(world.records[flight].duration_s for flight in waiting[tenant]) for tenant in waiting}
+    first = {tenant: min(world.records[request_id].duration_s for request_id in waiting[tenant]) for tenant in waiting}
     assert first[b"brief"] <= first[b"long"]
 
 
 def test_deadlines_of_requests_that_are_over_are_forgotten(world: World) -> None:
     """They lie minutes ahead; a busy router would note millions."""
     for seed in range(3000):
-        world.run(world.dispatcher.cancel(world.submit(request_of(PROMPT, seed=seed)), world.now))
+        world.run(world.flow.cancel(world.submit(request_of(PROMPT, seed=seed)), world.now))
         world.on_wire.clear()
-    world.run(world.dispatcher.expire(world.now))
+    world.run(world.flow.expire(world.now))
 
-    assert not world.dispatcher._deadlines
+    assert not world.flow.deadlines
 
 
 def test_a_full_queue_says_when_to_come_back() -> None:
@@ -563,7 +559,7 @@ def test_a_full_queue_says_when_to_come_back() -> None:
         world.submit(request_of(PROMPT, seed=3))
 
     assert caught.value.retry_after_s == 1.0
-    world.dispatcher.check()
+    world.flow.check()
 
 
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused_here(world: World) -> None:
@@ -574,20 +570,20 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused_here(world: World
 
 def test_explaining_changes_nothing(world: World) -> None:
     """Operators ask in the middle of an incident."""
-    table = world.dispatcher.explain(request_of(PROMPT), world.now)
+    table = world.flow.explain(request_of(PROMPT), world.now)
 
     assert table.chosen in ("r0", "r1")
-    assert world.dispatcher.in_flight == world.dispatcher.waiting == 0
+    assert world.flow.in_flight == world.flow.waiting == 0
     assert not world.on_wire
 
 
 def test_a_shutdown_ends_every_request_by_name(world: World) -> None:
     """No reader may wait for ever."""
-    flights = [world.submit(request_of(PROMPT, seed=seed)) for seed in range(30)]
+    request_ids = [world.submit(request_of(PROMPT, seed=seed)) for seed in range(30)]
 
-    world.run(world.dispatcher.fail_all(lambda: RouterClosed("bye"), world.now))
+    world.run(world.flow.fail_all(lambda: RouterClosed("bye"), world.now))
 
-    assert all(isinstance(world.errors[flight], RouterClosed) for flight in flights)
+    assert all(isinstance(world.errors[request_id], RouterClosed) for request_id in request_ids)
 
 
 def test_only_who_has_no_token_may_begin_anew_when_its_model_is_replaced() -> None:
@@ -597,14 +593,14 @@ def test_only_who_has_no_token_may_begin_anew_when_its_model_is_replaced() -> No
     world.step("r0")
     sent = world.submit(request_of([*PROMPT, 1], seed=2))
 
-    world.run(world.dispatcher.supersede(world.now))
+    world.run(world.flow.supersede(world.now))
 
     assert isinstance(world.errors[begun], Superseded)
     assert isinstance(world.errors[sent], Superseded)
     assert [world.records[each].outcome for each in (begun, sent)] == ["failed", "cancelled"]
-    assert (world.dispatcher.counters.failed, world.dispatcher.counters.cancelled) == (1, 1)
+    assert (world.flow.counters.failed, world.flow.counters.cancelled) == (1, 1)
     assert sum(isinstance(message, Abort) for message in world.on_wire["r0"]) == 2
-    world.dispatcher.check()
+    world.flow.check()
 
 
 def test_a_burst_of_siblings_neither_scatters_nor_herds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -615,12 +611,14 @@ def test_a_burst_of_siblings_neither_scatters_nor_herds(capsys: pytest.CaptureFi
     """
     world = World(4)
     shared = list(range(960))
-    flights = [world.submit(request_of([*shared, *range(seed, seed + 20)], seed=seed)) for seed in range(100)]
+    request_ids = [world.submit(request_of([*shared, *range(seed, seed + 20)], seed=seed)) for seed in range(100)]
     world.settle()
 
     sent_whole = sum(record.predicted_cached_tokens == 0 for record in world.records.values())
     computed = sum(replica.full_prefills for replica in world.replicas.values())
-    by_replica = [sum(world.records[flight].replica_id == name for flight in flights) for name in world.replicas]
+    by_replica = [
+        sum(world.records[request_id].replica_id == name for request_id in request_ids) for name in world.replicas
+    ]
     with capsys.disabled():
         print(f"\n100 siblings on 4 replicas: {by_replica} requests, {sent_whole} sent whole, {computed} full prefills")
     assert sent_whole <= 4
@@ -635,61 +633,61 @@ def warming(world: World, share: float = 1.0) -> None:
         world.submit(request_of([*([seed % 2 + 1] * 256), seed], seed=seed, salt=bytes([seed % 2])))
     world.settle()
     world.join("new", "warming")
-    world.run(world.dispatcher.warm_up("new", share, world.now))
+    world.run(world.flow.warm_up("new", share, world.now))
 
 
 def test_a_new_replica_is_filled_with_what_is_hot_before_it_serves(world: World) -> None:
     """One request at a time, behind all others, under the roots of the tenants who asked; nobody's traffic."""
     warming(world)
-    before = msgspec.structs.replace(world.dispatcher.counters)
+    before = msgspec.structs.replace(world.flow.counters)
     sent = []
-    while "new" in world.dispatcher.warm_ups:
+    while "new" in world.flow.warm_ups:
         sent.append(world.sent("new"))
         assert len(world.on_wire["new"]) == 1
         world.step("new")
-    world.run(world.dispatcher.rest("new", None, world.now))
+    world.run(world.flow.rest("new", None, world.now))
 
-    counters = world.dispatcher.counters
+    counters = world.flow.counters
     assert [(each.warm_up, each.sampling.max_tokens, len(each.token_ids)) for each in sent] == [(True, 1, 1024)] * 2
     assert {each.root for each in sent} == {tenant_root(ROOT, salt=bytes([kind])) for kind in range(2)}
     assert min(each.priority for each in sent) > 10**9
     assert (counters.warm_up_requests, counters.warm_up_tokens, counters.warm_ups_cut) == (2, 512, 0)
     assert (counters.finished, counters.unknown_outputs) == (before.finished, before.unknown_outputs)
     assert counters.delivered_cached_tokens == before.delivered_cached_tokens
-    assert world.dispatcher.index.match(wire_hashes(sent[0].block_hashes))["new"] == 16
+    assert world.placement.index.match(wire_hashes(sent[0].block_hashes))["new"] == 16
 
 
 def test_a_warm_up_takes_no_more_than_its_share_and_tells_how_far_it_is(world: World) -> None:
     """The pool is for requests to come; and who asks why nothing goes there hears it."""
     warming(world, share=0.017)  # of 1,000 blocks, one prefix of 16
 
-    table = world.dispatcher.explain(request_of(PROMPT), world.now)
+    table = world.flow.explain(request_of(PROMPT), world.now)
     why = next(row.why for row in table.replicas if row.replica_id == "new")
     first = len(world.sent("new").token_ids) // 4
     world.step("new")
 
     assert why == "warming up: 0 of 256 tokens computed"
     assert first == 256
-    assert "new" not in world.dispatcher.warm_ups
+    assert "new" not in world.flow.warm_ups
 
 
 def test_a_warm_up_ends_at_once_when_a_request_is_held() -> None:
     """A replica that could serve must not be kept from it."""
     world = World(1)
     warming(world)
-    world.run(world.dispatcher.rest("r0", "draining", world.now))
+    world.run(world.flow.rest("r0", "draining", world.now))
 
-    flight = world.submit(request_of(PROMPT))
-    world.run(world.dispatcher.expire(world.now))
+    request_id = world.submit(request_of(PROMPT))
+    world.run(world.flow.expire(world.now))
 
-    assert flight in world.held
+    assert request_id in world.held
     assert isinstance(world.on_wire["new"][-1], Abort)
-    assert "new" not in world.dispatcher.warm_ups
-    assert world.dispatcher.counters.warm_ups_cut == 1
-    assert world.dispatcher.warm_up("new", 1.0, world.now) == []
-    world.run(world.dispatcher.rest("new", None, world.now))
+    assert "new" not in world.flow.warm_ups
+    assert world.flow.counters.warm_ups_cut == 1
+    assert world.flow.warm_up("new", 1.0, world.now) == []
+    world.run(world.flow.rest("new", None, world.now))
     world.settle()
-    assert world.tokens(flight) == answer(request_of(PROMPT))
+    assert world.tokens(request_id) == answer(request_of(PROMPT))
 
 
 def test_a_warm_up_ends_when_requests_queue_wherever_they_can_go(world: World) -> None:
@@ -697,15 +695,15 @@ def test_a_warm_up_ends_when_requests_queue_wherever_they_can_go(world: World) -
     warming(world)
     seconds = PRESSING_WAIT_S + 1
     for name in ("r0", "r1"):
-        assert "new" in world.dispatcher.warm_ups
+        assert "new" in world.flow.warm_ups
         queued = {"queued_prefill_tokens": 10_000, "queued_prefill_s": seconds, "step": 9}
-        world.run(world.dispatcher.report(name, world.replicas[name].load("me", **queued), world.now))
+        world.run(world.flow.report(name, world.replicas[name].load("me", **queued), world.now))
 
-    assert world.dispatcher.is_pressed(world.now)
+    assert world.flow.is_pressed(world.now)
     assert isinstance(world.on_wire["new"][-1], Abort)
     world.now += seconds
-    assert not world.dispatcher.is_pressed(world.now)
-    assert world.dispatcher.warm_up("new", 1.0, world.now) != []
+    assert not world.flow.is_pressed(world.now)
+    assert world.flow.warm_up("new", 1.0, world.now) != []
 
 
 def test_a_warm_up_ends_with_its_time_with_its_replica_and_where_it_cannot_be_sent(world: World) -> None:
@@ -713,12 +711,12 @@ def test_a_warm_up_ends_with_its_time_with_its_replica_and_where_it_cannot_be_se
     for end in ("serves", "is lost", "is not reached"):
         warming(world)
         if end == "serves":
-            world.run(world.dispatcher.rest("new", None, world.now))
+            world.run(world.flow.rest("new", None, world.now))
             assert isinstance(world.on_wire["new"][-1], Abort)
         elif end == "is not reached":
-            world.run(world.dispatcher.unsendable("new", world.sent("new"), world.now))
+            world.run(world.flow.unsendable("new", world.sent("new"), world.now))
         world.lose("new")
-        assert "new" not in world.dispatcher.warm_ups
+        assert "new" not in world.flow.warm_ups
         assert not world.errors
 
 
@@ -728,27 +726,27 @@ def test_a_prefix_that_the_new_replica_refuses_is_passed_over(world: World) -> N
     first = world.on_wire.pop("new")[0]
 
     refused = Refused(request_id=first.request_id, reason="prompt_too_long", message="no")
-    world.run(world.dispatcher.on_reply("new", refused, world.now))
+    world.run(world.flow.on_reply("new", refused, world.now))
 
     assert world.sent("new").root != first.root
     world.step("new")
-    assert world.dispatcher.counters.warm_up_requests == 1
+    assert world.flow.counters.warm_up_requests == 1
 
 
 def test_only_who_rests_for_it_is_warmed_up(world: World) -> None:
     """Whoever serves is filled by what it serves."""
-    assert world.dispatcher.warm_up("r0", 1.0, world.now) == []
-    assert world.dispatcher.warm_up("unknown", 1.0, world.now) == []
+    assert world.flow.warm_up("r0", 1.0, world.now) == []
+    assert world.flow.warm_up("unknown", 1.0, world.now) == []
 
 
-class DispatcherMachine(RuleBasedStateMachine):
+class FlowMachine(RuleBasedStateMachine):
     """Whatever is lost, refused, cancelled or late: a request yields exactly its tokens or a clear error."""
 
     def __init__(self) -> None:
         super().__init__()
         self.world = World(2, retries=2, max_waiting=20, silence_s=2.0)  # who takes no step for so long is stuck
-        self.requests: dict[FlightId, GenerationRequest] = {}
-        self.cancelled: set[FlightId] = set()
+        self.requests: dict[RequestId, GenerationRequest] = {}
+        self.cancelled: set[RequestId] = set()
         self.names = 2
 
     @rule(tokens=st.integers(1, 300), count=st.integers(1, 5), priority=st.integers(0, 2), late=st.booleans())
@@ -763,7 +761,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         try:
             self.requests[self.world.submit(request)] = request
         except QueueFull:
-            assert self.world.dispatcher.waiting == 20
+            assert self.world.flow.waiting == 20
 
     @precondition(lambda self: self.world.replicas)
     @rule(data=st.data())
@@ -785,14 +783,14 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule()
     def come_to_be_warmed_up(self):
         self.world.join(f"r{self.names}", "warming")
-        self.world.run(self.world.dispatcher.warm_up(f"r{self.names}", 1.0, self.world.now))
+        self.world.run(self.world.flow.warm_up(f"r{self.names}", 1.0, self.world.now))
         self.names += 1
 
     @precondition(lambda self: self.world.replicas)
     @rule(data=st.data())
     def serve(self, data):
         name = data.draw(st.sampled_from(sorted(self.world.replicas)))
-        self.world.run(self.world.dispatcher.rest(name, None, self.world.now))
+        self.world.run(self.world.flow.rest(name, None, self.world.now))
 
     @precondition(lambda self: any(self.world.on_wire.values()))
     @rule(data=st.data(), retry=st.booleans(), unsendable=st.booleans())
@@ -800,42 +798,105 @@ class DispatcherMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(name for name, wire in self.world.on_wire.items() if wire)))
         message = self.world.on_wire[name].pop()
         if unsendable:
-            self.world.run(self.world.dispatcher.unsendable(name, message, self.world.now))
+            self.world.run(self.world.flow.unsendable(name, message, self.world.now))
         elif isinstance(message, Generate):
             refused = Refused(request_id=message.request_id, reason="internal", message="no", retry=retry)
-            self.world.run(self.world.dispatcher.on_reply(name, refused, self.world.now))
+            self.world.run(self.world.flow.on_reply(name, refused, self.world.now))
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def cancel(self, data):
-        flight = data.draw(st.sampled_from(sorted(self.requests)))
-        if flight not in self.world.records:
-            self.cancelled.add(flight)
-        self.world.run(self.world.dispatcher.cancel(flight, self.world.now))
+        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        if request_id not in self.world.records:
+            self.cancelled.add(request_id)
+        self.world.run(self.world.flow.cancel(request_id, self.world.now))
 
     @rule(seconds=st.integers(1, 3))
     def pass_time(self, seconds):
         self.world.now += seconds
-        self.world.run(self.world.dispatcher.expire(self.world.now))
+        self.world.run(self.world.flow.expire(self.world.now))
 
     @invariant()
     def consistent(self):
-        self.world.dispatcher.check()
+        self.world.flow.check()
 
     def teardown(self):
         self.world.join("last")
         self.world.settle()
-        for flight, request in self.requests.items():
-            outcome, got = self.world.records[flight].outcome, self.world.tokens(flight)
+        for request_id, request in self.requests.items():
+            outcome, got = self.world.records[request_id].outcome, self.world.tokens(request_id)
             assert got == answer(request)[: len(got)], "a token was lost, doubled or wrong"
-            assert (outcome == "cancelled") == (flight in self.cancelled)
+            assert (outcome == "cancelled") == (request_id in self.cancelled)
             assert (outcome == "finished") == (len(got) == request.sampling.max_tokens and outcome != "cancelled") or (
                 outcome == "failed"
             )
-            assert (outcome == "failed") == (flight in self.world.errors)
-        self.world.dispatcher.check()
-        assert not self.world.dispatcher.in_flight
+            assert (outcome == "failed") == (request_id in self.world.errors)
+        self.world.flow.check()
+        assert not self.world.flow.in_flight
 
 
-TestDispatcher = DispatcherMachine.TestCase
-TestDispatcher.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestFlow = FlowMachine.TestCase
+TestFlow.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+def waiting(world: World) -> RequestId:
+    for name in list(world.replicas):
+        world.lose(name)
+    return world.submit(request_of(PROMPT))
+
+
+def streaming(world: World) -> RequestId:
+    request_id = world.submit(request_of(PROMPT))
+    world.step(world.home(request_id))
+    return request_id
+
+
+def sent(world: World, **fields: object) -> RequestId:
+    return world.submit(request_of(PROMPT, **fields))
+
+
+def fail_all(world: World, request_id: RequestId) -> None:
+    world.run(world.flow.fail_all(lambda: RouterClosed("bye"), world.now))
+
+
+def cancel(world: World, request_id: RequestId) -> None:
+    world.run(world.flow.cancel(request_id, world.now))
+
+
+def lose(world: World, request_id: RequestId) -> None:
+    """All other replicas first, so that the request cannot be sent again."""
+    home = world.home(request_id)
+    for name in [*(name for name in world.replicas if name != home), home]:
+        world.lose(name)
+
+
+#: By transition: what brings a request into its phase, and what happens then.
+SCENARIOS: dict[tuple[Phase, Event], tuple[Callable[[World], RequestId], Callable[[World, RequestId], object]]] = {
+    (Phase.NEW, "send"): (sent, lambda world, request_id: None),
+    (Phase.NEW, "queue"): (waiting, lambda world, request_id: None),
+    (Phase.WAITING, "send"): (waiting, lambda world, request_id: world.join("r9")),
+    (Phase.SENT, "start"): (sent, lambda world, request_id: world.step(world.home(request_id))),
+    (Phase.SENT, "move"): (sent, lose),
+    (Phase.STREAMING, "move"): (streaming, lose),
+    (Phase.SENT, "finish"): (lambda world: sent(world, max_tokens=0), lose),
+    (Phase.STREAMING, "finish"): (streaming, lambda world, request_id: world.settle()),
+    (Phase.WAITING, "fail"): (waiting, fail_all),
+    (Phase.SENT, "fail"): (sent, fail_all),
+    (Phase.STREAMING, "fail"): (streaming, fail_all),
+    (Phase.WAITING, "cancel"): (waiting, cancel),
+    (Phase.SENT, "cancel"): (sent, cancel),
+    (Phase.STREAMING, "cancel"): (streaming, cancel),
+}
+
+
+@pytest.mark.parametrize("transition", TRANSITIONS, ids=lambda each: f"{each.before.value}-{each.event}")
+def test_each_transition_of_the_table_happens(world: World, transition: Transition) -> None:
+    """The table describes the flow, and nothing that the flow never does. What it lacks is an assertion error."""
+    begin, happen = SCENARIOS[transition.before, transition.event]
+
+    request_id = begin(world)
+    if transition.before is not Phase.NEW:
+        assert world.flow.phase_of(request_id) is transition.before
+    happen(world, request_id)
+
+    assert world.flow.phase_of(request_id) is transition.after

@@ -1,70 +1,122 @@
 """What a new replica is sent to fill its cache, one prefix after the other."""
 
-from homing.kvcache.hashing import HASH_BYTES, TOKEN_BYTES, BlockHash
-from homing.replica.messages import Refused, TokenBatch, TokenOutput
+from itertools import count
+from random import Random
+
+from homing.kvcache.hashing import join_hashes, token_bytes, wire_hashes
+from homing.replica.messages import Abort, Generate, Refused, TokenBatch, TokenOutput
 from homing.router.backend import RouterCounters, WarmUpProgress
-from homing.router.flow.hot_prefixes import HotPrefix
-from homing.router.flow.warmup import LAST_PRIORITY, WarmUps
+from homing.router.flow.hot_prefixes import HotPrefixes
+from homing.router.flow.request_state import Instruction, Send
+from homing.router.flow.warmup import LAST_PRIORITY, CacheWarmup
+from homing.router.routing.placement import Placement
+from homing.router.routing.policy.registry import make_policy
+from homing.router.routing.replica_load import LoadBook
+from homing.router.routing.reservations import Reservations
+
+from ..fakes import BLOCK, HASHER, ROOT, description_of
 
 
-def prefix(blocks: int) -> HotPrefix:
-    return HotPrefix(BlockHash(bytes(16)), bytes(blocks * 16 * TOKEN_BYTES), bytes(blocks * HASH_BYTES), asked=2)
+class World:
+    """A replica `new`, out of routing to be warmed up, beside `old`, which holds prompts that were sent twice."""
+
+    def __init__(self, *blocks: int) -> None:
+        """`blocks`: the length of each hot prompt."""
+        self.counters = RouterCounters()
+        self.placement = Placement(
+            make_policy("expected-ttft"), loads=LoadBook("me", 1e9), reservations=Reservations(30.0), rng=Random(1)
+        )
+        for name in ("old", "new"):
+            self.placement.join(description_of(name), 0.0)
+        self.placement.loads.rest("new", "warming")
+        hot_prefixes = HotPrefixes(BLOCK, 1 << 20)
+        for number, length in enumerate(blocks):
+            tokens = token_bytes([number] * length * BLOCK)
+            hashes = join_hashes(HASHER.chain(ROOT, tokens))
+            for _ in range(2 + number):  # the last one is the hottest
+                hot_prefixes.add(ROOT, tokens, hashes)
+            self.placement.stored("old", wire_hashes(hashes))
+        self.warm_ups = CacheWarmup(self.placement, hot_prefixes, self.counters, count(1))
+
+    def begin(self, replica: str = "new") -> Generate | None:
+        return sent(self.warm_ups.begin(replica, 1.0, 0.0))
+
+    def answer(self, wire_id: int, cached: int = 0) -> Generate | None:
+        output = TokenOutput(request_id=wire_id, index=0, token_ids=[1], finish_reason="length", cached_tokens=cached)
+        return sent(self.warm_ups.on_reply("new", TokenBatch(step=0, outputs=[output])))
+
+    def refuse(self, wire_id: int) -> Generate | None:
+        refused = Refused(request_id=wire_id, reason="prompt_too_long", message="no")
+        return sent(self.warm_ups.on_reply("new", refused))
 
 
-def done(wire_id: int, cached: int = 0) -> TokenBatch:
-    output = TokenOutput(request_id=wire_id, index=0, token_ids=[1], finish_reason="length", cached_tokens=cached)
-    return TokenBatch(step=0, outputs=[output])
+def sent(instructions: list[Instruction]) -> Generate | None:
+    """The only message, if there is one."""
+    if not instructions:
+        return None
+    (send,) = instructions
+    assert isinstance(send, Send)
+    assert isinstance(send.message, Generate)
+    return send.message
 
 
-def begun(*blocks: int) -> WarmUps:
-    warm_ups = WarmUps(RouterCounters())
-    warm_ups.begin("r1", [prefix(each) for each in blocks])
-    return warm_ups
+def test_each_prefix_is_computed_for_one_token_behind_everybody() -> None:
+    """The token is dropped: only the blocks count."""
+    world = World(16, 8)
 
-
-def test_each_prefix_is_asked_for_as_one_token_behind_everybody() -> None:
-    """The token is thrown away: what it leaves behind is what counts."""
-    warm_ups = begun(1, 2)
-
-    request = warm_ups.next("r1", 7)
+    request = world.begin()
 
     assert request is not None
-    assert (request.request_id, request.prompt_tokens, request.warm_up) == (7, 16, True)
+    assert (request.request_id, request.prompt_tokens, request.warm_up) == (1, 8 * BLOCK, True)
     assert (request.sampling.max_tokens, request.priority) == (1, LAST_PRIORITY)
-    assert warm_ups.answered("r1", done(7))
-    assert warm_ups.progress("r1") == WarmUpProgress(done_tokens=16, planned_tokens=48)
+    assert world.answer(1) is not None
+    assert world.warm_ups.progress("new") == WarmUpProgress(done_tokens=8 * BLOCK, planned_tokens=24 * BLOCK)
 
 
-def test_it_is_over_when_all_are_answered() -> None:
-    """What a prefix shares with one before it was in the cache, and is no work."""
-    warm_ups = begun(1, 2)
-    for wire_id, cached in ((1, 0), (2, 16)):
-        assert warm_ups.next("r1", wire_id) is not None
-        assert warm_ups.answered("r1", done(wire_id, cached))
+def test_it_ends_when_all_are_computed() -> None:
+    """Tokens that a prefix shares with one before it were in the cache, and are no work."""
+    world = World(16, 8)
+    world.begin()
 
-    assert warm_ups.next("r1", 3) is None
-    assert "r1" not in warm_ups
-    counters = warm_ups.counters
-    assert (counters.warm_up_requests, counters.warm_up_tokens, counters.warm_ups_cut) == (2, 32, 0)
+    assert world.answer(1) is not None
+    assert world.answer(2, cached=BLOCK) is None
 
-
-def test_only_the_answer_to_what_was_asked_goes_on() -> None:
-    """Late words on other requests must not send two at once."""
-    warm_ups = begun(1, 1)
-    warm_ups.next("r1", 5)
-
-    assert not warm_ups.answered("r1", done(4))
-    assert not warm_ups.answered("r1", Refused(request_id=4, reason="draining", message="no"))
-    assert warm_ups.answered("r1", Refused(request_id=5, reason="prompt_too_long", message="no"))
-    assert warm_ups.progress("r1") == WarmUpProgress(done_tokens=0, planned_tokens=32)
+    assert "new" not in world.warm_ups
+    counters = world.counters
+    assert (counters.warm_up_requests, counters.warm_up_tokens, counters.warm_ups_cut) == (2, 23 * BLOCK, 0)
 
 
-def test_who_stops_it_learns_what_is_under_way() -> None:
-    """To be aborted. What was not begun has nothing to be stopped."""
-    warm_ups = begun(1)
-    warm_ups.next("r1", 9)
+def test_only_the_reply_to_the_present_request_sends_the_next() -> None:
+    """A late reply to another request must not send two at once."""
+    world = World(8, 8)
+    world.begin()
 
-    assert warm_ups.stop("r1") == 9
-    assert warm_ups.stop("r1") is None
-    assert warm_ups.progress("r1") is None
-    assert warm_ups.counters.warm_ups_cut == 1
+    assert world.answer(4) is None
+    assert world.refuse(4) is None
+    assert world.refuse(1) is not None
+    assert world.warm_ups.progress("new") == WarmUpProgress(done_tokens=0, planned_tokens=16 * BLOCK)
+
+
+def test_a_stop_aborts_the_present_request() -> None:
+    """Once; a replica that cannot be reached is sent nothing."""
+    world = World(8)
+    world.begin()
+
+    assert world.warm_ups.stop("new") == [Send("new", Abort(request_ids=[1]))]
+    assert world.warm_ups.stop("new") == []
+    world.begin()
+    world.warm_ups.drop("new")
+
+    assert world.warm_ups.progress("new") is None
+    assert world.counters.warm_ups_cut == 2
+
+
+def test_only_a_replica_that_is_out_of_routing_for_it_is_warmed_up() -> None:
+    """One that serves is filled by what it serves."""
+    world = World(8)
+
+    assert world.begin("old") is None
+    assert world.begin("unknown") is None
+    assert world.begin() is not None
+    assert world.begin() is None
+    assert world.warm_ups.replicas == ("new",)

@@ -1,11 +1,9 @@
-"""Generations: a request belongs to replicas that name blocks as it does; the others are another index and queue."""
+"""Models and their versions: a request belongs to replicas that hash blocks alike; each version has an own queue."""
 
 import asyncio
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,17 +11,36 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from msgspec.structs import replace
 
+from homing.events.follow.subscription import FeedStatus
 from homing.events.wire.messages import EventEndpoints
 from homing.kvcache.config import KvCacheSettings
 from homing.kvcache.hashing import HASH_BYTES
 from homing.replica.demo import demo_model_path
 from homing.replica.messages import ModelLimits, Parity, ReplicaDescription
-from homing.router.backend import AbsentReplica, ClusterView, RouterCounters
+from homing.router.backend import AbsentReplica, ClusterView, ReplicaView, RouterCounters
 from homing.router.config import RouterSettings
+from homing.router.control import (
+    Answer,
+    AnyQuestion,
+    CacheWorths,
+    CountInFlight,
+    Demand,
+    Demands,
+    Done,
+    InFlight,
+    MeasureDemand,
+    Member,
+    SetMembership,
+    SetMissing,
+    WarmUp,
+    WarmUpEnded,
+    WeighCaches,
+)
 from homing.router.errors import InvalidRequest, ModelNotFound, NoReplica, RouterError, Superseded
 from homing.router.replicas.membership import text_digests, text_source
-from homing.router.replicas.model_versions import OFF_RETRY_S, Enrolment, Generations, Terms
+from homing.router.replicas.model_versions import OFF_RETRY_S, ModelVersions
 from homing.router.replicas.service import RouterService
 from homing.router.routing.policy.base import QUEUE_AHEAD
 from homing.router.routing.replica_load import Rest
@@ -39,9 +56,9 @@ VIEW = ClusterView(
 class FakeService:
     """Notes what it is told."""
 
-    def __init__(self, model: str, terms: Terms, counters: RouterCounters) -> None:
-        self.name = model
-        self.terms = terms
+    def __init__(self, first: Member, counters: RouterCounters) -> None:
+        self.name = first.description.model.name
+        self.version = first.version
         self.counters = counters
         self.members: list[str] = []
         self.resting: Mapping[str, Rest] = {}
@@ -53,18 +70,23 @@ class FakeService:
     def turn_away(self, refusal: Callable[[], RouterError] | None) -> None:
         self.refusal = refusal
 
+    async def until_joined(self, replica_id: str) -> str:
+        return "of another size" if replica_id == "odd" else ""
+
     async def warm_up(self, replica_id: str, share: float) -> bool:
         self.warmed.append((replica_id, share))
         return not self.held
 
-    def start(self, loop: object) -> None:
-        pass
-
     def supersede(self) -> None:
         self.closed = True
 
+    @property
     def waiting(self) -> int:
         return self.held
+
+    @property
+    def waiting_tokens(self) -> int:
+        return 10 * self.held
 
     def apply_membership(
         self, replicas: Sequence[ReplicaDescription], cluster_seed: int, resting: Mapping[str, Rest]
@@ -81,12 +103,30 @@ class FakeService:
         return dict.fromkeys(self.members, 2)
 
     def view(self) -> ClusterView:
-        return msgspec.structs.replace(VIEW, waiting=1, in_flight=2)
+        replicas = [shown(name, self.name) for name in self.members]
+        return msgspec.structs.replace(VIEW, waiting=1, in_flight=2, replicas=replicas)
 
 
-def member(
-    name: str, version: int = 1, block_size: int = 16, rest: Rest | None = None, model: str = "fox"
-) -> Enrolment:
+def shown(name: str, model: str) -> ReplicaView:
+    """A replica that serves, with one request running and one waiting."""
+    return ReplicaView(
+        replica_id=name,
+        epoch=1,
+        node="",
+        state="serving",
+        feed=FeedStatus.LIVE,
+        model=model,
+        num_blocks=1,
+        running=1,
+        waiting=1,
+        queued_prefill_tokens=100,
+        prefill_tokens_per_s=50.0,
+        decode_step_s=1.0,
+        pinned_blocks=4,
+    )
+
+
+def member(name: str, version: int = 1, block_size: int = 16, rest: Rest | None = None, model: str = "fox") -> Member:
     parity = Parity(
         tokenizer_digest="",
         template_digest="",
@@ -103,39 +143,55 @@ def member(
         parity=parity,
         model=ModelLimits(name=model, path="", vocab_size=1, max_model_len=1, eos_token_ids=()),
         num_blocks=1,
-        max_running_requests=1,
+        max_running_requests=8,
         max_batched_tokens=1,
         tensor_parallel_size=1,
         prefill_tokens_per_s=1,
         decode_step_s=1,
     )
-    return Enrolment(description, Terms(version, KvCacheSettings(block_size=block_size), Path("m")), rest)
+    return Member(description, KvCacheSettings(block_size=block_size), "m", version, rest)
 
 
-def service(model: str, terms: Terms, counters: RouterCounters, folder: Path) -> RouterService:
-    settings = RouterSettings(replica_silence_s=30.0)
-    return RouterService(settings, terms.cache, router_id="me", model_dir=folder, counters=counters, rng=Random(1))
+def service(first: Member, counters: RouterCounters) -> RouterService:
+    settings, folder = RouterSettings(replica_silence_s=30.0), Path(first.model_dir or "")
+    return RouterService(settings, first.cache, router_id="me", model_dir=folder, counters=counters, rng=Random(1))
+
+
+def membership(members: Sequence[Member], models: Sequence[str], number: int = 1) -> SetMembership:
+    return SetMembership(tuple(models), tuple(members), SEED, number)
 
 
 class World:
-    """Generations over fakes."""
+    """Model versions over fakes."""
 
     def __init__(self, *names: str) -> None:
         self.services: list[FakeService] = []
-        self.generations = Generations(self._make, VIEW, names or ("fox",), Random(1))
+        self.names = names or ("fox",)
+        self.models = ModelVersions(self._make, self.names, router_id="me", policy="p", rng=Random(1))
         self.loop = asyncio.new_event_loop()
-        self.generations.start(self.loop)
 
-    def _make(self, model: str, terms: Terms, counters: RouterCounters) -> Any:
-        self.services.append(FakeService(model, terms, counters))
+    def _make(self, first: Member, counters: RouterCounters) -> Any:
+        self.services.append(FakeService(first, counters))
         return self.services[-1]
 
-    def publish(self, *members: Enrolment) -> None:
-        self.generations.apply_membership(members, 7)
+    def ask(self, question: AnyQuestion) -> Answer:
+        return self.loop.run_until_complete(self.models.answer(question))
+
+    def publish(self, *members: Member, serve: Sequence[str] = (), number: int = 1) -> None:
+        self.names = tuple(serve) or self.names
+        assert self.ask(membership(members, self.names, number)) == Done()
+
+    def turn_off(self, *models: str) -> None:
+        assert self.ask(SetMissing((), frozenset(models))) == Done()
+
+    def in_flight(self, replica_id: str) -> int:
+        answer = self.ask(CountInFlight(replica_id))
+        assert isinstance(answer, InFlight)
+        return answer.requests
 
     def chosen(self, requests: int, model: str | None = None) -> Counter[int]:
-        taken = (self.generations.choose(model) for _ in range(requests))
-        return Counter(service.terms.version for service in taken)  # type: ignore[attr-defined]
+        taken = (self.models.choose(model) for _ in range(requests))
+        return Counter(service.version for service in taken)  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -155,10 +211,10 @@ def two() -> Iterator[World]:
 
 def test_before_the_first_replica_there_is_nobody_to_ask(world: World) -> None:
     """503, as with a single service."""
-    assert world.generations.models() == []
-    assert not world.generations.exact()
+    assert world.models.models() == []
+    assert not world.models.exact()
     with pytest.raises(NoReplica):
-        world.generations.choose(None)
+        world.models.choose(None)
 
 
 def test_versions_that_name_blocks_alike_share_an_index(world: World) -> None:
@@ -175,9 +231,12 @@ def test_replicas_that_name_blocks_otherwise_are_kept_apart(world: World) -> Non
     assert [service.members for service in world.services] == [["r0", "r1"], ["r2"]]
     assert world.services[1].resting == {"r2": "warming"}
     assert world.chosen(20) == {1: 20}
-    assert world.generations.unique_tokens() == {"r0": 32, "r1": 32, "r2": 64}
-    assert world.generations.in_flight("r2") == 3
-    view = world.generations.view()
+    worths = world.ask(WeighCaches())
+    assert isinstance(worths, CacheWorths)
+    assert {each.replica_id: each.unique_tokens for each in worths.replicas} == {"r0": 32, "r1": 32, "r2": 64}
+    assert {(each.pinned_blocks, each.prefill_tokens_per_s) for each in worths.replicas} == {(4, 50.0)}
+    assert world.in_flight("r2") == 3
+    view = world.models.view()
     assert (view.waiting, view.in_flight) == (2, 4)
 
 
@@ -207,12 +266,12 @@ def test_who_drains_still_gets_what_its_generation_holds(world: World) -> None:
     world.publish(member("r0", rest="draining"), member("r1"), member("r2", version=2, block_size=32, rest="warming"))
     assert [service.resting for service in world.services] == [{"r0": "draining"}, {"r2": "warming"}]
     world.services[0].held = 5
-    assert world.generations.in_flight("r0") == 3
+    assert world.in_flight("r0") == 3
 
     world.publish(member("r0", rest="draining"), member("r2", version=2, block_size=32))
 
     assert [service.resting for service in world.services] == [{}, {}]
-    assert world.generations.in_flight("r0") == 8
+    assert world.in_flight("r0") == 8
     assert world.chosen(20) == {2: 20}
 
 
@@ -220,13 +279,10 @@ def test_a_replica_is_filled_by_its_own_generation(world: World) -> None:
     """Token ids of one model mean nothing to another."""
     world.publish(member("r0"), member("r1", version=2, block_size=32, rest="warming"))
 
-    def warm_up(name: str, share: float) -> bool:
-        return world.loop.run_until_complete(world.generations.warm_up(name, share))
-
-    assert warm_up("r1", 0.25)
-    assert warm_up("nobody", 0.25)
+    assert world.ask(WarmUp("r1", 0.25, 10.0)) == WarmUpEnded()
+    assert world.ask(WarmUp("nobody", 0.25, 10.0)) == WarmUpEnded()
     world.services[1].held = 1
-    assert not warm_up("r1", 0.5)
+    assert world.ask(WarmUp("r1", 0.5, 10.0)) == WarmUpEnded(pressed=True)
 
     assert [service.warmed for service in world.services] == [[], [("r1", 0.25), ("r1", 0.5)]]
 
@@ -239,9 +295,9 @@ def test_a_replica_that_is_missing_is_shown_until_it_is_there(world: World) -> N
     ]
     world.publish(member("r0"))
 
-    world.generations.tell_absent(absent, ())
+    world.ask(SetMissing(tuple(absent)))
 
-    assert world.generations.view().absent == absent[1:]
+    assert world.models.view().absent == absent[1:]
 
 
 def test_what_is_held_waits_for_new_replicas_where_nobody_else_takes_any(world: World) -> None:
@@ -250,51 +306,46 @@ def test_what_is_held_waits_for_new_replicas_where_nobody_else_takes_any(world: 
     world.services[0].held = 5
 
     assert world.services[0].resting == {"r0": "draining"}
-    assert world.generations.in_flight("r0") == 3
+    assert world.in_flight("r0") == 3
 
 
 async def test_a_replaced_generation_ends_with_nothing_held(tmp_path: Path) -> None:
     """Over real sockets: one slow replica with more requests than it takes, then another model."""
-    generations = Generations(partial(service, folder=tmp_path), VIEW, ["fake"], Random(1))
-    generations.start(asyncio.get_running_loop())
+    models = ModelVersions(service, ["fake"], router_id="me", policy="p", rng=Random(1))
     parity = parity_of(text_digests(tmp_path))
     old, new = SocketReplica("r0", step_s=0.01), SocketReplica("r1")
     old.description = msgspec.structs.replace(old.description, parity=parity, max_running_requests=1)
     new.description = msgspec.structs.replace(
         new.description, parity=msgspec.structs.replace(parity, model_root=b"x" * HASH_BYTES)
     )
-    first = Enrolment(old.description, Terms(1, CACHE, tmp_path))
-    second = Enrolment(new.description, Terms(2, CACHE, tmp_path))
+    first = Member(old.description, CACHE, str(tmp_path), 1)
+    second = Member(new.description, CACHE, str(tmp_path), 2)
     try:
         old.start()
         new.start()
-        generations.apply_membership([first], SEED)
-        await until(lambda: [replica.state for replica in generations.view().replicas] == ["serving"])
-        early = [Reading(generations.choose(None).generate(request_of([seed] * 50, seed=seed))) for seed in range(12)]
-        await until(lambda: generations.view().replicas[0].waiting >= QUEUE_AHEAD)
-        late = [
-            Reading(generations.choose(None).generate(request_of([seed] * 50, seed=seed))) for seed in range(12, 24)
-        ]
-        held = generations.view().waiting
-        generations.apply_membership([replace(first, rest="draining"), second], SEED)
-        assert generations.view().replicas[0].state == "draining"
-        await until(lambda: not generations.in_flight("r0"))
-        generations.apply_membership([second], SEED)
+        await models.answer(membership([first], ["fake"]))
+        await until(lambda: [replica.state for replica in models.view().replicas] == ["serving"])
+        early = [Reading(models.choose(None).generate(request_of([seed] * 50, seed=seed))) for seed in range(12)]
+        await until(lambda: models.view().replicas[0].waiting >= QUEUE_AHEAD)
+        late = [Reading(models.choose(None).generate(request_of([seed] * 50, seed=seed))) for seed in range(12, 24)]
+        held = models.view().waiting
+        await models.answer(membership([replace(first, rest="draining"), second], ["fake"]))
+        assert models.view().replicas[0].state == "draining"
+        while await models.answer(CountInFlight("r0")) != InFlight(0):  # noqa: ASYNC110 - as the controller does
+            await asyncio.sleep(0.005)
+        await models.answer(membership([second], ["fake"]))
 
         assert held > 0
         assert [sum([len(delta.token_ids) async for delta in each]) for each in early + late] == [8] * 24
     finally:
-        generations.close()
+        models.close()
         await old.stop()
         await new.stop()
 
 
 async def test_what_is_held_where_no_replica_is_left_may_begin_anew_at_the_next_model(tmp_path: Path) -> None:
     """An update without room for one more ends the last replica before the first new one is there."""
-    generations = Generations(
-        lambda model, terms, counters: service(model, terms, counters, tmp_path), VIEW, ["fox"], Random(1)
-    )
-    generations.start(asyncio.get_running_loop())
+    models = ModelVersions(service, ["fox"], router_id="me", policy="p", rng=Random(1))
     parity = parity_of(text_digests(tmp_path))
     new = msgspec.structs.replace(
         member("r1").description, parity=msgspec.structs.replace(parity, model_root=b"x" * HASH_BYTES)
@@ -302,34 +353,33 @@ async def test_what_is_held_where_no_replica_is_left_may_begin_anew_at_the_next_
     old = SocketReplica("r0")
     limits = msgspec.structs.replace(old.description.model, name="fox")
     old.description = msgspec.structs.replace(old.description, parity=parity, model=limits)
-    first = Enrolment(old.description, Terms(1, CACHE, tmp_path))
+    first = Member(old.description, CACHE, str(tmp_path), 1)
     try:
-        generations.apply_membership([replace(first, rest="draining")], SEED)
-        chosen = generations.choose("fox")
+        await models.answer(membership([replace(first, rest="draining")], ["fox"]))
+        chosen = models.choose("fox")
         held = Reading(chosen.generate(request_of([1] * 50)))
-        generations.apply_membership([], SEED)
-        assert generations.view().waiting == 1
+        await models.answer(membership([], ["fox"]))
+        assert models.view().waiting == 1
 
-        generations.apply_membership([Enrolment(new, Terms(2, CACHE, tmp_path))], SEED)
+        await models.answer(membership([Member(new, CACHE, str(tmp_path), 2)], ["fox"]))
 
         with pytest.raises(Superseded):
             [delta async for delta in held]
         with pytest.raises(Superseded):
             chosen.generate(request_of([1] * 50))
-        assert generations.choose("fox") is not chosen
-        assert generations.view().counters.failed == 0
+        assert models.choose("fox") is not chosen
+        assert models.view().counters.failed == 0
     finally:
-        generations.close()
+        models.close()
         await old.stop()
 
 
-def enrolled(replica: SocketReplica, version: int, folder: Path) -> Enrolment:
+def enrolled(replica: SocketReplica, version: int, folder: Path) -> Member:
     """A replica of the model in this folder, served as `fox`."""
     limits = ModelLimits(name="fox", path=str(folder), vocab_size=3072, max_model_len=512, eos_token_ids=(4,))
     parity = parity_of(text_digests(folder))
-    return Enrolment(
-        msgspec.structs.replace(replica.description, parity=parity, model=limits), Terms(version, CACHE, folder)
-    )
+    description = msgspec.structs.replace(replica.description, parity=parity, model=limits)
+    return Member(description, CACHE, str(folder), version)
 
 
 async def test_a_held_request_is_tokenized_anew_for_the_model_that_takes_the_place(tmp_path: Path) -> None:
@@ -340,30 +390,24 @@ async def test_a_held_request_is_tokenized_anew_for_the_model_that_takes_the_pla
     other = Path(shutil.copytree(demo_model_path(), tmp_path / "other"))
     with (other / "tokenizer.json").open("a") as file:
         file.write("\n")  # another tokenizer, as far as digests say
-    generations = Generations(
-        lambda model, terms, counters: service(model, terms, counters, terms.model_dir or tmp_path),
-        VIEW,
-        ["fox"],
-        Random(1),
-    )
-    generations.start(asyncio.get_running_loop())
-    server = RouterServer(RouterSettings(access_log=""), generations)
+    models = ModelVersions(service, ["fox"], router_id="me", policy="p", rng=Random(1))
+    server = RouterServer(RouterSettings(access_log=""), models)
     old, new = SocketReplica("r0"), SocketReplica("r1")
     before, after = enrolled(old, 1, demo_model_path()), enrolled(new, 2, other)
     try:
         old.start()
         new.start()
         port = await server.start("127.0.0.1", 0)
-        generations.apply_membership([replace(before, rest="draining")], SEED)
+        await models.answer(membership([replace(before, rest="draining")], ["fox"]))
         await server.front.load_texts()
         async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
             url, body = f"http://127.0.0.1:{port}/v1/completions", {"prompt": "A fox", "max_tokens": 3}
             asking = [
                 asyncio.ensure_future(client.post(url, json=body | {"stream": stream})) for stream in (False, True)
             ]
-            await until(lambda: generations.view().waiting == 2 or any(each.done() for each in asking))
-            generations.apply_membership([], SEED)
-            generations.apply_membership([after], SEED)
+            await until(lambda: models.view().waiting == 2 or any(each.done() for each in asking))
+            await models.answer(membership([], ["fox"]))
+            await models.answer(membership([after], ["fox"]))
             await server.front.load_texts()
             answers = await asyncio.gather(*asking)
 
@@ -371,12 +415,12 @@ async def test_a_held_request_is_tokenized_anew_for_the_model_that_takes_the_pla
         assert answers[0].headers["x-homing-replica"] == "r1"
         assert answers[0].json()["usage"]["completion_tokens"] == 3
         assert not old.core.highest
-        assert generations.view().counters.failed == 0
+        assert models.view().counters.failed == 0
         assert server.front.texts.loaded(text_source(other))
         assert not server.front.texts.loaded(text_source(demo_model_path()))
     finally:
         await server.stop()
-        generations.close()
+        models.close()
         await old.stop()
         await new.stop()
 
@@ -392,37 +436,37 @@ def test_a_model_that_was_turned_off_refuses_and_others_do_not(two: World) -> No
     """Scaled to none by an operator: to hold a request until its time is over helps nobody."""
     two.publish(member("r0", rest="draining"), member("r1", version=2, model="owl"))
 
-    two.generations.tell_absent((), {"fox"})
+    two.turn_off("fox")
 
     with pytest.raises(NoReplica, match=r"'fox' was scaled to no replica; .* homing scale") as refused:
-        two.generations.choose("fox")
+        two.models.choose("fox")
     assert refused.value.retry_after_s == OFF_RETRY_S
     assert two.services[0].refusal is not None
     assert two.services[1].refusal is None
     assert two.chosen(3, "owl") == {2: 3}
     two.publish(member("r0"), member("r1", version=2, model="owl"))
     assert two.chosen(3, "fox") == {1: 3}
-    two.generations.tell_absent((), ())
+    two.turn_off()
     assert two.services[0].refusal is None
 
 
 def test_a_model_that_was_never_started_and_is_off_says_so(world: World) -> None:
     """Not that its first replica is about to come."""
-    world.generations.tell_absent((), {"fox"})
+    world.turn_off("fox")
 
     with pytest.raises(NoReplica, match="was scaled to no replica"):
-        world.generations.choose(None)
+        world.models.choose(None)
 
 
 def test_a_model_that_is_added_is_known_before_its_first_replica_comes(world: World) -> None:
     """503 and a later try, not 404."""
     with pytest.raises(ModelNotFound):
-        world.generations.choose("owl")
+        world.models.choose("owl")
 
-    world.generations.serve(["fox", "owl"])
+    world.publish(serve=["fox", "owl"])
 
     with pytest.raises(NoReplica):
-        world.generations.choose("owl")
+        world.models.choose("owl")
     world.publish(member("r0"), member("r1", version=2, model="owl"))
     assert world.chosen(3, "owl") == {2: 3}
 
@@ -432,12 +476,11 @@ def test_a_model_that_leaves_refuses_what_comes_and_what_waits_and_ends_with_its
     both = [member("r0"), member("r1", version=2, model="owl")]
     two.publish(*both)
 
-    two.generations.serve(["fox"])
-    two.publish(both[0], replace(both[1], rest="draining"))
+    two.publish(both[0], replace(both[1], rest="draining"), serve=["fox"])
 
     with pytest.raises(ModelNotFound, match="'owl' does not exist; served models: 'fox'"):
-        two.generations.choose("owl")
-    assert [limits.name for limits in two.generations.models()] == ["fox"]
+        two.models.choose("owl")
+    assert [limits.name for limits in two.models.models()] == ["fox"]
     assert two.chosen(3) == {1: 3}
     refusal = two.services[1].refusal
     assert refusal is not None
@@ -445,22 +488,20 @@ def test_a_model_that_leaves_refuses_what_comes_and_what_waits_and_ends_with_its
     assert not two.services[1].closed
     two.publish(both[0])
     assert two.services[1].closed
-    assert [model.name for model in two.generations.view().models] == ["fox"]
+    assert [model.name for model in two.models.view().models] == ["fox"]
 
 
 def test_a_model_that_comes_back_is_served_again(two: World) -> None:
     """Its totals go on: counters that fell would be taken for a restart."""
     two.publish(member("r0"), member("r1", version=2, model="owl"))
     two.services[1].counters.requests = 5
-    two.generations.serve(["fox"])
-    two.publish(member("r0"))
+    two.publish(member("r0"), serve=["fox"])
 
-    two.generations.serve(["fox", "owl"])
-    two.publish(member("r0"), member("r1", version=3, model="owl"))
+    two.publish(member("r0"), member("r1", version=3, model="owl"), serve=["fox", "owl"])
 
     assert two.chosen(3, "owl") == {3: 3}
     assert two.services[2].counters.requests == 5
-    assert two.generations.view().counters.requests == 5
+    assert two.models.view().counters.requests == 5
 
 
 def test_a_router_that_starts_meets_the_last_replicas_of_a_model_that_leaves(world: World) -> None:
@@ -468,7 +509,7 @@ def test_a_router_that_starts_meets_the_last_replicas_of_a_model_that_leaves(wor
     world.publish(member("r0"), member("r1", version=2, model="owl", rest="draining"))
 
     with pytest.raises(ModelNotFound):
-        world.generations.choose("owl")
+        world.models.choose("owl")
     assert world.chosen(3) == {1: 3}
 
 
@@ -478,7 +519,7 @@ def test_models_never_share_a_generation(two: World) -> None:
 
     assert [(service.name, service.members) for service in two.services] == [("fox", ["r0"]), ("owl", ["r1"])]
     assert (two.chosen(5, "fox"), two.chosen(5, "owl")) == ({1: 5}, {2: 5})
-    assert [limits.name for limits in two.generations.models()] == ["fox", "owl"]
+    assert [limits.name for limits in two.models.models()] == ["fox", "owl"]
 
 
 def test_a_model_is_asked_for_by_its_name(two: World) -> None:
@@ -486,9 +527,9 @@ def test_a_model_is_asked_for_by_its_name(two: World) -> None:
     two.publish(member("r0"))
 
     with pytest.raises(ModelNotFound, match="model 'ox' does not exist; served models: 'fox', 'owl'"):
-        two.generations.choose("ox")
+        two.models.choose("ox")
     with pytest.raises(InvalidRequest, match=r"field .model.: several .* .fox., .owl."):
-        two.generations.choose(None)
+        two.models.choose(None)
 
 
 def test_one_models_outage_is_not_anothers(two: World) -> None:
@@ -496,12 +537,12 @@ def test_one_models_outage_is_not_anothers(two: World) -> None:
     two.publish(member("r0"))
 
     with pytest.raises(NoReplica):
-        two.generations.choose("owl")
+        two.models.choose("owl")
     two.publish(member("r1", version=2, model="owl"))
 
     assert [service.closed for service in two.services] == [False, False]
     assert two.chosen(3, "fox") == {1: 3}
-    seen = {model.name: (model.waiting, model.in_flight) for model in two.generations.view().models}
+    seen = {model.name: (model.waiting, model.in_flight) for model in two.models.view().models}
     assert seen == {"fox": (1, 2), "owl": (1, 2)}
 
 
@@ -510,3 +551,42 @@ def test_a_model_that_is_replaced_keeps_its_requests_from_the_others(two: World)
     two.publish(member("r0", rest="draining"), member("r1", version=2, model="owl"))
 
     assert two.services[0].resting == {"r0": "draining"}
+
+
+def test_a_membership_that_comes_late_is_ignored(world: World) -> None:
+    """Ray runs two calls of one caller in either order; the router would route to a replica that is gone."""
+    world.publish(member("r1"), number=7)
+
+    world.publish(member("r0"), member("r1"), number=6)
+
+    assert world.services[0].members == ["r1"]
+
+
+def test_a_replica_that_its_version_refuses_is_not_warmed_up(world: World) -> None:
+    """The controller hears the reason, and replaces the replica."""
+    world.publish(member("odd"))
+
+    assert world.ask(WarmUp("odd", 0.5, 10.0)) == WarmUpEnded(refusal="the router refused it: of another size")
+    assert world.services[0].warmed == []
+
+
+def test_demand_is_measured_by_model_over_the_replicas_that_serve(two: World) -> None:
+    """A draining replica of a replaced version takes nothing new; a model without replicas wants one to begin with."""
+    two.publish(member("r0", rest="draining"), member("r1", version=2, block_size=32), member("r2", 3, 32))
+    two.services[0].held = 3
+
+    demands = two.ask(MeasureDemand())
+
+    assert isinstance(demands, Demands)
+    fox = Demand(
+        held_requests=2,
+        held_tokens=30,
+        queued_tokens=200,
+        running=4,
+        slots=16,
+        prefill_tokens_per_s=100.0,
+        serving=2,
+    )
+    assert demands.models["fox"] == fox
+    owl = demands.models["owl"]
+    assert (owl.held_requests, owl.serving, owl.slots) == (1, 0, 0)

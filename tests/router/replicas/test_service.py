@@ -58,7 +58,6 @@ class Cluster:
         self.resting: dict[str, Rest] = {}
         self.replicas: dict[str, SocketReplica] = {}
         self.all: list[SocketReplica] = []
-        self.service.start(asyncio.get_running_loop())
 
     def add(self, name: str, **options) -> SocketReplica:
         replica = SocketReplica(name, **options)
@@ -71,7 +70,7 @@ class Cluster:
     def publish(self) -> None:
         self.service.apply_membership([replica.description for replica in self.replicas.values()], SEED, self.resting)
 
-    async def ready(self, *names: str, feed: FeedState = "live") -> None:
+    async def ready(self, *names: str, feed: FeedState = FeedState.LIVE) -> None:
         await until(lambda: all(self.view(name).feed == feed and self.view(name).state == "serving" for name in names))
 
     def view(self, name: str) -> ReplicaView:
@@ -94,6 +93,7 @@ def tokens(deltas: list[TokenDelta]) -> list[int]:
 async def cluster(tmp_path) -> AsyncIterator[Cluster]:
     cluster = Cluster(tmp_path, Watcher())
     yield cluster
+    cluster.service.check()
     cluster.service.close()
     for replica in cluster.all:
         await replica.stop()

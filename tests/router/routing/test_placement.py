@@ -4,8 +4,12 @@ from random import Random
 
 import pytest
 
+from homing.router.backend import FeedState
 from homing.router.routing.placement import Placement, regret_tokens
-from homing.router.routing.policy.base import ExpectedTtft, LeastLoaded, Policy, Prompt
+from homing.router.routing.policy.base import Policy, Prompt
+from homing.router.routing.policy.expected_ttft import ExpectedTtft
+from homing.router.routing.policy.least_loaded import LeastLoaded
+from homing.router.routing.policy.registry import make_policy
 from homing.router.routing.replica_load import LoadBook
 from homing.router.routing.reservations import Reservations
 
@@ -19,7 +23,7 @@ def placement_of(policy: Policy) -> Placement:
     placement = Placement(policy, loads=LoadBook("router", 3.0), reservations=Reservations(30.0), rng=Random(0))
     for name in ("r0", "r1"):
         placement.join(description_of(name), 0.0)
-        placement.set_feed(name, "live")
+        placement.set_feed(name, FeedState.LIVE)
     return placement
 
 
@@ -74,3 +78,21 @@ def test_regret_is_the_best_hit_forgone() -> None:
     decision = placement.decide(PROMPT, candidates)
 
     assert regret_tokens(PROMPT, candidates, decision) == 62 * BLOCK
+
+
+@pytest.mark.parametrize("policy", ["expected-ttft", "dynamo"])
+def test_what_a_subscription_stores_reaches_index_and_policy_alike(policy: str) -> None:
+    """Policies of other routers keep books of their own; served, they must see the events that the index sees."""
+    placement = placement_of(make_policy(policy))
+    prompt = Prompt(tokens=1000, blocks=62, block_size=BLOCK, hashes=KEYS)
+    for name in ("r0", "r1"):
+        blocks = placement.blocks_of(name)
+        blocks.store(None, KEYS)
+        blocks.clear()
+    placement.blocks_of("r1").replace([(block, None) for block in KEYS])
+    placement.blocks_of("r1").remove(KEYS[40:])
+
+    chosen = {placement.decide(prompt, placement.candidates(KEYS, (), 0.0)).chosen.replica_id for _ in range(20)}
+
+    assert chosen == {"r1"}
+    assert placement.index.count("r1") == placement.blocks_of("r1").digest.blocks == 40

@@ -1,6 +1,6 @@
-"""Attention of one row's queries of one KV head in bfloat16, by instructions for pairs of numbers.
+"""Decode attention in bfloat16 by instructions that multiply pairs of numbers.
 
-For heads that fill vectors and pages that hold whole vectors of tokens (`fits`); decode.py has the way for all others.
+For head dims that fill vectors and pages that hold whole vectors of tokens (`fits`); decode.py computes all others.
 """
 
 import numpy as np
@@ -13,12 +13,12 @@ from .softmax import softmax_of_heads
 
 
 def fits(storage: Storage, key_dim: int, value_dim: int, page: int) -> bool:
-    """Whether `attend_of` can be used."""
+    """Whether `attend_of` supports these sizes."""
     return storage.kind is np.uint16 and not (key_dim % CHUNK or value_dim % CHUNK or page % LANES)
 
 
 def attend_of(storage: Storage, dot: Dot, key_dim: int, value_dim: int, group: int):
-    """The compiled function; its arguments are those of decode.py's own."""
+    """The compiled function. Its parameters are those of `decode._attend`."""
     kind, narrow = storage.kind, storage.narrow
     chunks = value_dim // CHUNK
     heads_at_once = _greatest_divisor(group, MOST_SUMS // 4)
@@ -26,14 +26,15 @@ def attend_of(storage: Storage, dot: Dot, key_dim: int, value_dim: int, group: i
     score, add = scores_of(dot, key_dim), sums_of(heads_at_once, chunks_at_once)
 
     @njit(fastmath=FAST_MATH, error_model="numpy")
-    def attend(query, found, own, pages, shape, first, length, scale):
+    def attend(query, found, own, pages, shape, first, length, rule):
         keys, values, table = pages
         kv_heads, head, page, longest = shape
+        scale, softcap, sinks = rule
         sums = carray(pointer(own + group * key_dim * WORD), (group * value_dim,), np.float32)
         scores = own + group * (key_dim + value_dim) * WORD
         blocks = carray(pointer(table), (longest,), np.int32)
         step = kv_heads * key_dim * HALF
-        # Whole vectors of tokens: those beside the ones that are seen lie in the same pages, and are not read again.
+        # Whole vectors of tokens: the hidden tokens among them are in the same pages, and their scores are not used.
         begin = first - first % LANES
         for at in range(begin, length, LANES):
             place = (np.int64(blocks[at // page]) * page + at % page) * step + head * key_dim * HALF
@@ -45,7 +46,7 @@ def attend_of(storage: Storage, dot: Dot, key_dim: int, value_dim: int, group: i
                     scale,
                     scores + (one * longest + at - begin) * WORD,
                 )
-        softmax_of_heads(scores + (first - begin) * WORD, group, length - first, longest)
+        softmax_of_heads(scores + (first - begin) * WORD, group, length - first, longest, softcap, sinks)
         for i in range(group * value_dim):
             sums[i] = np.float32(0)
         step, at = kv_heads * value_dim * HALF, first
@@ -68,5 +69,5 @@ def attend_of(storage: Storage, dot: Dot, key_dim: int, value_dim: int, group: i
     return attend
 
 
-def _greatest_divisor(number: int, most: int) -> int:
-    return max(divisor for divisor in range(1, most + 1) if number % divisor == 0)
+def _greatest_divisor(number: int, limit: int) -> int:
+    return max(divisor for divisor in range(1, limit + 1) if number % divisor == 0)

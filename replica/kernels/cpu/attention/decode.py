@@ -1,6 +1,6 @@
-"""Attention of rows with one query each, over pages where they lie.
+"""Attention of rows with one query each, over keys and values in their pages.
 
-A thread takes whole pairs of a row and a KV head, all query heads of the group at once. Pairs are in the order of the
+The unit of work is a row and a KV head, with all query heads of its group. Threads take units in the order of the KV
 heads: rows that share a prompt then find its keys and values in the cache of the core.
 """
 
@@ -13,7 +13,7 @@ from numba import carray, njit
 from ....models.base import AttentionRule
 from ...base import PagedRows
 from ..runtime.compilation import kernel
-from ..runtime.scalars import FAST_MATH, Storage, pointer, storage_of_all
+from ..runtime.scalars import FAST_MATH, Storage, pointer, storage_of
 from ..runtime.thread_team import run, threads_for
 from ..runtime.vectors import Dot, dot
 from .bfloat16_pairs import attend_of, fits
@@ -21,47 +21,50 @@ from .softmax import softmax_of_heads
 
 
 def decode(q: torch.Tensor, rows: PagedRows, rule: AttentionRule, out: torch.Tensor) -> None:
-    """As `base.Kernels.decode`, of a rule without softcap and sinks."""
-    storage = storage_of_all(q.dtype, rows.keys.dtype, rows.values.dtype, out.dtype)
-    q = q.flatten(1).unflatten(1, q.shape[1:])  # transformers' models pass heads that do not lie side by side
+    """As `base.Kernels.decode`."""
+    storage = storage_of(q.dtype, rows.keys.dtype, rows.values.dtype, out.dtype)
+    q = q.flatten(1).unflatten(1, q.shape[1:])  # transformers' models pass heads that are not contiguous
     page, kv_heads, key_dim = rows.keys.shape[1:]
     group, value_dim, longest = q.shape[1] // kv_heads, rows.values.shape[3], rows.tables.shape[1] * page
     threads = threads_for(len(q) * longest * kv_heads * (key_dim + value_dim) * storage.size)
-    # Of each thread: the group's queries, its scores, its sums.
+    # For each thread: the group's queries, its scores, its sums.
     scratch = torch.empty(threads, group * (key_dim + longest + value_dim), dtype=torch.float32)
-    tensors = q, rows.keys, rows.values, rows.tables, rows.seq_lens, out, scratch
-    counts = len(q), kv_heads, page, longest, q.stride(0), out.stride(0), rows.tables.stride(0), rule.window or 0
+    sinks = scratch if rule.sinks is None else rule.sinks.float()
+    tensors = q, rows.keys, rows.values, rows.tables, rows.seq_lens, out, scratch, sinks
+    strides = q.stride(0), out.stride(0), rows.tables.stride(0)
+    counts = len(q), kv_heads, page, longest, *strides, rule.window or 0, int(rule.sinks is not None)
     pairs = dot() if fits(storage, key_dim, value_dim, page) else None
-    run(_compiled(storage, key_dim, value_dim, group, pairs), tensors, (*counts, float(rule.scale)), threads)
+    compiled = _compiled(storage, key_dim, value_dim, group, pairs)
+    run(compiled, tensors, (*counts, float(rule.scale), float(rule.softcap or 0.0)), threads)
 
 
 @functools.cache
 def _compiled(storage: Storage, key_dim: int, value_dim: int, group: int, pairs: Dot | None):
-    size, kept = storage.size, group * (key_dim + value_dim)
-    sizes = key_dim, value_dim, group
+    size, own_words, sizes = storage.size, group * (key_dim + value_dim), (key_dim, value_dim, group)
     attend = _attend(storage, *sizes) if pairs is None else attend_of(storage, pairs, *sizes)
 
     @kernel
     def decode(data, thread, threads):
-        given = carray(data, (16,), np.int64)
-        scale = np.float32(carray(data, (16,), np.float64)[15])
-        rows, kv_heads, page, longest, window = given[7], given[8], given[9], given[10], given[14]
+        given, floats = carray(data, (19,), np.int64), carray(data, (19,), np.float64)
+        scale, softcap = np.float32(floats[17]), np.float32(floats[18])
+        rows, kv_heads, page, longest, window = given[8], given[9], given[10], given[11], given[15]
         lengths = carray(pointer(given[4]), (rows,), np.int32)
-        own = given[6] + thread * (kept + group * longest) * 4
+        own = given[6] + thread * (own_words + group * longest) * 4
         whole, done = np.int64(0), np.int64(0)
         for row in range(rows):
             whole += (lengths[row] + 1) * kv_heads
         for head in range(kv_heads):
+            rule = scale, softcap, given[7] + head * group * 4 if given[16] else np.int64(0)
             for row in range(rows):
                 mine = done * threads // whole == thread
                 done += lengths[row] + 1
                 if mine:
                     length = np.int64(lengths[row])
                     first = max(np.int64(0), length - window) if window else np.int64(0)
-                    query = given[0] + (row * given[11] + head * group * key_dim) * size
-                    found = given[5] + (row * given[12] + head * group * value_dim) * size
-                    pages = given[1], given[2], given[3] + row * given[13] * 4
-                    attend(query, found, own, pages, (kv_heads, head, page, longest), first, length, scale)
+                    query = given[0] + (row * given[12] + head * group * key_dim) * size
+                    found = given[5] + (row * given[13] + head * group * value_dim) * size
+                    pages = given[1], given[2], given[3] + row * given[14] * 4
+                    attend(query, found, own, pages, (kv_heads, head, page, longest), first, length, rule)
 
     return decode
 
@@ -71,10 +74,11 @@ def _attend(storage: Storage, key_dim: int, value_dim: int, group: int):
     score, add = _score(storage, key_dim, group), _add(storage, value_dim, group)
 
     @njit(fastmath=FAST_MATH, error_model="numpy")
-    def attend(query, found, own, pages, shape, first, length, scale):
-        """One row's queries of one KV head, over its tokens `first` up to `length`."""
+    def attend(query, found, own, pages, shape, first, length, rule):
+        """Attention of one row's queries of one KV head to its tokens from `first` to `length`."""
         keys, values, table = pages
         kv_heads, head, page, longest = shape
+        scale, softcap, sinks = rule
         queries = carray(pointer(own), (group * key_dim,), np.float32)
         sums = carray(pointer(own + group * key_dim * 4), (group * value_dim,), np.float32)
         scores = own + group * (key_dim + value_dim) * 4
@@ -89,7 +93,7 @@ def _attend(storage: Storage, key_dim: int, value_dim: int, group: int):
             step = kv_heads * key_dim * size
             score(keys + place * key_dim * size, step, tokens, queries, scores + (at - first) * 4, longest)
             at += tokens
-        softmax_of_heads(scores, group, length - first, longest)
+        softmax_of_heads(scores, group, length - first, longest, softcap, sinks)
         for i in range(group * value_dim):
             sums[i] = np.float32(0)
         at = first
@@ -111,7 +115,7 @@ def _score(storage: Storage, dim: int, group: int):
 
     @njit(fastmath=FAST_MATH, error_model="numpy")
     def score(keys, step, tokens, queries, scores, longest):
-        """Of one page's tokens, by each query of the group."""
+        """The scores of one page's tokens, for each query of the group."""
         token = 0
         while token + 4 <= tokens:
             k0 = carray(pointer(keys + token * step), (dim,), kind)
@@ -146,7 +150,7 @@ def _add(storage: Storage, dim: int, group: int):
 
     @njit(fastmath=FAST_MATH, error_model="numpy")
     def add(values, step, tokens, weights, longest, sums):
-        """The weighted values of one page's tokens to each query's sums."""
+        """Add the weighted values of one page's tokens to each query's sums."""
         token = 0
         while token + 4 <= tokens:
             v0 = carray(pointer(values + token * step), (dim,), kind)

@@ -1,4 +1,4 @@
-"""The innermost loops of attention in bfloat16, written as LLVM's instructions. Knows no pages and no tensors."""
+"""The innermost loops of decode attention in bfloat16, in LLVM's instructions. Knows no pages and no tensors."""
 
 from itertools import chain
 from typing import Any
@@ -7,32 +7,17 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ..runtime.vectors import (
-    FLOAT,
-    FLOATS,
-    HALF,
-    INT64,
-    LANES,
-    WORD,
-    WORDS,
-    Dot,
-    for_all,
-    load,
-    looped,
-    low_and_high,
-    multiplied,
-    steps,
-    store,
-)
+from ..runtime import vectors as v
+from ..runtime.vectors import FLOAT, FLOATS, HALF, INT64, LANES, WORD, WORDS, Dot
 
-#: Numbers of a head that lie in one vector of words.
+#: Numbers in one vector of words.
 CHUNK = 2 * LANES
-#: Vectors of sums that a loop may hold: half of AVX-512's registers.
+#: Vectors of sums in one loop: half of AVX-512's registers.
 MOST_SUMS = 16
 
 
 def scores_of(dot: Dot, dim: int) -> Any:
-    """(keys, step, query, scale, scores): of `LANES` keys, `step` bytes apart, with one query, times `scale`.
+    """(keys, step, query, scale, scores): the scores of `LANES` keys, `step` bytes apart, with one query.
 
     All but `scale`, a float32, are int64. Writes `LANES` float32.
     """
@@ -44,13 +29,13 @@ def scores_of(dot: Dot, dim: int) -> Any:
             parts = range(0, dim * HALF, CHUNK * HALF)
             factors = [dot.factor(builder, _words(builder, query, part)) for part in parts]
             sums = []
-            for key in steps(builder, keys, step, LANES):
+            for key in v.strided(builder, keys, step, LANES):
                 found = ir.Constant(FLOATS, [0.0] * LANES)
                 for part, factor in zip(parts, factors, strict=True):
                     found = dot.add(builder, found, _words(builder, key, part), factor)
                 sums.append(found)
-            total = builder.fmul(_totals(builder, sums), for_all(builder, scale))
-            store(builder, total, scores, WORD)
+            total = builder.fmul(_totals(builder, sums), v.splat(builder, scale))
+            v.store(builder, total, scores, WORD)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 3, types.float32, types.int64), generate
@@ -59,7 +44,7 @@ def scores_of(dot: Dot, dim: int) -> Any:
 
 
 def _totals(builder: Any, vectors: list[Any]) -> Any:
-    """The sum of each of `LANES` vectors: neighbours are halved and put side by side until one is left."""
+    """The sum of each of `LANES` vectors: adds and merges pairs of vectors until one is left."""
     width = 1
     while len(vectors) > 1:
         lanes = range(0, LANES, 2 * width)
@@ -76,10 +61,10 @@ def _picked(builder: Any, pair: tuple[Any, Any], lanes: list[int]) -> Any:
 
 
 def sums_of(heads: int, chunks: int) -> Any:
-    """(values, step, tokens, weights, weights_step, sums, sums_step): add weighed values to the sums of some heads.
+    """(values, step, tokens, weights, weights_step, sums, sums_step): add weighted values to the sums of some heads.
 
-    All are int64. Of each of `tokens` values, `step` bytes apart, `chunks` chunks are read; a head's weights are
-    float32. Its sums are float32, too: of each chunk first those of the even numbers, then those of the odd.
+    All are int64. Reads `chunks` chunks of each of `tokens` values, `step` bytes apart. Weights and sums are float32;
+    the sums of each chunk are first those of its even numbers, then those of its odd ones.
     """
     assert heads * chunks * 2 <= MOST_SUMS, f"{heads} heads of {chunks} chunks"
 
@@ -89,22 +74,22 @@ def sums_of(heads: int, chunks: int) -> Any:
             values, step, tokens, weights, weights_step, sums, sums_step = arguments
             places = [
                 builder.add(head, ir.Constant(INT64, vector * LANES * WORD))
-                for head in steps(builder, sums, sums_step, heads)
+                for head in v.strided(builder, sums, sums_step, heads)
                 for vector in range(2 * chunks)
             ]
 
             def weigh(token, held):
                 value = builder.add(values, builder.mul(token, step))
                 weight = builder.add(weights, builder.mul(token, ir.Constant(INT64, WORD)))
-                parts = [low_and_high(builder, _words(builder, value, part * CHUNK * HALF)) for part in range(chunks)]
+                parts = [v.widen_pairs(builder, _words(builder, value, part * CHUNK * HALF)) for part in range(chunks)]
                 numbers = list(chain(*parts))
-                own = [load(builder, place, FLOAT, WORD) for place in steps(builder, weight, weights_step, heads)]
-                factors = [factor for each in own for factor in [for_all(builder, each)] * len(numbers)]
-                return [multiplied(builder, *each) for each in zip(held, numbers * heads, factors, strict=True)]
+                own = [v.load(builder, place, FLOAT, WORD) for place in v.strided(builder, weight, weights_step, heads)]
+                factors = [factor for each in own for factor in [v.splat(builder, each)] * len(numbers)]
+                return [v.multiply_add(builder, *each) for each in zip(held, numbers * heads, factors, strict=True)]
 
-            found = looped(builder, tokens, [load(builder, place, FLOATS, WORD) for place in places], weigh)
+            found = v.loop(builder, tokens, [v.load(builder, place, FLOATS, WORD) for place in places], weigh)
             for total, place in zip(found, places, strict=True):
-                store(builder, total, place, WORD)
+                v.store(builder, total, place, WORD)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), generate
@@ -113,4 +98,4 @@ def sums_of(heads: int, chunks: int) -> Any:
 
 
 def _words(builder: Any, start: Any, offset: int) -> Any:
-    return load(builder, builder.add(start, ir.Constant(INT64, offset)), WORDS, HALF)
+    return v.load(builder, builder.add(start, ir.Constant(INT64, offset)), WORDS, HALF)

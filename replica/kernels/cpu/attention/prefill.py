@@ -1,9 +1,9 @@
-"""Attention of rows with several queries, over pages where they lie.
+"""Attention of rows with several queries, over keys and values in their pages.
 
-A tile of queries, those of all heads of a group beside each other, goes through the keys block by block with a running
-softmax, so that no scores of a whole row are ever held. Blocks begin at the same tokens for every query: what a query
-gets depends neither on the others of its step nor on how its prompt was cut. A thread takes tiles that follow each
-other, some at once, which share the order that values are brought into.
+A tile of queries, with all heads of a group side by side, iterates over the keys in blocks with a running softmax, so
+that the scores of a whole row are never in memory. Blocks start at the same tokens for every query: a query's result
+depends neither on the others of its step nor on how its prompt was split. A thread processes several consecutive tiles
+together, which share a block's reordered values.
 """
 
 import functools
@@ -18,32 +18,31 @@ from ....models.base import AttentionRule
 from ...base import PagedRows
 from ..linear.tile import OUTPUTS, ROWS
 from ..runtime.compilation import kernel
-from ..runtime.scalars import Storage, pointer, storage_of, storage_of_all
+from ..runtime.scalars import Storage, pointer, storage_of
 from ..runtime.thread_team import run, threads_for
-from ..runtime.vectors import LANES, SINGLE, WORD, Dot, dot
-from .prefill_loops import ADDRESS, KEYS, QUERIES, bring, scores_of, sums_of
+from ..runtime.vectors import SINGLE, WORD, Dot, dot
+from .prefill_loops import KEYS, QUERIES, scores_of, sums_of
 from .running_softmax import LOWEST, weights_of
 
-#: Tokens whose scores are held at once. 64 and 256 were as fast on a Zen 4.
+#: Tokens of a block. 64 and 256 were as fast on a Zen 4.
 BLOCK = 128
-#: Tiles of queries that take a block's values one after the other. 2 and 4 were up to 5 % slower.
+#: Tiles of queries that share a block's reordered values. 2 and 4 were up to 5 % slower.
 TILES = 8
 #: Words of a query's state: its greatest score, its weights' sum, its last token.
 STATE = 3
-BITS = {2: np.uint16, 4: np.uint32}  #: Of a number of so many bytes.
+BITS = {2: np.uint16, 4: np.uint32}  #: Integers by size in bytes.
 #: Stands for no window: no row has as many tokens.
-ALL = 1 << 30
+NO_WINDOW = 1 << 30
 
 
 @dataclass(slots=True, frozen=True)
 class Sizes:
-    """Of a head, and of a thread's scratch in bytes."""
+    """Sizes of a head, and of a thread's scratch memory in bytes."""
 
     key_dim: int
     value_dim: int
     group: int
-    numbers: int  #: that make a word
-    aligned: bool  #: whether `KEYS` keys that are read at once lie in one page
+    numbers: int  #: in a word
 
     @property
     def key_words(self) -> int:
@@ -51,43 +50,41 @@ class Sizes:
 
     @property
     def width(self) -> int:
-        """Sums of a query, whole vectors."""
+        """A query's sums, padded to whole vectors."""
         return -(-self.value_dim // OUTPUTS) * OUTPUTS
 
     @property
     def tile(self) -> int:
-        """Of each tile: queries, sums and state."""
+        """Of one tile: queries, sums and state."""
         return QUERIES * (self.key_words + self.width + STATE) * WORD
 
     @property
     def scratch(self) -> int:
-        """The tiles', and a block's scores, values, shrinks and, where they are not read in their pages, keys."""
-        keys = 0 if self.aligned else BLOCK * self.key_words
-        block = BLOCK * QUERIES + BLOCK // self.numbers * self.width + QUERIES + keys
+        """The tiles, and a block's scores, values, factors and keys."""
+        block = BLOCK * (QUERIES + self.key_words) + BLOCK // self.numbers * self.width + QUERIES
         return TILES * self.tile + block * WORD
 
 
 def fits(q: torch.Tensor, rule: AttentionRule) -> bool:
-    """Whether `prefill` can be used: queries must be whole words."""
-    storage = storage_of(q.dtype)
-    plain = rule.softcap is None and rule.sinks is None
-    return plain and storage is not None and q.shape[-1] * storage.size % WORD == 0
+    """Whether `prefill` supports the rule and the head dim: queries must be whole words."""
+    return rule.softcap is None and rule.sinks is None and q.shape[-1] * q.itemsize % WORD == 0
 
 
 def prefill(
     q: torch.Tensor, rows: PagedRows, first_queries: torch.Tensor, rule: AttentionRule, out: torch.Tensor
 ) -> None:
-    """As `base.Kernels.prefill`, of what `fits`."""
-    assert rule.scale > 0, f"a scale of {rule.scale}: the greatest score would not weigh most"
-    storage = storage_of_all(q.dtype, rows.keys.dtype, rows.values.dtype, out.dtype)
-    q = q.flatten(1).unflatten(1, q.shape[1:])  # transformers' models pass heads that do not lie side by side
+    """As `base.Kernels.prefill`, if it `fits`."""
+    assert rule.scale > 0, f"a scale of {rule.scale}: the greatest score would not have the greatest weight"
+    storage = storage_of(q.dtype, rows.keys.dtype, rows.values.dtype, out.dtype)
+    q = q.flatten(1).unflatten(1, q.shape[1:])  # transformers' models pass heads that are not contiguous
     page, kv_heads, key_dim = rows.keys.shape[1:]
-    sizes = Sizes(key_dim, rows.values.shape[3], q.shape[1] // kv_heads, WORD // storage.size, page % KEYS == 0)
+    sizes = Sizes(key_dim, rows.values.shape[3], q.shape[1] // kv_heads, WORD // storage.size)
     longest = rows.tables.shape[1] * page
     threads = threads_for(len(rows.seq_lens) * longest * kv_heads * (key_dim + sizes.value_dim) * storage.size)
     scratch = torch.empty(threads, sizes.scratch // WORD, dtype=torch.float32)
     tensors = q, rows.keys, rows.values, rows.tables, rows.seq_lens, first_queries, out, scratch
-    counts = len(rows.seq_lens), kv_heads, page, q.stride(0), out.stride(0), rows.tables.stride(0), rule.window or ALL
+    strides = q.stride(0), out.stride(0), rows.tables.stride(0)
+    counts = len(rows.seq_lens), kv_heads, page, *strides, rule.window or NO_WINDOW
     compiled = _compiled(storage, sizes, dot() if sizes.numbers == 2 else SINGLE)
     run(compiled, tensors, (*counts, rule.scale * math.log2(math.e)), threads)
 
@@ -133,13 +130,13 @@ def _compiled(storage: Storage, sizes: Sizes, dot: Dot):
 
 @njit(error_model="numpy")
 def tiles_of(queries, group):
-    """How many a row has."""
+    """The number of a row's tiles."""
     return (queries * group + QUERIES - 1) // QUERIES
 
 
 @njit(error_model="numpy")
 def _ends(tile, queries, length, group):
-    """The tile's first and last query, by their tokens in the row."""
+    """The tokens of the tile's first and last query."""
     before = length - queries
     last = min((tile + 1) * QUERIES - 1, queries * group - 1)
     return before + tile * QUERIES // group, before + last // group
@@ -147,89 +144,84 @@ def _ends(tile, queries, length, group):
 
 @njit(error_model="numpy")
 def _cost(tile, queries, length, group, window):
-    """In keys. What is done once for a tile counts as some."""
+    """The cost of a tile in keys. Its fixed cost counts as `QUERIES` keys."""
     first, last = _ends(tile, queries, length, group)
     return last + 1 - max(np.int64(0), first + 1 - window) + QUERIES
 
 
 def _attend(storage: Storage, sizes: Sizes, dot: Dot):
-    group, aligned, tile_bytes = sizes.group, sizes.aligned, sizes.tile
+    group, tile_bytes = sizes.group, sizes.tile
     key_size, value_size = sizes.key_dim * storage.size, sizes.value_dim * storage.size
     scores_at = tile_bytes * TILES
     values_at = scores_at + BLOCK * QUERIES * WORD
-    shrink_at = values_at + BLOCK // sizes.numbers * sizes.width * WORD
-    keys_at = shrink_at + QUERIES * WORD
-    begin_tile, end_tile, take = _begin_tile(sizes), _end_tile(storage, sizes), _take(storage, sizes, dot)
+    rescale_at = values_at + BLOCK // sizes.numbers * sizes.width * WORD
+    keys_at = rescale_at + QUERIES * WORD
+    begin_tile, end_tile, add_block = _begin_tile(sizes), _end_tile(storage, sizes), _add_block(storage, sizes, dot)
     copy, gather = _copy(sizes), _gather(storage, sizes)
 
     @njit(error_model="numpy")
     def attend(tiles, places, pages, shape, row, scale):
-        """Tiles `tiles` of one row's queries of one KV head."""
+        """Attention of some consecutive tiles of one row's queries of one KV head."""
         query, query_step, found, found_step, own = places
         keys, values, table = pages
         kv_heads, head, page = shape
         queries, length, window = row
-        held = own + scores_at, own + values_at, own + shrink_at
+        held = own + scores_at, own + keys_at, own + values_at, own + rescale_at
         for tile in range(tiles[0], tiles[1]):
-            begin_tile(own + (tile - tiles[0]) * tile_bytes, held[0], query, query_step, tile, queries, length)
+            begin_tile(own + (tile - tiles[0]) * tile_bytes, query, query_step, tile, queries, length)
         begin = max(np.int64(0), _ends(tiles[0], queries, length, group)[0] + 1 - window)
         end = _ends(tiles[1] - 1, queries, length, group)[1] + 1
         blocks = carray(pointer(table), ((end + page - 1) // page,), np.int32)
-        key, step = keys + head * key_size, kv_heads * key_size
         for block in range(begin - begin % BLOCK, end, BLOCK):
             tokens = min(end - block, BLOCK)
-            gather(values + head * value_size, kv_heads * value_size, blocks, page, block, tokens, held[1])
-            if not aligned:
-                copy(key, step, blocks, page, block, tokens, own + keys_at)
+            gather(values + head * value_size, kv_heads * value_size, blocks, page, block, tokens, held[2])
+            copy(keys + head * key_size, kv_heads * key_size, blocks, page, block, tokens, held[1])
             for tile in range(tiles[0], tiles[1]):
                 first, last = _ends(tile, queries, length, group)
                 if block <= last and block + BLOCK > first + 1 - window:
                     at, lanes = own + (tile - tiles[0]) * tile_bytes, queries * group - tile * QUERIES
-                    given = (key, step) if aligned else (own + keys_at, np.int64(key_size))
-                    take(at, held, given, blocks, page, block, (first, last, window), lanes, scale)
+                    add_block(at, held, block, (first, last, window), lanes, scale)
         for tile in range(tiles[0], tiles[1]):
             end_tile(own + (tile - tiles[0]) * tile_bytes, found, found_step, tile, queries)
 
     return attend
 
 
-def _take(storage: Storage, sizes: Sizes, dot: Dot):
-    numbers, width, aligned = sizes.numbers, sizes.width, sizes.aligned
+def _add_block(storage: Storage, sizes: Sizes, dot: Dot):
+    numbers, width, key_size = sizes.numbers, sizes.width, sizes.key_words * WORD
     sums_at = QUERIES * sizes.key_words * WORD
     state_at = sums_at + QUERIES * width * WORD
     score, add = scores_of(dot, sizes.key_words), sums_of(dot, width)
-    weigh, weigh_seen = weights_of(numbers, masked=False), weights_of(numbers, masked=True)
-    are_numbers, add_seen = _are_numbers(sizes), _add_seen(storage, sizes)
+    weigh, weigh_masked = weights_of(numbers, masked=False), weights_of(numbers, masked=True)
+    are_finite, add_visible = _are_finite(sizes), _add_visible(storage, sizes)
 
-    @njit(fastmath=False, error_model="numpy")  # or it would inherit the kernel's, and rounding by adding is no more
-    def take(tile, held, given, blocks, page, block, sight, lanes, scale):
-        """Add what a block's tokens give to a tile's queries."""
-        scores, ordered, shrink = held
-        keys, step = given
-        first, last, window = sight
+    @njit(fastmath=False, error_model="numpy")  # the kernel's fast math would remove the rounding by addition
+    def add_block(tile, held, block, visible, lanes, scale):
+        """Add the weighted values of a block to the sums of a tile's queries."""
+        scores, keys, ordered, rescale = held
+        first, last, window = visible
         count = min((last - block) // KEYS * KEYS + KEYS, BLOCK)
         for key in range(0, count, KEYS):
-            slot = _slot(blocks, page, block + key) if aligned else key
-            score(keys + slot * step, step, tile, scores + key * QUERIES * WORD)
+            score(keys + key * key_size, np.int64(key_size), tile, scores + key * QUERIES * WORD)
         if block + count - 1 <= first and block > last - window:
-            weigh(scores, count, scale, tile + state_at, shrink, block, window)
+            weigh(scores, count, scale, tile + state_at, rescale, block, window)
         else:
-            weigh_seen(scores, count, scale, tile + state_at, shrink, block, window)
-            if not are_numbers(ordered, count):
-                add_seen(scores, ordered, block, count, shrink, tile + sums_at, tile + state_at, window)
+            weigh_masked(scores, count, scale, tile + state_at, rescale, block, window)
+            if not are_finite(ordered, count):
+                add_visible(scores, ordered, block, count, rescale, tile + sums_at, tile + state_at, window)
                 return
         for lane in range(0, min(QUERIES, lanes), ROWS):
             for chunk in range(0, width, OUTPUTS):
                 sums, values = tile + sums_at + (lane * width + chunk) * WORD, ordered + chunk * WORD
-                weights, shrinks = scores + lane * WORD, shrink + lane * WORD
-                add(weights, values, count // numbers, shrinks, sums, np.int64(width * WORD))
+                weights, rescales = scores + lane * WORD, rescale + lane * WORD
+                add(weights, values, count // numbers, rescales, sums, np.int64(width * WORD))
 
-    return take
+    return add_block
 
 
 @njit(error_model="numpy")
 def _slot(blocks, page, token):
-    """Where the pool holds a token of the row."""
+    """The pool's slot of a token of the row."""
     return np.int64(blocks[token // page]) * page + token % page
 
 
@@ -238,7 +230,7 @@ def _copy(sizes: Sizes):
 
     @njit(error_model="numpy")
     def copy(keys, step, blocks, page, first, tokens, copied):
-        """Keys of tokens from `first` on, one behind the other; what lies behind these nobody sees."""
+        """Copy the keys of `tokens` tokens from `first` on. The memory behind them is never visible."""
         words = carray(pointer(copied), (BLOCK, key_words), np.uint32)
         for token in range(tokens):
             given = carray(pointer(keys + _slot(blocks, page, first + token) * step), (key_words,), np.uint32)
@@ -252,9 +244,9 @@ def _begin_tile(sizes: Sizes):
     key_words, width, group = sizes.key_words, sizes.width, sizes.group
 
     @njit(error_model="numpy")
-    def begin(own, table, query, query_step, tile, queries, length):
-        """Bring queries into lanes, beyond the last one that again; nothing is summed."""
-        rows = carray(pointer(table), (QUERIES,), np.int64)
+    def begin(own, query, query_step, tile, queries, length):
+        """Copy the queries into lanes, repeating the last one, and reset sums and state."""
+        lanes = carray(pointer(own), (key_words, QUERIES), np.uint32)
         sums = carray(pointer(own + QUERIES * key_words * WORD), (QUERIES * width,), np.float32)
         state = own + QUERIES * (key_words + width) * WORD
         tops, totals = carray(pointer(state), (2, QUERIES), np.float32)
@@ -262,18 +254,11 @@ def _begin_tile(sizes: Sizes):
         for lane in range(QUERIES):
             number = min(tile * QUERIES + lane, queries * group - 1)
             token, head = number // group, number % group
-            rows[lane] = query + token * query_step + head * key_words * WORD
             tops[lane], totals[lane] = np.float32(LOWEST), np.float32(0)
             lasts[lane] = length - queries + token
-        whole = key_words - key_words % LANES
-        for lane in range(0, QUERIES, LANES):
-            for word in range(0, whole, LANES):
-                bring(table + lane * ADDRESS, word * WORD, own + (word * QUERIES + lane) * WORD)
-        rest = carray(pointer(own), (key_words, QUERIES), np.uint32)
-        for lane in range(QUERIES):
-            given = carray(pointer(rows[lane]), (key_words,), np.uint32)
-            for word in range(whole, key_words):
-                rest[word, lane] = given[word]
+            given = carray(pointer(query + token * query_step + head * key_words * WORD), (key_words,), np.uint32)
+            for word in range(key_words):
+                lanes[word, lane] = given[word]
         for i in range(QUERIES * width):
             sums[i] = np.float32(0)
 
@@ -286,7 +271,7 @@ def _end_tile(storage: Storage, sizes: Sizes):
 
     @njit(error_model="numpy")
     def end(own, found, found_step, tile, queries):
-        """Write the sums over the totals."""
+        """Write the sums divided by the weights' sums."""
         sums = carray(pointer(own + QUERIES * key_words * WORD), (QUERIES, width), np.float32)
         totals = carray(pointer(own + QUERIES * (key_words + width + 1) * WORD), (QUERIES,), np.float32)
         for lane in range(min(QUERIES, queries * group - tile * QUERIES)):
@@ -305,7 +290,7 @@ def _gather(storage: Storage, sizes: Sizes):
 
     @njit(error_model="numpy")
     def gather(values, step, blocks, page, first, tokens, ordered):
-        """Values of tokens from `first` on, as words of tokens that follow each other; zeros up to whole `KEYS`."""
+        """Copy values as words of consecutive tokens, from token `first` on; pad with zeros to whole `KEYS`."""
         words = carray(pointer(ordered), (BLOCK // numbers, width), np.uint32)
         for word in range((tokens + numbers - 1) // numbers):
             token = first + word * numbers
@@ -327,13 +312,13 @@ def _gather(storage: Storage, sizes: Sizes):
     return gather
 
 
-def _are_numbers(sizes: Sizes):
+def _are_finite(sizes: Sizes):
     value_dim, width, numbers = sizes.value_dim, sizes.width, sizes.numbers
     high, low = np.uint32(0x7F800000), np.uint32(0x7F80 if numbers == 2 else 0xFFFFFFFF)
 
     @njit(error_model="numpy")
-    def are_numbers(ordered, count):
-        """Whether `gather` found neither NaN nor infinity in the first `count` values."""
+    def are_finite(ordered, count):
+        """Whether the first `count` values contain neither NaN nor infinity."""
         words = carray(pointer(ordered), (BLOCK // numbers, width), np.uint32)
         odd = np.uint32(0)
         for word in range(count // numbers):
@@ -342,10 +327,10 @@ def _are_numbers(sizes: Sizes):
                 odd |= np.uint32((value & high) == high) | np.uint32((value & low) == low)
         return odd == 0
 
-    return are_numbers
+    return are_finite
 
 
-def _add_seen(storage: Storage, sizes: Sizes):
+def _add_visible(storage: Storage, sizes: Sizes):
     kind, widen, value_dim, width, numbers = (
         storage.kind,
         storage.widen,
@@ -355,16 +340,16 @@ def _add_seen(storage: Storage, sizes: Sizes):
     )
 
     @njit(error_model="numpy")
-    def add(scores, ordered, block, count, shrink, tile_sums, state, window):
-        """As `lanes.sums_of`, key by key: nothing of what a query does not see is multiplied, not even with 0."""
+    def add(scores, ordered, block, count, rescale, tile_sums, state, window):
+        """As `prefill_loops.sums_of`, key by key: values that a query does not see are not even multiplied by 0."""
         weights = carray(pointer(scores), (BLOCK // numbers, QUERIES, numbers), kind)
         values = carray(pointer(ordered), (BLOCK // numbers, width, numbers), kind)
-        shrinks = carray(pointer(shrink), (QUERIES,), np.float32)
+        rescales = carray(pointer(rescale), (QUERIES,), np.float32)
         sums = carray(pointer(tile_sums), (QUERIES, width), np.float32)
         lasts = carray(pointer(state + 2 * QUERIES * WORD), (QUERIES,), np.int32)
         for lane in range(QUERIES):
             for i in range(value_dim):
-                sums[lane, i] *= shrinks[lane]
+                sums[lane, i] *= rescales[lane]
             last = np.int64(lasts[lane])
             for key in range(max(np.int64(0), last + 1 - window - block), min(count, last + 1 - block)):
                 word, part = key // numbers, key % numbers

@@ -1,4 +1,4 @@
-"""The running softmax of scores that lie key by key, a query in each lane, as LLVM's instructions. Knows no pages."""
+"""The running softmax of prefill attention, with a query in each lane, in LLVM's instructions. Knows no pages."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,77 +8,69 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..linear.tile import VECTORS
-from ..runtime.vectors import (
-    FLOATS,
-    INT32,
-    INT64,
-    LANES,
-    WORD,
-    WORDS,
-    beyond,
-    constant,
-    for_all,
-    load,
-    looped,
-    multiplied,
-    store,
-)
+from ..runtime import vectors as v
+from ..runtime.vectors import FLOATS, INT32, INT64, LANES, WORD, WORDS
 from .prefill_loops import KEYS, QUERIES
 
-#: Less than any score: what hidden keys count as, and what nothing but them has as its greatest.
+#: Less than any score: stands for the scores of hidden keys, and for the greatest score before the first key.
 LOWEST = -3e38
-#: 2^x for x from -0.5 to 0.5, to 1e-04 and to 2e-9 of its value; 1 at 0, as sums that stay are multiplied with it.
-COARSE = 1.0, 6.932829280e-01, 2.422109693e-01, 5.500893239e-02
-FINE = 1.0, 6.931472029e-01, 2.402264791e-01, 5.550332471e-02, 9.618437361e-03, 1.339887462e-03, 1.535336139e-04
-#: Added to a float32 it leaves the nearest whole number in the low bits.
+#: The polynomial of 2^x for x from -0.5 to 0.5, with a relative error of 2e-9. Exact at 0, as unchanged sums are
+#: multiplied with it.
+COEFFICIENTS = 1.0, 6.931472029e-01, 2.402264791e-01, 5.550332471e-02, 9.618437361e-03, 1.339887462e-03, 1.535336139e-04
+#: Added to a float32, leaves the nearest whole number in the low bits.
 ROUNDER = 1.5 * 2**23
-#: 2^x of less is taken for this: float32's exponents end there.
+#: Smaller exponents count as this one: float32's exponents end there.
 LEAST_POWER = -126.0
 MANTISSA_BITS = 23
 
 
 def weights_of(numbers: int, masked: bool) -> Any:
-    """(scores, count, scale, state, shrink, first, window): make the weights of `count` keys of their scores, in place.
+    """(scores, count, scale, state, rescale, first, window): replace the scores of `count` keys by their weights.
 
-    A weight is 2^(score * scale) over that of the greatest score. All but `scale`, a positive float32, are int64. At
-    `state` lie, of each query, its greatest score so far, times scale, and the sum of its weights, both float32, which
-    are brought up to date, and as int32 its last key. At `shrink` is left what all earlier weights are to be multiplied
-    with. `numbers` weights of keys that follow each other make a word.
+    A weight is 2^(score * scale) divided by that of the greatest score. All but `scale`, a positive float32, are int64.
+    At `state` are, for each query, its greatest score so far, times scale, and the sum of its weights, both float32,
+    which are updated, and its last key as int32. The factor for all earlier weights is written to `rescale`. A word
+    holds the weights of `numbers` consecutive keys.
 
-    `masked`: the scores' first key is number `first`, and a query sees the keys up to its last, of these `window`.
+    `masked`: the scores' first key is number `first`, and a query sees the `window` keys up to its last.
     """
 
     @intrinsic
-    def weigh(_context, _scores, _count, _scale, _state, _shrink, _first, _window):
+    def weigh(_context, _scores, _count, _scale, _state, _rescale, _first, _window):
         def generate(context, builder, _signature, arguments):
-            scores, count, scale, state, shrink, first, window = arguments
-            places = [beyond(builder, state, number * LANES) for number in range(3 * VECTORS)]
+            scores, count, scale, state, rescale, first, window = arguments
+            places = [v.words_after(builder, state, number * LANES) for number in range(3 * VECTORS)]
             tops, totals = (_read(builder, places[at:][:VECTORS], FLOATS) for at in (0, VECTORS))
             lasts = _read(builder, places[2 * VECTORS :], WORDS)
-            scored = _Scores(builder, scores, _Sight(builder, lasts, first, window) if masked else None)
-            powers, factor = _Powers(builder, COARSE if numbers == 2 else FINE), for_all(builder, scale)
+            width = v.splat(builder, builder.trunc(window, INT32))
+            visible = [(builder.sub(last, width), last) for last in lasts] if masked else None
+            scored = _Scores(builder, scores, first, visible)
+            factor = v.splat(builder, scale)
 
-            greatest = looped(builder, _parts(builder, count, KEYS), [constant(LOWEST)] * VECTORS, scored.greatest)
+            greatest = v.loop(builder, builder.sdiv(count, _int(KEYS)), [v.constant(LOWEST)] * VECTORS, scored.greatest)
             scaled = [builder.fmul(each, factor) for each in greatest]
             new_tops = [_greater(builder, each, top) for each, top in zip(scaled, tops, strict=True)]
-            shrinks = [powers.of(builder.fsub(top, new)) for top, new in zip(tops, new_tops, strict=True)]
-            below = [builder.fneg(top) for top in new_tops]
+            factors = [scored.power(builder.fsub(top, new)) for top, new in zip(tops, new_tops, strict=True)]
+            negative_tops = [builder.fneg(top) for top in new_tops]
 
-            def weigh_word(word: Any, sums: Sequence[Any]) -> Sequence[Any]:
+            def store_word(word: Any, sums: Sequence[Any]) -> Sequence[Any]:
                 first_key = builder.mul(word, _int(numbers))
                 keys = [builder.add(first_key, _int(number)) for number in range(numbers)]
-                weights = [scored.weights(key, factor, below, powers) for key in keys]
+                weights = [scored.weights(key, factor, negative_tops) for key in keys]
                 for vector, each in enumerate(_words(builder, weights)):
-                    store(builder, each, scored.place(word, vector), WORD)
+                    v.store(builder, each, scored.place(word, vector), WORD)
                 for of_key in weights:
                     sums = [builder.fadd(total, each) for total, each in zip(sums, of_key, strict=True)]
                 return sums
 
-            held = [builder.fmul(total, each) for total, each in zip(totals, shrinks, strict=True)]
-            new_totals = looped(builder, _parts(builder, count, numbers), held, weigh_word)
-            left = [beyond(builder, shrink, vector * LANES) for vector in range(VECTORS)]
-            for value, place in zip((*new_tops, *new_totals, *shrinks), (*places[: 2 * VECTORS], *left), strict=True):
-                store(builder, value, place, WORD)
+            held = [builder.fmul(total, each) for total, each in zip(totals, factors, strict=True)]
+            new_totals = v.loop(builder, builder.sdiv(count, _int(numbers)), held, store_word)
+            targets = [
+                *places[: 2 * VECTORS],
+                *(v.words_after(builder, rescale, at * LANES) for at in range(VECTORS)),
+            ]
+            for value, place in zip((*new_tops, *new_totals, *factors), targets, strict=True):
+                v.store(builder, value, place, WORD)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 2, types.float32, *[types.int64] * 4), generate
@@ -86,89 +78,67 @@ def weights_of(numbers: int, masked: bool) -> Any:
     return weigh
 
 
-class _Sight:
-    """Which of the queries see a key."""
-
-    def __init__(self, builder: Any, lasts: Sequence[Any], first: Any, window: Any) -> None:
-        self._builder = builder
-        self._first = first
-        self._lasts = lasts
-        width = for_all(builder, builder.trunc(window, INT32))
-        self._before = [builder.sub(last, width) for last in lasts]
-
-    def of(self, key: Any) -> list[Any]:
-        """A vector of booleans for each vector of queries."""
-        builder = self._builder
-        number = for_all(builder, builder.trunc(builder.add(self._first, key), INT32))
-        return [
-            builder.and_(builder.icmp_signed("<=", number, last), builder.icmp_signed(">", number, before))
-            for last, before in zip(self._lasts, self._before, strict=True)
-        ]
-
-
 class _Scores:
-    """Scores where they lie."""
+    """A block's scores. `visible` are, for each vector of queries, the key before the visible ones and the last one."""
 
-    def __init__(self, builder: Any, start: Any, sight: _Sight | None) -> None:
+    def __init__(self, builder: Any, start: Any, first: Any, visible: list[tuple[Any, Any]] | None) -> None:
         self._builder = builder
         self._start = start
-        self._sight = sight
+        self._first = first
+        self._visible = visible
 
     def place(self, key: Any, vector: int) -> Any:
         offset = self._builder.mul(key, _int(QUERIES * WORD))
-        return beyond(self._builder, self._builder.add(self._start, offset), vector * LANES)
+        return v.words_after(self._builder, self._builder.add(self._start, offset), vector * LANES)
 
-    def greatest(self, turn: Any, held: Sequence[Any]) -> list[Any]:
-        """Of `KEYS` keys a turn and of what is held, two by two: none waits for the one before it."""
-        first = self._builder.mul(turn, _int(KEYS))
-        keys = [self._builder.add(first, _int(number)) for number in range(KEYS)]
+    def greatest(self, number: Any, before: Sequence[Any]) -> list[Any]:
+        """The greatest scores of `KEYS` keys and of those before, by a tree of independent comparisons."""
+        first = self._builder.mul(number, _int(KEYS))
+        keys = [self._builder.add(first, _int(key)) for key in range(KEYS)]
         found = [self._or_hidden(key, self._read(key), LOWEST) for key in keys]
         while len(found) > 1:
             found = [self._greater(one, other) for one, other in zip(found[::2], found[1::2], strict=True)]
-        return self._greater(found[0], held)
+        return self._greater(found[0], before)
 
     def _greater(self, some: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         return [_greater(self._builder, one, other) for one, other in zip(some, others, strict=True)]
 
-    def weights(self, key: Any, factor: Any, below: Sequence[Any], powers: "_Powers") -> list[Any]:
-        """2^(score * factor + below)."""
-        scores = zip(self._read(key), below, strict=True)
-        exponents = [multiplied(self._builder, under, score, factor) for score, under in scores]
-        return self._or_hidden(key, [powers.of(exponent) for exponent in exponents], 0.0)
+    def weights(self, key: Any, factor: Any, negative_tops: Sequence[Any]) -> list[Any]:
+        """2^(score * factor + negative_top) of each query."""
+        scores = zip(self._read(key), negative_tops, strict=True)
+        exponents = [v.multiply_add(self._builder, negative, score, factor) for score, negative in scores]
+        return self._or_hidden(key, [self.power(exponent) for exponent in exponents], 0.0)
 
     def _read(self, key: Any) -> list[Any]:
         return _read(self._builder, [self.place(key, vector) for vector in range(VECTORS)], FLOATS)
 
     def _or_hidden(self, key: Any, values: list[Any], hidden: float) -> list[Any]:
-        if self._sight is None:
+        if self._visible is None:
             return values
-        seen = self._sight.of(key)
-        return [self._builder.select(sees, value, constant(hidden)) for sees, value in zip(seen, values, strict=True)]
+        builder, found = self._builder, []
+        number = v.splat(builder, builder.trunc(builder.add(self._first, key), INT32))
+        for value, (before, last) in zip(values, self._visible, strict=True):
+            seen = builder.and_(builder.icmp_signed("<=", number, last), builder.icmp_signed(">", number, before))
+            found.append(builder.select(seen, value, v.constant(hidden)))
+        return found
 
-
-class _Powers:
-    """Powers of 2. NaN stays NaN."""
-
-    def __init__(self, builder: Any, coefficients: Sequence[float]) -> None:
-        self._builder = builder
-        self._coefficients = coefficients
-
-    def of(self, exponent: Any) -> Any:
-        builder, least = self._builder, constant(LEAST_POWER)
+    def power(self, exponent: Any) -> Any:
+        """2^exponent. NaN stays NaN."""
+        builder, least = self._builder, v.constant(LEAST_POWER)
         exponent = builder.select(builder.fcmp_ordered("<", exponent, least), least, exponent)
-        shifted = builder.fadd(exponent, constant(ROUNDER))
-        rest = builder.fsub(exponent, builder.fsub(shifted, constant(ROUNDER)))
-        found = constant(self._coefficients[-1])
-        for coefficient in self._coefficients[-2::-1]:
-            found = multiplied(builder, constant(coefficient), found, rest)
+        shifted = builder.fadd(exponent, v.constant(ROUNDER))
+        rest = builder.fsub(exponent, builder.fsub(shifted, v.constant(ROUNDER)))
+        found = v.constant(COEFFICIENTS[-1])
+        for coefficient in COEFFICIENTS[-2::-1]:
+            found = v.multiply_add(builder, v.constant(coefficient), found, rest)
         whole = builder.shl(builder.bitcast(shifted, WORDS), ir.Constant(WORDS, [MANTISSA_BITS] * LANES))
         return builder.bitcast(builder.add(builder.bitcast(found, WORDS), whole), FLOATS)
 
 
 def _words(builder: Any, weights: Sequence[Sequence[Any]]) -> list[Any]:
-    """One key's weights as they are, or two keys' as bfloat16s: to the nearest, halves up. None is negative.
+    """One key's weights as they are, or two keys' rounded to bfloat16, ties up. Weights are not negative.
 
-    NaN stays NaN as it comes from numbers of 16 bits, and as processors make it.
+    NaN stays NaN if its low 16 bits are zero, as they are in bfloat16 inputs and in NaN that processors produce.
     """
     bits = [[builder.bitcast(each, WORDS) for each in of_key] for of_key in weights]
     if len(bits) == 1:
@@ -180,11 +150,7 @@ def _words(builder: Any, weights: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def _read(builder: Any, places: Sequence[Any], kind: Any) -> list[Any]:
-    return [load(builder, place, kind, WORD) for place in places]
-
-
-def _parts(builder: Any, count: Any, of: int) -> Any:
-    return builder.sdiv(count, _int(of))
+    return [v.load(builder, place, kind, WORD) for place in places]
 
 
 def _greater(builder: Any, one: Any, other: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The innermost loop of a product in bfloat16, written as LLVM's instructions. Knows no tensors and no threads."""
+"""The innermost loop of a product in bfloat16, in LLVM's instructions. Knows no tensors and no threads."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,79 +7,45 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ..runtime.vectors import (
-    FLOATS,
-    HALF,
-    INT32,
-    INT64,
-    LANES,
-    WORD,
-    WORDS,
-    Dot,
-    ask_for,
-    for_all,
-    load,
-    looped,
-    rounded,
-    steps,
-    store,
-)
+from ..runtime import vectors as v
+from ..runtime.vectors import FLOATS, HALF, INT32, INT64, LANES, WORD, WORDS, Dot
 
-#: Vectors of outputs side by side: with `ROWS` rows these are 16 sums, and no instruction waits for the one before it.
+#: Vectors of outputs in one tile: with `ROWS` rows these are 16 independent sums, which hide the products' latency.
 VECTORS = 2
 OUTPUTS = LANES * VECTORS
 ROWS = 8
 
 
-def tile(dot: Dot) -> Any:
-    """(rows, x, x_step, weights, pairs, bias, y, y_step): up to `ROWS` rows of y, `OUTPUTS` outputs of each.
+def tile(dot: Dot, prefetches: bool) -> Any:
+    """(rows, x, x_step, weights, pairs, bias, y, y_step, ahead, ahead_step): up to `ROWS` rows of `OUTPUTS` outputs.
 
-    All are int64: addresses, and what lies between rows in bytes. At `weights` lie, for each of `pairs` pairs of
-    features, the words of all outputs; at `bias` a float32 for each output.
+    All are int64: addresses, and distances of rows in bytes. At `weights` are, for each of `pairs` pairs of features,
+    the words of all outputs; at `bias` a float32 for each output. With `prefetches` each pair also prefetches one cache
+    line from `ahead` on, `ahead_step` bytes apart.
     """
 
     @intrinsic
-    def multiply(_context, _rows, _x, _x_step, _weights, _pairs, _bias, _y, _y_step):
-        return types.void(*[types.int64] * 8), _multiplying(dot)
+    def multiply(_context, _rows, _x, _x_step, _weights, _pairs, _bias, _y, _y_step, _ahead, _ahead_step):
+        def generate(context, builder, _signature, arguments):
+            rows, x, x_step, weights, pairs, bias, y, y_step, *ahead = arguments
+            end = builder.append_basic_block("end")
+            switch = builder.switch(rows, end)
+            for count in range(1, ROWS + 1):
+                block = builder.append_basic_block(f"rows.{count}")
+                switch.add_case(ir.Constant(INT64, count), block)
+                builder.position_at_end(block)
+                zeros = [v.constant(0.0)] * (VECTORS * count)
+                inputs, outputs = (v.strided(builder, *each, count) for each in ((x, x_step), (y, y_step)))
+                lines = ahead if prefetches else ()
+                sums = products(builder, dot, inputs, 1, weights, OUTPUTS, pairs, zeros, lines)
+                _write(builder, sums, bias, outputs)
+                builder.branch(end)
+            builder.position_at_end(end)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 10), generate
 
     return multiply
-
-
-def asking_tile(dot: Dot) -> Any:
-    """(..., ahead, ahead_step): as `tile`, and for each pair memory is brought near, so many bytes after the last."""
-
-    @intrinsic
-    def multiply_and_ask(_context, _rows, _x, _x_step, _weights, _pairs, _bias, _y, _y_step, _ahead, _ahead_step):
-        return types.void(*[types.int64] * 10), _multiplying(dot)
-
-    return multiply_and_ask
-
-
-def _multiplying(dot: Dot) -> Any:
-    def generate(context: Any, builder: Any, _signature: Any, arguments: Sequence[Any]) -> Any:
-        rows, x, x_step, weights, pairs, bias, y, y_step, *ahead = arguments
-        end = builder.append_basic_block("end")
-        switch = builder.switch(rows, end)
-        for count in range(1, ROWS + 1):
-            block = builder.append_basic_block(f"rows.{count}")
-            switch.add_case(ir.Constant(INT64, count), block)
-            builder.position_at_end(block)
-            found = _sums(builder, dot, steps(builder, x, x_step, count), weights, pairs, ahead)
-            _write(builder, found, bias, steps(builder, y, y_step, count))
-            builder.branch(end)
-        builder.position_at_end(end)
-        return context.get_dummy_value()
-
-    return generate
-
-
-def _sums(
-    builder: Any, dot: Dot, rows: Sequence[Any], weights: Any, pairs: Any, ahead: Sequence[Any]
-) -> list[list[Any]]:
-    """For each row its sums, a vector of them after the other."""
-    zero = ir.Constant(FLOATS, [0.0] * LANES)
-    sums = products(builder, dot, rows, 1, weights, OUTPUTS, pairs, [zero] * (VECTORS * len(rows)), ahead)
-    return [sums[first : first + VECTORS] for first in range(0, len(sums), VECTORS)]
 
 
 def products(
@@ -90,41 +56,36 @@ def products(
     weights: Any,
     weights_step: int,
     count: Any,
-    held: Sequence[Any],
+    sums: Sequence[Any],
     ahead: Sequence[Any] = (),
 ) -> list[Any]:
-    """The loop over `count` words of each row, `row_step` words apart: adds to the sums, `VECTORS` of each row.
+    """Add the products of `count` words of each row, `row_step` words apart, to sums: `VECTORS` of each row.
 
-    At `weights` lie, for each word, those of all outputs; from one to the next it is `weights_step` words. Where
-    `ahead` gives an address and a step in bytes, each word also has a line of that memory brought near.
+    At `weights` are, for each word, the words of all outputs, `weights_step` words apart. If `ahead` is an address and
+    a step in bytes, each word also prefetches one cache line from there.
     """
 
-    def add(number: Any, sums: Sequence[Any]) -> list[Any]:
+    def at(start: Any, number: Any, words: int) -> Any:
+        return builder.add(start, builder.mul(number, ir.Constant(INT64, words * WORD)))
+
+    def add(number: Any, totals: Sequence[Any]) -> list[Any]:
         if ahead:
             start, step = ahead
-            ask_for(builder, builder.add(start, builder.mul(number, step)))
-        read = [
-            load(builder, _nth(builder, weights, number, vector, weights_step), WORDS, HALF)
-            for vector in range(VECTORS)
-        ]
-        words = [load(builder, _nth(builder, row, number, 0, row_step), INT32, HALF) for row in rows]
-        factors = [dot.factor(builder, for_all(builder, word)) for word in words]
+            v.prefetch(builder, builder.add(start, builder.mul(number, step)))
+        first = at(weights, number, weights_step)
+        read = [v.load(builder, v.words_after(builder, first, each * LANES), WORDS, HALF) for each in range(VECTORS)]
+        words = [v.load(builder, at(row, number, row_step), INT32, HALF) for row in rows]
+        factors = [dot.factor(builder, v.splat(builder, word)) for word in words]
         by_row = [(factor, weight) for factor in factors for weight in read]
-        return [dot.add(builder, each, weight, factor) for each, (factor, weight) in zip(sums, by_row, strict=True)]
+        return [dot.add(builder, each, weight, factor) for each, (factor, weight) in zip(totals, by_row, strict=True)]
 
-    return looped(builder, count, held, add)
+    return v.loop(builder, count, sums, add)
 
 
-def _write(builder: Any, sums: Sequence[Sequence[Any]], bias: Any, rows: Sequence[Any]) -> None:
-    """Sums and bias, rounded."""
+def _write(builder: Any, sums: Sequence[Any], bias: Any, rows: Sequence[Any]) -> None:
+    """Add the bias to the sums, round and store."""
     for vector in range(VECTORS):
-        of_outputs = load(builder, builder.add(bias, ir.Constant(INT64, vector * LANES * WORD)), FLOATS, WORD)
-        for row, of_row in zip(rows, sums, strict=True):
-            exact = builder.fadd(of_row[vector], of_outputs)
-            store(builder, rounded(builder, exact), builder.add(row, ir.Constant(INT64, vector * LANES * HALF)), HALF)
-
-
-def _nth(builder: Any, start: Any, number: Any, vector: int, words: int) -> Any:
-    """The address of a vector in group `number`, of so many words each."""
-    offset = builder.mul(number, ir.Constant(INT64, words * WORD))
-    return builder.add(builder.add(start, offset), ir.Constant(INT64, vector * LANES * WORD))
+        of_outputs = v.load(builder, v.words_after(builder, bias, vector * LANES), FLOATS, WORD)
+        for row, total in zip(rows, sums[vector::VECTORS], strict=True):
+            result = v.to_bfloat16(builder, builder.fadd(total, of_outputs))
+            v.store(builder, result, builder.add(row, ir.Constant(INT64, vector * LANES * HALF)), HALF)

@@ -1,1 +1,1 @@
-"""What all CPU kernels stand on: compilation, the code cache, the thread team, call recording, LLVM helpers."""
+"""The base of all CPU kernels: compilation, the code store, the thread team, call recording, LLVM helpers."""

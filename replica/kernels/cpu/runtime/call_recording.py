@@ -1,8 +1,8 @@
-"""A step as a program: the calls of its kernels, recorded once, then made again without coming back to Python.
+"""Records the kernel calls of a step once and repeats them without returning to Python.
 
-What a CUDA graph is on a GPU. A step of one row is a hundred calls of some microseconds each, and Python needs more
-than that to prepare one. Recorded are calls of compiled kernels; what else a step asks of torch may make tensors and
-views of them, nothing that computes.
+What a CUDA graph is on a GPU. A step of one row is a hundred calls of some microseconds each, and Python needs longer
+than that to prepare one. Only calls of compiled kernels are recorded: other torch operations of a step may create
+tensors and views of them, but not compute.
 """
 
 import weakref
@@ -15,22 +15,22 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .thread_team import joined, noting, run_all
+from .thread_team import join_calls, observing_calls, run_calls
 
-#: Bytes of the least piece of memory that an arena gives out.
-LEAST_PIECE = 4096
-#: What `torch.tensor` ends with: a view by its schema, of numbers that the host had when the step was recorded.
-_OF_THE_HOST = (torch.ops.aten.lift_fresh.default,)
+#: Bytes of the smallest piece of memory that an arena gives out.
+SMALLEST_PIECE = 4096
+#: The last operation of `torch.tensor`: a view by its schema, of numbers that the host had when the step was recorded.
+_HOST_DATA = (torch.ops.aten.lift_fresh.default,)
 
 
 class NotRecorded(Exception):  # noqa: N818
-    """A step computes by something other than a compiled kernel; the message names it."""
+    """A step computes by something other than a compiled kernel; the message names the operation."""
 
 
 class Arena:
-    """Memory of recorded steps, which run one at a time: all of them share it, and it stays while the arena does.
+    """Memory that all recorded steps share, as they run one at a time. It stays as long as the arena.
 
-    In pieces of a power of two, so that steps of different sizes find each other's.
+    In pieces of a power of two, so that steps of different sizes reuse each other's.
     """
 
     def __init__(self) -> None:
@@ -38,66 +38,65 @@ class Arena:
         self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Its memory is given out again when the last view of it is gone."""
+        """A tensor whose memory is reused when its last view is gone."""
         length = prod(shape) * dtype.itemsize
-        size = max(LEAST_PIECE, 1 << (length - 1).bit_length())
+        size = max(SMALLEST_PIECE, 1 << (length - 1).bit_length())
         free = self._free[size]
-        piece = free.pop() if free else self._more(size)
+        if free:
+            piece = free.pop()
+        else:
+            piece = torch.empty(size, dtype=torch.uint8)
+            self._pieces[piece.data_ptr()] = piece
         part = piece.numpy()[:length]
         weakref.finalize(part, free.append, piece).atexit = False
         return torch.from_numpy(part).view(dtype).view(*shape)
 
     @property
     def pieces(self) -> int:
-        """How many there are."""
+        """The number of pieces."""
         return len(self._pieces)
-
-    def _more(self, size: int) -> torch.Tensor:
-        piece = torch.empty(size, dtype=torch.uint8)
-        self._pieces[piece.data_ptr()] = piece
-        return piece
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in this memory."""
         return tensor.untyped_storage().data_ptr() in self._pieces
 
-    def place_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same numbers, without keeping their memory from being given out."""
+    def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same tensor, without keeping its memory from being reused."""
         piece = self._pieces[tensor.untyped_storage().data_ptr()]
         return piece.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 @dataclass(slots=True, frozen=True)
-class Program:
-    """A recorded step."""
+class CallRecording:
+    """The kernel calls of a step."""
 
     calls: bytes
     threads: int
     arena: Arena
-    kept: list[torch.Tensor]  #: what the calls read and write beyond the arena
+    kept: list[torch.Tensor]  #: the tensors outside of the arena that the calls read and write
     result: torch.Tensor
 
     def run(self) -> torch.Tensor:
-        """The step's result on what its tensors hold now, in memory that the arena's next step uses again."""
-        run_all(self.calls, self.threads)
+        """The step's result on the present contents of its tensors. The arena's next step overwrites it."""
+        run_calls(self.calls, self.threads)
         return self.result
 
 
-def record(arena: Arena, step: Callable[[], torch.Tensor]) -> Program:
-    """Run a step and keep it. Its tensors must stay where they are, but for those that it makes itself.
+def record(arena: Arena, step: Callable[[], torch.Tensor]) -> CallRecording:
+    """Run a step and record its calls. Tensors that the step does not create itself must keep their addresses.
 
-    Raises NotRecorded, after a part of the step was run.
+    Raises NotRecorded, after a part of the step has run.
     """
     recorder = _Recorder(arena)
-    with noting(recorder.note), recorder:
+    with observing_calls(recorder.add), recorder:
         result = step()
     if not arena.holds(result):
-        raise NotRecorded("the result is not of its own making")
-    return Program(joined(recorder.calls), recorder.threads, arena, recorder.kept, arena.place_of(result))
+        raise NotRecorded("the result was not computed by a compiled kernel")
+    return CallRecording(join_calls(recorder.calls), recorder.threads, arena, recorder.kept, arena.unowned(result))
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees all that a step asks of torch."""
+    """Allocates a step's tensors in the arena, and refuses operations that compute."""
 
     def __init__(self, arena: Arena) -> None:
         super().__init__()
@@ -106,7 +105,7 @@ class _Recorder(TorchDispatchMode):
         self.kept: list[torch.Tensor] = []
         self.threads = 1
 
-    def note(self, call: bytes, tensors: Sequence[torch.Tensor], threads: int) -> None:
+    def add(self, call: bytes, tensors: Sequence[torch.Tensor], threads: int) -> None:
         self.calls.append(call)
         self.kept += [tensor for tensor in tensors if not self._arena.holds(tensor)]
         self.threads = max(self.threads, threads)
@@ -116,7 +115,7 @@ class _Recorder(TorchDispatchMode):
             return self._arena.empty(args[0], kwargs.get("dtype") or torch.get_default_dtype())
         if func is torch.ops.aten.new_empty.default:
             return self._arena.empty(args[1], kwargs.get("dtype") or args[0].dtype)
-        if not func.is_view or func in _OF_THE_HOST:
+        if not func.is_view or func in _HOST_DATA:
             raise NotRecorded(str(func))
         found = func(*args, **(kwargs or {}))
         if not isinstance(found, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The OpenMP library that torch computes with, for Python and by name for compiled code. Knows no kernels."""
+"""The OpenMP library that torch computes with, for Python and for compiled code. Knows no kernels."""
 
 import ctypes
 import functools
@@ -12,7 +12,7 @@ from numba import types
 
 @functools.cache
 def openmp() -> ctypes.CDLL:
-    """The library. Raises OSError where torch uses another kind."""
+    """The library. Raises OSError where torch uses another OpenMP than GNU's."""
     whole = ctypes.CDLL(None)
     if hasattr(whole, "GOMP_parallel"):  # one that was preloaded
         return whole
@@ -23,16 +23,16 @@ def openmp() -> ctypes.CDLL:
 
 
 class TeamFunctions(NamedTuple):
-    """What compiled code calls inside a team."""
+    """The functions that compiled code calls inside a team of threads."""
 
     number: Any  #: () -> int32 of the calling thread, from 0
     count: Any  #: () -> int32 of the team's threads
-    meet: Any  #: () -> None once all threads of the team have called it
+    barrier: Any  #: () -> None, after all threads of the team have called it
 
 
 @functools.cache
 def team_functions() -> TeamFunctions:
-    """By name: code that is kept for another process must hold no address of this one."""
+    """The functions by name: code that is stored for other processes must not contain addresses of this one."""
     number, count = (_named(name, types.int32()) for name in ("omp_get_thread_num", "omp_get_num_threads"))
     return TeamFunctions(number, count, _named("GOMP_barrier", types.void()))
 

@@ -1,4 +1,4 @@
-"""What this machine's processor does well. Knows no torch and no numba: checks before a start ask, too."""
+"""The capabilities of this machine's processor. Knows no torch and no numba, as preflight checks use it."""
 
 import functools
 
@@ -7,13 +7,13 @@ import llvmlite.binding as llvm
 
 @functools.cache
 def multiplies_bfloat16() -> bool:
-    """Whether it has instructions for products of bfloat16 (AVX-512's)."""
+    """Whether the processor has AVX-512's instructions for products of bfloat16."""
     return bool(_features().get("avx512bf16"))
 
 
 @functools.cache
 def beats_packed() -> bool:
-    """Whether our products of bfloat16 are faster than oneDNN's for any number of rows; else they are for one or two.
+    """Whether our products of bfloat16 are faster than oneDNN's for any number of rows; else only for one or two.
 
     Not measured: processors without such instructions, and those with AMX, for which oneDNN has kernels of its own.
     """

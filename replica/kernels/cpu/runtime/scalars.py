@@ -1,4 +1,4 @@
-"""Numbers as memory holds them, for compiled kernels: bfloat16 as bits, addresses, exponentials. Knows no tensors."""
+"""Scalars in compiled kernels: bfloat16 as bits, addresses, exponentials. Knows no tensors."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 #: Sums may be taken in any order, or no loop over features would use vector registers. NaN and infinity keep their
-#: meaning: hidden from no kernel.
+#: meaning.
 FAST_MATH = {"reassoc", "contract", "nsz", "arcp"}
 HIGH_BITS, ROUNDING = np.uint32(16), np.uint32(0x7FFF)
 
@@ -29,9 +29,9 @@ LEAST, GREATEST = np.float32(-87.0), np.float32(88.0)
 
 @dataclass(slots=True, frozen=True)
 class Storage:
-    """How values of one dtype lie in memory, and the way to float32 and back."""
+    """The representation of one dtype in memory, and conversions to float32 and back."""
 
-    kind: Any  #: numpy's
+    kind: Any  #: numpy's type
     widen: Callable[[Any], Any]
     narrow: Callable[[Any], Any]
 
@@ -43,7 +43,7 @@ class Storage:
 
 @intrinsic
 def pointer(_, _address):
-    """An address as what `carray` takes."""
+    """An address as the pointer that `carray` takes."""
 
     def generate(_context, builder, _signature, arguments):
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
@@ -53,7 +53,7 @@ def pointer(_, _address):
 
 @intrinsic
 def address_of(_, _pointer):
-    """And back."""
+    """A pointer as an address."""
 
     def generate(_context, builder, _signature, arguments):
         return builder.ptrtoint(arguments[0], ir.IntType(64))
@@ -82,28 +82,19 @@ def float_of(_, _bits):
 
 
 @functools.cache
-def storage_of(dtype: torch.dtype) -> Storage | None:
-    """None: kernels have no such dtype."""
-    if dtype == torch.bfloat16:
-        return Storage(np.uint16, _from_bfloat16, _to_bfloat16)
-    if dtype == torch.float32:
-        return Storage(np.float32, same, same)
-    return None
-
-
-@functools.cache
-def storage_of_all(*dtypes: torch.dtype) -> Storage:
-    """The storage that these share; a kernel that took one for another would read and write beside its tensors."""
-    storage = storage_of(dtypes[0])
-    assert storage is not None, f"no kernel is compiled for {dtypes[0]}"
+def storage_of(*dtypes: torch.dtype) -> Storage:
+    """The storage of tensors that must share one dtype: a kernel would access memory beside a tensor of another."""
     assert len(set(dtypes)) == 1, f"tensors of different dtypes: {dtypes}"
-    return storage
+    if dtypes[0] == torch.bfloat16:
+        return Storage(np.uint16, _from_bfloat16, _to_bfloat16)
+    assert dtypes[0] == torch.float32, f"no kernel is compiled for {dtypes[0]}"
+    return Storage(np.float32, same, same)
 
 
 @njit(fastmath=FAST_MATH, error_model="numpy")
 def exponential(x):
-    """exp(x) of a float32, to a few units in the last place; vectorizes, as a call of libm does not."""
-    x = LEAST if x < LEAST else x  # so put that NaN stays NaN
+    """exp(x) of a float32, to a few units in the last place. LLVM vectorizes it, unlike a call of libm."""
+    x = LEAST if x < LEAST else x  # not min(), so that NaN stays NaN
     x = GREATEST if x > GREATEST else x
     power = np.float32(np.floor(x * LOG2_E + HALF))
     rest = x - power * LN2_HIGH - power * LN2_LOW
@@ -114,7 +105,7 @@ def exponential(x):
 
 @njit(error_model="numpy")
 def greatest(values, widen):
-    """The greatest of some values, by their bits: LLVM takes the maximum of floats one after the other."""
+    """The greatest of some values, by their bits: LLVM does not vectorize the maximum of floats."""
     found = LEAST_INT
     for i in range(len(values)):
         found = max(found, _ordered(np.int32(bits_of(widen(values[i])))))

@@ -1,8 +1,11 @@
-"""Runs compiled kernels on the threads that torch computes with: one team, or cores would be fought over.
+"""Runs compiled kernels on torch's own threads.
 
-torch's OpenMP keeps a team of threads spinning between operations; a second pool beside it would find no core free. So
-kernels are handed to the same library, through the entry that compilers use for `#pragma omp parallel`: a call alone,
-or many that the team makes one after the other without coming back to Python.
+torch's OpenMP keeps a team of threads spinning between operations; a second pool beside it would find no free core. So
+kernels run through the entry of that library that compilers use for `#pragma omp parallel`: one call, or many that the
+team makes one after the other without returning to Python.
+
+Calls are stored in 64-bit words: first their number; then for each the kernel's address, its threads, the number of its
+arguments, and the arguments.
 """
 
 import ctypes
@@ -13,66 +16,74 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import torch
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
-from .compilation import Kernel
-from .openmp import openmp
-from .thread_loop import HEAD, member
+from .compilation import THREAD_ENTRY, Kernel, kernel
+from .openmp import openmp, team_functions
+from .scalars import address_of, pointer
+from .vectors import INT64
 
 #: Bytes that a thread should have to move, or waking it costs more than it saves. Not tuned.
 BYTES_PER_THREAD = 16384
+#: Words of a call before its arguments.
+HEAD = 3
+_WORD = 8
+_ONE_CALL = struct.pack("q", 1)
 
-#: Told of each call: its words, the tensors whose addresses they hold, and its threads.
-Note = Callable[[bytes, Sequence[torch.Tensor], int], None]
+#: Receives each call: its words, the tensors whose addresses they contain, and its threads.
+CallObserver = Callable[[bytes, Sequence[torch.Tensor], int], None]
 
-_note: ContextVar[Note | None] = ContextVar("note", default=None)
-
-
-@functools.cache
-def _parallel() -> Any:
-    entry = openmp().GOMP_parallel
-    entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    entry.restype = None
-    return functools.partial(entry, member().address)
+_observer: ContextVar[CallObserver | None] = ContextVar("observer", default=None)
 
 
 def threads_for(work_bytes: int) -> int:
-    """Of torch's threads, as many as the work is worth."""
+    """The number of torch's threads that the work is worth."""
     return max(1, min(torch.get_num_threads(), work_bytes // BYTES_PER_THREAD))
 
 
 def run(kernel: Kernel, tensors: Sequence[torch.Tensor], numbers: Sequence[int | float], threads: int) -> None:
-    """Call it in so many threads of the calling thread's team, and wait for all.
+    """Call a kernel in that many threads of the calling thread's team, and wait for all of them.
 
     Its arguments are 8 bytes each: the tensors' addresses, then the numbers as int64 or float64.
     """
     addresses = [tensor.data_ptr() for tensor in tensors]
     head = kernel.address, threads, len(addresses) + len(numbers)
     call = struct.pack(_format(len(addresses), *map(type, numbers)), *head, *addresses, *numbers)
-    note = _note.get()
-    if note is not None:
-        note(call, tensors, threads)
-    run_all(_ONE + call, threads)
+    observer = _observer.get()
+    if observer is not None:
+        observer(call, tensors, threads)
+    run_calls(_ONE_CALL + call, threads)
 
 
-def run_all(calls: bytes, threads: int) -> None:
-    """Make the calls of `joined`, each in its own number of threads, of which these are the most."""
+def run_calls(calls: bytes, threads: int) -> None:
+    """Make the calls of `join_calls`, each in its own number of threads, of which `threads` is the largest."""
     _parallel()(calls, threads, 0)
 
 
-def joined(calls: Sequence[bytes]) -> bytes:
-    """Calls as `run_all` takes them."""
+def join_calls(calls: Sequence[bytes]) -> bytes:
+    """Calls in the form that `run_calls` takes."""
     return struct.pack("q", len(calls)) + b"".join(calls)
 
 
 @contextmanager
-def noting(note: Note) -> Iterator[None]:
-    """Tell of all calls that this thread makes meanwhile."""
-    token = _note.set(note)
+def observing_calls(observer: CallObserver) -> Iterator[None]:
+    """Report all calls that this thread makes inside the context."""
+    token = _observer.set(observer)
     try:
         yield
     finally:
-        _note.reset(token)
+        _observer.reset(token)
+
+
+@njit(error_model="numpy")
+def share(count, number, threads):
+    """The part of `count` equal items that thread `number` processes: first item, and the end."""
+    return count * number // threads, count * (number + 1) // threads
 
 
 @functools.cache
@@ -80,4 +91,45 @@ def _format(addresses: int, *kinds: type) -> str:
     return f"{HEAD + addresses}q" + "".join("d" if kind is float else "q" for kind in kinds)
 
 
-_ONE = struct.pack("q", 1)
+@functools.cache
+def _parallel() -> Any:
+    entry = openmp().GOMP_parallel
+    entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    entry.restype = None
+    return functools.partial(entry, _thread_entry().address)
+
+
+@functools.cache
+def _thread_entry() -> Kernel:
+    """The loop that each thread of a team runs. Calls by several threads start when the call before is complete."""
+    number_of, count_of, barrier = team_functions()
+
+    def thread_loop(data):
+        number, team = np.int64(number_of()), np.int64(count_of())
+        calls, place, before = carray(data, (1,), np.int64)[0], address_of(data) + _WORD, np.int64(1)
+        for _ in range(calls):
+            head = carray(pointer(place), (HEAD,), np.int64)
+            threads = min(head[1], team)
+            if max(threads, before) > 1:
+                barrier()
+            place += HEAD * _WORD
+            if number < threads:
+                _invoke(head[0], place, number, threads)
+            place += head[2] * _WORD
+            before = threads
+
+    return kernel(thread_loop, THREAD_ENTRY)
+
+
+@intrinsic
+def _invoke(_context, _kernel, _arguments, _number, _threads):
+    """Call a kernel by its address."""
+
+    def generate(context, builder, _signature, given):
+        address, arguments, number, threads = given
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, INT64, INT64])
+        called = builder.inttoptr(address, kind.as_pointer())
+        builder.call(called, [builder.inttoptr(arguments, cgutils.voidptr_t), number, threads])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate

@@ -1,7 +1,7 @@
-"""Vectors and bfloat16 as LLVM's instructions, for the loops that numba cannot write. Knows no loops and no tensors.
+"""Vectors and bfloat16 in LLVM's instructions, for loops that numba cannot express. Knows no tensors.
 
-Numba has no vectors and no bfloat16, and LLVM does not find the instruction for pairs by itself (AVX-512's VDPBF16PS).
-A word of 32 bits holds two numbers that follow each other, the first in its low half.
+Numba has no vectors and no bfloat16, and LLVM does not select the instruction for pairs by itself (AVX-512's
+VDPBF16PS). A word of 32 bits holds two consecutive numbers, the first in its low half.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ FLOATS, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (FLOAT, INT32, I
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]  # which llvmlite has no stubs for
-    """LLVM's bfloat, which llvmlite has no name for."""
+    """LLVM's bfloat, which llvmlite does not define."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -55,30 +55,30 @@ def _add_pairs(builder: Any, sums: Any, words: Any, factor: Any) -> Any:
     return builder.call(function, [sums, builder.bitcast(words, PAIRS), factor])
 
 
-#: Of processors with AVX-512's bfloat16: a pair's products and their sum in one instruction.
+#: For processors with AVX-512's bfloat16: a pair's products and their sum in one instruction.
 NATIVE = Dot(_as_pairs, _add_pairs)
 
 
-def low_and_high(builder: Any, words: Any) -> tuple[Any, Any]:
-    """Both halves as float32, whose high half a bfloat16 is."""
+def widen_pairs(builder: Any, words: Any) -> tuple[Any, Any]:
+    """Both halves as float32: a bfloat16 is the high half of a float32."""
     low = builder.shl(words, ir.Constant(WORDS, [16] * LANES))
     high = builder.and_(words, ir.Constant(WORDS, [0xFFFF0000] * LANES))
     return builder.bitcast(low, FLOATS), builder.bitcast(high, FLOATS)
 
 
-def multiplied(builder: Any, sums: Any, one: Any, other: Any) -> Any:
+def multiply_add(builder: Any, sums: Any, one: Any, other: Any) -> Any:
     """sums + one * other, of float32."""
     return builder.fadd(sums, builder.fmul(one, other, flags=("contract",)), flags=("contract",))
 
 
 def _add_wide(builder: Any, sums: Any, words: Any, factor: Any) -> Any:
-    for one, other in zip(low_and_high(builder, words), factor, strict=True):
-        sums = multiplied(builder, sums, one, other)
+    for one, other in zip(widen_pairs(builder, words), factor, strict=True):
+        sums = multiply_add(builder, sums, one, other)
     return sums
 
 
-#: Of every other processor: products in float32.
-WIDENED = Dot(low_and_high, _add_wide)
+#: For every other processor: products in float32.
+WIDENED = Dot(widen_pairs, _add_wide)
 
 
 def _as_floats(builder: Any, words: Any) -> Any:
@@ -86,19 +86,19 @@ def _as_floats(builder: Any, words: Any) -> Any:
 
 
 def _add_floats(builder: Any, sums: Any, words: Any, factor: Any) -> Any:
-    return multiplied(builder, sums, builder.bitcast(words, FLOATS), factor)
+    return multiply_add(builder, sums, builder.bitcast(words, FLOATS), factor)
 
 
-#: Of words that are a float32.
+#: For words that are one float32.
 SINGLE = Dot(_as_floats, _add_floats)
 
 
 def dot() -> Dot:
-    """The one for this processor."""
+    """The instructions for pairs of this processor."""
     return NATIVE if multiplies_bfloat16() else WIDENED
 
 
-def for_all(builder: Any, value: Any) -> Any:
+def splat(builder: Any, value: Any) -> Any:
     """A vector with the value in each place."""
     nothing = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
     one = builder.insert_element(nothing, value, ir.Constant(INT32, 0))
@@ -106,59 +106,59 @@ def for_all(builder: Any, value: Any) -> Any:
 
 
 def constant(value: float) -> Any:
-    """The value in each place."""
+    """A vector of this value."""
     return ir.Constant(FLOATS, [value] * LANES)
 
 
-def rounded(builder: Any, exact: Any) -> Any:
-    """The nearest bfloat16s of a vector of float32, ties to even."""
+def to_bfloat16(builder: Any, exact: Any) -> Any:
+    """A vector of float32 rounded to bfloat16, ties to even."""
     bits, half, one = (ir.Constant(WORDS, [value] * LANES) for value in (16, 0x7FFF, 1))
     words = builder.bitcast(exact, WORDS)
     odd = builder.and_(builder.lshr(words, bits), one)
     return builder.trunc(builder.lshr(builder.add(words, builder.add(half, odd)), bits), HALVES)
 
 
-def looped(
-    builder: Any, turns: Any, held: Sequence[Any], turn: Callable[[Any, Sequence[Any]], Sequence[Any]]
+def loop(
+    builder: Any, count: Any, initial: Sequence[Any], body: Callable[[Any, Sequence[Any]], Sequence[Any]]
 ) -> list[Any]:
-    """What values are after so many turns, one at least: `turn` makes the next of the turn's number and the values."""
-    before, loop, after = builder.basic_block, *(builder.append_basic_block(name) for name in ("turn", "after"))
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    number, *values = phis = [builder.phi(each.type) for each in (turns, *held)]
+    """The values after `count` iterations, at least one: `body` computes the next values from a number and values."""
+    before, block, after = builder.basic_block, *(builder.append_basic_block(name) for name in ("loop", "after"))
+    builder.branch(block)
+    builder.position_at_end(block)
+    number, *values = phis = [builder.phi(each.type) for each in (count, *initial)]
     following = builder.add(number, ir.Constant(INT64, 1))
-    made = list(turn(number, values))
-    for phi, first, then in zip(phis, (ir.Constant(INT64, 0), *held), (following, *made), strict=True):
+    results = list(body(number, values))
+    for phi, first, then in zip(phis, (ir.Constant(INT64, 0), *initial), (following, *results), strict=True):
         phi.add_incoming(first, before)
-        phi.add_incoming(then, loop)
-    builder.cbranch(builder.icmp_signed("<", following, turns), loop, after)
+        phi.add_incoming(then, block)
+    builder.cbranch(builder.icmp_signed("<", following, count), block, after)
     builder.position_at_end(after)
-    return made
+    return results
 
 
-def steps(builder: Any, start: Any, step: Any, count: int) -> list[Any]:
-    """Addresses that follow each other at equal distances."""
+def strided(builder: Any, start: Any, step: Any, count: int) -> list[Any]:
+    """`count` addresses, `step` bytes apart."""
     return [builder.add(start, builder.mul(step, ir.Constant(INT64, number))) for number in range(count)]
 
 
-def beyond(builder: Any, start: Any, words: int) -> Any:
-    """The address of so many words after one."""
+def words_after(builder: Any, start: Any, words: int) -> Any:
+    """The address `words` words after another."""
     return builder.add(start, ir.Constant(INT64, words * WORD))
 
 
 def load(builder: Any, address: Any, kind: Any, alignment: int) -> Any:
-    """What lies at an address."""
+    """The value at an address."""
     value = builder.load(builder.inttoptr(address, kind.as_pointer()))
     value.align = alignment
     return value
 
 
-def ask_for(builder: Any, address: Any) -> None:
-    """Have the line of memory at an address brought into the second cache; whatever the address, it is no error."""
+def prefetch(builder: Any, address: Any) -> None:
+    """Prefetch the cache line of an address into the L2 cache. Invalid addresses are ignored."""
     kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, INT32, INT32, INT32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    read, second_cache, data = (ir.Constant(INT32, value) for value in (0, 2, 1))
-    builder.call(function, [builder.inttoptr(address, cgutils.voidptr_t), read, second_cache, data])
+    read, l2_cache, data = (ir.Constant(INT32, value) for value in (0, 2, 1))
+    builder.call(function, [builder.inttoptr(address, cgutils.voidptr_t), read, l2_cache, data])
 
 
 def store(builder: Any, value: Any, address: Any, alignment: int) -> None:

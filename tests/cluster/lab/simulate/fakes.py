@@ -5,7 +5,6 @@ from typing import Any
 from homing.cluster.lab.simulate import RateModel, ReplicaLimits, Setup
 from homing.cluster.lab.simulate.delivery import Channel
 from homing.cluster.lab.simulate.workload import Arrival
-from homing.replica.engine.throughput import SmoothedRates
 
 #: 1,000 prompt tokens a second and 10 ms a decode step: times can be worked out by hand.
 MODEL = RateModel(prefill_tokens_per_s=1000.0, step_s=0.01)
@@ -15,7 +14,7 @@ BLOCK = 100
 def setup_of(policy: str = "expected-ttft", *, blocks: int = 200, batched: int = 8192, **fields: Any) -> Setup:
     """A cluster of small replicas."""
     limits = ReplicaLimits(blocks=blocks, block_tokens=BLOCK, max_batched_tokens=batched)
-    values = {"limits": limits, "meter": SmoothedRates, "model": MODEL, "policy": policy, "channel": Channel()}
+    values = {"limits": limits, "model": MODEL, "policy": policy, "channel": Channel()}
     return Setup(**(values | fields))
 
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from homing.cluster.lab.simulate import SimulationError
+from homing.cluster.errors import SettingsError
 from homing.cluster.lab.simulate.scenarios import SCENARIOS, find, recovery_s, stage
-from homing.replica.engine.throughput import SmoothedRates
 
 
 def course(*spans: tuple[int, float]) -> list[tuple[float, float]]:
@@ -35,7 +34,7 @@ def test_the_last_window_does_not_count() -> None:
 
 def test_faults_strike_within_the_scaled_span() -> None:
     """Their times are shares of it; the span follows from the load."""
-    staged = stage(find("burst"), SmoothedRates, policy="expected-ttft")
+    staged = stage(find("burst"), policy="expected-ttft")
     strikes = [fault.at_s for scenario in SCENARIOS.values() for fault in scenario.faults]
 
     assert staged.fault_s is None
@@ -44,5 +43,5 @@ def test_faults_strike_within_the_scaled_span() -> None:
 
 def test_an_unknown_scenario_is_refused_with_the_known_ones() -> None:
     """So that the next word is right."""
-    with pytest.raises(SimulationError, match="four-routers"):
+    with pytest.raises(SettingsError, match="four-routers"):
         find("five-routers")

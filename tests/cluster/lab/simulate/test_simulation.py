@@ -9,14 +9,20 @@ from homing.cluster.lab.simulate import (
     ORACLE,
     MockerModel,
     ReplicaLimits,
-    ReplicaModel,
     Result,
+    StepTimes,
     policy_names,
     run,
     simulation_of,
 )
 from homing.cluster.lab.simulate.delivery import Channel
-from homing.cluster.lab.simulate.faults import EngineRestarted, Fault, ReplicaAdded, ReplicaLost, RouterRestarted
+from homing.cluster.lab.simulate.simulation import (
+    Fault,
+    engine_restarted,
+    replica_added,
+    replica_lost,
+    router_restarted,
+)
 from homing.cluster.lab.simulate.workload import Arrival, Chats, Siblings, compress, conversations, siblings
 
 from .fakes import MODEL, arrival, setup_of
@@ -52,11 +58,11 @@ def test_a_run_is_determined_by_its_seed(policy: str) -> None:
 def test_no_request_is_lost_with_its_replica_or_router(policy: str) -> None:
     """Requests of a lost replica go on elsewhere; a router that starts anew finishes what the old one began."""
     faults = (
-        ReplicaLost(60.0, "r1"),
-        RouterRestarted(65.0),
-        ReplicaAdded(70.0, "r1"),
-        ReplicaAdded(80.0, "r9"),
-        EngineRestarted(90.0, "r0"),
+        replica_lost(60.0, "r1"),
+        router_restarted(65.0),
+        replica_added(70.0, "r1"),
+        replica_added(80.0, "r9"),
+        engine_restarted(90.0, "r0"),
     )
 
     result = result_of(policy, chats(3.0), faults, replicas=3, routers=2, channel=Channel(delay_s=0.05))
@@ -104,7 +110,7 @@ def test_without_reuse_nothing_is_lost_against_least_loaded() -> None:
 
 @pytest.mark.parametrize("model", [MODEL, MockerModel()], ids=["rates", "mocker"])
 def test_a_burst_on_a_cold_prefix_is_computed_once_on_each_replica_that_was_idle(
-    model: ReplicaModel, capsys: pytest.CaptureFixture[str]
+    model: StepTimes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """100 requests with one new prefix of 2,000 tokens: on fewer than all 8, each would wait longer for nobody's gain.
 
@@ -119,7 +125,10 @@ def test_a_burst_on_a_cold_prefix_is_computed_once_on_each_replica_that_was_idle
 
     tally = simulation.tally
     with capsys.disabled():
-        print(f"\nburst, {model.name}: {len(tally.sent)} replicas, {tally.full_prefills} full prefills of the prefix")
+        print(
+            f"\nburst, {type(model).__name__}: {len(tally.sent)} replicas, "
+            f"{tally.full_prefills} full prefills of the prefix"
+        )
     assert tally.full_prefills == len(tally.sent) == 8
 
 
@@ -134,6 +143,6 @@ def test_a_restarted_router_of_ours_knows_at_once_what_replicas_hold() -> None:
     """It gets snapshots; the hit share does not suffer."""
     steady = result_of("expected-ttft", chats(2.0), replicas=4)
 
-    restarted = result_of("expected-ttft", chats(2.0), (RouterRestarted(100.0),), replicas=4)
+    restarted = result_of("expected-ttft", chats(2.0), (router_restarted(100.0),), replicas=4)
 
     assert restarted.hit_rate == pytest.approx(steady.hit_rate, abs=0.01)

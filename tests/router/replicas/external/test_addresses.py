@@ -34,12 +34,12 @@ def test_an_engine_is_described_as_a_replica() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"backend": "ftp://a"}, "is no URL of a server"),
+        ({"backend": "ftp://a"}, "is not the URL of a server"),
         ({"backend": "http://a:port"}, "http://a:port"),
         ({"backend": "http://a,,http://b"}, "between two commas"),
         ({"backend": "http://a,http://a/v1"}, "named twice"),
         ({"backend": "http://a", "events": "tcp://a:1,tcp://b:1"}, "2 addresses for 1 backends"),
-        ({"backend": "http://a", "events": "a:5557"}, "no ZeroMQ address"),
+        ({"backend": "http://a", "events": "a:5557"}, "not a ZeroMQ address"),
         ({"backend": "http://a", "replay": "tcp://*:5557"}, "where the engine binds"),
     ],
 )

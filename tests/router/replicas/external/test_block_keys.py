@@ -13,7 +13,7 @@ from homing.events.follow.residency import CountedResidency
 from homing.events.wire.cache_events import Cleared, Removed, Stored
 from homing.kvcache.hashing import BlockHash, BlockHasher, tenant_root, token_bytes, wire_hash
 from homing.router.errors import ParityMismatch
-from homing.router.replicas.external.block_keys import ForeignChains, cache_salt
+from homing.router.replicas.external.block_keys import ExternalBlocks, cache_salt
 
 SIZE = 4
 ROOT = BlockHash(bytes(range(16)))
@@ -33,12 +33,12 @@ def stored(parent: int | None, handles: list[int], tokens: Iterable[int], **fiel
 @pytest.fixture
 def chains():
     """Checked after every test."""
-    chains = ForeignChains("b0", HASHER, ROOT)
+    chains = ExternalBlocks("b0", HASHER, ROOT)
     yield chains
     chains.check()
 
 
-def test_a_block_goes_by_the_hash_of_its_content(chains: ForeignChains) -> None:
+def test_a_block_goes_by_the_hash_of_its_content(chains: ExternalBlocks) -> None:
     """The engine's own hashes are of another kind: only the content tells which prompt hits."""
     first = chains.stored(stored(None, [900, 901], range(8)))
     second = chains.stored(stored(901, [902], range(8, 12)))
@@ -46,7 +46,7 @@ def test_a_block_goes_by_the_hash_of_its_content(chains: ForeignChains) -> None:
     assert first + second == keys(range(12))
 
 
-def test_a_removal_names_the_handle_and_removes_the_content(chains: ForeignChains) -> None:
+def test_a_removal_names_the_handle_and_removes_the_content(chains: ExternalBlocks) -> None:
     """Removals carry nothing but the engine's own hash."""
     chains.stored(stored(None, [900, 901], range(8)))
 
@@ -55,14 +55,14 @@ def test_a_removal_names_the_handle_and_removes_the_content(chains: ForeignChain
     assert chains.unknown_removals == 1
 
 
-def test_what_was_stored_twice_is_new_once(chains: ForeignChains) -> None:
+def test_what_was_stored_twice_is_new_once(chains: ExternalBlocks) -> None:
     """vLLM announces each physical copy."""
     chains.stored(stored(None, [900], range(4)))
 
     assert chains.stored(stored(None, [900, 901], range(8))) == keys(range(8))[1:]
 
 
-def test_two_handles_of_one_content_are_two_references(chains: ForeignChains) -> None:
+def test_two_handles_of_one_content_are_two_references(chains: ExternalBlocks) -> None:
     """An engine whose hashes depend on more than the content has it twice, and may give up one of both."""
     chains.stored(stored(None, [900], range(4)))
     chains.stored(stored(None, [800], range(4)))
@@ -71,7 +71,7 @@ def test_two_handles_of_one_content_are_two_references(chains: ForeignChains) ->
     assert chains.removed([800]) == keys(range(4))
 
 
-def test_a_chain_behind_an_unknown_parent_is_counted_and_earns_nothing(chains: ForeignChains) -> None:
+def test_a_chain_behind_an_unknown_parent_is_counted_and_earns_nothing(chains: ExternalBlocks) -> None:
     """Without its beginning nobody knows which prompt it belongs to; guessing would credit what is not there."""
     assert chains.stored(stored(555, [900], range(4))) == []
     assert chains.stored(stored(900, [901], range(4, 8))) == []
@@ -81,14 +81,14 @@ def test_a_chain_behind_an_unknown_parent_is_counted_and_earns_nothing(chains: F
     assert chains.stored(stored(555, [900], range(4))) == keys([*range(20, 24), *range(4)])[1:]
 
 
-def test_tokens_that_are_not_one_block_for_each_hash_name_nothing(chains: ForeignChains) -> None:
+def test_tokens_that_are_not_one_block_for_each_hash_name_nothing(chains: ExternalBlocks) -> None:
     """Groups of sliding windows announce blocks without all of their tokens."""
     assert chains.stored(stored(None, [900, 901], range(4))) == []
     assert chains.stored(stored(None, [902], [-1, 0, 0, 0])) == []
     assert chains.unplaced.no_tokens == 3
 
 
-def test_blocks_of_another_size_are_a_loud_refusal(chains: ForeignChains) -> None:
+def test_blocks_of_another_size_are_a_loud_refusal(chains: ExternalBlocks) -> None:
     """No prompt would ever hit, silently. Side groups may have sizes of their own."""
     with pytest.raises(ParityMismatch, match="block_size is 16"):
         chains.stored(Stored(None, [900], list(range(16)), 16))
@@ -96,7 +96,7 @@ def test_blocks_of_another_size_are_a_loud_refusal(chains: ForeignChains) -> Non
     assert chains.stored(Stored(None, [900], list(range(16)), 16, group=1)) == []
 
 
-def test_an_adapter_or_an_image_makes_other_blocks_of_the_same_tokens(chains: ForeignChains) -> None:
+def test_an_adapter_or_an_image_makes_other_blocks_of_the_same_tokens(chains: ExternalBlocks) -> None:
     """Equal tokens under another adapter or around another image have other KV: no hit for a plain prompt."""
     plain = chains.stored(stored(None, [1], range(4)))
     adapter = chains.stored(stored(None, [2], range(4), lora_name="poet"))
@@ -106,7 +106,7 @@ def test_an_adapter_or_an_image_makes_other_blocks_of_the_same_tokens(chains: Fo
     assert len({*plain, *adapter, *image, *other_image}) == 4
 
 
-def test_a_tenants_salt_comes_back_as_the_tenants_root(chains: ForeignChains) -> None:
+def test_a_tenants_salt_comes_back_as_the_tenants_root(chains: ExternalBlocks) -> None:
     """The engine keeps tenants apart by the salt that the router gave it, and so does the index."""
     salt = bytes(range(16))
     told = [[cache_salt(tenant_root(ROOT, salt=salt))]]
@@ -128,7 +128,7 @@ class Engine(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 1 << 16))
     def begin(self, seed: int) -> None:
         self.rng = Random(seed)
-        self.residency, self.chains = CountedResidency(), ForeignChains("b0", HASHER, ROOT)
+        self.residency, self.chains = CountedResidency(), ExternalBlocks("b0", HASHER, ROOT)
         self.index: set[int] = set()
         self.handles: dict[tuple[int, ...], int] = {}
         self.copies: Counter[tuple[str, tuple[int, ...]]] = Counter()

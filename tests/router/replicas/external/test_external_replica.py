@@ -13,7 +13,7 @@ from homing.router.backend import FinishedRequest, ReplicaView, TokenDelta
 from homing.router.config import RouterSettings
 from homing.router.errors import InvalidGeneration, RequestFailed
 from homing.router.replicas.external.block_keys import cache_salt
-from homing.router.replicas.external.probe import ForeignTerms
+from homing.router.replicas.external.probe import ExternalTerms
 from homing.router.replicas.membership import text_digests
 from homing.router.replicas.service import RouterService
 
@@ -22,7 +22,7 @@ from .fakes import FakeEngine, answer
 
 PROMPT = list(range(200))
 BLOCKS = len(PROMPT) // BLOCK
-TERMS = ForeignTerms(
+TERMS = ExternalTerms(
     model_names=("fake",), max_model_len=4096, block_size=BLOCK, canary_ids=(1, 2, 3), max_running_requests=8
 )
 
@@ -57,12 +57,11 @@ class Cluster:
             model_dir=folder,
             observer=self.watcher,
             heartbeat_interval_s=0.05,
-            foreign=TERMS,
+            external=TERMS,
             rng=Random(1),
         )
         self._parity = parity_of(text_digests(folder))
         self.engines: dict[str, FakeEngine] = {}
-        self.service.start(asyncio.get_running_loop())
 
     async def add(self, *names: str, events: bool = True, **fields: object) -> list[FakeEngine]:
         for name in names:
@@ -107,8 +106,7 @@ def tokens(deltas: list[TokenDelta]) -> list[int]:
 async def cluster(tmp_path) -> AsyncIterator[Cluster]:
     cluster = Cluster(tmp_path)
     yield cluster
-    if cluster.service._dispatcher is not None:
-        cluster.service._dispatcher.check()
+    cluster.service.check()
     await cluster.close()
 
 

@@ -1,12 +1,20 @@
 """How busy an engine is, as a report of ours."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from homing.kvcache.hashing import token_bytes
 from homing.replica.messages import Generate, SamplingParams
-from homing.router.replicas.external.engine_metrics import Numbers
-from homing.router.replicas.external.load import UNKNOWN_BLOCKS, ForeignLoad
-from homing.router.replicas.external.request import ForeignRequest
+from homing.router.replicas.external.load import (
+    MIN_PREFILL_TOKENS,
+    UNKNOWN_BLOCKS,
+    EngineMetrics,
+    ExternalLoad,
+    Pace,
+    read_metrics,
+)
+from homing.router.replicas.external.request import ExternalRequest
 
 from ...fakes import description_of
 
@@ -14,11 +22,11 @@ from ...fakes import description_of
 class Nobody:
     """Takes what a request brings, and does nothing."""
 
-    def brought(self, request, output) -> None: ...
-    def turned_down(self, request, refusal) -> None: ...
+    def on_output(self, request, output) -> None: ...
+    def on_refusal(self, request, refusal) -> None: ...
 
 
-def request_at(number: int, *, ahead: int = 100) -> ForeignRequest:
+def request_at(number: int, *, ahead: int = 100) -> ExternalRequest:
     """A request of a hundred tokens, sent at time 0."""
     generate = Generate(
         request_id=number,
@@ -28,17 +36,17 @@ def request_at(number: int, *, ahead: int = 100) -> ForeignRequest:
         block_hashes=b"",
         sampling=SamplingParams(max_tokens=8),
     )
-    return ForeignRequest(generate, Nobody(), eos_token_ids=frozenset(), tokens_ahead=ahead, clock=lambda: 0.0)
+    return ExternalRequest(generate, Nobody(), eos_token_ids=frozenset(), tokens_ahead=ahead, clock=lambda: 0.0)
 
 
 @pytest.fixture
-def load() -> ForeignLoad:
-    load = ForeignLoad(description_of("b0"))
-    load.begin(Numbers(num_blocks=500))
+def load() -> ExternalLoad:
+    load = ExternalLoad(description_of("b0"))
+    load.begin(EngineMetrics(num_blocks=500))
     return load
 
 
-def test_requests_count_as_running_from_their_first_token_on(load: ForeignLoad) -> None:
+def test_requests_count_as_running_from_their_first_token_on(load: ExternalLoad) -> None:
     """Before that the router counts them itself; both would be twice."""
     request = request_at(1)
     load.sent(request)
@@ -55,18 +63,18 @@ def test_requests_count_as_running_from_their_first_token_on(load: ForeignLoad) 
     assert round(report.prefill_tokens_per_s) == 200
 
 
-def test_other_clients_requests_are_those_beyond_ours(load: ForeignLoad) -> None:
+def test_other_clients_requests_are_those_beyond_ours(load: ExternalLoad) -> None:
     """The engine counts all of them."""
     load.sent(request_at(1))
 
-    load.look(Numbers(running=3, waiting=2, kv_usage=0.5))
+    load.look(EngineMetrics(running=3, waiting=2, kv_usage=0.5))
 
     assert load.report(0.0, cached_blocks=0).running == 4
 
 
-def test_blocks_come_from_usage_as_far_as_it_is_told(load: ForeignLoad) -> None:
+def test_blocks_come_from_usage_as_far_as_it_is_told(load: ExternalLoad) -> None:
     """Cached blocks beyond the used ones are free and still hold something."""
-    load.look(Numbers(kv_usage=0.2))
+    load.look(EngineMetrics(kv_usage=0.2))
 
     report = load.report(0.0, cached_blocks=150)
 
@@ -75,7 +83,81 @@ def test_blocks_come_from_usage_as_far_as_it_is_told(load: ForeignLoad) -> None:
 
 def test_an_engine_that_tells_nothing_has_room() -> None:
     """Its own queue is then the only bound."""
-    load = ForeignLoad(description_of("b0"))
-    load.begin(Numbers())
+    load = ExternalLoad(description_of("b0"))
+    load.begin(EngineMetrics())
 
     assert load.report(0.0, cached_blocks=3).free_blocks == UNKNOWN_BLOCKS
+
+
+def test_the_first_observation_replaces_the_guess() -> None:
+    """A guess is nobody's pace."""
+    pace = Pace()
+
+    pace.first_token(1000, 0.25)
+    pace.next_tokens(2, 0.02)
+
+    assert (round(pace.prefill_tokens_per_s), pace.decode_step_s) == (4000, 0.01)
+
+
+def test_one_odd_answer_changes_little() -> None:
+    """Engines compile things in the middle of serving."""
+    pace = Pace()
+    for _ in range(5):
+        pace.first_token(1000, 0.1)
+
+    pace.first_token(1000, 60.0)
+
+    assert round(pace.prefill_tokens_per_s) == 10_000
+
+
+def test_a_short_prompt_tells_nothing_of_prefill() -> None:
+    """Its time is the way there and back."""
+    pace, before = Pace(), Pace().prefill_tokens_per_s
+
+    pace.first_token(MIN_PREFILL_TOKENS - 1, 5.0)
+
+    assert pace.prefill_tokens_per_s == before
+
+
+@given(st.lists(st.tuples(st.integers(-5, 10**6), st.floats(-1.0, 1e6, allow_nan=False)), max_size=40))
+def test_rates_stay_above_zero(seen: list[tuple[int, float]]) -> None:
+    """Whatever a clock says: they are divided by."""
+    pace = Pace()
+    for tokens, seconds in seen:
+        pace.first_token(tokens, seconds)
+        pace.next_tokens(tokens, seconds)
+
+    pace.check()
+
+
+VLLM = """# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 2.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 1.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 9.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:cache_config_info{block_size="32",cache_dtype="auto",engine="0",num_gpu_blocks="8192"} 1.0
+"""
+SGLANG = """sglang:num_running_reqs{model_name="m"} 4.0
+sglang:num_queue_reqs{model_name="m"} 0.0
+sglang:token_usage{model_name="m"} 0.5
+"""
+
+
+def test_vllm_tells_load_and_blocks() -> None:
+    """Summed over its ranks; a metric whose name only begins alike is another one."""
+    assert read_metrics(VLLM) == EngineMetrics(running=5, waiting=1, kv_usage=0.25, num_blocks=8192, block_size=32)
+
+
+def test_sglang_tells_load() -> None:
+    """Under names of its own."""
+    assert read_metrics(SGLANG) == EngineMetrics(running=4, waiting=0, kv_usage=0.5)
+
+
+def test_what_is_not_told_is_not_made_up() -> None:
+    """vLLM says None for what a rank does not know yet."""
+    assert (
+        read_metrics('vllm:cache_config_info{num_gpu_blocks="None"} 1.0\nvllm:num_requests_running NaN\n')
+        == EngineMetrics()
+    )

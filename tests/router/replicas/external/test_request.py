@@ -8,7 +8,7 @@ import pytest
 from homing.kvcache.hashing import token_bytes
 from homing.replica.messages import Generate, Refused, SamplingParams, TokenOutput
 from homing.router.backend import TextOutput
-from homing.router.replicas.external.request import ForeignRequest
+from homing.router.replicas.external.request import ExternalRequest
 
 EOS = 2
 
@@ -20,14 +20,14 @@ class Desk:
         self.outputs: list[TokenOutput | TextOutput] = []
         self.refusals: list[Refused] = []
 
-    def brought(self, request: ForeignRequest, output: TokenOutput | TextOutput) -> None:
+    def on_output(self, request: ExternalRequest, output: TokenOutput | TextOutput) -> None:
         self.outputs.append(output)
 
-    def turned_down(self, request: ForeignRequest, refusal: Refused) -> None:
+    def on_refusal(self, request: ExternalRequest, refusal: Refused) -> None:
         self.refusals.append(refusal)
 
 
-def request_at(desk: Desk, generated: list[int] | None = None, **sampling: Any) -> ForeignRequest:
+def request_at(desk: Desk, generated: list[int] | None = None, **sampling: Any) -> ExternalRequest:
     """A request of three prompt tokens that an engine has begun to answer."""
     generate = Generate(
         request_id=4,
@@ -37,7 +37,7 @@ def request_at(desk: Desk, generated: list[int] | None = None, **sampling: Any) 
         block_hashes=b"",
         sampling=SamplingParams(max_tokens=10, **sampling),
     )
-    request = ForeignRequest(
+    request = ExternalRequest(
         generate, desk, eos_token_ids=frozenset({EOS}), tokens_ahead=3, clock=iter(range(1000)).__next__
     )
     request.head(200)

@@ -5,10 +5,20 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from homing.kvcache.hashing import token_bytes
 from homing.replica.messages import Generate, PositionLogprobs, SamplingParams, TokenLogprob
-from homing.router.replicas.external.wire import Piece, completion_body, error_message, read_piece
+from homing.router.replicas.external.wire import (
+    MAX_EVENT_BYTES,
+    EventStreamParser,
+    EventTooLongError,
+    Piece,
+    completion_body,
+    error_message,
+    read_piece,
+)
 
 
 def body(generated: list[int] | None = None, *, salt: str | None = None, **sampling: Any) -> dict[str, Any]:
@@ -121,9 +131,38 @@ def test_garbage_is_refused() -> None:
         (b'{"object": "error", "message": "too long"}', "too long"),
         (b'{"detail": "Not Found"}', "Not Found"),
         (b"upstream is gone", "upstream is gone"),
-        (b"", "no words"),
+        (b"", "no message"),
     ],
 )
 def test_error_answers_of_every_shape_have_words(answer: bytes, words: str) -> None:
     """The client reads them."""
     assert words in error_message(answer)
+
+
+LINE = st.binary(max_size=12).map(lambda line: line.replace(b"\n", b"").replace(b"\r", b""))
+
+
+@given(st.lists(LINE, max_size=8), st.sampled_from([b"\n", b"\r\n"]), st.data())
+def test_events_do_not_depend_on_how_they_are_cut(payloads: list[bytes], end: bytes, data: st.DataObject) -> None:
+    """TCP cuts anywhere, also inside a line's end."""
+    whole = b"".join(b": a comment" + end + b"data: " + payload + end + end for payload in payloads)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=6)))
+    parser = EventStreamParser()
+
+    pieces = [whole[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
+    events = [event for piece in pieces for event in parser.feed(piece)]
+
+    assert events == payloads
+
+
+def test_lines_of_one_event_belong_together() -> None:
+    """The format allows it, and a space behind the colon is no part of the data."""
+    assert EventStreamParser().feed(b"event: x\ndata:a\ndata: b\n\n") == [b"a\nb"]
+
+
+def test_a_line_without_end_is_given_up() -> None:
+    """A server must not fill the router's memory."""
+    parser = EventStreamParser()
+
+    with pytest.raises(EventTooLongError):
+        parser.feed(b"data: " + bytes(MAX_EVENT_BYTES))

@@ -6,6 +6,7 @@ import torch
 from homing.replica.kernels.cpu.attention.bfloat16_pairs import fits
 from homing.replica.kernels.cpu.attention.decode import decode
 from homing.replica.kernels.cpu.runtime.scalars import storage_of
+from homing.replica.kernels.torch_kernels import TorchKernels
 from homing.replica.models.base import AttentionRule
 
 from ...layouts import TOLERANCE, Shape, error, exact, paged
@@ -35,6 +36,22 @@ def test_equals_attention_in_float64(shape, window):
     wanted = exact(q[real], rows, [min(length, 1) for length in lengths], scale, window)
     assert error(out[real], wanted) < TOLERANCE[BFLOAT16]
     assert torch.equal(out[~real], torch.zeros_like(out[~real]))
+
+
+@pytest.mark.usefixtures("instructions")
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_softcap_and_sinks_equal_plain_torch(shape):
+    """Models with such rules decode through the same kernel; a padding row stays 0."""
+    lengths = [1, 17, 0, 200]
+    rows, q = paged(shape, lengths, CPU), torch.randn(len(lengths), shape.heads, shape.key_dim).bfloat16()
+    rule = AttentionRule(0.5, softcap=2.0, sinks=torch.linspace(-1, 2, shape.heads))
+    out, wanted = (torch.full((len(q), shape.heads, shape.value_dim), torch.nan, dtype=BFLOAT16) for _ in range(2))
+
+    decode(q, rows, rule, out)
+
+    TorchKernels().decode(q, rows, None, rule, wanted)
+    assert error(out, wanted.double()) < TOLERANCE[BFLOAT16]
+    assert torch.equal(out[2], torch.zeros_like(out[2]))
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,6 @@ def test_heads_need_not_lie_side_by_side():
         (BFLOAT16, 64, AttentionRule(1.0, window=3), True),
         (BFLOAT16, 63, AttentionRule(1.0), False),
         (torch.float32, 63, AttentionRule(1.0), True),
-        (torch.float16, 64, AttentionRule(1.0), False),
         (BFLOAT16, 64, AttentionRule(1.0, softcap=2.0), False),
         (BFLOAT16, 64, AttentionRule(1.0, sinks=torch.zeros(6)), False),
     ],

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from homing.replica.kernels.cpu.linear.product import pack, product
-from homing.replica.kernels.cpu.pointwise.activation import silu_mul
-from homing.replica.kernels.cpu.pointwise.norm import add_rms_norm
-from homing.replica.kernels.cpu.runtime.call_recording import LEAST_PIECE, Arena, NotRecorded, record
-from homing.replica.kernels.cpu.runtime.thread_team import run_all
+from homing.replica.kernels.cpu.pointwise import add_rms_norm, silu_mul
+from homing.replica.kernels.cpu.runtime.call_recording import SMALLEST_PIECE, Arena, NotRecorded, record
+from homing.replica.kernels.cpu.runtime.thread_team import run_calls
 
 FEATURES = 256
 WEIGHTS = [pack(torch.randn(2 * FEATURES, FEATURES).bfloat16() / 16) for _ in range(6)]
@@ -38,11 +37,11 @@ def test_runs_again_on_what_its_tensors_hold(rows):
     """Bit for bit. Each call needs what the one before it wrote, often with another number of threads."""
     x = torch.randn(rows, FEATURES).bfloat16()
 
-    program = record(Arena(), lambda: chain(x))
+    recording = record(Arena(), lambda: chain(x))
 
     for _ in range(20):
         x.copy_(torch.randn(rows, FEATURES))
-        assert torch.equal(program.run(), chain(x))
+        assert torch.equal(recording.run(), chain(x))
 
 
 @pytest.mark.parametrize("threads", [3], indirect=True)
@@ -50,13 +49,13 @@ def test_runs_again_on_what_its_tensors_hold(rows):
 def test_a_team_may_be_smaller_than_calls_ask_for(threads, given):
     """OpenMP gives what its limits leave (OMP_THREAD_LIMIT): those who are there do all, and wait for nobody else."""
     x = torch.randn(5, FEATURES).bfloat16()
-    program = record(Arena(), lambda: chain(x))
-    assert program.threads == threads
+    recording = record(Arena(), lambda: chain(x))
+    assert recording.threads == threads
 
     x.copy_(torch.randn(5, FEATURES))
-    run_all(program.calls, given)
+    run_calls(recording.calls, given)
 
-    assert torch.equal(program.result, chain(x))
+    assert torch.equal(recording.result, chain(x))
 
 
 def test_steps_share_their_memory():
@@ -68,19 +67,19 @@ def test_steps_share_their_memory():
     others = [record(arena, lambda rows=rows: chain(x[:rows])) for rows in range(1, 8)]
 
     assert arena.pieces == pieces
-    for program, rows in zip([*others, largest], range(1, 9), strict=True):
-        assert torch.equal(program.run(), chain(x[:rows]))
+    for recording, rows in zip([*others, largest], range(1, 9), strict=True):
+        assert torch.equal(recording.run(), chain(x[:rows]))
 
 
 def test_what_a_step_reads_stays():
     """Also where nobody else holds it any more."""
     x = torch.randn(1, FEATURES).bfloat16()
     wanted = chain(x)
-    program = recorded_on_a_copy(x)
+    recording = recorded_on_a_copy(x)
 
     junk = [torch.full((size,), float("nan")) for size in range(16, 2048, 16)]
 
-    assert torch.equal(program.run(), wanted)
+    assert torch.equal(recording.run(), wanted)
     assert all(each.isnan().all() for each in junk)
 
 
@@ -97,7 +96,7 @@ def recorded_on_a_copy(x):
         (lambda x: torch.zeros(1) if x.sum() else x, "aten.sum"),
         (lambda x: silu_mul(torch.tensor([[float(len(x)), 1.0]])), "aten.lift_fresh"),
         (lambda x: silu_mul(x.chunk(2, 1)[0]), "aten.chunk.default, which makes several views"),
-        (lambda x: x.view(-1, FEATURES), "not of its own making"),
+        (lambda x: x.view(-1, FEATURES), "not computed by a compiled kernel"),
     ],
 )
 def test_what_would_be_missed_is_refused(step, named):
@@ -118,7 +117,7 @@ def test_pieces_are_given_out_again_when_no_view_is_left():
     assert arena.pieces == 2
 
     del view
-    arena.empty((LEAST_PIECE,), torch.uint8)
+    arena.empty((SMALLEST_PIECE,), torch.uint8)
     assert arena.pieces == 2
 
 

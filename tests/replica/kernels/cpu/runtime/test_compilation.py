@@ -8,15 +8,27 @@ from numba import njit
 
 from homing.replica.kernels.cpu.linear.product import compiled as product
 from homing.replica.kernels.cpu.linear.tile import tile
-from homing.replica.kernels.cpu.pointwise.activation import _compiled as activation
-from homing.replica.kernels.cpu.pointwise.norm import _compiled as norm
+from homing.replica.kernels.cpu.pointwise import _add_rms_norm as norm
+from homing.replica.kernels.cpu.pointwise import _silu_mul as activation
+from homing.replica.kernels.cpu.runtime import compilation
 from homing.replica.kernels.cpu.runtime.code_store import CodeStore
-from homing.replica.kernels.cpu.runtime.compilation import KeptKernel, described, made
+from homing.replica.kernels.cpu.runtime.compilation import StoredKernel, description, load_or_compile
 from homing.replica.kernels.cpu.runtime.scalars import storage_of
 from homing.replica.kernels.cpu.runtime.thread_team import run
 from homing.replica.kernels.cpu.runtime.vectors import NATIVE, WIDENED
 
 BFLOAT16, FLOAT32 = storage_of(torch.bfloat16), storage_of(torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def _without_the_store_of_the_run(monkeypatch):
+    """What these tests ask for is compiled, also where the run has a folder of compiled kernels."""
+    monkeypatch.setattr(compilation, "_store", lambda: None)
+
+
+def source_of(make, *arguments):
+    """The function that becomes a kernel, past the kernels that are made already."""
+    return make.__wrapped__(*arguments).__wrapped__
 
 
 def silu_of(kernel, gate_up):
@@ -28,54 +40,55 @@ def silu_of(kernel, gate_up):
 
 def test_kept_code_answers_as_the_compiled_one(tmp_path):
     """Bit for bit, calls into OpenMP included: or an answer would depend on which process compiled."""
-    store, source, x = CodeStore(tmp_path), activation(FLOAT32).__wrapped__, torch.randn(5, 66)
+    store, source, x = CodeStore(tmp_path), source_of(activation, FLOAT32), torch.randn(5, 66)
 
-    compiled = made(source, store)
-    kept = made(source, store)
+    compiled = load_or_compile(source, store)
+    kept = load_or_compile(source, store)
 
-    assert not isinstance(compiled, KeptKernel)
-    assert isinstance(kept, KeptKernel)
+    assert not isinstance(compiled, StoredKernel)
+    assert isinstance(kept, StoredKernel)
     assert torch.equal(silu_of(kept, x), silu_of(compiled, x))
 
 
 def test_who_waited_takes_what_was_compiled_meanwhile(tmp_path):
     """Of two ranks that start at once one compiles: the other looks again when it is its turn."""
-    store, source = CodeStore(tmp_path), activation(FLOAT32).__wrapped__
-    kernels, waits = [], threading.Thread(target=lambda: kernels.append(made(source, CodeStore(tmp_path))))
+    store, source = CodeStore(tmp_path), source_of(activation, FLOAT32)
+    kernels, waits = [], threading.Thread(target=lambda: kernels.append(load_or_compile(source, CodeStore(tmp_path))))
 
-    with store.turn():
+    with store.lock():
         waits.start()
         fill_as_another_would(store, source)
     waits.join()
 
-    assert isinstance(kernels[0], KeptKernel)
+    assert isinstance(kernels[0], StoredKernel)
 
 
 def fill_as_another_would(store, source):
     """Compiles under a turn that is held already."""
-    unlocked = CodeStore(store.folder, patience_s=0.0)
-    assert not isinstance(made(source, unlocked), KeptKernel)
+    unlocked = CodeStore(store.folder, lock_timeout_s=0.0)
+    assert not isinstance(load_or_compile(source, unlocked), StoredKernel)
 
 
 def test_without_a_store_kernels_are_compiled():
     """As where the folder is not to be trusted."""
-    assert not isinstance(made(activation(FLOAT32).__wrapped__, None), KeptKernel)
+    assert not isinstance(load_or_compile(source_of(activation, FLOAT32), None), StoredKernel)
 
 
 def test_words_tell_apart_all_that_a_kernel_is_made_for():
     """One source gives a kernel for each dtype and each choice that it closes over."""
-    kernels = norm(BFLOAT16, True), norm(BFLOAT16, False), norm(FLOAT32, True), activation(FLOAT32), product(WIDENED)
+    norms = [source_of(norm, *which) for which in ((BFLOAT16, True), (BFLOAT16, False), (FLOAT32, True))]
+    sources = [*norms, source_of(activation, FLOAT32), source_of(product, WIDENED)]
 
-    words = {described(kernel.__wrapped__) for kernel in kernels} | {described(tile(NATIVE))}
+    words = {description(source) for source in sources} | {description(tile(NATIVE, prefetches=False))}
 
-    assert len(words) == len(kernels) + 1
+    assert len(words) == len(sources) + 1
     assert "0x" not in "".join(words)
 
 
 def test_what_has_no_words_is_refused():
     """It would be left out of them, and code for another value be taken."""
-    with pytest.raises(TypeError, match="has no words"):
-        described(object())
+    with pytest.raises(TypeError, match="cannot be described"):
+        description(object())
 
 
 def test_helpers_from_elsewhere_are_refused():
@@ -83,4 +96,4 @@ def test_helpers_from_elsewhere_are_refused():
     elsewhere = njit(lambda x: x)
 
     with pytest.raises(AssertionError, match="not among the kernels"):
-        described(elsewhere)
+        description(elsewhere)

@@ -8,7 +8,7 @@ import torch
 
 from homing.replica.kernels.base import PagedRows
 from homing.replica.kernels.cpu.attention.decode import decode
-from homing.replica.kernels.cpu.pointwise.norm import add_rms_norm
+from homing.replica.kernels.cpu.pointwise import add_rms_norm
 from homing.replica.kernels.cpu.runtime.scalars import exponential, storage_of
 from homing.replica.models.base import AttentionRule
 

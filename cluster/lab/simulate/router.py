@@ -1,0 +1,77 @@
+"""A modelled router process: the production placement with one policy, and the requests that it holds."""
+
+from collections import deque
+from random import Random
+
+from ....events.wire.messages import EventEndpoints
+from ....replica.messages import ModelLimits, Parity, ReplicaDescription
+from ....router.routing.placement import Placement
+from ....router.routing.policy.base import Policy, Prompt
+from ....router.routing.replica_load import LoadBook
+from ....router.routing.reservations import Reservations
+from .replica import ReplicaLimits, SimulatedReplica, Work
+
+_NOWHERE = EventEndpoints(events="", replay="", state="", snapshot="")
+_NO_PARITY = Parity(
+    tokenizer_digest="", template_digest="", block_size=0, hash_algorithm="", model_root=b"", canary=b""
+)
+
+
+class SimulatedRouter:
+    """Places requests. A restart loses all that `placement` knows; clients stay, so held requests do, too."""
+
+    def __init__(self, name: str, policy: Policy, rng: Random) -> None:
+        self.name = name
+        self.waiting: deque[Work] = deque()
+        self.restart(policy, rng)
+
+    def restart(self, policy: Policy, rng: Random) -> None:
+        """Start with empty books."""
+        # No replica of a simulation is ever silent: a lost one leaves.
+        loads = LoadBook(self.name, silence_s=float("inf"))
+        self.placement = Placement(policy, loads=loads, reservations=Reservations(30.0), rng=rng)
+
+    def join(self, replica: SimulatedReplica, now: float) -> None:
+        """A replica registers, with the rates it has measured so far."""
+        self.placement.join(describe(replica.replica_id, replica.epoch, replica.limits, replica.rates), now)
+
+    def place(self, work: Work, block_tokens: int, now: float) -> str | None:
+        """Choose a replica and book the request there; None: it is held until something changes."""
+        arrival, placement = work.arrival, self.placement
+        placement.reservations.expire(now)
+        prompt = Prompt(
+            tokens=arrival.tokens + work.generated,
+            blocks=len(arrival.blocks),
+            block_size=block_tokens,
+            hashes=arrival.blocks,
+            text_hashes=arrival.text,
+            generated=work.generated,
+            now=now,
+            session=arrival.session,
+        )
+        decision = placement.decide(prompt, placement.candidates(arrival.blocks, (), now))
+        chosen = decision.chosen
+        if chosen is None:
+            return None
+        placement.book(work.request_id, decision, arrival.blocks, now)
+        if placement.policy.predicts_hits:
+            work.predicted = prompt.tokens - chosen.uncached_tokens(prompt)
+        return chosen.replica_id
+
+
+def describe(replica_id: str, epoch: int, limits: ReplicaLimits, rates: tuple[float, float]) -> ReplicaDescription:
+    """A modelled replica as it introduces itself; `rates`: prefill tokens per second, and seconds of a decode step."""
+    return ReplicaDescription(
+        replica_id=replica_id,
+        epoch=epoch,
+        request_endpoint="",
+        event_endpoints=_NOWHERE,
+        parity=_NO_PARITY,
+        model=ModelLimits(name="", path="", vocab_size=1, max_model_len=1, eos_token_ids=()),
+        num_blocks=limits.blocks,
+        max_running_requests=limits.max_running_requests,
+        max_batched_tokens=limits.max_batched_tokens,
+        tensor_parallel_size=1,
+        prefill_tokens_per_s=rates[0],
+        decode_step_s=rates[1],
+    )

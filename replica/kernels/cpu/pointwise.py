@@ -1,0 +1,229 @@
+"""The small operations around the matrix products: row gathering, norm, rotation and KV store, activation.
+
+torch has them all, but its operations cannot be recorded (runtime/call_recording.py).
+"""
+
+import functools
+import math
+
+import numpy as np
+import torch
+from numba import carray, njit
+
+from ...models.base import Rotary
+from .runtime.compilation import kernel
+from .runtime.scalars import FAST_MATH, LEAST, Storage, exponential, pointer, storage_of
+from .runtime.thread_team import run, share, threads_for
+
+
+def take(table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """As `base.Kernels.take`."""
+    taken = torch.empty(len(places), table.shape[1], dtype=table.dtype)
+    numbers = len(places), table.shape[1], table.stride(0)
+    run(_take(storage_of(table.dtype)), (table, places, taken), numbers, threads_for(taken.nbytes))
+    return taken
+
+
+@functools.cache
+def _take(storage: Storage):
+    kind, size = storage.kind, storage.size
+
+    @kernel
+    def take(data, number, threads):
+        given = carray(data, (6,), np.int64)
+        features = given[4]
+        places = carray(pointer(given[1]), (given[3],), np.int64)
+        first, stop = share(given[3], number, threads)
+        for row in range(first, stop):
+            source = carray(pointer(given[0] + places[row] * given[5] * size), (features,), kind)
+            target = carray(pointer(given[2] + row * features * size), (features,), kind)
+            for i in range(features):
+                target[i] = source[i]
+
+    return take
+
+
+def add_rms_norm(
+    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `base.Kernels.add_rms_norm`."""
+    tokens, features = x.shape
+    normed = torch.empty(tokens, features, dtype=x.dtype)
+    added = x if delta is None else delta
+    storage = storage_of(x.dtype, added.dtype, weight.dtype)
+    summed = x if delta is None else torch.empty(tokens, features, dtype=x.dtype)
+    numbers = tokens, features, x.stride(0), added.stride(0), float(epsilon)
+    compiled = _add_rms_norm(storage, delta is not None)
+    run(compiled, (x, added, weight, summed, normed), numbers, threads_for(normed.nbytes))
+    return summed, normed
+
+
+@functools.cache
+def _add_rms_norm(storage: Storage, adds: bool):
+    kind, size, widen, narrow = storage.kind, storage.size, storage.widen, storage.narrow
+
+    @kernel
+    def add_rms_norm(data, number, threads):
+        given = carray(data, (10,), np.int64)
+        epsilon = np.float32(carray(data, (10,), np.float64)[9])
+        tokens, features = given[5], given[6]
+        weight = carray(pointer(given[2]), (features,), kind)
+        first, stop = share(tokens, number, threads)
+        for token in range(first, stop):
+            x = carray(pointer(given[0] + token * given[7] * size), (features,), kind)
+            row = x
+            squares = np.float32(0)
+            if adds:
+                delta = carray(pointer(given[1] + token * given[8] * size), (features,), kind)
+                row = carray(pointer(given[3] + token * features * size), (features,), kind)
+                for i in range(features):
+                    row[i] = narrow(widen(x[i]) + widen(delta[i]))
+            for i in range(features):
+                value = widen(row[i])  # the rounded sum, which the next layer gets
+                squares += value * value
+            inverse = np.float32(1) / math.sqrt(squares / np.float32(features) + epsilon)
+            normed = carray(pointer(given[4] + token * features * size), (features,), kind)
+            for i in range(features):
+                normed[i] = narrow(widen(row[i]) * inverse * widen(weight[i]))
+
+    return add_rms_norm
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """As `base.Kernels.silu_mul`."""
+    storage = storage_of(gate_up.dtype)
+    tokens, features = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(tokens, features, dtype=gate_up.dtype)
+    run(_silu_mul(storage), (gate_up, out), (tokens, features, gate_up.stride(0)), threads_for(gate_up.nbytes))
+    return out
+
+
+@functools.cache
+def _silu_mul(storage: Storage):
+    kind, size, widen, narrow = storage.kind, storage.size, storage.widen, storage.narrow
+
+    @kernel
+    def silu_mul(data, number, threads):
+        given = carray(data, (5,), np.int64)
+        features = given[3]
+        first, stop = share(given[2], number, threads)
+        for token in range(first, stop):
+            row = given[0] + token * given[4] * size
+            gates = carray(pointer(row), (features,), kind)
+            ups = carray(pointer(row + features * size), (features,), kind)
+            out = carray(pointer(given[1] + token * features * size), (features,), kind)
+            for i in range(features):
+                wide = widen(gates[i])
+                gate = LEAST if wide < LEAST else wide  # below, `exponential` is no longer exp
+                out[i] = narrow(gate / (np.float32(1) + exponential(-gate)) * widen(ups[i]))
+
+    return silu_mul
+
+
+def rotary_table(
+    positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `base.Kernels.rotary_table`."""
+    cos, sin = (torch.empty(len(positions), len(frequencies), dtype=dtype) for _ in range(2))
+    tensors, numbers = (positions, frequencies, cos, sin), (len(positions), len(frequencies))
+    run(_rotary_table(storage_of(dtype)), tensors, numbers, threads_for(cos.nbytes))
+    return cos, sin
+
+
+@functools.cache
+def _rotary_table(storage: Storage):
+    kind, size, narrow = storage.kind, storage.size, storage.narrow
+
+    @kernel
+    def rotary_table(data, number, threads):
+        given = carray(data, (6,), np.int64)
+        count, width = given[4], given[5]
+        positions = carray(pointer(given[0]), (count,), np.int64)
+        frequencies = carray(pointer(given[1]), (width,), np.float32)
+        first, stop = share(count, number, threads)
+        for row in range(first, stop):
+            cos = carray(pointer(given[2] + row * width * size), (width,), kind)
+            sin = carray(pointer(given[3] + row * width * size), (width,), kind)
+            for i in range(width):
+                angle = np.float32(positions[row]) * frequencies[i]
+                cos[i] = narrow(np.float32(math.cos(angle)))
+                sin[i] = narrow(np.float32(math.sin(angle)))
+
+    return rotary_table
+
+
+def rotate_and_store(
+    qkv: torch.Tensor, rotary: Rotary, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """As `base.Kernels.rotate_and_store`."""
+    norms = () if rotary.q_norm is None or rotary.k_norm is None else (rotary.q_norm, rotary.k_norm)
+    storage = storage_of(*(each.dtype for each in (qkv, keys, values, *norms)))
+    table = storage_of(rotary.cos.dtype, rotary.sin.dtype)
+    kv_heads, dim = keys.shape[2:]
+    tokens, heads = len(qkv), qkv.shape[1] // dim - 2 * kv_heads
+    queries = torch.empty(tokens, heads, dim, dtype=qkv.dtype)
+    # For a model without norms the kernel does not read their arguments.
+    tensors = qkv, rotary.cos, rotary.sin, slots, keys, values, queries, *(norms or (qkv, qkv))
+    counts = tokens, heads, kv_heads, qkv.stride(0), rotary.cos.stride(0), rotary.sin.stride(0)
+    compiled = _rotate_and_store(storage, table, dim, bool(norms))
+    run(compiled, tensors, (*counts, float(rotary.epsilon)), threads_for(qkv.nbytes))
+    return queries
+
+
+@functools.cache
+def _rotate_and_store(storage: Storage, table: Storage, dim: int, norms: bool):
+    kind, size = storage.kind, storage.size
+    half, table_kind, table_size = dim // 2, table.kind, table.size
+    rotate = _rotate_head(storage, table, dim, norms)
+
+    @kernel
+    def rotate_and_store(data, number, threads):
+        given = carray(data, (16,), np.int64)
+        epsilon = np.float32(carray(data, (16,), np.float64)[15])
+        heads, kv_heads = given[10], given[11]
+        slots = carray(pointer(given[3]), (given[9],), np.int64)
+        q_norm, k_norm = carray(pointer(given[7]), (dim,), kind), carray(pointer(given[8]), (dim,), kind)
+        first, stop = share(given[9], number, threads)
+        for token in range(first, stop):
+            row = given[0] + token * given[12] * size
+            cos = carray(pointer(given[1] + token * given[13] * table_size), (half,), table_kind)
+            sin = carray(pointer(given[2] + token * given[14] * table_size), (half,), table_kind)
+            for head in range(heads):
+                source = carray(pointer(row + head * dim * size), (dim,), kind)
+                target = carray(pointer(given[6] + (token * heads + head) * dim * size), (dim,), kind)
+                rotate(source, target, cos, sin, q_norm, epsilon)
+            if slots[token] < 0:
+                continue
+            place = slots[token] * kv_heads * dim * size
+            for head in range(kv_heads):
+                source = carray(pointer(row + (heads + head) * dim * size), (dim,), kind)
+                target = carray(pointer(given[4] + place + head * dim * size), (dim,), kind)
+                rotate(source, target, cos, sin, k_norm, epsilon)
+            fresh = carray(pointer(row + (heads + kv_heads) * dim * size), (kv_heads * dim,), kind)
+            stored = carray(pointer(given[5] + place), (kv_heads * dim,), kind)
+            for i in range(kv_heads * dim):
+                stored[i] = fresh[i]
+
+    return rotate_and_store
+
+
+def _rotate_head(storage: Storage, table: Storage, dim: int, norms: bool):
+    half, widen, narrow, wide = dim // 2, storage.widen, storage.narrow, table.widen
+
+    @njit(fastmath=FAST_MATH, error_model="numpy")
+    def rotate(source, target, cos, sin, norm, epsilon):
+        """Normalize and rotate one head, pairs (i, i + dim / 2)."""
+        inverse = np.float32(1)
+        if norms:
+            squares = np.float32(0)
+            for i in range(dim):
+                squares += widen(source[i]) * widen(source[i])
+            inverse = np.float32(1) / math.sqrt(squares / np.float32(dim) + epsilon)
+        for i in range(half):
+            one, other = widen(source[i]), widen(source[half + i])
+            if norms:
+                one, other = one * inverse * widen(norm[i]), other * inverse * widen(norm[half + i])
+            target[i] = narrow(one * wide(cos[i]) - other * wide(sin[i]))
+            target[half + i] = narrow(other * wide(cos[i]) + one * wide(sin[i]))
+
+    return rotate

@@ -1,1 +1,0 @@
-"""The small operations around the products: norm, rotation, activation, row gathering."""

@@ -1,0 +1,177 @@
+"""The small operations around the matrix products: norm, rotation and KV store, activation."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ...models.base import Rotary
+
+#: Features per program of an activation.
+BLOCK = 1024
+#: Heads per program of a rotation. Not measured.
+HEADS_PER_PROGRAM = 4
+
+
+def add_rms_norm(
+    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `base.Kernels.add_rms_norm`."""
+    tokens, features = x.shape
+    normed = torch.empty_like(x)
+    summed = x if delta is None else torch.empty_like(x)
+    block = triton.next_power_of_2(features)
+    if tokens:
+        _add_rms_norm[(tokens,)](
+            x,
+            x if delta is None else delta,
+            weight,
+            summed,
+            normed,
+            epsilon,
+            x.stride(0),
+            x.stride(0) if delta is None else delta.stride(0),
+            FEATURES=features,
+            BLOCK=block,
+            ADDS=delta is not None,
+            num_warps=8 if block >= 4096 else 4,
+        )
+    return summed, normed
+
+
+@triton.jit
+def _add_rms_norm(
+    x,
+    delta,
+    weight,
+    summed,
+    normed,
+    epsilon,
+    x_row,
+    delta_row,
+    FEATURES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADDS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    there = i < FEATURES
+    kind = summed.dtype.element_ty
+    value = tl.load(x + row * x_row + i, mask=there, other=0.0).to(tl.float32)
+    if ADDS:
+        value += tl.load(delta + row * delta_row + i, mask=there, other=0.0).to(tl.float32)
+        rounded = value.to(kind)
+        tl.store(summed + row * FEATURES + i, rounded, mask=there)
+        value = rounded.to(tl.float32)  # the norm of what the next layer will see
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(value * value, 0) / FEATURES + epsilon)
+    scaled = value * inverse * tl.load(weight + i, mask=there, other=0.0).to(tl.float32)
+    tl.store(normed + row * FEATURES + i, scaled.to(kind), mask=there)
+
+
+def rotate_and_store(
+    qkv: torch.Tensor, rotary: Rotary, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """As `base.Kernels.rotate_and_store`."""
+    _, page, kv_heads, dim = keys.shape
+    tokens, heads = len(qkv), qkv.shape[1] // dim - 2 * kv_heads
+    queries = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
+    every, norms = heads + 2 * kv_heads, rotary.q_norm is not None and rotary.k_norm is not None
+    if tokens:
+        _rotate_and_store[(tokens, triton.cdiv(every, HEADS_PER_PROGRAM))](
+            qkv,
+            rotary.q_norm if norms else qkv,
+            rotary.k_norm if norms else qkv,
+            rotary.cos,
+            rotary.sin,
+            slots,
+            queries,
+            keys,
+            values,
+            rotary.epsilon,
+            qkv.stride(0),
+            *keys.stride()[:3],
+            *values.stride()[:3],
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            DIM=dim,
+            HALF_PAD=triton.next_power_of_2(dim // 2),
+            PAGE=page,
+            NORMS=norms,
+            BATCH=HEADS_PER_PROGRAM,
+            num_warps=2,
+        )
+    return queries
+
+
+@triton.jit
+def _rotate_and_store(
+    qkv, q_norm, k_norm, cos, sin, slots, queries, keys, values, epsilon, qkv_row, k_page, k_token, k_head, v_page,
+    v_token, v_head, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF_PAD: tl.constexpr,
+    PAGE: tl.constexpr, NORMS: tl.constexpr, BATCH: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one token: each as two halves, which rotate with each other."""
+    HALF: tl.constexpr = DIM // 2
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BATCH + tl.arange(0, BATCH)
+    i = tl.arange(0, HALF_PAD)
+    there = (head[:, None] < HEADS + 2 * KV_HEADS) & (i[None, :] < HALF)
+    at = qkv + token * qkv_row + head[:, None] * DIM + i[None, :]
+    kind = qkv.dtype.element_ty
+    first = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    second = tl.load(at + HALF, mask=there, other=0.0).to(tl.float32)
+    is_query = head < HEADS
+    turns = (head < HEADS + KV_HEADS)[:, None]
+    if NORMS:
+        mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / DIM
+        inverse = tl.where(turns, (1.0 / tl.sqrt_rn(mean + epsilon))[:, None], 1.0)
+        first *= inverse * _norm_weights(q_norm, k_norm, is_query, turns, i, there)
+        second *= inverse * _norm_weights(q_norm + HALF, k_norm + HALF, is_query, turns, i, there)
+    wave = tl.where(i < HALF, i, 0)
+    c = tl.where(turns, tl.load(cos + token * HALF + wave).to(tl.float32)[None, :], 1.0)
+    s = tl.where(turns, tl.load(sin + token * HALF + wave).to(tl.float32)[None, :], 0.0)
+    turned = (first * c - second * s).to(kind)
+    other = (second * c + first * s).to(kind)
+
+    q_at = queries + (token * HEADS + head[:, None]) * DIM + i[None, :]
+    tl.store(q_at, turned, mask=there & is_query[:, None])
+    tl.store(q_at + HALF, other, mask=there & is_query[:, None])
+    slot = tl.load(slots + token)
+    page = slot // PAGE
+    offset = slot % PAGE
+    stored = there & (slot >= 0)
+    is_key = turns & (head[:, None] >= HEADS)
+    k_at = keys + page * k_page + offset * k_token + (head[:, None] - HEADS) * k_head + i[None, :]
+    tl.store(k_at, turned, mask=stored & is_key)
+    tl.store(k_at + HALF, other, mask=stored & is_key)
+    v_at = values + page * v_page + offset * v_token + (head[:, None] - HEADS - KV_HEADS) * v_head + i[None, :]
+    tl.store(v_at, turned, mask=stored & (turns == 0))
+    tl.store(v_at + HALF, other, mask=stored & (turns == 0))
+
+
+@triton.jit
+def _norm_weights(q_norm, k_norm, is_query, turns, i, there):
+    """Each head's norm weights; 1 for values, which are not normed."""
+    query = tl.load(q_norm + i[None, :], mask=there & is_query[:, None], other=1.0).to(tl.float32)
+    key = tl.load(k_norm + i[None, :], mask=there & turns & (is_query == 0)[:, None], other=1.0).to(tl.float32)
+    return query * key
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """As `base.Kernels.silu_mul`."""
+    tokens, features = len(gate_up), gate_up.shape[1] // 2
+    out = torch.empty(tokens, features, dtype=gate_up.dtype, device=gate_up.device)
+    if tokens:
+        _silu_mul[(tokens, triton.cdiv(features, BLOCK))](
+            gate_up, out, features, gate_up.stride(0), BLOCK=BLOCK, num_warps=4
+        )
+    return out
+
+
+@triton.jit
+def _silu_mul(gate_up, out, features, row_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = i < features
+    gate = tl.load(gate_up + row * row_stride + i, mask=there, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * row_stride + features + i, mask=there, other=0.0).to(tl.float32)
+    product = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * features + i, product.to(out.dtype.element_ty), mask=there)

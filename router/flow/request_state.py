@@ -1,0 +1,149 @@
+"""One request inside the router: its state, the allowed transitions, and what the flow asks its caller to do with it.
+
+Pure: no clock, no sockets, no queue. `TRANSITIONS` is the only place where a request changes its phase.
+"""
+
+from enum import StrEnum
+from typing import Literal, NamedTuple, NewType, get_args
+
+import msgspec
+
+from ...kvcache.hashing import BlockHash
+from ...replica.messages import FinishReason, Request
+from ..backend import FinishedRequest, GenerationRequest, TokenDelta
+from ..errors import RouterError
+
+#: Identifies a request inside this router for its whole life. Its wire id changes with every replica.
+RequestId = NewType("RequestId", int)
+
+
+class Phase(StrEnum):
+    """Where a request is."""
+
+    NEW = "new"  #: accepted, neither queued nor sent
+    WAITING = "waiting"  #: in the router's queue
+    SENT = "sent"  #: on a replica that has produced nothing for it yet
+    STREAMING = "streaming"  #: on a replica that produces its tokens
+    OVER = "over"
+
+
+#: `Phase.SENT` takes a tenth of a microsecond in Python 3.11, a global name nearly nothing.
+WAITING, SENT, STREAMING = Phase.WAITING, Phase.SENT, Phase.STREAMING
+
+Event = Literal["queue", "send", "start", "move", "finish", "fail", "cancel"]
+
+
+class Transition(NamedTuple):
+    """One allowed change of a request's phase."""
+
+    before: Phase
+    event: Event
+    after: Phase
+    when: str
+
+
+TRANSITIONS = (
+    Transition(Phase.NEW, "send", Phase.SENT, "a replica can take it at once"),
+    Transition(Phase.NEW, "queue", Phase.WAITING, "no replica can take it, or others wait already"),
+    Transition(Phase.WAITING, "send", Phase.SENT, "it is at the head of the queue and a replica can take it"),
+    Transition(Phase.SENT, "start", Phase.STREAMING, "the replica's first output for it arrives"),
+    Transition(Phase.SENT, "move", Phase.WAITING, "the replica is lost, stuck or refuses it, and a retry is left"),
+    Transition(Phase.STREAMING, "move", Phase.WAITING, "the replica is lost or stuck, and a retry is left"),
+    Transition(Phase.SENT, "finish", Phase.OVER, "the replica is lost, and nothing is left to generate"),
+    Transition(Phase.STREAMING, "finish", Phase.OVER, "the last output arrives, or only its finish reason is lost"),
+    Transition(Phase.WAITING, "fail", Phase.OVER, "its deadline passes, or the queue or the router drops it"),
+    Transition(Phase.SENT, "fail", Phase.OVER, "it is refused, no retry is left, or its deadline passes"),
+    Transition(Phase.STREAMING, "fail", Phase.OVER, "tokens are missing, no retry is left, or its deadline passes"),
+    Transition(Phase.WAITING, "cancel", Phase.OVER, "its client left, or its model was replaced"),
+    Transition(Phase.SENT, "cancel", Phase.OVER, "its client left, or its model was replaced"),
+    Transition(Phase.STREAMING, "cancel", Phase.OVER, "its client left"),
+)
+#: By event, as this is looked up a few times for each request.
+_NEXT: dict[Event, dict[Phase, Phase]] = {
+    event: {each.before: each.after for each in TRANSITIONS if each.event == event} for event in get_args(Event)
+}
+
+
+class RequestState(msgspec.Struct, eq=False):
+    """A request that is not over, and what is known of it."""
+
+    request_id: RequestId
+    request: GenerationRequest
+    arrived: float
+    deadline: float
+    root: BlockHash
+    tokens: bytes  #: the prompt, and what was generated until the last placement, uint32 LE
+    prompt_tokens: int
+    phase: Phase = Phase.NEW
+    new_tokens: list[int] = []  #: generated since the last placement
+    generated: int = 0
+    hashes: bytes = b""  #: of all full blocks of `tokens` as they were at the last placement
+    keys: tuple[int, ...] = ()  #: the same blocks as the prefix index names them
+    wire_id: int = 0  #: on its replica; valid while SENT or STREAMING
+    replica: str | None = None  #: where it runs or ran last
+    text_only: bool = False  #: a part of the answer came as text without token ids: no other replica can continue it
+    continuations: int = 0
+    excluded: set[str] = set()  #: replicas that refused it since it was last found unplaceable
+    predicted_cached_tokens: int = 0
+    delivered_cached_tokens: int | None = None
+    regret_tokens: int = 0
+    uncached_tokens: int = 0  #: to compute, by the last placement
+    predicted_ttft_s: float | None = None
+    ttft_s: float | None = None
+
+    def advance(self, event: Event) -> None:
+        """Change the phase as `TRANSITIONS` says; a transition that is not in the table is an AssertionError."""
+        after = _NEXT[event].get(self.phase)
+        assert after is not None, f"request {self.request_id}: no transition {event!r} from phase {self.phase.value!r}"
+        self.phase = after
+
+    @property
+    def on_replica(self) -> bool:
+        """Whether a replica works on it."""
+        return self.phase is SENT or self.phase is STREAMING
+
+    def record(
+        self, outcome: Literal["finished", "failed", "cancelled"], reason: FinishReason | None, now: float
+    ) -> FinishedRequest:
+        """What became of it, for metrics."""
+        return FinishedRequest(
+            trace_id=self.request.trace_id,
+            replica_id=self.replica,
+            outcome=outcome,
+            finish_reason=reason,
+            prompt_tokens=self.prompt_tokens,
+            generated_tokens=self.generated,
+            predicted_cached_tokens=self.predicted_cached_tokens,
+            delivered_cached_tokens=self.delivered_cached_tokens,
+            regret_tokens=self.regret_tokens,
+            predicted_ttft_s=self.predicted_ttft_s,
+            ttft_s=self.ttft_s,
+            duration_s=now - self.arrived,
+            continuations=self.continuations,
+        )
+
+
+class Send(msgspec.Struct, frozen=True, gc=False):
+    """Send this message to that replica. If that fails, call `RequestFlow.unsendable`."""
+
+    replica: str
+    message: Request
+
+
+class Deliver(msgspec.Struct, frozen=True, gc=False):
+    """Hand this delta to the request's reader."""
+
+    request_id: RequestId
+    delta: TokenDelta
+    replica: str | None  #: that produced it; the request may be over by the time the delta is handed on
+
+
+class Ended(msgspec.Struct, frozen=True, gc=False):
+    """The request is over; its last delta has been delivered."""
+
+    request_id: RequestId
+    record: FinishedRequest
+    error: RouterError | None = None  #: for the reader; None: it finished, or its reader left
+
+
+Instruction = Send | Deliver | Ended

@@ -1,0 +1,58 @@
+"""What the policies of other routers have in common: none holds a request back, and each counts its own requests."""
+
+from collections.abc import Sequence
+from random import Random
+
+from .....replica.messages import ReplicaDescription
+from ..base import Candidate, Decision, Policy, Prompt
+
+
+class Peer(Policy):
+    """Counts the requests that this router sent to each replica and that are not over."""
+
+    holds_requests = False
+    predicts_hits = False
+    notices_restarts = False
+
+    def __init__(self) -> None:
+        self._in_flight: dict[str, set[int]] = {}
+
+    def join(self, description: ReplicaDescription) -> None:
+        self._in_flight[description.replica_id] = set()
+
+    def leave(self, replica: str) -> None:
+        del self._in_flight[replica]
+
+    def booked(self, replica: str, request_id: int, prompt: Prompt) -> None:  # noqa: ARG002
+        self._in_flight[replica].add(request_id)
+
+    def ended(self, replica: str, request_id: int) -> None:
+        if replica in self._in_flight:
+            self._in_flight[replica].discard(request_id)
+
+    def requests(self, candidate: Candidate) -> int:
+        """Of this router, there and on the way."""
+        return len(self._in_flight[candidate.replica_id])
+
+    def consider(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
+        usable = self.usable(prompt, candidates)
+        if not usable:
+            return self.choose(prompt, candidates, None, "")
+        chosen, reason = self.pick(prompt, usable, rng)
+        return self.choose(prompt, candidates, chosen, reason)
+
+    def pick(self, prompt: Prompt, usable: Sequence[Candidate], rng: Random) -> tuple[Candidate, str]:
+        """One of the usable candidates, at least one, in the order in which they joined; and why."""
+        raise NotImplementedError
+
+
+def least(usable: Sequence[Candidate], costs: Sequence[float], rng: Random) -> Candidate:
+    """The candidate of the lowest cost, ties at random."""
+    lowest = min(costs)
+    tied = [candidate for candidate, cost in zip(usable, costs, strict=True) if cost == lowest]
+    return tied[0] if len(tied) == 1 else rng.choice(tied)
+
+
+def text_hashes(prompt: Prompt) -> Sequence[int]:
+    """The prompt's blocks for a router that knows the text only, no tenants and no adapters."""
+    return prompt.hashes if prompt.text_hashes is None else prompt.text_hashes

@@ -1,0 +1,126 @@
+"""Dynamo's KV router (1.6): lowest cost in blocks, from events and its own books of prefill and active blocks."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from .....replica.messages import ReplicaDescription
+from ...prefix_index import PrefixIndex
+from ..base import Candidate, Prompt
+from .base import Peer, least
+
+
+@dataclass(slots=True)
+class _Books:
+    """What it notes of one replica."""
+
+    requests: dict[int, Sequence[int]] = field(default_factory=dict)  #: blocks of each request in flight
+    prefill: dict[int, int] = field(default_factory=dict)  #: tokens of each request before its first token
+    prefill_tokens: int = 0
+    active: Counter[int] = field(default_factory=Counter)  #: requests that use each block
+    heard: int = 0  #: number of the last change, as the event stream counts
+    watermark: int = 0  #: changes numbered up to this are taken for old ones
+
+
+class Dynamo(Peer):
+    """cost = scale * max(0, (active prefill tokens + prompt) / block - credit * overlap) + decode blocks if sent there.
+
+    Prefill is booked less the overlap until the first token; active blocks are counted once per hash. The expiry of
+    requests after 300 s is left out. When an engine restarts, what was indexed stays, and its events are ignored until
+    their numbers have passed the old ones, as measured on 1.6.1.
+    """
+
+    name = "dynamo"
+    prefill_load_scale = 1.0
+    overlap_credit = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._index = PrefixIndex()
+        self._books: dict[str, _Books] = {}
+        self._overlaps: dict[str, int] = {}  # of the prompt considered last: `booked` follows `decide` at once
+
+    def join(self, description: ReplicaDescription) -> None:
+        super().join(description)
+        self._index.join(description.replica_id, description.num_blocks, closed=not description.foreign)
+        self._books[description.replica_id] = _Books()
+
+    def leave(self, replica: str) -> None:
+        super().leave(replica)
+        self._index.leave(replica)
+        del self._books[replica]
+
+    def restarted(self, replica: str) -> None:
+        books = self._books[replica]
+        books.watermark, books.heard = max(books.heard, books.watermark), 0
+
+    def pick(self, prompt: Prompt, usable: Sequence[Candidate], rng: Random) -> tuple[Candidate, str]:
+        self._overlaps = self._index.match(prompt.hashes)
+        costs = [self._cost(prompt, each.replica_id) for each in usable]
+        return least(usable, costs, rng), f"lowest cost, {min(costs):g} blocks"
+
+    def _cost(self, prompt: Prompt, replica: str) -> float:
+        books, credit = self._books[replica], self.overlap_credit * self._overlaps[replica]
+        raw = (books.prefill_tokens + prompt.tokens - prompt.generated) / prompt.block_size
+        active = books.active
+        fresh = sum([block not in active for block in prompt.hashes]) if active else len(prompt.hashes)
+        # Each request has one block more, which is partial.
+        decode = len(active) + len(books.requests) + fresh + 1
+        return self.prefill_load_scale * max(0.0, raw - credit) + decode
+
+    def booked(self, replica: str, request_id: int, prompt: Prompt) -> None:
+        super().booked(replica, request_id, prompt)
+        books = self._books[replica]
+        cached = min(self._overlaps[replica] * prompt.block_size, prompt.tokens - prompt.generated)
+        books.prefill[request_id] = prompt.tokens - cached
+        books.prefill_tokens += prompt.tokens - cached
+        books.requests[request_id] = prompt.hashes
+        books.active.update(prompt.hashes)
+
+    def started(self, replica: str, request_id: int) -> None:
+        if replica in self._books:
+            self._books[replica].prefill_tokens -= self._books[replica].prefill.pop(request_id, 0)
+
+    def ended(self, replica: str, request_id: int) -> None:
+        super().ended(replica, request_id)
+        self.started(replica, request_id)
+        if replica not in self._books:
+            return
+        active = self._books[replica].active
+        for block in self._books[replica].requests.pop(request_id, ()):
+            active[block] -= 1
+            if not active[block]:
+                del active[block]
+
+    def stored(self, replica: str, blocks: Sequence[int]) -> None:
+        if self._is_new(replica):
+            self._index.add(replica, blocks)
+
+    def removed(self, replica: str, blocks: Sequence[int]) -> None:
+        if self._is_new(replica):
+            self._index.remove(replica, blocks)
+
+    def _is_new(self, replica: str) -> bool:
+        self._books[replica].heard += 1
+        return self._books[replica].heard > self._books[replica].watermark
+
+    def reset(self, replica: str, blocks: Sequence[int]) -> None:
+        self._index.reset(replica, blocks)
+
+
+class DynamoScale8(Dynamo):
+    """The same with `prefill_load_scale` 8: prefill weighs more than resident blocks."""
+
+    name = "dynamo-scale8"
+    prefill_load_scale = 8.0
+
+
+class DynamoCredit4(Dynamo):
+    """The same with an overlap credit of 4: a hit makes up for a queue."""
+
+    name = "dynamo-credit4"
+    overlap_credit = 4.0
+
+
+POLICIES = (Dynamo, DynamoScale8, DynamoCredit4)

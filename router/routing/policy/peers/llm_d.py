@@ -1,0 +1,68 @@
+"""llm-d's weighted scorers: prefix 3, queue 2, KV utilisation 2; a deployment may choose other weights."""
+
+from collections.abc import Sequence
+from random import Random
+
+from .....events.wire.messages import LoadReport
+from .....replica.messages import ReplicaDescription
+from ...reservations import Reservations
+from ..base import Candidate, Decision, Prompt
+from .base import Peer, least
+
+PREFIX_WEIGHT = 3.0
+QUEUE_WEIGHT = 2.0
+KV_WEIGHT = 2.0
+SPECULATIVE_S = 2.0
+
+
+class LlmD(Peer):
+    """The highest sum of the scores wins, ties at random.
+
+    Prefix: share of the prompt's blocks held, by events and, for two seconds, by what was just sent there. Queue: from
+    0 at the longest waiting queue to 1 at the shortest. KV utilisation: the free share. Both as last reported.
+    """
+
+    name = "llm-d"
+    notices_restarts = True  # not known; taken to notice
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._speculative = Reservations(SPECULATIVE_S)
+        self._queue: dict[str, int] = {}
+        self._used: dict[str, float] = {}
+
+    def join(self, description: ReplicaDescription) -> None:
+        super().join(description)
+        self._queue[description.replica_id], self._used[description.replica_id] = 0, 0.0
+
+    def leave(self, replica: str) -> None:
+        super().leave(replica)
+        self._speculative.leave(replica)
+        del self._queue[replica], self._used[replica]
+
+    def decide(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
+        self._speculative.expire(prompt.now)
+        return self.consider(prompt, candidates, rng)
+
+    def pick(self, prompt: Prompt, usable: Sequence[Candidate], rng: Random) -> tuple[Candidate, str]:
+        held = self._speculative.extend({each.replica_id: each.held_blocks for each in usable}, prompt.hashes)
+        queues = [self._queue[each.replica_id] for each in usable]
+        longest, spread = max(queues), max(queues) - min(queues)
+        costs = []
+        for candidate, waiting in zip(usable, queues, strict=True):
+            prefix = held[candidate.replica_id] / len(prompt.hashes) if prompt.hashes else 0.0
+            queue = (longest - waiting) / spread if spread else 1.0
+            free = 1.0 - self._used[candidate.replica_id]
+            costs.append(-(PREFIX_WEIGHT * prefix + QUEUE_WEIGHT * queue + KV_WEIGHT * free))
+        return least(usable, costs, rng), f"highest score, {-min(costs):.2f}"
+
+    def booked(self, replica: str, request_id: int, prompt: Prompt) -> None:
+        super().booked(replica, request_id, prompt)
+        self._speculative.reserve(request_id, replica, prompt.hashes, 0, prompt.now)
+
+    def report(self, replica: str, report: LoadReport) -> None:
+        self._queue[replica] = report.waiting
+        self._used[replica] = 1.0 - report.free_blocks / max(1, report.total_blocks)
+
+
+POLICIES = (LlmD,)

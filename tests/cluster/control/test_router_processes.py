@@ -1,0 +1,157 @@
+"""How the answers of several routers become one, without Ray."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from homing.cluster.config import Settings, load_settings
+from homing.cluster.control.control_messages import ClusterSpec, Listening, ModelSpec
+from homing.cluster.control.planner import Pacing
+from homing.cluster.control.router_processes import RouterProcesses
+from homing.router.backend import AbsentReplica
+from homing.router.control import (
+    AnyQuestion,
+    CacheWorth,
+    CacheWorths,
+    CountInFlight,
+    Demand,
+    Demands,
+    Done,
+    InFlight,
+    MeasureDemand,
+    SetMembership,
+    SetMissing,
+    WarmUp,
+    WarmUpEnded,
+    WeighCaches,
+)
+
+Answers = Callable[[AnyQuestion], Any]
+
+
+class FakeActor:
+    """A router's actor, as far as it is asked."""
+
+    def __init__(self, answers: Answers) -> None:
+        self.asked: list[AnyQuestion] = []
+        self._answers = answers
+        self.ask = SimpleNamespace(remote=self._ask)
+        self.start = SimpleNamespace(remote=self._start)
+        self.watch = self.ping = SimpleNamespace(remote=asyncio.Event().wait)
+
+    async def _start(self, port: int, direct_port: int, membership: SetMembership, seat: int) -> Listening:
+        self.asked.append(membership)
+        return Listening(8000, 9000 + seat)
+
+    def _ask(self, question: AnyQuestion) -> "asyncio.Future[Any]":
+        self.asked.append(question)
+        return asyncio.ensure_future(self._answer(question))
+
+    async def _answer(self, question: AnyQuestion) -> Any:
+        answer = self._answers(question)
+        return await answer if asyncio.iscoroutine(answer) else answer
+
+
+def spec() -> ClusterSpec:
+    settings: Settings = load_settings({"served_model_name": "fox", "routers": 2}, {})
+    return ClusterSpec((ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=""),))
+
+
+@asynccontextmanager
+async def running(*answers: Answers) -> AsyncIterator[tuple[RouterProcesses, list[FakeActor]]]:
+    """Two routers, which answer so."""
+    actors = [FakeActor(each) for each in answers]
+
+    async def start_router(seat: int, spec: ClusterSpec) -> FakeActor:
+        return actors[seat]
+
+    supervisor = SimpleNamespace(start_router=SimpleNamespace(remote=start_router))
+    pacing = Pacing(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0)
+    routers = RouterProcesses(spec(), pacing=pacing, notify=lambda level, text: None)
+    keeping = asyncio.create_task(routers.keep(supervisor, {}))
+    while routers.url is None:  # noqa: ASYNC110 - what is waited for is a plain value of the thing under test
+        await asyncio.sleep(0)
+    try:
+        yield routers, actors
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def never() -> None:
+    await asyncio.Event().wait()
+
+
+async def test_each_router_gets_each_membership_under_a_rising_number() -> None:
+    """The first one as it starts. The cluster's seed goes with it."""
+    async with running(lambda _: Done(), lambda _: Done()) as (routers, actors):
+        await routers.publish(spec().models, ())
+
+        for actor in actors:
+            first, second = actor.asked
+            assert isinstance(first, SetMembership)
+            assert isinstance(second, SetMembership)
+            assert (second.models, second.cluster_seed, second.number) == (("fox",), 7, first.number + 1)
+
+
+async def test_routers_are_told_of_missing_replicas_once() -> None:
+    """The controller looks several times a second, and mostly nothing has changed."""
+    missing = AbsentReplica(replica_id="r0", model="fox", state="starting", reason="", since=0.0)
+    async with running(lambda _: Done(), lambda _: Done()) as (routers, actors):
+        for _ in range(3):
+            await routers.tell_absent((missing,), frozenset({"fox"}))
+
+        assert [actor.asked[1:] for actor in actors] == [[SetMissing((missing,), frozenset({"fox"}))]] * 2
+
+
+async def test_requests_in_flight_are_added_up() -> None:
+    """Each router counts its own."""
+    async with running(lambda _: InFlight(2), lambda _: InFlight(3)) as (routers, actors):
+        assert await routers.in_flight("r1") == 5
+        assert actors[0].asked[-1] == CountInFlight("r1")
+
+
+async def test_what_caches_are_worth_is_asked_of_one_router() -> None:
+    """All know the same."""
+    worth = CacheWorth("r0", 1, 2, 3.0)
+    async with running(lambda _: CacheWorths((worth,)), lambda _: never()) as (routers, actors):
+        assert await routers.worths() == [worth]
+        assert WeighCaches() not in actors[1].asked
+
+
+async def test_demands_of_routers_are_joined_by_model() -> None:
+    """Held requests are each router's own; what works at the replicas is seen by all."""
+
+    def demand(held: int) -> Demand:
+        return Demand(
+            held_requests=held,
+            held_tokens=10 * held,
+            queued_tokens=5,
+            running=1,
+            slots=4,
+            prefill_tokens_per_s=10.0,
+            serving=1,
+        )
+
+    async with running(lambda _: Demands({"fox": demand(1)}), lambda _: Demands({"fox": demand(2)})) as (
+        routers,
+        actors,
+    ):
+        assert await routers.demands() == {"fox": demand(3)}
+        assert actors[0].asked[-1] == MeasureDemand()
+
+
+async def test_a_warm_up_ends_when_all_have_ended_it_or_one_needs_the_replica_or_refuses_it() -> None:
+    """Each fills its part of the share; a router that needs the replica has let it in, and so will the others."""
+    for answers, refusal in (
+        ((lambda _: WarmUpEnded(), lambda _: WarmUpEnded()), ""),
+        ((lambda _: WarmUpEnded(pressed=True), lambda _: never()), ""),
+        ((lambda _: never(), lambda _: WarmUpEnded(refusal="no")), "no"),
+    ):
+        async with running(*answers) as (routers, actors):
+            assert await routers.warm_up("r1", 30.0) == refusal
+
+            share = spec().common.settings.router.warm_up_share / 2
+            assert actors[0].asked[-1] == WarmUp("r1", share, 30.0)

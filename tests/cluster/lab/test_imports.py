@@ -1,0 +1,33 @@
+"""The offline tools stay out of the serving path."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+LAB = ROOT / "cluster" / "lab"
+#: The command line loads a tool when it is asked for.
+LAZY = {"cluster/cli/main.py"}
+
+
+def imported(node: ast.AST) -> str:
+    match node:
+        case ast.ImportFrom():
+            return ".".join([node.module or "", *(alias.name for alias in node.names)])
+        case ast.Import():
+            return " ".join(alias.name for alias in node.names)
+    return ""
+
+
+def test_no_serving_code_imports_the_lab() -> None:
+    """A simulator in a router process costs memory, start-up time and dependencies, and one day decides something."""
+    found = []
+    for room in ("events", "kvcache", "replica", "router", "cluster"):
+        for path in (ROOT / room).rglob("*.py"):
+            if LAB in path.parents:
+                continue
+            tree = ast.parse(path.read_text())
+            lazy = path.relative_to(ROOT).as_posix() in LAZY
+            nodes = tree.body if lazy else ast.walk(tree)
+            found += [f"{path}: {name}" for node in nodes if "lab" in (name := imported(node)).split(".")]
+
+    assert not found

@@ -1,0 +1,42 @@
+"""Gathered rows are copies, bit for bit, and rotary tables equal float64."""
+
+import pytest
+import torch
+
+from homing.replica.kernels.choice import COMPILED_DTYPES
+
+from ..layouts import IMPLEMENTATIONS
+
+PAIRS = [
+    (implementation, dtype)
+    for implementation in IMPLEMENTATIONS
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if implementation.name != "compiled" or dtype in COMPILED_DTYPES
+]
+
+
+@pytest.mark.parametrize(("implementation", "dtype"), PAIRS)
+@pytest.mark.parametrize("places", [[], [3], [8, 0, 0, 7, 8]])
+def test_taken_rows_equal_the_table(implementation, dtype, places, device):
+    """In any order, repeated, none at all, and from a table that is a slice of a wider one."""
+    table = torch.randn(9, 70, device=device).to(dtype)[:, 3:50]
+    places = torch.tensor(places, dtype=torch.int64, device=device)
+
+    taken = implementation().take(table, places)
+
+    assert torch.equal(taken, table[places])
+
+
+@pytest.mark.parametrize(("implementation", "dtype"), PAIRS)
+def test_rotary_tables_equal_float64(implementation, dtype, device):
+    """Also at late positions, whose angles are many turns; angles are rounded to float32 first, as models do."""
+    positions = torch.tensor([0, 1, 17, 4095, 131071], device=device)
+    frequencies = 1 / 500000 ** (torch.arange(0, 96, 2, device=device).float() / 96)
+    angles = (positions[:, None].float() * frequencies).double()
+
+    cos, sin = implementation().rotary_table(positions, frequencies, dtype)
+
+    tolerance = {torch.float32: 2e-7, torch.float16: 5e-4, torch.bfloat16: 4e-3}[dtype]
+    torch.testing.assert_close(cos.double(), angles.cos(), rtol=0, atol=tolerance)
+    torch.testing.assert_close(sin.double(), angles.sin(), rtol=0, atol=tolerance)
+    assert cos.dtype == sin.dtype == dtype

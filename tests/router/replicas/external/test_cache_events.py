@@ -1,0 +1,86 @@
+"""What cache events of external replicas do to the index, without sockets. Feeds change it for our own replicas."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from random import Random
+
+import msgspec
+import pytest
+import zmq
+
+from homing.events.wire.cache_events import CacheEvent, Cleared, Removed, Stored
+from homing.router.backend import RouterCounters
+from homing.router.config import RouterSettings
+from homing.router.flow.request_flow import RequestFlow, ServedModel
+from homing.router.replicas.external.external_replica import ExternalReplica
+from homing.router.replicas.external.probe import ExternalTerms
+from homing.router.replicas.replica_handle import ServiceContext
+from homing.router.routing.placement import Placement
+from homing.router.routing.policy.registry import make_policy
+from homing.router.routing.replica_load import LoadBook
+from homing.router.routing.reservations import Reservations
+
+from ...fakes import BLOCK, HASHER, LIMITS, ROOT, description_of
+
+MODEL = ServedModel(HASHER, ROOT, LIMITS)
+TERMS = ExternalTerms(
+    model_names=("fake",), max_model_len=4096, block_size=BLOCK, canary_ids=(), max_running_requests=8
+)
+
+
+class Moved(msgspec.Struct, frozen=True, tag="moved"):
+    """An event type that the router does not know."""
+
+    hashes: Sequence[int]
+
+
+@contextmanager
+def joined() -> Iterator[tuple[ExternalReplica, Placement]]:
+    """A replica in routing, and what is known of it."""
+    loop, context = asyncio.new_event_loop(), zmq.Context[zmq.Socket[bytes]]()
+    placement = Placement(
+        make_policy("expected-ttft"), loads=LoadBook("me", 1e9), reservations=Reservations(30.0), rng=Random(1)
+    )
+    flow = RequestFlow(placement, RouterSettings(), block_size=BLOCK, counters=RouterCounters())
+    flow.adopt(MODEL)
+    shared = ServiceContext(loop, context, "me", 0.2, lambda: 0.0, None, None, lambda _: None)
+    description = description_of("r0", foreign=True, request_endpoint="http://127.0.0.1:1")
+    flow.join(description, 0.0)
+    try:
+        yield ExternalReplica(description, flow, shared, MODEL, TERMS), placement
+    finally:
+        context.term()
+        loop.close()
+
+
+def stored(*hashes: int) -> Stored:
+    """Blocks of a prompt of 0, 1, 2, …"""
+    return Stored(None, hashes, range(len(hashes) * BLOCK), BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("events", "held"),
+    [
+        ([stored(1, 2)], 2),
+        ([stored(1, 2), Removed([2])], 1),
+        ([stored(1, 2), Cleared()], 0),
+    ],
+)
+def test_the_index_follows_each_type_of_event(events: list[CacheEvent], held: int) -> None:
+    """The counterpart of the test below: known types have their effect."""
+    with joined() as (replica, placement):
+        replica.apply(events)
+
+        assert placement.index.count("r0") == held
+
+
+def test_an_unknown_type_of_event_is_an_error_and_clears_nothing() -> None:
+    """A new type that is not handled here must not be taken for `Cleared`."""
+    with joined() as (replica, placement):
+        replica.apply([stored(1, 2)])
+
+        with pytest.raises(AssertionError, match="Moved"):
+            replica.apply([Moved([1])])  # type: ignore[list-item]
+
+        assert placement.index.count("r0") == 2

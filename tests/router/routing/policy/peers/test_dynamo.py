@@ -1,0 +1,72 @@
+"""Dynamo's KV router, against examples worked out by hand from its documentation."""
+
+import pytest
+
+from ..cases import Router
+
+
+def router_of(name: str = "dynamo") -> Router:
+    return Router(name, replicas=["r0", "r1"])
+
+
+def cost(router: Router, replica: str, hashes: list[int]) -> str:
+    """What the request costs there, by the table of a decision from which the other replica is excluded."""
+    placement, others = router.placement, {"r0", "r1"} - {replica}
+    return placement.explain(router.prompt(hashes, tail=0), placement.candidates(hashes, others, 0.0)).why
+
+
+def blocks(count: float) -> str:
+    return f"lowest cost, {count:g} blocks"
+
+
+def test_dynamo_adds_blocks_to_prefill_and_blocks_in_use() -> None:
+    """r0 holds 4 of 5 blocks and has one block to prefill and in use; r1 is empty."""
+    router = router_of()
+    router.send([], tail=router.block_size, excluded=("r1",))
+    router.placement.stored("r0", range(4))
+    hashes = list(range(5))
+
+    # Active blocks: the request of one partial block, and five fresh ones with one for the answer.
+    assert cost(router, "r0", hashes) == blocks(1 * (1 + 5 - 4) + (1 + 5 + 1))
+    assert cost(router, "r1", hashes) == blocks(5 + (5 + 1))
+
+
+def test_dynamo_clears_prefill_at_the_first_token_and_blocks_at_the_last() -> None:
+    """Books must end empty, or a router slowly goes blind."""
+    router, other = router_of(), [9]
+    replica, request_id = router.send(range(5), tail=0)
+    assert cost(router, replica, other) == blocks((5 + 1) + (5 + 1 + 1 + 1))
+
+    router.placement.started(replica, request_id)
+    assert cost(router, replica, other) == blocks(1 + (5 + 1 + 1 + 1))
+    router.placement.ended(replica, request_id)
+
+    assert cost(router, replica, other) == blocks(1 + (1 + 1))
+
+
+def test_dynamo_keeps_what_an_engine_had_before_it_restarted() -> None:
+    """As measured: its events' numbers begin at 0 again, and are taken for old ones until they have caught up."""
+    router = router_of()
+    router.placement.stored("r0", range(3))
+    router.placement.stored("r0", range(3, 5))
+
+    router.placement.policy.restarted("r0")
+    for block in (10, 11, 12):
+        router.placement.stored("r0", [block])
+
+    assert not router.placement.policy.notices_restarts
+    held = [block for block in range(20) if cost(router, "r0", [block]) == blocks(0 + 2)]
+    assert held == [0, 1, 2, 3, 4, 12]
+
+
+@pytest.mark.parametrize(
+    ("name", "held", "empty"),
+    [("dynamo", 3 + 6, 5 + 6), ("dynamo-scale8", 8 * 3 + 6, 8 * 5 + 6), ("dynamo-credit4", 0 + 6, 5 + 6)],
+)
+def test_the_variants_weigh_prefill_or_overlap(name: str, held: int, empty: int) -> None:
+    """Scale 8: eight times the blocks to prefill. Credit 4: four times the overlap, here of 2 of 5 blocks."""
+    router = router_of(name)
+    router.placement.stored("r0", range(2))
+
+    assert cost(router, "r0", list(range(5))) == blocks(held)
+    assert cost(router, "r1", list(range(5))) == blocks(empty)

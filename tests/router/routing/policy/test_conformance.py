@@ -1,0 +1,150 @@
+"""What every registered policy promises, run through the production placement."""
+
+import pickle
+from random import Random
+
+import msgspec
+import pytest
+
+from homing.router.config import RouterSettings
+from homing.router.routing.policy.base import Policy
+from homing.router.routing.policy.registry import REGISTRY, make_policy, policy_names
+
+from ...fakes import report_of
+from .cases import NAMES, SILENCE_S, SLOTS, Router, chain
+
+
+def traffic(router: Router, seed: int, *, explain: bool = False) -> list[str]:
+    """60 requests that share prefixes, with events, reports, first tokens and ends between them."""
+    rng, open_requests, taken = Random(seed), [], []
+    for number in range(60):
+        hashes = chain(rng.randrange(5), rng.randrange(12))
+        if explain:
+            router.explain(chain(number % 5, 6))
+        replica, request_id = router.send(hashes, now=number / 10)
+        taken.append(replica)
+        open_requests.append((replica, request_id))
+        router.placement.stored(replica, hashes)
+        router.placement.started(replica, request_id)
+        if number % 3:
+            router.placement.ended(*open_requests.pop(rng.randrange(len(open_requests))))
+        if number % 7 == 0:
+            router.placement.removed(replica, hashes[-1:])
+        router.placement.report(replica, report_of(step=number, waiting=rng.randrange(4)), number / 10)
+        router.placement.check()
+    return taken
+
+
+@pytest.fixture(params=policy_names())
+def policy(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_names_are_unique_and_are_values_of_the_setting(policy: str) -> None:
+    """One registry: what it names can be served with."""
+    assert make_policy(policy).name == policy
+    assert msgspec.convert({"policy": policy}, RouterSettings).policy == policy
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"policy": policy + "s"}, RouterSettings)
+
+
+def test_every_policy_class_is_registered_under_a_name_of_its_own() -> None:
+    """Two of one name would hide one of them; a forgotten POLICIES hides all of a file."""
+
+    def named(base: type) -> set[type]:
+        own = {base} if "name" in vars(base) else set()
+        return own.union(*map(named, base.__subclasses__()))
+
+    assert set(REGISTRY.values()) == named(Policy)
+
+
+def test_one_replica_gets_every_request(policy: str) -> None:
+    """Also a prompt without a full block, and with no overlap."""
+    router = Router(policy, replicas=["r0"])
+
+    assert {router.send(hashes)[0] for hashes in ([], [1], chain(1, 9), chain(1, 9))} == {"r0"}
+
+
+def test_without_replicas_a_request_is_held(policy: str) -> None:
+    """And nothing breaks."""
+    router = Router(policy, replicas=[])
+
+    assert router.decide([1, 2]).chosen is None
+    assert router.explain([1, 2]).chosen is None
+
+
+@pytest.mark.parametrize("obstacle", ["draining", "warming", "silent", "excluded"])
+def test_a_replica_that_cannot_take_the_request_never_gets_it(policy: str, obstacle: str) -> None:
+    """It looks idle, and it may be the only one that holds the prefix: a trap."""
+    router, hashes, now = Router(policy), chain(1, 10), 0.0
+    router.placement.stored("r1", hashes)
+    if obstacle == "silent":
+        now = 2 * SILENCE_S
+        for name in ("r0", "r2"):
+            router.placement.report(name, report_of(step=1), now)
+    elif obstacle != "excluded":
+        router.placement.loads.rest("r1", "draining" if obstacle == "draining" else "warming")
+
+    excluded = ("r1",) if obstacle == "excluded" else ()
+    taken = {router.send(hashes, now=now, excluded=excluded)[0] for _ in range(30)}
+
+    assert taken <= {"r0", "r2"}
+    assert router.decide(hashes, now=now, excluded=("r0", "r1", "r2")).chosen is None
+
+
+def test_a_full_replica_gets_requests_only_from_policies_that_hold_none(policy: str) -> None:
+    """Ours keep requests where they can still go anywhere; other routers send everything at once."""
+    router = Router(policy, replicas=["r0"])
+    router.placement.report("r0", report_of(running=SLOTS, waiting=4), 0.0)
+
+    assert (router.decide([1]).chosen is None) == REGISTRY[policy].holds_requests
+
+
+def test_equal_seeds_give_equal_decisions(policy: str) -> None:
+    """Runs that are compared must differ in one thing only."""
+    assert traffic(Router(policy, seed=3), 1) == traffic(Router(policy, seed=3), 1)
+
+
+def test_an_explanation_changes_no_later_decision(policy: str) -> None:
+    """`homing explain` on a busy cluster must not steer it."""
+    assert traffic(Router(policy, seed=3), 1, explain=True) == traffic(Router(policy, seed=3), 1)
+
+
+def test_a_replica_that_left_gets_nothing_and_may_come_back(policy: str) -> None:
+    """The books of a replica go with it, and the ends of its requests come late."""
+    router = Router(policy)
+    late = [router.send(chain(number % 4, 6)) for number in range(30)]
+    router.placement.leave("r1")
+
+    assert {router.send(chain(number % 4, 6))[0] for number in range(30)} <= {"r0", "r2"}
+    for replica, request_id in late:
+        router.placement.ended(replica, request_id)
+    router.join("r1")
+    for number in range(60):
+        router.send(chain(number % 20, 6))
+    router.placement.check()
+
+
+def test_memory_is_bounded_by_replicas_caches_and_requests_in_flight(policy: str) -> None:
+    """A router runs for months: what it has sent and what it was told must not pile up."""
+    router = Router(policy, block_size=1 << 20)
+
+    def serve(requests: range) -> int:
+        for number in requests:
+            hashes, now = chain(number, 4), number * 200.0
+            for name in router.placement.loads.replicas():
+                router.placement.report(name, report_of(step=number), now)
+            replica, request_id = router.send(hashes, now=now)
+            router.placement.stored(replica, hashes)
+            router.placement.started(replica, request_id)
+            router.placement.ended(replica, request_id)
+            router.placement.removed(replica, hashes)
+        return len(pickle.dumps(router.placement.policy))
+
+    early = serve(range(100))
+    late = serve(range(100, 600))
+
+    assert late <= early + 500
+    for name in NAMES:
+        router.placement.leave(name)
+    assert len(pickle.dumps(router.placement.policy)) <= len(pickle.dumps(make_policy(policy))) + 500

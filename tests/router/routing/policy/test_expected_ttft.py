@@ -1,0 +1,250 @@
+"""Which replica gets a request by its expected time to first token."""
+
+from collections import Counter
+from collections.abc import Sequence
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from homing.router.backend import FeedState
+from homing.router.routing.policy.base import Candidate, Prompt, Score
+from homing.router.routing.policy.expected_ttft import TIE_MOST_S, TIE_RATIO, TIE_S, ExpectedTtft
+from homing.router.routing.policy.explain import explanation_of
+from homing.router.routing.policy.least_loaded import LeastLoaded
+from homing.router.routing.replica_load import ReplicaLoad
+
+from ...fakes import BLOCK, load_of
+from .cases import PROMPT, candidate, chosen
+
+
+def busy_policy(decisions: int) -> ExpectedTtft:
+    """A policy that has seen prefills queued everywhere."""
+    policy, queued = ExpectedTtft(), candidate("r0", queued_prefill_tokens=1)
+    for _ in range(decisions):
+        policy.decide(PROMPT, [queued], Random(0))
+    return policy
+
+
+loads = st.builds(
+    load_of,
+    running=st.integers(0, 9),
+    waiting=st.integers(0, 9),
+    queued_prefill_tokens=st.integers(0, 5000),
+    free_blocks=st.integers(0, 1000),
+    prefill_tokens_per_s=st.floats(100, 100_000),
+    decode_step_s=st.floats(0.0001, 0.1),
+    draining=st.booleans(),
+    silent=st.booleans(),
+)
+
+
+@given(st.lists(loads, min_size=1, max_size=6), st.integers(1, 5000), st.integers(0, 99))
+def test_without_any_overlap_the_decision_is_least_loaded_bit_for_bit(
+    drawn: list[ReplicaLoad], tokens: int, seed: int
+) -> None:
+    """A cache-aware router that loses to least-loaded on traffic without reuse is the field's most cited failure."""
+    prompt = Prompt(tokens=tokens, blocks=tokens // BLOCK, block_size=BLOCK)
+    candidates = [
+        Candidate(replica_id=f"r{index}", feed=FeedState.LIVE, load=load, held_blocks=0, expected_blocks=0)
+        for index, load in enumerate(drawn)
+    ]
+
+    cache_aware = ExpectedTtft().decide(prompt, candidates, Random(seed))
+    least_loaded = LeastLoaded().decide(prompt, candidates, Random(seed))
+
+    assert cache_aware.chosen == least_loaded.chosen
+    assert cache_aware.expected_ttft_s == least_loaded.expected_ttft_s
+
+
+@given(st.lists(loads, min_size=1, max_size=6), st.integers(1, 5000), st.integers(0, 60))
+def test_without_overlap_it_stays_least_loaded_however_busy_it_was(
+    drawn: list[ReplicaLoad], tokens: int, busy: int
+) -> None:
+    """What others lose is counted against the best holder, and there is none."""
+    prompt = Prompt(tokens=tokens, blocks=tokens // BLOCK, block_size=BLOCK)
+    candidates = [
+        Candidate(replica_id=f"r{index}", feed=FeedState.LIVE, load=load, held_blocks=0, expected_blocks=0)
+        for index, load in enumerate(drawn)
+    ]
+    cache_aware = busy_policy(busy)
+
+    decision = cache_aware.decide(prompt, candidates, Random(1))
+
+    least_loaded = LeastLoaded().decide(prompt, candidates, Random(1))
+    assert decision.chosen == least_loaded.chosen
+    assert decision.expected_ttft_s == least_loaded.expected_ttft_s
+
+
+@given(st.lists(loads, min_size=2, max_size=6), st.randoms(use_true_random=False), st.integers(0, 99))
+def test_the_order_of_the_list_never_decides(drawn: list[ReplicaLoad], shuffler: Random, seed: int) -> None:
+    """An idle cluster of one peer sends everything to the first worker of its list."""
+    candidates = [
+        Candidate(replica_id=f"r{index}", feed=FeedState.LIVE, load=load, held_blocks=0, expected_blocks=0)
+        for index, load in enumerate(drawn)
+    ]
+    shuffled = list(candidates)
+    shuffler.shuffle(shuffled)
+
+    assert chosen(ExpectedTtft(), candidates, seed=seed) == chosen(ExpectedTtft(), shuffled, seed=seed)
+
+
+overlaps = st.tuples(loads, st.integers(0, 62), st.integers(0, 62), st.sampled_from(list(FeedState)))
+
+
+@given(st.lists(overlaps, min_size=1, max_size=12), st.integers(0, 99), st.integers(0, 30), st.floats(0, 0.3))
+def test_passing_over_hopeless_replicas_changes_no_decision(
+    drawn: list[tuple[ReplicaLoad, int, int, FeedState]], seed: int, busy: int, now: float
+) -> None:
+    """Of hundreds of replicas most need not be weighed; the choice is that of weighing them all."""
+    prompt = Prompt(tokens=1000, blocks=62, block_size=BLOCK, now=now)
+    candidates = [
+        Candidate(replica_id=f"r{index}", feed=feed, load=load, held_blocks=held, expected_blocks=max(held, expected))
+        for index, (load, held, expected, feed) in enumerate(drawn)
+    ]
+
+    decision = busy_policy(busy).decide(prompt, candidates, Random(seed))
+
+    assert decision.chosen == weighing_all(decision.table(), Random(seed))
+
+
+def weighing_all(rows: Sequence[Score], rng: Random) -> Candidate | None:
+    """The rule as it is written, step by step."""
+    usable = [row for row in rows if row.obstacle is None]
+    if not usable:
+        return None
+    least = min(row.cost_s for row in usable)
+    equals = [row for row in usable if row.cost_s <= least + min(least * TIE_RATIO, TIE_MOST_S) + TIE_S]
+
+    def rank(row: Score) -> tuple[int, int, int]:
+        return row.uncached_tokens, row.candidate.load.requests, row.candidate.load.occupied_blocks
+
+    best = min(rank(row) for row in equals)
+    tied = sorted((row.candidate for row in equals if rank(row) == best), key=lambda tie: tie.replica_id)
+    return tied[0] if len(tied) == 1 else rng.choice(tied)
+
+
+def test_equal_replicas_share_at_random() -> None:
+    """Nothing tells them apart, so nothing but chance may."""
+    equal = [candidate(f"r{index}") for index in range(4)]
+
+    taken = Counter(chosen(ExpectedTtft(), equal, seed=seed) for seed in range(400))
+
+    assert min(taken[f"r{index}"] for index in range(4)) > 60, taken
+
+
+def test_the_holder_is_chosen() -> None:
+    """Computing 8 tokens is sooner done than computing 1,000."""
+    assert chosen(ExpectedTtft(), [candidate("r0"), candidate("r1", 62)]) == "r1"
+
+
+def test_an_expected_block_counts_as_a_held_one() -> None:
+    """The siblings of a burst come before the first event."""
+    assert chosen(ExpectedTtft(), [candidate("r0"), candidate("r1", expected=62)]) == "r1"
+
+
+def test_a_hot_prefix_spreads_when_waiting_costs_more_than_recomputing() -> None:
+    """The holder has 2,000 tokens to compute first; the idle one needs 1,000 only."""
+    candidates = [candidate("r0"), candidate("r1", 62, queued_prefill_tokens=2000)]
+
+    assert chosen(ExpectedTtft(), candidates) == "r0"
+
+
+def test_a_busy_cluster_does_not_compute_anew_what_a_replica_holds() -> None:
+    """The same situation: 100 ms of needless work would be paid by all who come after, not by this request alone."""
+    candidates = [candidate("r0"), candidate("r1", 62, queued_prefill_tokens=2000)]
+    policy = busy_policy(300)
+
+    explanation = explanation_of(policy.decide(PROMPT, candidates, Random(0)))
+
+    table = {row.replica_id: row for row in explanation.replicas}
+    assert explanation.chosen == "r1"
+    assert explanation.why == "least time lost in all"
+    assert table["r1"].others_s == 0
+    assert table["r0"].others_s > table["r1"].expected_ttft_s - table["r0"].expected_ttft_s
+    assert table["r0"].why.startswith("sooner, but others lose ")
+
+
+def test_a_busy_cluster_with_an_idle_replica_computes_anew() -> None:
+    """Whoever comes goes to the idle one and loses nothing; a queue at the holder beside it helps nobody."""
+    busy = [candidate(f"b{index}", queued_prefill_tokens=2000) for index in range(7)]
+    policy = ExpectedTtft()
+
+    for _ in range(300):
+        policy.decide(PROMPT, [candidate("r0"), *busy], Random(0))
+
+    assert chosen(policy, [candidate("r0"), candidate("r1", 62, queued_prefill_tokens=2000)]) == "r0"
+
+
+def test_a_replica_that_takes_nothing_is_no_idle_one() -> None:
+    """A draining replica has no queue, but nobody who comes can go there."""
+    busy = [candidate(f"b{index}", queued_prefill_tokens=2000) for index in range(7)]
+    policy = ExpectedTtft()
+
+    for _ in range(300):
+        policy.decide(PROMPT, [candidate("r0", draining=True), *busy], Random(0))
+
+    assert chosen(policy, [candidate("r0"), candidate("r1", 62, queued_prefill_tokens=2000)]) == "r1"
+
+
+def test_asking_for_an_explanation_teaches_nothing() -> None:
+    """A dry run must not change what the next request gets."""
+    candidates = [candidate("r0"), candidate("r1", 62, queued_prefill_tokens=2000)]
+    policy = ExpectedTtft()
+
+    for _ in range(500):
+        policy.consider(PROMPT, candidates, Random(0))
+
+    assert chosen(policy, candidates) == "r0"
+
+
+def test_a_replica_whose_feed_is_stale_is_scored_by_load_alone() -> None:
+    """It has been silent: what is indexed of it may be gone by now, and so may the replica."""
+    candidates = [
+        candidate("r0", running=1),
+        candidate("r1", 62, feed=FeedState.STALE, running=2, queued_prefill_tokens=100),
+    ]
+
+    assert chosen(ExpectedTtft(), candidates) == "r0"
+
+
+def test_a_hole_in_the_stream_does_not_void_what_was_known_before_it() -> None:
+    """It was so a moment ago. Were it worth nothing, a lost message would send whole prefixes elsewhere."""
+    candidates = [candidate("r0"), candidate("r1", 62, feed=FeedState.SYNCING, running=1, queued_prefill_tokens=100)]
+
+    assert chosen(ExpectedTtft(), candidates) == "r1"
+
+
+def test_a_long_prompt_does_not_wait_where_it_need_not() -> None:
+    """Of 20 seconds 5 % would be one; but however wrong the 20 are, they are as wrong on either replica."""
+    prompt = Prompt(tokens=200_000, blocks=0, block_size=BLOCK)
+    candidates = [candidate("r0", queued_prefill_tokens=800), candidate("r1", cached_free_blocks=500)]
+
+    assert chosen(ExpectedTtft(), candidates, prompt) == "r1"
+
+
+def test_the_least_work_wins_among_equal_times() -> None:
+    """Recomputing elsewhere what is being computed already gains nobody anything."""
+    candidates = [candidate("r0"), candidate("r1", expected=62, queued_prefill_tokens=1000)]
+
+    assert chosen(ExpectedTtft(), candidates) == "r1"
+
+
+def test_unlike_prompts_go_to_the_replica_with_the_emptier_cache() -> None:
+    """They would evict what others need elsewhere."""
+    candidates = [candidate("r0", cached_free_blocks=500), candidate("r1", cached_free_blocks=100)]
+
+    assert {chosen(ExpectedTtft(), candidates, seed=seed) for seed in range(9)} == {"r1"}
+
+
+def test_a_session_stays_where_it_was_among_equals_only() -> None:
+    """A hint must not cost time."""
+    policy, prompt = ExpectedTtft(), Prompt(tokens=1000, blocks=62, block_size=BLOCK, session="s")
+    home = chosen(policy, [candidate("r0"), candidate("r1")], prompt)
+    assert home is not None
+
+    again = {chosen(policy, [candidate("r0"), candidate("r1")], prompt, seed) for seed in range(20)}
+    busy = [candidate(name, queued_prefill_tokens=5000 if name == home else 0) for name in ("r0", "r1")]
+
+    assert again == {home}
+    assert chosen(policy, busy, prompt) != home

@@ -1,0 +1,38 @@
+"""A decision as a table."""
+
+from random import Random
+
+import pytest
+
+from homing.router.routing.policy.expected_ttft import ExpectedTtft
+from homing.router.routing.policy.explain import explanation_of
+
+from .cases import PROMPT, candidate
+
+
+def test_a_decision_explains_itself() -> None:
+    """Each replica's row says what was counted, and why it was or was not taken."""
+    decision = ExpectedTtft().decide(
+        PROMPT, [candidate("r0"), candidate("r1", 60, expected=62), candidate("r2", silent=True)], Random(0)
+    )
+
+    explanation = explanation_of(decision)
+    table = {row.replica_id: row for row in explanation.replicas}
+    assert (table["r1"].held_blocks, table["r1"].expected_blocks, table["r1"].uncached_tokens) == (60, 62, 8)
+    assert [row.replica_id for row in explanation.replicas if row.chosen] == ["r1"]
+    assert table["r2"].why == "silent"
+    assert "later" in table["r0"].why
+    assert table["r0"].expected_ttft_s == pytest.approx(0.1)
+
+
+def test_a_held_request_names_each_obstacle() -> None:
+    """Otherwise nobody knows what it waits for."""
+    policy = ExpectedTtft()
+
+    held = explanation_of(
+        policy.consider(PROMPT, [candidate("r0", draining=True), candidate("r1", silent=True)], Random())
+    )
+
+    assert held.chosen is None
+    assert held.why == "held: r0 draining, r1 silent"
+    assert explanation_of(policy.consider(PROMPT, [], Random())).why == "no replica has joined"

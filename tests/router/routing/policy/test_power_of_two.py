@@ -1,0 +1,14 @@
+"""The better of two."""
+
+from homing.router.routing.policy.power_of_two import PowerOfTwo
+
+from .cases import candidate, chosen
+
+
+def test_power_of_two_never_takes_the_busiest() -> None:
+    """Of any two drawn the other one is better."""
+    three = [candidate("r0"), candidate("r1", running=1), candidate("r2", running=7)]
+
+    taken = {chosen(PowerOfTwo(), three, seed=seed) for seed in range(50)}
+
+    assert taken == {"r0", "r1"}
