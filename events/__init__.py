@@ -1,73 +1,32 @@
-"""The stream of cache events: publisher, reader and their recovery. Knows no other room."""
+"""The stream of cache events: publisher, reader and their recovery. Knows no other room.
 
-from .config import EventsSettings
-from .errors import (
-    BadKeys,
-    BadRecord,
-    ClusterUnreachable,
-    EndpointUnusable,
-    EventError,
-    KeysRefused,
-    MalformedFrame,
-    PublisherGone,
-)
-from .follow.block_set import CacheMirror, Digest
-from .follow.cluster_feed import ClusterFeed, ClusterSink, Source
-from .follow.feed import EventFeed, FeedSink
-from .follow.subscription import FeedStatus, Reach, Subscription
-from .publish.publisher import EventPublisher
-from .sdk.follow_cluster import follow, follow_sync
-from .sdk.format import describe
-from .sdk.plain_stream import StreamEvent
-from .sdk.record import Recorded, from_line, read_lines, rebuild, remark, to_line
-from .sdk.subscribe import subscribe, subscribe_sync
-from .security.curve_keys import KeyPair, load_pair
-from .wire.cache_events import CacheEvent, Cleared, Removed, Stored, wire_name
-from .wire.dialects import BatchDecoder
-from .wire.messages import EventEndpoints, LoadReport, SnapshotBlock
+The names below are for users of the subscriber SDK (docs/events.md); the other rooms import modules.
+"""
 
-__all__ = [
-    "BadKeys",
-    "BadRecord",
-    "BatchDecoder",
-    "CacheEvent",
-    "CacheMirror",
-    "Cleared",
-    "ClusterFeed",
-    "ClusterSink",
-    "ClusterUnreachable",
-    "Digest",
-    "EndpointUnusable",
-    "EventEndpoints",
-    "EventError",
-    "EventFeed",
-    "EventPublisher",
-    "EventsSettings",
-    "FeedSink",
-    "FeedStatus",
-    "KeyPair",
-    "KeysRefused",
-    "LoadReport",
-    "MalformedFrame",
-    "PublisherGone",
-    "Reach",
-    "Recorded",
-    "Removed",
-    "SnapshotBlock",
-    "Source",
-    "Stored",
-    "StreamEvent",
-    "Subscription",
-    "describe",
-    "follow",
-    "follow_sync",
-    "from_line",
-    "load_pair",
-    "read_lines",
-    "rebuild",
-    "remark",
-    "subscribe",
-    "subscribe_sync",
-    "to_line",
-    "wire_name",
-]
+from .errors import BadRecord as BadRecord
+from .errors import ClusterUnreachable as ClusterUnreachable
+from .errors import EndpointUnusable as EndpointUnusable
+from .errors import EventError as EventError
+from .errors import KeysRefused as KeysRefused
+from .errors import PublisherGone as PublisherGone
+from .follow.block_set import CacheMirror as CacheMirror
+from .follow.feed import EventFeed as EventFeed
+from .follow.subscription import Subscription as Subscription
+from .sdk.follow_cluster import follow as follow
+from .sdk.follow_cluster import follow_sync as follow_sync
+from .sdk.plain_stream import StreamEvent as StreamEvent
+from .sdk.plain_stream import describe as describe
+from .sdk.record import Recorded as Recorded
+from .sdk.record import from_line as from_line
+from .sdk.record import read_lines as read_lines
+from .sdk.record import rebuild as rebuild
+from .sdk.record import to_line as to_line
+from .sdk.subscribe import subscribe as subscribe
+from .sdk.subscribe import subscribe_sync as subscribe_sync
+from .security.curve_keys import KeyPair as KeyPair
+from .security.curve_keys import load_pair as load_pair
+from .wire.cache_events import CacheEvent as CacheEvent
+from .wire.cache_events import Cleared as Cleared
+from .wire.cache_events import Removed as Removed
+from .wire.cache_events import Stored as Stored
+from .wire.messages import EventEndpoints as EventEndpoints

@@ -58,7 +58,6 @@ class PrefillCost(msgspec.Struct, frozen=True, array_like=True):
         return self.prompt_s + tokens * (self.token_s + self.pair_s * (tokens / 2) + self.context_s * cached)
 
     def total(self, work: PrefillWork) -> float:
-        """To do this work."""
         return (
             work.prompts * self.prompt_s
             + work.tokens * self.token_s
@@ -146,7 +145,6 @@ class PrefillSums:
     values: list[float] = field(default_factory=lambda: [0.0] * SUMS)
 
     def observe(self, work: PrefillWork, seconds: float) -> None:
-        """Add one step."""
         if work.tokens <= 0 or seconds <= 0:
             return
         most = max(seconds, SHORTEST_S)

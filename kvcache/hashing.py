@@ -12,7 +12,7 @@ hit is verified against the tokens (`PrefixCache.match`); `sha256` is the slower
 
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from struct import Struct, unpack
 from typing import Literal, NewType, cast
@@ -116,7 +116,9 @@ class BlockHasher:
         block has no hash.
         """
         full = len(tokens) // self._stride * self._stride
-        contents = self._split(tokens[:full]) if not extras else _with_extras(self._split(tokens[:full]), extras)
+        contents = self._split(tokens[:full])
+        if extras:
+            contents = ((content + extras.get(index, b""),) for index, (content,) in enumerate(contents))
         # One loop per algorithm, one cast at the end: a call of a Python function per block would double the cost.
         previous: bytes = parent
         if self.algorithm == "xxh3_128":
@@ -131,11 +133,6 @@ class BlockHasher:
             previous = block.digest()[_HEAD]
             append(previous)
         return cast(list[BlockHash], hashes)
-
-
-def _with_extras(contents: Iterable[tuple[bytes]], extras: Mapping[int, bytes]) -> Iterator[tuple[bytes]]:
-    """The blocks' contents, each followed by its extra."""
-    return ((content + extras.get(index, b""),) for index, (content,) in enumerate(contents))
 
 
 def join_hashes(hashes: Sequence[BlockHash]) -> bytes:

@@ -33,8 +33,10 @@ def tokenizer_digest(folder: Path) -> str:
 
 def template_digest(folder: Path) -> str:
     """sha256 hex over the chat template: its own files and the one inside `tokenizer_config.json`."""
-    own = _files_digest(b"template", folder, TEMPLATE_FILES)
-    return sha256(canonical(own.encode(), _embedded_template(folder))).hexdigest()
+    own, embedded, path = _files_digest(b"template", folder, TEMPLATE_FILES), b"", folder / "tokenizer_config.json"
+    if path.is_file():
+        embedded = json.dumps(json.loads(path.read_text()).get("chat_template"), sort_keys=True).encode()
+    return sha256(canonical(own.encode(), embedded)).hexdigest()
 
 
 def canary_hash(hasher: BlockHasher, model_root: BlockHash) -> BlockHash:
@@ -46,11 +48,3 @@ def _files_digest(kind: bytes, folder: Path, names: tuple[str, ...]) -> str:
     present = [folder / name for name in names if (folder / name).is_file()]
     fields = [field for path in present for field in (path.name.encode(), path.read_bytes())]
     return sha256(canonical(kind, *fields)).hexdigest()
-
-
-def _embedded_template(folder: Path) -> bytes:
-    path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return b""
-    template = json.loads(path.read_text()).get("chat_template")
-    return json.dumps(template, sort_keys=True).encode()

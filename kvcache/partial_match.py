@@ -40,7 +40,6 @@ class PartialMatcher:
         self._roots: dict[BlockHash, Siblings] = {}
 
     def add_first(self, root: BlockHash, child: Block) -> None:
-        """A first block became resident."""
         self._join(self._roots.setdefault(root, {}), child)
 
     def add(self, parent: Block, child: Block) -> None:
@@ -82,7 +81,6 @@ class PartialMatcher:
         new.children, new.siblings = old.children, old.siblings
 
     def clear(self) -> None:
-        """Nothing is resident any more."""
         self._roots.clear()
 
     def match(self, parent: Block | BlockHash, wanted: bytes) -> PartialHit | None:

@@ -61,18 +61,15 @@ class PinBook:
         self._leases: list[tuple[float, bytes, BlockHash]] = []
 
     def __len__(self) -> int:
-        """Distinct pinned blocks."""
         return len(self._holders)
 
     def __contains__(self, block_hash: BlockHash) -> bool:
         return block_hash in self._holders
 
     def __iter__(self) -> Iterator[BlockHash]:
-        """The distinct pinned blocks."""
         return iter(self._holders)
 
     def charged(self, tenant: bytes) -> int:
-        """Blocks on this tenant's account."""
         account = self._accounts.get(tenant)
         return len(account.parents) if account else 0
 
@@ -93,7 +90,12 @@ class PinBook:
         if fresh:
             _enter(account, fresh, chain[known - 1] if known else None)
             self._hold(fresh)
-        self._lease(tenant, account.leases, chain[-1], expires_at)
+        tip, leases = chain[-1], account.leases
+        if tip in leases:
+            leases[tip] = max(leases[tip], expires_at)
+        else:
+            leases[tip] = expires_at
+            heappush(self._leases, (expires_at, tenant, tip))
         self.stats.set += 1
         return True
 
@@ -116,25 +118,16 @@ class PinBook:
         return self._end_soonest()
 
     def clear(self) -> None:
-        """Forget every pin."""
         self._accounts.clear()
         self._holders.clear()
         self._leases.clear()
 
     def _hold(self, fresh: Sequence[BlockHash]) -> None:
-        """One account more holds these."""
         if self._holders.keys().isdisjoint(fresh):
             self._holders.update(dict.fromkeys(fresh, 1))
             return
         for block_hash in fresh:
             self._holders[block_hash] = self._holders.get(block_hash, 0) + 1
-
-    def _lease(self, tenant: bytes, leases: dict[BlockHash, float], tip: BlockHash, expires_at: float) -> None:
-        if tip in leases:
-            leases[tip] = max(leases[tip], expires_at)
-        else:
-            leases[tip] = expires_at
-            heappush(self._leases, (expires_at, tenant, tip))
 
     def _soonest_is_exact(self) -> bool:
         """Whether the first entry names its lease's time; one that was renewed goes back with the right one."""
@@ -150,22 +143,17 @@ class PinBook:
         _, tenant, tip = heappop(self._leases)
         account = self._accounts[tenant]
         del account.leases[tip]
-        freed = [block_hash for block_hash in _leave(account, tip) if self._unhold(block_hash)]
+        freed: list[BlockHash] = []
+        for block_hash in _leave(account, tip):
+            self._holders[block_hash] -= 1
+            if not self._holders[block_hash]:
+                del self._holders[block_hash]
+                freed.append(block_hash)
         if not account.parents:
             del self._accounts[tenant]
         return freed
 
-    def _unhold(self, block_hash: BlockHash) -> bool:
-        """One account fewer holds it; True when that was the last."""
-        left = self._holders[block_hash] - 1
-        if left:
-            self._holders[block_hash] = left
-            return False
-        del self._holders[block_hash]
-        return True
-
     def check(self) -> None:
-        """Assert every invariant; O(blocks)."""
         holders: Counter[BlockHash] = Counter()
         leases = 0
         for tenant, account in self._accounts.items():

@@ -5,7 +5,6 @@ are made once, at the start; no operation creates one.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
 
@@ -19,42 +18,11 @@ Siblings = dict[BlockHash, None]
 
 
 class BlockState(Enum):
-    """Where a block stands."""
+    """Where a block stands. docs/kvcache.md has the table of transitions, and the tests hold the cache to it."""
 
     FREE = "free"  #: holds nothing of use; allocated first
     LIVE = "live"  #: in the table of at least one request
     CACHED_FREE = "cached and free"  #: unused, its KV can still be hit; evicted when room is needed
-
-
-@dataclass(slots=True, frozen=True)
-class Transition:
-    """One thing that can happen to a block."""
-
-    before: BlockState
-    event: str
-    after: BlockState
-    when: str
-
-
-#: All that can happen to a block. docs/kvcache.md shows this table, and the tests hold the cache to it.
-TRANSITIONS = (
-    Transition(BlockState.FREE, "allocate", BlockState.LIVE, "a request takes it"),
-    Transition(BlockState.LIVE, "commit", BlockState.LIVE, "its KV is there: it gets its hash and can be hit"),
-    Transition(BlockState.LIVE, "share", BlockState.LIVE, "another request's prompt hits it"),
-    Transition(BlockState.LIVE, "release", BlockState.LIVE, "one of several users lets go"),
-    Transition(BlockState.LIVE, "release", BlockState.CACHED_FREE, "the last user lets go of a block with a hash"),
-    Transition(BlockState.LIVE, "release", BlockState.FREE, "the last user lets go; no hash, or another copy is live"),
-    Transition(BlockState.CACHED_FREE, "touch", BlockState.LIVE, "a prompt hits it"),
-    Transition(BlockState.CACHED_FREE, "evict", BlockState.LIVE, "a request takes it, no free block being left"),
-    Transition(BlockState.CACHED_FREE, "supersede", BlockState.FREE, "a request commits another copy of it"),
-    Transition(BlockState.CACHED_FREE, "reset", BlockState.FREE, "the cache is emptied"),
-)
-
-
-def transitions_markdown() -> str:
-    """`TRANSITIONS` as the table of docs/kvcache.md."""
-    rows = [f"| {t.before.value} | {t.event} | {t.after.value} | {t.when} |" for t in TRANSITIONS]
-    return "\n".join(["| from | event | to | when |", "|---|---|---|---|", *rows])
 
 
 class Block:
@@ -168,7 +136,6 @@ class BlockList:
 
     @property
     def oldest(self) -> Block | None:
-        """What `take_oldest` would take first."""
         return self._sentinel.newer if self._size else None
 
     def take_older(self, most: int, before: int) -> list[Block]:
@@ -204,20 +171,15 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
             raise PoolTooSmall(f"{num_blocks} KV blocks: at least 2 are needed, as block 0 is never given to a request")
+        #: Block 0 is the null block: padding rows of a block table point to it, and no request gets it.
         self.blocks = tuple(Block(BlockId(block_id)) for block_id in range(num_blocks))
         # A plain stack: these blocks are never taken from the middle, and a slice moves many at once. Lowest ids first.
         self._free = list(self.blocks[:0:-1])
-
-    @property
-    def null_block(self) -> Block:
-        """Block 0: what padding rows of a block table point to; never given to a request."""
-        return self.blocks[0]
 
     def __len__(self) -> int:
         return len(self._free)
 
     def take(self, count: int) -> list[Block]:
-        """Take `count` blocks from the stack. The list must hold that many."""
         rest = len(self._free) - count
         assert rest >= 0, f"{count} blocks asked of {len(self._free)} free ones"
         taken = self._free[rest:]
@@ -226,7 +188,6 @@ class BlockPool:
         return taken
 
     def give(self, blocks: Sequence[Block]) -> None:
-        """Put blocks that hold nothing of use back."""
         self._free.extend(blocks)
 
     def check(self) -> None:
@@ -235,6 +196,6 @@ class BlockPool:
             assert block.state is BlockState.FREE, f"{block} is on the stack of free blocks"
         distinct = len({block.block_id for block in self._free})
         assert distinct == len(self._free), f"{len(self._free)} free blocks, only {distinct} distinct"
-        null = self.null_block
+        null = self.blocks[0]
         assert null.state is BlockState.FREE, f"the null block is in use: {null}"
         assert null not in self._free, "the null block can be allocated"

@@ -60,8 +60,6 @@ class PrefixMatch:
 
 @dataclass(slots=True, frozen=True)
 class CachedBlock:
-    """A distinct block that is resident."""
-
     block_hash: BlockHash
     parent: BlockHash | None  #: None: first of its chain
     tokens: bytes
@@ -119,13 +117,7 @@ class PrefixCache:
 
     @property
     def blocks(self) -> Sequence[Block]:
-        """All block records by id, the null block first."""
         return self._pool.blocks
-
-    @property
-    def null_block(self) -> Block:
-        """Block 0, for padding; never given to a request."""
-        return self._pool.null_block
 
     @property
     def total_blocks(self) -> int:
@@ -216,7 +208,9 @@ class PrefixCache:
             raise StaleMatch("the cache changed between match and acquire: match again right before acquire")
         assert new_blocks or not match.partial, "a partial hit needs a block to be copied into"
         idle = [block for block in match.blocks if not block.ref_count]
-        kept = self._leading_kept(idle) if self._kept else 0
+        # As pins are prefix-closed, the withheld ones come first.
+        evictable = (place for place, block in enumerate(idle) if block.block_hash not in self._kept)
+        kept = next(evictable, len(idle)) if self._kept else 0
         if new_blocks > self.free_blocks - len(idle) + kept:
             return None
         for block in idle[:kept]:
@@ -287,7 +281,10 @@ class PrefixCache:
         assert len(hashes) == count, f"{count} blocks with {len(hashes)} hashes"
         assert len(tokens) == count * self._stride, f"{count} blocks with {len(tokens)} bytes of tokens"
         if self._private:
-            public = self._public(blocks, start, parent)
+            # None when `parent` is the hash of a private block: two prefixes share that hash, so both chains end there.
+            ends = start and parent in self._private.values()
+            private = (place for place, block in enumerate(blocks) if block.block_id in self._private)
+            public = 0 if ends else next(private, len(blocks))
             self._keep_private(blocks[public:], hashes[public:])
             if not public:
                 return
@@ -348,15 +345,6 @@ class PrefixCache:
         block.parent = parent
         block.tokens = content
         return True
-
-    def _public(self, blocks: Sequence[Block], start: int, parent: BlockHash) -> int:
-        """How many leading blocks may be shared while other blocks are private.
-
-        None when `parent` is the hash of a private block: two prefixes share that hash, so both chains end there.
-        """
-        if start and parent in self._private.values():
-            return 0
-        return next((place for place, block in enumerate(blocks) if block.block_id in self._private), len(blocks))
 
     def _keep_private(self, blocks: Sequence[Block], hashes: Sequence[BlockHash]) -> None:
         for block, block_hash in zip(blocks, hashes, strict=True):
@@ -468,10 +456,6 @@ class PrefixCache:
         freed = [self._kept.pop(block_hash, None) for block_hash in hashes]
         self._policy.add([block for block in freed if block is not None])
 
-    def _leading_kept(self, idle: Sequence[Block]) -> int:
-        """How many of a chain's idle blocks are withheld; as pins are prefix-closed, the first ones."""
-        return next((place for place, block in enumerate(idle) if block.block_hash not in self._kept), len(idle))
-
     def _without_pinned(self, idle: list[Block]) -> list[Block]:
         """Those of `idle` that are not pinned; the others are withheld from the policy."""
         others: list[Block] = []
@@ -502,24 +486,21 @@ class PrefixCache:
 
     def residents(self) -> Iterator[CachedBlock]:
         """The distinct cached blocks as they are now, parents before their children."""
-        snapshot = [
-            CachedBlock(block_hash, None if block.first else block.parent, block.tokens)
-            for block_hash, block in self._index.items()
-        ]
-        return iter(snapshot)
+        return iter(
+            [
+                CachedBlock(block_hash, None if block.first else block.parent, block.tokens)
+                for block_hash, block in self._index.items()
+            ]
+        )
 
     def check(self) -> None:
         """Assert every invariant; O(blocks), for tests and for a diagnosis."""
         self._pool.check()
         self._policy.check()
         self.pins.check()
-        self._check_places()
+        self._followers.check()
         self._check_copies()
         self._check_prefixes()
-        self._check_pins()
-        self._followers.check()
-
-    def _check_places(self) -> None:
         idle = list(self._policy)
         assert len({block.block_id for block in idle}) == len(idle), "a block is idle twice"
         for block in idle:
@@ -530,6 +511,12 @@ class PrefixCache:
         assert accounted == self.total_blocks, f"{accounted} blocks accounted for, of {self.total_blocks}"
         for block in self._pool.blocks:
             assert block.block_hash is not None or not block.first, f"{block} starts a chain but holds nothing"
+        for block_hash, block in self._index.items():
+            pinned_and_idle = block_hash in self.pins and not block.ref_count
+            assert pinned_and_idle == (self._kept.get(block_hash) is block), f"{block}: pinned, but not withheld"
+        assert len(self._kept) <= len(self.pins), f"{len(self._kept)} blocks withheld, {len(self.pins)} pinned"
+        resident = sum(block_hash in self._index for block_hash in self.pins)
+        assert resident == len(self.pins), f"{len(self.pins)} blocks pinned, {resident} of them resident"
 
     def _check_copies(self) -> None:
         for block_hash, block in self._index.items():
@@ -560,11 +547,3 @@ class PrefixCache:
         for block in self._policy:
             assert block.first or block.parent not in gone, f"{block} would be evicted after its parent"
             gone.add(block.block_hash)
-
-    def _check_pins(self) -> None:
-        for block_hash, block in self._index.items():
-            pinned_and_idle = block_hash in self.pins and not block.ref_count
-            assert pinned_and_idle == (self._kept.get(block_hash) is block), f"{block}: pinned, but not withheld"
-        assert len(self._kept) <= len(self.pins), f"{len(self._kept)} blocks withheld, {len(self.pins)} pinned"
-        resident = sum(block_hash in self._index for block_hash in self.pins)
-        assert resident == len(self.pins), f"{len(self.pins)} blocks pinned, {resident} of them resident"

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 USE = """
 import json, pathlib, homing
-from homing.kvcache import BlockHasher
+from homing.kvcache.hashing import BlockHasher
 from homing.replica.demo import demo_model_path
 at = pathlib.Path(homing.__file__).parent
 assert "site-packages" in str(at), at

@@ -18,29 +18,27 @@ from typing import Any, BinaryIO, TextIO
 import msgspec
 
 from ...events import (
-    BadKeys,
     BadRecord,
     CacheEvent,
     Cleared,
-    ClusterFeed,
     ClusterUnreachable,
     EventError,
     EventFeed,
-    FeedStatus,
     KeyPair,
     KeysRefused,
     Recorded,
     Removed,
-    Source,
     Stored,
     StreamEvent,
     describe,
     read_lines,
-    remark,
     to_line,
 )
-from ...events.follow.subscription import Apply, Counters, Reset
+from ...events.errors import BadKeys
+from ...events.follow.cluster_feed import ClusterFeed, Source
+from ...events.follow.subscription import Apply, Counters, FeedStatus, Reset
 from ...events.sdk.plain_stream import stream_events
+from ...events.sdk.record import remark
 from ...events.security.curve_keys import reader_keys
 from ..config import Settings, nearest
 from ..errors import ClusterError, SettingsError

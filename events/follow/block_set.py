@@ -43,11 +43,9 @@ class CacheMirror:
         return Digest(len(self._parents), self._xor)
 
     def apply(self, event: CacheEvent) -> None:
-        """Fold one event."""
         fold(event, self)
 
     def store(self, parent: int | None, hashes: Sequence[int]) -> None:
-        """Add a chain of blocks that continues `parent`."""
         parents, xor = self._parents, self._xor
         for block in hashes:
             if block not in parents:
@@ -57,7 +55,6 @@ class CacheMirror:
         self._xor = xor
 
     def remove(self, hashes: Iterable[int]) -> None:
-        """Take blocks out."""
         parents, xor = self._parents, self._xor
         for block in hashes:
             if block not in parents:
@@ -68,12 +65,10 @@ class CacheMirror:
         self._xor = xor
 
     def clear(self) -> None:
-        """Hold nothing."""
         self._parents.clear()
         self._xor = 0
 
     def replace(self, blocks: Iterable[tuple[int, int | None]]) -> None:
-        """Hold exactly these `(block, parent)` pairs."""
         self.clear()
         for block, parent in blocks:
             self.store(parent, (block,))

@@ -49,14 +49,10 @@ class ClusterSink(Protocol):
     def told(self, source: Source, instruction: Apply | Reset) -> None:
         """The next batch, without a gap before it, or the whole set of held blocks."""
 
-    def status(self, source: Source, status: FeedStatus) -> None:
-        """How far its stream can be trusted."""
-
-    def malformed(self, source: Source, error: EventError) -> None:
-        """A message of it was dropped."""
-
-    def refused(self, source: Source, error: KeysRefused) -> None:
-        """It does not accept our keys."""
+    # As in `FeedSink`.
+    def status(self, source: Source, status: FeedStatus) -> None: ...
+    def malformed(self, source: Source, error: EventError) -> None: ...
+    def refused(self, source: Source, error: KeysRefused) -> None: ...
 
 
 def sources(view: Any, only: Collection[str] = ()) -> dict[Source, EventEndpoints]:
@@ -107,7 +103,6 @@ class ClusterFeed:
 
     @property
     def feeds(self) -> Mapping[Source, EventFeed]:
-        """Those that are followed."""
         return self._feeds
 
     async def run(self) -> None:

@@ -5,6 +5,7 @@ in the loop's thread. Tens of feeds share one loop and one ZeroMQ context.
 """
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
@@ -67,12 +68,8 @@ class FeedSink(Protocol):
     def reset(self, blocks: Sequence[SnapshotBlock]) -> None:
         """Hold exactly these, parents first; `wire_name` gives their hashes as `apply` spells them."""
 
-    def status(self, status: FeedStatus) -> None:
-        """How far the stream can be trusted."""
-
-    def load(self, report: LoadReport) -> None:
-        """The publisher's load."""
-
+    def status(self, status: FeedStatus) -> None: ...
+    def load(self, report: LoadReport) -> None: ...
     def malformed(self, error: EventError) -> None:
         """A message was dropped."""
 
@@ -117,9 +114,15 @@ class EventFeed:
         self._tick_s = heartbeat_interval_s / 2
         self._token_ids = token_ids
         self._topic = topic
-        self._decoder = BatchDecoder(token_ids=token_ids)
+        self.decoder = BatchDecoder(token_ids=token_ids)
         residency = CountedResidency() if counted else SetResidency(CacheMirror() if blocks is None else blocks)
-        self._subscription = Subscription(reach or _reach_of(endpoints), residency)
+        #: The state machine, for its counters, cursor and digest.
+        self.subscription = Subscription(
+            Reach(replay=bool(endpoints.replay), snapshot=bool(endpoints.snapshot), heartbeats=bool(endpoints.state))
+            if reach is None
+            else reach,
+            residency,
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         #: The first one is the events socket, which is monitored.
         self._sockets: list[zmq.Socket[bytes]] = []
@@ -131,16 +134,6 @@ class EventFeed:
         self.malformed_messages = 0
         #: connections that did not come about because of the keys
         self.refused_connections = 0
-
-    @property
-    def subscription(self) -> Subscription:
-        """The state machine, for its counters, cursor and digest."""
-        return self._subscription
-
-    @property
-    def decoder(self) -> BatchDecoder:
-        """For its counters."""
-        return self._decoder
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Connect and ask. Call in the loop's thread, once. Raises EndpointUnusable."""
@@ -154,12 +147,12 @@ class EventFeed:
         except EndpointUnusable:
             self.close()
             raise
-        self._run(self._subscription.start())
+        self._run(self.subscription.start())
         self._timer = loop.call_later(self._tick_s, self._on_tick)
 
     def resync(self) -> None:
         """Request the full state again, for a user that lost messages."""
-        self._run(self._subscription.resync())
+        self._run(self.subscription.start())
 
     def close(self) -> None:
         """Give everything back; no callback comes after this. Harmless when repeated, or before `start`."""
@@ -179,9 +172,11 @@ class EventFeed:
 
     def _connect(self, context: zmq.Context["zmq.Socket[bytes]"], loop: asyncio.AbstractEventLoop) -> None:
         ends = self._endpoints
-        events = self._subscriber(context, [self._topic])
-        state = self._subscriber(context, [HEARTBEAT_TOPIC, LOAD_TOPIC])
+        events, state = self._socket(context, zmq.SUB), self._socket(context, zmq.SUB)
         replay, snapshot = self._socket(context, zmq.DEALER), self._socket(context, zmq.DEALER)
+        events.subscribe(self._topic)
+        state.subscribe(HEARTBEAT_TOPIC)
+        state.subscribe(LOAD_TOPIC)
         events.set_hwm(_EVENTS_HIGH_WATER_MARK)
         # Before it connects: a refusal is reported once.
         monitor = events.get_monitor_socket(WATCHED)
@@ -191,12 +186,6 @@ class EventFeed:
         self._snapshot = self._open(loop, snapshot, ends.snapshot, self._on_chunk)
         self._sockets.append(monitor)
         self._readers.append(SocketReader(loop, monitor, self._on_monitor))
-
-    def _subscriber(self, context: zmq.Context["zmq.Socket[bytes]"], topics: Sequence[bytes]) -> "zmq.Socket[bytes]":
-        sock = self._socket(context, zmq.SUB)
-        for topic in topics:
-            sock.subscribe(topic)
-        return sock
 
     def _socket(self, context: zmq.Context["zmq.Socket[bytes]"], kind: int) -> "zmq.Socket[bytes]":
         sock: zmq.Socket[bytes] = context.socket(kind)
@@ -224,41 +213,38 @@ class EventFeed:
             sock.connect(endpoint)
         except zmq.ZMQError as error:
             raise EndpointUnusable(f"cannot connect to {endpoint!r}: {error}") from error
-        self._readers.append(SocketReader(loop, sock, self._guarded(handle)))
+        self._readers.append(SocketReader(loop, sock, functools.partial(self._guard, handle)))
         return self._readers[-1]
 
-    def _guarded(self, handle: Callable[[Message], None]) -> Callable[[Message], None]:
-        def guarded(frames: Message) -> None:
-            try:
-                handle(frames)
-            except MalformedFrame as error:
-                self.malformed_messages += 1
-                log.warning("event_message_malformed endpoint=%s error=%s", self._endpoints.events, error)
-                self._sink.malformed(error)
-
-        return guarded
+    def _guard(self, handle: Callable[[Message], None], frames: Message) -> None:
+        try:
+            handle(frames)
+        except MalformedFrame as error:
+            self.malformed_messages += 1
+            log.warning("event_message_malformed endpoint=%s error=%s", self._endpoints.events, error)
+            self._sink.malformed(error)
 
     def _on_event(self, frames: Message) -> None:
         frame = read_event(frames)
-        self._run(self._subscription.on_batch(frame.epoch, frame.seq, self._decoder.decode(frame.payload)))
+        self._run(self.subscription.on_batch(frame.epoch, frame.seq, self.decoder.decode(frame.payload)))
 
     def _on_replay(self, frames: Message) -> None:
         frame = read_replay(frames)
         if frame is None:
-            self._run(self._subscription.on_replay_end())
+            self._run(self.subscription.on_replay_end())
             return
-        self._run(self._subscription.on_replayed(frame.epoch, frame.seq, self._decoder.decode(frame.payload)))
+        self._run(self.subscription.on_replayed(frame.epoch, frame.seq, self.decoder.decode(frame.payload)))
 
     def _on_state(self, frames: Message) -> None:
         if len(frames) != 2:
             raise MalformedFrame("state message", f"{len(frames)} frames instead of topic, payload")
         if frames[0] == HEARTBEAT_TOPIC:
-            self._run(self._subscription.on_heartbeat(_read(frames[1], Heartbeat)))
+            self._run(self.subscription.on_heartbeat(_read(frames[1], Heartbeat)))
         elif frames[0] == LOAD_TOPIC:
-            self._run(self._subscription.on_load(_read(frames[1], LoadReport)))
+            self._run(self.subscription.on_load(_read(frames[1], LoadReport)))
 
     def _on_chunk(self, frames: Message) -> None:
-        self._run(self._subscription.on_chunk(_read(frames[-1], SnapshotChunk)))
+        self._run(self.subscription.on_chunk(_read(frames[-1], SnapshotChunk)))
 
     def _on_monitor(self, frames: Message) -> None:
         if self._handshakes.observe(frames) is not Connection.LOST:
@@ -266,20 +252,18 @@ class EventFeed:
         # Messages from before the disconnect must not count as received after it.
         for reader in self._readers[:-1]:
             reader.drain()
-        self._run(self._subscription.on_disconnect())
+        self._run(self.subscription.on_disconnect())
         if self._handshakes.refusal is not None and self._readers:
             why = self._handshakes.refusal
-            self._refuse(KeysRefused(self._endpoints.events, f"{why}; {_NO_KEYS}" if self._keyless else why))
-
-    def _refuse(self, error: KeysRefused) -> None:
-        self.refused_connections += 1
-        log.warning("event_stream_refused error=%s", error)
-        self._sink.refused(error)
+            error = KeysRefused(self._endpoints.events, f"{why}; {_NO_KEYS}" if self._keyless else why)
+            self.refused_connections += 1
+            log.warning("event_stream_refused error=%s", error)
+            self._sink.refused(error)
 
     def _on_tick(self) -> None:
         assert self._loop is not None, "ticks come after the start"
         self._timer = self._loop.call_later(self._tick_s, self._on_tick)
-        self._run(self._subscription.on_tick())
+        self._run(self.subscription.on_tick())
 
     def _run(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
@@ -313,10 +297,6 @@ class EventFeed:
         """A request that cannot be sent counts as lost: the state machine repeats it."""
         if reader is not None and not reader.send(frames):
             log.debug("event_request_unsent endpoint=%s", self._endpoints.events)
-
-
-def _reach_of(endpoints: EventEndpoints) -> Reach:
-    return Reach(replay=bool(endpoints.replay), snapshot=bool(endpoints.snapshot), heartbeats=bool(endpoints.state))
 
 
 def _read(payload: bytes, kind: type[Struct]) -> Struct:

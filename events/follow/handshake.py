@@ -30,8 +30,6 @@ _REFUSALS: dict[int, str] = {
 
 
 class Connection(Enum):
-    """State of a connection."""
-
     READY = "ready"
     LOST = "lost"
 

@@ -79,21 +79,22 @@ class CountedResidency:
         return any(block in copies for copies in self._copies.values())
 
     def apply(self, events: Sequence[CacheEvent]) -> Sequence[CacheEvent]:
-        return [left for event in events if (left := self._apply(event)) is not None]
-
-    def _apply(self, event: CacheEvent) -> CacheEvent | None:
-        match event:
-            case Stored():
-                self._add(event.hashes, event.medium, event.group)
-                return event
-            case Removed():
-                gone = [block for block in event.hashes if self._take(block, event.medium, event.group)]
-                return Removed(gone, event.medium, event.group) if gone else None
-            case Cleared():
-                self.replace([])
-                return event
-            case _:
-                assert_never(event)
+        left: list[CacheEvent] = []
+        for event in events:
+            match event:
+                case Stored():
+                    self._add(event.hashes, event.medium, event.group)
+                    left.append(event)
+                case Removed():
+                    gone = [block for block in event.hashes if self._take(block, event.medium, event.group)]
+                    if gone:
+                        left.append(Removed(gone, event.medium, event.group))
+                case Cleared():
+                    self.replace([])
+                    left.append(event)
+                case _:
+                    assert_never(event)
+        return left
 
     def replace(self, blocks: Iterable[tuple[int, int | None]]) -> None:
         """Hold exactly these, one copy each."""
@@ -127,7 +128,6 @@ class CountedResidency:
         return True
 
     def check(self) -> None:
-        """Assert that the counts and the digest agree."""
         held = {block for copies in self._copies.values() for block in copies}
         assert len(held) == self._held, f"{self._held} blocks counted, {len(held)} held"
         assert all(min(copies.values(), default=1) > 0 for copies in self._copies.values()), "a count of zero was kept"

@@ -76,7 +76,6 @@ class SocketReader:
         self.drain()
 
     def _take_some(self) -> bool:
-        """Handle a fair share; True when nothing is left."""
         sock = self._socket
         for _ in range(MESSAGES_PER_WAKE):
             # Asking first takes half of what the error does by which the socket says that it is empty.

@@ -19,9 +19,9 @@ a sequence number that falls while the time advances.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
+from typing import NamedTuple
 
 from ..wire.cache_events import CacheEvent
-from ..wire.cursor import Contiguous, Cursor, Gap, Initial, NewEpoch, Stale
 from ..wire.dialects import Batch, snapshot_pairs
 from ..wire.messages import Heartbeat, LoadReport, SnapshotBlock, SnapshotChunk
 from .block_set import CacheMirror, Digest
@@ -38,8 +38,6 @@ class FeedStatus(StrEnum):
 
 @dataclass(slots=True, frozen=True)
 class RequestReplay:
-    """Ask for all batches from `since` on."""
-
     since: int
 
 
@@ -68,8 +66,6 @@ class Reset:
 
 @dataclass(slots=True, frozen=True)
 class SetStatus:
-    """The status has changed to this."""
-
     status: FeedStatus
 
 
@@ -125,6 +121,13 @@ class Counters:
     unreachable_holes: int = 0  #: given up by starting from an empty set (publishers without snapshots)
 
 
+class Cursor(NamedTuple):
+    """Where a reader stands: `expected` is the next number of `epoch`; None before the first position is known."""
+
+    epoch: int | None = None
+    expected: int | None = None
+
+
 class _Waiting(Enum):
     NOTHING = 0
     REPLAY = 1
@@ -145,7 +148,8 @@ class Subscription:
         """`residency`: where the held blocks are stored; by default a set of this subscription's own."""
         self._reach = reach or Reach()
         self._residency: Residency = residency or SetResidency(CacheMirror())
-        self._cursor = Cursor()
+        #: Incarnation and next number.
+        self.cursor = Cursor()
         self._buffer: dict[int, Batch] = {}
         self._newest_held = -1  # the newest number held back, even if the buffer has lost it since
         self._waiting = _Waiting.NOTHING
@@ -162,20 +166,11 @@ class Subscription:
         self._last_ts = float("-inf")
         self._quiet_ticks = 0
         self._silent = False
-        self._status = FeedStatus.SYNCING
+        #: That of the last `SetStatus`; SYNCING before the first.
+        self.status = FeedStatus.SYNCING
         self._out: list[Instruction] = []
         self.exact = True
         self.counters = Counters()
-
-    @property
-    def status(self) -> FeedStatus:
-        """The status of the last `SetStatus`; SYNCING before the first."""
-        return self._status
-
-    @property
-    def cursor(self) -> Cursor:
-        """Incarnation and next number."""
-        return self._cursor
 
     @property
     def digest(self) -> Digest:
@@ -185,42 +180,33 @@ class Subscription:
     # Messages and time
 
     def start(self) -> list[Instruction]:
-        """The sockets connect: ask for everything."""
-        self._begin()
-        return self._done()
-
-    def resync(self) -> list[Instruction]:
-        """The user of this subscription lost messages: send the full state again."""
+        """Ask for everything: the sockets connect, or the user of this subscription lost messages."""
         self._begin()
         return self._done()
 
     def on_batch(self, epoch: int | None, seq: int, batch: Batch) -> list[Instruction]:
-        """A batch came live."""
         self._note_message()
         # The usual case, at half the cost: where nothing is waited for, nothing waits behind this one either.
-        if self._cursor == (epoch, seq) and self._waiting is _Waiting.NOTHING:
+        if self.cursor == (epoch, seq) and self._waiting is _Waiting.NOTHING:
             self._apply(seq, batch)
         else:
             self._take(epoch, seq, batch)
         return self._done()
 
     def on_replayed(self, epoch: int | None, seq: int, batch: Batch) -> list[Instruction]:
-        """A batch came as part of a replay."""
         self._waited_ticks = 0
         return self.on_batch(epoch, seq, batch)
 
     def on_replay_end(self) -> list[Instruction]:
-        """A replay has been answered in full."""
         self._note_message()
         if self._waiting is _Waiting.REPLAY:
             self._end_replay()
         return self._done()
 
     def on_chunk(self, chunk: SnapshotChunk) -> list[Instruction]:
-        """A part of a snapshot came."""
         self._note_message()
         # Of an unknown incarnation only while we know none: a late answer must not lead us back to a former one.
-        expected = self._cursor.epoch is None or chunk.epoch == self._cursor.epoch
+        expected = self.cursor.epoch is None or chunk.epoch == self.cursor.epoch
         if self._waiting is _Waiting.SNAPSHOT and expected:
             self._waited_ticks = 0
             self._collect(chunk)
@@ -231,7 +217,7 @@ class Subscription:
         self._note_message()
         if beat.epoch in self._retired:
             return self._done()
-        if beat.epoch != self._cursor.epoch:
+        if beat.epoch != self.cursor.epoch:
             self._enter(beat.epoch)
         # One at a time: a newer one would postpone the check of the older, for ever under load.
         if self._beat is None and self._waiting is not _Waiting.SNAPSHOT:
@@ -240,14 +226,12 @@ class Subscription:
         return self._done()
 
     def on_load(self, report: LoadReport) -> list[Instruction]:
-        """A load report came."""
         self._note_message()
         if report.epoch not in self._retired:
             self._out.append(PassLoad(report))
         return self._done()
 
     def on_tick(self) -> list[Instruction]:
-        """Time passes."""
         self._quiet_ticks += 1
         self._retired = {epoch: ticks - 1 for epoch, ticks in self._retired.items() if ticks > 1}
         if self._reach.heartbeats and self._quiet_ticks >= self._reach.silent_ticks:
@@ -259,7 +243,9 @@ class Subscription:
             if self._beat_ticks >= _BEAT_GRACE_TICKS:
                 self._open_gap()
         if self._pause_ticks:
-            self._pause_on()
+            self._pause_ticks -= 1
+            if not self._pause_ticks:
+                self._ask_snapshot()
         return self._done()
 
     def on_disconnect(self) -> list[Instruction]:
@@ -276,34 +262,33 @@ class Subscription:
         if epoch in self._retired:
             self.counters.stale_batches += 1
             return
-        match self._cursor.observe(epoch, seq):
-            case NewEpoch():
-                self._enter(epoch)
-                self._take(epoch, seq, batch)
-            case Stale() if epoch is None and batch.ts > self._last_ts:
-                self.counters.new_epochs += 1
-                self._begin()
-                self._take(epoch, seq, batch)
-            case Stale():
+        if epoch != self.cursor.epoch:
+            self._enter(epoch)
+            self._take(epoch, seq, batch)
+            return
+        expected = self.cursor.expected
+        if expected is not None and seq < expected:
+            if epoch is not None or batch.ts <= self._last_ts:
                 self.counters.stale_batches += 1
-            case Contiguous() if self._waiting is not _Waiting.SNAPSHOT:
-                self._apply(seq, batch)
-                self._advance()
-            case Contiguous() | Gap() | Initial():
-                self._hold(seq, batch)
-                self._advance()
-
-    def _hold(self, seq: int, batch: Batch) -> None:
-        if len(self._buffer) >= self._reach.buffer_batches:
-            self.counters.overruns += 1
-            self._buffer.clear()
-        self._buffer[seq] = batch
-        self._newest_held = max(self._newest_held, seq)
+                return
+            self.counters.new_epochs += 1
+            self._begin()
+            self._take(epoch, seq, batch)
+            return
+        if seq == expected and self._waiting is not _Waiting.SNAPSHOT:
+            self._apply(seq, batch)
+        else:
+            if len(self._buffer) >= self._reach.buffer_batches:
+                self.counters.overruns += 1
+                self._buffer.clear()
+            self._buffer[seq] = batch
+            self._newest_held = max(self._newest_held, seq)
+        self._advance()
 
     def _apply(self, seq: int, batch: Batch) -> None:
-        assert seq == self._cursor.expected, f"batch {seq} applied, {self._cursor.expected} is next"
+        assert seq == self.cursor.expected, f"batch {seq} applied, {self.cursor.expected} is next"
         events = self._residency.apply(batch.events)
-        self._cursor = self._cursor.after(seq)
+        self.cursor = Cursor(self.cursor.epoch, seq + 1)
         if batch.ts > self._last_ts:
             self._last_ts = batch.ts
         self._out.append(Apply(seq, batch.ts, events))
@@ -312,12 +297,12 @@ class Subscription:
 
     def _advance(self) -> None:
         """Apply what waited and is next now; if something still waits behind a hole, have the hole closed."""
-        if self._cursor.expected is None and self._waiting is _Waiting.NOTHING and self._buffer:
+        if self.cursor.expected is None and self._waiting is _Waiting.NOTHING and self._buffer:
             self._restart_at(min(self._buffer))
-        while self._waiting is not _Waiting.SNAPSHOT and self._cursor.expected in self._buffer:
-            expected = self._cursor.expected
+        while self._waiting is not _Waiting.SNAPSHOT and self.cursor.expected in self._buffer:
+            expected = self.cursor.expected
             self._apply(expected, self._buffer.pop(expected))
-        if self._waiting is _Waiting.NOTHING and self._newest_held >= (self._cursor.expected or 0):
+        if self._waiting is _Waiting.NOTHING and self._newest_held >= (self.cursor.expected or 0):
             self._open_gap()
 
     def _open_gap(self) -> None:
@@ -333,8 +318,9 @@ class Subscription:
     # Asking and being answered.
 
     def _begin(self) -> None:
-        """Start from scratch."""
-        self._forget_waiting()
+        self._buffer.clear()
+        self._newest_held = -1
+        self._beat = None
         if self._reach.snapshot:
             self._ask_snapshot()
             return
@@ -342,19 +328,18 @@ class Subscription:
         self._attempts = 0
         self._waiting = _Waiting.NOTHING
         if self._reach.replay:
-            self._cursor = Cursor(self._cursor.epoch, 0)
+            self.cursor = Cursor(self.cursor.epoch, 0)
             self._ask_replay()
 
     def _empty(self) -> None:
-        """Void what was applied."""
         self.exact = True
         self._last_ts = float("-inf")
-        self._cursor = Cursor(self._cursor.epoch, None)
+        self.cursor = Cursor(self.cursor.epoch, None)
         self._residency.replace([])
-        self._out.append(Reset(self._cursor.epoch, None, ()))
+        self._out.append(Reset(self.cursor.epoch, None, ()))
 
     def _ask_replay(self) -> None:
-        expected = self._cursor.expected
+        expected = self.cursor.expected
         if not self._reach.replay or expected is None:
             self._give_up_replay()
             return
@@ -366,7 +351,7 @@ class Subscription:
 
     def _end_replay(self) -> None:
         self._waiting = _Waiting.NOTHING
-        expected = self._cursor.expected or 0
+        expected = self.cursor.expected or 0
         if expected > self._asked_to:
             self._advance()
         elif expected > self._asked_at and self._attempts < self._reach.replay_attempts:
@@ -380,7 +365,7 @@ class Subscription:
             self._ask_snapshot()
             return
         self._waiting = _Waiting.NOTHING
-        if self._known_seq() >= (self._cursor.expected or 0):
+        if self._known_seq() >= (self.cursor.expected or 0):
             self.counters.unreachable_holes += 1
             self._restart_at(min(self._buffer, default=self._known_seq() + 1))
             self._advance()
@@ -390,7 +375,7 @@ class Subscription:
         self._empty()
         self.exact = seq == 0
         self._beat = None
-        self._cursor = Cursor(self._cursor.epoch, seq)
+        self.cursor = Cursor(self.cursor.epoch, seq)
 
     def _ask_snapshot(self) -> None:
         self.counters.snapshots += 1
@@ -402,23 +387,22 @@ class Subscription:
 
     def _collect(self, chunk: SnapshotChunk) -> None:
         """Put a part behind the ones we have; a part that does not belong there voids them, and we ask again later."""
-        if chunk.index == 0:
+        last = self._parts[-1] if self._parts else None
+        if last is None or (last.epoch, last.seq, last.index + 1) != (chunk.epoch, chunk.seq, chunk.index):
             self._parts.clear()
-        elif not self._parts or not _follows(self._parts[-1], chunk):
-            self._parts.clear()
-            return
+            if chunk.index:
+                return
         self._parts.append(chunk)
         if chunk.last:
             self._install()
 
     def _install(self) -> None:
-        """A snapshot is complete."""
         epoch, seq = self._parts[0].epoch, self._parts[0].seq
         blocks = [block for part in self._parts for block in part.blocks]
         expected = 0 if seq is None else seq + 1
         self._parts.clear()
         self._waiting = _Waiting.NOTHING
-        self._cursor = Cursor(epoch, expected)
+        self.cursor = Cursor(epoch, expected)
         self._residency.replace(snapshot_pairs(blocks))
         self._out.append(Reset(epoch, seq, blocks))
         self._buffer = {held: batch for held, batch in self._buffer.items() if held >= expected}
@@ -440,30 +424,21 @@ class Subscription:
 
     def _enter(self, epoch: int | None) -> None:
         """A message of another incarnation than ours, and not of a former one."""
-        if self._cursor.epoch is None and self._cursor.expected in (None, 0):
-            self._cursor = Cursor(epoch, self._cursor.expected)  # the first that we learn of
+        if self.cursor.epoch is None and self.cursor.expected in (None, 0):
+            self.cursor = Cursor(epoch, self.cursor.expected)  # the first that we learn of
             return
-        self._leave_epoch()
-        self._cursor = Cursor(epoch, None)
+        self._disproofs = self._pause_ticks = 0
+        if self.cursor.epoch is not None:
+            self.counters.new_epochs += 1
+            self._retired[self.cursor.epoch] = _RETIRED_TICKS
+        self.cursor = Cursor(epoch, None)
         if self._reach.snapshot:
             self._empty()  # until the snapshot comes, nothing is a better guess than what its predecessor held
         self._begin()
 
-    def _forget_waiting(self) -> None:
-        self._buffer.clear()
-        self._newest_held = -1
-        self._beat = None
-
-    def _leave_epoch(self) -> None:
-        self._forget_waiting()
-        self._disproofs = self._pause_ticks = 0
-        if self._cursor.epoch is not None:
-            self.counters.new_epochs += 1
-            self._retired[self._cursor.epoch] = _RETIRED_TICKS
-
     def _check_beat(self) -> None:
         """Compare with a heartbeat when we stand where it was made; keep one that is ahead of us."""
-        beat, expected = self._beat, self._cursor.expected
+        beat, expected = self._beat, self.cursor.expected
         if beat is None or expected is None:
             return
         beat_next = 0 if beat.seq is None else beat.seq + 1
@@ -495,11 +470,6 @@ class Subscription:
         self.counters.postponed_snapshots += 1
         self._pause_ticks = pause_ticks
 
-    def _pause_on(self) -> None:
-        self._pause_ticks -= 1
-        if not self._pause_ticks:
-            self._ask_snapshot()
-
     def _note_message(self) -> None:
         self._quiet_ticks = 0
         self._silent = False
@@ -507,8 +477,8 @@ class Subscription:
     def _done(self) -> list[Instruction]:
         """The instructions collected, with a change of status at their end."""
         status = self._present_status()
-        if status is not self._status:
-            self._status = status
+        if status is not self.status:
+            self.status = status
             self._out.append(SetStatus(status))
         out, self._out = self._out, []
         return out
@@ -516,13 +486,13 @@ class Subscription:
     def _present_status(self) -> FeedStatus:
         if self._silent:
             return FeedStatus.STALE
-        if self._waiting is not _Waiting.NOTHING or self._cursor.expected is None or self._pause_ticks:
+        if self._waiting is not _Waiting.NOTHING or self.cursor.expected is None or self._pause_ticks:
             return FeedStatus.SYNCING
         return FeedStatus.LIVE
 
     def check(self) -> None:
         """Assert the invariants between two messages."""
-        expected = self._cursor.expected
+        expected = self.cursor.expected
         assert len(self._buffer) <= self._reach.buffer_batches, f"{len(self._buffer)} batches wait"
         if expected is not None:
             early = [seq for seq in self._buffer if seq < expected]
@@ -530,7 +500,3 @@ class Subscription:
         if self._waiting is _Waiting.NOTHING:
             assert not self._buffer, f"batches {sorted(self._buffer)} wait without a request under way"
         assert not self._out, f"instructions were left behind: {self._out}"
-
-
-def _follows(before: SnapshotChunk, chunk: SnapshotChunk) -> bool:
-    return (chunk.epoch, chunk.seq, chunk.index) == (before.epoch, before.seq, before.index + 1)

@@ -38,8 +38,6 @@ SNAPSHOT_CHUNK_BLOCKS = 2048
 
 
 class Sent(NamedTuple):
-    """A numbered payload."""
-
     seq: int
     payload: bytes
 
@@ -87,7 +85,6 @@ class EventLog:
         return iter([sent for sent in self._history if sent.seq >= since])
 
     def heartbeat(self, ts: float) -> Heartbeat:
-        """Proof of what is resident."""
         return Heartbeat(epoch=self.epoch, seq=self.last_seq, blocks=len(self._residents), digest=self._xor, ts=ts)
 
     def snapshot(self, *, token_ids: bool, chunk_blocks: int = SNAPSHOT_CHUNK_BLOCKS) -> Iterator[SnapshotChunk]:
@@ -101,7 +98,12 @@ class EventLog:
                 seq=seq,
                 index=index,
                 last=index == len(starts) - 1,
-                blocks=[self._snapshot_block(b, token_ids) for b in blocks[start : start + chunk_blocks]],
+                blocks=[
+                    SnapshotBlock(
+                        self._wire(name), parent and self._wire(parent), _token_ids(tokens if token_ids else b"")
+                    )
+                    for name, parent, tokens in blocks[start : start + chunk_blocks]
+                ],
             )
             for index, start in enumerate(starts)
         )
@@ -112,8 +114,15 @@ class EventLog:
 
     def _fold(self, change: Change) -> None:
         match change:
-            case StoredBlocks():
-                self._fold_stored(change)
+            case StoredBlocks(parent, hashes, _):
+                names = _names(hashes)
+                residents, xor = self._residents, self._xor
+                for name in names:
+                    if name not in residents:
+                        xor ^= name
+                self._xor = xor
+                parents = (parent, *hashes)[: len(hashes)]
+                residents.update(zip(names, zip(hashes, parents, self._contents(change), strict=True), strict=True))
             case RemovedBlocks(hashes):
                 residents, xor = self._residents, self._xor
                 for name in _names(hashes):
@@ -125,17 +134,6 @@ class EventLog:
                 self._xor = 0
             case _:
                 assert_never(change)
-
-    def _fold_stored(self, change: StoredBlocks) -> None:
-        parent, hashes, _ = change
-        names = _names(hashes)
-        residents, xor = self._residents, self._xor
-        for name in names:
-            if name not in residents:
-                xor ^= name
-        self._xor = xor
-        parents = (parent, *hashes)[: len(hashes)]
-        residents.update(zip(names, zip(hashes, parents, self._contents(change), strict=True), strict=True))
 
     def _contents(self, change: StoredBlocks) -> Iterable[bytes]:
         """Each block's token bytes, where they are kept."""
@@ -159,7 +157,7 @@ class EventLog:
                 line.append(block)
                 if block[1] is None:
                     break
-                name = _names((block[1],))[0]
+                name = int.from_bytes(block[1][-8:], "big")
             ordered += reversed(line)
         return ordered
 
@@ -167,8 +165,8 @@ class EventLog:
         match change:
             case StoredBlocks(parent, hashes, tokens):
                 return BlockStored(
-                    block_hashes=self._wire(hashes),
-                    parent_block_hash=None if parent is None else self._wire((parent,))[0],
+                    block_hashes=self._wire_all(hashes),
+                    parent_block_hash=parent and self._wire(parent),
                     token_ids=[] if self._hash_only else _token_ids(tokens),
                     block_size=self._block_size,
                     lora_id=None,
@@ -178,22 +176,17 @@ class EventLog:
                     kv_cache_spec_kind="full_attention",
                 )
             case RemovedBlocks(hashes):
-                return BlockRemoved(block_hashes=self._wire(hashes), medium=self._medium, group_idx=0)
+                return BlockRemoved(block_hashes=self._wire_all(hashes), medium=self._medium, group_idx=0)
             case AllCleared():
                 return AllBlocksCleared()
             case _:
                 assert_never(change)
 
-    def _wire(self, hashes: Sequence[bytes]) -> list[WireHash]:
-        return list(hashes) if self._as_bytes else list(_names(hashes))
+    def _wire(self, block: bytes) -> WireHash:
+        return block if self._as_bytes else int.from_bytes(block[-8:], "big")
 
-    def _snapshot_block(self, resident: _Resident, token_ids: bool) -> SnapshotBlock:
-        name, parent, tokens = resident
-        return SnapshotBlock(
-            self._wire((name,))[0],
-            None if parent is None else self._wire((parent,))[0],
-            _token_ids(tokens) if token_ids else [],
-        )
+    def _wire_all(self, hashes: Sequence[bytes]) -> list[WireHash]:
+        return list(hashes) if self._as_bytes else list(_names(hashes))
 
     def check(self) -> None:
         """Assert that the digest is that of the resident blocks, and that the history is in order."""

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,7 @@ from ..security.curve_authenticator import CurveAuthenticator
 from ..security.curve_keys import ServerKeys, protect_server
 from ..wire.frames import END_SEQ, decode_seq, encode_seq, events_topic, read_request
 from ..wire.messages import HEARTBEAT_TOPIC, LOAD_TOPIC, EventEndpoints, LoadReport, SnapshotRequest
-from .event_log import EventLog, Sent
+from .event_log import EventLog
 from .snapshot_sender import SnapshotSender
 from .step_changes import AllCleared, Lost, Mailbox, RemovedBlocks, Step, StoredBlocks
 
@@ -76,7 +77,6 @@ class Waker:
         return True
 
     def close(self) -> None:
-        """Give both ends back; once."""
         with self._lock:
             self._open = False
         os.close(self.read)
@@ -133,7 +133,10 @@ class EventPublisher:
     def start(self) -> EventEndpoints:
         """Bind, start the thread, say where. Raises EndpointUnusable. May be called once."""
         assert self._thread is None, "a publisher starts once"
-        addresses = [self._address(name) for name in SOCKET_NAMES]
+        if self._ipc_dir is None:
+            addresses = [tcp_address(self._host)] * len(SOCKET_NAMES)
+        else:
+            addresses = [ipc_address(self._ipc_dir, self._epoch, name) for name in SOCKET_NAMES]
         sockets = self._sockets = _Sockets(self._settings, addresses, self._keys)
         self._waker = Waker()
         self._thread = threading.Thread(target=self._run, args=(sockets,), name="homing-events", daemon=True)
@@ -188,25 +191,23 @@ class EventPublisher:
         if waker is not None:
             waker.poke()
 
-    def _address(self, name: str) -> str:
-        if self._ipc_dir is not None:
-            return ipc_address(self._ipc_dir, self._epoch, name)
-        return tcp_address(self._host)
-
     # The publisher's thread from here on.
 
     def _run(self, sockets: "_Sockets") -> None:
         assert self._waker is not None, "the thread starts after its waker"
         waker, interval = self._waker, self._settings.heartbeat_interval_s
-        sockets.watch(waker.read)
+        sockets.poller.register(waker.read, zmq.POLLIN)
         next_beat = time.monotonic()
         try:
             while not self._closing.is_set():
                 waker.clear()
                 busy = self._send_batches(sockets)
-                self._send_new_load(sockets)
+                if self._new_load:
+                    self._new_load = False
+                    sockets.send_state(LOAD_TOPIC, self._load)
                 self._answer(sockets)
-                sockets.authenticate()
+                if sockets.authenticator is not None:
+                    sockets.authenticator.answer()
                 if time.monotonic() >= next_beat:
                     self._beat(sockets)
                     next_beat = time.monotonic() + interval
@@ -225,14 +226,11 @@ class EventPublisher:
                 return False
             if isinstance(entry, Lost):
                 self._log.lose(entry)
-            else:
-                sockets.send_event(self._epoch, self._log.commit(entry, self._clock()))
+                continue
+            seq, payload = self._log.commit(entry, self._clock())
+            # A PUB drops for readers above their mark and never blocks; they see the hole.
+            sockets.pub.send_multipart([events_topic(self._epoch), encode_seq(seq), payload], copy=False)
         return True
-
-    def _send_new_load(self, sockets: "_Sockets") -> None:
-        if self._new_load:
-            self._new_load = False
-            sockets.send_state(LOAD_TOPIC, self._load)
 
     def _beat(self, sockets: "_Sockets") -> None:
         sockets.send_state(HEARTBEAT_TOPIC, self._log.heartbeat(self._clock()))
@@ -252,8 +250,9 @@ class EventPublisher:
             sender.advance(time.monotonic())
 
     def _replay(self, body: bytes) -> Iterator[list[bytes]]:
-        sent = self._log.replay(decode_seq(body))
-        return _replay_frames(events_topic(self._epoch), sent)
+        topic, batches = events_topic(self._epoch), self._log.replay(decode_seq(body))
+        frames = ([b"", topic, encode_seq(seq), payload] for seq, payload in batches)
+        return chain(frames, [[b"", topic, END_SEQ, b""]])
 
     def _snapshot(self, body: bytes) -> Iterator[list[bytes]]:
         try:
@@ -262,12 +261,6 @@ class EventPublisher:
             raise MalformedFrame("snapshot request", str(error)) from error
         chunks = self._log.snapshot(token_ids=request.token_ids)
         return ([b"", msgspec.msgpack.encode(chunk)] for chunk in chunks)
-
-
-def _replay_frames(topic: bytes, batches: Iterator[Sent]) -> Iterator[list[bytes]]:
-    for seq, payload in batches:
-        yield [b"", topic, encode_seq(seq), payload]
-    yield [b"", topic, END_SEQ, b""]
 
 
 class _Sockets:
@@ -282,10 +275,10 @@ class _Sockets:
         )
         # libzmq leaves the files of a context that ends; a readers' address must not outlive its publisher.
         self._files = [Path(a.removeprefix("ipc://")) for a in addresses if a.startswith("ipc://")]
-        self._pub = self._socket(zmq.PUB, settings.send_high_water_mark)
+        self.pub = self._socket(zmq.PUB, settings.send_high_water_mark)
         self._state = self._socket(zmq.PUB, 1000)
         replay, snapshot = self._socket(zmq.ROUTER, 1000), self._socket(zmq.ROUTER, _SNAPSHOT_PARTS_QUEUED)
-        self._sockets = (self._pub, replay, self._state, snapshot)
+        self._sockets = (self.pub, replay, self._state, snapshot)
         try:
             bound = [_bind(sock, address) for sock, address in zip(self._sockets, addresses, strict=True)]
         except EndpointUnusable:
@@ -294,11 +287,11 @@ class _Sockets:
         curve_key = "" if keys is None else keys.pair.public.decode()
         self.endpoints = EventEndpoints(**dict(zip(SOCKET_NAMES, bound, strict=True)), curve_key=curve_key)
         self.replays, self.snapshots = SnapshotSender(replay), SnapshotSender(snapshot)
-        self._poller = zmq.Poller()
-        self._poller.register(replay, zmq.POLLIN)
-        self._poller.register(snapshot, zmq.POLLIN)
+        self.poller = zmq.Poller()
+        self.poller.register(replay, zmq.POLLIN)
+        self.poller.register(snapshot, zmq.POLLIN)
         if self.authenticator is not None:
-            self._poller.register(self.authenticator.socket, zmq.POLLIN)
+            self.poller.register(self.authenticator.socket, zmq.POLLIN)
         self._encode = msgspec.msgpack.Encoder().encode
 
     def _socket(self, kind: int, high_water_mark: int) -> "zmq.Socket[bytes]":
@@ -310,24 +303,11 @@ class _Sockets:
             protect_server(sock, self._keys)
         return sock
 
-    def authenticate(self) -> None:
-        """Decide over clients that are waiting to connect."""
-        if self.authenticator is not None:
-            self.authenticator.answer()
-
-    def watch(self, fd: int) -> None:
-        """Let this descriptor wake `wait`."""
-        self._poller.register(fd, zmq.POLLIN)
-
     def wait(self, timeout_s: float) -> None:
         """Until a request, the waker, the timeout, or soon if an answer waits for room."""
         if self.replays or self.snapshots:
             timeout_s = min(timeout_s, _RETRY_S)
-        self._poller.poll(max(0, int(timeout_s * 1000 + 0.999)))
-
-    def send_event(self, epoch: int, sent: Sent) -> None:
-        """A PUB drops for readers above their mark and never blocks; they see the hole."""
-        self._pub.send_multipart([events_topic(epoch), encode_seq(sent.seq), sent.payload], copy=False)
+        self.poller.poll(max(0, int(timeout_s * 1000 + 0.999)))
 
     def send_state(self, topic: bytes, message: msgspec.Struct | None) -> None:
         self._state.send_multipart([topic, self._encode(message)])

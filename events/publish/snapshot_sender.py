@@ -37,7 +37,6 @@ class SnapshotSender:
         return bool(self._open)
 
     def requests(self) -> Iterator[list[bytes]]:
-        """Messages that have arrived."""
         for _ in range(_REQUESTS_PER_TURN):
             if len(self._open) >= _MAX_OPEN:
                 return
@@ -54,20 +53,18 @@ class SnapshotSender:
     def advance(self, now_s: float) -> None:
         """Move every answer on as far as its reader has room. `now_s`: of any clock that never goes back."""
         for identity in list(self._open):
-            if self._finished(identity) or self._stalled(identity, now_s):
+            finished = self._finished(identity)
+            if not finished and now_s - self._stuck_since.setdefault(identity, now_s) >= STALL_S:
+                self.stalled_readers += 1
+                log.warning("reader_stalled identity=%s after_s=%g", identity.hex(), STALL_S)
+                finished = True
+            if finished:
                 self._forget(identity)
 
     def _forget(self, identity: bytes) -> None:
         self._open.pop(identity, None)
         self._stuck.pop(identity, None)
         self._stuck_since.pop(identity, None)
-
-    def _stalled(self, identity: bytes, now_s: float) -> bool:
-        if now_s - self._stuck_since.setdefault(identity, now_s) < STALL_S:
-            return False
-        self.stalled_readers += 1
-        log.warning("reader_stalled identity=%s after_s=%g", identity.hex(), STALL_S)
-        return True
 
     def _finished(self, identity: bytes) -> bool:
         for _ in range(_MESSAGES_PER_TURN):

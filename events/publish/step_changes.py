@@ -9,7 +9,6 @@ exact. A `Lost` entry is bounded by the cache's capacity, however long the publi
 
 import threading
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, assert_never
 
@@ -46,19 +45,11 @@ def arrange(step: Step) -> Step:
     rest = step if reset is None else step[reset + 1 :]
     if not any(isinstance(change, RemovedBlocks) for change in rest):
         return head + rest
-    before, stores, after = _split_removals(rest)
-    first: Step = [RemovedBlocks(tuple(before))] if before else []
-    last: Step = [RemovedBlocks(tuple(after))] if after else []
-    return [*head, *first, *stores, *last]
-
-
-def _split_removals(step: Step) -> tuple[dict[bytes, None], Step, dict[bytes, None]]:
-    """Removals of blocks from before this step, its stores, and removals of blocks that it stored itself."""
-    before: dict[bytes, None] = {}
-    after: dict[bytes, None] = {}
+    before: dict[bytes, None] = {}  # removed, and there before this step
+    after: dict[bytes, None] = {}  # removed, and stored in this step
     stores: Step = []
     stored: set[bytes] = set()
-    for change in step:
+    for change in rest:
         match change:
             case StoredBlocks(_, hashes, _):
                 stores.append(change)
@@ -69,10 +60,12 @@ def _split_removals(step: Step) -> tuple[dict[bytes, None], Step, dict[bytes, No
                 for block in hashes:
                     (after if block in stored else before)[block] = None
             case AllCleared():
-                raise AssertionError("`arrange` passes on only what follows the last reset")
+                raise AssertionError("`rest` is what follows the last reset")
             case _:
                 assert_never(change)
-    return before, stores, after
+    first: Step = [RemovedBlocks(tuple(before))] if before else []
+    last: Step = [RemovedBlocks(tuple(after))] if after else []
+    return [*head, *first, *stores, *last]
 
 
 @dataclass(slots=True)
@@ -85,14 +78,20 @@ class Lost:
     stored: dict[bytes, StoredBlocks] = field(default_factory=dict)  #: one block each, in the order of storing
 
     def add(self, step: Step) -> None:
-        """Merge one more step."""
         self.batches += 1
         for change in step:
             match change:
                 case StoredBlocks(parent, hashes, tokens):
-                    self._store(parent, hashes, tokens)
+                    stride = len(tokens) // len(hashes) if hashes else 0
+                    for i, block in enumerate(hashes):
+                        content = tokens[i * stride : (i + 1) * stride]
+                        self.stored.setdefault(block, StoredBlocks(parent, (block,), content))
+                        parent = block
                 case RemovedBlocks(hashes):
-                    self._remove(hashes)
+                    for block in hashes:
+                        # What these steps stored was not there before them, unless it is in `removed` already.
+                        if self.stored.pop(block, None) is None:
+                            self.removed[block] = None
                 case AllCleared():
                     self.cleared = True
                     self.removed.clear()
@@ -100,20 +99,7 @@ class Lost:
                 case _:
                     assert_never(change)
 
-    def _store(self, parent: bytes | None, hashes: Sequence[bytes], tokens: bytes) -> None:
-        stride = len(tokens) // len(hashes) if hashes else 0
-        for i, block in enumerate(hashes):
-            self.stored.setdefault(block, StoredBlocks(parent, (block,), tokens[i * stride : (i + 1) * stride]))
-            parent = block
-
-    def _remove(self, hashes: Sequence[bytes]) -> None:
-        for block in hashes:
-            # What was stored in these steps was not there before them, unless it is in `removed` already.
-            if self.stored.pop(block, None) is None:
-                self.removed[block] = None
-
     def changes(self) -> Step:
-        """The net effect."""
         head: Step = [AllCleared()] if self.cleared else []
         removed: Step = [RemovedBlocks(tuple(self.removed))] if self.removed else []
         return [*head, *removed, *self.stored.values()]
@@ -149,6 +135,5 @@ class Mailbox:
             return False
 
     def take(self) -> Step | Lost | None:
-        """The oldest entry."""
         with self._lock:
             return self._queue.popleft() if self._queue else None

@@ -35,22 +35,18 @@ class Inbox:
         self._failure: Exception | None = None
 
     def joined(self, source: Source, feed: EventFeed) -> None:
-        """See `ClusterSink`."""
         resync = functools.partial(self._call_soon, feed.resync)
         self._backlogs[source] = Backlog(self._limit, resync, self._arrived)
 
     def gone(self, source: Source) -> None:
-        """See `ClusterSink`."""
         del self._backlogs[source]
         self._left.append(source)
         self._arrived.set()
 
     def told(self, source: Source, instruction: Apply | Reset) -> None:
-        """See `ClusterSink`."""
         self._backlogs[source].put(instruction)
 
     def refused(self, source: Source, error: KeysRefused) -> None:  # noqa: ARG002 - the error names the endpoint
-        """See `ClusterSink`."""
         self.fail(error)
 
     def status(self, source: Source, status: FeedStatus) -> None: ...
@@ -99,7 +95,12 @@ async def follow(
     asked = ask or functools.partial(ask_router, url)
     feed = ClusterFeed(asked, inbox, only=replicas, token_ids=token_ids, keys=keys, refresh_s=refresh_s)
     running = asyncio.ensure_future(feed.run())
-    running.add_done_callback(functools.partial(_report_end, inbox))
+
+    def report_end(ended: "asyncio.Future[None]") -> None:
+        if not ended.cancelled() and (error := ended.exception()) is not None:
+            inbox.fail(error if isinstance(error, Exception) else RuntimeError(str(error)))
+
+    running.add_done_callback(report_end)
     try:
         while True:
             for record in await inbox.get():
@@ -120,8 +121,3 @@ def follow_sync(
 ) -> Iterator[Recorded]:
     """The same for programs without an event loop. Messages wait in the sockets while the caller is busy."""
     return iterate(follow(url, replicas=replicas, token_ids=token_ids, keys=keys, refresh_s=refresh_s, ask=ask))
-
-
-def _report_end(inbox: Inbox, running: "asyncio.Future[None]") -> None:
-    if not running.cancelled() and (error := running.exception()) is not None:
-        inbox.fail(error if isinstance(error, Exception) else RuntimeError(str(error)))

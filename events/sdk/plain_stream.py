@@ -5,12 +5,13 @@ held, marked `resync`, so that consumers that fold events need no special case.
 """
 
 from collections.abc import Iterator, Sequence
+from datetime import datetime, tzinfo
 from typing import assert_never
 
 import msgspec
 
 from ..follow.subscription import Apply, Reset
-from ..wire.cache_events import CacheEvent, Cleared, Stored, wire_name
+from ..wire.cache_events import CacheEvent, Cleared, Removed, Stored, wire_name
 from ..wire.messages import SnapshotBlock
 
 
@@ -57,3 +58,35 @@ def _chain(run: Sequence[SnapshotBlock]) -> Stored:
         [token for block in run for token in block.token_ids],
         len(first.token_ids),
     )
+
+
+def describe(replica: str, item: StreamEvent, zone: tzinfo | None = None) -> str:
+    """One readable line: `12:01:02.345 r0 #41 stored 2 blocks after 9f3a1c02… (32 tokens)`. `zone` None: local time."""
+    time = "--:--:--.---"
+    if item.ts is not None:
+        time = datetime.fromtimestamp(item.ts, zone).strftime("%H:%M:%S.%f")[:-3]
+    seq = "#-" if item.seq is None else f"#{item.seq}"
+    return f"{time} {replica} {seq} {_describe_event(item.event)}{' (resync)' if item.resync else ''}"
+
+
+def _describe_event(event: CacheEvent) -> str:
+    match event:
+        case Stored():
+            where = "at the start of a prompt" if event.parent is None else f"after {_short(event.parent)}"
+            count = len(event.token_ids) or len(event.hashes) * event.block_size
+            return f"stored {_blocks(event.hashes)} {where}" + (f" ({count} tokens)" if count else "")
+        case Removed():
+            names = ", ".join(map(_short, event.hashes[:3])) + (", …" if len(event.hashes) > 3 else "")
+            return f"removed {_blocks(event.hashes)}: {names}"
+        case Cleared():
+            return "cleared"
+        case _:
+            assert_never(event)
+
+
+def _blocks(hashes: Sequence[int]) -> str:
+    return "1 block" if len(hashes) == 1 else f"{len(hashes)} blocks"
+
+
+def _short(block: int) -> str:
+    return f"{block:016x}"[:8] + "…"

@@ -4,17 +4,16 @@ Hashes and epochs are 16 hex digits: as numbers, readers that use doubles (JavaS
 """
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ..errors import BadRecord
 from ..follow.block_set import CacheMirror
-from ..wire.cache_events import EVENT_TYPES, CacheEvent
+from ..wire.cache_events import CacheEvent, Cleared, Removed, Stored
 from .plain_stream import StreamEvent
 
-_NAMES = {each.kind: each.recorded_name for each in EVENT_TYPES}
-_KINDS: dict[str, type[CacheEvent]] = {each.recorded_name: each.kind for each in EVENT_TYPES}
+_KINDS: dict[str, type[CacheEvent]] = {"stored": Stored, "removed": Removed, "cleared": Cleared}
 #: Kinds of lines about the stream itself, beside those about blocks.
 REMARKS = frozenset({"joined", "gone", "status", "malformed", "refused", "rates"})
 
@@ -32,7 +31,7 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     epoch: str | None = None
     seq: int | None
     ts: float | None
-    event: str  #: `recorded_name` of one of `EVENT_TYPES`
+    event: str  #: one of `_KINDS`
     parent: str | None = None
     hashes: list[str] = []
     token_ids: list[int] = []
@@ -41,10 +40,6 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     group: int | None = None
     lora_name: str | None = None
     resync: bool = False
-
-
-class _Kind(msgspec.Struct, frozen=True):
-    event: str
 
 
 def to_line(record: Recorded) -> bytes:
@@ -61,9 +56,10 @@ def remark(replica: str, epoch: int, kind: str, **fields: str | float | None) ->
 def from_line(line: bytes | str) -> Recorded | None:
     """Inverse of `to_line` (extra keys of blocks are not recorded); None for a remark. Raises BadRecord."""
     try:
-        if msgspec.json.decode(line, type=_Kind).event in REMARKS:
+        raw = msgspec.json.decode(line, type=dict[str, Any])
+        if raw.get("event") in REMARKS:
             return None
-        read = msgspec.json.decode(line, type=_Line)
+        read = msgspec.convert(raw, _Line)
         epoch = None if read.epoch is None else int(read.epoch, 16)
         return Recorded(read.replica, StreamEvent(read.seq, read.ts, _event(read), read.resync), epoch)
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError, KeyError) as error:
@@ -103,7 +99,7 @@ def _line(record: Recorded) -> _Line:
         epoch=None if record.epoch is None else _hex(record.epoch),
         seq=item.seq,
         ts=item.ts,
-        event=_NAMES[type(item.event)],
+        event=str(item.event.__struct_config__.tag),
         resync=item.resync,
         **fields,
     )

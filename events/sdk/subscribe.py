@@ -69,7 +69,6 @@ class Backlog:
         self._arrived.set()
 
     def take(self) -> Apply | Reset | None:
-        """The next one, if there is one."""
         return self._waiting.popleft() if self._waiting else None
 
     async def get(self) -> Apply | Reset:
@@ -102,7 +101,6 @@ class _Sink:
             self._giving_up = asyncio.get_running_loop().call_later(self._patience_s, self._fail, gone)
 
     def close(self) -> None:
-        """Stop the timeout."""
         if self._giving_up is not None:
             self._giving_up.cancel()
             self._giving_up = None

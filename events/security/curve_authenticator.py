@@ -58,19 +58,16 @@ class CurveAuthenticator:
             except zmq.Again:
                 return
             border = frames.index(b"") + 1
-            verdict = judge(frames[border:], self._known())
+            try:
+                known = self._allowed()
+            except BadKeys as error:  # a file that is just being written must not end the engine
+                log.error("client_keys_unreadable error=%s", error)
+                known = frozenset()
+            verdict = judge(frames[border:], known)
             if not verdict.accepted:
                 self.refused_clients += 1
                 log.warning("client_refused address=%s key=%s reason=unknown", verdict.address, verdict.key.decode())
             self.socket.send_multipart([*frames[:border], *verdict.reply], zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Before the context ends."""
         self.socket.close(0)
-
-    def _known(self) -> frozenset[bytes]:
-        try:
-            return self._allowed()
-        except BadKeys as error:  # a file that is just being written must not end the engine
-            log.error("client_keys_unreadable error=%s", error)
-            return frozenset()

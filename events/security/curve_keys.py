@@ -48,13 +48,14 @@ class ServerKeys:
 
 
 def new_pair() -> KeyPair:
-    """A fresh pair."""
     return KeyPair(*zmq.curve_keypair())
 
 
 def make_folder(folder: Path) -> None:
     """Keys for a whole cluster. Raises BadKeys when there are some already: clients hold their other halves."""
-    _write_pair(folder, SERVER, new_pair())
+    pair = new_pair()
+    _write(folder / f"{SERVER}.key_secret", _certificate(pair.public, pair.secret), 0o600)
+    _write(folder / f"{SERVER}.key", _certificate(pair.public), 0o644)
     add_client(folder, READER)
 
 
@@ -135,11 +136,6 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
     if not whole:
         raise BadKeys(path, "a key in it is not 40 characters of Z85")
     return public, secret
-
-
-def _write_pair(folder: Path, name: str, pair: KeyPair) -> None:
-    _write(folder / f"{name}.key_secret", _certificate(pair.public, pair.secret), 0o600)
-    _write(folder / f"{name}.key", _certificate(pair.public), 0o644)
 
 
 def _certificate(public: bytes, secret: bytes | None = None) -> str:

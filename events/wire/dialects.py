@@ -2,19 +2,19 @@
 
 Understands our own and vLLM's map form, the older positional form (an array, tag first) of vLLM and SGLang, hashes as
 ints (signed or not) or bytes, and batches as array or map. Unknown keys are ignored; events of an unknown type are
-counted and logged, and change nothing. Knows nothing of order or gaps (cursor.py, subscription.py).
+counted and logged, and change nothing. Knows nothing of order or gaps (subscription.py).
 
 A well-formed message of ours takes a typed path; anything else is decoded freely and read field by field.
 """
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar, assert_never
+from typing import Any, Generic, TypeVar, assert_never
 
 import msgspec
 
 from ..errors import MalformedFrame
-from .cache_events import EVENT_TYPES, CacheEvent, Cleared, Removed, Stored, Unsigned, wire_name
+from .cache_events import CacheEvent, Cleared, Removed, Stored, Unsigned, wire_name
 from .messages import SnapshotBlock
 
 log = logging.getLogger(__name__)
@@ -52,19 +52,35 @@ class _ClearedMap(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", gc=F
     pass
 
 
-class _BareBatch(msgspec.Struct, array_like=True, gc=False):
+_Event = _StoredMap | _RemovedMap | _ClearedMap
+T = TypeVar("T")
+
+
+class _TypedBatch(msgspec.Struct, Generic[T], array_like=True, gc=False):
     ts: float
-    events: list[_StoredMap | _RemovedMap | _ClearedMap]
+    events: list[T]
     data_parallel_rank: int | None = None
 
 
-class _TokensBatch(msgspec.Struct, array_like=True, gc=False):
-    ts: float
-    events: list[_TokensMap | _RemovedMap | _ClearedMap]
-    data_parallel_rank: int | None = None
-
-
-_BY_WIRE_NAME = {each.wire_name: each for each in EVENT_TYPES}
+#: Fields behind the tag in the positional form, as vLLM had it up to 0.23; trailing ones may be missing. SGLang's
+#: (up to 0.5.19) is the same up to `medium`; behind that it may put a map with a salt, which names no adapter.
+_POSITIONS: dict[str, tuple[str, ...]] = {
+    "BlockStored": (
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "medium",
+        "lora_name",
+        "extra_keys",
+        "group_idx",
+    ),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
+    "AllBlocksCleared": (),
+}
+#: Fields that serve as hints only: of another type than this one they count as absent.
+_HINTS: dict[str, type] = {"medium": str, "group_idx": int, "lora_name": str, "extra_keys": list}
 #: Unknown event types that one decoder logs; a publisher could otherwise fill the log with invented ones.
 _LOGGED_TYPES = 16
 
@@ -78,14 +94,20 @@ def snapshot_pairs(blocks: Iterable[SnapshotBlock]) -> Iterable[tuple[int, int |
 class BatchDecoder:
     """Decodes the payloads of one publisher and counts what it could not use."""
 
-    __slots__ = ("_tokens", "_typed", "_unknown_types", "sparse_tokens", "unknown_events")
+    __slots__ = ("_kinds", "_typed", "_unknown_types", "sparse_tokens", "unknown_events")
 
     def __init__(self, *, token_ids: bool = False) -> None:
         """`token_ids`: hand them on (routers of our own replicas do without: a third of the cost)."""
-        self._tokens = token_ids
-        self._typed: msgspec.msgpack.Decoder[_BareBatch | _TokensBatch] = msgspec.msgpack.Decoder(
-            _TokensBatch if token_ids else _BareBatch
+        self._typed: msgspec.msgpack.Decoder[_TypedBatch[_Event]] = msgspec.msgpack.Decoder(
+            _TypedBatch[_TokensMap | _RemovedMap | _ClearedMap]
+            if token_ids
+            else _TypedBatch[_StoredMap | _RemovedMap | _ClearedMap]
         )
+        self._kinds: dict[str, type[_Event]] = {
+            "BlockStored": _TokensMap if token_ids else _StoredMap,
+            "BlockRemoved": _RemovedMap,
+            "AllBlocksCleared": _ClearedMap,
+        }
         #: events of an unknown type: logged once per type, and skipped
         self.unknown_events = 0
         self._unknown_types: set[str] = set()
@@ -100,10 +122,13 @@ class BatchDecoder:
             return self._decode_freely(payload)
         return Batch(batch.ts, [self._normalise(event) for event in batch.events], batch.data_parallel_rank)
 
-    def _normalise(self, event: _StoredMap | _TokensMap | _RemovedMap | _ClearedMap) -> CacheEvent:
+    def _normalise(self, event: _Event) -> CacheEvent:
         match event:
             case _StoredMap():
-                tokens = self._whole(event.token_ids, event) if isinstance(event, _TokensMap) else ()
+                tokens: Sequence[int] = event.token_ids if isinstance(event, _TokensMap) else ()
+                if tokens and len(tokens) != len(event.block_hashes) * event.block_size:
+                    self.sparse_tokens += 1
+                    tokens = ()
                 return Stored(
                     event.parent_block_hash,
                     event.block_hashes,
@@ -121,71 +146,52 @@ class BatchDecoder:
             case _:
                 assert_never(event)
 
-    def _whole(self, token_ids: Sequence[int], event: _StoredMap) -> Sequence[int]:
-        """Token ids if they are one block for each hash."""
-        if not token_ids or len(token_ids) == len(event.block_hashes) * event.block_size:
-            return token_ids
-        self.sparse_tokens += 1
-        return ()
-
     def _decode_freely(self, payload: bytes) -> Batch:
         try:
             raw = msgspec.msgpack.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise MalformedFrame("event batch", f"no msgpack: {error}") from error
         ts, events, rank = _batch_parts(raw)
-        read = (self._read_event(event) for event in events)
-        return Batch(ts, [event for event in read if event is not None], rank)
+        typed = map(self._typed_event, events)
+        return Batch(ts, [self._normalise(event) for event in typed if event is not None], rank)
 
-    def _read_event(self, raw: object) -> CacheEvent | None:
-        tag, fields = self._tag_and_fields(raw)
-        if tag not in _BY_WIRE_NAME:
-            self._count_unknown(tag)
+    def _typed_event(self, raw: object) -> _Event | None:
+        """One event of any form as our own map form; None: its type is unknown."""
+        tag, fields = _tag_and_fields(raw)
+        if tag not in self._kinds:
+            self.unknown_events += 1
+            if tag not in self._unknown_types and len(self._unknown_types) < _LOGGED_TYPES:
+                self._unknown_types.add(tag)
+                log.warning("event_type_unknown type=%.64r", tag)
             return None
-        kind = _BY_WIRE_NAME[tag].kind
-        if kind is Stored:
-            return self._read_stored(fields)
-        if kind is Removed:
-            return Removed(_hashes(fields), _optional(fields, "medium", str), _optional(fields, "group_idx", int))
-        assert kind is Cleared, f"no reader for events of type {tag}"
-        return Cleared()
+        kind = self._kinds[tag]
+        known = {
+            name: fields[name]
+            for name in kind.__struct_fields__
+            if name in fields and type(fields[name]) is _HINTS.get(name, type(fields[name]))
+        }
+        if isinstance(known.get("block_hashes"), list):
+            known["block_hashes"] = [_hash(value) for value in known["block_hashes"]]
+        if tag == "BlockStored":
+            parent = fields.get("parent_block_hash")
+            known["parent_block_hash"] = None if parent is None else _hash(parent)
+        try:
+            return msgspec.convert(known | {"type": tag}, kind)
+        except msgspec.ValidationError as error:
+            raise MalformedFrame(tag, str(error)) from error
 
-    def _count_unknown(self, tag: str) -> None:
-        self.unknown_events += 1
-        if tag not in self._unknown_types and len(self._unknown_types) < _LOGGED_TYPES:
-            self._unknown_types.add(tag)
-            log.warning("event_type_unknown type=%.64r", tag)
 
-    def _tag_and_fields(self, raw: object) -> tuple[str, Mapping[str, Any]]:
-        if isinstance(raw, dict):
-            tag, fields = raw.get("type"), raw
-        elif isinstance(raw, list) and raw:
-            known = _BY_WIRE_NAME.get(raw[0]) if isinstance(raw[0], str) else None
-            tag, fields = raw[0], dict(zip(known.positions if known else (), raw[1:], strict=False))
-        else:
-            raise MalformedFrame("event", f"{type(raw).__name__} is neither a map nor a tagged array")
-        if not isinstance(tag, str):
-            raise MalformedFrame("event", f"its type is {tag!r}, not a string")
-        return tag, fields
-
-    def _read_stored(self, fields: Mapping[str, Any]) -> Stored:
-        hashes = _hashes(fields)
-        parent = fields.get("parent_block_hash")
-        block_size = _field(fields, "block_size", int)
-        tokens = _token_ids(fields) if self._tokens else ()
-        if tokens and len(tokens) != len(hashes) * block_size:
-            self.sparse_tokens += 1
-            tokens = ()
-        return Stored(
-            None if parent is None else _hash(parent),
-            hashes,
-            tokens,
-            block_size,
-            _optional(fields, "medium", str),
-            _optional(fields, "group_idx", int),
-            _optional(fields, "lora_name", str),
-            _optional(fields, "extra_keys", list),
-        )
+def _tag_and_fields(raw: object) -> tuple[str, Mapping[str, Any]]:
+    if isinstance(raw, dict):
+        tag, fields = raw.get("type"), raw
+    elif isinstance(raw, list) and raw:
+        tag = raw[0]
+        fields = dict(zip(_POSITIONS.get(tag, ()) if isinstance(tag, str) else (), raw[1:], strict=False))
+    else:
+        raise MalformedFrame("event", f"{type(raw).__name__} is neither a map nor a tagged array")
+    if not isinstance(tag, str):
+        raise MalformedFrame("event", f"its type is {tag!r}, not a string")
+    return tag, fields
 
 
 def _batch_parts(raw: object) -> tuple[float, list[Any], int | None]:
@@ -206,30 +212,3 @@ def _hash(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | bytes):
         raise MalformedFrame("block hash", f"{type(value).__name__} is neither int nor bytes")
     return wire_name(value)
-
-
-def _hashes(fields: Mapping[str, Any]) -> list[int]:
-    return [_hash(value) for value in _field(fields, "block_hashes", list)]
-
-
-def _token_ids(fields: Mapping[str, Any]) -> list[int]:
-    tokens = _field(fields, "token_ids", list)
-    if not all(isinstance(token, int) for token in tokens):
-        raise MalformedFrame("token_ids", "not all of them are ints")
-    return tokens
-
-
-T = TypeVar("T")
-
-
-def _field(fields: Mapping[str, Any], name: str, kind: type[T]) -> T:
-    value = fields.get(name)
-    if not isinstance(value, kind):
-        raise MalformedFrame(f"field {name}", f"{type(value).__name__} instead of {kind.__name__}")
-    return value
-
-
-def _optional(fields: Mapping[str, Any], name: str, kind: type[T]) -> T | None:
-    """A field that serves as a hint only: of another type than expected it counts as absent."""
-    value = fields.get(name)
-    return value if isinstance(value, kind) else None

@@ -89,8 +89,6 @@ class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotBlock(msgspec.Struct, frozen=True, array_like=True):
-    """One cached block."""
-
     block_hash: WireHash
     parent: WireHash | None
     token_ids: list[int]

@@ -9,7 +9,6 @@ performance under uncertainty", HPCA 2017, call it economic value added; here pe
 """
 
 from collections import deque
-from collections.abc import Sequence
 from itertools import accumulate
 from operator import sub
 
@@ -45,7 +44,6 @@ class AgeTable:
         self._density = [[0.0] * AGES for _ in range(lanes)]
 
     def idle(self, lane: int, count: int) -> None:
-        """`count` blocks fell idle."""
         self._waiting[lane][0] += count
 
     def hit(self, lane: int, since: int, count: int) -> None:
@@ -80,10 +78,8 @@ class AgeTable:
     def _learn(self) -> None:
         for lane, waiting in enumerate(self._waiting):
             self._account(lane, list(waiting))
-        common = [
-            hits / reached if reached else 0.0
-            for hits, reached in zip(_totals(self._hits), _totals(self._reached), strict=True)
-        ]
+        hits, reached = ([sum(lanes) for lanes in zip(*rows, strict=True)] for rows in (self._hits, self._reached))
+        common = [hit / passed if passed else 0.0 for hit, passed in zip(hits, reached, strict=True)]
         below = [0.0] * AGES
         for lane in range(len(self._density)):
             below = self._density[lane] = list(map(max, _densities(self._chances(lane, common)), below))
@@ -113,11 +109,6 @@ class AgeTable:
             assert densities == sorted(densities, reverse=True), f"the density of lane {lane} rises with age"
             below = self._density[max(0, lane - 1)]
             assert all(map(float.__ge__, densities, below)), f"the density of lane {lane} falls below the lane before"
-
-
-def _totals(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Column by column."""
-    return [sum(column) for column in zip(*rows, strict=True)]
 
 
 def _densities(chances: list[float]) -> list[float]:

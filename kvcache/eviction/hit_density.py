@@ -179,16 +179,14 @@ class HitDensity:
         self._ghosts.update(zip(hashes, repeat(ghost)))
         self._gone.append((ghost, hashes))
         self.remembered += len(hashes)
-        while self.remembered > self.memory_limit:
-            self._forget(*self._gone.popleft())
-
-    def _forget(self, ghost: Ghost, hashes: Sequence[BlockHash | None]) -> None:
-        self.remembered -= len(hashes)
         ghosts = self._ghosts
-        for block_hash in hashes:
-            # Another one: it came back since and was given up again.
-            if ghosts.get(block_hash) is ghost:
-                del ghosts[block_hash]
+        while self.remembered > self.memory_limit:
+            ghost, hashes = self._gone.popleft()
+            self.remembered -= len(hashes)
+            for block_hash in hashes:
+                # Another one: it came back since and was given up again.
+                if ghosts.get(block_hash) is ghost:
+                    del ghosts[block_hash]
 
     def check(self) -> None:
         self._table.check()

@@ -37,7 +37,6 @@ class LruGuard:
         self._turnovers = 0
 
     def hit(self, age: int, blocks: int, *, resident: bool) -> None:
-        """`blocks` blocks were requested after `age` epochs."""
         if resident:
             self._own_hits += blocks
         self.lru_hits += blocks * min(1.0, max(0.0, self._lru_age - age))
@@ -51,26 +50,18 @@ class LruGuard:
         if self._turnovers > WARM_UP:
             self._lead = self._lead * DECAY + own - lru
         self._asked = self._asked * DECAY + own + stored
-        if self.learned:
-            self._judge()
-        else:
-            self._wait()
-
-    def _judge(self) -> None:
-        if self._lead < -TOLERANCE * self._asked:
+        if not self.learned:
+            self._resting -= 1
+            if not self._resting:
+                self.learned = True
+                self._lead = self._asked = 0.0
+        elif self._lead < -TOLERANCE * self._asked:
             self.learned = False
             self._resting = self._rest
             self._rest = min(LONGEST_REST, 2 * self._rest)
         elif self._lead > TOLERANCE * self._asked:
             self._rest = max(SHORTEST_REST, self._rest // 2)
 
-    def _wait(self) -> None:
-        self._resting -= 1
-        if not self._resting:
-            self.learned = True
-            self._lead = self._asked = 0.0
-
     def check(self) -> None:
-        """Assert every invariant."""
         assert SHORTEST_REST <= self._rest <= LONGEST_REST, f"a rest of {self._rest} turnovers"
         assert self.learned == (self._resting == 0), f"{self._resting} turnovers to rest, learned order: {self.learned}"

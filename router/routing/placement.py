@@ -71,7 +71,7 @@ class Placement:
 
     def blocks_of(self, replica: str) -> "ReplicaBlocks | _ObservedBlocks":
         """Where the subscription that follows the replica stores its blocks: the index, and a policy's own books."""
-        blocks = self.index.blocks_of(replica)
+        blocks = ReplicaBlocks(self.index, replica)
         keeps_books = type(self.policy).stored is not Policy.stored
         return _ObservedBlocks(blocks, self.policy, replica) if keeps_books else blocks
 

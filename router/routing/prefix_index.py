@@ -98,7 +98,9 @@ class PrefixIndex:
             if mask is not None and mask & bit:
                 continue
             if not room:
-                self._drop(replica)
+                if not self.dropped:
+                    log.warning("index_overflow replica=%s blocks=%d", replica, self._capacity[replica])
+                self.dropped += 1
                 continue
             holders[block] = bit if mask is None else share(both := mask | bit, both)
             room -= 1
@@ -222,23 +224,15 @@ class PrefixIndex:
         return found
 
     def holds(self, replica: str, block: int) -> bool:
-        """Whether the replica holds this block (its prefix aside)."""
         return bool(self._holders.get(block, 0) & self._bits[replica])
 
     def __contains__(self, block: int) -> bool:
-        """Whether any replica holds this block."""
         return block in self._holders
 
     def count(self, replica: str) -> int:
-        """Number of blocks that the replica holds."""
         return self._counts[replica]
 
-    def blocks_of(self, replica: str) -> "ReplicaBlocks":
-        """The blocks of one replica, for the subscription that follows it."""
-        return ReplicaBlocks(self, replica)
-
     def digest(self, replica: str) -> Digest:
-        """Count and XOR of the blocks that the replica holds."""
         return Digest(self._counts[replica], self._xors[replica])
 
     def unique(self) -> dict[str, int]:
@@ -247,11 +241,9 @@ class PrefixIndex:
         return {replica: holders[bit] for replica, bit in self._bits.items()}
 
     def __len__(self) -> int:
-        """Number of distinct blocks."""
         return len(self._holders)
 
     def check(self) -> None:
-        """Assert every invariant."""
         known = sum(self._bits.values())
         assert known.bit_count() == len(self._bits), f"replicas share a bit: {self._bits}"
         assert known == self._known, f"{self._known:#x} is noted of the bits {known:#x}"
@@ -271,11 +263,6 @@ class PrefixIndex:
         if len(self._shared) > MAX_SHARED_SETS:
             self._shared = {}
         return self._shared.setdefault
-
-    def _drop(self, replica: str) -> None:
-        if not self.dropped:
-            log.warning("index_overflow replica=%s blocks=%d", replica, self._capacity[replica])
-        self.dropped += 1
 
 
 class ReplicaBlocks:

@@ -86,21 +86,16 @@ class Reservations:
         found = dict(held)
         for replica, expected in self._expected.items():
             if expected and replica in found:
-                found[replica] = self._extend_one(expected, found[replica], hashes)
+                position, end = found[replica], len(hashes)
+                while position < end and (owner := expected.get(hashes[position])) is not None:
+                    position = _common(owner.chain, hashes, position)
+                found[replica] = position
         return found
 
-    def _extend_one(self, expected: Mapping[int, _Reservation], start: int, hashes: Sequence[int]) -> int:
-        position, end = start, len(hashes)
-        while position < end and (owner := expected.get(hashes[position])) is not None:
-            position = _common(owner.chain, hashes, position)
-        return position
-
     def count(self, replica: str) -> int:
-        """Number of blocks expected there."""
         return len(self._expected.get(replica, ()))
 
     def check(self) -> None:
-        """Assert every invariant."""
         wanted: dict[str, set[int]] = {}
         for request_id, held in self._by_request.items():
             assert held.request_id == request_id, f"request {held.request_id} stands under {request_id}"

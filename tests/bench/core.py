@@ -16,19 +16,14 @@ from typing import Protocol
 
 from report import Row, arguments, publish
 
-from homing.events import EventPublisher, EventsSettings
+from homing.events.config import EventsSettings
 from homing.events.publish.event_log import EventLog
+from homing.events.publish.publisher import EventPublisher
 from homing.events.publish.step_changes import RemovedBlocks, StoredBlocks
-from homing.kvcache import (
-    BlockHash,
-    BlockHasher,
-    EvictionName,
-    HashAlgorithm,
-    PinLimits,
-    PrefixCache,
-    eviction_policy,
-    token_bytes,
-)
+from homing.kvcache.eviction import EvictionName, eviction_policy
+from homing.kvcache.hashing import BlockHash, BlockHasher, HashAlgorithm, token_bytes
+from homing.kvcache.pins import PinLimits
+from homing.kvcache.prefix_cache import PrefixCache
 
 BLOCK_SIZE = 16
 BLOCKS = 2_048

@@ -15,9 +15,9 @@ from time import thread_time_ns
 
 from report import Row, arguments, publish
 
-from homing.events import FeedStatus
+from homing.events.follow.subscription import FeedStatus
 from homing.events.wire.messages import EventEndpoints
-from homing.kvcache import BlockHash, BlockHasher, join_hashes, tenant_root, token_bytes, wire_hashes
+from homing.kvcache.hashing import BlockHash, BlockHasher, join_hashes, tenant_root, token_bytes, wire_hashes
 from homing.kvcache.parity import canary_hash
 from homing.replica.messages import ModelLimits, Parity, ReplicaDescription, SamplingParams
 from homing.router.backend import GenerationRequest, RouterCounters

@@ -22,23 +22,16 @@ from statistics import median
 import zmq
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from homing.events import (
-    BatchDecoder,
-    CacheEvent,
-    EventEndpoints,
-    EventFeed,
-    EventsSettings,
-    FeedStatus,
-    KeysRefused,
-    Reach,
-    Subscription,
-)
+from homing.events import CacheEvent, EventEndpoints, EventFeed, KeysRefused, Subscription
+from homing.events.config import EventsSettings
 from homing.events.follow.residency import SetResidency
+from homing.events.follow.subscription import FeedStatus, Reach
 from homing.events.publish.event_log import EventLog
 from homing.events.publish.step_changes import RemovedBlocks, Step, StoredBlocks
+from homing.events.wire.dialects import BatchDecoder
 from homing.events.wire.frames import encode_seq, events_topic, read_event
 from homing.events.wire.messages import LoadReport, SnapshotBlock, SnapshotChunk
-from homing.router.routing.prefix_index import PrefixIndex
+from homing.router.routing.prefix_index import PrefixIndex, ReplicaBlocks
 from tests.bench.report import Row, arguments, publish
 
 BLOCKS, BLOCK_SIZE, EPOCH = 8, 16, 7
@@ -116,7 +109,7 @@ async def ingest(endpoint: str, count: int) -> float:
     sink = IndexSink()
     reach = Reach(replay=False, snapshot=False, heartbeats=False)
     ends = EventEndpoints(events=endpoint, replay="", state="", snapshot="")
-    feed = EventFeed(ends, sink, reach=reach, blocks=sink.index.blocks_of("r0"))
+    feed = EventFeed(ends, sink, reach=reach, blocks=ReplicaBlocks(sink.index, "r0"))
     feed.start(asyncio.get_running_loop())
     while not sink.batches:  # noqa: ASYNC110 - the sink is what is measured
         await asyncio.sleep(0.001)
@@ -143,7 +136,7 @@ def cost(rounds: int, count: int, work: Callable[[], object]) -> float:
 def follow(frames: list[Frames]) -> None:
     """Frames, decoding, the state machine and the index, without a socket."""
     decoder, sink = BatchDecoder(), IndexSink()
-    reader = Subscription(residency=SetResidency(sink.index.blocks_of("r0")))
+    reader = Subscription(residency=SetResidency(ReplicaBlocks(sink.index, "r0")))
     reader.start()
     reader.on_chunk(SnapshotChunk(epoch=EPOCH, seq=None, index=0, last=True, blocks=[]))
     for message in frames:

@@ -22,7 +22,9 @@ from report import Row, arguments, publish
 from workloads import WORKLOADS, Chain, workload
 
 from homing.cluster.lab.recorded_trace import read_trace
-from homing.kvcache import BlockHash, EvictionName, PrefixCache, eviction_policy, token_bytes
+from homing.kvcache.eviction import EvictionName, eviction_policy
+from homing.kvcache.hashing import BlockHash, token_bytes
+from homing.kvcache.prefix_cache import PrefixCache
 
 CAPACITIES = (1_000, 2_000, 4_000, 8_000, 16_000, 32_000, 64_000)
 #: The workloads of our own are smaller.

@@ -18,7 +18,8 @@ from time import thread_time_ns
 
 import torch
 
-from homing.kvcache import BlockHash, BlockHasher, CacheStats, PrefixCache, token_bytes
+from homing.kvcache.hashing import BlockHash, BlockHasher, token_bytes
+from homing.kvcache.prefix_cache import CacheStats, PrefixCache
 from homing.replica.attention.base import KvPool
 from homing.replica.config import ReplicaSettings
 from homing.replica.demo import demo_model_path

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from homing.events import EventPublisher, EventsSettings
+from homing.events.config import EventsSettings
+from homing.events.publish.publisher import EventPublisher
 from homing.events.security.curve_keys import ServerKeys
 
 from .fakes import new_publisher

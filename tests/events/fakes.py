@@ -9,21 +9,14 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from homing.events import (
-    CacheEvent,
-    CacheMirror,
-    EventError,
-    EventPublisher,
-    EventsSettings,
-    FeedStatus,
-    KeysRefused,
-    LoadReport,
-    SnapshotBlock,
-)
+from homing.events import CacheEvent, CacheMirror, EventError, KeysRefused
+from homing.events.config import EventsSettings
+from homing.events.follow.subscription import FeedStatus
+from homing.events.publish.publisher import EventPublisher
 from homing.events.security.curve_keys import ServerKeys
 from homing.events.wire.dialects import snapshot_pairs
 from homing.events.wire.frames import END_SEQ, encode_seq
-from homing.events.wire.messages import CacheCounters
+from homing.events.wire.messages import CacheCounters, LoadReport, SnapshotBlock
 
 BLOCK_SIZE = 4
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from homing.events import EventsSettings
+from homing.events.config import EventsSettings
 from homing.events.publish.event_log import EventLog, Sent
 from homing.events.publish.step_changes import AllCleared, RemovedBlocks, Step, StoredBlocks
 from homing.events.wire.frames import encode_seq, events_topic

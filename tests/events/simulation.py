@@ -10,11 +10,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import methodcaller
 
-from homing.events import BatchDecoder, CacheMirror, EventsSettings, FeedStatus, Reach, Subscription
-from homing.events.follow.subscription import Apply, Instruction, RequestReplay, RequestSnapshot, Reset, SetStatus
+from homing.events import CacheMirror, Subscription
+from homing.events.config import EventsSettings
+from homing.events.follow.subscription import (
+    Apply,
+    FeedStatus,
+    Instruction,
+    Reach,
+    RequestReplay,
+    RequestSnapshot,
+    Reset,
+    SetStatus,
+)
 from homing.events.publish.event_log import EventLog
 from homing.events.publish.step_changes import AllCleared, Lost, RemovedBlocks, Step, StoredBlocks
-from homing.events.wire.dialects import snapshot_pairs
+from homing.events.wire.dialects import BatchDecoder, snapshot_pairs
 
 from .fakes import BLOCK_SIZE, block, load_report, tokens
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from homing.events import BatchDecoder, FeedStatus, Reach, Subscription
+from homing.events import Subscription
 from homing.events.follow.residency import CountedResidency
-from homing.events.follow.subscription import Instruction, RequestReplay, SetStatus
+from homing.events.follow.subscription import FeedStatus, Instruction, Reach, RequestReplay, SetStatus
+from homing.events.wire.dialects import BatchDecoder
 from homing.events.wire.frames import read_event, read_replay
 
 from . import foreign_schema, own_recording

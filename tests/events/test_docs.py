@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from homing.events import EventPublisher
+from homing.events.publish.publisher import EventPublisher
 from homing.events.sdk import record
 from homing.events.security.curve_keys import ServerKeys, new_pair
 from homing.events.wire import messages

@@ -8,18 +8,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from homing.events import (
-    EndpointUnusable,
-    EventEndpoints,
-    EventFeed,
-    EventPublisher,
-    EventsSettings,
-    KeyPair,
-    KeysRefused,
-    load_pair,
-    subscribe,
-)
+from homing.events import EndpointUnusable, EventEndpoints, EventFeed, KeyPair, KeysRefused, load_pair, subscribe
+from homing.events.config import EventsSettings
 from homing.events.follow.handshake import WATCHED, Connection, Handshakes
+from homing.events.publish.publisher import EventPublisher
 from homing.events.security.curve_keys import ServerKeys, add_client, make_folder, new_pair, reader_keys, server_keys
 
 from .fakes import FoldingSink, store, until

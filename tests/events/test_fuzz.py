@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from homing.events import BatchDecoder, MalformedFrame, Removed, Stored
+from homing.events import Removed, Stored
+from homing.events.errors import MalformedFrame
+from homing.events.wire.dialects import BatchDecoder
 from homing.events.wire.frames import read_event, read_replay
 
 from . import own_recording

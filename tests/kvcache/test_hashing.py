@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from homing.kvcache import (
+from homing.kvcache.hashing import (
     BlockHash,
     BlockHasher,
     CacheIdentity,

@@ -6,8 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from homing.kvcache import Block, BlockHash, BlockHasher, PartialHit, PrefixCache, PrefixMatch, StaleMatch, token_bytes
-from homing.kvcache.partial_match import MOST_SOURCES
+from homing.kvcache.errors import StaleMatch
+from homing.kvcache.hashing import BlockHash, BlockHasher, token_bytes
+from homing.kvcache.partial_match import MOST_SOURCES, PartialHit
+from homing.kvcache.pool import Block
+from homing.kvcache.prefix_cache import PrefixCache, PrefixMatch
 
 SIZE = 4
 ROOT = BlockHash(b"root-of-tenant-a")

@@ -8,7 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from homing.kvcache import Block, BlockHash, BlockState, PinBook, PinLimits, PrefixCache
+from homing.kvcache.hashing import BlockHash
+from homing.kvcache.pins import PinBook, PinLimits
+from homing.kvcache.pool import Block, BlockState
+from homing.kvcache.prefix_cache import PrefixCache
 
 from .test_prefix_cache import (
     BLOCK_SIZE,

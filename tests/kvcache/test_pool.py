@@ -1,21 +1,12 @@
 """Block records, the list through them and the stack of free ones."""
 
-from pathlib import Path
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from homing.kvcache import Block, BlockHash, BlockId, BlockState
-from homing.kvcache.pool import BlockList, BlockPool, transitions_markdown
-
-DOC = Path(__file__).parents[2] / "docs" / "kvcache.md"
-
-
-def test_the_docs_show_the_table_of_transitions():
-    """The page is drawn from the code; after a change run its generator (see the page) again."""
-    assert transitions_markdown() in DOC.read_text(encoding="utf-8")
+from homing.kvcache.hashing import BlockHash
+from homing.kvcache.pool import Block, BlockId, BlockList, BlockPool, BlockState
 
 
 def test_a_block_s_state_follows_from_users_and_hash():

@@ -2,14 +2,8 @@
 
 import pytest
 
-from homing.kvcache import (
-    MemoryReading,
-    PoolTooSmall,
-    blocks_that_fit,
-    bytes_per_block,
-    kv_budget_bytes,
-    kv_heads_per_rank,
-)
+from homing.kvcache.errors import PoolTooSmall
+from homing.kvcache.sizing import MemoryReading, blocks_that_fit, bytes_per_block, kv_budget_bytes, kv_heads_per_rank
 
 
 def llama_70b(tensor_parallel_size: int = 1) -> int:

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from ....kvcache import PoolTooSmall, blocks_that_fit, bytes_per_block
+from ....kvcache.errors import PoolTooSmall
+from ....kvcache.sizing import blocks_that_fit, bytes_per_block
 from ...errors import ModelUnavailable, SettingsError
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ....kvcache import BlockHash, BlockHasher, canonical, tenant_root, token_bytes
+from ....kvcache.hashing import BlockHash, BlockHasher, canonical, tenant_root, token_bytes
 from ....router.errors import TemplateRefusal
 from ....router.text.template import Conversation
 from ....router.text.tokenizer import TextModel

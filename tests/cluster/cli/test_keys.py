@@ -8,7 +8,8 @@ import pytest
 from homing.cluster.cli.main import run
 from homing.cluster.errors import SettingsError
 from homing.cluster.preflight import check_keys
-from homing.events import EventsSettings, load_pair
+from homing.events import load_pair
+from homing.events.config import EventsSettings
 from homing.events.security.curve_keys import new_pair
 
 

@@ -21,23 +21,21 @@ from homing.cluster.cli.watch import (
 from homing.cluster.errors import SettingsError
 from homing.events import (
     Cleared,
-    ClusterFeed,
     EventEndpoints,
     EventFeed,
-    EventPublisher,
-    EventsSettings,
-    FeedStatus,
     Recorded,
     Removed,
-    SnapshotBlock,
-    Source,
     Stored,
     StreamEvent,
     read_lines,
     rebuild,
     to_line,
 )
-from homing.events.follow.subscription import Apply, Counters, Reset
+from homing.events.config import EventsSettings
+from homing.events.follow.cluster_feed import ClusterFeed, Source
+from homing.events.follow.subscription import Apply, Counters, FeedStatus, Reset
+from homing.events.publish.publisher import EventPublisher
+from homing.events.wire.messages import SnapshotBlock
 
 SOURCE = Source("r0", 2**64 - 7)
 

@@ -13,7 +13,10 @@ import msgspec
 import pytest
 import zmq
 
-from homing.events import EventEndpoints, EventFeed, EventPublisher, EventsSettings, FeedStatus
+from homing.events import EventEndpoints, EventFeed
+from homing.events.config import EventsSettings
+from homing.events.follow.subscription import FeedStatus
+from homing.events.publish.publisher import EventPublisher
 from homing.events.wire.frames import END_SEQ, encode_seq
 
 from .. import foreign_schema

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from homing.events import ClusterFeed, ClusterUnreachable, EventEndpoints, EventFeed, EventPublisher, Source
-from homing.events.follow.cluster_feed import PATIENCE, ask_router, sources
+from homing.events import ClusterUnreachable, EventEndpoints, EventFeed
+from homing.events.follow.cluster_feed import PATIENCE, ClusterFeed, Source, ask_router, sources
+from homing.events.publish.publisher import EventPublisher
 
 from ..fakes import store, until
 from ..routers import Listing, serving

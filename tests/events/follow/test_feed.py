@@ -9,8 +9,12 @@ import msgspec
 import pytest
 import zmq
 
-from homing.events import EventEndpoints, EventFeed, EventPublisher, EventsSettings, FeedStatus, LoadReport
+from homing.events import EventEndpoints, EventFeed
+from homing.events.config import EventsSettings
+from homing.events.follow.subscription import FeedStatus
+from homing.events.publish.publisher import EventPublisher
 from homing.events.wire.frames import encode_seq
+from homing.events.wire.messages import LoadReport
 
 from ..fakes import FoldingSink, ForeignPublisher, block, load_report, store, tokens, until
 

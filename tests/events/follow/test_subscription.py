@@ -7,20 +7,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from homing.events import Cleared, FeedStatus, Reach, SnapshotBlock, Stored, Subscription
+from homing.events import Cleared, Stored, Subscription
 from homing.events.follow.subscription import (
     Apply,
+    Cursor,
     Disproved,
+    FeedStatus,
     Instruction,
     PassLoad,
+    Reach,
     RequestReplay,
     RequestSnapshot,
     Reset,
     SetStatus,
 )
-from homing.events.wire.cursor import Cursor
 from homing.events.wire.dialects import Batch
-from homing.events.wire.messages import Heartbeat, SnapshotChunk
+from homing.events.wire.messages import Heartbeat, SnapshotBlock, SnapshotChunk
 
 from ..fakes import load_report
 from ..simulation import MIXED, Faults, World
@@ -94,8 +96,8 @@ class StepsOverHoles(Subscription):
     """Takes any number that is not lower for the next one."""
 
     def on_batch(self, epoch: int | None, seq: int, batch: Batch) -> list[Instruction]:
-        if epoch == self._cursor.epoch and seq > (self._cursor.expected or seq):
-            self._cursor = Cursor(epoch, seq)
+        if epoch == self.cursor.epoch and seq > (self.cursor.expected or seq):
+            self.cursor = Cursor(epoch, seq)
         return super().on_batch(epoch, seq, batch)
 
 

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from homing.events import EventsSettings, wire_name
+from homing.events.config import EventsSettings
 from homing.events.publish.event_log import EventLog
 from homing.events.publish.step_changes import AllCleared, Change, Lost, RemovedBlocks, StoredBlocks
+from homing.events.wire.cache_events import wire_name
 
 from ..fakes import BLOCK_SIZE, block, tokens
 

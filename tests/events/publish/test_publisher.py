@@ -7,7 +7,9 @@ import msgspec
 import pytest
 import zmq
 
-from homing.events import EndpointUnusable, EventPublisher, EventsSettings
+from homing.events import EndpointUnusable
+from homing.events.config import EventsSettings
+from homing.events.publish.publisher import EventPublisher
 from homing.events.wire.frames import END_SEQ, encode_seq, replay_request
 from homing.events.wire.messages import Heartbeat, SnapshotChunk, SnapshotRequest
 

@@ -12,15 +12,15 @@ from homing.events import (
     ClusterUnreachable,
     EventEndpoints,
     EventFeed,
-    EventPublisher,
     KeysRefused,
     Recorded,
-    Source,
     follow,
     follow_sync,
     rebuild,
 )
+from homing.events.follow.cluster_feed import Source
 from homing.events.follow.subscription import Apply, Reset
+from homing.events.publish.publisher import EventPublisher
 from homing.events.sdk.follow_cluster import Inbox
 from homing.events.security.curve_keys import ServerKeys, new_pair
 

@@ -16,10 +16,9 @@ from homing.events import (
     from_line,
     read_lines,
     rebuild,
-    remark,
     to_line,
 )
-from homing.events.sdk.record import REMARKS
+from homing.events.sdk.record import REMARKS, remark
 
 HASHES = st.integers(0, 2**64 - 1)
 EVENTS = st.one_of(

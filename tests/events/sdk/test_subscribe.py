@@ -7,8 +7,9 @@ from itertools import islice
 
 import pytest
 
-from homing.events import CacheMirror, EventPublisher, PublisherGone, subscribe, subscribe_sync
+from homing.events import CacheMirror, PublisherGone, subscribe, subscribe_sync
 from homing.events.follow.subscription import Apply, Reset
+from homing.events.publish.publisher import EventPublisher
 from homing.events.sdk.subscribe import Backlog
 
 from ..fakes import BLOCK_SIZE, block, store

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zmq.utils import z85
 
-from homing.events import BadKeys, MalformedFrame
+from homing.events.errors import BadKeys, MalformedFrame
 from homing.events.security.curve_authenticator import CurveAuthenticator, judge
 
 RAW = bytes(range(32))

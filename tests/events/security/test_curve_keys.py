@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from homing.events import BadKeys, EventsSettings, KeyPair
+from homing.events import KeyPair
+from homing.events.config import EventsSettings
+from homing.events.errors import BadKeys
 from homing.events.security.curve_keys import (
     add_client,
     load_pair,

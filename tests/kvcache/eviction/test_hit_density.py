@@ -9,11 +9,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from homing.kvcache import Block, BlockHash, BlockId, EvictionName, PrefixCache, eviction_policy, token_bytes
-from homing.kvcache.eviction import HitDensity
+from homing.kvcache.eviction import EvictionName, HitDensity, eviction_policy
 from homing.kvcache.eviction.age_table import AGES, EPOCHS_PER_TURNOVER, AgeTable
 from homing.kvcache.eviction.hit_density import LANES
 from homing.kvcache.eviction.lru_guard import LruGuard
+from homing.kvcache.hashing import BlockHash, token_bytes
+from homing.kvcache.pool import Block, BlockId
+from homing.kvcache.prefix_cache import PrefixCache
 
 ROOT = BlockHash(bytes(16))
 Chain = tuple[int, ...]

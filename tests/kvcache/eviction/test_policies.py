@@ -4,7 +4,9 @@ from typing import get_args
 
 import pytest
 
-from homing.kvcache import Block, BlockHash, BlockId, EvictionName, EvictionPolicy, eviction_policy
+from homing.kvcache.eviction import EvictionName, EvictionPolicy, eviction_policy
+from homing.kvcache.hashing import BlockHash
+from homing.kvcache.pool import Block, BlockId
 
 
 def chain(first_id: int, length: int) -> list[Block]:

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from homing.events import FeedStatus
+from homing.events.follow.subscription import FeedStatus
 from homing.kvcache.hashing import tenant_root, token_array, wire_hash, wire_hashes
 from homing.replica.messages import Abort, Generate, Refused, TokenBatch, TokenOutput
 from homing.router.backend import FinishedRequest, GenerationRequest, RouterCounters, TokenDelta

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from homing.events import FeedStatus
+from homing.events.follow.subscription import FeedStatus
 from homing.events.wire.messages import EventEndpoints
 from homing.kvcache.config import KvCacheSettings
 from homing.kvcache.hashing import HASH_BYTES

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from homing.cluster.lab.analyze.prompts import PrefixNames
 from homing.cluster.lab.analyze.reuse_stack import HitCurve, PlaceCounts, ReuseStack, RunLengths
-from homing.kvcache import BlockHash, BlockHasher, PrefixCache, token_bytes
+from homing.kvcache.hashing import BlockHash, BlockHasher, token_bytes
+from homing.kvcache.prefix_cache import PrefixCache
 
 BLOCK = 2
 #: Prompts over two token ids share prefixes of every length, and are often equal.
