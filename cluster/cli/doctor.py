@@ -16,13 +16,13 @@ from ...replica.config import ReplicaSettings
 from ...replica.demo import demo_model_path
 from ...replica.errors import StartupError
 from ...replica.load.preflight import weight_bytes
+from ..client import get_json
 from ..config import Settings, state_folder
 from ..errors import ClusterError, NotRunning
 from ..host import DiskInfo, MachineInfo, inspect_machine
 from ..model_source import DEMO, find_model
 from ..preflight import check_folder, check_front, check_keys, exposures, with_api_keys
 from ..registry import ClusterRegistry, RegistryEntry
-from .client import get_json
 
 GIB = 1 << 30
 MIB = 1 << 20

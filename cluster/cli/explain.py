@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..client import cluster_url, post_json
 from ..config import Settings
 from ..errors import SettingsError
-from .client import cluster_url, post_json
 from .status import by_name, count, table
 
 NUMBERS = ("held", "expected", "to compute", "queued", "running", "waiting", "first token")

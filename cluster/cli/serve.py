@@ -18,13 +18,13 @@ from typing import TextIO
 import msgspec
 
 from .. import local_ray
+from ..client import get_json, is_ready
 from ..config import Settings, state_folder
 from ..control.control_messages import CONTROLLER, SUPERVISOR, ClusterSpec, ClusterStatus, ModelSpec
 from ..errors import ClusterError, StartFailed
 from ..model_source import find_model
 from ..preflight import check_bounds, check_folder, check_front, check_keys, prepare
 from ..registry import ClusterRegistry, RegistryEntry, own_entry
-from .client import get_json, is_ready
 from .console import Console, program
 
 POLL_S = 0.2

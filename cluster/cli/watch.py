@@ -42,9 +42,9 @@ from ...events import (
 from ...events.follow.subscription import Apply, Counters, Reset
 from ...events.sdk.plain_stream import stream_events
 from ...events.security.curve_keys import reader_keys
+from ..client import cluster_url, get_json
 from ..config import Settings, nearest
 from ..errors import ClusterError, SettingsError
-from .client import cluster_url, get_json
 from .status import count
 
 #: Values of `--event`.

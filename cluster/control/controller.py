@@ -31,14 +31,13 @@ from .control_messages import (
     ReplicaStatus,
 )
 from .diagnosis import publish_missing
-from .fleets import FleetOrder, Fleets, FleetState
+from .fleets import Fleets, FleetState
 from .planner import (
     Drain,
     Fleet,
     GiveUp,
     GroupPhase,
     KillRankGroup,
-    Pacing,
     Publish,
     RankGroup,
     RoutedReplica,
@@ -79,7 +78,7 @@ class Controller:
         set_up_logging(spec.common.settings.cluster.log_level)
         #: the settings of replicas; each version belongs to one model
         self._versions = dict(enumerate(spec.models, start=1))
-        self._fleets = Fleets.of(_order(version, model) for version, model in self._versions.items())
+        self._fleets = Fleets.of([(model.name, model.settings.cluster) for model in spec.models])
         self._errors: dict[str, str] = {}
         self._draining: set[int] = set()  #: generations
         self._notices: deque[Notice] = deque(maxlen=NOTICES_KEPT)
@@ -88,7 +87,7 @@ class Controller:
         self._supervisor: Any = ray.get_actor(SUPERVISOR)
         self._groups = RankGroups(self._supervisor, self)
         self._scalers: dict[str, Autoscaler] = {}  #: of models with `autoscale`
-        self._routers = RouterProcesses(spec, pacing=_pacing(spec.common), notify=self._notice)
+        self._routers = RouterProcesses(spec, notify=self._notice)
         self._began = asyncio.Event()
         self._wake = asyncio.Event()
         self._warming = asyncio.Semaphore(WARM_UPS_AT_ONCE)
@@ -157,7 +156,7 @@ class Controller:
             return self._unknown(spec.name)
         version = self._next_version(spec)
         fleet.update(version)
-        fleet.pacing = _pacing(spec)
+        fleet.settings = spec.settings.cluster
         self._notice("info", f"update_begins model={spec.name} version={version}")
         self._changed()
         return None
@@ -167,7 +166,7 @@ class Controller:
         await self._began.wait()
         if spec.name in self._fleets.served:
             return Failed(f"model {spec.name!r} is served already")
-        self._fleets.add(_order(self._next_version(spec), spec))
+        self._fleets.add(spec.name, spec.settings.cluster, self._next_version(spec))
         self._scalers |= _autoscalers([spec])
         self._notice("info", f"model_added model={spec.name}")
         self._changed()
@@ -237,7 +236,7 @@ class Controller:
                     self._kill(action)
                 case GiveUp(version, back_to, reason):
                     spec = self._versions[back_to]
-                    self._fleets.by_model[spec.name].pacing = _pacing(spec)
+                    self._fleets.by_model[spec.name].settings = spec.settings.cluster
                     self._notice("error", f"update_abandoned version={version} reason={reason!r}")
                 case Drain():
                     self._draining.add(action.generation)
@@ -298,7 +297,7 @@ class Controller:
             if group is None or not self._fleet_of(group).is_warming(order.replica_id, order.generation):
                 return  # it has ended, or serves already
             fleet, began = self._fleet_of(group), time.monotonic()
-            refusal = await self._routers.warm_up(order.replica_id, fleet.pacing.warm_up_s)
+            refusal = await self._routers.warm_up(order.replica_id, fleet.settings.warm_up_s)
         if refusal:
             self.group_failed(group, refusal)
             return
@@ -352,8 +351,7 @@ class Controller:
         if memory is None:
             return
         self._versions = memory.versions
-        pacings = {model: _pacing(memory.versions[known.version]) for model, known in memory.fleets.items()}
-        self._fleets.resume(memory.fleets, memory.generation, pacings)
+        self._fleets.resume(memory.fleets, memory.generation)
         await asyncio.gather(*(self._adopt(group, memory) for group in kept.groups))
         self._notice("warning", f"controller_restarted replicas={self._names()}")
 
@@ -438,20 +436,3 @@ class Controller:
 def _autoscalers(specs: Iterable[ModelSpec]) -> dict[str, Autoscaler]:
     terms = {spec.name: terms_of(spec.settings.cluster) for spec in specs}
     return {model: Autoscaler(bounds) for model, bounds in terms.items() if bounds is not None}
-
-
-def _order(version: int, spec: ModelSpec) -> FleetOrder:
-    return FleetOrder(spec.name, _pacing(spec), spec.settings.cluster.replicas, version)
-
-
-def _pacing(spec: ModelSpec) -> Pacing:
-    cluster = spec.settings.cluster
-    return Pacing(
-        backoff_s=cluster.restart_backoff_s,
-        backoff_limit_s=cluster.restart_backoff_limit_s,
-        stable_after_s=cluster.stable_after_s,
-        start_timeout_s=cluster.start_timeout_s,
-        drain_timeout_s=cluster.drain_timeout_s,
-        warm_up_s=cluster.warm_up_s,
-        surge=cluster.surge,
-    )

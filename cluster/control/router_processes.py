@@ -31,14 +31,13 @@ from ...router.control import (
 from .actors import death, within
 from .autoscale import together
 from .control_messages import ClusterSpec, Failed, Listening, ModelSpec
-from .planner import Pacing
+from .planner import restart_pause_s
 
 log = logging.getLogger(__name__)
 
 #: A router answers between two steps of its event loop.
 ASK_TIMEOUT_S = 10.0
 
-Notify = Callable[[str, str], None]
 A = TypeVar("A")
 
 
@@ -56,12 +55,11 @@ class Seat:
 class RouterProcesses:
     """As many routers as the settings want."""
 
-    def __init__(self, spec: ClusterSpec, *, pacing: Pacing, notify: Notify) -> None:
+    def __init__(self, spec: ClusterSpec, *, notify: Callable[[str, str], None]) -> None:
         """`notify` gets level and text."""
         self._spec = spec  #: of those that are started from now on
         common = spec.common.settings
         self._supervisor: Any = None
-        self._pacing = pacing
         self._notify = notify
         self._seats = [Seat(number) for number in range(common.cluster.routers)]
         self._port = common.router.port
@@ -154,7 +152,7 @@ class RouterProcesses:
 
     async def _keep(self, seat: Seat, running: Any) -> None:
         """Start a router, and again when it dies: on the same ports, with the present members."""
-        failures = 0
+        failures, cluster = 0, self._spec.common.settings.cluster
         while True:
             if seat.number and not self._port and running is None:
                 await self._port_known.wait()
@@ -165,8 +163,8 @@ class RouterProcesses:
                 return
             seat.actor, seat.error = None, reason
             self._notify("warning", f"router_lost router={seat.number} reason={reason!r}")
-            failures = 1 if time.monotonic() - began >= self._pacing.stable_after_s else failures + 1
-            await asyncio.sleep(self._pacing.pause_s(failures))
+            failures = 1 if time.monotonic() - began >= cluster.stable_after_s else failures + 1
+            await asyncio.sleep(restart_pause_s(cluster, failures))
 
     async def _run(self, seat: Seat, running: Any) -> str:
         """Start one, unless it runs already, and wait until it ends; returns why it did."""

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
 from ....kvcache.eviction import EvictionName
-from ...cli.client import cluster_url, get_json
+from ...client import cluster_url, get_json
 from ...config import ClusterSettings, Settings
 from ...control.autoscale import terms_of
 from ...errors import SettingsError

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from homing.cluster.cli.client import get_json, post_json, router_urls, ssl_context
+from homing.cluster.client import get_json, post_json, router_urls, ssl_context
 from homing.cluster.config import load_settings
 from homing.cluster.errors import ClusterError, NotRunning
 
 #: A certificate for the loopback, and its key: for tests alone.
-TLS = Path(__file__).parents[2] / "router" / "tls" / "server.pem"
+TLS = Path(__file__).parents[1] / "router" / "tls" / "server.pem"
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import urllib.parse
 import urllib.request
 from typing import Any
 
-from ..config import Settings, state_folder
-from ..errors import ClusterError, NotRunning
-from ..registry import ClusterRegistry
+from .config import Settings, state_folder
+from .errors import ClusterError, NotRunning
+from .registry import ClusterRegistry
 
 TIMEOUT_S = 10.0
 _REMEDY = "a router that died is back within seconds; otherwise see the output of homing serve"
