@@ -256,13 +256,13 @@ def _argument(name: str, metavar: str | type | None, text: str, **options: Any) 
 
 def _setting(setting: Setting) -> Argument:
     default = "empty" if setting.default == "" else str(setting.default).replace("True", "on").replace("False", "off")
-    help_text = f"{setting.description} (default: {default})".replace("%", "%%")
+    help_text = f"{setting.meta.description} (default: {default})".replace("%", "%%")
     options: dict[str, Any] = {"dest": setting.name, "help": help_text}
     if setting.bare_type is bool:
         options |= {"action": argparse.BooleanOptionalAction, "default": None}
     else:
         options["metavar"] = "|".join(setting.choices) if setting.choices else setting.bare_type.__name__.upper()
-    if setting.repeatable:
+    if (setting.meta.extra or {}).get("repeatable"):
         options["action"] = JoinAction
     return setting.flags, options
 

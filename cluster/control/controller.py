@@ -321,26 +321,20 @@ class Controller:
 
     async def _weigh(self) -> None:
         """Ask the routers what would be lost with each replica, for `Fleet.worths`."""
-        worths = await self._routers.worths()
-        seconds = replica_worths(
-            (worth.replica_id, worth.unique_tokens, worth.prefill_tokens_per_s) for worth in worths
-        )
+        seconds = replica_worths(await self._routers.worths())
         for fleet in self._fleets.by_model.values():
             fleet.worths = seconds
 
     # State that outlives this process
 
     def _remember(self) -> None:
+        groups = [group for _, group in self._fleets.groups()]
         memory = ControllerState(
             fleets=self._fleets.state(),
             versions=dict(self._versions),
             generation=self._fleets.names.generation,
-            leaving={
-                group.generation: group.reason
-                for _, group in self._fleets.groups()
-                if group.phase is GroupPhase.DRAINING
-            },
-            replaced=frozenset(group.generation for _, group in self._fleets.groups() if group.leaving),
+            leaving={group.generation: group.reason for group in groups if group.phase is GroupPhase.DRAINING},
+            replaced=frozenset(group.generation for group in groups if group.leaving),
         )
         if memory != self._remembered:
             self._remembered = memory

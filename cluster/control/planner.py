@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ...replica.messages import ReplicaDescription
+from ...router.control import CacheWorth
 from ..config import ClusterSettings
 from .control_messages import Role
 
@@ -418,6 +419,9 @@ def restart_pause_s(cluster: ClusterSettings, failures: int) -> float:
     return min(cluster.restart_backoff_limit_s, cluster.restart_backoff_s * 2.0 ** min(failures - 2, 32))
 
 
-def replica_worths(unique_tokens: Iterable[tuple[str, int, float]]) -> dict[str, float]:
+def replica_worths(caches: Iterable[CacheWorth]) -> dict[str, float]:
     """Seconds of prefill that would be lost with each replica: its unique cached tokens by its prefill rate."""
-    return {name: tokens / rate if rate > 0 else 0.0 for name, tokens, rate in unique_tokens}
+    return {
+        each.replica_id: each.unique_tokens / each.prefill_tokens_per_s if each.prefill_tokens_per_s > 0 else 0.0
+        for each in caches
+    }

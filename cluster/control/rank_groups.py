@@ -35,17 +35,10 @@ PLACE_POLL_S = 2.0
 class RankGroupObserver(Protocol):
     """Learns what becomes of rank groups. Called on the event loop, also for groups that have ended meanwhile."""
 
-    def group_placed(self, group: "RunningRankGroup") -> None:
-        """There is room for it."""
-
-    def group_pending(self, group: "RunningRankGroup", reason: str) -> None:
-        """There is no room yet."""
-
-    def group_ready(self, group: "RunningRankGroup", description: ReplicaDescription) -> None:
-        """It can serve."""
-
-    def group_failed(self, group: "RunningRankGroup", reason: str) -> None:
-        """It could not start, or stopped serving."""
+    def group_placed(self, group: "RunningRankGroup") -> None: ...
+    def group_pending(self, group: "RunningRankGroup", reason: str) -> None: ...
+    def group_ready(self, group: "RunningRankGroup", description: ReplicaDescription) -> None: ...
+    def group_failed(self, group: "RunningRankGroup", reason: str) -> None: ...
 
 
 @dataclass(slots=True)

@@ -143,7 +143,6 @@ class RouterProcesses:
         return {model: together([each[model] for each in answers if model in each]) for model in models}
 
     async def stop(self) -> None:
-        """End them in good order."""
         self._stopping = True
         actors = [seat.actor for seat in self._seats if seat.actor is not None]
         await asyncio.gather(*(within(5, actor.stop.remote()) for actor in actors))
@@ -182,26 +181,26 @@ class RouterProcesses:
                 return "it was still starting when the controller died"
             if isinstance(found, Failed):
                 return found.message
-            self._seated(seat, router, found)
+            self._port = found.port
+            self._port_known.set()
+            seat.actor, seat.direct_port, seat.error, seat.missing = router, found.direct_port, None, SetMissing()
+            self._notify("info", f"router_ready router={seat.number} port={found.port}")
             if running:
                 router.ask.remote(SetMissing())  # what the previous controller told it is not known any more
             if running or membership != self._membership:  # it changed while the router was starting
                 await self._send_membership(seat, self._membership)
-            return await self._until_ended(router)
+            # Why it ended, or was killed: clients whose connections the kernel gives to a hanging router would wait.
+            watching = [asyncio.ensure_future(self._watch(router)), asyncio.ensure_future(self._ping(router))]
+            try:
+                ended, _ = await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
+                return ended.pop().result()
+            finally:
+                for each in watching:
+                    each.cancel()
         except Exception as error:
             if router is not None:
                 ray.kill(router)  # what is left of it must not keep the port
             return death(error)
-
-    async def _until_ended(self, router: Any) -> str:
-        """Why it ended, or was killed: clients whose connections the kernel gives to a hanging router would wait."""
-        watching = [asyncio.ensure_future(self._watch(router)), asyncio.ensure_future(self._ping(router))]
-        try:
-            ended, _ = await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
-            return ended.pop().result()
-        finally:
-            for each in watching:
-                each.cancel()
 
     async def _watch(self, router: Any) -> str:
         failed: Failed | None = None
@@ -223,12 +222,6 @@ class RouterProcesses:
             return f"no answer for {cluster.health_timeout_s:g} s"
         except RayError as error:
             return death(error)
-
-    def _seated(self, seat: Seat, router: Any, found: Listening) -> None:
-        self._port = found.port
-        self._port_known.set()
-        seat.actor, seat.direct_port, seat.error, seat.missing = router, found.direct_port, None, SetMissing()
-        self._notify("info", f"router_ready router={seat.number} port={found.port}")
 
     async def _ask(self, seat: Seat, question: Question[A], timeout_s: float = ASK_TIMEOUT_S) -> A | None:
         """A router's answer; None when there is none, or no router."""

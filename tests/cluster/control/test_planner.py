@@ -24,6 +24,7 @@ from homing.cluster.control.planner import (
     WarmUp,
     replica_worths,
 )
+from homing.router.control import CacheWorth
 
 from ..fakes import check_fleet, describe_replica
 
@@ -338,7 +339,9 @@ def test_fleets_that_share_an_allocator_give_no_name_twice() -> None:
 
 def test_what_a_replica_is_worth_is_the_time_to_compute_it_anew() -> None:
     """A fast replica's blocks are cheaper than a slow one's; one of unknown speed is worth nothing."""
-    assert replica_worths([("r0", 1000, 500.0), ("r1", 1000, 250.0), ("r2", 9, 0.0)]) == {"r0": 2, "r1": 4, "r2": 0}
+    caches = [CacheWorth("r0", 1000, 0, 500.0), CacheWorth("r1", 1000, 0, 250.0), CacheWorth("r2", 9, 0, 0.0)]
+
+    assert replica_worths(caches) == {"r0": 2, "r1": 4, "r2": 0}
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
