@@ -71,10 +71,14 @@ class ClusterRegistry:
         except (FileNotFoundError, msgspec.DecodeError):
             return None
 
+    def live(self, name: str) -> RegistryEntry | None:
+        """The entry of a cluster that runs; None: there is none."""
+        entry = self.read(name)
+        return entry if entry is not None and entry.process() is not None else None
+
     def running(self, name: str) -> RegistryEntry:
         """The entry of a running cluster. Removes a stale one and raises NotRunning."""
-        entry = self.read(name)
-        if entry is not None and entry.process() is not None:
+        if entry := self.live(name):
             return entry
         self.remove(name)
         others = self.others(name)
@@ -83,8 +87,8 @@ class ClusterRegistry:
 
     def others(self, name: str) -> list[RegistryEntry]:
         """The entries of all running clusters with other names."""
-        entries = [self.read(path.stem) for path in sorted(self.folder.glob("*.json"))]
-        return [entry for entry in entries if entry is not None and entry.name != name and entry.process() is not None]
+        entries = [self.live(path.stem) for path in sorted(self.folder.glob("*.json"))]
+        return [entry for entry in entries if entry is not None and entry.name != name]
 
     def write(self, entry: RegistryEntry) -> None:
         """Replace the entry atomically."""
@@ -114,8 +118,7 @@ class ClusterRegistry:
                 with suppress(FileExistsError):
                     os.link(new_file, self.path(entry.name))  # fails when the name is taken, unlike a rename
                     return
-                old = self.read(entry.name)
-                if old is not None and old.process() is not None:
+                if old := self.live(entry.name):
                     raise AlreadyRunning(
                         f"cluster {entry.name!r} is running already (pid {old.pid}, {old.url or old.phase}); "
                         "end it with homing stop, or start another one with --name"

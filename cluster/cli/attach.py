@@ -29,6 +29,7 @@ from ...router.replicas.membership import own_parity, text_digests, text_source
 from ...router.replicas.service import RouterService
 from ...router.server import RouterServer, settle
 from ...router.text.tokenizer import TextModel
+from ..client import read_key
 from ..config import Settings, state_folder
 from ..control.control_messages import ClusterStatus
 from ..errors import ModelUnavailable, SettingsError, StartFailed
@@ -52,7 +53,7 @@ def serve_backends(settings: Settings, out: TextIO, *, detached: bool = False) -
         engines = backends(settings.router)
     except BackendsInvalid as error:
         raise SettingsError(error.message) from error
-    api_key = read_key(settings.router.backend_key_file)
+    api_key = read_key(settings.router.backend_key_file, "backend_key_file")
     console = Console(out, program=program())
     console.opening(settings)
     registry, name = ClusterRegistry(state_folder(settings)), settings.cluster.name
@@ -66,16 +67,6 @@ def serve_backends(settings: Settings, out: TextIO, *, detached: bool = False) -
         router = AttachedRouter(settings, engines, api_key, model_dir, limits, console, registry, entry)
         with asyncio.Runner(loop_factory=fast_loop) as runner:
             return runner.run(router.run(detached=detached))
-
-
-def read_key(path: str) -> str:
-    """The API key in a file; empty without a file. Raises SettingsError."""
-    if not path:
-        return ""
-    try:
-        return Path(path).expanduser().read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"backend_key_file: cannot read {path}: {error}") from error
 
 
 def model_limits(folder: Path, settings: Settings) -> ModelLimits:

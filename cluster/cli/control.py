@@ -162,31 +162,27 @@ class ControllerClient:
         Raises StartFailed and UpdateAbandoned.
         """
         while True:
-            status = self._show(models)
+            status = self.status()
+            self._console.happened(status.notices)
+            status = dataclasses.replace(
+                status,
+                models=tuple(model for model in status.models if model.name in models),
+                replicas=tuple(replica for replica in status.replicas if replica.model in models),
+            )
             abandoned = next((model.abandoned for model in status.models if model.abandoned), "")
             if updating and abandoned:
                 raise UpdateAbandoned(f"the update was abandoned, the previous replicas still serve: {abandoned}")
-            if wait and (failed := failed_since(self._before, status)):
+            if not wait:
+                self._console.line("started; follow it with homing status")
+                return 0
+            if failed := failed_since(self._before, status):
                 raise StartFailed(failed)
-            if not wait or status.settled:
+            if status.settled:
                 break
             time.sleep(POLL_S)
-        if not wait:
-            self._console.line("started; follow it with homing status")
-            return 0
         names = sorted(replica.replica_id for replica in status.replicas if replica.phase == "ready")
         self._console.line(f"{done}; serving: {', '.join(names) or 'no replica'}")
         return 0
-
-    def _show(self, models: Collection[str]) -> ClusterStatus:
-        """Print new notices; returns the status of these models."""
-        status = self.status()
-        self._console.happened(status.notices)
-        return dataclasses.replace(
-            status,
-            models=tuple(model for model in status.models if model.name in models),
-            replicas=tuple(replica for replica in status.replicas if replica.model in models),
-        )
 
 
 def _visit(settings: Settings) -> AbstractContextManager[None]:

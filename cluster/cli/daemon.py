@@ -27,8 +27,7 @@ def detach(settings: Settings, words: Sequence[str], out: TextIO) -> int:
     """Start `homing` with these words in the background; returns 0 once it serves, else its exit code."""
     registry, name = ClusterRegistry(state_folder(settings)), settings.cluster.name
     registry.make_folder()
-    entry = registry.read(name)
-    if entry is not None and entry.process() is not None:
+    if entry := registry.live(name):
         raise AlreadyRunning(f"cluster {name!r} is running already (pid {entry.pid}); end it with homing stop")
     log = registry.log_path(name)
     # -P: a file in the current folder must not replace a module of the daemon's.

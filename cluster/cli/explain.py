@@ -15,7 +15,7 @@ COLUMNS = ("", "replica", "events", *NUMBERS, "why")
 
 
 def explain(
-    settings: Settings, out: TextIO, body: Mapping[str, Any], *, url: str | None, api_key: str | None, as_json: bool
+    settings: Settings, out: TextIO, body: Mapping[str, Any], *, url: str | None, api_key: str, as_json: bool
 ) -> int:
     """Print the routing decision for `body`, a chat or completion request. Raises NotRunning and ClusterError.
 
@@ -44,19 +44,7 @@ def request_body(prompt: str | None, file: str | None, model: str | None, *, raw
     return body | named
 
 
-def read_key(file: str | None, standard_input: TextIO) -> str | None:
-    """The key in a file (`-`: standard input); never on the command line, which everybody on the machine can read."""
-    if file is None:
-        return None
-    try:
-        text = standard_input.read() if file == "-" else Path(file).read_text()
-    except OSError as error:
-        raise SettingsError(f"--api-key-file {file} cannot be read: {error.strerror}") from error
-    return text.strip()
-
-
 def render(found: Mapping[str, Any]) -> str:
-    """The whole page."""
     chosen = found["chosen"]
     where = f"{chosen}: {found['why']}" if chosen else f"no replica yet, {found['why']}"
     blocks = count(found["prompt_blocks"], "full block")

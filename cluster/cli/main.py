@@ -17,8 +17,6 @@ from ...kvcache.eviction import EvictionName
 from ..config import ROOMS, SETTINGS, Setting, Settings, load_settings, nearest
 from ..errors import ClusterError, SettingsError
 
-DESCRIPTION = "Serve a language model on many replicas, and send each request to the one that has its prefix in cache."
-EPILOG = "Settings are flags, HOMING_* variables and keys of the file given by --config: docs/settings.md."
 #: Settings by which a command finds a running cluster.
 LOOKUP = ("name", "state_dir")
 
@@ -56,7 +54,13 @@ class Command:
 
 def build_parser() -> tuple[Parser, dict[str, Parser]]:
     """The parser, and the parsers of the commands."""
-    parser = Parser(prog="homing", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
+    parser = Parser(
+        prog="homing",
+        description="Serve a language model on many replicas, and send each request to the one that has its prefix in "
+        "cache.",
+        epilog="Settings are flags, HOMING_* variables and keys of the file given by --config: docs/settings.md.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--version", action="version", version=f"homing {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     built: dict[str, Parser] = {}
@@ -91,8 +95,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def given_flags(arguments: argparse.Namespace) -> dict[str, str]:
     """Settings given as flags, or as the MODEL argument, as text by name."""
-    given = {name: value for name, value in vars(arguments).items() if name in SETTINGS and value is not None}
-    flags = {name: str(value) for name, value in given.items()}
+    flags = {name: str(value) for name, value in vars(arguments).items() if name in SETTINGS and value is not None}
     if model := getattr(arguments, "model_argument", None):
         if "model" in flags:
             raise SettingsError(f"the model is given twice: {model} and --model {flags['model']}")
@@ -102,9 +105,8 @@ def given_flags(arguments: argparse.Namespace) -> dict[str, str]:
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """Settings from flags, environment and file."""
-    flags = given_flags(arguments)
     file = getattr(arguments, "config", None)
-    return load_settings(flags, file=Path(file) if file else None)
+    return load_settings(given_flags(arguments), file=Path(file) if file else None)
 
 
 def run(words: Sequence[str], out: TextIO) -> int:
@@ -153,10 +155,12 @@ def _status(arguments: argparse.Namespace, out: TextIO) -> int:
 
 
 def _explain(arguments: argparse.Namespace, out: TextIO) -> int:
-    from .explain import explain, read_key, request_body
+    from ..client import read_key
+    from .explain import explain, request_body
 
     body = request_body(arguments.prompt, arguments.body, arguments.asked_model, raw=arguments.raw)
-    api_key = read_key(arguments.api_key_file, sys.stdin)
+    # never on the command line, which everybody on the machine can read
+    api_key = read_key(arguments.api_key_file or "", "--api-key-file", sys.stdin)
     return explain(settings_of(arguments), out, body, url=arguments.url, api_key=api_key, as_json=arguments.json)
 
 
@@ -199,12 +203,9 @@ def _drain(arguments: argparse.Namespace, out: TextIO) -> int:
 def _update(arguments: argparse.Namespace, out: TextIO) -> int:
     from .control import UpdateRequest, update
 
-    request = UpdateRequest(
-        flags={name: value for name, value in given_flags(arguments).items() if name not in LOOKUP},
-        file=Path(arguments.config) if arguments.config else None,
-        remove=arguments.remove,
-        restart=arguments.restart,
-    )
+    flags = {name: value for name, value in given_flags(arguments).items() if name not in LOOKUP}
+    file = Path(arguments.config) if arguments.config else None
+    request = UpdateRequest(flags, file, arguments.remove, arguments.restart)
     return update(_lookup(arguments), out, request, wait=arguments.wait)
 
 
@@ -226,9 +227,21 @@ def _stop(arguments: argparse.Namespace, out: TextIO) -> int:
 
 
 def _keys(arguments: argparse.Namespace, out: TextIO) -> int:
-    from .keys import keys
+    from ...events.errors import BadKeys
+    from ...events.security.curve_keys import add_client, make_folder
 
-    return keys(Path(arguments.folder), arguments.client, out)
+    folder = Path(arguments.folder)
+    try:
+        if arguments.client is None:
+            make_folder(folder)
+            print(f"keys are in {folder}; start replicas with: homing serve --events-curve-keys {folder}", file=out)
+            return 0
+        made = add_client(folder, arguments.client)
+    except BadKeys as error:
+        raise SettingsError(str(error)) from error
+    print(f"move {made} to the client, which loads it with homing.events.load_pair", file=out)
+    print(f"replicas accept it from now on; to revoke it: rm {folder / 'clients' / made.stem}.key", file=out)
+    return 0
 
 
 def _analyze(arguments: argparse.Namespace, out: TextIO) -> int:
