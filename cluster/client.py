@@ -15,11 +15,6 @@ from .registry import ClusterRegistry
 TIMEOUT_S = 10.0
 
 
-def cluster_url(settings: Settings, url: str | None = None) -> str:
-    """Address of the router: `url`, or that of the cluster that runs here. Raises NotRunning."""
-    return router_urls(settings, url)[0]
-
-
 def router_urls(settings: Settings, url: str | None = None) -> tuple[str, ...]:
     """`url`, or the cluster's address followed by that of each of several routers. Raises NotRunning."""
     if url:
@@ -43,7 +38,6 @@ def read_key(file: str, where: str, standard_input: TextIO | None = None) -> str
 
 
 def get_json(url: str) -> Any:
-    """GET `url`. Raises ClusterError."""
     try:
         return json.loads(get_text(url))
     except ValueError as error:
@@ -57,12 +51,10 @@ def post_json(url: str, body: Any, *, api_key: str = "") -> Any:
 
 
 def get_text(url: str) -> str:
-    """GET `url`. Raises ClusterError."""
     return _open(urllib.request.Request(url))
 
 
 def is_ready(url: str) -> bool:
-    """Whether the router at `url` would accept a request now."""
     try:
         get_json(f"{url}/ready")
     except ClusterError:

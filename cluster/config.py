@@ -126,7 +126,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def served_name(self) -> str:
-        """The name that requests use for this model."""
         return self.router.served_model_name
 
 
@@ -146,7 +145,6 @@ class Setting:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The flag and its alias."""
         alias = (self.meta.extra or {}).get("alias")
         return (self.flag, alias) if alias else (self.flag,)
 
@@ -160,7 +158,6 @@ class Setting:
 
     @property
     def choices(self) -> tuple[str, ...] | None:
-        """The allowed values of a setting that is a choice."""
         return get_args(self.bare_type) if get_origin(self.bare_type) is Literal else None
 
 
@@ -255,7 +252,6 @@ def _settled(given: Mapping[str, Given]) -> Settings:
 
 
 def _replaced(settings: Settings, values: Mapping[str, Any]) -> Settings:
-    """Settings with these values, by field name."""
     rooms: dict[str, dict[str, Any]] = {room: {} for room in ROOMS}
     for name, value in values.items():
         rooms[SETTINGS[name].room][name] = value

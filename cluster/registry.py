@@ -23,8 +23,6 @@ START_TOLERANCE_S = 1.0
 
 
 class RegistryEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known about one running cluster."""
-
     name: str
     pid: int
     started: float  #: start time of that process, seconds since 1970
@@ -48,8 +46,6 @@ class RegistryEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterRegistry:
-    """The entries in one folder."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
@@ -61,7 +57,6 @@ class ClusterRegistry:
         return self.folder / f"{name}.json"
 
     def log_path(self, name: str) -> Path:
-        """The output of a detached cluster."""
         return self.folder / f"{name}.log"
 
     def read(self, name: str) -> RegistryEntry | None:
@@ -86,12 +81,10 @@ class ClusterRegistry:
         raise NotRunning(f"no cluster {name!r} is running; {remedy}")
 
     def others(self, name: str) -> list[RegistryEntry]:
-        """The entries of all running clusters with other names."""
         entries = [self.live(path.stem) for path in sorted(self.folder.glob("*.json"))]
         return [entry for entry in entries if entry is not None and entry.name != name]
 
     def write(self, entry: RegistryEntry) -> None:
-        """Replace the entry atomically."""
         self._new_file(entry).replace(self.path(entry.name))
 
     @contextmanager

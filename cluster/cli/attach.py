@@ -97,8 +97,6 @@ def model_names(settings: Settings) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class AttachedRouter:
-    """The router of one `homing serve --backend`."""
-
     settings: Settings
     engines: list[Backend]
     api_key: str

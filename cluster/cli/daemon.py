@@ -83,7 +83,6 @@ def stop(settings: Settings, out: TextIO, *, force: bool) -> int:
 
 
 def _end(process: psutil.Process, timeout_s: float, *, ask: bool, force: bool) -> list[psutil.Process]:
-    """End a process and all below it; returns those that are left."""
     try:
         family = [process, *process.children(recursive=True)]
         if ask:

@@ -41,8 +41,6 @@ Level = Literal["ok", "warning", "error"]
 
 @dataclass(slots=True, frozen=True)
 class Finding:
-    """The result of one check."""
-
     check: str
     level: Level
     message: str
@@ -62,7 +60,6 @@ def doctor(settings: Settings, out: TextIO, *, as_json: bool) -> int:
 
 
 def render(findings: Iterable[Finding]) -> str:
-    """A line for each finding, and its remedy below it."""
     signs, lines = {"ok": "ok", "warning": "!", "error": "✗"}, []
     for finding in findings:
         lines.append(f"{signs[finding.level]:>2}  {finding.check:<13} {finding.message}")
@@ -75,7 +72,6 @@ def render(findings: Iterable[Finding]) -> str:
 
 
 def examine_host(host: MachineInfo, settings: Settings) -> list[Finding]:
-    """What the machine lacks for these settings."""
     checks = (_versions, _gpus, _memory, _shared_memory, _files, _clock, _token)
     return [*(check(host, settings) for check in checks), *map(_disk, host.disks)]
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..client import cluster_url, post_json
+from ..client import post_json, router_urls
 from ..config import Settings
 from ..errors import SettingsError
 from .status import by_name, count, table
@@ -21,7 +21,7 @@ def explain(
 
     `api_key` selects the tenant: tenants share no cached blocks.
     """
-    found = post_json(f"{cluster_url(settings, url)}/explain", body, api_key=api_key)
+    found = post_json(f"{router_urls(settings, url)[0]}/explain", body, api_key=api_key)
     print(json.dumps(found, indent=2) if as_json else render(found), file=out)
     return 0
 

@@ -28,13 +28,10 @@ class Parser(argparse.ArgumentParser):
         raise SettingsError(f"{message} (see: {self.prog} --help)")
 
     def flags(self) -> list[str]:
-        """All flags of this command."""
         return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
 
 
 class JoinAction(argparse.Action):
-    """Joins the values of a repeated flag by commas."""
-
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:  # noqa: ARG002
         before = getattr(namespace, self.dest)
         setattr(namespace, self.dest, values if before is None else f"{before},{values}")
@@ -53,7 +50,6 @@ class Command:
 
 
 def build_parser() -> tuple[Parser, dict[str, Parser]]:
-    """The parser, and the parsers of the commands."""
     parser = Parser(
         prog="homing",
         description="Serve a language model on many replicas, and send each request to the one that has its prefix in "
@@ -104,7 +100,6 @@ def given_flags(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
-    """Settings from flags, environment and file."""
     file = getattr(arguments, "config", None)
     return load_settings(given_flags(arguments), file=Path(file) if file else None)
 
@@ -119,7 +114,6 @@ def run(words: Sequence[str], out: TextIO) -> int:
 
 
 def main() -> int:
-    """Entry point of the console script."""
     try:
         return run(sys.argv[1:], sys.stdout)
     except ClusterError as error:
@@ -201,12 +195,12 @@ def _drain(arguments: argparse.Namespace, out: TextIO) -> int:
 
 
 def _update(arguments: argparse.Namespace, out: TextIO) -> int:
-    from .control import UpdateRequest, update
+    from .control import update
 
     flags = {name: value for name, value in given_flags(arguments).items() if name not in LOOKUP}
     file = Path(arguments.config) if arguments.config else None
-    request = UpdateRequest(flags, file, arguments.remove, arguments.restart)
-    return update(_lookup(arguments), out, request, wait=arguments.wait)
+    changes = {"flags": flags, "file": file, "remove": arguments.remove, "restart": arguments.restart}
+    return update(_lookup(arguments), out, wait=arguments.wait, **changes)
 
 
 def _lookup(arguments: argparse.Namespace) -> Settings:
@@ -319,9 +313,6 @@ EXPLAIN = (
     *FIND_CLUSTER,
     _argument("--json", None, "print the response of /explain, for programs"),
 )
-#: All routing policies, by name.
-POLICIES = ", ".join(SETTINGS["policy"].choices or ())
-
 SIMULATE = (
     _argument(
         "trace",
@@ -337,7 +328,8 @@ SIMULATE = (
     _argument(
         "--policies",
         "NAMES",
-        f"separated by commas, of: {POLICIES}, oracle (default: ours and the best of the others)",
+        f"separated by commas, of: {', '.join(SETTINGS['policy'].choices or ())}, oracle "
+        "(default: ours and the best of the others)",
     ),
     _argument("--replicas", int, "simulated replicas (default: 8)"),
     _argument("--routers", int, "routers, which share no state (default: 1)"),

@@ -6,6 +6,7 @@ The process is Ray's driver: whatever it started ends with it. The controller ma
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import sys
 import threading
@@ -83,7 +84,7 @@ class ServeRun:
         finally:
             local_ray.leave(self._settings.cluster.stop_timeout_s)
             if self._folder:
-                local_ray.remove(self._folder)
+                shutil.rmtree(self._folder, ignore_errors=True)  # Ray may still remove files in it
 
     def _handle_signals(self) -> None:
         """The first SIGINT or SIGTERM is a request to stop; the second ends everything at once."""

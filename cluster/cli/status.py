@@ -92,7 +92,6 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Colle
 
 
 def count(number: int, noun: str) -> str:
-    """`1 block`, `2 blocks`."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 

@@ -43,7 +43,7 @@ from ...events import (
 from ...events.follow.subscription import Apply, Counters, Reset
 from ...events.sdk.plain_stream import stream_events
 from ...events.security.curve_keys import reader_keys
-from ..client import cluster_url, get_json
+from ..client import get_json, router_urls
 from ..config import Settings, nearest
 from ..errors import ClusterError, SettingsError
 from .status import count
@@ -64,7 +64,6 @@ class EventFilter:
 
     @classmethod
     def of(cls, replicas: Collection[str], kinds: Collection[str], hash_prefix: str) -> "EventFilter":
-        """From the flags of the command. Raises SettingsError."""
         for kind in sorted(set(kinds) - set(KINDS)):
             raise SettingsError(f"--event {kind}: no such event{nearest(kind, KINDS)} (there are: {', '.join(KINDS)})")
         prefix = hash_prefix.lower()
@@ -73,7 +72,6 @@ class EventFilter:
         return cls(replicas=frozenset(replicas), kinds=frozenset(kinds), hash_prefix=prefix)
 
     def shows(self, *kinds: str) -> bool:
-        """Whether one of these kinds is selected."""
         return not self.kinds or not self.kinds.isdisjoint(kinds)
 
     def select(self, item: StreamEvent) -> StreamEvent | None:
@@ -141,7 +139,7 @@ class EventRates:
 
 def watch(settings: Settings, out: TextIO, options: WatchOptions, *, url: str | None) -> int:
     """Print until interrupted; returns the exit code. Raises ClusterError when the cluster has ended."""
-    found = f"{cluster_url(settings, url)}/cluster"
+    found = f"{router_urls(settings, url)[0]}/cluster"
     check_replicas(options.shown.replicas, listed(get_json(found)), "the cluster")
     try:
         keys = reader_keys(settings.events)
@@ -182,12 +180,10 @@ def replay(path: Path, out: TextIO, options: WatchOptions) -> int:
 
 
 def listed(view: Any) -> set[str]:
-    """All replicas in /cluster."""
     return {replica["replica_id"] for kind in ("replicas", "absent", "refused") for replica in view.get(kind, ())}
 
 
 def check_replicas(named: Collection[str], known: Collection[str], where: str) -> None:
-    """Raises SettingsError for a replica that is not known."""
     for name in sorted(set(named) - set(known)):
         raise SettingsError(f"--replica {name}: {where} has no such replica (there are: {', '.join(sorted(known))})")
 
@@ -258,7 +254,6 @@ class WatchSession:
         self._broken: OSError | None = None
 
     def stop(self) -> None:
-        """End `until_stopped`."""
         self._ended.set()
 
     async def until_stopped(self) -> None:

@@ -73,7 +73,6 @@ MakeRouter = Callable[[ClusterSpec, Doors, SetMembership], Coroutine[Any, Any, R
 
 
 def node_address() -> str:
-    """This node's address in the Ray cluster."""
     address: str = ray.util.get_node_ip_address()
     return address
 
@@ -98,7 +97,6 @@ class ReplicaRank:
         self._reason = "stopped"
 
     def pid(self) -> int:
-        """The process id, also before the model is loaded."""
         return os.getpid()
 
     def rendezvous(self, host: str | None) -> Rendezvous:
@@ -116,7 +114,6 @@ class ReplicaRank:
         return self._started
 
     def started(self) -> Started | Failed | None:
-        """The result of `start`; None while it runs."""
         return self._started
 
     def watch(self) -> Failed | None:
@@ -131,10 +128,9 @@ class ReplicaRank:
         return self._server is None or self._server.idle()
 
     def ping(self) -> None:
-        """Returns if the process runs."""
+        pass
 
     def residents(self) -> list[CachedBlock]:
-        """The content of the cache, independent of the event stream: for debugging and tests."""
         return self._server.residents() if self._server is not None else []
 
     def stop(self) -> None:
@@ -195,7 +191,6 @@ class RouterProcess:
         return os.getpid()
 
     def listening(self) -> Listening | None:
-        """Where it listens; None: it does not yet."""
         return self._router.listening if self._router is not None else None
 
     def ask(self, question: AnyQuestion) -> Answer:
@@ -217,7 +212,6 @@ class RouterProcess:
         return Failed("stopped")
 
     def ping(self) -> None:
-        """Returns: the process and its event loop run."""
         self._do(asyncio.sleep(0))
 
     def stop(self) -> None:
@@ -230,7 +224,6 @@ class RouterProcess:
         return self._router
 
     def _do(self, work: Coroutine[Any, Any, T]) -> T:
-        """Have the event loop do this, and wait for it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
@@ -244,6 +237,17 @@ def describe(error: BaseException) -> str:
 def death(error: BaseException) -> str:
     """The reason of a failed call in one line; Ray reports a dead process in a paragraph."""
     return "the process died" if isinstance(error, RayActorError) else describe(error)
+
+
+async def until_failed(actor: Any) -> str:
+    """Wait until an actor has stopped serving; returns why."""
+    failed: Failed | None = None
+    try:
+        while failed is None:
+            failed = await actor.watch.remote()
+    except Exception as error:
+        return death(error)
+    return failed.message
 
 
 async def within(seconds: float, call: Awaitable[Any]) -> None:

@@ -34,18 +34,6 @@ if TYPE_CHECKING:
     from ...router.server import RouterServer
 
 
-def make_rank(spec: RankSpec) -> RankServer:
-    """The loaded server of a replica (rank 0) or a worker (other ranks); it stops when its node's raylet has ended.
-
-    Ray also ends the process then, but checks only once a second, and streams would stall until it does.
-    """
-    prepare_torch()
-    raylet = os.getppid()  # before the model is loaded: an orphan has another parent
-    server = rank_server(spec)
-    on_process_exit(raylet, server.stop)
-    return server
-
-
 def on_process_exit(pid: int, act: Callable[[], None]) -> None:
     """Call `act` in a thread of its own when this process has ended; never on systems without pidfd_open."""
     try:
@@ -69,8 +57,19 @@ def on_process_exit(pid: int, act: Callable[[], None]) -> None:
     threading.Thread(target=wait, name=f"end of {pid}", daemon=True).start()
 
 
-def rank_server(spec: RankSpec) -> RankServer:
-    """The server or worker, without watching the raylet."""
+def make_rank(spec: RankSpec) -> RankServer:
+    """The loaded server of a replica (rank 0) or a worker (other ranks); it stops when its node's raylet has ended.
+
+    Ray also ends the process then, but checks only once a second, and streams would stall until it does.
+    """
+    prepare_torch()
+    raylet = os.getppid()  # before the model is loaded: an orphan has another parent
+    server = _rank_server(spec)
+    on_process_exit(raylet, server.stop)
+    return server
+
+
+def _rank_server(spec: RankSpec) -> RankServer:
     from ...replica.parallel.step_broadcast import RankPlace
     from ...replica.parallel.worker import start_worker
     from ...replica.server import start_replica

@@ -45,7 +45,7 @@ from .planner import (
     WarmUp,
     replica_worths,
 )
-from .rank_groups import RankGroups, RunningRankGroup
+from .rank_groups import DRAIN_POLL_S, RankGroups, RunningRankGroup
 from .router_processes import RouterProcesses
 from .supervisor import KeptRankGroup, SupervisorState
 
@@ -56,8 +56,6 @@ NOTICES_KEPT = 1000
 AUTOSCALE_LOOK_S = 1.0
 #: Each occupies a thread of every router (supervisor.ROUTER_CALLS), and memberships must not wait for one.
 WARM_UPS_AT_ONCE = 6
-#: How often the requests of a draining replica are counted.
-DRAIN_POLL_S = 0.1
 
 
 @dataclass(slots=True)
@@ -112,7 +110,7 @@ class Controller:
             self._wake.clear()
 
     async def status(self, since: int = 0) -> ClusterStatus:
-        """The state of the cluster, with the notices after number `since`."""
+        """`since`: number of the last notice that is known."""
         return ClusterStatus(
             replicas=tuple(self._replica_status(model, group) for model, group in self._fleets.groups()),
             url=self._routers.url,
@@ -139,7 +137,6 @@ class Controller:
         return None
 
     async def drain(self, replica_id: str, *, replace: bool) -> Failed | None:
-        """Drain one replica, for good or to be replaced."""
         await self._began.wait()
         fleet = self._fleets.fleet_of(replica_id)
         if fleet is None or not fleet.drain(replica_id, replace=replace, now=time.monotonic()):
@@ -162,7 +159,6 @@ class Controller:
         return None
 
     async def add(self, spec: ModelSpec) -> Failed | None:
-        """Serve another model."""
         await self._began.wait()
         if spec.name in self._fleets.served:
             return Failed(f"model {spec.name!r} is served already")
@@ -187,7 +183,6 @@ class Controller:
         return None
 
     async def current(self) -> tuple[ModelSpec, ...]:
-        """The current settings of each model."""
         await self._began.wait()
         return self._models()
 
@@ -232,8 +227,14 @@ class Controller:
                 case Publish(members):
                     known = tuple(self._member(each) for each in members)
                     self._publishing = self._spawn(self._routers.publish(self._models(), known))
-                case KillRankGroup():
-                    self._kill(action)
+                case KillRankGroup(replica_id, generation, reason):
+                    if action.lost:
+                        self._errors[replica_id] = reason
+                        self._notice("warning", f"replica_lost replica={replica_id} {generation=} {reason=}")
+                    if generation in self._draining:
+                        self._draining.discard(generation)
+                        self._notice("warning", f"drain_cut_short replica={replica_id} reason={reason!r}")
+                    self._spawn(self._end(generation, reason))
                 case GiveUp(version, back_to, reason):
                     spec = self._versions[back_to]
                     self._fleets.by_model[spec.name].settings = spec.settings.cluster
@@ -249,16 +250,6 @@ class Controller:
                         self._errors.pop(replica_id, None)  # of another replica that had this name
                     self._groups.start(RunningRankGroup(replica_id, generation, version, spec))
         self._remember()
-
-    def _kill(self, order: KillRankGroup) -> None:
-        replica_id, generation, reason = order.replica_id, order.generation, order.reason
-        if order.lost:
-            self._errors[replica_id] = reason
-            self._notice("warning", f"replica_lost replica={replica_id} generation={generation} reason={reason!r}")
-        if generation in self._draining:
-            self._draining.discard(generation)
-            self._notice("warning", f"drain_cut_short replica={replica_id} reason={reason!r}")
-        self._spawn(self._end(generation, reason))
 
     def _changed(self) -> None:
         self._act()

@@ -43,7 +43,6 @@ class Fleets:
 
     @property
     def served(self) -> dict[str, Fleet]:
-        """The fleets of models that are not being removed."""
         return {model: fleet for model, fleet in self.by_model.items() if not fleet.leaving}
 
     def add(self, model: str, settings: ClusterSettings, version: int, *, named: bool = True) -> None:
@@ -56,7 +55,6 @@ class Fleets:
         self.by_model[model] = Fleet(settings, settings.replicas, self.names, prefix, version=version)
 
     def groups(self) -> Iterator[tuple[str, RankGroup]]:
-        """All rank groups, each with its model."""
         for model, fleet in self.by_model.items():
             for group in fleet.groups.values():
                 yield model, group
@@ -73,7 +71,6 @@ class Fleets:
         return [Publish(self.members()), *others] if changed else others
 
     def members(self) -> tuple[RoutedReplica, ...]:
-        """The members in the last `Publish`."""
         return tuple(member for fleet in self.by_model.values() for member in fleet.published)
 
     def next_deadline(self, now: float) -> float | None:
@@ -82,14 +79,12 @@ class Fleets:
         return min((end for end in ends if end is not None), default=None)
 
     def state(self) -> dict[str, FleetState]:
-        """What the next controller needs for `resume`."""
         return {
             model: FleetState(fleet.settings, fleet.wanted, fleet.version, fleet.fallback, fleet.prefix, fleet.leaving)
             for model, fleet in self.by_model.items()
         }
 
     def resume(self, states: Mapping[str, FleetState], generation: int) -> None:
-        """Continue from the state of another controller."""
         self.names.generation = generation
         for model, known in states.items():
             fleet = Fleet(known.settings, known.wanted, self.names, known.prefix, version=known.version)

@@ -87,8 +87,6 @@ class Drain:
 
 @dataclass(slots=True, frozen=True)
 class RoutedReplica:
-    """A replica that routers know."""
-
     description: ReplicaDescription
     role: Role
     version: int = 1
@@ -127,7 +125,6 @@ class NameAllocator:
     taken: set[str] = field(default_factory=set)
 
     def take_name(self, prefix: str = "") -> str:
-        """The lowest free name with this prefix."""
         name = next(name for index in range(len(self.taken) + 1) if (name := f"{prefix}r{index}") not in self.taken)
         self.taken.add(name)
         return name
@@ -166,7 +163,6 @@ class Fleet:
         self.wanted = 0 if self.leaving else wanted
 
     def leave(self) -> None:
-        """Remove the model."""
         self.leaving, self.wanted = True, 0
 
     def come_back(self, wanted: int, version: int) -> None:
@@ -195,7 +191,6 @@ class Fleet:
 
     @property
     def rolling(self) -> bool:
-        """Whether groups are still to be replaced."""
         return any(self._outdated(group) for group in self.groups.values())
 
     @property
@@ -220,7 +215,6 @@ class Fleet:
             group.phase, group.since, group.reason = GroupPhase.STARTING, now, "loading the model"
 
     def pending(self, replica_id: str, generation: int, reason: str) -> None:
-        """There is no room yet."""
         if group := self._current(replica_id, generation, GroupPhase.PLACING):
             group.reason = reason
 
@@ -240,13 +234,11 @@ class Fleet:
         return self._current(replica_id, generation, GroupPhase.WARMING) is not None
 
     def warmed(self, replica_id: str, generation: int, now: float) -> None:
-        """Its warm-up has ended."""
         if group := self._current(replica_id, generation, GroupPhase.WARMING):
             group.since = now
             self._serves(group)
 
     def drained(self, replica_id: str, generation: int) -> None:
-        """It has no requests left."""
         if group := self._current(replica_id, generation, GroupPhase.DRAINING):
             self._remove(group, f"drained ({group.reason})")
 
@@ -322,7 +314,6 @@ class Fleet:
         )
 
     def _limits(self) -> dict[GroupPhase, float]:
-        """How long a phase may last."""
         return dict.fromkeys(COMING_UP, self.settings.start_timeout_s) | {
             GroupPhase.WARMING: self.settings.warm_up_s,
             GroupPhase.DRAINING: self.settings.drain_timeout_s,

@@ -28,7 +28,7 @@ from ...router.control import (
     WarmUp,
     WeighCaches,
 )
-from .actors import death, within
+from .actors import death, until_failed, within
 from .autoscale import together
 from .control_messages import ClusterSpec, Failed, Listening, ModelSpec
 from .planner import restart_pause_s
@@ -56,7 +56,6 @@ class RouterProcesses:
     """As many routers as the settings want."""
 
     def __init__(self, spec: ClusterSpec, *, notify: Callable[[str, str], None]) -> None:
-        """`notify` gets level and text."""
         self._spec = spec  #: of those that are started from now on
         common = spec.common.settings
         self._supervisor: Any = None
@@ -81,7 +80,6 @@ class RouterProcesses:
 
     @property
     def error(self) -> str | None:
-        """Why one of them does not listen."""
         return next((seat.error for seat in self._seats if seat.error is not None), None)
 
     async def keep(self, supervisor: Any, running: Mapping[int, Any]) -> None:
@@ -124,7 +122,6 @@ class RouterProcesses:
         return ""
 
     async def in_flight(self, replica_id: str) -> int:
-        """Requests of all routers that are not over at this replica."""
         answers = await asyncio.gather(*(self._ask(seat, CountInFlight(replica_id)) for seat in self._seats))
         return sum(answer.requests for answer in answers if answer is not None)
 
@@ -190,7 +187,7 @@ class RouterProcesses:
             if running or membership != self._membership:  # it changed while the router was starting
                 await self._send_membership(seat, self._membership)
             # Why it ended, or was killed: clients whose connections the kernel gives to a hanging router would wait.
-            watching = [asyncio.ensure_future(self._watch(router)), asyncio.ensure_future(self._ping(router))]
+            watching = [asyncio.ensure_future(until_failed(router)), asyncio.ensure_future(self._ping(router))]
             try:
                 ended, _ = await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
                 return ended.pop().result()
@@ -201,15 +198,6 @@ class RouterProcesses:
             if router is not None:
                 ray.kill(router)  # what is left of it must not keep the port
             return death(error)
-
-    async def _watch(self, router: Any) -> str:
-        failed: Failed | None = None
-        try:
-            while failed is None:
-                failed = await router.watch.remote()
-        except RayError as error:
-            return death(error)
-        return failed.message
 
     async def _ping(self, router: Any) -> str:
         cluster = self._spec.common.settings.cluster
