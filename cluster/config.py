@@ -86,11 +86,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         ),
     ] = True
     warm_up_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="longest cache warm-up of a replica that joins others, before it takes requests",
-        ),
+        float, Meta(gt=0, description="longest cache warm-up of a replica that joins others, before it takes requests")
     ] = 10.0
     stop_timeout_s: Annotated[
         float, Meta(gt=0, description="time for an orderly shutdown before processes are killed")

@@ -119,9 +119,10 @@ class AttachedRouter:
             service = self._service(await texts.get(text_source(self.model_dir)))
             self.console.step("tokenizer", "ready")
             server = RouterServer(self.settings.router, service, metrics=self._metrics, texts=texts)
-            async with contextlib.AsyncExitStack() as stack:
-                stack.push_async_callback(server.stop)
+            try:
                 return await self._serve(server, service, detached=detached)
+            finally:
+                await server.stop()
         except RouterError as error:
             raise StartFailed(error.message) from error
         finally:
@@ -155,9 +156,9 @@ class AttachedRouter:
         scheme = "https" if self.settings.router.tls_cert_file else "http"
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         self.console.step("router", f"listening on {url}")
-        settings, most = self.settings, self.settings.router.backend_max_requests
-        seed, root = secrets.randbits(64), foreign_root(self.limits.name)
-        parity = own_parity(text_digests(self.model_dir), settings.kvcache, seed, BlockHash(root))
+        most, seed = self.settings.router.backend_max_requests, secrets.randbits(64)
+        root = BlockHash(foreign_root(self.limits.name))
+        parity = own_parity(text_digests(self.model_dir), self.settings.kvcache, seed, root)
         members = [describe(engine, parity, self.limits, max_running_requests=most) for engine in self.engines]
         service.apply_membership(members, seed)
         if not await self._until_ready(service):

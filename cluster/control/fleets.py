@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..config import ClusterSettings
-from .planner import Action, Fleet, NameAllocator, Publish, RankGroup, RoutedReplica
+from .planner import Action, Fleet, NameAllocator, Publish, RankGroup
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,10 +68,9 @@ class Fleets:
         others: list[Action] = [action for action in actions if not isinstance(action, Publish)]
         before, self._published = self._published, tuple(self.served)
         changed = len(others) < len(actions) or before != self._published
-        return [Publish(self.members()), *others] if changed else others
-
-    def members(self) -> tuple[RoutedReplica, ...]:
-        return tuple(member for fleet in self.by_model.values() for member in fleet.published)
+        if not changed:
+            return others
+        return [Publish(tuple(member for fleet in self.by_model.values() for member in fleet.published)), *others]
 
     def next_deadline(self, now: float) -> float | None:
         """Seconds until `reconcile` must be called again; None: only when something is reported."""

@@ -129,10 +129,6 @@ class NameAllocator:
         self.taken.add(name)
         return name
 
-    def next_generation(self) -> int:
-        self.generation += 1
-        return self.generation
-
 
 @dataclass(slots=True)
 class Fleet:
@@ -397,8 +393,8 @@ class Fleet:
 
     def _begin(self, replica_id: str, version: int, now: float, before: RankGroup | None = None) -> StartRankGroup:
         failures, reason = (before.failures, before.reason) if before else (0, "")
-        generation = self.names.next_generation()
-        phase = GroupPhase.PLACING
+        self.names.generation += 1
+        generation, phase = self.names.generation, GroupPhase.PLACING
         self.groups[replica_id] = RankGroup(replica_id, generation, phase, now, version, failures, reason)
         return StartRankGroup(replica_id, generation, version)
 
