@@ -7,7 +7,7 @@ docs/settings.md are derived from the field. This is the only module that reads 
 import difflib
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -86,11 +86,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         ),
     ] = True
     warm_up_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="longest cache warm-up of a replica that joins others, before it takes requests",
-        ),
+        float, Meta(gt=0, description="longest cache warm-up of a replica that joins others, before it takes requests")
     ] = 10.0
     stop_timeout_s: Annotated[
         float, Meta(gt=0, description="time for an orderly shutdown before processes are killed")
@@ -126,7 +122,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def served_name(self) -> str:
-        """The name that requests use for this model."""
         return self.router.served_model_name
 
 
@@ -146,7 +141,6 @@ class Setting:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The flag and its alias; messages use the first."""
         alias = (self.meta.extra or {}).get("alias")
         return (self.flag, alias) if alias else (self.flag,)
 
@@ -160,17 +154,7 @@ class Setting:
 
     @property
     def choices(self) -> tuple[str, ...] | None:
-        """The allowed values of a setting that is a choice."""
         return get_args(self.bare_type) if get_origin(self.bare_type) is Literal else None
-
-    @property
-    def description(self) -> str:
-        return self.meta.description or ""
-
-    @property
-    def repeatable(self) -> bool:
-        """Whether the flag may be repeated; the values are joined by commas."""
-        return bool((self.meta.extra or {}).get("repeatable"))
 
 
 @dataclass(slots=True, frozen=True)
@@ -182,41 +166,31 @@ class Given:
     typed: bool
 
 
-@dataclass(slots=True, frozen=True)
-class FileContent:
-    """The settings of one file."""
-
-    shared: dict[str, Given]  #: of the sections
-    models: dict[str, dict[str, Given]]  #: of each entry of `models`, by name; empty: there is one model
-
-
+#: The settings of a file's sections, and of each entry of its `models` by name; no entries: there is one model.
+FileContent = tuple[dict[str, Given], dict[str, dict[str, Given]]]
 #: File keys of the list of models, and of the name of each model.
 MODELS, MODEL_NAME = "models", "name"
-_ROOM_FIELDS = tuple(field for field in msgspec.structs.fields(Settings) if field.name != MODELS)
-
-
-def _declared() -> Iterator[Setting]:
-    for room in _ROOM_FIELDS:
-        for field in msgspec.structs.fields(room.type):
-            meta = next(arg for arg in get_args(field.type) if isinstance(arg, Meta))
-            yield Setting(room.name, field.name, field.type, field.default, meta)
-
-
+_ROOM_TYPES = {field.name: field.type for field in msgspec.structs.fields(Settings) if field.name != MODELS}
+ROOMS: tuple[str, ...] = tuple(_ROOM_TYPES)
 #: By field name, which is unique over all packages.
-SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _declared()}
-ROOMS: tuple[str, ...] = tuple(field.name for field in _ROOM_FIELDS)
-
-
-_RESTART = "stop it with homing stop and start it again"
-_SHARED = ("publish_events", "events_curve_keys", "events_curve_clients", "heartbeat_interval_s")
-_OF_THE_CLUSTER = ("name", "routers", "ray_address", "state_dir", "log_level", "stop_timeout_s")
-#: Settings that all models share.
-COMMON = frozenset(
-    {name for name, setting in SETTINGS.items() if setting.room == "router"} | {*_SHARED, *_OF_THE_CLUSTER}
+SETTINGS: dict[str, Setting] = {
+    field.name: Setting(room, field.name, field.type, field.default, get_args(field.type)[1])
+    for room, struct in _ROOM_TYPES.items()
+    for field in msgspec.structs.fields(struct)
+}
+#: Settings that all models share, besides those of the router.
+SHARED = (
+    *("publish_events", "events_curve_keys", "events_curve_clients", "heartbeat_interval_s"),
+    *("name", "routers", "ray_address", "state_dir", "log_level", "stop_timeout_s"),
 )
+#: All settings that all models share.
+COMMON = frozenset({name for name, setting in SETTINGS.items() if setting.room == "router"} | {*SHARED})
 #: Settings that an update cannot change, as routers that keep running use them, and what to do instead.
-FIXED: dict[str, str] = dict.fromkeys((*COMMON, "autoscale", "ttft_target_s", "scale_down_after_s"), _RESTART) | {
-    "replicas": "use homing scale"
+FIXED: dict[str, str] = {
+    **dict.fromkeys(
+        (*COMMON, "autoscale", "ttft_target_s", "scale_down_after_s"), "stop it with homing stop and start it again"
+    ),
+    "replicas": "use homing scale",
 }
 #: Settings that cannot be shared by several models.
 _NAMES = ("model", "served_model_name")
@@ -228,12 +202,12 @@ def load_settings(
     """Settings from all sources. `flags` maps field names to text. Raises SettingsError for the first mistake."""
     environ = os.environ if environ is None else environ
     named = environ.get(VARIABLE_PREFIX + "CONFIG")
-    content = _read(file or (Path(named) if named else None))
-    shared = content.shared | _from_environ(environ) | _from_flags(flags or {})
-    for name in _NAMES if content.models else ():
+    shared, own = _read(file or (Path(named) if named else None))
+    shared = shared | _from_environ(environ) | _from_flags(flags or {})
+    for name in _NAMES if own else ():
         if name in shared:
             raise SettingsError(f"{shared[name].origin}: each model has its own {name}: set it in the list of models")
-    models = tuple(_settled(shared | own) for own in content.models.values())
+    models = tuple(_settled(shared | given) for given in own.values())
     return msgspec.structs.replace(_settled(shared), models=models)
 
 
@@ -246,19 +220,18 @@ def changed_settings(
     of the file are returned by `added_settings`. Environment variables do not count: they belong to the shell of this
     command, not to the cluster. Raises SettingsError for the first mistake.
     """
-    content, given, target = _read(file), _from_flags(flags), flags.get("served_model_name")
+    (shared, own), given, target = _read(file), _from_flags(flags), flags.get("served_model_name")
     if target is not None and target not in running:
         raise SettingsError(
             f"flag --served-model-name: model {target!r} is not served here (served: {', '.join(running)})"
         )
-    own = content.models
     if own and (missing := [name for name in running if name not in own]):
         words = " ".join(f"--remove {name}" for name in missing)
         raise SettingsError(f"{file}: models: {', '.join(missing)} not listed; to stop serving them, add {words}")
-    if target is None and len(running) > 1 and (given or (content.shared and not own)):
+    if target is None and len(running) > 1 and (given or (shared and not own)):
         raise SettingsError(f"several models are served; choose one with --served-model-name ({', '.join(running)})")
     affected = list(running) if target is None else [target]
-    return {name: _changed(running[name], content.shared | own.get(name, {}) | given) for name in affected}
+    return {name: _changed(running[name], shared | own.get(name, {}) | given) for name in affected}
 
 
 def added_settings(running: Mapping[str, Settings], file: Path | None) -> dict[str, Settings]:
@@ -266,41 +239,35 @@ def added_settings(running: Mapping[str, Settings], file: Path | None) -> dict[s
 
     Settings that all models share are the cluster's, all others the file's. Raises SettingsError for the first mistake.
     """
-    content, cluster = _read(file), next(iter(running.values()))
-    new = {name: content.shared | own for name, own in content.models.items() if name not in running}
-    return {name: _added(cluster, given) for name, given in new.items()}
+    (shared, models), cluster = _read(file), next(iter(running.values()))
+    return {name: _added(cluster, shared | own) for name, own in models.items() if name not in running}
 
 
 def _settled(given: Mapping[str, Given]) -> Settings:
+    return _replaced(Settings(), {name: _convert(SETTINGS[name], source) for name, source in given.items()})
+
+
+def _replaced(settings: Settings, values: Mapping[str, Any]) -> Settings:
     rooms: dict[str, dict[str, Any]] = {room: {} for room in ROOMS}
-    for name, source in given.items():
-        setting = SETTINGS[name]
-        rooms[setting.room][name] = _convert(setting, source)
-    return msgspec.convert(rooms, Settings)
+    for name, value in values.items():
+        rooms[SETTINGS[name].room][name] = value
+    changed = {room: msgspec.structs.replace(getattr(settings, room), **own) for room, own in rooms.items()}
+    return msgspec.structs.replace(settings, **changed)
 
 
 def _added(cluster: Settings, given: Mapping[str, Given]) -> Settings:
     common = COMMON.difference(_NAMES)
     _changed(cluster, {name: source for name, source in given.items() if name in common})
     settled = _settled({name: source for name, source in given.items() if name not in common})
-    rooms = {
-        room: {name: getattr(getattr(cluster, room), name) for name in common if SETTINGS[name].room == room}
-        for room in ROOMS
-    }
-    shared = {room: msgspec.structs.replace(getattr(settled, room), **values) for room, values in rooms.items()}
-    return msgspec.structs.replace(settled, **shared)
+    return _replaced(settled, {name: getattr(getattr(cluster, SETTINGS[name].room), name) for name in common})
 
 
 def _changed(running: Settings, given: Mapping[str, Given]) -> Settings:
-    rooms: dict[str, dict[str, Any]] = {room: {} for room in ROOMS}
-    for name, source in given.items():
-        setting = SETTINGS[name]
-        value = _convert(setting, source)
-        if value != getattr(getattr(running, setting.room), name) and name in FIXED:
-            raise SettingsError(f"{source.origin}: {name} cannot change while the cluster runs; {FIXED[name]}")
-        rooms[setting.room][name] = value
-    changed = {room: msgspec.structs.replace(getattr(running, room), **values) for room, values in rooms.items()}
-    return msgspec.structs.replace(running, **changed)
+    values = {name: _convert(SETTINGS[name], source) for name, source in given.items()}
+    for name, value in values.items():
+        if value != getattr(getattr(running, SETTINGS[name].room), name) and name in FIXED:
+            raise SettingsError(f"{given[name].origin}: {name} cannot change while the cluster runs; {FIXED[name]}")
+    return _replaced(running, values)
 
 
 def state_folder(settings: Settings, environ: Mapping[str, str] | None = None) -> Path:
@@ -323,21 +290,19 @@ def _from_flags(flags: Mapping[str, str]) -> dict[str, Given]:
 
 
 def _from_environ(environ: Mapping[str, str]) -> dict[str, Given]:
-    by_variable = {setting.variable: setting for setting in SETTINGS.values()}
-    known = {*by_variable, VARIABLE_PREFIX + "CONFIG"}
-    for variable in environ:
+    known = {setting.variable: name for name, setting in SETTINGS.items()} | {VARIABLE_PREFIX + "CONFIG": None}
+    given = {}
+    for variable, value in environ.items():
         if variable.startswith(VARIABLE_PREFIX) and variable not in known:
             raise SettingsError(f"environment variable {variable}: no such setting{nearest(variable, known)}")
-    return {
-        setting.name: Given(environ[variable], f"environment variable {variable}", typed=False)
-        for variable, setting in by_variable.items()
-        if variable in environ
-    }
+        if name := known.get(variable):
+            given[name] = Given(value, f"environment variable {variable}", typed=False)
+    return given
 
 
 def _read(path: Path | None) -> FileContent:
     if path is None:
-        return FileContent({}, {})
+        return {}, {}
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -345,13 +310,13 @@ def _read(path: Path | None) -> FileContent:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} is not valid YAML: {error}") from error
     if content is None:
-        return FileContent({}, {})
+        return {}, {}
     if not isinstance(content, dict):
         raise SettingsError(
             f"{path}: the top level must map sections ({', '.join(ROOMS)}) to settings, or list {MODELS}"
         )
     entries = content.pop(MODELS, None)
-    return FileContent(_sections(path, content), {} if entries is None else _entries(path, entries))
+    return _sections(path, content), {} if entries is None else _entries(path, entries)
 
 
 def _entries(path: Path, entries: Any) -> dict[str, dict[str, Given]]:
@@ -423,73 +388,3 @@ def _convert(setting: Setting, given: Given) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise SettingsError(f"{given.origin}: {given.value!r} is not valid for {setting.name}: give a finite number")
     return value
-
-
-def markdown() -> str:
-    """The content of docs/settings.md."""
-    lines = [
-        "# Settings",
-        "",
-        "Generated by `python -m homing.cluster.config > docs/settings.md`; a test compares it. Each setting is a flag",
-        "(`--block-size 32`; a switch is `--hash-only` or `--no-hash-only`), an environment variable",
-        "(`HOMING_BLOCK_SIZE=32`) and a key in the file that `--config FILE` or `HOMING_CONFIG` names, in the section",
-        "given below:",
-        "",
-        "```yaml",
-        "kvcache:",
-        "  block_size: 32",
-        "cluster:",
-        "  replicas: 4",
-        "```",
-        "",
-        "A flag overrides a variable, a variable the file, and the file the default. An unknown or malformed setting",
-        "is an error that names the setting, its source and the nearest spelling.",
-        "",
-        "To serve several models, list them in that file, each with the `name` that requests use, its `model` and any",
-        "settings of its own. Settings that a model does not list come from the sections, flags and variables:",
-        "",
-        "```yaml",
-        "models:",
-        "  - name: small",
-        "    model: Qwen/Qwen3-0.6B",
-        "  - name: large",
-        "    model: Qwen/Qwen3-8B",
-        "    tensor_parallel_size: 2",
-        '    autoscale: "0:4"',
-        "    block_size: 32",
-        "cluster:",
-        "  gpus_per_rank: 1",
-        "```",
-        "",
-        "All models share the settings of section `router` and "
-        + ", ".join(f"`{name}`" for name in (*_SHARED, *_OF_THE_CLUSTER))
-        + ".",
-    ]
-    for room in _ROOM_FIELDS:
-        summary = (room.type.__doc__ or "").splitlines()[0]
-        lines += ["", f"## {room.name}", "", summary, "", "| key | flag | variable | default | allowed | |"]
-        lines += ["|---|---|---|---|---|---|"]
-        lines += [_row(setting) for setting in SETTINGS.values() if setting.room == room.name]
-    return "\n".join(lines) + "\n"
-
-
-def _row(setting: Setting) -> str:
-    default = {"": "empty", "True": "true", "False": "false"}.get(str(setting.default), str(setting.default))
-    return (
-        f"| `{setting.name}` | {', '.join(f'`{flag}`' for flag in setting.flags)} | `{setting.variable}` | {default} "
-        f"| {_allowed(setting)} | {setting.description} |"
-    )
-
-
-def _allowed(setting: Setting) -> str:
-    if allowed := (setting.meta.extra or {}).get("allowed"):
-        return str(allowed)
-    if setting.choices:
-        return ", ".join(setting.choices)
-    name = {bool: "true or false", int: "integer", float: "number", str: "text"}[setting.bare_type]
-    bounds = [("≥", setting.meta.ge), (">", setting.meta.gt), ("≤", setting.meta.le), ("<", setting.meta.lt)]
-    return " ".join([name, *(f"{sign} {bound}" for sign, bound in bounds if bound is not None)])
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")

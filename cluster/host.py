@@ -48,7 +48,6 @@ class MachineInfo:
 
 
 def inspect_machine(disks: Mapping[str, Path]) -> MachineInfo:
-    """Examine this machine; `disks` are folders by what is stored in them."""
     token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or DEFAULT_TOKEN)
     shared_memory = Path("/dev/shm")
     return MachineInfo(

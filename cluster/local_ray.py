@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import logging
 import os
-import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -132,7 +131,6 @@ def make_token_private(token: Path) -> None:
 
 
 def address() -> str:
-    """Address of the Ray cluster that this process is part of."""
     import ray
 
     found: str = ray.get_runtime_context().gcs_address
@@ -150,12 +148,10 @@ def leave(timeout_s: float) -> None:
 
 
 def children() -> list[psutil.Process]:
-    """All processes below this one; orphans are adopted, so none is missing."""
     return psutil.Process().children(recursive=True)
 
 
 def kill_children() -> None:
-    """Kill all processes below this one."""
     for _ in range(20):  # a process that is killed may just have started another
         below = children()
         if not below:
@@ -164,11 +160,6 @@ def kill_children() -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(below, timeout=1)
-
-
-def remove(folder: Path) -> None:
-    """Remove the run folder; another process may remove files in it at the same time."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_answers(address: str) -> None:

@@ -23,8 +23,6 @@ START_TOLERANCE_S = 1.0
 
 
 class RegistryEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known about one running cluster."""
-
     name: str
     pid: int
     started: float  #: start time of that process, seconds since 1970
@@ -48,8 +46,6 @@ class RegistryEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterRegistry:
-    """The entries in one folder."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
@@ -61,7 +57,6 @@ class ClusterRegistry:
         return self.folder / f"{name}.json"
 
     def log_path(self, name: str) -> Path:
-        """The output of a detached cluster."""
         return self.folder / f"{name}.log"
 
     def read(self, name: str) -> RegistryEntry | None:
@@ -71,10 +66,14 @@ class ClusterRegistry:
         except (FileNotFoundError, msgspec.DecodeError):
             return None
 
+    def live(self, name: str) -> RegistryEntry | None:
+        """The entry of a cluster that runs; None: there is none."""
+        entry = self.read(name)
+        return entry if entry is not None and entry.process() is not None else None
+
     def running(self, name: str) -> RegistryEntry:
         """The entry of a running cluster. Removes a stale one and raises NotRunning."""
-        entry = self.read(name)
-        if entry is not None and entry.process() is not None:
+        if entry := self.live(name):
             return entry
         self.remove(name)
         others = self.others(name)
@@ -82,12 +81,10 @@ class ClusterRegistry:
         raise NotRunning(f"no cluster {name!r} is running; {remedy}")
 
     def others(self, name: str) -> list[RegistryEntry]:
-        """The entries of all running clusters with other names."""
-        entries = [self.read(path.stem) for path in sorted(self.folder.glob("*.json"))]
-        return [entry for entry in entries if entry is not None and entry.name != name and entry.process() is not None]
+        entries = [self.live(path.stem) for path in sorted(self.folder.glob("*.json"))]
+        return [entry for entry in entries if entry is not None and entry.name != name]
 
     def write(self, entry: RegistryEntry) -> None:
-        """Replace the entry atomically."""
         self._new_file(entry).replace(self.path(entry.name))
 
     @contextmanager
@@ -114,8 +111,7 @@ class ClusterRegistry:
                 with suppress(FileExistsError):
                     os.link(new_file, self.path(entry.name))  # fails when the name is taken, unlike a rename
                     return
-                old = self.read(entry.name)
-                if old is not None and old.process() is not None:
+                if old := self.live(entry.name):
                     raise AlreadyRunning(
                         f"cluster {entry.name!r} is running already (pid {old.pid}, {old.url or old.phase}); "
                         "end it with homing stop, or start another one with --name"

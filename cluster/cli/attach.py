@@ -29,6 +29,7 @@ from ...router.replicas.membership import own_parity, text_digests, text_source
 from ...router.replicas.service import RouterService
 from ...router.server import RouterServer, settle
 from ...router.text.tokenizer import TextModel
+from ..client import read_key
 from ..config import Settings, state_folder
 from ..control.control_messages import ClusterStatus
 from ..errors import ModelUnavailable, SettingsError, StartFailed
@@ -52,7 +53,7 @@ def serve_backends(settings: Settings, out: TextIO, *, detached: bool = False) -
         engines = backends(settings.router)
     except BackendsInvalid as error:
         raise SettingsError(error.message) from error
-    api_key = read_key(settings.router.backend_key_file)
+    api_key = read_key(settings.router.backend_key_file, "backend_key_file")
     console = Console(out, program=program())
     console.opening(settings)
     registry, name = ClusterRegistry(state_folder(settings)), settings.cluster.name
@@ -66,16 +67,6 @@ def serve_backends(settings: Settings, out: TextIO, *, detached: bool = False) -
         router = AttachedRouter(settings, engines, api_key, model_dir, limits, console, registry, entry)
         with asyncio.Runner(loop_factory=fast_loop) as runner:
             return runner.run(router.run(detached=detached))
-
-
-def read_key(path: str) -> str:
-    """The API key in a file; empty without a file. Raises SettingsError."""
-    if not path:
-        return ""
-    try:
-        return Path(path).expanduser().read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"backend_key_file: cannot read {path}: {error}") from error
 
 
 def model_limits(folder: Path, settings: Settings) -> ModelLimits:
@@ -106,8 +97,6 @@ def model_names(settings: Settings) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class AttachedRouter:
-    """The router of one `homing serve --backend`."""
-
     settings: Settings
     engines: list[Backend]
     api_key: str
@@ -130,9 +119,10 @@ class AttachedRouter:
             service = self._service(await texts.get(text_source(self.model_dir)))
             self.console.step("tokenizer", "ready")
             server = RouterServer(self.settings.router, service, metrics=self._metrics, texts=texts)
-            async with contextlib.AsyncExitStack() as stack:
-                stack.push_async_callback(server.stop)
+            try:
                 return await self._serve(server, service, detached=detached)
+            finally:
+                await server.stop()
         except RouterError as error:
             raise StartFailed(error.message) from error
         finally:
@@ -166,9 +156,9 @@ class AttachedRouter:
         scheme = "https" if self.settings.router.tls_cert_file else "http"
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         self.console.step("router", f"listening on {url}")
-        settings, most = self.settings, self.settings.router.backend_max_requests
-        seed, root = secrets.randbits(64), foreign_root(self.limits.name)
-        parity = own_parity(text_digests(self.model_dir), settings.kvcache, seed, BlockHash(root))
+        most, seed = self.settings.router.backend_max_requests, secrets.randbits(64)
+        root = BlockHash(foreign_root(self.limits.name))
+        parity = own_parity(text_digests(self.model_dir), self.settings.kvcache, seed, root)
         members = [describe(engine, parity, self.limits, max_running_requests=most) for engine in self.engines]
         service.apply_membership(members, seed)
         if not await self._until_ready(service):

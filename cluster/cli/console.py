@@ -33,7 +33,6 @@ class Console:
         self.last_notice = 0  #: number of the last notice that was printed
 
     def line(self, text: str = "") -> None:
-        """Print a line. Raises BrokenPipeError when the reader has gone."""
         print(text, file=self._out, flush=True)
 
     def farewell(self, text: str) -> None:
@@ -60,7 +59,6 @@ class Console:
             self.line(f"  warning  {exposure}")
 
     def progress(self, status: ClusterStatus) -> None:
-        """The state of every part."""
         for replica in status.replicas:
             if replica.phase == "ready":
                 state = f"ready · {replica.blocks} KV blocks · pid {', '.join(map(str, replica.pids))}"
@@ -70,14 +68,12 @@ class Console:
         self.step("router", f"listening on {status.url}" if status.url else "starting")
 
     def happened(self, notices: tuple[Notice, ...]) -> None:
-        """Print new notices of a running cluster."""
         for notice in notices:
             if notice.seq > self.last_notice:
                 self.last_notice = notice.seq
                 self.line(f"{time.strftime('%H:%M:%S')} {notice.level:<7} {notice.text}")
 
     def banner(self, status: ClusterStatus, settings: Settings, *, detached: bool) -> None:
-        """Print how to use the cluster."""
         name = _address_flags(settings)
         body = json.dumps({"model": settings.each_model[0].served_name, **REQUEST})
         served = ", ".join(f"{each.served_name} on {_replicas(each)}" for each in settings.each_model)

@@ -7,7 +7,6 @@ import dataclasses
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -57,24 +56,14 @@ def drain(settings: Settings, out: TextIO, replica_id: str, *, replace: bool, wa
         return client.follow(models, wait=wait, done=f"{replica_id} is drained")
 
 
-@dataclass(slots=True, frozen=True)
-class UpdateRequest:
-    """What an update is to change."""
-
-    flags: Mapping[str, str] = field(default_factory=dict)
-    file: Path | None = None
-    remove: Sequence[str] = ()  #: models to stop serving
-    restart: bool = False  #: also replace replicas whose settings stay the same
-
-
-def update(settings: Settings, out: TextIO, request: UpdateRequest, *, wait: bool) -> int:
+def update(settings: Settings, out: TextIO, *, wait: bool, **changes: Any) -> int:
     """Replace replicas by ones with changed settings, start models that a file adds, and remove models.
 
-    Raises NotRunning, SettingsError, NoSuchModel, StartFailed and UpdateAbandoned.
+    `changes`: as in `update_orders`. Raises NotRunning, SettingsError, NoSuchModel, StartFailed and UpdateAbandoned.
     """
     with _visit(settings):
         client = ControllerClient(out)
-        orders = update_orders({model.name: model for model in client.ask("current")}, request)
+        orders = update_orders({model.name: model for model in client.ask("current")}, **changes)
         if not orders:
             print("nothing changes (to replace every replica: --restart)", file=out)
             return 0
@@ -84,22 +73,29 @@ def update(settings: Settings, out: TextIO, request: UpdateRequest, *, wait: boo
         return client.follow(names, wait=wait, done="updated", updating=True)
 
 
-def update_orders(running: Mapping[str, ModelSpec], request: UpdateRequest) -> list[tuple[str, ModelSpec | str]]:
+def update_orders(
+    running: Mapping[str, ModelSpec],
+    *,
+    flags: Mapping[str, str] = {},
+    file: Path | None = None,
+    remove: Sequence[str] = (),
+    restart: bool = False,
+) -> list[tuple[str, ModelSpec | str]]:
     """The controller's orders: `remove`, `add` and `update`, with the name or the settings of a model.
 
-    Raises SettingsError, ModelUnavailable and NoSuchModel.
+    `restart`: also replace replicas whose settings stay the same. Raises SettingsError, ModelUnavailable, NoSuchModel.
     """
-    removed = [choose_model(list(running), name) for name in request.remove]
+    removed = [choose_model(list(running), name) for name in remove]
     staying = {name: spec.settings for name, spec in running.items() if name not in removed}
     if not staying:
         raise NoSuchModel(f"no model would be left of {', '.join(running)}: end the cluster with homing stop")
     orders: list[tuple[str, ModelSpec | str]] = [("remove", name) for name in removed]
     template = next(iter(running.values()))
-    for added in added_settings(staying, request.file).values():
+    for added in added_settings(staying, file).values():
         check_bounds(added, f"model {added.served_name}: ")
         orders.append(("add", _with_settings(template, added)))
-    for name, changed in changed_settings(staying, request.flags, request.file).items():
-        if request.restart or changed != running[name].settings:
+    for name, changed in changed_settings(staying, flags, file).items():
+        if restart or changed != running[name].settings:
             orders.append(("update", _with_settings(running[name], changed)))
     return orders
 
@@ -137,7 +133,6 @@ class ControllerClient:
         self._console.last_notice = max((notice.seq for notice in self._before.notices), default=0)
 
     def status(self) -> ClusterStatus:
-        """The controller's status, with the notices that were not printed yet."""
         status: ClusterStatus = self.ask("status", self._console.last_notice)
         return status
 
@@ -162,31 +157,27 @@ class ControllerClient:
         Raises StartFailed and UpdateAbandoned.
         """
         while True:
-            status = self._show(models)
+            status = self.status()
+            self._console.happened(status.notices)
+            status = dataclasses.replace(
+                status,
+                models=tuple(model for model in status.models if model.name in models),
+                replicas=tuple(replica for replica in status.replicas if replica.model in models),
+            )
             abandoned = next((model.abandoned for model in status.models if model.abandoned), "")
             if updating and abandoned:
                 raise UpdateAbandoned(f"the update was abandoned, the previous replicas still serve: {abandoned}")
-            if wait and (failed := failed_since(self._before, status)):
+            if not wait:
+                self._console.line("started; follow it with homing status")
+                return 0
+            if failed := failed_since(self._before, status):
                 raise StartFailed(failed)
-            if not wait or status.settled:
+            if status.settled:
                 break
             time.sleep(POLL_S)
-        if not wait:
-            self._console.line("started; follow it with homing status")
-            return 0
         names = sorted(replica.replica_id for replica in status.replicas if replica.phase == "ready")
         self._console.line(f"{done}; serving: {', '.join(names) or 'no replica'}")
         return 0
-
-    def _show(self, models: Collection[str]) -> ClusterStatus:
-        """Print new notices; returns the status of these models."""
-        status = self.status()
-        self._console.happened(status.notices)
-        return dataclasses.replace(
-            status,
-            models=tuple(model for model in status.models if model.name in models),
-            replicas=tuple(replica for replica in status.replicas if replica.model in models),
-        )
 
 
 def _visit(settings: Settings) -> AbstractContextManager[None]:

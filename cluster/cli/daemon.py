@@ -27,8 +27,7 @@ def detach(settings: Settings, words: Sequence[str], out: TextIO) -> int:
     """Start `homing` with these words in the background; returns 0 once it serves, else its exit code."""
     registry, name = ClusterRegistry(state_folder(settings)), settings.cluster.name
     registry.make_folder()
-    entry = registry.read(name)
-    if entry is not None and entry.process() is not None:
+    if entry := registry.live(name):
         raise AlreadyRunning(f"cluster {name!r} is running already (pid {entry.pid}); end it with homing stop")
     log = registry.log_path(name)
     # -P: a file in the current folder must not replace a module of the daemon's.
@@ -84,7 +83,6 @@ def stop(settings: Settings, out: TextIO, *, force: bool) -> int:
 
 
 def _end(process: psutil.Process, timeout_s: float, *, ask: bool, force: bool) -> list[psutil.Process]:
-    """End a process and all below it; returns those that are left."""
     try:
         family = [process, *process.children(recursive=True)]
         if ask:

@@ -16,13 +16,13 @@ from ...replica.config import ReplicaSettings
 from ...replica.demo import demo_model_path
 from ...replica.errors import StartupError
 from ...replica.load.preflight import weight_bytes
+from ..client import get_json
 from ..config import Settings, state_folder
-from ..errors import ClusterError, NotRunning
+from ..errors import ClusterError
 from ..host import DiskInfo, MachineInfo, inspect_machine
 from ..model_source import DEMO, find_model
 from ..preflight import check_folder, check_front, check_keys, exposures, with_api_keys
 from ..registry import ClusterRegistry, RegistryEntry
-from .client import get_json
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -35,15 +35,12 @@ OPEN_FILES = 4096
 #: Default KV memory of a rank on CPU (docs/settings.md, `kv_cache_bytes`).
 CPU_KV_BYTES = 512 * MIB
 SEE_STATUS = "homing status shows what each replica waits for"
-SIGNS = {"ok": "ok", "warning": "!", "error": "✗"}
 
 Level = Literal["ok", "warning", "error"]
 
 
 @dataclass(slots=True, frozen=True)
 class Finding:
-    """The result of one check."""
-
     check: str
     level: Level
     message: str
@@ -52,7 +49,7 @@ class Finding:
 
 def doctor(settings: Settings, out: TextIO, *, as_json: bool) -> int:
     """Check machine, settings and running cluster; returns the exit code."""
-    entry = _running(settings)
+    entry = ClusterRegistry(state_folder(settings)).live(settings.cluster.name)
     host = inspect_machine(_folders(settings))
     findings = [*examine_host(host, settings), *examine_settings(settings, entry), *_examine_cluster(entry)]
     if as_json:
@@ -63,10 +60,9 @@ def doctor(settings: Settings, out: TextIO, *, as_json: bool) -> int:
 
 
 def render(findings: Iterable[Finding]) -> str:
-    """A line for each finding, and its remedy below it."""
-    lines = []
+    signs, lines = {"ok": "ok", "warning": "!", "error": "✗"}, []
     for finding in findings:
-        lines.append(f"{SIGNS[finding.level]:>2}  {finding.check:<13} {finding.message}")
+        lines.append(f"{signs[finding.level]:>2}  {finding.check:<13} {finding.message}")
         if finding.remedy:
             lines.append(f"    {'':<13} → {finding.remedy}")
     return "\n".join(lines)
@@ -76,7 +72,6 @@ def render(findings: Iterable[Finding]) -> str:
 
 
 def examine_host(host: MachineInfo, settings: Settings) -> list[Finding]:
-    """What the machine lacks for these settings."""
     checks = (_versions, _gpus, _memory, _shared_memory, _files, _clock, _token)
     return [*(check(host, settings) for check in checks), *map(_disk, host.disks)]
 
@@ -136,11 +131,11 @@ def _kv_bytes(cache: KvCacheSettings) -> int:
 
 def _shared_memory(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG001
     size = host.shared_memory_bytes
-    if size is None or size < SHARED_MEMORY_BYTES:
-        there = "there is no /dev/shm" if size is None else f"/dev/shm has {size / MIB:.0f} MiB"
-        message = f"{there}; Ray needs {SHARED_MEMORY_BYTES / MIB:.0f} MiB, otherwise it uses the disk"
+    found = "there is no /dev/shm" if size is None else f"/dev/shm has {size / MIB:.0f} MiB"
+    if (size or 0) < SHARED_MEMORY_BYTES:
+        message = f"{found}; Ray needs {SHARED_MEMORY_BYTES / MIB:.0f} MiB, otherwise it uses the disk"
         return Finding("shared memory", "warning", message, "in a container: --shm-size=1g")
-    return Finding("shared memory", "ok", f"/dev/shm has {size / MIB:.0f} MiB")
+    return Finding("shared memory", "ok", found)
 
 
 def _files(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG001
@@ -265,13 +260,6 @@ def _examine_cluster(entry: RegistryEntry | None) -> list[Finding]:
         return examine_view(get_json(f"{entry.url}/cluster"))
     except ClusterError as error:
         return [Finding("cluster", "error", str(error), f"see its output: {entry.log or 'in its terminal'}")]
-
-
-def _running(settings: Settings) -> RegistryEntry | None:
-    try:
-        return ClusterRegistry(state_folder(settings)).running(settings.cluster.name)
-    except NotRunning:
-        return None
 
 
 def _folders(settings: Settings) -> dict[str, Path]:

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..client import post_json, router_urls
 from ..config import Settings
 from ..errors import SettingsError
-from .client import cluster_url, post_json
 from .status import by_name, count, table
 
 NUMBERS = ("held", "expected", "to compute", "queued", "running", "waiting", "first token")
@@ -15,13 +15,13 @@ COLUMNS = ("", "replica", "events", *NUMBERS, "why")
 
 
 def explain(
-    settings: Settings, out: TextIO, body: Mapping[str, Any], *, url: str | None, api_key: str | None, as_json: bool
+    settings: Settings, out: TextIO, body: Mapping[str, Any], *, url: str | None, api_key: str, as_json: bool
 ) -> int:
     """Print the routing decision for `body`, a chat or completion request. Raises NotRunning and ClusterError.
 
     `api_key` selects the tenant: tenants share no cached blocks.
     """
-    found = post_json(f"{cluster_url(settings, url)}/explain", body, api_key=api_key)
+    found = post_json(f"{router_urls(settings, url)[0]}/explain", body, api_key=api_key)
     print(json.dumps(found, indent=2) if as_json else render(found), file=out)
     return 0
 
@@ -44,19 +44,7 @@ def request_body(prompt: str | None, file: str | None, model: str | None, *, raw
     return body | named
 
 
-def read_key(file: str | None, standard_input: TextIO) -> str | None:
-    """The key in a file (`-`: standard input); never on the command line, which everybody on the machine can read."""
-    if file is None:
-        return None
-    try:
-        text = standard_input.read() if file == "-" else Path(file).read_text()
-    except OSError as error:
-        raise SettingsError(f"--api-key-file {file} cannot be read: {error.strerror}") from error
-    return text.strip()
-
-
 def render(found: Mapping[str, Any]) -> str:
-    """The whole page."""
     chosen = found["chosen"]
     where = f"{chosen}: {found['why']}" if chosen else f"no replica yet, {found['why']}"
     blocks = count(found["prompt_blocks"], "full block")

@@ -17,8 +17,6 @@ from ...kvcache.eviction import EvictionName
 from ..config import ROOMS, SETTINGS, Setting, Settings, load_settings, nearest
 from ..errors import ClusterError, SettingsError
 
-DESCRIPTION = "Serve a language model on many replicas, and send each request to the one that has its prefix in cache."
-EPILOG = "Settings are flags, HOMING_* variables and keys of the file given by --config: docs/settings.md."
 #: Settings by which a command finds a running cluster.
 LOOKUP = ("name", "state_dir")
 
@@ -30,13 +28,10 @@ class Parser(argparse.ArgumentParser):
         raise SettingsError(f"{message} (see: {self.prog} --help)")
 
     def flags(self) -> list[str]:
-        """All flags of this command."""
         return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
 
 
 class JoinAction(argparse.Action):
-    """Joins the values of a repeated flag by commas."""
-
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:  # noqa: ARG002
         before = getattr(namespace, self.dest)
         setattr(namespace, self.dest, values if before is None else f"{before},{values}")
@@ -55,8 +50,13 @@ class Command:
 
 
 def build_parser() -> tuple[Parser, dict[str, Parser]]:
-    """The parser, and the parsers of the commands."""
-    parser = Parser(prog="homing", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
+    parser = Parser(
+        prog="homing",
+        description="Serve a language model on many replicas, and send each request to the one that has its prefix in "
+        "cache.",
+        epilog="Settings are flags, HOMING_* variables and keys of the file given by --config: docs/settings.md.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--version", action="version", version=f"homing {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     built: dict[str, Parser] = {}
@@ -91,8 +91,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def given_flags(arguments: argparse.Namespace) -> dict[str, str]:
     """Settings given as flags, or as the MODEL argument, as text by name."""
-    given = {name: value for name, value in vars(arguments).items() if name in SETTINGS and value is not None}
-    flags = {name: str(value) for name, value in given.items()}
+    flags = {name: str(value) for name, value in vars(arguments).items() if name in SETTINGS and value is not None}
     if model := getattr(arguments, "model_argument", None):
         if "model" in flags:
             raise SettingsError(f"the model is given twice: {model} and --model {flags['model']}")
@@ -101,10 +100,8 @@ def given_flags(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
-    """Settings from flags, environment and file."""
-    flags = given_flags(arguments)
     file = getattr(arguments, "config", None)
-    return load_settings(flags, file=Path(file) if file else None)
+    return load_settings(given_flags(arguments), file=Path(file) if file else None)
 
 
 def run(words: Sequence[str], out: TextIO) -> int:
@@ -117,7 +114,6 @@ def run(words: Sequence[str], out: TextIO) -> int:
 
 
 def main() -> int:
-    """Entry point of the console script."""
     try:
         return run(sys.argv[1:], sys.stdout)
     except ClusterError as error:
@@ -153,10 +149,12 @@ def _status(arguments: argparse.Namespace, out: TextIO) -> int:
 
 
 def _explain(arguments: argparse.Namespace, out: TextIO) -> int:
-    from .explain import explain, read_key, request_body
+    from ..client import read_key
+    from .explain import explain, request_body
 
     body = request_body(arguments.prompt, arguments.body, arguments.asked_model, raw=arguments.raw)
-    api_key = read_key(arguments.api_key_file, sys.stdin)
+    # never on the command line, which everybody on the machine can read
+    api_key = read_key(arguments.api_key_file or "", "--api-key-file", sys.stdin)
     return explain(settings_of(arguments), out, body, url=arguments.url, api_key=api_key, as_json=arguments.json)
 
 
@@ -197,15 +195,12 @@ def _drain(arguments: argparse.Namespace, out: TextIO) -> int:
 
 
 def _update(arguments: argparse.Namespace, out: TextIO) -> int:
-    from .control import UpdateRequest, update
+    from .control import update
 
-    request = UpdateRequest(
-        flags={name: value for name, value in given_flags(arguments).items() if name not in LOOKUP},
-        file=Path(arguments.config) if arguments.config else None,
-        remove=arguments.remove,
-        restart=arguments.restart,
-    )
-    return update(_lookup(arguments), out, request, wait=arguments.wait)
+    flags = {name: value for name, value in given_flags(arguments).items() if name not in LOOKUP}
+    file = Path(arguments.config) if arguments.config else None
+    changes = {"flags": flags, "file": file, "remove": arguments.remove, "restart": arguments.restart}
+    return update(_lookup(arguments), out, wait=arguments.wait, **changes)
 
 
 def _lookup(arguments: argparse.Namespace) -> Settings:
@@ -226,9 +221,21 @@ def _stop(arguments: argparse.Namespace, out: TextIO) -> int:
 
 
 def _keys(arguments: argparse.Namespace, out: TextIO) -> int:
-    from .keys import keys
+    from ...events.errors import BadKeys
+    from ...events.security.curve_keys import add_client, make_folder
 
-    return keys(Path(arguments.folder), arguments.client, out)
+    folder = Path(arguments.folder)
+    try:
+        if arguments.client is None:
+            make_folder(folder)
+            print(f"keys are in {folder}; start replicas with: homing serve --events-curve-keys {folder}", file=out)
+            return 0
+        made = add_client(folder, arguments.client)
+    except BadKeys as error:
+        raise SettingsError(str(error)) from error
+    print(f"move {made} to the client, which loads it with homing.events.load_pair", file=out)
+    print(f"replicas accept it from now on; to revoke it: rm {folder / 'clients' / made.stem}.key", file=out)
+    return 0
 
 
 def _analyze(arguments: argparse.Namespace, out: TextIO) -> int:
@@ -256,13 +263,13 @@ def _argument(name: str, metavar: str | type | None, text: str, **options: Any) 
 
 def _setting(setting: Setting) -> Argument:
     default = "empty" if setting.default == "" else str(setting.default).replace("True", "on").replace("False", "off")
-    help_text = f"{setting.description} (default: {default})".replace("%", "%%")
+    help_text = f"{setting.meta.description} (default: {default})".replace("%", "%%")
     options: dict[str, Any] = {"dest": setting.name, "help": help_text}
     if setting.bare_type is bool:
         options |= {"action": argparse.BooleanOptionalAction, "default": None}
     else:
         options["metavar"] = "|".join(setting.choices) if setting.choices else setting.bare_type.__name__.upper()
-    if setting.repeatable:
+    if (setting.meta.extra or {}).get("repeatable"):
         options["action"] = JoinAction
     return setting.flags, options
 
@@ -306,9 +313,6 @@ EXPLAIN = (
     *FIND_CLUSTER,
     _argument("--json", None, "print the response of /explain, for programs"),
 )
-#: All routing policies, by name.
-POLICIES = ", ".join(SETTINGS["policy"].choices or ())
-
 SIMULATE = (
     _argument(
         "trace",
@@ -324,7 +328,8 @@ SIMULATE = (
     _argument(
         "--policies",
         "NAMES",
-        f"separated by commas, of: {POLICIES}, oracle (default: ours and the best of the others)",
+        f"separated by commas, of: {', '.join(SETTINGS['policy'].choices or ())}, oracle "
+        "(default: ours and the best of the others)",
     ),
     _argument("--replicas", int, "simulated replicas (default: 8)"),
     _argument("--routers", int, "routers, which share no state (default: 1)"),

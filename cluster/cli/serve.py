@@ -6,11 +6,11 @@ The process is Ray's driver: whatever it started ends with it. The controller ma
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -18,51 +18,16 @@ from typing import TextIO
 import msgspec
 
 from .. import local_ray
+from ..client import get_json, is_ready
 from ..config import Settings, state_folder
 from ..control.control_messages import CONTROLLER, SUPERVISOR, ClusterSpec, ClusterStatus, ModelSpec
 from ..errors import ClusterError, StartFailed
 from ..model_source import find_model
 from ..preflight import check_bounds, check_folder, check_front, check_keys, prepare
 from ..registry import ClusterRegistry, RegistryEntry, own_entry
-from .client import get_json, is_ready
 from .console import Console, program
 
 POLL_S = 0.2
-
-
-class Stopper:
-    """Turns SIGINT and SIGTERM into a request to stop; the second signal calls `at_once`, which must not return."""
-
-    def __init__(self, at_once: Callable[[], None]) -> None:
-        self._requested = threading.Event()
-        self._at_once = at_once
-
-    def install(self) -> None:
-        """Handle both signals. Ray takes over SIGTERM when it starts, so this is called again afterwards."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
-
-    def wait(self, seconds: float) -> bool:
-        """Whether to stop; waits at most this long for a signal."""
-        return self._requested.wait(seconds)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature of signal
-        if self._requested.is_set():
-            self._at_once()
-        self._requested.set()
-
-
-@dataclass(slots=True)
-class Run:
-    """One `homing serve` with Ray started, before its cluster is."""
-
-    settings: Settings
-    console: Console
-    stopper: Stopper
-    registry: ClusterRegistry
-    entry: RegistryEntry
-    folder: Path | None  #: of a local Ray
-    detached: bool
 
 
 def serve(settings: Settings, out: TextIO, *, detached: bool = False) -> int:
@@ -80,12 +45,8 @@ def serve(settings: Settings, out: TextIO, *, detached: bool = False) -> int:
         local = not settings.cluster.ray_address  # otherwise each node finds the models by itself
         folders = [_local_model(each) if local else None for each in settings.each_model]
         # Ray 2.60 prints a paragraph to `sys.stdout` about every killed worker, whatever its settings say.
-        with (
-            open(os.devnull, "w") as nowhere,
-            contextlib.redirect_stdout(nowhere),
-            _ray(settings, console, registry, entry, detached) as run,
-        ):
-            return _serve(run, folders)
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            return ServeRun(settings, console, registry, entry).run(folders, detached=detached)
 
 
 def _local_model(settings: Settings) -> Path:
@@ -95,60 +56,69 @@ def _local_model(settings: Settings) -> Path:
     return folder
 
 
-@contextlib.contextmanager
-def _ray(
-    settings: Settings, console: Console, registry: ClusterRegistry, entry: RegistryEntry, detached: bool
-) -> Iterator[Run]:
-    address = settings.cluster.ray_address
-    folder = None if address else local_ray.run_folder()
-    entry = msgspec.structs.replace(entry, run_dir=str(folder) if folder else None)
-    registry.write(entry)
+class ServeRun:
+    """One `homing serve`: Ray, and on it the supervisor and the controller, which start everything else."""
 
-    def kill() -> None:  # the second Ctrl-C
-        local_ray.kill_children()
-        registry.remove(entry.name)
-        print("killed", file=sys.stderr)
-        os._exit(130)
+    def __init__(self, settings: Settings, console: Console, registry: ClusterRegistry, entry: RegistryEntry) -> None:
+        self._settings = settings
+        self._console = console
+        self._registry = registry
+        self._folder = None if settings.cluster.ray_address else local_ray.run_folder()
+        self._entry = msgspec.structs.replace(entry, run_dir=str(self._folder) if self._folder else None)
+        self._stopping = threading.Event()
 
-    stopper = Stopper(kill)
-    stopper.install()
-    try:
-        console.step("ray", f"joining {address}" if address else "starting a local cluster")
-        local_ray.start_local(settings, folder) if folder else local_ray.join(settings)
-        stopper.install()
-        token = local_ray.requires_token()
-        entry = msgspec.structs.replace(entry, ray_address=local_ray.address(), ray_token=token)
-        console.step("ray", "ready")
-        yield Run(settings, console, stopper, registry, entry, folder, detached)
-    finally:
-        local_ray.leave(settings.cluster.stop_timeout_s)
-        if folder:
-            local_ray.remove(folder)
+    def run(self, folders: Sequence[Path | None], *, detached: bool) -> int:
+        """Serve the models in these folders until a signal; returns the exit code."""
+        address = self._settings.cluster.ray_address
+        self._registry.write(self._entry)
+        self._handle_signals()
+        try:
+            self._console.step("ray", f"joining {address}" if address else "starting a local cluster")
+            local_ray.start_local(self._settings, self._folder) if self._folder else local_ray.join(self._settings)
+            self._handle_signals()  # Ray takes over SIGTERM when it starts
+            token = local_ray.requires_token()
+            self._entry = msgspec.structs.replace(self._entry, ray_address=local_ray.address(), ray_token=token)
+            self._console.step("ray", "ready")
+            self._start(folders)
+            return self._serve(detached=detached)
+        finally:
+            local_ray.leave(self._settings.cluster.stop_timeout_s)
+            if self._folder:
+                shutil.rmtree(self._folder, ignore_errors=True)  # Ray may still remove files in it
 
+    def _handle_signals(self) -> None:
+        """The first SIGINT or SIGTERM is a request to stop; the second ends everything at once."""
 
-def _serve(run: Run, folders: Sequence[Path | None]) -> int:
-    cluster = StartedCluster(run, folders)
-    entry = run.entry
-    try:
-        status = cluster.until_ready()
-        if status is None:
+        def on_signal(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature of signal
+            if self._stopping.is_set():
+                local_ray.kill_children()
+                self._registry.remove(self._entry.name)
+                print("killed", file=sys.stderr)
+                os._exit(130)
+            self._stopping.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, on_signal)
+
+    def _serve(self, *, detached: bool) -> int:
+        try:
+            status = self._until_ready()
+            if status is None:
+                return 0
+            self._entry = msgspec.structs.replace(
+                self._entry, phase="ready", url=status.url or "", router_urls=status.router_urls
+            )
+            self._registry.write(self._entry)
+            self._console.last_notice = max((notice.seq for notice in status.notices), default=0)
+            self._console.banner(status, self._settings, detached=detached)
+            while not self._stopping.wait(POLL_S):
+                self._console.happened(self._status().notices)
             return 0
-        entry = msgspec.structs.replace(entry, phase="ready", url=status.url or "", router_urls=status.router_urls)
-        run.registry.write(entry)
-        run.console.last_notice = max((notice.seq for notice in status.notices), default=0)
-        run.console.banner(status, run.settings, detached=run.detached)
-        while not run.stopper.wait(POLL_S):
-            run.console.happened(cluster.status().notices)
-        return 0
-    finally:
-        run.registry.write(msgspec.structs.replace(entry, phase="stopping"))
-        cluster.stop()
+        finally:
+            self._registry.write(msgspec.structs.replace(self._entry, phase="stopping"))
+            self._stop()
 
-
-class StartedCluster:
-    """The supervisor and the controller, which start everything else."""
-
-    def __init__(self, run: Run, folders: Sequence[Path | None]) -> None:
+    def _start(self, folders: Sequence[Path | None]) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -157,17 +127,11 @@ class StartedCluster:
         from ..control.supervisor import Supervisor
 
         node = ray.get_runtime_context().get_node_id()
-        sockets = local_ray.sockets_folder(run.folder) if run.folder else None
-        seed = secrets.randbits(64)
+        sockets = str(local_ray.sockets_folder(self._folder)) if self._folder else None
+        seed, host = secrets.randbits(64), "127.0.0.1" if self._folder else None
         models = tuple(
-            ModelSpec(
-                settings=settings,
-                seed=seed,
-                model_dir=str(folder) if folder else None,
-                run_dir=str(sockets) if sockets else None,
-                host="127.0.0.1" if run.folder else None,
-            )
-            for settings, folder in zip(run.settings.each_model, folders, strict=True)
+            ModelSpec(settings=each, seed=seed, model_dir=str(folder) if folder else None, run_dir=sockets, host=host)
+            for each, folder in zip(self._settings.each_model, folders, strict=True)
         )
         options = {
             "num_cpus": 0,
@@ -176,7 +140,6 @@ class StartedCluster:
             # On another node, the end of that node would end everything.
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
         }
-        self._run = run
         supervisor = ray.remote(Supervisor).options(name=SUPERVISOR, **options)
         self._supervisor = supervisor.remote(make_rank, make_router, node)
         # The supervisor is not an argument: Ray could not restart a controller that holds its handle.
@@ -184,12 +147,11 @@ class StartedCluster:
         self._controller = controller.remote(ClusterSpec(models))
         self._running = self._controller.run.remote()
 
-    def until_ready(self) -> ClusterStatus | None:
+    def _until_ready(self) -> ClusterStatus | None:
         """Wait until all replicas serve and the router listens; None: stopped meanwhile. Raises StartFailed."""
-        run = self._run
-        while not run.stopper.wait(POLL_S):
-            status = self.status()
-            run.console.progress(status)
+        while not self._stopping.wait(POLL_S):
+            status = self._status()
+            self._console.progress(status)
             for replica in status.replicas:
                 if replica.failures:
                     raise StartFailed(f"replica {replica.replica_id} could not start: {replica.last_error}")
@@ -207,12 +169,12 @@ class StartedCluster:
         view = get_json(f"{url}/cluster")
         if view["refused"]:
             raise StartFailed(f"the router refused a replica: {view['refused'][0]['message']}")
-        feed = "live" if self._run.settings.events.publish_events else None
+        feed = "live" if self._settings.events.publish_events else None
         joined = [r for r in view["replicas"] if r["state"] == "serving" and feed in (None, r["feed"])]
         wanted = sum(model.wanted for model in status.models)
         return len(joined) == wanted and (not wanted or is_ready(url))
 
-    def status(self) -> ClusterStatus:
+    def _status(self) -> ClusterStatus:
         """Ask the controller. Raises ClusterError when it has ended: nothing can be kept running without it."""
         import ray
 
@@ -220,20 +182,19 @@ class StartedCluster:
             ended, _ = ray.wait([self._running], timeout=0)
             if ended:
                 ray.get(ended[0])
-            asked = self._controller.status.remote(self._run.console.last_notice)
+            asked = self._controller.status.remote(self._console.last_notice)
             status: ClusterStatus = ray.get(asked, timeout=60)
         except ray.exceptions.RayError as error:
             reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             raise ClusterError(f"the controller has ended: {reason}") from error
         return status
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """Stop everything in order; what is left is killed when Ray ends."""
         import ray
 
-        console = self._run.console
-        console.farewell("stopping")
+        self._console.farewell("stopping")
         try:
-            ray.get(self._controller.stop.remote(), timeout=self._run.settings.cluster.stop_timeout_s)
+            ray.get(self._controller.stop.remote(), timeout=self._settings.cluster.stop_timeout_s)
         except ray.exceptions.RayError as error:
-            console.farewell(f"  not stopped in order: {type(error).__name__}; killing what is left")
+            self._console.farewell(f"  not stopped in order: {type(error).__name__}; killing what is left")

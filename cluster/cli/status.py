@@ -7,9 +7,9 @@ from typing import Any, TextIO
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from ..client import get_json, get_text, router_urls
 from ..config import Settings, state_folder
 from ..registry import ClusterRegistry, describe_running
-from .client import get_json, get_text, router_urls
 
 COLUMNS = ("replica", "state", "events", "ranks", "node", "running", "waiting", "kv used", "cached", "hit rate")
 QUERIES, HITS = "homing_prefix_cache_queries_tokens_total", "homing_prefix_cache_hits_tokens_total"
@@ -92,7 +92,6 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Colle
 
 
 def count(number: int, noun: str) -> str:
-    """`1 block`, `2 blocks`."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 

@@ -10,8 +10,9 @@ import itertools
 import re
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -40,14 +41,13 @@ from ...events.follow.subscription import Apply, Counters, FeedStatus, Reset
 from ...events.sdk.plain_stream import stream_events
 from ...events.sdk.record import remark
 from ...events.security.curve_keys import reader_keys
+from ..client import get_json, router_urls
 from ..config import Settings, nearest
 from ..errors import ClusterError, SettingsError
-from .client import cluster_url, get_json
 from .status import count
 
 #: Values of `--event`.
 KINDS = ("stored", "removed", "cleared", "reset", "joined", "gone", "status", "malformed", "refused")
-_HASH_DIGITS = re.compile(r"[0-9a-f]{0,16}")
 
 Write = Callable[[str], None]
 
@@ -62,16 +62,14 @@ class EventFilter:
 
     @classmethod
     def of(cls, replicas: Collection[str], kinds: Collection[str], hash_prefix: str) -> "EventFilter":
-        """From the flags of the command. Raises SettingsError."""
         for kind in sorted(set(kinds) - set(KINDS)):
             raise SettingsError(f"--event {kind}: no such event{nearest(kind, KINDS)} (there are: {', '.join(KINDS)})")
         prefix = hash_prefix.lower()
-        if not _HASH_DIGITS.fullmatch(prefix):
+        if not re.fullmatch(r"[0-9a-f]{0,16}", prefix):
             raise SettingsError(f"--hash {hash_prefix}: a hash is up to 16 hex digits (0-9, a-f); give its first ones")
         return cls(replicas=frozenset(replicas), kinds=frozenset(kinds), hash_prefix=prefix)
 
     def shows(self, *kinds: str) -> bool:
-        """Whether one of these kinds is selected."""
         return not self.kinds or not self.kinds.isdisjoint(kinds)
 
     def select(self, item: StreamEvent) -> StreamEvent | None:
@@ -99,27 +97,6 @@ class WatchOptions:
     record: Path | None = None  #: append every event of the followed replicas to this file, shown or not
 
 
-class RateReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The rates of one replica's event stream over some seconds."""
-
-    seconds: float
-    stored_per_s: float  #: blocks
-    removed_per_s: float  #: blocks
-    batches_per_s: float
-    lag_s: float | None  #: of the newest batch, from the publisher's clock to ours; None: there was none
-    held_blocks: int
-    gaps: int  #: since it is followed
-    resyncs: int  #: since then, without the first
-
-    def __str__(self) -> str:
-        lag = "-" if self.lag_s is None else f"{self.lag_s * 1000:.0f} ms"
-        return (
-            f"stored {self.stored_per_s:7.1f}/s  removed {self.removed_per_s:7.1f}/s  "
-            f"batches {self.batches_per_s:6.1f}/s  lag {lag:>7}  "
-            f"holds {self.held_blocks} blocks  gaps {self.gaps}  resyncs {self.resyncs}"
-        )
-
-
 @dataclass(slots=True)
 class EventRates:
     """Counts of one replica's events since the last report."""
@@ -127,7 +104,7 @@ class EventRates:
     stored: int = 0
     removed: int = 0
     batches: int = 0
-    lag_s: float | None = None  #: of the newest batch
+    lag_s: float | None = None  #: of the newest batch, from the publisher's clock to ours
 
     def add(self, instruction: Apply | Reset, now_s: float) -> None:
         """Count a batch; a resync only repeats what is held. `now_s`: seconds since 1970."""
@@ -141,18 +118,18 @@ class EventRates:
             elif isinstance(event, Removed):
                 self.removed += len(event.hashes)
 
-    def take(self, seconds: float, held: int, counters: Counters) -> RateReport:
-        """The rates over the last `seconds`; restarts the counts."""
-        report = RateReport(
-            seconds=seconds,
-            stored_per_s=self.stored / seconds,
-            removed_per_s=self.removed / seconds,
-            batches_per_s=self.batches / seconds,
-            lag_s=self.lag_s,
-            held_blocks=held,
-            gaps=counters.gaps,
-            resyncs=max(0, counters.snapshots - 1),
-        )
+    def take(self, seconds: float, held: int, counters: Counters) -> dict[str, float | None]:
+        """The rates over the last `seconds`; restarts the counts. `lag_s` is None when there was no batch."""
+        report = {
+            "seconds": seconds,
+            "stored_per_s": self.stored / seconds,  # blocks
+            "removed_per_s": self.removed / seconds,  # blocks
+            "batches_per_s": self.batches / seconds,
+            "lag_s": self.lag_s,
+            "held_blocks": held,
+            "gaps": counters.gaps,  # since it is followed
+            "resyncs": max(0, counters.snapshots - 1),  # since then, without the first
+        }
         self.stored = self.removed = self.batches = 0
         self.lag_s = None
         return report
@@ -160,15 +137,20 @@ class EventRates:
 
 def watch(settings: Settings, out: TextIO, options: WatchOptions, *, url: str | None) -> int:
     """Print until interrupted; returns the exit code. Raises ClusterError when the cluster has ended."""
-    found = f"{cluster_url(settings, url)}/cluster"
+    found = f"{router_urls(settings, url)[0]}/cluster"
     check_replicas(options.shown.replicas, listed(get_json(found)), "the cluster")
     try:
         keys = reader_keys(settings.events)
     except BadKeys as error:
         raise SettingsError(f"setting events_curve_keys: {error}") from error
-    with _recording(options.record) as recording:
+    with contextlib.ExitStack() as stack:
         try:
-            asyncio.run(_follow(found, WatchSession(options, _writer(out), recording), keys))
+            recording = stack.enter_context(options.record.open("ab")) if options.record else None
+        except OSError as error:
+            raise SettingsError(f"cannot record to {options.record}: {error.strerror}") from error
+        session = WatchSession(options, partial(print, file=out, flush=True), recording)
+        try:
+            asyncio.run(_follow(found, session, options.shown.replicas, keys))
         except ClusterUnreachable as error:
             raise ClusterError(str(error)) from error
     return 0
@@ -176,7 +158,7 @@ def watch(settings: Settings, out: TextIO, options: WatchOptions, *, url: str | 
 
 def replay(path: Path, out: TextIO, options: WatchOptions) -> int:
     """Print a recording; returns the exit code. Raises SettingsError for a file that is not a recording."""
-    write, only, seen = _writer(out), options.shown.replicas, set()
+    only, seen = options.shown.replicas, set()
     try:
         with path.open("rb") as lines:
             for record in read_lines(lines):
@@ -185,7 +167,8 @@ def replay(path: Path, out: TextIO, options: WatchOptions) -> int:
                 if item is None or (only and record.replica not in only):
                     continue
                 shown = record._replace(item=item)
-                write(to_line(shown).decode() if options.as_json else describe(record.replica, item))
+                line = to_line(shown).decode() if options.as_json else describe(record.replica, item)
+                print(line, file=out, flush=True)
     except BrokenPipeError:
         raise
     except (OSError, BadRecord) as error:
@@ -195,31 +178,12 @@ def replay(path: Path, out: TextIO, options: WatchOptions) -> int:
 
 
 def listed(view: Any) -> set[str]:
-    """All replicas in /cluster."""
     return {replica["replica_id"] for kind in ("replicas", "absent", "refused") for replica in view.get(kind, ())}
 
 
 def check_replicas(named: Collection[str], known: Collection[str], where: str) -> None:
-    """Raises SettingsError for a replica that is not known."""
     for name in sorted(set(named) - set(known)):
         raise SettingsError(f"--replica {name}: {where} has no such replica (there are: {', '.join(sorted(known))})")
-
-
-def _writer(out: TextIO) -> Write:
-    return lambda line: print(line, file=out, flush=True)
-
-
-@contextlib.contextmanager
-def _recording(path: Path | None) -> Iterator[BinaryIO | None]:
-    if path is None:
-        yield None
-        return
-    try:
-        file = path.open("ab")
-    except OSError as error:
-        raise SettingsError(f"cannot record to {path}: {error.strerror}") from error
-    with file:
-        yield file
 
 
 class JsonPrinter:
@@ -235,14 +199,12 @@ class JsonPrinter:
                 self._write(to_line(Recorded(source.replica, kept, source.epoch)).decode())
 
     def remark(self, source: Source, kind: str, text: str = "") -> None:
-        """What happened to the stream itself."""
         if self._shown.shows(kind):
             fields = {"status" if kind == "status" else "message": text} if text else {}
             self._write(remark(source.replica, source.epoch, kind, **fields).decode())
 
-    def rates(self, source: Source, report: RateReport) -> None:
-        fields = {"ts": time.time(), **msgspec.to_builtins(report)}
-        self._write(remark(source.replica, source.epoch, "rates", **fields).decode())
+    def rates(self, source: Source, report: Mapping[str, float | None]) -> None:
+        self._write(remark(source.replica, source.epoch, "rates", ts=time.time(), **report).decode())
 
 
 class TextPrinter:
@@ -261,12 +223,17 @@ class TextPrinter:
             self._line(source, f"{kind.__name__.lower():<8} {_summary(list(run))}")
 
     def remark(self, source: Source, kind: str, text: str = "") -> None:
-        """What happened to the stream itself."""
         if self._shown.shows(kind):
             self._line(source, f"{kind:<8} {text}")
 
-    def rates(self, source: Source, report: RateReport) -> None:
-        self._line(source, str(report))
+    def rates(self, source: Source, report: Mapping[str, float | None]) -> None:
+        lag = "-" if report["lag_s"] is None else f"{report['lag_s'] * 1000:.0f} ms"
+        self._line(
+            source,
+            f"stored {report['stored_per_s']:7.1f}/s  removed {report['removed_per_s']:7.1f}/s  "
+            f"batches {report['batches_per_s']:6.1f}/s  lag {lag:>7}  "
+            f"holds {report['held_blocks']} blocks  gaps {report['gaps']}  resyncs {report['resyncs']}",
+        )
 
     def _line(self, source: Source, text: str) -> None:
         self._write(f"{time.strftime('%H:%M:%S')}  {source.replica:<5} {text}".rstrip())
@@ -276,22 +243,15 @@ class WatchSession:
     """The `ClusterSink` of one `homing watch`."""
 
     def __init__(self, options: WatchOptions, write: Write, recording: BinaryIO | None) -> None:
-        self._options = options
         self._write = write
         self._recording = recording
         self._printer = (JsonPrinter if options.as_json else TextPrinter)(self._print, options.shown)
         self._followed: dict[Source, tuple[EventRates, EventFeed]] = {}
-        self._events_shown = options.rates_s is None
+        self._rates_s = options.rates_s  #: instead of events
         self._ended = asyncio.Event()
         self._broken: OSError | None = None
 
-    @property
-    def only(self) -> frozenset[str]:
-        """Replicas to follow; empty: all."""
-        return self._options.shown.replicas
-
     def stop(self) -> None:
-        """End `until_stopped`."""
         self._ended.set()
 
     async def until_stopped(self) -> None:
@@ -299,15 +259,14 @@ class WatchSession:
         reported = time.monotonic()
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._options.rates_s):
+                async with asyncio.timeout(self._rates_s):
                     await self._ended.wait()
             if self._ended.is_set():
                 break
             now = time.monotonic()
             for source, (rates, feed) in self._followed.items():
                 reader = feed.subscription
-                report = rates.take(now - reported, reader.digest.blocks, reader.counters)
-                self._printer.rates(source, report)
+                self._printer.rates(source, rates.take(now - reported, reader.digest.blocks, reader.counters))
             reported = now
         if self._broken is not None:
             raise self._broken
@@ -326,15 +285,15 @@ class WatchSession:
             for item in stream_events(instruction):
                 self._recording.write(to_line(Recorded(source.replica, item, source.epoch)) + b"\n")
             self._recording.flush()
-        if self._events_shown:
+        if self._rates_s is None:
             self._printer.events(source, instruction)
 
     def status(self, source: Source, status: FeedStatus) -> None:
-        if self._events_shown:
+        if self._rates_s is None:
             self._printer.remark(source, "status", status.name.lower())
 
     def malformed(self, source: Source, error: EventError) -> None:
-        if self._events_shown:
+        if self._rates_s is None:
             self._printer.remark(source, "malformed", str(error))
 
     def refused(self, source: Source, error: KeysRefused) -> None:
@@ -351,7 +310,7 @@ class WatchSession:
             self.stop()
 
 
-async def _follow(url: str, session: WatchSession, keys: KeyPair | None) -> None:
+async def _follow(url: str, session: WatchSession, only: frozenset[str], keys: KeyPair | None) -> None:
     def ask() -> Any:
         try:
             return get_json(url)
@@ -360,7 +319,7 @@ async def _follow(url: str, session: WatchSession, keys: KeyPair | None) -> None
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, session.stop)
-    following = asyncio.ensure_future(ClusterFeed(ask, session, only=session.only, keys=keys).run())
+    following = asyncio.ensure_future(ClusterFeed(ask, session, only=only, keys=keys).run())
     following.add_done_callback(lambda _: session.stop())
     try:
         await session.until_stopped()
@@ -371,7 +330,6 @@ async def _follow(url: str, session: WatchSession, keys: KeyPair | None) -> None
 
 
 def _summary(events: Sequence[CacheEvent]) -> str:
-    """A summary of successive events of one kind."""
     blocks = sum(len(event.hashes) for event in events if not isinstance(event, Cleared))
     match events:
         case [Stored(parent, hashes)]:

@@ -22,15 +22,7 @@ from ...replica.messages import ReplicaDescription
 from ...replica.parallel.step_broadcast import SECRET_BYTES
 from ...router.control import Answer, AnyQuestion, SetMembership
 from ..runtime import fast_loop, set_up_logging
-from .control_messages import (
-    ClusterSpec,
-    Doors,
-    Failed,
-    Listening,
-    RankSpec,
-    Rendezvous,
-    Started,
-)
+from .control_messages import ClusterSpec, Doors, Failed, Listening, RankSpec, Rendezvous, Started
 
 log = logging.getLogger(__name__)
 
@@ -66,17 +58,14 @@ class Router(Protocol):
     """A running router, on its process' own event loop."""
 
     @property
-    def listening(self) -> Listening:
-        """Where it takes connections."""
+    def listening(self) -> Listening: ...
 
-    async def ask(self, question: AnyQuestion) -> Answer:
-        """Answer the controller."""
+    async def ask(self, question: AnyQuestion) -> Answer: ...
 
     async def run(self) -> None:
         """Returns or raises when it stopped serving."""
 
-    async def stop(self) -> None:
-        """End all connections."""
+    async def stop(self) -> None: ...
 
 
 #: Returns a running router, which knows what the members hold before it listens.
@@ -84,7 +73,6 @@ MakeRouter = Callable[[ClusterSpec, Doors, SetMembership], Coroutine[Any, Any, R
 
 
 def node_address() -> str:
-    """This node's address in the Ray cluster."""
     address: str = ray.util.get_node_ip_address()
     return address
 
@@ -109,7 +97,6 @@ class ReplicaRank:
         self._reason = "stopped"
 
     def pid(self) -> int:
-        """The process id, also before the model is loaded."""
         return os.getpid()
 
     def rendezvous(self, host: str | None) -> Rendezvous:
@@ -127,7 +114,6 @@ class ReplicaRank:
         return self._started
 
     def started(self) -> Started | Failed | None:
-        """The result of `start`; None while it runs."""
         return self._started
 
     def watch(self) -> Failed | None:
@@ -135,23 +121,19 @@ class ReplicaRank:
         return Failed(self._reason) if self._ended.wait(WATCH_S) else None
 
     def drain(self) -> None:
-        """Accept no new requests."""
         assert self._server is not None, "drain before start"
         self._server.drain()
 
     def idle(self) -> bool:
-        """Whether there are no requests."""
         return self._server is None or self._server.idle()
 
     def ping(self) -> None:
-        """Returns if the process runs."""
+        pass
 
     def residents(self) -> list[CachedBlock]:
-        """The content of the cache, independent of the event stream: for debugging and tests."""
         return self._server.residents() if self._server is not None else []
 
     def stop(self) -> None:
-        """Stop serving."""
         self._stopping.set()
         if self._server is not None:
             self._server.stop()
@@ -159,26 +141,19 @@ class ReplicaRank:
 
     def _live(self, spec: RankSpec, begun: "Future[Started | Failed]") -> None:
         """Loads and runs in one thread; replica/load/cpu_threads.py states the cost of a second one."""
-        started = self._begin(spec)
-        begun.set_result(started)
-        if isinstance(started, Started):
-            self._run()
-
-    def _begin(self, spec: RankSpec) -> Started | Failed:
         try:
-            self._server = self._make(spec)
+            server = self._server = self._make(spec)
             if self._stopping.is_set():  # while it was loading
-                self._server.stop()
+                server.stop()
             self._settle()
-            return Started(os.getpid(), node_address(), self._server.description)
+            started = Started(os.getpid(), node_address(), server.description)
         except BaseException as error:  # a panic of a Rust library is not an Exception, and `start` waits for a result
             log.exception("rank_failed_to_start replica=%s rank=%d", spec.replica_id, spec.rank)
-            return Failed(describe(error))
-
-    def _run(self) -> None:
-        assert self._server is not None, "run before start"
+            begun.set_result(Failed(describe(error)))
+            return
+        begun.set_result(started)
         try:
-            self._server.run()
+            server.run()
         except BaseException as error:
             log.exception("rank_failed")
             self._reason = describe(error)
@@ -213,15 +188,12 @@ class RouterProcess:
             return Failed(describe(error))
 
     def pid(self) -> int:
-        """Process id."""
         return os.getpid()
 
     def listening(self) -> Listening | None:
-        """Where it listens; None: it does not yet."""
         return self._router.listening if self._router is not None else None
 
     def ask(self, question: AnyQuestion) -> Answer:
-        """Answer the controller."""
         return self._do(self._present.ask(question))
 
     def watch(self) -> Failed | None:
@@ -240,11 +212,9 @@ class RouterProcess:
         return Failed("stopped")
 
     def ping(self) -> None:
-        """Returns: the process and its event loop run."""
         self._do(asyncio.sleep(0))
 
     def stop(self) -> None:
-        """End serving in good order."""
         if self._router is not None:
             asyncio.run_coroutine_threadsafe(self._router.stop(), self._loop).result(10)
 
@@ -254,7 +224,6 @@ class RouterProcess:
         return self._router
 
     def _do(self, work: Coroutine[Any, Any, T]) -> T:
-        """Have the event loop do this, and wait for it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
@@ -268,6 +237,17 @@ def describe(error: BaseException) -> str:
 def death(error: BaseException) -> str:
     """The reason of a failed call in one line; Ray reports a dead process in a paragraph."""
     return "the process died" if isinstance(error, RayActorError) else describe(error)
+
+
+async def until_failed(actor: Any) -> str:
+    """Wait until an actor has stopped serving; returns why."""
+    failed: Failed | None = None
+    try:
+        while failed is None:
+            failed = await actor.watch.remote()
+    except Exception as error:
+        return death(error)
+    return failed.message
 
 
 async def within(seconds: float, call: Awaitable[Any]) -> None:

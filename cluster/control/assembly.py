@@ -4,10 +4,13 @@ Imported by the driver, run in the actors: torch and the HTTP server are importe
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+import select
+import threading
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from tempfile import gettempdir
@@ -21,8 +24,7 @@ from ...router.backend import RouterCounters
 from ...router.control import Answer, AnyQuestion, Member, SetMembership
 from ..model_source import find_model
 from .actors import RankServer, Router, describe, node_address
-from .control_messages import ClusterSpec, Doors, Listening, ModelSpec, RankSpec
-from .process_exit import on_process_exit
+from .control_messages import ClusterSpec, Doors, Listening, RankSpec
 from .rank_groups import socket_folder
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,29 @@ if TYPE_CHECKING:
     from ...router.server import RouterServer
 
 
+def on_process_exit(pid: int, act: Callable[[], None]) -> None:
+    """Call `act` in a thread of its own when this process has ended; never on systems without pidfd_open."""
+    try:
+        exited = os.pidfd_open(pid)
+    except ProcessLookupError:
+        act()
+        return
+    except (AttributeError, OSError) as error:  # not Linux, or an old or restricted one
+        log.info("process_not_watched pid=%d reason=%r", pid, str(error))
+        return
+
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(exited, select.POLLIN)
+        try:
+            poll.poll()
+        finally:
+            os.close(exited)
+        act()
+
+    threading.Thread(target=wait, name=f"end of {pid}", daemon=True).start()
+
+
 def make_rank(spec: RankSpec) -> RankServer:
     """The loaded server of a replica (rank 0) or a worker (other ranks); it stops when its node's raylet has ended.
 
@@ -39,13 +64,12 @@ def make_rank(spec: RankSpec) -> RankServer:
     """
     prepare_torch()
     raylet = os.getppid()  # before the model is loaded: an orphan has another parent
-    server = rank_server(spec)
+    server = _rank_server(spec)
     on_process_exit(raylet, server.stop)
     return server
 
 
-def rank_server(spec: RankSpec) -> RankServer:
-    """The server or worker, without watching the raylet."""
+def _rank_server(spec: RankSpec) -> RankServer:
     from ...replica.parallel.step_broadcast import RankPlace
     from ...replica.parallel.worker import start_worker
     from ...replica.server import start_replica
@@ -101,18 +125,12 @@ TORCH_ENVIRONMENT = {
 
 def prepare_torch() -> None:
     """Set variables that torch and numba read when they are imported, unless the operator has set them."""
-    folder = kernels_folder()
-    for name, value in (TORCH_ENVIRONMENT | ({"NUMBA_CACHE_DIR": str(folder)} if folder else {})).items():
-        os.environ.setdefault(name, value)
-
-
-def kernels_folder() -> Path | None:
-    """Folder of this user's compiled kernels (it need not exist); None for a user without a home."""
-    try:
+    variables = dict(TORCH_ENVIRONMENT)
+    with contextlib.suppress(RuntimeError):  # a container's user may have no home
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # a container's user may have no home
-        return None
-    return cache / "homing" / "kernels"
+        variables["NUMBA_CACHE_DIR"] = str(cache / "homing" / "kernels")
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
 
 
 async def make_router(spec: ClusterSpec, doors: Doors, membership: SetMembership) -> Router:
@@ -143,8 +161,10 @@ async def make_router(spec: ClusterSpec, doors: Doors, membership: SetMembership
 
     models = ModelVersions(make_service, membership.models, router_id=router_id, policy=settings.router.policy)
     accounts = None
-    if doors.shared:
-        accounts = SharedUsage(_accounts_file(spec.common), seat=doors.seat, seats=settings.cluster.routers)
+    if doors.shared:  # one file for each start of a cluster; the routers, which stop together, remove it
+        name = sha256(b"homing-accounts" + spec.common.seed.to_bytes(8, "big")).hexdigest()[:16]
+        file = Path(spec.common.run_dir or gettempdir()) / f"homing-{name}.accounts"
+        accounts = SharedUsage(file, seat=doors.seat, seats=settings.cluster.routers)
     server = RouterServer(settings.router, models, metrics=metrics, usage=accounts)
     await models.answer(membership)
     loading = None
@@ -153,21 +173,15 @@ async def make_router(spec: ClusterSpec, doors: Doors, membership: SetMembership
         settle()
         await models.until_exact()
     else:
-        folders = [Path(each.model_dir) for each in spec.models if each.model_dir]
-        loading = asyncio.create_task(_load_texts(server, folders))
+        loading = asyncio.create_task(_load_texts(server, spec))
     port = await server.start(doors.host, doors.port, shared=doors.shared)
     direct = await server.start(doors.host, doors.direct_port) if doors.shared else 0
     return HomingRouter(models, server, Listening(port, direct), loading)
 
 
-def _accounts_file(common: ModelSpec) -> Path:
-    """One for each start of a cluster. The routers, which stop together, remove it."""
-    name = sha256(b"homing-accounts" + common.seed.to_bytes(8, "big")).hexdigest()[:16]
-    return Path(common.run_dir or gettempdir()) / f"homing-{name}.accounts"
-
-
-async def _load_texts(server: "RouterServer", folders: Sequence[Path]) -> None:
+async def _load_texts(server: "RouterServer", spec: ClusterSpec) -> None:
     """Load the tokenizers ahead of the first replica, where their folders are known."""
+    folders = [Path(each.model_dir) for each in spec.models if each.model_dir]
     loaded = await asyncio.gather(*map(server.load_text, folders), return_exceptions=True)
     for folder, failure in zip(folders, loaded, strict=True):
         if failure is not None:
@@ -193,7 +207,6 @@ class HomingRouter:
         self._stopped = asyncio.Event()
 
     async def ask(self, question: AnyQuestion) -> Answer:
-        """Answer the controller."""
         from ...router.server import settle
 
         answer = await self._models.answer(question)

@@ -18,8 +18,6 @@ from ..config import ClusterSettings
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ScalingTerms:
-    """Bounds, target and delays."""
-
     least: int
     most: int
     target_s: float = 1.0  #: of the expected wait for a first token

@@ -25,7 +25,6 @@ class ModelSpec:
 
     @property
     def name(self) -> str:
-        """The name that requests use for the model."""
         return self.settings.served_name
 
 
@@ -64,8 +63,6 @@ class RankSpec:
 
 @dataclass(slots=True, frozen=True)
 class Started:
-    """A rank serves. Rank 0 describes the replica."""
-
     pid: int
     node: str
     description: ReplicaDescription | None
@@ -99,8 +96,6 @@ class Failed:
 
 @dataclass(slots=True, frozen=True)
 class ReplicaStatus:
-    """The state of one replica."""
-
     replica_id: str
     model: str  #: its name
     generation: int
@@ -115,8 +110,6 @@ class ReplicaStatus:
 
 @dataclass(slots=True, frozen=True)
 class Notice:
-    """An event to be printed."""
-
     seq: int
     level: str
     text: str
@@ -135,8 +128,6 @@ class ModelStatus:
 
 @dataclass(slots=True, frozen=True)
 class ClusterStatus:
-    """The state of the cluster."""
-
     replicas: tuple[ReplicaStatus, ...]
     url: str | None  #: where the routers listen; None until all do
     router_urls: tuple[str, ...]  #: of each router alone, when there are several
@@ -146,5 +137,4 @@ class ClusterStatus:
 
     @property
     def settled(self) -> bool:
-        """Whether every model has reached its wanted state."""
         return all(model.settled for model in self.models)

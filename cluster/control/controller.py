@@ -31,14 +31,13 @@ from .control_messages import (
     ReplicaStatus,
 )
 from .diagnosis import publish_missing
-from .fleets import FleetOrder, Fleets, FleetState
+from .fleets import Fleets, FleetState
 from .planner import (
     Drain,
     Fleet,
     GiveUp,
     GroupPhase,
     KillRankGroup,
-    Pacing,
     Publish,
     RankGroup,
     RoutedReplica,
@@ -46,7 +45,7 @@ from .planner import (
     WarmUp,
     replica_worths,
 )
-from .rank_groups import RankGroups, RunningRankGroup
+from .rank_groups import DRAIN_POLL_S, RankGroups, RunningRankGroup
 from .router_processes import RouterProcesses
 from .supervisor import KeptRankGroup, SupervisorState
 
@@ -57,8 +56,6 @@ NOTICES_KEPT = 1000
 AUTOSCALE_LOOK_S = 1.0
 #: Each occupies a thread of every router (supervisor.ROUTER_CALLS), and memberships must not wait for one.
 WARM_UPS_AT_ONCE = 6
-#: How often the requests of a draining replica are counted.
-DRAIN_POLL_S = 0.1
 
 
 @dataclass(slots=True)
@@ -79,7 +76,7 @@ class Controller:
         set_up_logging(spec.common.settings.cluster.log_level)
         #: the settings of replicas; each version belongs to one model
         self._versions = dict(enumerate(spec.models, start=1))
-        self._fleets = Fleets.of(_order(version, model) for version, model in self._versions.items())
+        self._fleets = Fleets.of([(model.name, model.settings.cluster) for model in spec.models])
         self._errors: dict[str, str] = {}
         self._draining: set[int] = set()  #: generations
         self._notices: deque[Notice] = deque(maxlen=NOTICES_KEPT)
@@ -88,7 +85,7 @@ class Controller:
         self._supervisor: Any = ray.get_actor(SUPERVISOR)
         self._groups = RankGroups(self._supervisor, self)
         self._scalers: dict[str, Autoscaler] = {}  #: of models with `autoscale`
-        self._routers = RouterProcesses(spec, pacing=_pacing(spec.common), notify=self._notice)
+        self._routers = RouterProcesses(spec, notify=self._notice)
         self._began = asyncio.Event()
         self._wake = asyncio.Event()
         self._warming = asyncio.Semaphore(WARM_UPS_AT_ONCE)
@@ -113,7 +110,7 @@ class Controller:
             self._wake.clear()
 
     async def status(self, since: int = 0) -> ClusterStatus:
-        """The state of the cluster, with the notices after number `since`."""
+        """`since`: number of the last notice that is known."""
         return ClusterStatus(
             replicas=tuple(self._replica_status(model, group) for model, group in self._fleets.groups()),
             url=self._routers.url,
@@ -140,7 +137,6 @@ class Controller:
         return None
 
     async def drain(self, replica_id: str, *, replace: bool) -> Failed | None:
-        """Drain one replica, for good or to be replaced."""
         await self._began.wait()
         fleet = self._fleets.fleet_of(replica_id)
         if fleet is None or not fleet.drain(replica_id, replace=replace, now=time.monotonic()):
@@ -157,17 +153,16 @@ class Controller:
             return self._unknown(spec.name)
         version = self._next_version(spec)
         fleet.update(version)
-        fleet.pacing = _pacing(spec)
+        fleet.settings = spec.settings.cluster
         self._notice("info", f"update_begins model={spec.name} version={version}")
         self._changed()
         return None
 
     async def add(self, spec: ModelSpec) -> Failed | None:
-        """Serve another model."""
         await self._began.wait()
         if spec.name in self._fleets.served:
             return Failed(f"model {spec.name!r} is served already")
-        self._fleets.add(_order(self._next_version(spec), spec))
+        self._fleets.add(spec.name, spec.settings.cluster, self._next_version(spec))
         self._scalers |= _autoscalers([spec])
         self._notice("info", f"model_added model={spec.name}")
         self._changed()
@@ -188,7 +183,6 @@ class Controller:
         return None
 
     async def current(self) -> tuple[ModelSpec, ...]:
-        """The current settings of each model."""
         await self._began.wait()
         return self._models()
 
@@ -233,11 +227,17 @@ class Controller:
                 case Publish(members):
                     known = tuple(self._member(each) for each in members)
                     self._publishing = self._spawn(self._routers.publish(self._models(), known))
-                case KillRankGroup():
-                    self._kill(action)
+                case KillRankGroup(replica_id, generation, reason):
+                    if action.lost:
+                        self._errors[replica_id] = reason
+                        self._notice("warning", f"replica_lost replica={replica_id} {generation=} {reason=}")
+                    if generation in self._draining:
+                        self._draining.discard(generation)
+                        self._notice("warning", f"drain_cut_short replica={replica_id} reason={reason!r}")
+                    self._spawn(self._end(generation, reason))
                 case GiveUp(version, back_to, reason):
                     spec = self._versions[back_to]
-                    self._fleets.by_model[spec.name].pacing = _pacing(spec)
+                    self._fleets.by_model[spec.name].settings = spec.settings.cluster
                     self._notice("error", f"update_abandoned version={version} reason={reason!r}")
                 case Drain():
                     self._draining.add(action.generation)
@@ -250,16 +250,6 @@ class Controller:
                         self._errors.pop(replica_id, None)  # of another replica that had this name
                     self._groups.start(RunningRankGroup(replica_id, generation, version, spec))
         self._remember()
-
-    def _kill(self, order: KillRankGroup) -> None:
-        replica_id, generation, reason = order.replica_id, order.generation, order.reason
-        if order.lost:
-            self._errors[replica_id] = reason
-            self._notice("warning", f"replica_lost replica={replica_id} generation={generation} reason={reason!r}")
-        if generation in self._draining:
-            self._draining.discard(generation)
-            self._notice("warning", f"drain_cut_short replica={replica_id} reason={reason!r}")
-        self._spawn(self._end(generation, reason))
 
     def _changed(self) -> None:
         self._act()
@@ -298,7 +288,7 @@ class Controller:
             if group is None or not self._fleet_of(group).is_warming(order.replica_id, order.generation):
                 return  # it has ended, or serves already
             fleet, began = self._fleet_of(group), time.monotonic()
-            refusal = await self._routers.warm_up(order.replica_id, fleet.pacing.warm_up_s)
+            refusal = await self._routers.warm_up(order.replica_id, fleet.settings.warm_up_s)
         if refusal:
             self.group_failed(group, refusal)
             return
@@ -322,26 +312,20 @@ class Controller:
 
     async def _weigh(self) -> None:
         """Ask the routers what would be lost with each replica, for `Fleet.worths`."""
-        worths = await self._routers.worths()
-        seconds = replica_worths(
-            (worth.replica_id, worth.unique_tokens, worth.prefill_tokens_per_s) for worth in worths
-        )
+        seconds = replica_worths(await self._routers.worths())
         for fleet in self._fleets.by_model.values():
             fleet.worths = seconds
 
     # State that outlives this process
 
     def _remember(self) -> None:
+        groups = [group for _, group in self._fleets.groups()]
         memory = ControllerState(
             fleets=self._fleets.state(),
             versions=dict(self._versions),
             generation=self._fleets.names.generation,
-            leaving={
-                group.generation: group.reason
-                for _, group in self._fleets.groups()
-                if group.phase is GroupPhase.DRAINING
-            },
-            replaced=frozenset(group.generation for _, group in self._fleets.groups() if group.leaving),
+            leaving={group.generation: group.reason for group in groups if group.phase is GroupPhase.DRAINING},
+            replaced=frozenset(group.generation for group in groups if group.leaving),
         )
         if memory != self._remembered:
             self._remembered = memory
@@ -352,8 +336,7 @@ class Controller:
         if memory is None:
             return
         self._versions = memory.versions
-        pacings = {model: _pacing(memory.versions[known.version]) for model, known in memory.fleets.items()}
-        self._fleets.resume(memory.fleets, memory.generation, pacings)
+        self._fleets.resume(memory.fleets, memory.generation)
         await asyncio.gather(*(self._adopt(group, memory) for group in kept.groups))
         self._notice("warning", f"controller_restarted replicas={self._names()}")
 
@@ -438,20 +421,3 @@ class Controller:
 def _autoscalers(specs: Iterable[ModelSpec]) -> dict[str, Autoscaler]:
     terms = {spec.name: terms_of(spec.settings.cluster) for spec in specs}
     return {model: Autoscaler(bounds) for model, bounds in terms.items() if bounds is not None}
-
-
-def _order(version: int, spec: ModelSpec) -> FleetOrder:
-    return FleetOrder(spec.name, _pacing(spec), spec.settings.cluster.replicas, version)
-
-
-def _pacing(spec: ModelSpec) -> Pacing:
-    cluster = spec.settings.cluster
-    return Pacing(
-        backoff_s=cluster.restart_backoff_s,
-        backoff_limit_s=cluster.restart_backoff_limit_s,
-        stable_after_s=cluster.stable_after_s,
-        start_timeout_s=cluster.start_timeout_s,
-        drain_timeout_s=cluster.drain_timeout_s,
-        warm_up_s=cluster.warm_up_s,
-        surge=cluster.surge,
-    )

@@ -5,26 +5,18 @@ members of all models at once. Pure, as the planner is.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .planner import Action, Fleet, NameAllocator, Pacing, Publish, RankGroup, RoutedReplica
-
-
-@dataclass(slots=True, frozen=True)
-class FleetOrder:
-    """The start values of a fleet."""
-
-    model: str  #: the name that requests use
-    pacing: Pacing
-    wanted: int  #: replicas
-    version: int  #: of the settings that they are started with; unique over all models
+from ..config import ClusterSettings
+from .planner import Action, Fleet, NameAllocator, Publish, RankGroup
 
 
 @dataclass(slots=True, frozen=True)
 class FleetState:
     """What a new controller must know about a fleet, besides what runs."""
 
+    settings: ClusterSettings
     wanted: int
     version: int
     fallback: int | None
@@ -42,32 +34,27 @@ class Fleets:
     _published: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, orders: Iterable[FleetOrder]) -> "Fleets":
-        """The fleets at the start. With several models, replicas are named after their model."""
-        fleets, every = cls({}), list(orders)
-        for order in every:
-            fleets._begin(order, replica_prefix(order.model) if len(every) > 1 else "")
+    def of(cls, models: Sequence[tuple[str, ClusterSettings]]) -> "Fleets":
+        """The fleets at the start, of versions 1, 2, ... With several models, replicas are named after their model."""
+        fleets = cls({})
+        for version, (model, settings) in enumerate(models, start=1):
+            fleets.add(model, settings, version, named=len(models) > 1)
         return fleets
 
     @property
     def served(self) -> dict[str, Fleet]:
-        """The fleets of models that are not being removed."""
         return {model: fleet for model, fleet in self.by_model.items() if not fleet.leaving}
 
-    def add(self, order: FleetOrder) -> None:
-        """Serve another model."""
-        fleet = self.by_model.get(order.model)
-        if fleet is None:
-            self._begin(order, replica_prefix(order.model))
+    def add(self, model: str, settings: ClusterSettings, version: int, *, named: bool = True) -> None:
+        """Serve another model. `version` is unique over all models; `named`: its replicas bear its name."""
+        if fleet := self.by_model.get(model):
+            fleet.settings = settings
+            fleet.come_back(settings.replicas, version)
             return
-        fleet.pacing = order.pacing
-        fleet.come_back(order.wanted, order.version)
-
-    def _begin(self, order: FleetOrder, prefix: str) -> None:
-        self.by_model[order.model] = Fleet(order.pacing, order.wanted, self.names, prefix, version=order.version)
+        prefix = replica_prefix(model) if named else ""
+        self.by_model[model] = Fleet(settings, settings.replicas, self.names, prefix, version=version)
 
     def groups(self) -> Iterator[tuple[str, RankGroup]]:
-        """All rank groups, each with its model."""
         for model, fleet in self.by_model.items():
             for group in fleet.groups.values():
                 yield model, group
@@ -81,11 +68,9 @@ class Fleets:
         others: list[Action] = [action for action in actions if not isinstance(action, Publish)]
         before, self._published = self._published, tuple(self.served)
         changed = len(others) < len(actions) or before != self._published
-        return [Publish(self.members()), *others] if changed else others
-
-    def members(self) -> tuple[RoutedReplica, ...]:
-        """The members in the last `Publish`."""
-        return tuple(member for fleet in self.by_model.values() for member in fleet.published)
+        if not changed:
+            return others
+        return [Publish(tuple(member for fleet in self.by_model.values() for member in fleet.published)), *others]
 
     def next_deadline(self, now: float) -> float | None:
         """Seconds until `reconcile` must be called again; None: only when something is reported."""
@@ -93,29 +78,17 @@ class Fleets:
         return min((end for end in ends if end is not None), default=None)
 
     def state(self) -> dict[str, FleetState]:
-        """What the next controller needs for `resume`."""
         return {
-            model: FleetState(fleet.wanted, fleet.version, fleet.fallback, fleet.prefix, fleet.leaving)
+            model: FleetState(fleet.settings, fleet.wanted, fleet.version, fleet.fallback, fleet.prefix, fleet.leaving)
             for model, fleet in self.by_model.items()
         }
 
-    def resume(self, states: Mapping[str, FleetState], generation: int, pacings: Mapping[str, Pacing]) -> None:
-        """Continue from the state of another controller."""
+    def resume(self, states: Mapping[str, FleetState], generation: int) -> None:
         self.names.generation = generation
         for model, known in states.items():
-            fleet = Fleet(pacings[model], known.wanted, self.names, known.prefix, version=known.version)
+            fleet = Fleet(known.settings, known.wanted, self.names, known.prefix, version=known.version)
             fleet.fallback, fleet.leaving = known.fallback, known.leaving
             self.by_model[model] = fleet
-
-    def check(self) -> None:
-        """Assert what always holds after `reconcile`."""
-        for fleet in self.by_model.values():
-            assert fleet.names is self.names, "a fleet allocates names of its own"
-            fleet.check()
-        names = [group.replica_id for _, group in self.groups()]
-        assert len(names) == len(set(names)), f"shared names: {names}"
-        generations = [group.generation for _, group in self.groups()]
-        assert len(generations) == len(set(generations)), f"shared generations: {generations}"
 
 
 def replica_prefix(model: str) -> str:

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ...replica.messages import ReplicaDescription
+from ...router.control import CacheWorth
+from ..config import ClusterSettings
 from .control_messages import Role
 
 
@@ -36,25 +38,6 @@ ROLES: dict[GroupPhase, Role] = {
     GroupPhase.DRAINING: "draining",
 }
 COMING_UP = (GroupPhase.PLACING, GroupPhase.STARTING)
-
-
-@dataclass(slots=True, frozen=True)
-class Pacing:
-    """Pauses between restarts of a failing group, and time limits of the phases."""
-
-    backoff_s: float = 1.0
-    backoff_limit_s: float = 30.0
-    stable_after_s: float = 60.0
-    start_timeout_s: float = 600.0
-    drain_timeout_s: float = 60.0
-    warm_up_s: float = 0.0  #: 0: no warm-up
-    surge: bool = True  #: an update starts a group before it drains one
-
-    def pause_s(self, failures: int) -> float:
-        """Pause before the next start after so many failures in a row: none after the first, then doubling."""
-        if failures <= 1:
-            return 0.0
-        return min(self.backoff_limit_s, self.backoff_s * 2.0 ** min(failures - 2, 32))
 
 
 @dataclass(slots=True, frozen=True)
@@ -104,8 +87,6 @@ class Drain:
 
 @dataclass(slots=True, frozen=True)
 class RoutedReplica:
-    """A replica that routers know."""
-
     description: ReplicaDescription
     role: Role
     version: int = 1
@@ -144,14 +125,9 @@ class NameAllocator:
     taken: set[str] = field(default_factory=set)
 
     def take_name(self, prefix: str = "") -> str:
-        """The lowest free name with this prefix."""
         name = next(name for index in range(len(self.taken) + 1) if (name := f"{prefix}r{index}") not in self.taken)
         self.taken.add(name)
         return name
-
-    def next_generation(self) -> int:
-        self.generation += 1
-        return self.generation
 
 
 @dataclass(slots=True)
@@ -159,7 +135,7 @@ class Fleet:
     """All rank groups of one model. Facts are reported by `placed`, `ready`, `warmed`, `drained` and `failed`; those
     about a generation that is no longer current change nothing."""
 
-    pacing: Pacing
+    settings: ClusterSettings  #: `warm_up_s` 0: no warm-up
     wanted: int
     names: NameAllocator = field(default_factory=NameAllocator)
     prefix: str = ""  #: of its replicas' names
@@ -183,7 +159,6 @@ class Fleet:
         self.wanted = 0 if self.leaving else wanted
 
     def leave(self) -> None:
-        """Remove the model."""
         self.leaving, self.wanted = True, 0
 
     def come_back(self, wanted: int, version: int) -> None:
@@ -212,7 +187,6 @@ class Fleet:
 
     @property
     def rolling(self) -> bool:
-        """Whether groups are still to be replaced."""
         return any(self._outdated(group) for group in self.groups.values())
 
     @property
@@ -237,7 +211,6 @@ class Fleet:
             group.phase, group.since, group.reason = GroupPhase.STARTING, now, "loading the model"
 
     def pending(self, replica_id: str, generation: int, reason: str) -> None:
-        """There is no room yet."""
         if group := self._current(replica_id, generation, GroupPhase.PLACING):
             group.reason = reason
 
@@ -247,7 +220,7 @@ class Fleet:
         if group is None:
             return
         group.since, group.reason, group.description = now, "", description
-        if not self.pacing.warm_up_s or not self._in(GroupPhase.READY):
+        if not self.settings.warm_up_s or not self._in(GroupPhase.READY):
             self._serves(group)
             return
         group.phase, group.reason = GroupPhase.WARMING, "warming up"
@@ -257,13 +230,11 @@ class Fleet:
         return self._current(replica_id, generation, GroupPhase.WARMING) is not None
 
     def warmed(self, replica_id: str, generation: int, now: float) -> None:
-        """Its warm-up has ended."""
         if group := self._current(replica_id, generation, GroupPhase.WARMING):
             group.since = now
             self._serves(group)
 
     def drained(self, replica_id: str, generation: int) -> None:
-        """It has no requests left."""
         if group := self._current(replica_id, generation, GroupPhase.DRAINING):
             self._remove(group, f"drained ({group.reason})")
 
@@ -278,7 +249,7 @@ class Fleet:
         if self.fallback is not None and group.version == self.version and group.phase is not GroupPhase.READY:
             self._abandon_update(group, reason)
             return True
-        stable = group.phase is GroupPhase.READY and now - group.since >= self.pacing.stable_after_s
+        stable = group.phase is GroupPhase.READY and now - group.since >= self.settings.stable_after_s
         group.failures = 1 if stable else group.failures + 1
         group.phase, group.since, group.reason, group.description = GroupPhase.WAITING, now, reason, None
         self._dying.append(KillRankGroup(replica_id, generation, reason, lost=True))
@@ -308,22 +279,8 @@ class Fleet:
         """Seconds until `reconcile` must be called again; None: only when a fact is reported."""
         limits = self._limits()
         ends = [group.since + limits[group.phase] for group in self._in(*limits)]
-        ends += [group.since + self.pacing.pause_s(group.failures) for group in self._in(GroupPhase.WAITING)]
+        ends += [self._restart_at(group) for group in self._in(GroupPhase.WAITING)]
         return max(0.0, min(ends) - now) if ends else None
-
-    def check(self) -> None:
-        """Assert what always holds after `reconcile`."""
-        for replica_id, group in self.groups.items():
-            assert group.replica_id == replica_id
-            assert (group.description is not None) == (group.phase in ROLES), f"{replica_id}: {group.phase}"
-            assert 1 <= group.generation <= self.names.generation, f"{group.generation} of {self.names.generation}"
-        generations = [group.generation for group in self.groups.values()]
-        assert len(generations) == len(set(generations)), f"shared generations: {generations}"
-        assert set(self.groups) <= self.names.taken, f"{set(self.groups)} are not all of {self.names.taken}"
-        assert self.published == self._members(), "routers know another membership"
-        assert not self._dying, f"not killed: {self._dying}"
-        assert not (self.leaving and self.wanted), f"{self.wanted} groups are wanted of a removed model"
-        assert len(self._staying()) <= self._room(), f"{len(self._staying())} groups, room for {self._room()}"
 
     def _current(self, replica_id: str, generation: int, *phases: GroupPhase) -> RankGroup | None:
         group = self.groups.get(replica_id)
@@ -343,7 +300,7 @@ class Fleet:
 
     def _room(self) -> int:
         """How many groups that do not drain there may be."""
-        return self.wanted + (1 if self.pacing.surge and self.wanted and self.rolling else 0)
+        return self.wanted + (1 if self.settings.surge and self.wanted and self.rolling else 0)
 
     def _members(self) -> tuple[RoutedReplica, ...]:
         return tuple(
@@ -353,11 +310,9 @@ class Fleet:
         )
 
     def _limits(self) -> dict[GroupPhase, float]:
-        """How long a phase may last."""
-        pacing = self.pacing
-        return dict.fromkeys(COMING_UP, pacing.start_timeout_s) | {
-            GroupPhase.WARMING: pacing.warm_up_s,
-            GroupPhase.DRAINING: pacing.drain_timeout_s,
+        return dict.fromkeys(COMING_UP, self.settings.start_timeout_s) | {
+            GroupPhase.WARMING: self.settings.warm_up_s,
+            GroupPhase.DRAINING: self.settings.drain_timeout_s,
         }
 
     def _expire(self, now: float) -> None:
@@ -396,7 +351,7 @@ class Fleet:
             if group.phase is not GroupPhase.READY and (group.leaving or self.fallback is None):
                 self._retire(group, "out of date", now)
         ready = self._in(GroupPhase.READY)
-        enough = len(ready) > self.wanted if self.pacing.surge else len(self.groups) <= self.wanted <= len(ready)
+        enough = len(ready) > self.wanted if self.settings.surge else len(self.groups) <= self.wanted <= len(ready)
         if candidates := [group for group in ready if enough and self._outdated(group)]:
             self._retire(min(candidates, key=self._merit), "out of date", now)
 
@@ -421,11 +376,13 @@ class Fleet:
     # Starting groups
 
     def _start(self, now: float) -> list[Action]:
-        waiting = self._in(GroupPhase.WAITING)
-        due = [group for group in waiting if now >= group.since + self.pacing.pause_s(group.failures)]
+        due = [group for group in self._in(GroupPhase.WAITING) if now >= self._restart_at(group)]
         actions: list[Action] = [self._begin(group.replica_id, group.version, now, group) for group in due]
         missing = range(self._missing())
         return actions + [self._begin(self.names.take_name(self.prefix), self.version, now) for _ in missing]
+
+    def _restart_at(self, group: RankGroup) -> float:
+        return group.since + restart_pause_s(self.settings, group.failures)
 
     def _missing(self) -> int:
         """How many new groups to start. During an update groups that still drain take room, too."""
@@ -436,12 +393,22 @@ class Fleet:
 
     def _begin(self, replica_id: str, version: int, now: float, before: RankGroup | None = None) -> StartRankGroup:
         failures, reason = (before.failures, before.reason) if before else (0, "")
-        generation = self.names.next_generation()
-        phase = GroupPhase.PLACING
+        self.names.generation += 1
+        generation, phase = self.names.generation, GroupPhase.PLACING
         self.groups[replica_id] = RankGroup(replica_id, generation, phase, now, version, failures, reason)
         return StartRankGroup(replica_id, generation, version)
 
 
-def replica_worths(unique_tokens: Iterable[tuple[str, int, float]]) -> dict[str, float]:
+def restart_pause_s(cluster: ClusterSettings, failures: int) -> float:
+    """Pause before the next start after so many failures in a row: none after the first, then doubling."""
+    if failures <= 1:
+        return 0.0
+    return min(cluster.restart_backoff_limit_s, cluster.restart_backoff_s * 2.0 ** min(failures - 2, 32))
+
+
+def replica_worths(caches: Iterable[CacheWorth]) -> dict[str, float]:
     """Seconds of prefill that would be lost with each replica: its unique cached tokens by its prefill rate."""
-    return {name: tokens / rate if rate > 0 else 0.0 for name, tokens, rate in unique_tokens}
+    return {
+        each.replica_id: each.unique_tokens / each.prefill_tokens_per_s if each.prefill_tokens_per_s > 0 else 0.0
+        for each in caches
+    }

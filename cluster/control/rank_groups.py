@@ -19,7 +19,7 @@ from ray.util.placement_group import PlacementGroup
 
 from ...replica.messages import ReplicaDescription
 from ..errors import StartFailed
-from .actors import death, within
+from .actors import death, until_failed, within
 from .control_messages import Failed, ModelSpec, RankSpec, Started
 from .diagnosis import NodeResources, explain_pending
 from .supervisor import LEAST_CPUS, KeptRankGroup
@@ -35,17 +35,10 @@ PLACE_POLL_S = 2.0
 class RankGroupObserver(Protocol):
     """Learns what becomes of rank groups. Called on the event loop, also for groups that have ended meanwhile."""
 
-    def group_placed(self, group: "RunningRankGroup") -> None:
-        """There is room for it."""
-
-    def group_pending(self, group: "RunningRankGroup", reason: str) -> None:
-        """There is no room yet."""
-
-    def group_ready(self, group: "RunningRankGroup", description: ReplicaDescription) -> None:
-        """It can serve."""
-
-    def group_failed(self, group: "RunningRankGroup", reason: str) -> None:
-        """It could not start, or stopped serving."""
+    def group_placed(self, group: "RunningRankGroup") -> None: ...
+    def group_pending(self, group: "RunningRankGroup", reason: str) -> None: ...
+    def group_ready(self, group: "RunningRankGroup", description: ReplicaDescription) -> None: ...
+    def group_failed(self, group: "RunningRankGroup", reason: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -110,7 +103,6 @@ class RankGroups:
         return True
 
     async def end(self, generation: int) -> None:
-        """Kill every rank of it and free its place."""
         group = self._groups.pop(generation, None)
         if group is None:
             return
@@ -124,7 +116,6 @@ class RankGroups:
             shutil.rmtree(folder, ignore_errors=True)
 
     async def stop(self) -> None:
-        """Stop all ranks, then end them."""
         ranks = [rank for group in self._groups.values() for rank in group.ranks]
         await asyncio.gather(*(within(5, rank.stop.remote()) for rank in ranks))
         await asyncio.gather(*(self.end(generation) for generation in list(self._groups)))
@@ -133,11 +124,9 @@ class RankGroups:
         try:
             await self._place(group)
             description = await self._start_ranks(group)
-        except StartFailed as error:
-            self._observer.group_failed(group, str(error))
-            return
         except Exception as error:
-            log.exception("gang_failed_to_start replica=%s", group.replica_id)
+            if not isinstance(error, StartFailed):
+                log.exception("gang_failed_to_start replica=%s", group.replica_id)
             self._observer.group_failed(group, death(error))
             return
         self._spawn(group, *(self._ping(group, rank) for rank in group.ranks))
@@ -165,13 +154,7 @@ class RankGroups:
         return _described(group, results)
 
     async def _watch(self, group: RunningRankGroup, index: int) -> None:
-        try:
-            failed: Failed | None = None
-            while failed is None:
-                failed = await group.ranks[index].watch.remote()
-            reason = failed.message
-        except Exception as error:
-            reason = death(error)
+        reason = await until_failed(group.ranks[index])
         self._observer.group_failed(group, f"rank {index} {reason}" if len(group.ranks) > 1 else reason)
 
     async def _ping(self, group: RunningRankGroup, rank: Any) -> None:
@@ -205,7 +188,6 @@ def socket_folder(spec: ModelSpec, generation: int) -> Path | None:
 
 
 def node_resources() -> list[NodeResources]:
-    """The resources of every live node."""
     # Ray offers free resources by node nowhere else.
     from ray._private.state import available_resources_per_node
 

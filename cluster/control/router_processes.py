@@ -28,17 +28,16 @@ from ...router.control import (
     WarmUp,
     WeighCaches,
 )
-from .actors import death, within
+from .actors import death, until_failed, within
 from .autoscale import together
 from .control_messages import ClusterSpec, Failed, Listening, ModelSpec
-from .planner import Pacing
+from .planner import restart_pause_s
 
 log = logging.getLogger(__name__)
 
 #: A router answers between two steps of its event loop.
 ASK_TIMEOUT_S = 10.0
 
-Notify = Callable[[str, str], None]
 A = TypeVar("A")
 
 
@@ -56,12 +55,10 @@ class Seat:
 class RouterProcesses:
     """As many routers as the settings want."""
 
-    def __init__(self, spec: ClusterSpec, *, pacing: Pacing, notify: Notify) -> None:
-        """`notify` gets level and text."""
+    def __init__(self, spec: ClusterSpec, *, notify: Callable[[str, str], None]) -> None:
         self._spec = spec  #: of those that are started from now on
         common = spec.common.settings
         self._supervisor: Any = None
-        self._pacing = pacing
         self._notify = notify
         self._seats = [Seat(number) for number in range(common.cluster.routers)]
         self._port = common.router.port
@@ -83,7 +80,6 @@ class RouterProcesses:
 
     @property
     def error(self) -> str | None:
-        """Why one of them does not listen."""
         return next((seat.error for seat in self._seats if seat.error is not None), None)
 
     async def keep(self, supervisor: Any, running: Mapping[int, Any]) -> None:
@@ -126,7 +122,6 @@ class RouterProcesses:
         return ""
 
     async def in_flight(self, replica_id: str) -> int:
-        """Requests of all routers that are not over at this replica."""
         answers = await asyncio.gather(*(self._ask(seat, CountInFlight(replica_id)) for seat in self._seats))
         return sum(answer.requests for answer in answers if answer is not None)
 
@@ -145,7 +140,6 @@ class RouterProcesses:
         return {model: together([each[model] for each in answers if model in each]) for model in models}
 
     async def stop(self) -> None:
-        """End them in good order."""
         self._stopping = True
         actors = [seat.actor for seat in self._seats if seat.actor is not None]
         await asyncio.gather(*(within(5, actor.stop.remote()) for actor in actors))
@@ -154,7 +148,7 @@ class RouterProcesses:
 
     async def _keep(self, seat: Seat, running: Any) -> None:
         """Start a router, and again when it dies: on the same ports, with the present members."""
-        failures = 0
+        failures, cluster = 0, self._spec.common.settings.cluster
         while True:
             if seat.number and not self._port and running is None:
                 await self._port_known.wait()
@@ -165,8 +159,8 @@ class RouterProcesses:
                 return
             seat.actor, seat.error = None, reason
             self._notify("warning", f"router_lost router={seat.number} reason={reason!r}")
-            failures = 1 if time.monotonic() - began >= self._pacing.stable_after_s else failures + 1
-            await asyncio.sleep(self._pacing.pause_s(failures))
+            failures = 1 if time.monotonic() - began >= cluster.stable_after_s else failures + 1
+            await asyncio.sleep(restart_pause_s(cluster, failures))
 
     async def _run(self, seat: Seat, running: Any) -> str:
         """Start one, unless it runs already, and wait until it ends; returns why it did."""
@@ -184,35 +178,26 @@ class RouterProcesses:
                 return "it was still starting when the controller died"
             if isinstance(found, Failed):
                 return found.message
-            self._seated(seat, router, found)
+            self._port = found.port
+            self._port_known.set()
+            seat.actor, seat.direct_port, seat.error, seat.missing = router, found.direct_port, None, SetMissing()
+            self._notify("info", f"router_ready router={seat.number} port={found.port}")
             if running:
                 router.ask.remote(SetMissing())  # what the previous controller told it is not known any more
             if running or membership != self._membership:  # it changed while the router was starting
                 await self._send_membership(seat, self._membership)
-            return await self._until_ended(router)
+            # Why it ended, or was killed: clients whose connections the kernel gives to a hanging router would wait.
+            watching = [asyncio.ensure_future(until_failed(router)), asyncio.ensure_future(self._ping(router))]
+            try:
+                ended, _ = await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
+                return ended.pop().result()
+            finally:
+                for each in watching:
+                    each.cancel()
         except Exception as error:
             if router is not None:
                 ray.kill(router)  # what is left of it must not keep the port
             return death(error)
-
-    async def _until_ended(self, router: Any) -> str:
-        """Why it ended, or was killed: clients whose connections the kernel gives to a hanging router would wait."""
-        watching = [asyncio.ensure_future(self._watch(router)), asyncio.ensure_future(self._ping(router))]
-        try:
-            ended, _ = await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
-            return ended.pop().result()
-        finally:
-            for each in watching:
-                each.cancel()
-
-    async def _watch(self, router: Any) -> str:
-        failed: Failed | None = None
-        try:
-            while failed is None:
-                failed = await router.watch.remote()
-        except RayError as error:
-            return death(error)
-        return failed.message
 
     async def _ping(self, router: Any) -> str:
         cluster = self._spec.common.settings.cluster
@@ -225,12 +210,6 @@ class RouterProcesses:
             return f"no answer for {cluster.health_timeout_s:g} s"
         except RayError as error:
             return death(error)
-
-    def _seated(self, seat: Seat, router: Any, found: Listening) -> None:
-        self._port = found.port
-        self._port_known.set()
-        seat.actor, seat.direct_port, seat.error, seat.missing = router, found.direct_port, None, SetMissing()
-        self._notify("info", f"router_ready router={seat.number} port={found.port}")
 
     async def _ask(self, seat: Seat, question: Question[A], timeout_s: float = ASK_TIMEOUT_S) -> A | None:
         """A router's answer; None when there is none, or no router."""

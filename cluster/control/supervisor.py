@@ -39,8 +39,6 @@ class KeptRankGroup:
 
 @dataclass(slots=True)
 class SupervisorState:
-    """Everything that a new controller takes over."""
-
     memory: Any  #: state of the previous controller; None: there was none
     groups: list[KeptRankGroup]
     routers: dict[int, Any]  #: by seat
@@ -67,7 +65,6 @@ class Supervisor:
         return SupervisorState(self._memory, list(self._groups.values()), dict(self._routers))
 
     def remember(self, memory: Any) -> None:
-        """Store the controller's state for the next controller."""
         self._memory = memory
 
     def place(self, replica_id: str, generation: int, version: int, bundle: dict[str, float], world: int) -> Any:
@@ -95,7 +92,6 @@ class Supervisor:
         return ranks
 
     def start_router(self, seat: int, spec: ClusterSpec) -> Any:
-        """Start the process of a router."""
         strategy = NodeAffinitySchedulingStrategy(self._router_node, soft=False)
         actor = ray.remote(RouterProcess).options(
             num_cpus=0, max_concurrency=ROUTER_CALLS, scheduling_strategy=strategy

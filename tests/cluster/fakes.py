@@ -9,6 +9,7 @@ from typing import assert_never
 import msgspec
 
 from homing.cluster.control.control_messages import ClusterSpec, Doors, Listening, RankSpec
+from homing.cluster.control.planner import ROLES, Fleet, GroupPhase, RoutedReplica
 from homing.events.wire.messages import EventEndpoints
 from homing.kvcache.prefix_cache import CachedBlock
 from homing.replica.messages import ModelLimits, Parity, ReplicaDescription
@@ -155,6 +156,27 @@ class FakeRouter:
 
     async def stop(self) -> None:
         self._stopped.set()
+
+
+def check_fleet(fleet: Fleet) -> None:
+    """What always holds after `reconcile`."""
+    for replica_id, group in fleet.groups.items():
+        assert group.replica_id == replica_id
+        assert (group.description is not None) == (group.phase in ROLES), f"{replica_id}: {group.phase}"
+        assert 1 <= group.generation <= fleet.names.generation, f"{group.generation} of {fleet.names.generation}"
+    generations = [group.generation for group in fleet.groups.values()]
+    assert len(generations) == len(set(generations)), f"shared generations: {generations}"
+    assert set(fleet.groups) <= fleet.names.taken, f"{set(fleet.groups)} are not all of {fleet.names.taken}"
+    members = tuple(
+        RoutedReplica(group.description, ROLES[group.phase], group.version)
+        for group in fleet.groups.values()
+        if group.description is not None
+    )
+    assert fleet.published == members, "routers know another membership"
+    assert not (fleet.leaving and fleet.wanted), f"{fleet.wanted} groups are wanted of a removed model"
+    staying = sum(group.phase is not GroupPhase.DRAINING for group in fleet.groups.values())
+    room = fleet.wanted + (1 if fleet.settings.surge and fleet.wanted and fleet.rolling else 0)
+    assert staying <= room, f"{staying} groups, room for {room}"
 
 
 def memberships(folder: Path) -> list[dict[str, tuple[int, list[int]]]]:

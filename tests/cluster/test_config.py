@@ -12,11 +12,12 @@ from homing.cluster.config import (
     added_settings,
     changed_settings,
     load_settings,
-    markdown,
     state_folder,
 )
 from homing.cluster.control.autoscale import terms_of
 from homing.cluster.errors import SettingsError
+
+from .settings_page import markdown
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 
@@ -38,7 +39,7 @@ def test_no_two_rooms_declare_a_setting_of_the_same_name() -> None:
 
 def test_every_setting_says_what_it_is_for() -> None:
     """Help and table come from the description; without one they would show a bare name."""
-    assert [name for name, setting in SETTINGS.items() if not setting.description] == []
+    assert [name for name, setting in SETTINGS.items() if not setting.meta.description] == []
 
 
 def test_nothing_given_is_the_defaults() -> None:
@@ -145,7 +146,7 @@ def test_clusters_are_noted_in_the_users_state_folder_unless_set() -> None:
 
 
 def test_the_settings_page_is_the_generated_one() -> None:
-    """Docs that are written by hand go stale: `python -m homing.cluster.config > docs/settings.md`."""
+    """Docs that are written by hand go stale: `python -m tests.cluster.settings_page > docs/settings.md`."""
     assert DOCS.read_text() == markdown()
 
 

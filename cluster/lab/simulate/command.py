@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
 from ....kvcache.eviction import EvictionName
-from ...cli.client import cluster_url, get_json
+from ...client import get_json, router_urls
 from ...config import ClusterSettings, Settings
 from ...control.autoscale import terms_of
 from ...errors import SettingsError
@@ -128,7 +128,7 @@ def _calibrated(order: Order) -> Order:
         return order
     if order.prefill_rate is not None or order.decode_step_ms is not None:
         raise SettingsError("--calibrate measures what --prefill-rate and --decode-step-ms give: leave one out")
-    url = cluster_url(Settings(), order.calibrate)
+    url = router_urls(Settings(), order.calibrate)[0]
     replicas = get_json(f"{url}/cluster")["replicas"]
     if not replicas:
         raise SettingsError(f"{url} has no replicas to take rates from")

@@ -6,10 +6,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from homing.cluster.cli.attach import model_limits, model_names, read_key
+from homing.cluster.cli.attach import model_limits, model_names
 from homing.cluster.cli.main import parse, settings_of
 from homing.cluster.config import Settings
-from homing.cluster.errors import ModelUnavailable, SettingsError
+from homing.cluster.errors import ModelUnavailable
 from homing.replica.config import ReplicaSettings
 from homing.router.config import RouterSettings
 
@@ -54,12 +54,3 @@ def test_the_model_goes_by_the_name_that_was_given_or_set() -> None:
     """A server may call it by its whole name or its last part."""
     assert model_names(settings_for("org/m", served_model_name="fox")) == ("org/m", "fox", "m")
     assert model_names(settings_for("org/m", backend_model="other")) == ("other",)
-
-
-def test_the_key_is_read_from_its_file(tmp_path: Path) -> None:
-    """It stands in no setting and in no log."""
-    (tmp_path / "key").write_text("secret\n")
-
-    assert (read_key(str(tmp_path / "key")), read_key("")) == ("secret", "")
-    with pytest.raises(SettingsError, match="backend_key_file"):
-        read_key(str(tmp_path / "none"))

@@ -1,10 +1,11 @@
 """Which model a command means, what an update orders, and what a command holds for its failure."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from homing.cluster.cli.control import UpdateRequest, choose_model, failed_since, update_orders
+from homing.cluster.cli.control import choose_model, failed_since, update_orders
 from homing.cluster.config import load_settings
 from homing.cluster.control.control_messages import ClusterStatus, ModelSpec, ReplicaStatus
 from homing.cluster.errors import NoSuchModel, SettingsError
@@ -42,11 +43,11 @@ def written(folder: Path, text: str = MODELS) -> Path:
     return path
 
 
-def orders(folder: Path, wish: UpdateRequest) -> list[tuple[str, str]]:
+def orders(folder: Path, **changes: Any) -> list[tuple[str, str]]:
     """What an update of fox and owl tells the controller: verb and model."""
     started = load_settings({}, {}, written(folder)).models
     specs = (ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=None) for settings in started)
-    told = update_orders({spec.name: spec for spec in specs}, wish)
+    told = update_orders({spec.name: spec for spec in specs}, **changes)
     return [(verb, about if isinstance(about, str) else about.name) for verb, about in told]
 
 
@@ -54,13 +55,13 @@ def test_an_update_orders_what_a_file_says_otherwise(tmp_path: Path) -> None:
     """What is the same is left alone, what is missing is said by name, and what is more is started."""
     more = MODELS.replace("org/owl}", "org/owls}") + "  - {name: ox, model: org/ox}\n"
 
-    assert orders(tmp_path, UpdateRequest(file=written(tmp_path))) == []
-    assert orders(tmp_path, UpdateRequest(restart=True)) == [("update", "fox"), ("update", "owl")]
-    assert orders(tmp_path, UpdateRequest(remove=["owl"])) == [("remove", "owl")]
+    assert orders(tmp_path, file=written(tmp_path)) == []
+    assert orders(tmp_path, restart=True) == [("update", "fox"), ("update", "owl")]
+    assert orders(tmp_path, remove=["owl"]) == [("remove", "owl")]
     (tmp_path / "more").mkdir()
     changed = written(tmp_path / "more", more)
-    assert orders(tmp_path, UpdateRequest(file=changed)) == [("add", "ox"), ("update", "owl")]
-    assert orders(tmp_path, UpdateRequest(file=changed, remove=["fox"])) == [
+    assert orders(tmp_path, file=changed) == [("add", "ox"), ("update", "owl")]
+    assert orders(tmp_path, file=changed, remove=["fox"]) == [
         ("remove", "fox"),
         ("add", "fox"),
         ("add", "ox"),
@@ -74,15 +75,15 @@ def test_an_update_that_would_leave_something_out_is_refused(tmp_path: Path) -> 
     less = written(tmp_path / "less", MODELS.replace("  - {name: owl, model: org/owl}\n", ""))
 
     with pytest.raises(SettingsError, match="owl not listed; to stop serving them, add --remove owl"):
-        orders(tmp_path, UpdateRequest(file=less))
+        orders(tmp_path, file=less)
     with pytest.raises(NoSuchModel, match="no model 'ox' is served here"):
-        orders(tmp_path, UpdateRequest(remove=["ox"]))
+        orders(tmp_path, remove=["ox"])
     with pytest.raises(NoSuchModel, match="no model would be left of fox, owl: end the cluster with homing stop"):
-        orders(tmp_path, UpdateRequest(remove=["fox", "owl"]))
+        orders(tmp_path, remove=["fox", "owl"])
     with pytest.raises(SettingsError, match="model ox: replicas: 2 is outside autoscale 4:5"):
         orders(
             tmp_path,
-            UpdateRequest(file=written(tmp_path / "less", MODELS + '  - {name: ox, model: x, autoscale: "4:5"}\n')),
+            file=written(tmp_path / "less", MODELS + '  - {name: ox, model: x, autoscale: "4:5"}\n'),
         )
 
 

@@ -1,13 +1,12 @@
 """The table of `homing explain`."""
 
-import io
 import json
 import re
 from pathlib import Path
 
 import pytest
 
-from homing.cluster.cli.explain import read_key, render, request_body
+from homing.cluster.cli.explain import render, request_body
 from homing.cluster.errors import SettingsError
 
 SCORE = {
@@ -92,15 +91,3 @@ def test_a_file_that_is_no_json_is_told_so(tmp_path: Path) -> None:
 
     with pytest.raises(SettingsError, match="is not valid JSON"):
         request_body(None, str(body), None, raw=False)
-
-
-def test_a_key_comes_from_a_file_or_standard_input(tmp_path: Path) -> None:
-    """Never from the command line: everybody on the machine can read those."""
-    file = tmp_path / "key"
-    file.write_text("sk-1\n")
-
-    assert read_key(str(file), io.StringIO()) == "sk-1"
-    assert read_key("-", io.StringIO("sk-2\n")) == "sk-2"
-    assert read_key(None, io.StringIO("sk-3")) is None
-    with pytest.raises(SettingsError, match="--api-key-file"):
-        read_key(str(tmp_path / "none"), io.StringIO())

@@ -3,15 +3,18 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from homing.cluster.config import load_settings
-from homing.cluster.control.assembly import TORCH_ENVIRONMENT, make_router, share_of_gpu
+from homing.cluster.control.assembly import TORCH_ENVIRONMENT, make_router, on_process_exit, share_of_gpu
 from homing.cluster.control.control_messages import ClusterSpec, Doors, ModelSpec
 from homing.kvcache.config import KvCacheSettings
 from homing.router.control import CountInFlight, Demands, Done, InFlight, MeasureDemand, SetMembership
 
+NEEDS_PIDFD = pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd_open")
+PATIENCE_S = 30
 #: Runs a packed layer over 400 row counts, as steps do, and prints by how many MB the process grew.
 PREPARED = "import os; from homing.cluster.control.assembly import prepare_torch as p; p(); "
 
@@ -95,3 +98,29 @@ def test_rank_with_a_part_of_a_gpu_takes_that_part_of_its_memory(gpus, share):
     cache = KvCacheSettings(gpu_memory_utilization=0.8)
 
     assert share_of_gpu(cache, gpus).gpu_memory_utilization == pytest.approx(share)
+
+
+@NEEDS_PIDFD
+def test_the_end_of_a_killed_process_is_reported() -> None:
+    """A raylet that dies takes its replicas along only when Ray comes to look; they must not wait for that."""
+    told = threading.Event()
+    with subprocess.Popen(["sleep", "600"]) as process:
+        on_process_exit(process.pid, told.set)
+        too_early = told.is_set()
+
+        process.kill()
+
+        assert told.wait(PATIENCE_S)
+    assert not too_early
+
+
+@NEEDS_PIDFD
+def test_a_process_that_has_already_ended_is_reported_at_once() -> None:
+    """It may die between a look at its number and the watch."""
+    told = threading.Event()
+    with subprocess.Popen(["true"]) as process:
+        process.wait(PATIENCE_S)
+
+    on_process_exit(process.pid, told.set)
+
+    assert told.is_set()

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -47,7 +48,7 @@ def own_ray() -> Iterator[None]:
         yield
     finally:
         local_ray.leave(20)
-        local_ray.remove(folder)
+        shutil.rmtree(folder, ignore_errors=True)
         # A local Ray tells its processes by the environment that it is one; later tests start Rays of other kinds.
         os.environ.clear()
         os.environ.update(before)

@@ -2,26 +2,39 @@
 
 import pytest
 
-from homing.cluster.control.fleets import FleetOrder, Fleets, replica_prefix
+from homing.cluster.config import ClusterSettings
+from homing.cluster.control.fleets import Fleets, replica_prefix
 from homing.cluster.control.planner import (
     Action,
     Drain,
     GroupPhase,
     KillRankGroup,
-    Pacing,
     Publish,
     RankGroup,
     StartRankGroup,
 )
 
-from ..fakes import describe_replica
+from ..fakes import check_fleet, describe_replica
 
-PACING = Pacing()
+
+def replicas(count: int) -> ClusterSettings:
+    """Settings without warm-ups."""
+    return ClusterSettings(replicas=count, warm_up_s=0)
 
 
 def fleets(**wanted: int) -> Fleets:
-    orders = enumerate(wanted.items(), start=1)
-    return Fleets.of(FleetOrder(model, PACING, count, version) for version, (model, count) in orders)
+    return Fleets.of([(model, replicas(count)) for model, count in wanted.items()])
+
+
+def check(fleets: Fleets) -> None:
+    """What always holds after `reconcile`."""
+    for fleet in fleets.by_model.values():
+        assert fleet.names is fleets.names, "a fleet allocates names of its own"
+        check_fleet(fleet)
+    names = [group.replica_id for _, group in fleets.groups()]
+    assert len(names) == len(set(names)), f"shared names: {names}"
+    generations = [group.generation for _, group in fleets.groups()]
+    assert len(generations) == len(set(generations)), f"shared generations: {generations}"
 
 
 def serve(made: Fleets, now: float = 0.0) -> list[Action]:
@@ -34,7 +47,7 @@ def serve(made: Fleets, now: float = 0.0) -> list[Action]:
             fleet.placed(action.replica_id, action.generation, now)
             fleet.ready(action.replica_id, action.generation, describe_replica(action.replica_id, 1), now)
         said = made.reconcile(now)
-    made.check()
+    check(made)
     return said
 
 
@@ -82,7 +95,7 @@ def test_routers_are_told_of_all_models_whenever_one_changes() -> None:
     assert isinstance(first, Publish)
     assert [each.description.replica_id for each in first.members] == ["fox-r0"]
     assert [type(action) for action in others] == [KillRankGroup, StartRankGroup]
-    made.check()
+    check(made)
 
 
 def test_what_one_model_wants_is_nothing_to_the_others() -> None:
@@ -105,7 +118,7 @@ def test_a_model_that_is_added_gets_replicas_and_routers_hear_of_it_before_they_
     made = fleets(fox=1)
     serve(made)
 
-    made.add(FleetOrder("owl", PACING, 1, 2))
+    made.add("owl", replicas(1), 2)
     first, *_ = made.reconcile(1.0)
     serve(made, 1.0)
 
@@ -126,7 +139,7 @@ def test_a_model_that_leaves_drains_and_is_scaled_up_by_nobody() -> None:
     made.by_model["ox"].leave()
     made.by_model["owl"].scale(3)
     first, *others = made.reconcile(1.0)
-    made.check()
+    check(made)
 
     assert isinstance(first, Publish)
     assert [type(action) for action in others] == [Drain]
@@ -146,7 +159,7 @@ def test_a_model_may_come_back_while_its_last_replica_drains() -> None:
     made.reconcile(1.0)
 
     owl = made.by_model["owl"]
-    made.add(FleetOrder("owl", PACING, 1, 9))
+    made.add("owl", replicas(1), 9)
     serve(made, 2.0)
     draining = list(owl.groups.values())
     owl.drained("owl-r0", draining[0].generation)
@@ -166,7 +179,7 @@ def test_the_next_deadline_is_the_nearest_of_all() -> None:
     made.by_model["owl"].scale(2)
     made.reconcile(5.0)
 
-    assert made.next_deadline(15.0) == PACING.start_timeout_s - 10.0
+    assert made.next_deadline(15.0) == replicas(1).start_timeout_s - 10.0
 
 
 def test_fleets_that_go_on_know_what_was_wanted_and_what_runs() -> None:
@@ -174,13 +187,13 @@ def test_fleets_that_go_on_know_what_was_wanted_and_what_runs() -> None:
     made = fleets(fox=2, owl=1)
     serve(made)
     made.by_model["owl"].scale(2)
-    made.add(FleetOrder("ox", PACING, 0, 3))
+    made.by_model["owl"].settings = ClusterSettings(drain_timeout_s=5.0, warm_up_s=0)
+    made.add("ox", replicas(0), 3)
     made.by_model["ox"].leave()
     serve(made)
 
     again = fleets(fox=2, owl=1)
-    pacings = {"fox": PACING, "owl": Pacing(drain_timeout_s=5.0), "ox": PACING}
-    again.resume(made.state(), made.names.generation, pacings)
+    again.resume(made.state(), made.names.generation)
     for model, group in made.groups():
         ready = RankGroup(
             group.replica_id, group.generation, GroupPhase.READY, 0.0, group.version, description=group.description
@@ -189,10 +202,10 @@ def test_fleets_that_go_on_know_what_was_wanted_and_what_runs() -> None:
     actions = again.reconcile(1.0)
 
     assert [type(action) for action in actions] == [Publish]
-    again.check()
+    check(again)
     assert list(again.served) == ["fox", "owl"]
     assert again.by_model["owl"].wanted == 2
-    assert again.by_model["owl"].pacing.drain_timeout_s == 5.0
+    assert again.by_model["owl"].settings.drain_timeout_s == 5.0
     again.by_model["fox"].scale(3)
     (started,) = again.reconcile(2.0)
     assert isinstance(started, StartRankGroup)

@@ -2,11 +2,13 @@
 
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from homing.cluster.config import ClusterSettings
 from homing.cluster.control.planner import (
     Action,
     Drain,
@@ -15,7 +17,6 @@ from homing.cluster.control.planner import (
     GroupPhase,
     KillRankGroup,
     NameAllocator,
-    Pacing,
     Publish,
     RankGroup,
     RoutedReplica,
@@ -23,10 +24,18 @@ from homing.cluster.control.planner import (
     WarmUp,
     replica_worths,
 )
+from homing.router.control import CacheWorth
 
-from ..fakes import describe_replica
+from ..fakes import check_fleet, describe_replica
 
-PACING = Pacing(backoff_s=1, backoff_limit_s=8, stable_after_s=60, start_timeout_s=100, drain_timeout_s=30)
+PACING = ClusterSettings(
+    restart_backoff_s=1,
+    restart_backoff_limit_s=8,
+    stable_after_s=60,
+    start_timeout_s=100,
+    drain_timeout_s=30,
+    warm_up_s=0,
+)
 
 
 def serving(replica_id: str, generation: int, version: int = 1) -> RoutedReplica:
@@ -55,7 +64,7 @@ def test_every_wanted_replica_is_started_once(fleet: Fleet) -> None:
 
     assert first == [StartRankGroup("r0", 1), StartRankGroup("r1", 2)]
     assert second == []
-    fleet.check()
+    check_fleet(fleet)
 
 
 def test_a_ready_replica_is_published(fleet: Fleet) -> None:
@@ -79,7 +88,7 @@ def test_a_dead_rank_takes_its_rank_group_out_of_routing_before_anything_else(fl
         KillRankGroup("r0", 1, "rank 0 died", lost=True),
         StartRankGroup("r0", 3),
     ]
-    fleet.check()
+    check_fleet(fleet)
 
 
 def test_news_of_a_former_generation_change_nothing(fleet: Fleet) -> None:
@@ -91,7 +100,7 @@ def test_news_of_a_former_generation_change_nothing(fleet: Fleet) -> None:
     assert not fleet.failed("r0", 1, "rank 1 died", 11)
     fleet.ready("r0", 1, describe_replica("r0", 1), 11)
     assert fleet.reconcile(11) == []
-    fleet.check()
+    check_fleet(fleet)
 
 
 def test_a_rank_group_that_keeps_failing_is_built_with_growing_pauses(fleet: Fleet) -> None:
@@ -132,7 +141,7 @@ def advance(fleet: Fleet, now: float) -> list[Action]:
     """What is started gets ready, what warms up is warm, what drains is idle, all at once; what happened on the way."""
     seen: list[Action] = []
     while actions := fleet.reconcile(now):
-        fleet.check()
+        check_fleet(fleet)
         seen += actions
         for action in actions:
             match action:
@@ -163,7 +172,7 @@ def test_fewer_wanted_replicas_drain_the_one_whose_cache_is_worth_least(fleet: F
     assert fleet.reconcile(2) == []
     fleet.drained("r0", 1)
     assert fleet.reconcile(3) == [Publish((serving("r1", 2),)), KillRankGroup("r0", 1, "drained (no longer wanted)")]
-    fleet.check()
+    check_fleet(fleet)
     assert fleet.settled
 
 
@@ -216,13 +225,13 @@ def test_a_replica_that_is_to_be_replaced_drains_when_the_other_serves(fleet: Fl
 @pytest.mark.parametrize(("surge", "fewest", "most"), [(True, 3, 4), (False, 2, 3)])
 def test_an_update_replaces_one_after_the_other(surge: bool, fewest: int, most: int) -> None:
     """With room for one more never fewer than wanted serve; without, one fewer, and never more than wanted exist."""
-    fleet = Fleet(Pacing(surge=surge), wanted=3)
+    fleet = Fleet(ClusterSettings(surge=surge, warm_up_s=0), wanted=3)
     advance(fleet, 0)
     fleet.update(2)
 
     sizes, actions = [len(fleet.groups)], list[Action]()
     while fresh := fleet.reconcile(1):
-        fleet.check()
+        check_fleet(fleet)
         sizes.append(len(fleet.groups))
         actions += fresh
         for action in fresh:
@@ -270,7 +279,7 @@ def test_an_update_goes_on_when_a_later_replica_fails(fleet: Fleet) -> None:
 
 def test_a_replica_that_comes_to_others_is_warmed_up_for_a_bounded_time() -> None:
     """It gets no requests until then; the first replica has no others to learn from."""
-    fleet = Fleet(Pacing(warm_up_s=5), wanted=1)
+    fleet = Fleet(ClusterSettings(warm_up_s=5), wanted=1)
     bring_up(fleet)
     fleet.scale(2)
     fleet.reconcile(1)
@@ -285,7 +294,7 @@ def test_a_replica_that_comes_to_others_is_warmed_up_for_a_bounded_time() -> Non
 
 def test_nobody_is_warmed_up_where_nobody_serves() -> None:
     """The last one that served died: requests wait for the one that could."""
-    fleet = Fleet(Pacing(warm_up_s=5), wanted=1)
+    fleet = Fleet(ClusterSettings(warm_up_s=5), wanted=1)
     bring_up(fleet)
     fleet.scale(2)
     fleet.reconcile(1)
@@ -311,7 +320,7 @@ def test_a_planner_that_takes_over_starts_nothing_that_runs() -> None:
         Drain("r7", 7, ""),
         StartRankGroup("r0", 10),
     ]
-    fleet.check()
+    check_fleet(fleet)
 
 
 def test_fleets_that_share_an_allocator_give_no_name_twice() -> None:
@@ -330,7 +339,9 @@ def test_fleets_that_share_an_allocator_give_no_name_twice() -> None:
 
 def test_what_a_replica_is_worth_is_the_time_to_compute_it_anew() -> None:
     """A fast replica's blocks are cheaper than a slow one's; one of unknown speed is worth nothing."""
-    assert replica_worths([("r0", 1000, 500.0), ("r1", 1000, 250.0), ("r2", 9, 0.0)]) == {"r0": 2, "r1": 4, "r2": 0}
+    caches = [CacheWorth("r0", 1000, 0, 500.0), CacheWorth("r1", 1000, 0, 250.0), CacheWorth("r2", 9, 0, 0.0)]
+
+    assert replica_worths(caches) == {"r0": 2, "r1": 4, "r2": 0}
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -339,8 +350,7 @@ class FleetMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        pacing = Pacing(1, 8, 60, start_timeout_s=100, drain_timeout_s=30, warm_up_s=5)
-        self.fleet = Fleet(pacing, wanted=3)
+        self.fleet = Fleet(msgspec.structs.replace(PACING, warm_up_s=5), wanted=3)
         self.now = 0.0
         self.versions = 1
         self.running: dict[str, int] = {}
@@ -437,7 +447,7 @@ class FleetMachine(RuleBasedStateMachine):
         pausing = {name for name, group in self.fleet.groups.items() if group.phase is GroupPhase.WAITING}
         assert set(self.running) | pausing == set(self.fleet.groups)
         assert not set(self.running) & pausing
-        self.fleet.check()
+        check_fleet(self.fleet)
 
     def teardown(self) -> None:
         """Left in peace, it comes to what is wanted."""

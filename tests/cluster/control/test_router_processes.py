@@ -8,7 +8,6 @@ from typing import Any
 
 from homing.cluster.config import Settings, load_settings
 from homing.cluster.control.control_messages import ClusterSpec, Listening, ModelSpec
-from homing.cluster.control.planner import Pacing
 from homing.cluster.control.router_processes import RouterProcesses
 from homing.router.backend import AbsentReplica
 from homing.router.control import (
@@ -68,8 +67,7 @@ async def running(*answers: Answers) -> AsyncIterator[tuple[RouterProcesses, lis
         return actors[seat]
 
     supervisor = SimpleNamespace(start_router=SimpleNamespace(remote=start_router))
-    pacing = Pacing(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0)
-    routers = RouterProcesses(spec(), pacing=pacing, notify=lambda level, text: None)
+    routers = RouterProcesses(spec(), notify=lambda level, text: None)
     keeping = asyncio.create_task(routers.keep(supervisor, {}))
     while routers.url is None:  # noqa: ASYNC110 - what is waited for is a plain value of the thing under test
         await asyncio.sleep(0)

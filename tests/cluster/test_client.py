@@ -1,5 +1,6 @@
 """What commands send to a router."""
 
+import io
 import socket
 import ssl
 import threading
@@ -9,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from homing.cluster.cli.client import get_json, post_json, router_urls, ssl_context
+from homing.cluster.client import get_json, post_json, read_key, router_urls, ssl_context
 from homing.cluster.config import load_settings
-from homing.cluster.errors import ClusterError, NotRunning
+from homing.cluster.errors import ClusterError, NotRunning, SettingsError
 
 #: A certificate for the loopback, and its key: for tests alone.
-TLS = Path(__file__).parents[2] / "router" / "tls" / "server.pem"
+TLS = Path(__file__).parents[1] / "router" / "tls" / "server.pem"
 
 
 @pytest.fixture
@@ -74,3 +75,15 @@ def test_a_router_on_this_machine_is_believed_whatever_its_certificate_names(rou
 
     assert post_json(f"https://localhost:{router.server_port}/explain", {}) == "none"
     assert ssl_context("https://router.example/").verify_mode is ssl.CERT_REQUIRED
+
+
+def test_a_key_comes_from_a_file_or_standard_input(tmp_path: Path) -> None:
+    """Never from the command line: everybody on the machine can read those."""
+    file = tmp_path / "key"
+    file.write_text("sk-1\n")
+
+    assert read_key(str(file), "--api-key-file", io.StringIO()) == "sk-1"
+    assert read_key("-", "--api-key-file", io.StringIO("sk-2\n")) == "sk-2"
+    assert read_key("", "backend_key_file") == ""
+    with pytest.raises(SettingsError, match="backend_key_file"):
+        read_key(str(tmp_path / "none"), "backend_key_file")

@@ -5,20 +5,14 @@ import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
-from ..config import Settings, state_folder
-from ..errors import ClusterError, NotRunning
-from ..registry import ClusterRegistry
+from .config import Settings, state_folder
+from .errors import ClusterError, NotRunning, SettingsError
+from .registry import ClusterRegistry
 
 TIMEOUT_S = 10.0
-_REMEDY = "a router that died is back within seconds; otherwise see the output of homing serve"
-_LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
-
-
-def cluster_url(settings: Settings, url: str | None = None) -> str:
-    """Address of the router: `url`, or that of the cluster that runs here. Raises NotRunning."""
-    return router_urls(settings, url)[0]
 
 
 def router_urls(settings: Settings, url: str | None = None) -> tuple[str, ...]:
@@ -31,27 +25,36 @@ def router_urls(settings: Settings, url: str | None = None) -> tuple[str, ...]:
     return (entry.url, *entry.router_urls)
 
 
+def read_key(file: str, where: str, standard_input: TextIO | None = None) -> str:
+    """The API key in a file (`-`: standard input); empty without a file. `where` begins an error's message."""
+    if not file:
+        return ""
+    try:
+        if standard_input is not None and file == "-":
+            return standard_input.read().strip()
+        return Path(file).expanduser().read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{where}: cannot read {file}: {error}") from error
+
+
 def get_json(url: str) -> Any:
-    """GET `url`. Raises ClusterError."""
     try:
         return json.loads(get_text(url))
     except ValueError as error:
         raise ClusterError(f"{url} did not return JSON: {error}") from error
 
 
-def post_json(url: str, body: Any, *, api_key: str | None = None) -> Any:
+def post_json(url: str, body: Any, *, api_key: str = "") -> Any:
     """POST `body`. Raises ClusterError, with the router's message when it refuses."""
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
     return json.loads(_open(urllib.request.Request(url, json.dumps(body).encode(), headers)))
 
 
 def get_text(url: str) -> str:
-    """GET `url`. Raises ClusterError."""
     return _open(urllib.request.Request(url))
 
 
 def is_ready(url: str) -> bool:
-    """Whether the router at `url` would accept a request now."""
     try:
         get_json(f"{url}/ready")
     except ClusterError:
@@ -72,14 +75,17 @@ def _open(request: urllib.request.Request) -> str:
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         words = reason.strerror or str(reason) if isinstance(reason, OSError) else str(reason)
-        raise ClusterError(f"{url} cannot be reached: {words}; {_REMEDY}") from error
+        raise ClusterError(
+            f"{url} cannot be reached: {words}; "
+            "a router that died is back within seconds; otherwise see the output of homing serve"
+        ) from error
     return text
 
 
 def ssl_context(url: str) -> ssl.SSLContext:
     """Trusts the system's certificates; on this machine any, as certificates name the public address."""
     context = ssl.create_default_context()
-    if urllib.parse.urlsplit(url).hostname in _LOOPBACK:
+    if urllib.parse.urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost"):
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     return context
