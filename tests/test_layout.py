@@ -32,7 +32,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "cluster/control": (),
     "cluster/lab": (),
     "cluster/lab/analyze": ("cluster/lab",),
-    "cluster/lab/simulate": ("cluster/cli", "cluster/control", "cluster/lab"),
+    "cluster/lab/simulate": ("cluster/control", "cluster/lab"),
     "events/follow": ("events/security", "events/wire"),
     "events/publish": ("events/security", "events/wire"),
     "events/sdk": ("events/follow", "events/security", "events/wire"),
