@@ -13,15 +13,13 @@ from numba import carray, njit
 from ....models.base import AttentionRule
 from ...base import PagedRows
 from ..runtime.compilation import kernel
-from ..runtime.scalars import FAST_MATH, Storage, pointer, storage_of
+from ..runtime.scalars import FAST_MATH, Storage, pointer, softmax_of_heads, storage_of
 from ..runtime.thread_team import run, threads_for
 from ..runtime.vectors import Dot, dot
 from .bfloat16_pairs import attend_of, fits
-from .softmax import softmax_of_heads
 
 
 def decode(q: torch.Tensor, rows: PagedRows, rule: AttentionRule, out: torch.Tensor) -> None:
-    """As `base.Kernels.decode`."""
     storage = storage_of(q.dtype, rows.keys.dtype, rows.values.dtype, out.dtype)
     q = q.flatten(1).unflatten(1, q.shape[1:])  # transformers' models pass heads that are not contiguous
     page, kv_heads, key_dim = rows.keys.shape[1:]

@@ -2,8 +2,7 @@
 
 A tile of queries, with all heads of a group side by side, iterates over the keys in blocks with a running softmax, so
 that the scores of a whole row are never in memory. Blocks start at the same tokens for every query: a query's result
-depends neither on the others of its step nor on how its prompt was split. A thread processes several consecutive tiles
-together, which share a block's reordered values.
+depends neither on the others of its step nor on how its prompt was split.
 """
 
 import functools
@@ -21,13 +20,10 @@ from ..runtime.compilation import kernel
 from ..runtime.scalars import Storage, pointer, storage_of
 from ..runtime.thread_team import run, threads_for
 from ..runtime.vectors import SINGLE, WORD, Dot, dot
-from .prefill_loops import KEYS, QUERIES, scores_of, sums_of
-from .running_softmax import LOWEST, weights_of
+from .prefill_loops import KEYS, LOWEST, QUERIES, scores_of, sums_of, weights_of
 
 #: Tokens of a block. 64 and 256 were as fast on a Zen 4.
 BLOCK = 128
-#: Tiles of queries that share a block's reordered values. 2 and 4 were up to 5 % slower.
-TILES = 8
 #: Words of a query's state: its greatest score, its weights' sum, its last token.
 STATE = 3
 BITS = {2: np.uint16, 4: np.uint32}  #: Integers by size in bytes.
@@ -37,8 +33,6 @@ NO_WINDOW = 1 << 30
 
 @dataclass(slots=True, frozen=True)
 class Sizes:
-    """Sizes of a head, and of a thread's scratch memory in bytes."""
-
     key_dim: int
     value_dim: int
     group: int
@@ -55,14 +49,14 @@ class Sizes:
 
     @property
     def tile(self) -> int:
-        """Of one tile: queries, sums and state."""
+        """Queries, sums and state."""
         return QUERIES * (self.key_words + self.width + STATE) * WORD
 
     @property
     def scratch(self) -> int:
-        """The tiles, and a block's scores, values, factors and keys."""
+        """A tile, and a block's scores, values, factors and keys."""
         block = BLOCK * (QUERIES + self.key_words) + BLOCK // self.numbers * self.width + QUERIES
-        return TILES * self.tile + block * WORD
+        return self.tile + block * WORD
 
 
 def fits(q: torch.Tensor, rule: AttentionRule) -> bool:
@@ -73,7 +67,7 @@ def fits(q: torch.Tensor, rule: AttentionRule) -> bool:
 def prefill(
     q: torch.Tensor, rows: PagedRows, first_queries: torch.Tensor, rule: AttentionRule, out: torch.Tensor
 ) -> None:
-    """As `base.Kernels.prefill`, if it `fits`."""
+    """As `base.TorchKernels.prefill`, if it `fits`."""
     assert rule.scale > 0, f"a scale of {rule.scale}: the greatest score would not have the greatest weight"
     storage = storage_of(q.dtype, rows.keys.dtype, rows.values.dtype, out.dtype)
     q = q.flatten(1).unflatten(1, q.shape[1:])  # transformers' models pass heads that are not contiguous
@@ -110,27 +104,21 @@ def _compiled(storage: Storage, sizes: Sizes, dot: Dot):
         for head in range(kv_heads):
             for row in range(rows):
                 queries, length = np.int64(firsts[row + 1] - firsts[row]), np.int64(lengths[row])
-                first = stop = np.int64(0)
-                for tile in range(tiles_of(queries, group)):
-                    cost = _cost(tile, queries, length, group, window)
-                    if (2 * done + cost) * threads // (2 * whole) == thread:
-                        first = first if stop else np.int64(tile)
-                        stop = np.int64(tile + 1)
-                    done += cost
                 query = given[0] + (firsts[row] * given[11] + head * group * key_dim) * size
                 found = given[6] + (firsts[row] * given[12] + head * group * value_dim) * size
                 places = query, given[11] * size, found, given[12] * size, own
                 pages = given[1], given[2], given[3] + row * given[13] * 4
-                for tile in range(first, stop, TILES):
-                    some = tile, min(tile + TILES, stop)
-                    attend(some, places, pages, (kv_heads, head, page), (queries, length, window), scale)
+                for tile in range(tiles_of(queries, group)):
+                    cost = _cost(tile, queries, length, group, window)
+                    if (2 * done + cost) * threads // (2 * whole) == thread:
+                        attend(np.int64(tile), places, pages, (kv_heads, head, page), (queries, length, window), scale)
+                    done += cost
 
     return prefill
 
 
 @njit(error_model="numpy")
 def tiles_of(queries, group):
-    """The number of a row's tiles."""
     return (queries * group + QUERIES - 1) // QUERIES
 
 
@@ -150,9 +138,8 @@ def _cost(tile, queries, length, group, window):
 
 
 def _attend(storage: Storage, sizes: Sizes, dot: Dot):
-    group, tile_bytes = sizes.group, sizes.tile
+    group, scores_at = sizes.group, sizes.tile
     key_size, value_size = sizes.key_dim * storage.size, sizes.value_dim * storage.size
-    scores_at = tile_bytes * TILES
     values_at = scores_at + BLOCK * QUERIES * WORD
     rescale_at = values_at + BLOCK // sizes.numbers * sizes.width * WORD
     keys_at = rescale_at + QUERIES * WORD
@@ -160,29 +147,22 @@ def _attend(storage: Storage, sizes: Sizes, dot: Dot):
     copy, gather = _copy(sizes), _gather(storage, sizes)
 
     @njit(error_model="numpy")
-    def attend(tiles, places, pages, shape, row, scale):
-        """Attention of some consecutive tiles of one row's queries of one KV head."""
+    def attend(tile, places, pages, shape, row, scale):
         query, query_step, found, found_step, own = places
         keys, values, table = pages
         kv_heads, head, page = shape
         queries, length, window = row
         held = own + scores_at, own + keys_at, own + values_at, own + rescale_at
-        for tile in range(tiles[0], tiles[1]):
-            begin_tile(own + (tile - tiles[0]) * tile_bytes, query, query_step, tile, queries, length)
-        begin = max(np.int64(0), _ends(tiles[0], queries, length, group)[0] + 1 - window)
-        end = _ends(tiles[1] - 1, queries, length, group)[1] + 1
-        blocks = carray(pointer(table), ((end + page - 1) // page,), np.int32)
-        for block in range(begin - begin % BLOCK, end, BLOCK):
-            tokens = min(end - block, BLOCK)
+        begin_tile(own, query, query_step, tile, queries, length)
+        first, last = _ends(tile, queries, length, group)
+        begin = max(np.int64(0), first + 1 - window)
+        blocks = carray(pointer(table), (last // page + 1,), np.int32)
+        for block in range(begin - begin % BLOCK, last + 1, BLOCK):
+            tokens = min(last + 1 - block, BLOCK)
             gather(values + head * value_size, kv_heads * value_size, blocks, page, block, tokens, held[2])
             copy(keys + head * key_size, kv_heads * key_size, blocks, page, block, tokens, held[1])
-            for tile in range(tiles[0], tiles[1]):
-                first, last = _ends(tile, queries, length, group)
-                if block <= last and block + BLOCK > first + 1 - window:
-                    at, lanes = own + (tile - tiles[0]) * tile_bytes, queries * group - tile * QUERIES
-                    add_block(at, held, block, (first, last, window), lanes, scale)
-        for tile in range(tiles[0], tiles[1]):
-            end_tile(own + (tile - tiles[0]) * tile_bytes, found, found_step, tile, queries)
+            add_block(own, held, block, (first, last, window), queries * group - tile * QUERIES, scale)
+        end_tile(own, found, found_step, tile, queries)
 
     return attend
 
@@ -192,24 +172,20 @@ def _add_block(storage: Storage, sizes: Sizes, dot: Dot):
     sums_at = QUERIES * sizes.key_words * WORD
     state_at = sums_at + QUERIES * width * WORD
     score, add = scores_of(dot, sizes.key_words), sums_of(dot, width)
-    weigh, weigh_masked = weights_of(numbers, masked=False), weights_of(numbers, masked=True)
-    are_finite, add_visible = _are_finite(sizes), _add_visible(storage, sizes)
+    weigh, are_finite, add_visible = weights_of(numbers), _are_finite(sizes), _add_visible(storage, sizes)
 
     @njit(fastmath=False, error_model="numpy")  # the kernel's fast math would remove the rounding by addition
     def add_block(tile, held, block, visible, lanes, scale):
-        """Add the weighted values of a block to the sums of a tile's queries."""
         scores, keys, ordered, rescale = held
         first, last, window = visible
         count = min((last - block) // KEYS * KEYS + KEYS, BLOCK)
         for key in range(0, count, KEYS):
             score(keys + key * key_size, np.int64(key_size), tile, scores + key * QUERIES * WORD)
-        if block + count - 1 <= first and block > last - window:
-            weigh(scores, count, scale, tile + state_at, rescale, block, window)
-        else:
-            weigh_masked(scores, count, scale, tile + state_at, rescale, block, window)
-            if not are_finite(ordered, count):
-                add_visible(scores, ordered, block, count, rescale, tile + sums_at, tile + state_at, window)
-                return
+        weigh(scores, count, scale, tile + state_at, rescale, block, window)
+        all_visible = block + count - 1 <= first and block > last - window
+        if not all_visible and not are_finite(ordered, count):
+            add_visible(scores, ordered, block, count, rescale, tile + sums_at, tile + state_at, window)
+            return
         for lane in range(0, min(QUERIES, lanes), ROWS):
             for chunk in range(0, width, OUTPUTS):
                 sums, values = tile + sums_at + (lane * width + chunk) * WORD, ordered + chunk * WORD
@@ -221,7 +197,6 @@ def _add_block(storage: Storage, sizes: Sizes, dot: Dot):
 
 @njit(error_model="numpy")
 def _slot(blocks, page, token):
-    """The pool's slot of a token of the row."""
     return np.int64(blocks[token // page]) * page + token % page
 
 
@@ -271,7 +246,6 @@ def _end_tile(storage: Storage, sizes: Sizes):
 
     @njit(error_model="numpy")
     def end(own, found, found_step, tile, queries):
-        """Write the sums divided by the weights' sums."""
         sums = carray(pointer(own + QUERIES * key_words * WORD), (QUERIES, width), np.float32)
         totals = carray(pointer(own + QUERIES * (key_words + width + 1) * WORD), (QUERIES,), np.float32)
         for lane in range(min(QUERIES, queries * group - tile * QUERIES)):
@@ -331,13 +305,8 @@ def _are_finite(sizes: Sizes):
 
 
 def _add_visible(storage: Storage, sizes: Sizes):
-    kind, widen, value_dim, width, numbers = (
-        storage.kind,
-        storage.widen,
-        sizes.value_dim,
-        sizes.width,
-        sizes.numbers,
-    )
+    kind, widen = storage.kind, storage.widen
+    value_dim, width, numbers = sizes.value_dim, sizes.width, sizes.numbers
 
     @njit(error_model="numpy")
     def add(scores, ordered, block, count, rescale, tile_sums, state, window):

@@ -53,11 +53,9 @@ class Arena:
 
     @property
     def pieces(self) -> int:
-        """The number of pieces."""
         return len(self._pieces)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in this memory."""
         return tensor.untyped_storage().data_ptr() in self._pieces
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -68,8 +66,6 @@ class Arena:
 
 @dataclass(slots=True, frozen=True)
 class CallRecording:
-    """The kernel calls of a step."""
-
     calls: bytes
     threads: int
     arena: Arena

@@ -23,8 +23,7 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .compilation import THREAD_ENTRY, Kernel, kernel
-from .openmp import openmp, team_functions
+from .compilation import THREAD_ENTRY, Kernel, kernel, openmp, team_functions
 from .scalars import address_of, pointer
 from .vectors import INT64
 
@@ -42,7 +41,6 @@ _observer: ContextVar[CallObserver | None] = ContextVar("observer", default=None
 
 
 def threads_for(work_bytes: int) -> int:
-    """The number of torch's threads that the work is worth."""
     return max(1, min(torch.get_num_threads(), work_bytes // BYTES_PER_THREAD))
 
 
@@ -72,7 +70,6 @@ def join_calls(calls: Sequence[bytes]) -> bytes:
 
 @contextmanager
 def observing_calls(observer: CallObserver) -> Iterator[None]:
-    """Report all calls that this thread makes inside the context."""
     token = _observer.set(observer)
     try:
         yield
@@ -123,8 +120,6 @@ def _thread_entry() -> Kernel:
 
 @intrinsic
 def _invoke(_context, _kernel, _arguments, _number, _threads):
-    """Call a kernel by its address."""
-
     def generate(context, builder, _signature, given):
         address, arguments, number, threads = given
         kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, INT64, INT64])
