@@ -167,9 +167,24 @@ def rotate_and_store(
 
 @functools.cache
 def _rotate_and_store(storage: Storage, table: Storage, dim: int, norms: bool):
-    kind, size = storage.kind, storage.size
-    half, table_kind, table_size = dim // 2, table.kind, table.size
-    rotate = _rotate_head(storage, table, dim, norms)
+    kind, size, widen, narrow = storage.kind, storage.size, storage.widen, storage.narrow
+    half, table_kind, table_size, wide = dim // 2, table.kind, table.size, table.widen
+
+    @njit(fastmath=FAST_MATH, error_model="numpy")
+    def rotate(source, target, cos, sin, norm, epsilon):
+        """Normalize and rotate one head, pairs (i, i + dim / 2)."""
+        inverse = np.float32(1)
+        if norms:
+            squares = np.float32(0)
+            for i in range(dim):
+                squares += widen(source[i]) * widen(source[i])
+            inverse = np.float32(1) / math.sqrt(squares / np.float32(dim) + epsilon)
+        for i in range(half):
+            one, other = widen(source[i]), widen(source[half + i])
+            if norms:
+                one, other = one * inverse * widen(norm[i]), other * inverse * widen(norm[half + i])
+            target[i] = narrow(one * wide(cos[i]) - other * wide(sin[i]))
+            target[half + i] = narrow(other * wide(cos[i]) + one * wide(sin[i]))
 
     @kernel
     def rotate_and_store(data, number, threads):
@@ -200,25 +215,3 @@ def _rotate_and_store(storage: Storage, table: Storage, dim: int, norms: bool):
                 stored[i] = fresh[i]
 
     return rotate_and_store
-
-
-def _rotate_head(storage: Storage, table: Storage, dim: int, norms: bool):
-    half, widen, narrow, wide = dim // 2, storage.widen, storage.narrow, table.widen
-
-    @njit(fastmath=FAST_MATH, error_model="numpy")
-    def rotate(source, target, cos, sin, norm, epsilon):
-        """Normalize and rotate one head, pairs (i, i + dim / 2)."""
-        inverse = np.float32(1)
-        if norms:
-            squares = np.float32(0)
-            for i in range(dim):
-                squares += widen(source[i]) * widen(source[i])
-            inverse = np.float32(1) / math.sqrt(squares / np.float32(dim) + epsilon)
-        for i in range(half):
-            one, other = widen(source[i]), widen(source[half + i])
-            if norms:
-                one, other = one * inverse * widen(norm[i]), other * inverse * widen(norm[half + i])
-            target[i] = narrow(one * wide(cos[i]) - other * wide(sin[i]))
-            target[half + i] = narrow(other * wide(cos[i]) + one * wide(sin[i]))
-
-    return rotate

@@ -26,7 +26,6 @@ from .prefill_loops import KEYS, LOWEST, QUERIES, scores_of, sums_of, weights_of
 BLOCK = 128
 #: Words of a query's state: its greatest score, its weights' sum, its last token.
 STATE = 3
-BITS = {2: np.uint16, 4: np.uint32}  #: Integers by size in bytes.
 #: Stands for no window: no row has as many tokens.
 NO_WINDOW = 1 << 30
 
@@ -138,13 +137,75 @@ def _cost(tile, queries, length, group, window):
 
 
 def _attend(storage: Storage, sizes: Sizes, dot: Dot):
-    group, scores_at = sizes.group, sizes.tile
-    key_size, value_size = sizes.key_dim * storage.size, sizes.value_dim * storage.size
+    kind, narrow, size, value_dim = storage.kind, storage.narrow, storage.size, sizes.value_dim
+    group, numbers, key_words, width = sizes.group, sizes.numbers, sizes.key_words, sizes.width
+    key_size, value_size, bits = key_words * WORD, value_dim * size, np.uint16 if numbers == 2 else np.uint32
+    scores_at = sizes.tile
     values_at = scores_at + BLOCK * QUERIES * WORD
-    rescale_at = values_at + BLOCK // sizes.numbers * sizes.width * WORD
+    rescale_at = values_at + BLOCK // numbers * width * WORD
     keys_at = rescale_at + QUERIES * WORD
-    begin_tile, end_tile, add_block = _begin_tile(sizes), _end_tile(storage, sizes), _add_block(storage, sizes, dot)
-    copy, gather = _copy(sizes), _gather(storage, sizes)
+    add_block = _add_block(storage, sizes, dot)
+
+    @njit(error_model="numpy")
+    def begin_tile(own, query, query_step, tile, queries, length):
+        """Copy the queries into lanes, repeating the last one, and reset sums and state."""
+        lanes = carray(pointer(own), (key_words, QUERIES), np.uint32)
+        sums = carray(pointer(own + QUERIES * key_words * WORD), (QUERIES * width,), np.float32)
+        state = own + QUERIES * (key_words + width) * WORD
+        tops, totals = carray(pointer(state), (2, QUERIES), np.float32)
+        lasts = carray(pointer(state + 2 * QUERIES * WORD), (QUERIES,), np.int32)
+        for lane in range(QUERIES):
+            number = min(tile * QUERIES + lane, queries * group - 1)
+            token, head = number // group, number % group
+            tops[lane], totals[lane] = np.float32(LOWEST), np.float32(0)
+            lasts[lane] = length - queries + token
+            given = carray(pointer(query + token * query_step + head * key_words * WORD), (key_words,), np.uint32)
+            for word in range(key_words):
+                lanes[word, lane] = given[word]
+        for i in range(QUERIES * width):
+            sums[i] = np.float32(0)
+
+    @njit(error_model="numpy")
+    def gather(values, step, blocks, page, first, tokens, ordered):
+        """Copy values as words of consecutive tokens, from token `first` on; pad with zeros to whole `KEYS`."""
+        words = carray(pointer(ordered), (BLOCK // numbers, width), np.uint32)
+        for word in range((tokens + numbers - 1) // numbers):
+            token = first + word * numbers
+            low = carray(pointer(values + _slot(blocks, page, token) * step), (value_dim,), bits)
+            if numbers == 1:
+                for i in range(value_dim):
+                    words[word, i] = low[i]
+            else:
+                lone = word * numbers + 1 == tokens
+                following = token if lone else token + 1
+                high = carray(pointer(values + _slot(blocks, page, following) * step), (value_dim,), bits)
+                mask = np.uint32(0 if lone else 0xFFFF0000)
+                for i in range(value_dim):
+                    words[word, i] = np.uint32(low[i]) | (np.uint32(np.uint32(high[i]) << np.uint32(16)) & mask)
+        for word in range((tokens + numbers - 1) // numbers, (tokens + KEYS - 1) // KEYS * KEYS // numbers):
+            for i in range(value_dim):
+                words[word, i] = np.uint32(0)
+
+    @njit(error_model="numpy")
+    def copy(keys, step, blocks, page, first, tokens, copied):
+        """Copy the keys of `tokens` tokens from `first` on. The memory behind them is never visible."""
+        words = carray(pointer(copied), (BLOCK, key_words), np.uint32)
+        for token in range(tokens):
+            given = carray(pointer(keys + _slot(blocks, page, first + token) * step), (key_words,), np.uint32)
+            for word in range(key_words):
+                words[token, word] = given[word]
+
+    @njit(error_model="numpy")
+    def end_tile(own, found, found_step, tile, queries):
+        sums = carray(pointer(own + QUERIES * key_words * WORD), (QUERIES, width), np.float32)
+        totals = carray(pointer(own + QUERIES * (key_words + width + 1) * WORD), (QUERIES,), np.float32)
+        for lane in range(min(QUERIES, queries * group - tile * QUERIES)):
+            number = tile * QUERIES + lane
+            token, head = number // group, number % group
+            out = carray(pointer(found + token * found_step + head * value_dim * size), (value_dim,), kind)
+            inverse = np.float32(1) / totals[lane]
+            for i in range(value_dim):
+                out[i] = narrow(sums[lane, i] * inverse)
 
     @njit(error_model="numpy")
     def attend(tile, places, pages, shape, row, scale):
@@ -168,11 +229,41 @@ def _attend(storage: Storage, sizes: Sizes, dot: Dot):
 
 
 def _add_block(storage: Storage, sizes: Sizes, dot: Dot):
+    kind, widen, value_dim = storage.kind, storage.widen, sizes.value_dim
     numbers, width, key_size = sizes.numbers, sizes.width, sizes.key_words * WORD
     sums_at = QUERIES * sizes.key_words * WORD
     state_at = sums_at + QUERIES * width * WORD
-    score, add = scores_of(dot, sizes.key_words), sums_of(dot, width)
-    weigh, are_finite, add_visible = weights_of(numbers), _are_finite(sizes), _add_visible(storage, sizes)
+    score, weigh, add = scores_of(dot, sizes.key_words), weights_of(numbers), sums_of(dot, width)
+    high, low = np.uint32(0x7F800000), np.uint32(0x7F80 if numbers == 2 else 0xFFFFFFFF)
+
+    @njit(error_model="numpy")
+    def are_finite(ordered, count):
+        """Whether the first `count` values contain neither NaN nor infinity."""
+        words = carray(pointer(ordered), (BLOCK // numbers, width), np.uint32)
+        odd = np.uint32(0)
+        for word in range(count // numbers):
+            for i in range(value_dim):
+                value = words[word, i]
+                odd |= np.uint32((value & high) == high) | np.uint32((value & low) == low)
+        return odd == 0
+
+    @njit(error_model="numpy")
+    def add_visible(scores, ordered, block, count, rescale, tile_sums, state, window):
+        """As `prefill_loops.sums_of`, key by key: values that a query does not see are not even multiplied by 0."""
+        weights = carray(pointer(scores), (BLOCK // numbers, QUERIES, numbers), kind)
+        values = carray(pointer(ordered), (BLOCK // numbers, width, numbers), kind)
+        rescales = carray(pointer(rescale), (QUERIES,), np.float32)
+        sums = carray(pointer(tile_sums), (QUERIES, width), np.float32)
+        lasts = carray(pointer(state + 2 * QUERIES * WORD), (QUERIES,), np.int32)
+        for lane in range(QUERIES):
+            for i in range(value_dim):
+                sums[lane, i] *= rescales[lane]
+            last = np.int64(lasts[lane])
+            for key in range(max(np.int64(0), last + 1 - window - block), min(count, last + 1 - block)):
+                word, part = key // numbers, key % numbers
+                weight = widen(weights[word, lane, part])
+                for i in range(value_dim):
+                    sums[lane, i] += weight * widen(values[word, i, part])
 
     @njit(fastmath=False, error_model="numpy")  # the kernel's fast math would remove the rounding by addition
     def add_block(tile, held, block, visible, lanes, scale):
@@ -198,132 +289,3 @@ def _add_block(storage: Storage, sizes: Sizes, dot: Dot):
 @njit(error_model="numpy")
 def _slot(blocks, page, token):
     return np.int64(blocks[token // page]) * page + token % page
-
-
-def _copy(sizes: Sizes):
-    key_words = sizes.key_words
-
-    @njit(error_model="numpy")
-    def copy(keys, step, blocks, page, first, tokens, copied):
-        """Copy the keys of `tokens` tokens from `first` on. The memory behind them is never visible."""
-        words = carray(pointer(copied), (BLOCK, key_words), np.uint32)
-        for token in range(tokens):
-            given = carray(pointer(keys + _slot(blocks, page, first + token) * step), (key_words,), np.uint32)
-            for word in range(key_words):
-                words[token, word] = given[word]
-
-    return copy
-
-
-def _begin_tile(sizes: Sizes):
-    key_words, width, group = sizes.key_words, sizes.width, sizes.group
-
-    @njit(error_model="numpy")
-    def begin(own, query, query_step, tile, queries, length):
-        """Copy the queries into lanes, repeating the last one, and reset sums and state."""
-        lanes = carray(pointer(own), (key_words, QUERIES), np.uint32)
-        sums = carray(pointer(own + QUERIES * key_words * WORD), (QUERIES * width,), np.float32)
-        state = own + QUERIES * (key_words + width) * WORD
-        tops, totals = carray(pointer(state), (2, QUERIES), np.float32)
-        lasts = carray(pointer(state + 2 * QUERIES * WORD), (QUERIES,), np.int32)
-        for lane in range(QUERIES):
-            number = min(tile * QUERIES + lane, queries * group - 1)
-            token, head = number // group, number % group
-            tops[lane], totals[lane] = np.float32(LOWEST), np.float32(0)
-            lasts[lane] = length - queries + token
-            given = carray(pointer(query + token * query_step + head * key_words * WORD), (key_words,), np.uint32)
-            for word in range(key_words):
-                lanes[word, lane] = given[word]
-        for i in range(QUERIES * width):
-            sums[i] = np.float32(0)
-
-    return begin
-
-
-def _end_tile(storage: Storage, sizes: Sizes):
-    kind, narrow, key_words, width, group = storage.kind, storage.narrow, sizes.key_words, sizes.width, sizes.group
-    value_dim, size = sizes.value_dim, storage.size
-
-    @njit(error_model="numpy")
-    def end(own, found, found_step, tile, queries):
-        sums = carray(pointer(own + QUERIES * key_words * WORD), (QUERIES, width), np.float32)
-        totals = carray(pointer(own + QUERIES * (key_words + width + 1) * WORD), (QUERIES,), np.float32)
-        for lane in range(min(QUERIES, queries * group - tile * QUERIES)):
-            number = tile * QUERIES + lane
-            token, head = number // group, number % group
-            out = carray(pointer(found + token * found_step + head * value_dim * size), (value_dim,), kind)
-            inverse = np.float32(1) / totals[lane]
-            for i in range(value_dim):
-                out[i] = narrow(sums[lane, i] * inverse)
-
-    return end
-
-
-def _gather(storage: Storage, sizes: Sizes):
-    bits, value_dim, width, numbers = BITS[storage.size], sizes.value_dim, sizes.width, sizes.numbers
-
-    @njit(error_model="numpy")
-    def gather(values, step, blocks, page, first, tokens, ordered):
-        """Copy values as words of consecutive tokens, from token `first` on; pad with zeros to whole `KEYS`."""
-        words = carray(pointer(ordered), (BLOCK // numbers, width), np.uint32)
-        for word in range((tokens + numbers - 1) // numbers):
-            token = first + word * numbers
-            low = carray(pointer(values + _slot(blocks, page, token) * step), (value_dim,), bits)
-            if numbers == 1:
-                for i in range(value_dim):
-                    words[word, i] = low[i]
-            else:
-                lone = word * numbers + 1 == tokens
-                following = token if lone else token + 1
-                high = carray(pointer(values + _slot(blocks, page, following) * step), (value_dim,), bits)
-                mask = np.uint32(0 if lone else 0xFFFF0000)
-                for i in range(value_dim):
-                    words[word, i] = np.uint32(low[i]) | (np.uint32(np.uint32(high[i]) << np.uint32(16)) & mask)
-        for word in range((tokens + numbers - 1) // numbers, (tokens + KEYS - 1) // KEYS * KEYS // numbers):
-            for i in range(value_dim):
-                words[word, i] = np.uint32(0)
-
-    return gather
-
-
-def _are_finite(sizes: Sizes):
-    value_dim, width, numbers = sizes.value_dim, sizes.width, sizes.numbers
-    high, low = np.uint32(0x7F800000), np.uint32(0x7F80 if numbers == 2 else 0xFFFFFFFF)
-
-    @njit(error_model="numpy")
-    def are_finite(ordered, count):
-        """Whether the first `count` values contain neither NaN nor infinity."""
-        words = carray(pointer(ordered), (BLOCK // numbers, width), np.uint32)
-        odd = np.uint32(0)
-        for word in range(count // numbers):
-            for i in range(value_dim):
-                value = words[word, i]
-                odd |= np.uint32((value & high) == high) | np.uint32((value & low) == low)
-        return odd == 0
-
-    return are_finite
-
-
-def _add_visible(storage: Storage, sizes: Sizes):
-    kind, widen = storage.kind, storage.widen
-    value_dim, width, numbers = sizes.value_dim, sizes.width, sizes.numbers
-
-    @njit(error_model="numpy")
-    def add(scores, ordered, block, count, rescale, tile_sums, state, window):
-        """As `prefill_loops.sums_of`, key by key: values that a query does not see are not even multiplied by 0."""
-        weights = carray(pointer(scores), (BLOCK // numbers, QUERIES, numbers), kind)
-        values = carray(pointer(ordered), (BLOCK // numbers, width, numbers), kind)
-        rescales = carray(pointer(rescale), (QUERIES,), np.float32)
-        sums = carray(pointer(tile_sums), (QUERIES, width), np.float32)
-        lasts = carray(pointer(state + 2 * QUERIES * WORD), (QUERIES,), np.int32)
-        for lane in range(QUERIES):
-            for i in range(value_dim):
-                sums[lane, i] *= rescales[lane]
-            last = np.int64(lasts[lane])
-            for key in range(max(np.int64(0), last + 1 - window - block), min(count, last + 1 - block)):
-                word, part = key // numbers, key % numbers
-                weight = widen(weights[word, lane, part])
-                for i in range(value_dim):
-                    sums[lane, i] += weight * widen(values[word, i, part])
-
-    return add

@@ -19,8 +19,6 @@ from .thread_team import join_calls, observing_calls, run_calls
 
 #: Bytes of the smallest piece of memory that an arena gives out.
 SMALLEST_PIECE = 4096
-#: The last operation of `torch.tensor`: a view by its schema, of numbers that the host had when the step was recorded.
-_HOST_DATA = (torch.ops.aten.lift_fresh.default,)
 
 
 class NotRecorded(Exception):  # noqa: N818
@@ -111,7 +109,8 @@ class _Recorder(TorchDispatchMode):
             return self._arena.empty(args[0], kwargs.get("dtype") or torch.get_default_dtype())
         if func is torch.ops.aten.new_empty.default:
             return self._arena.empty(args[1], kwargs.get("dtype") or args[0].dtype)
-        if not func.is_view or func in _HOST_DATA:
+        # The last operation of `torch.tensor` is a view by its schema, of numbers that the host had when recording.
+        if not func.is_view or func is torch.ops.aten.lift_fresh.default:
             raise NotRecorded(str(func))
         found = func(*args, **(kwargs or {}))
         if not isinstance(found, torch.Tensor):

@@ -90,15 +90,10 @@ def _format(addresses: int, *kinds: type) -> str:
 
 @functools.cache
 def _parallel() -> Any:
+    """Makes calls in a team of threads. Calls by several threads start when the call before is complete."""
     entry = openmp().GOMP_parallel
     entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     entry.restype = None
-    return functools.partial(entry, _thread_entry().address)
-
-
-@functools.cache
-def _thread_entry() -> Kernel:
-    """The loop that each thread of a team runs. Calls by several threads start when the call before is complete."""
     number_of, count_of, barrier = team_functions()
 
     def thread_loop(data):
@@ -115,7 +110,7 @@ def _thread_entry() -> Kernel:
             place += head[2] * _WORD
             before = threads
 
-    return kernel(thread_loop, THREAD_ENTRY)
+    return functools.partial(entry, kernel(thread_loop, THREAD_ENTRY).address)
 
 
 @intrinsic
