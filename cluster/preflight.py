@@ -15,9 +15,8 @@ from ..events.config import EventsSettings
 from ..events.errors import BadKeys
 from ..events.security.curve_keys import reader_keys, server_keys
 from ..kvcache.errors import KvCacheError
-from ..replica.errors import StartupError
+from ..replica.errors import StartupError, UnsupportedModel, WeightsMissing, WeightsTorn
 from ..replica.load.preflight import check_model
-from ..replica.models.errors import UnsupportedModel, WeightsMissing, WeightsTorn
 from ..router.config import RouterSettings
 from ..router.errors import KeysFileInvalid, TlsUnusable, TokenizerUnavailable
 from ..router.server import tls_context

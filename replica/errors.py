@@ -1,16 +1,4 @@
-"""The errors of a replica, by whose fault they are. No sockets, no torch.
-
-ReplicaError
-├── RequestError            the request cannot run here; becomes a `Refused`
-│   ├── InvalidRequest      the caller's fault: a field out of range, hashes that do not fit the tokens
-│   ├── PromptTooLong       the caller's fault: longer than the model or the KV pool allows
-│   ├── Draining            another replica can take the request
-│   └── NonFiniteLogits     the model's fault: it computed NaN or infinity for this request
-├── StepFailed              a forward pass raised; its requests end with an error, the engine continues
-├── EngineBroken            several steps in a row failed: the process must be rebuilt
-├── RankLost                another rank is gone: all ranks of the replica must be rebuilt
-└── StartupError            the replica cannot serve with these settings on this machine
-"""
+"""The errors of a replica, by whose fault they are. No sockets, no torch."""
 
 # ruff: noqa: N818 - these names say what happened; an "Error" at the end would say no more.
 from typing import ClassVar
@@ -32,21 +20,21 @@ class RequestError(ReplicaError):
 
 
 class InvalidRequest(RequestError):
-    """A field of the request is out of range or contradicts another."""
+    """The caller's fault: a field of the request is out of range or contradicts another."""
 
     http_status = 400
     reason = "invalid"
 
 
 class PromptTooLong(RequestError):
-    """The prompt leaves no room for an answer, in the model's context or in the KV pool."""
+    """The caller's fault: the prompt leaves no room for an answer, in the model's context or in the KV pool."""
 
     http_status = 400
     reason = "prompt_too_long"
 
 
 class Draining(RequestError):
-    """This replica finishes its requests and takes no new ones."""
+    """This replica finishes its requests and takes no new ones; another one can take the request."""
 
     http_status = 503
     reason = "draining"
@@ -54,22 +42,42 @@ class Draining(RequestError):
 
 
 class NonFiniteLogits(RequestError):
-    """The model computed logits from which no token can be drawn."""
+    """The model's fault: it computed NaN or infinity for this request, from which no token can be drawn."""
 
 
 class StepFailed(ReplicaError):
-    """A step raised; its requests were ended."""
+    """A forward pass raised; its requests end with an error, the engine continues."""
 
 
 class EngineBroken(ReplicaError):
-    """Several steps in a row failed."""
+    """Several steps in a row failed: the process must be rebuilt."""
 
 
 class RankLost(ReplicaError):
-    """A rank of this replica no longer responds; the other ranks cannot continue without it."""
+    """Another rank no longer responds: all ranks of the replica must be rebuilt."""
 
     http_status = 503
 
 
 class StartupError(ReplicaError):
     """The replica cannot serve with these settings on this machine."""
+
+
+class ModelError(StartupError):
+    """A model that cannot be loaded or run; raised while a replica starts, never for a request."""
+
+
+class WeightsMissing(ModelError):
+    """The folder has no safetensors, or they lack a tensor that the model needs."""
+
+
+class WeightsTorn(ModelError):
+    """A file of weights is incomplete, as after an interrupted download or on a full disk."""
+
+
+class UnsupportedModel(ModelError):
+    """The model needs an operation that the chosen provider does not have."""
+
+
+class TensorParallelUnsupported(ModelError):
+    """The model cannot be split over this number of ranks."""

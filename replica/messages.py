@@ -131,8 +131,6 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
 
 
 class CacheReset(msgspec.Struct, frozen=True, kw_only=True, tag="cache_reset"):
-    """The result of a `ResetCache`."""
-
     ask_id: int
     done: bool  #: False: blocks were in use, and nothing was dropped
 

@@ -30,8 +30,6 @@ REQUESTS_PER_TURN = 1024
 
 
 class SendResult(Enum):
-    """Whether a reply was sent."""
-
     SENT = "sent"
     GONE = "gone"  #: this router is not connected
     FULL = "full"  #: the router stopped reading
@@ -68,7 +66,6 @@ class RequestSocket:
 
     @property
     def sockets(self) -> list["zmq.Socket[bytes]"]:
-        """The sockets that `receive` reads, to be polled."""
         return [self._socket] if self._gate is None else [self._socket, self._gate.socket]
 
     def receive(self) -> Iterator[tuple[str, Request]]:

@@ -37,7 +37,6 @@ class Batch:
 
     @classmethod
     def on_device(cls, ragged: RaggedBatch, device: torch.device) -> Self:
-        """Start copying the arrays to `device`."""
         return cls(
             token_ids=to_device(ragged.token_ids, device),
             positions=to_device(ragged.positions, device),
@@ -55,7 +54,7 @@ class KvPool:
     """Keys and values of all blocks, per layer: [blocks, block_size, kv_heads, dim], zeroed.
 
     Zeroed, because plain torch reads slots that it then hides, and is slow where they hold NaN
-    (`torch_kernels.weighted_sum`). All tensors of one shape are slices of one tensor, so that a copy over all layers is
+    (`kernels.base.weighted_sum`). All tensors of one shape are slices of one tensor, so that a copy over all layers is
     one gather and one scatter instead of four kernels for each layer.
     """
 

@@ -3,13 +3,13 @@
 import importlib.util
 import logging
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 from ..errors import StartupError
+from ..kernels.base import TorchCpuKernels, TorchKernels
 from ..kernels.choice import choose_kernels, compiled_problem
-from ..kernels.torch_kernels import TorchCpuKernels, TorchKernels
 from .base import KvPool
 from .flash import FLASH3_MODULES, FlashAttention, load_flash2, load_flash3
 from .paged import PagedAttention
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 Name = Literal["flash3", "flash2", "triton", "cpu-compiled", "cpu-scratch", "reference"]
 #: Best first. The last one works everywhere.
-NAMES: tuple[Name, ...] = ("flash3", "flash2", "triton", "cpu-compiled", "cpu-scratch", "reference")
+NAMES: tuple[Name, ...] = get_args(Name)
 #: What FlashAttention's kernels are built for.
 FLASH_DTYPES = ("bfloat16", "float16")
 FLASH_MAX_DIM = 256
@@ -26,22 +26,12 @@ FLASH_MAX_DIM = 256
 
 @dataclass(slots=True, frozen=True)
 class Facts:
-    """All that the choice depends on."""
-
     device: str
     capability: tuple[int, int]  #: of a CUDA device, else (0, 0)
     dtype: str
     head_dims: tuple[int, ...]  #: of keys and values, all that occur
     installed: frozenset[str]  #: of triton, flash_attn, flash_attn_3
     compiled_problem: str | None  #: why kernels of this dtype cannot be compiled for the CPU
-
-
-@dataclass(slots=True, frozen=True)
-class Choice:
-    """A backend, and the problems of each better one."""
-
-    name: Name
-    refused: dict[Name, list[str]]
 
 
 def problems(name: Name, facts: Facts) -> list[str]:
@@ -74,13 +64,13 @@ def problems(name: Name, facts: Facts) -> list[str]:
     return found
 
 
-def choose(facts: Facts) -> Choice:
-    """The first backend without problems."""
+def choose(facts: Facts) -> tuple[Name, dict[Name, list[str]]]:
+    """The first backend without problems, and the problems of each better one."""
     refused: dict[Name, list[str]] = {}
     for name in NAMES:
         found = problems(name, facts)
         if not found:
-            return Choice(name, refused)
+            return name, refused
         refused[name] = found
     raise AssertionError("the last backend works everywhere")
 
@@ -89,24 +79,23 @@ def choose_attention(pool: KvPool, device: torch.device, wanted: str = "auto") -
     """The wanted backend, or the best; logs why better ones cannot be used. Raises StartupError."""
     facts = _facts_of(pool, device)
     if wanted == "auto":
-        choice = choose(facts)
+        chosen, refused = choose(facts)
+        for name, reasons in refused.items():
+            logger.info("attention_unusable backend=%s reasons=%r", name, "; ".join(reasons))
     else:
-        name = next(name for name in NAMES if name == wanted)
-        found = problems(name, facts)
+        chosen = next(name for name in NAMES if name == wanted)
+        found = problems(chosen, facts)
         if found:
             raise StartupError(f"attention_backend: {wanted} cannot be used: {'; '.join(found)}; use auto")
-        choice = Choice(name, {})
-    for name, reasons in choice.refused.items():
-        logger.info("attention_unusable backend=%s reasons=%r", name, "; ".join(reasons))
-    logger.info("attention_chosen backend=%s device=%s block_size=%d", choice.name, device, pool.block_size)
-    if choice.name == "reference":
+    logger.info("attention_chosen backend=%s device=%s block_size=%d", chosen, device, pool.block_size)
+    if chosen == "reference":
         return PagedAttention(pool, TorchKernels())
-    if choice.name == "cpu-scratch":
+    if chosen == "cpu-scratch":
         return PagedAttention(pool, TorchCpuKernels())
     kernels = choose_kernels(device, pool.keys[0].dtype)
-    if choice.name == "flash3":
+    if chosen == "flash3":
         return FlashAttention(pool, kernels, load_flash3())
-    if choice.name == "flash2":
+    if chosen == "flash2":
         return FlashAttention(pool, kernels, load_flash2())
     return PagedAttention(pool, kernels)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..kernels.base import Kernels, PagedRows
+from ..kernels.base import PagedRows, TorchKernels
 from ..models.base import AttentionRule
 from .base import KvPool
 from .paged import PagedAttention, PagedStep
@@ -26,7 +26,7 @@ Prefill = Callable[[torch.Tensor, PagedRows, PagedStep, AttentionRule], torch.Te
 class FlashAttention(PagedAttention):
     """`PagedAttention` whose prefill is a library's. Rules that the library does not support use our kernels."""
 
-    def __init__(self, pool: KvPool, kernels: Kernels, prefill: Prefill) -> None:
+    def __init__(self, pool: KvPool, kernels: TorchKernels, prefill: Prefill) -> None:
         super().__init__(pool, kernels)
         self._library = prefill
 
@@ -93,12 +93,10 @@ def _rule_arguments(rule: AttentionRule) -> dict[str, Any]:
 
 
 def load_flash2() -> Prefill:
-    """Raises ImportError."""
     return flash2(importlib.import_module("flash_attn").flash_attn_varlen_func)
 
 
 def load_flash3() -> Prefill:
-    """Raises ImportError."""
     for name in FLASH3_MODULES:
         try:
             return flash3(importlib.import_module(name).flash_attn_with_kvcache)

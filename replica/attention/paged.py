@@ -11,18 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..kernels.base import Kernels, PagedRows
+from ..kernels.base import PagedRows, TorchKernels
 from ..models.base import AttentionRule, Rotary
 from .base import Batch, KvPool, to_device
-
-
-@dataclass(slots=True, frozen=True)
-class DecodeRows:
-    """Rows of one token each, on the device; as many as the batch's padded size."""
-
-    slots: torch.Tensor  #: [rows] int64 slot of each token's KV; padding rows write into the null block
-    tables: torch.Tensor  #: [rows, longest] int32
-    seq_lens: torch.Tensor  #: [rows] int32, 0 for padding
 
 
 @dataclass(slots=True, frozen=True)
@@ -39,12 +30,12 @@ class PagedStep:
 
 
 class PagedAttention:
-    """`models.base.QkvAttend` over `Kernels`.
+    """`models.base.QkvAttend` over kernels.
 
     The contents of slots that a token does not see, NaN included, do not change its result.
     """
 
-    def __init__(self, pool: KvPool, kernels: Kernels) -> None:
+    def __init__(self, pool: KvPool, kernels: TorchKernels) -> None:
         self._pool = pool
         self._kernels = kernels
         self._step: PagedStep | None = None
@@ -59,9 +50,12 @@ class PagedAttention:
         lengths = batch.kv_lens[decodes:]
         self._start(PagedStep(batch.slots, batch.block_tables, batch.seq_lens, decodes, first, rest, lengths))
 
-    def begin_decode(self, rows: DecodeRows) -> None:
-        """Start a step in which all rows decode; nothing is read on the host."""
-        self._start(PagedStep(rows.slots, rows.tables, rows.seq_lens, len(rows.seq_lens), None, [], []))
+    def begin_decode(self, slots: torch.Tensor, tables: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Start a step in which all rows decode; nothing is read on the host.
+
+        Padding rows have a length of 0 and write into the null block.
+        """
+        self._start(PagedStep(slots, tables, seq_lens, len(seq_lens), None, [], []))
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule

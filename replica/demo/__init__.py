@@ -1,11 +1,6 @@
-"""The small language model that ships with homing, so that a first answer needs no download.
-
-This face only says where the folder lies. It imports neither torch nor transformers: the router asks it too.
-"""
+"""The small language model that ships with homing, so that a first answer needs no download. Imports no torch."""
 
 from pathlib import Path
-
-__all__ = ["demo_model_path"]
 
 
 def demo_model_path() -> Path:

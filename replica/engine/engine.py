@@ -37,19 +37,15 @@ class Executor(Protocol):
 
     def allocate_kv(self, num_blocks: int) -> None:
         """Allocate the KV pool on all ranks, in place of the previous one."""
-        ...
 
     def readings(self) -> list[MemoryReading]:
         """Memory of all ranks since `allocate_kv`, in rank order."""
-        ...
 
     def forward(self, plan: StepPlan) -> torch.Tensor | None:
         """Logits [len(plan.logits_at), vocab], float32; never None on rank 0. Raises RankLost."""
-        ...
 
     def close(self) -> None:
         """Free the KV pool and end the other ranks."""
-        ...
 
 
 @dataclass(slots=True)
@@ -126,7 +122,6 @@ class Engine:
         return len(orphans)
 
     def drain(self) -> None:
-        """Finish the present requests and refuse new ones."""
         self.draining = True
 
     def step(self) -> StepResult:
@@ -155,7 +150,6 @@ class Engine:
             self._cache.expire_pins(self._clock())
 
     def load(self) -> LoadReport:
-        """The current load."""
         backlog, cost = self.scheduler.backlog(), self.rates.prefill_cost
         stats, pins = self._cache.counters, self._cache.pins.stats
         return LoadReport(
@@ -291,7 +285,6 @@ class Engine:
             self.scheduler.finish(request)
 
     def _end_of(self, request: RequestState, token_id: int) -> tuple[int | None, FinishReason | None]:
-        """The stop id and the finish reason that the newest token gives the request, if any."""
         params, generated = request.sampling, request.generated
         if generated >= params.min_tokens and (  # before that the sampler bans them; this holds for any sampler
             token_id in params.stop_token_ids or (not params.ignore_eos and token_id in self._eos_token_ids)
@@ -330,7 +323,6 @@ def _confirmed(drawn: Sequence[Sampled], drafts: Sequence[int]) -> Sequence[Samp
 
 
 def _prompt_logprobs(logits: torch.Tensor, layout: LogitsLayout) -> list[tuple[RequestState, list[PositionLogprobs]]]:
-    """The logprobs of the prompt tokens that this step's rows reached, by request."""
     found: list[tuple[RequestState, list[PositionLogprobs]]] = []
     first = 0
     for row, positions in layout.prompts:

@@ -24,11 +24,8 @@ from .step_plan import SlotStart, StepPlan
 
 
 class PendingTokens(Protocol):
-    """The tokens of a step that was launched."""
-
     def tokens(self) -> list[int | None]:
         """Wait for the step; its tokens in the order of the plan's `drawn`. None: the logits were not finite."""
-        ...
 
 
 class AsyncExecutor(Executor, Protocol):
@@ -36,13 +33,10 @@ class AsyncExecutor(Executor, Protocol):
 
     def launch(self, plan: StepPlan) -> PendingTokens:
         """Start a plan with slots on all ranks. Raises RankLost."""
-        ...
 
 
 @dataclass(slots=True, frozen=True)
 class StepInFlight:
-    """A launched step."""
-
     step: int
     rows: list[ScheduledRow]
     preemptions: list[int]  #: of each row's request at launch
@@ -59,9 +53,8 @@ class SlotTable:
 
     def __init__(self, count: int) -> None:
         self._free = list(range(count, 0, -1))
-        #: By slot: the request and its preemptions when it got the slot.
-        self._held: dict[int, tuple[RequestState, int]] = {}
-        self._slot_of: dict[int, int] = {}
+        #: By arrival: the slot, the request, and its preemptions when it got the slot.
+        self._held: dict[int, tuple[int, RequestState, int]] = {}
 
     @property
     def free(self) -> int:
@@ -70,25 +63,23 @@ class SlotTable:
 
     def assign(self, requests: Iterable[RequestState]) -> tuple[list[int], list[RequestState]]:
         """A slot for each running request, and the requests that got theirs just now."""
-        for slot, (request, preemptions) in list(self._held.items()):
+        for slot, request, preemptions in list(self._held.values()):
             if request.phase is not RequestPhase.RUNNING or request.preemptions != preemptions:
-                del self._held[slot], self._slot_of[request.arrival]
+                del self._held[request.arrival]
                 self._free.append(slot)
         slots: list[int] = []
         started: list[RequestState] = []
         for request in requests:
-            assigned = self._slot_of.get(request.arrival)
-            if assigned is None:
-                assigned = self._slot_of[request.arrival] = self._free.pop()
-                self._held[assigned] = request, request.preemptions
+            if request.arrival not in self._held:
+                self._held[request.arrival] = self._free.pop(), request, request.preemptions
                 started.append(request)
-            slots.append(assigned)
+            slots.append(self._held[request.arrival][0])
         return slots, started
 
     def check(self) -> None:
         """Assert that no slot is lost or assigned twice."""
-        assert len(set(self._free) | set(self._held)) == len(self._free) + len(self._held)
-        assert sorted(self._slot_of.values()) == sorted(self._held), (self._slot_of, self._held)
+        slots = [*self._free, *(slot for slot, _, _ in self._held.values())]
+        assert len(set(slots)) == len(slots), (self._free, self._held)
 
 
 def needs_host(request: RequestState) -> bool:

@@ -139,7 +139,6 @@ class RequestState:
         self.hashes += hasher.chain(parent, self.token_bytes(start, start + hasher.block_size))
 
     def token_bytes(self, start: int, stop: int) -> bytes:
-        """Tokens `start` up to `stop` as uint32 little-endian."""
         return token_bytes(self.tokens[start:stop])
 
     def rewind(self) -> None:
@@ -152,7 +151,6 @@ class RequestState:
             self.prompt_logprobs = [None]
 
     def check(self, block_size: int) -> None:
-        """Assert the invariants that hold between two steps."""
         name = f"request {self.key}"
         assert 0 < self.prompt_tokens <= self.num_tokens, f"{name}: prompt {self.prompt_tokens} of {self.num_tokens}"
         full = len(self.tokens) // block_size

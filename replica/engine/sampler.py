@@ -38,8 +38,6 @@ BUCKETS = 2048
 
 @dataclass(slots=True, frozen=True)
 class SamplingRow:
-    """How the token of one row of logits is drawn."""
-
     params: SamplingParams
     position: int  #: tokens generated so far, over all replicas that worked on the request
     prompt_ids: Sequence[int]  #: read for the repetition penalty only
@@ -51,8 +49,6 @@ class SamplingRow:
 
 @dataclass(slots=True, frozen=True)
 class Sampled:
-    """The token drawn for one row."""
-
     token_id: int
     logprobs: PositionLogprobs | None  #: if `params.logprobs` is set
     finite: bool = True  #: False: the model's greatest logit is NaN or infinite; the token is meaningless
@@ -142,7 +138,6 @@ def _edited(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
 
 
 def _edit(logits: torch.Tensor, row: SamplingRow) -> None:
-    """Change one row's logits [vocab] in place."""
     params, device = row.params, logits.device
     generated_ids = np.asarray(row.generated_ids, dtype=np.int64)
     if params.repetition_penalty != 1.0:

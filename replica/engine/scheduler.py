@@ -46,8 +46,6 @@ _by_urgency = attrgetter("urgency")
 
 @dataclass(slots=True, frozen=True)
 class SchedulerLimits:
-    """The bounds of one replica's steps and requests."""
-
     max_running_requests: int
     max_batched_tokens: int
     #: Longest prompt plus answer; never more than the pool holds.
@@ -81,7 +79,6 @@ class ScheduledRow:
 
     @property
     def width(self) -> int:
-        """Tokens that the step computes for this row."""
         return self.count + len(self.drafts)
 
     @property
@@ -111,7 +108,6 @@ class LogitsLayout:
 
 
 def logits_layout(rows: Sequence[ScheduledRow]) -> LogitsLayout:
-    """The logits that these rows need."""
     samplers: list[ScheduledRow] = []
     prompts: list[tuple[ScheduledRow, Sequence[int]]] = []
     sample_at: list[int] = []
@@ -132,7 +128,6 @@ def logits_layout(rows: Sequence[ScheduledRow]) -> LogitsLayout:
 
 
 def plan_of_step(step: int, rows: Sequence[ScheduledRow], logits_at: Sequence[int]) -> StepPlan:
-    """The plan that all ranks run."""
     plan_rows = [PlanRow(row.token_ids(), row.start, row.request.block_table()) for row in rows]
     return plan_of_rows(step, plan_rows, logits_at, [row.copy for row in rows if row.copy is not None])
 
@@ -268,7 +263,6 @@ class Scheduler:
         )
 
     def check(self) -> None:
-        """Assert the invariants that hold between two steps."""
         self._cache.check()
         lists = self._waiting + self._running
         assert sorted(map(id, lists)) == sorted(map(id, self._requests.values())), "a request is in no list, or in two"
@@ -426,7 +420,6 @@ class Scheduler:
         return ScheduledRow(request, request.computed, count, copy)
 
     def _leave(self, request: RequestState) -> None:
-        """Remove a request from its list and release its blocks."""
         (self._running if request.phase is RequestPhase.RUNNING else self._waiting).remove(request)
         self._cache.release(request.blocks)
         request.rewind()

@@ -68,7 +68,6 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     started: list[SlotStart] = []
 
     def check(self) -> None:
-        """Assert that the fields agree with each other."""
         tokens, rows = len(self.token_ids) // 4, len(self.q_lens)
         assert rows == len(self.starts) == len(self.block_tables), (rows, len(self.starts), len(self.block_tables))
         assert len(self.token_ids) == 4 * sum(self.q_lens), (len(self.token_ids), sum(self.q_lens))

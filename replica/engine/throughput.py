@@ -20,8 +20,6 @@ DECODE_WEIGHT = 0.05
 
 @dataclass(slots=True)
 class SmoothedRates:
-    """Smoothed rates; call `observe` after every step."""
-
     prefill_tokens_per_s: float
     decode_step_s: float
     _recent: PrefillSums = field(default_factory=lambda: PrefillSums(FADING))
@@ -29,11 +27,12 @@ class SmoothedRates:
     _cost: PrefillCost | None = None
 
     def __post_init__(self) -> None:
-        self.check()
+        # Both are divided by.
+        assert self.prefill_tokens_per_s > 0, f"prefill rate {self.prefill_tokens_per_s}"
+        assert self.decode_step_s > 0, f"decode step {self.decode_step_s}"
 
     @property
     def prefill_cost(self) -> PrefillCost:
-        """The cost of a prefill, by parts."""
         cost = self._cost
         if cost is None:
             cost = self._cost = fit(self._recent.values, self.prefill_tokens_per_s)
@@ -65,8 +64,3 @@ class SmoothedRates:
         self._recent.observe(work, seconds)
         self._since_start.observe(work, seconds)
         self._cost = None
-
-    def check(self) -> None:
-        """Both rates are divided by, so they stay above zero."""
-        assert self.prefill_tokens_per_s > 0, f"prefill rate {self.prefill_tokens_per_s}"
-        assert self.decode_step_s > 0, f"decode step {self.decode_step_s}"

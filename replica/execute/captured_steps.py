@@ -31,8 +31,6 @@ REMEDY = "dtype bfloat16 on a processor with avx512_bf16, model_provider native,
 
 @dataclass(slots=True, frozen=True)
 class DecodeShape:
-    """What two steps must have in common to share a capture."""
-
     rows: int
     pages: int  #: of the block tables, rounded up to a power of two
     threads: int
@@ -48,8 +46,6 @@ def decode_shape(batch: RaggedBatch, threads: int) -> DecodeShape | None:
 
 
 class CapturedSteps:
-    """The captured steps of one runner."""
-
     def __init__(self, forward: Forward) -> None:
         """`forward` computes the logits of a batch on the only rank."""
         self._forward = forward

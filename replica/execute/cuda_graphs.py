@@ -39,7 +39,6 @@ class EagerSteps:
         self._replays[size] = run
 
     def replay(self, size: int) -> None:
-        """Run the step of this size on the present contents of its tensors."""
         self._replays[size]()
 
     def clear(self) -> None:

@@ -30,8 +30,6 @@ class TableDelta:
 
 
 class TableMirror:
-    """The host's knowledge of the table. Pure numpy."""
-
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         #: By slot.
@@ -39,7 +37,6 @@ class TableMirror:
         self._seq_lens: dict[int, int] = {}
 
     def delta(self, plan: StepPlan) -> TableDelta:
-        """The changes that the device needs for this plan."""
         for start in plan.started:
             self._pages[start.slot] = 0
             self._seq_lens.pop(start.slot, None)  # it is the previous request's
@@ -86,7 +83,6 @@ class RequestTable:
         self._floats = torch.zeros(count, 3, dtype=torch.float64, device=device)
 
     def apply(self, delta: TableDelta) -> None:
-        """Apply the changes of a plan."""
         if delta.started:
             integers = [
                 (start.slot, start.prompt_tokens, start.seed - (start.seed >> 63 << 64), start.top_k)

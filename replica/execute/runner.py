@@ -1,5 +1,6 @@
 """One rank's model and KV pool: runs a plan, returns logits. Knows nothing of requests, sockets or sampling."""
 
+import gc
 import logging
 from dataclasses import astuple
 from pathlib import Path
@@ -15,10 +16,8 @@ from ..config import ReplicaSettings
 from ..engine.step_plan import RaggedBatch, StepPlan, lay_out
 from ..errors import StartupError
 from ..kernels.choice import compiled_problem
-from ..load.device_memory import CudaMemory
-from ..models import resolve
 from ..models.base import Model
-from ..models.loading import DTYPES
+from ..models.loading import DTYPES, load_model
 from ..parallel.rank_group import RankGroup
 
 if TYPE_CHECKING:
@@ -33,6 +32,31 @@ def resolve_device(settings: ReplicaSettings) -> torch.device:
     if settings.device == "cuda" and not available:
         raise StartupError("device: cuda is set, but torch finds no CUDA device; use device: auto or cpu")
     return torch.device("cuda" if available and settings.device != "cpu" else "cpu")
+
+
+class CudaMemory:
+    """torch's account of one CUDA device (kvcache/sizing.py computes sizes from it). Not run on a GPU yet."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._allocated = 0
+
+    def begin(self) -> None:
+        """Start to measure the peak above the memory that is held now."""
+        gc.collect()  # a pool that was freed must not count as held
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._allocated = torch.cuda.memory_allocated(self._device)
+
+    def read(self) -> MemoryReading:
+        """The memory held now, and the peak above the memory held at `begin`."""
+        torch.cuda.synchronize(self._device)
+        peak = torch.cuda.max_memory_allocated(self._device) - self._allocated
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        # Reserved, not allocated: graphs keep the memory of their steps, in which no tensor lives between replays.
+        return MemoryReading(total, free, torch.cuda.memory_reserved(self._device), peak)
 
 
 def captured_steps_for(device: torch.device, group: RankGroup | None, forward: "Forward") -> "CapturedSteps | None":
@@ -71,7 +95,7 @@ class ModelRunner:
         self._attention: PagedAttention | None = None
         self._group = group if group is not None and group.size > 1 else None
         self._memory = memory or (CudaMemory(self.device) if self.device.type == "cuda" else None)
-        self._model: Model = model or resolve(settings, model_dir, self._group, device=self.device)
+        self._model: Model = model or load_model(settings, model_dir, self._group, device=self.device)
         self.spec = self._model.spec
 
     @torch.inference_mode()

@@ -6,8 +6,7 @@ import logging
 
 import torch
 
-from .base import Kernels
-from .torch_kernels import TorchCpuKernels, TorchKernels
+from .base import TorchCpuKernels, TorchKernels
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ def _machine_problem() -> str | None:
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed: pip install numba"
     try:
-        from .cpu.runtime.openmp import openmp
+        from .cpu.runtime.compilation import openmp
 
         openmp()
     except (ImportError, OSError) as error:
@@ -43,8 +42,8 @@ def _machine_problem() -> str | None:
     return None
 
 
-def choose_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """Kernels for activations and KV of `dtype` on `device`; logs why not better ones."""
+def choose_kernels(device: torch.device, dtype: torch.dtype) -> TorchKernels:
+    """TorchKernels for activations and KV of `dtype` on `device`; logs why not better ones."""
     on_cpu = device.type == "cpu"
     installed = importlib.util.find_spec("triton") is not None
     problem = compiled_problem(dtype) if on_cpu else triton_problem(device, installed)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from ..models.errors import WeightsMissing
+from ..errors import WeightsMissing
 
 #: Rows (outputs) or columns (inputs) of a linear layer's weight.
 ROWS, COLUMNS = 0, 1
@@ -33,7 +33,6 @@ class Checkpoint:
         return name in self._file_of
 
     def whole(self, name: str) -> torch.Tensor:
-        """The full tensor. Raises WeightsMissing."""
         return self._converted(self._slice(name)[:])
 
     def share(self, name: str, dim: int, index: int, parts: int) -> torch.Tensor:

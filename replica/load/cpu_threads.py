@@ -32,8 +32,6 @@ _BUSY_COLUMNS = (0, 1, 2, 5, 6, 7)
 
 @dataclass(slots=True, frozen=True)
 class CpuTimes:
-    """CPU time used up to a moment, in seconds."""
-
     at_s: float
     busy_s: float  #: on all cores that this process may use, by any process
     own_s: float  #: by this process
@@ -41,8 +39,6 @@ class CpuTimes:
 
 @dataclass(slots=True)
 class ThreadChoice:
-    """The number of threads, revised from one look to the next."""
-
     cores: int
     most: int
     threads: int = 1
@@ -118,7 +114,6 @@ class ThreadTuner:
         self._next_s = -math.inf
 
     def apply(self) -> None:
-        """Set the thread count of the calling thread, before it computes."""
         self._set_threads(self._choice.threads)
 
     def update(self) -> None:

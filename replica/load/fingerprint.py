@@ -24,7 +24,6 @@ def model_fingerprint(folder: Path, dtype: str) -> bytes:
 
 
 def cache_identity(folder: Path, dtype: str, settings: KvCacheSettings) -> CacheIdentity:
-    """What this replica's block hashes depend on."""
     return CacheIdentity(
         model_fingerprint=model_fingerprint(folder, dtype),
         kv_dtype=dtype,

@@ -17,9 +17,8 @@ import msgspec
 from ...kvcache.config import KvCacheSettings
 from ...kvcache.sizing import blocks_that_fit, bytes_per_block
 from ..config import ReplicaSettings
-from ..errors import StartupError
-from ..models.errors import TensorParallelUnsupported, UnsupportedModel, WeightsMissing, WeightsTorn
-from ..models.families import FAMILIES, split_problem
+from ..errors import StartupError, TensorParallelUnsupported, UnsupportedModel, WeightsMissing, WeightsTorn
+from ..models.spec import FAMILIES, split_problem
 
 _LENGTH_BYTES = 8
 #: safetensors itself refuses longer headers.
@@ -46,8 +45,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorHeader(msgspec.Struct, frozen=True):
-    """One tensor in a safetensors header."""
-
     data_offsets: tuple[int, int]
     shape: tuple[int, ...] = ()
 

@@ -36,7 +36,6 @@ class Attend(Protocol):
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
         """q [T, heads, Dk], k [T, kv_heads, Dk], v [T, kv_heads, Dv]; returns [T, heads, Dv]."""
-        ...
 
 
 class QkvAttend(Attend, Protocol):
@@ -44,7 +43,6 @@ class QkvAttend(Attend, Protocol):
 
     def from_qkv(self, layer: int, qkv: torch.Tensor, rotary: Rotary, rule: AttentionRule) -> torch.Tensor:
         """From the joined projection [T, (heads + 2 kv_heads) * D] to [T, heads, D]."""
-        ...
 
 
 class Model(Protocol):
@@ -61,4 +59,3 @@ class Model(Protocol):
 
         Calls `attend` once per layer, in order. None on ranks other than 0. Runs in inference mode.
         """
-        ...

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 
+from ..errors import ModelError, UnsupportedModel
 from .base import Attend, AttentionRule
-from .errors import ModelError, UnsupportedModel
-from .rope import FIXED_KINDS
+from .native import FIXED_KINDS
 from .spec import KvShape, ModelSpec
 
 IMPLEMENTATION = "homing_paged"
@@ -75,21 +75,17 @@ def paged_attention(
     rule = slot.rules.get(layer)
     if rule is None:
         _refuse_arguments(module, attention_mask, arguments)
-        rule = slot.rules[layer] = _rule_of(module, query.shape[-1], arguments)
+        scale = arguments.get("scaling")
+        if scale is None:
+            scale = getattr(module, "scaling", None)
+        rule = slot.rules[layer] = AttentionRule(
+            scale=float(query.shape[-1] ** -0.5 if scale is None else scale),
+            window=arguments.get("sliding_window"),
+            softcap=arguments.get("softcap"),
+            sinks=arguments.get("s_aux"),
+        )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return slot.attend(layer, q, k, v, rule)[None], None
-
-
-def _rule_of(module: Any, head_dim: int, arguments: dict[str, Any]) -> AttentionRule:
-    scale = arguments.get("scaling")
-    if scale is None:
-        scale = getattr(module, "scaling", None)
-    return AttentionRule(
-        scale=float(head_dim**-0.5 if scale is None else scale),
-        window=arguments.get("sliding_window"),
-        softcap=arguments.get("softcap"),
-        sinks=arguments.get("s_aux"),
-    )
 
 
 def _refuse_arguments(module: torch.nn.Module, mask: torch.Tensor | None, arguments: dict[str, Any]) -> None:
@@ -143,7 +139,16 @@ class TransformersModel:
         problem = adapter_problem(config)
         if problem:
             raise UnsupportedModel(f"transformers' {config.model_type} cannot run on paged attention: {problem}")
-        self._model = _loaded(folder, dtype).to(device).eval()
+        AttentionInterface.register(IMPLEMENTATION, paged_attention)
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True
+            )
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise UnsupportedModel(
+                f"transformers cannot load {folder} with paged attention: {error!r}; {NEEDED}"
+            ) from error
+        self._model = model.to(device).eval()
         self._keeps_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         self._slot = Slot()
         for module in self._model.modules():
@@ -161,7 +166,6 @@ class TransformersModel:
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_at: torch.Tensor
     ) -> torch.Tensor:
-        """As `models.base.Model.forward`."""
         keep = {"logits_to_keep": logits_at} if self._keeps_logits else {}
         self._slot.attend = attend
         try:
@@ -187,23 +191,8 @@ class TransformersModel:
                 f"{config.model_type} has {config.num_hidden_layers} layers and called paged attention for layers "
                 f"{trial.calls}; only models with one such call per layer can be served; {NEEDED}"
             )
-        self._refuse_hidden_windows(config)
-        return trial
-
-    def _refuse_hidden_windows(self, config: Any) -> None:
-        """A layer that the configuration calls sliding must pass its window to attention, or it would see too much."""
+        # A layer that the configuration calls sliding must pass its window to attention, or it would see too much.
         for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
             if kind.startswith("sliding") and self._slot.rules[layer].window is None:
                 raise UnsupportedModel(f"{config.model_type}: layer {layer} slides, but names no window to attention")
-
-
-def _loaded(folder: Path, dtype: torch.dtype) -> Any:
-    AttentionInterface.register(IMPLEMENTATION, paged_attention)
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UnsupportedModel(
-            f"transformers cannot load {folder} with paged attention: {error!r}; {NEEDED}"
-        ) from error
+        return trial

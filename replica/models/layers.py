@@ -99,7 +99,6 @@ def _products(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[Product,
 
 
 def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """A product by oneDNN if it works, else by torch."""
     if not _packs(weight.dtype):
         return _plain(weight, bias)
     weight = _pack(weight)

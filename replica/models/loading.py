@@ -9,10 +9,10 @@ import torch
 from transformers import AutoConfig
 
 from ..config import ReplicaSettings
+from ..errors import TensorParallelUnsupported, UnsupportedModel
 from ..load.checkpoint import Checkpoint
 from ..parallel.rank_group import RankGroup
 from .base import Model
-from .errors import TensorParallelUnsupported, UnsupportedModel
 from .layers import Int8Linear, Linear, int8_problem
 from .native import NativeModel, native_problem
 
@@ -21,9 +21,12 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load(settings: ReplicaSettings, model_dir: Path, group: RankGroup | None, *, device: torch.device) -> Model:
+def load_model(settings: ReplicaSettings, model_dir: Path, group: RankGroup | None, *, device: torch.device) -> Model:
     """Load with the native decoder where it can run the model, else through transformers. Raises ModelError."""
-    config = _configuration(model_dir)
+    try:  # transformers fills in its defaults and converts old spellings
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedModel(f"{model_dir} has no configuration that transformers reads: {error}") from error
     dtype = weights_dtype(settings, config, device)
     eos = eos_token_ids(model_dir, config)
     wants_transformers = settings.model_provider == "transformers"
@@ -53,14 +56,6 @@ def _linear(settings: ReplicaSettings, device: torch.device) -> type[Linear | In
     if reason is not None:
         raise UnsupportedModel(f"quantization: int8 cannot be used: {reason}; use quantization: none")
     return Int8Linear
-
-
-def _configuration(model_dir: Path) -> Any:
-    """The folder's configuration. transformers fills in its defaults and converts old spellings."""
-    try:
-        return AutoConfig.from_pretrained(model_dir, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedModel(f"{model_dir} has no configuration that transformers reads: {error}") from error
 
 
 def weights_dtype(settings: ReplicaSettings, config: Any, device: torch.device) -> torch.dtype:

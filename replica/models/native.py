@@ -5,22 +5,25 @@ transformers' own models. It refuses models that it cannot compute (`native_prob
 those.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from ..errors import TensorParallelUnsupported
+from ..kernels.base import TorchKernels
 from ..kernels.choice import choose_kernels
 from ..load.checkpoint import COLUMNS, ROWS, Checkpoint
 from ..parallel.rank_group import RankGroup
 from .base import AttentionRule, QkvAttend, Rotary
-from .errors import TensorParallelUnsupported
-from .families import FAMILIES, split_problem
-from .feedforward import Feedforward, GatedMlp, Mixture
 from .layers import Int8Linear, Linear
-from .rope import FIXED_KINDS, inverse_frequencies
-from .spec import KvShape, ModelSpec
+from .spec import FAMILIES, KvShape, ModelSpec, split_problem
+
+#: Kinds whose frequencies are fixed at load. Those of longrope and dynamic depend on the batch's longest position.
+FIXED_KINDS = ("default", "linear", "llama3")
 
 
 def native_problem(config: Any) -> str | None:
@@ -57,6 +60,23 @@ def is_mixture(config: Any, layer: int) -> bool:
     return bool(config.num_experts) and (layer + 1) % config.decoder_sparse_step == 0
 
 
+def inverse_frequencies(parameters: Mapping[str, Any], head_dim: int) -> torch.Tensor:
+    """[head_dim / 2] float32, from a Hugging Face configuration's `rope_parameters`; `rope_type` in FIXED_KINDS."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+    frequencies: torch.Tensor = 1.0 / (parameters["rope_theta"] ** exponents)
+    kind = parameters["rope_type"]
+    assert kind in FIXED_KINDS, kind
+    if kind == "linear":
+        return torch.div(frequencies, parameters["factor"])
+    if kind == "llama3":
+        # Long wavelengths are slowed by `factor`, short ones kept, those between blended (as Llama 3.1 was released).
+        low, high, factor = (parameters[name] for name in ("low_freq_factor", "high_freq_factor", "factor"))
+        wavelengths = 2 * math.pi / frequencies
+        keep = ((parameters["original_max_position_embeddings"] / wavelengths - low) / (high - low)).clamp(0, 1)
+        frequencies = (1 - keep) * frequencies / factor + keep * frequencies
+    return frequencies
+
+
 @dataclass(slots=True, frozen=True)
 class Share:
     """The part of the weights that one rank holds. With fewer KV heads than ranks, neighbouring ranks share one."""
@@ -80,34 +100,72 @@ class Share:
 
 
 @dataclass(slots=True, frozen=True)
-class DecoderLayer:
-    """One layer's weights and its attention rule."""
+class GatedMlp:
+    """down(silu(gate(x)) * up(x)), of one rank's share of the features; the results must be summed over ranks."""
 
+    gate_up: Linear | Int8Linear
+    down: Linear | Int8Linear
+
+    def __call__(self, x: torch.Tensor, kernels: TorchKernels) -> torch.Tensor:
+        return self.down(kernels.silu_mul(self.gate_up(x)))
+
+
+@dataclass(slots=True, frozen=True)
+class Mixture:
+    """The weighted sum of each token's likeliest experts and, in some families, a shared expert for all tokens.
+
+    Each expert runs on its tokens alone. So shapes depend on the data, and a CUDA graph cannot hold it.
+    """
+
+    router: torch.Tensor  #: [experts, hidden]
+    experts: list[GatedMlp]
+    per_token: int
+    normalized: bool  #: the weights of a token's experts sum to 1
+    shared: GatedMlp | None
+    shared_gate: torch.Tensor | None  #: [1, hidden]
+
+    def __call__(self, x: torch.Tensor, kernels: TorchKernels) -> torch.Tensor:
+        weights, chosen = F.linear(x, self.router).float().softmax(-1).topk(self.per_token, -1)
+        if self.normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        total = torch.zeros_like(x) if self.shared is None else self.shared(x, kernels)
+        if self.shared_gate is not None:
+            total = F.linear(x, self.shared_gate).sigmoid() * total
+        # Tokens sorted by expert: [experts' tokens one after the other] of the flat choices.
+        order = chosen.flatten().argsort(stable=True)
+        tokens, shares = order // self.per_token, weights.flatten()[order, None]
+        first = 0
+        counts: list[int] = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                mine = slice(first, first + count)
+                found = expert(x[tokens[mine]], kernels) * shares[mine]
+                total.index_add_(0, tokens[mine], found.to(x.dtype))
+                first += count
+        return total
+
+
+@dataclass(slots=True, frozen=True)
+class DecoderLayer:
     input_norm: torch.Tensor
     qkv: Linear | Int8Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     out: Linear | Int8Linear
     mlp_norm: torch.Tensor
-    feedforward: Feedforward
+    feedforward: GatedMlp | Mixture
     rule: AttentionRule
 
 
 class _LayerReader:
-    """Reads one layer's share of a checkpoint."""
-
     def __init__(
         self, config: Any, checkpoint: Checkpoint, share: Share, index: int, linear: type[Linear | Int8Linear]
     ) -> None:
+        self._config, self._checkpoint, self._share, self._index = config, checkpoint, share, index
         self._linear = linear
-        self._config = config
-        self._index = index
-        self._checkpoint = checkpoint
-        self._share = share
         self._prefix = f"model.layers.{index}."
 
     def read(self, rule: AttentionRule) -> DecoderLayer:
-        """All of the layer."""
         share = self._share
         own, kv = (share.rank, share.ranks), (share.kv_index, share.kv_parts)
         return DecoderLayer(
@@ -186,21 +244,28 @@ class NativeModel:
         """
         self._group = group
         self._kernels = choose_kernels(device, dtype)
-        self._share = share = Share.of(config, group)
-        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        share = Share.of(config, group)
+        self._rank = share.rank
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._epsilon = config.rms_norm_eps
-        self._frequencies = inverse_frequencies(config.rope_parameters, self._head_dim).to(device)
+        self._frequencies = inverse_frequencies(config.rope_parameters, head_dim).to(device)
         self._embedding = checkpoint.whole("model.embed_tokens.weight")
         self._norm = checkpoint.whole("model.norm.weight")
-        self._head = self._read_head(checkpoint, config.tie_word_embeddings)
+        # This rank's part of the vocabulary; parts are equally long, the last ones padded with zeros.
+        tied = config.tie_word_embeddings or "lm_head.weight" not in checkpoint
+        width = -(-len(self._embedding) // share.ranks)
+        start = share.rank * width
+        name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        head = checkpoint.span(name, ROWS, start, start + width)
+        self._head = Linear(F.pad(head, (0, 0, 0, width - len(head))))
         self._layers = [
-            _LayerReader(config, checkpoint, share, index, linear).read(AttentionRule(self._head_dim**-0.5, window))
+            _LayerReader(config, checkpoint, share, index, linear).read(AttentionRule(head_dim**-0.5, window))
             for index, window in enumerate(layer_windows(config))
         ]
         mixed = any(isinstance(layer.feedforward, Mixture) for layer in self._layers)
         self.uncapturable = "how many tokens an expert takes is read back" if mixed else None
         self.spec = ModelSpec(
-            kv_shapes=(KvShape(share.kv_heads, self._head_dim, self._head_dim),) * len(self._layers),
+            kv_shapes=(KvShape(share.kv_heads, head_dim, head_dim),) * len(self._layers),
             vocab_size=len(self._embedding),
             max_positions=config.max_position_embeddings,
             eos_token_ids=eos_token_ids,
@@ -211,7 +276,6 @@ class NativeModel:
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor, attend: QkvAttend, logits_at: torch.Tensor
     ) -> torch.Tensor | None:
-        """As `models.base.Model.forward`."""
         x, delta = self._kernels.take(self._embedding, ids), None
         cos, sin = self._kernels.rotary_table(positions, self._frequencies, x.dtype)
         for index, layer in enumerate(self._layers):
@@ -224,24 +288,13 @@ class NativeModel:
         assert delta is not None, "a model without layers"
         x, delta = (self._kernels.take(each, logits_at) for each in (x, delta))
         _, normed = self._kernels.add_rms_norm(x, delta, self._norm, self._epsilon)
-        return self._logits(normed)
-
-    def _summed(self, x: torch.Tensor) -> torch.Tensor:
-        return self._group.all_reduce(x) if self._group else x
-
-    def _read_head(self, checkpoint: Checkpoint, tied: bool) -> Linear:
-        """This rank's part of the vocabulary; parts are equally long, the last ones padded with zeros."""
-        name = "model.embed_tokens.weight" if tied or "lm_head.weight" not in checkpoint else "lm_head.weight"
-        width = -(-len(self._embedding) // self._share.ranks)
-        start = self._share.rank * width
-        weight = checkpoint.span(name, ROWS, start, start + width)
-        return Linear(F.pad(weight, (0, 0, 0, width - len(weight))))
-
-    def _logits(self, x: torch.Tensor) -> torch.Tensor | None:
-        if not len(x):
-            return x.new_empty(0, len(self._embedding)) if self._share.rank == 0 else None
-        logits = self._head(x)
+        if not len(normed):
+            return normed.new_empty(0, len(self._embedding)) if self._rank == 0 else None
+        logits = self._head(normed)
         if self._group is None:
             return logits
         parts = self._group.gather(logits)
         return torch.cat(parts, -1)[:, : len(self._embedding)] if parts else None
+
+    def _summed(self, x: torch.Tensor) -> torch.Tensor:
+        return self._group.all_reduce(x) if self._group else x

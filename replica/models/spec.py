@@ -1,6 +1,11 @@
-"""The properties of a loaded model that the engine needs. Plain values: no torch, no weights."""
+"""The properties of a loaded model that the engine needs, and what the native decoder runs. No torch, no weights."""
 
 from dataclasses import dataclass
+from typing import Any
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
+#: Sizes of the MLPs that ranks share; each family's configuration has some of them.
+_FEATURES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
 @dataclass(slots=True, frozen=True)
@@ -10,10 +15,6 @@ class KvShape:
     kv_heads: int
     key_dim: int
     value_dim: int
-
-    @property
-    def elements(self) -> int:
-        return self.kv_heads * (self.key_dim + self.value_dim)
 
 
 @dataclass(slots=True, frozen=True)
@@ -27,20 +28,21 @@ class ModelSpec:
     dtype: str  #: float32, bfloat16 or float16; of weights and KV
     dtype_bytes: int
 
-    @property
-    def layers(self) -> int:
-        return len(self.kv_shapes)
-
-    @property
-    def kv_heads(self) -> int:
-        """KV heads of the first layer on this rank."""
-        return self.kv_shapes[0].kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Key dimension of the first layer."""
-        return self.kv_shapes[0].key_dim
-
     def bytes_per_block(self, block_size: int) -> int:
         """KV memory of one block over all layers, on this rank."""
-        return block_size * self.dtype_bytes * sum(shape.elements for shape in self.kv_shapes)
+        elements = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in self.kv_shapes)
+        return block_size * self.dtype_bytes * elements
+
+
+def split_problem(config: Any, ranks: int) -> str | None:
+    """Why a model of this (transformers) configuration cannot be split over `ranks` ranks, or None."""
+    if config.num_attention_heads % ranks:
+        return f"{config.num_attention_heads} attention heads do not divide by {ranks} ranks"
+    for name in _FEATURES:
+        count = getattr(config, name, None) or 0
+        if count % ranks:
+            return f"{count} MLP features ({name}) do not divide by {ranks} ranks"
+    kv_heads = config.num_key_value_heads
+    if kv_heads % ranks and ranks % kv_heads:
+        return f"{kv_heads} KV heads neither divide by {ranks} ranks nor the other way round"
+    return None

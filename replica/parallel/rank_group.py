@@ -41,10 +41,16 @@ class RankGroup:
         that long overdue.
         """
         timeout = timedelta(seconds=timeout_s)
-        make = _gloo if backend == "gloo" else _nccl
+        kind: Any = dist.ProcessGroupGloo if backend == "gloo" else dist.ProcessGroupNCCL
         with _rank_lost(f"rank {rank} waited for {size} ranks at {host}:{port}"):
-            store = _store(rank, size, host, port, timeout)
-            return cls(rank, size, make(PrefixStore("homing", store), rank, size, host, timeout))
+            store = PrefixStore("homing", _store(rank, size, host, port, timeout))
+            if backend == "gloo":
+                options = kind._Options()
+                options._devices = [kind.create_device(hostname=host)]
+            else:
+                options = kind.Options()
+            options._timeout = timeout
+            return cls(rank, size, kind(store, rank, size, options))
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x, in place if x is contiguous."""
@@ -62,13 +68,12 @@ class RankGroup:
             self._group.gather([parts] if parts else [], [x.contiguous()], options).wait()
         return parts
 
-    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's x on all ranks, in place; also returned."""
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Rank 0's x on all ranks, in place."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         with _rank_lost("broadcast"):
             self._group.broadcast([x], options).wait()
-        return x
 
 
 @contextmanager
@@ -87,18 +92,3 @@ def _store(rank: int, size: int, host: str, port: int, timeout: timedelta) -> St
     # Torch's own listener would be on every interface, whatever `host` is.
     listener = socket.create_server((host, port), family=family, backlog=size)
     return TCPStore(host, port, size, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
-
-
-def _gloo(store: Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=host)]
-    options._timeout = timeout
-    return gloo(store, rank, size, options)
-
-
-def _nccl(store: Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:  # noqa: ARG001
-    nccl: Any = dist.ProcessGroupNCCL
-    options = nccl.Options()
-    options._timeout = timeout
-    return nccl(store, rank, size, options)

@@ -46,22 +46,14 @@ class RankPlace:
     secret: bytes = field(repr=False)
 
 
-@dataclass(slots=True, frozen=True)
-class Hello:
-    """A worker that has loaded its model."""
-
-    rank: int
-    pid: int
-
-
-def read_hello(frames: Sequence[bytes], size: int) -> Hello:
-    """The hello of one of `size` ranks. Raises ValueError or MsgspecError if the frames are none."""
+def read_hello(frames: Sequence[bytes], size: int) -> tuple[int, int]:
+    """Rank and process id from a hello of one of `size` ranks. Raises ValueError, MsgspecError for other frames."""
     if len(frames) != 3 or frames[1] != HELLO:
         raise ValueError(f"{len(frames)} frames that are not a hello")
     rank = next((rank for rank in range(1, size) if frames[0] == _identity(rank)), None)
     if rank is None:
         raise ValueError(f"there is no rank {frames[0][:16]!r} among {size}")
-    return Hello(rank, msgspec.msgpack.decode(frames[2], type=int))
+    return rank, msgspec.msgpack.decode(frames[2], type=int)
 
 
 def rank_0_keys(secret: bytes) -> KeyPair:
@@ -98,16 +90,15 @@ class StepBroadcast:
                 raise StartupError(f"{len(pids)} of {self._size - 1} workers connected within {timeout_s:.0f} s")
             frames = self._socket.recv_multipart()
             try:
-                hello = read_hello(frames, self._size)
+                rank, pid = read_hello(frames, self._size)
             except (ValueError, msgspec.MsgspecError) as error:
                 log.warning("hello_dropped reason=%s", error)
                 continue
-            pids[hello.rank] = hello.pid
+            pids[rank] = pid
         self._ranks = tuple(sorted(pids))
         return tuple(pids[rank] for rank in self._ranks)
 
     def send(self, kind: bytes, payload: bytes = b"") -> None:
-        """Send to all workers. Raises RankLost if the connection to one is lost."""
         for rank in self._ranks:
             try:
                 self._socket.send_multipart([_identity(rank), kind, payload], zmq.NOBLOCK)
@@ -115,7 +106,6 @@ class StepBroadcast:
                 raise RankLost(f"rank {rank} of {self._size} is lost: {error}") from error
 
     def close(self) -> None:
-        """Stop the remaining workers."""
         try:
             self.send(STOP)
         except RankLost as error:

@@ -66,7 +66,6 @@ class RankGroupExecutor:
         self._runner.allocate_kv(num_blocks)
 
     def readings(self) -> list[MemoryReading]:
-        """Memory of all ranks."""
         self._broadcast.send(READ)
         return self._runner.readings()
 
@@ -76,13 +75,11 @@ class RankGroupExecutor:
         return _run_step(self._runner.forward, plan, rank=0)
 
     def launch(self, plan: StepPlan) -> DrawnTokens:
-        """As `forward`, without waiting for the step."""
         assert isinstance(self._runner, GpuRunner), type(self._runner)
         self._broadcast.send(LAUNCH, msgspec.msgpack.encode(plan))
         return _run_step(self._runner.launch, plan, rank=0)
 
     def close(self) -> None:
-        """Stop the workers and free rank 0's KV pool."""
         self._broadcast.close()
         self._runner.close()
 

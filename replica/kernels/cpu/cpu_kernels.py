@@ -1,12 +1,11 @@
-"""All kernels that are compiled for the CPU, behind `base.Kernels`. Sampling and some prefills are plain torch."""
+"""All kernels that are compiled for the CPU, in one class. Sampling and some prefills are plain torch."""
 
 from typing import Any, ClassVar
 
 import torch
 
 from ...models.base import AttentionRule
-from ..base import PagedRows
-from ..torch_kernels import TorchCpuKernels
+from ..base import PagedRows, TorchCpuKernels
 from . import pointwise
 from .attention.decode import decode
 from .attention.prefill import fits, prefill

@@ -17,7 +17,6 @@ from .runtime.thread_team import run, share, threads_for
 
 
 def take(table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """As `base.Kernels.take`."""
     taken = torch.empty(len(places), table.shape[1], dtype=table.dtype)
     numbers = len(places), table.shape[1], table.stride(0)
     run(_take(storage_of(table.dtype)), (table, places, taken), numbers, threads_for(taken.nbytes))
@@ -46,7 +45,6 @@ def _take(storage: Storage):
 def add_rms_norm(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `base.Kernels.add_rms_norm`."""
     tokens, features = x.shape
     normed = torch.empty(tokens, features, dtype=x.dtype)
     added = x if delta is None else delta
@@ -90,7 +88,6 @@ def _add_rms_norm(storage: Storage, adds: bool):
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """As `base.Kernels.silu_mul`."""
     storage = storage_of(gate_up.dtype)
     tokens, features = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, features, dtype=gate_up.dtype)
@@ -123,7 +120,6 @@ def _silu_mul(storage: Storage):
 def rotary_table(
     positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `base.Kernels.rotary_table`."""
     cos, sin = (torch.empty(len(positions), len(frequencies), dtype=dtype) for _ in range(2))
     tensors, numbers = (positions, frequencies, cos, sin), (len(positions), len(frequencies))
     run(_rotary_table(storage_of(dtype)), tensors, numbers, threads_for(cos.nbytes))
@@ -155,7 +151,6 @@ def _rotary_table(storage: Storage):
 def rotate_and_store(
     qkv: torch.Tensor, rotary: Rotary, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """As `base.Kernels.rotate_and_store`."""
     norms = () if rotary.q_norm is None or rotary.k_norm is None else (rotary.q_norm, rotary.k_norm)
     storage = storage_of(*(each.dtype for each in (qkv, keys, values, *norms)))
     table = storage_of(rotary.cos.dtype, rotary.sin.dtype)
@@ -172,9 +167,24 @@ def rotate_and_store(
 
 @functools.cache
 def _rotate_and_store(storage: Storage, table: Storage, dim: int, norms: bool):
-    kind, size = storage.kind, storage.size
-    half, table_kind, table_size = dim // 2, table.kind, table.size
-    rotate = _rotate_head(storage, table, dim, norms)
+    kind, size, widen, narrow = storage.kind, storage.size, storage.widen, storage.narrow
+    half, table_kind, table_size, wide = dim // 2, table.kind, table.size, table.widen
+
+    @njit(fastmath=FAST_MATH, error_model="numpy")
+    def rotate(source, target, cos, sin, norm, epsilon):
+        """Normalize and rotate one head, pairs (i, i + dim / 2)."""
+        inverse = np.float32(1)
+        if norms:
+            squares = np.float32(0)
+            for i in range(dim):
+                squares += widen(source[i]) * widen(source[i])
+            inverse = np.float32(1) / math.sqrt(squares / np.float32(dim) + epsilon)
+        for i in range(half):
+            one, other = widen(source[i]), widen(source[half + i])
+            if norms:
+                one, other = one * inverse * widen(norm[i]), other * inverse * widen(norm[half + i])
+            target[i] = narrow(one * wide(cos[i]) - other * wide(sin[i]))
+            target[half + i] = narrow(other * wide(cos[i]) + one * wide(sin[i]))
 
     @kernel
     def rotate_and_store(data, number, threads):
@@ -205,25 +215,3 @@ def _rotate_and_store(storage: Storage, table: Storage, dim: int, norms: bool):
                 stored[i] = fresh[i]
 
     return rotate_and_store
-
-
-def _rotate_head(storage: Storage, table: Storage, dim: int, norms: bool):
-    half, widen, narrow, wide = dim // 2, storage.widen, storage.narrow, table.widen
-
-    @njit(fastmath=FAST_MATH, error_model="numpy")
-    def rotate(source, target, cos, sin, norm, epsilon):
-        """Normalize and rotate one head, pairs (i, i + dim / 2)."""
-        inverse = np.float32(1)
-        if norms:
-            squares = np.float32(0)
-            for i in range(dim):
-                squares += widen(source[i]) * widen(source[i])
-            inverse = np.float32(1) / math.sqrt(squares / np.float32(dim) + epsilon)
-        for i in range(half):
-            one, other = widen(source[i]), widen(source[half + i])
-            if norms:
-                one, other = one * inverse * widen(norm[i]), other * inverse * widen(norm[half + i])
-            target[i] = narrow(one * wide(cos[i]) - other * wide(sin[i]))
-            target[half + i] = narrow(other * wide(cos[i]) + one * wide(sin[i]))
-
-    return rotate

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..base import PagedRows
-from .pages import depth_for, dot, key_tile, pages_of, upcasts, value_tile
+from .pages import depth_for, dot, key_tile, pages_of, row_of, upcasts, value_tile
 
 LOG2E = 1.4426950408889634
 #: Keys per step of the inner loop. 64 keeps registers at 124 to 147 without spills (cross-compiled for sm_90; not run).
@@ -36,7 +36,6 @@ class DecodePlan:
 
 
 def programs_of(device: torch.device) -> int:
-    """The number of programs that the device runs at once."""
     if device.type != "cuda":
         return _OTHER_PROGRAMS
     return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
@@ -66,7 +65,7 @@ def plan_decode(seq_lens: torch.Tensor, kv_heads: int, window: int | None, tile:
 def decode(
     q: torch.Tensor, rows: PagedRows, plan: DecodePlan, scale: float, out: torch.Tensor, tile: int = TILE
 ) -> None:
-    """`base.Kernels.decode` for rules without softcap and sinks."""
+    """`base.TorchKernels.decode` for rules without softcap and sinks."""
     count, heads, key_dim = q.shape
     kv_heads, value_dim = rows.keys.shape[2], rows.values.shape[3]
     group = heads // kv_heads
@@ -134,19 +133,6 @@ def _plan(
 
 
 @triton.jit
-def _row_of_chunk(first_chunk, chunk, rows, SEARCH: tl.constexpr):
-    """The last row whose first chunk is not after `chunk`: skips rows without chunks."""
-    low = 0
-    high = rows
-    for _ in tl.static_range(SEARCH):
-        middle = (low + high) // 2
-        below = tl.load(first_chunk + middle) <= chunk
-        low = tl.where(below, middle, low)
-        high = tl.where(below, high, middle)
-    return low
-
-
-@triton.jit
 def _attend_chunk(
     query, keys, values, table, start, end, scale, k_page, k_token, v_page, v_token, GROUP_PAD: tl.constexpr,
     DK: tl.constexpr, DK_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, PAGE: tl.constexpr,
@@ -188,7 +174,7 @@ def _decode(
     for item in range(tl.program_id(0), tl.load(first_chunk + rows) * KV_HEADS, tl.num_programs(0)):
         chunk = item // KV_HEADS
         head = item % KV_HEADS
-        row = _row_of_chunk(first_chunk, chunk, rows, SEARCH)
+        row = row_of(first_chunk, chunk, rows, 0, SEARCH)
         length = tl.load(seq_lens + row)
         seen = tl.minimum(length, window) if window > 0 else length
         start = length - seen + (chunk - tl.load(first_chunk + row)) * size

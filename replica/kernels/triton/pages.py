@@ -50,3 +50,22 @@ def value_tile(
     d = tl.arange(0, DIM_PAD)
     at = page * page_stride + (token % PAGE) * token_stride
     return tl.load(values + at[:, None] + d[None, :], mask=there[:, None] & (d[None, :] < DIM), other=0.0)
+
+
+@triton.jit
+def row_of(firsts, item, rows, QUERIES: tl.constexpr, SEARCH: tl.constexpr):
+    """The last row whose first item is not after `item`: skips rows without items.
+
+    Row i's first item is `firsts[i]`, or with QUERIES its first tile: `firsts[i] // QUERIES + i`.
+    """
+    low = 0
+    high = rows
+    for _ in tl.static_range(SEARCH):
+        middle = (low + high) // 2
+        first = tl.load(firsts + middle)
+        if QUERIES > 0:
+            first = first // QUERIES + middle
+        below = first <= item
+        low = tl.where(below, middle, low)
+        high = tl.where(below, high, middle)
+    return low

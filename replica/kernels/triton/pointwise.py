@@ -15,7 +15,6 @@ HEADS_PER_PROGRAM = 4
 def add_rms_norm(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `base.Kernels.add_rms_norm`."""
     tokens, features = x.shape
     normed = torch.empty_like(x)
     summed = x if delta is None else torch.empty_like(x)
@@ -70,7 +69,6 @@ def _add_rms_norm(
 def rotate_and_store(
     qkv: torch.Tensor, rotary: Rotary, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """As `base.Kernels.rotate_and_store`."""
     _, page, kv_heads, dim = keys.shape
     tokens, heads = len(qkv), qkv.shape[1] // dim - 2 * kv_heads
     queries = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
@@ -156,7 +154,6 @@ def _norm_weights(q_norm, k_norm, is_query, turns, i, there):
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """As `base.Kernels.silu_mul`."""
     tokens, features = len(gate_up), gate_up.shape[1] // 2
     out = torch.empty(tokens, features, dtype=gate_up.dtype, device=gate_up.device)
     if tokens:

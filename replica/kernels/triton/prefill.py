@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..base import PagedRows
 from .decode import LOG2E
-from .pages import depth_for, dot, key_tile, pages_of, upcasts, value_tile
+from .pages import depth_for, dot, key_tile, pages_of, row_of, upcasts, value_tile
 
 #: Queries and keys per tile. Cross-compiled for sm_90: 24 wgmma, 184 registers, no spill with 8 warps; not run.
 QUERIES = 128
@@ -27,7 +27,7 @@ def prefill(
     queries: int = QUERIES,
     tile: int = TILE,
 ) -> None:
-    """`base.Kernels.prefill` for rules without softcap and sinks."""
+    """`base.TorchKernels.prefill` for rules without softcap and sinks."""
     count, heads, key_dim = q.shape
     value_dim, batch = rows.values.shape[3], len(rows.seq_lens)
     _prefill[(count // queries + batch, heads)](
@@ -59,19 +59,6 @@ def prefill(
         num_warps=8,
         num_stages=3,
     )
-
-
-@triton.jit
-def _row_of_tile(first_queries, tile, rows, QUERIES: tl.constexpr, SEARCH: tl.constexpr):
-    """The last row whose first tile is not after `tile`; a row's first tile is first_query // QUERIES + row."""
-    low = 0
-    high = rows
-    for _ in tl.static_range(SEARCH):
-        middle = (low + high) // 2
-        below = tl.load(first_queries + middle) // QUERIES + middle <= tile
-        low = tl.where(below, middle, low)
-        high = tl.where(below, high, middle)
-    return low
 
 
 @triton.jit
@@ -117,7 +104,7 @@ def _prefill(
 ):  # fmt: skip
     tile = tl.program_id(0)
     head = tl.program_id(1)
-    row = _row_of_tile(first_queries, tile, rows, QUERIES, SEARCH)
+    row = row_of(first_queries, tile, rows, QUERIES, SEARCH)
     first = tl.load(first_queries + row)
     count = tl.load(first_queries + row + 1) - first
     offset = (tile - (first // QUERIES + row)) * QUERIES

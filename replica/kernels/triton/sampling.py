@@ -25,7 +25,6 @@ def levels_of(vocab: int) -> int:
 
 
 def sample(logits: torch.Tensor, inputs: SamplingInputs, out: torch.Tensor) -> None:
-    """As `base.Kernels.sample`."""
     rows, vocab = logits.shape
     if not rows:
         return

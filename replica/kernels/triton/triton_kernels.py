@@ -1,4 +1,4 @@
-"""All Triton kernels behind `base.Kernels`. Rules without a kernel (softcap, sinks) are computed by plain torch."""
+"""All Triton kernels in one class. Rules without a kernel (softcap, sinks) are computed by plain torch."""
 
 import logging
 from typing import ClassVar
@@ -6,8 +6,7 @@ from typing import ClassVar
 import torch
 
 from ...models.base import AttentionRule
-from ..base import PagedRows
-from ..torch_kernels import TorchKernels
+from ..base import PagedRows, TorchKernels
 from .decode import DecodePlan, decode, plan_decode
 from .pointwise import add_rms_norm, rotate_and_store, silu_mul
 from .prefill import prefill

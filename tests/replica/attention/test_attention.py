@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from homing.replica.attention.base import Batch, KvPool
 from homing.replica.attention.paged import PagedAttention
 from homing.replica.engine.step_plan import PlanRow, lay_out, plan_of_rows
+from homing.replica.kernels.base import TorchCpuKernels, TorchKernels
 from homing.replica.kernels.cpu.cpu_kernels import CompiledKernels
-from homing.replica.kernels.torch_kernels import TorchCpuKernels, TorchKernels
 from homing.replica.models.base import Attend, AttentionRule
 from homing.replica.models.spec import KvShape, ModelSpec
 

@@ -3,8 +3,7 @@
 import torch
 
 from homing.replica.attention.flash import FlashAttention, flash2, flash3
-from homing.replica.kernels.base import PagedRows
-from homing.replica.kernels.torch_kernels import TorchKernels
+from homing.replica.kernels.base import PagedRows, TorchKernels
 from homing.replica.models.base import AttentionRule
 
 from .reference import ReferenceAttention

@@ -9,12 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from homing.replica.attention.base import KvPool
 from homing.replica.attention.paged import PagedAttention
 from homing.replica.config import ReplicaSettings
-from homing.replica.execute.decode_step import DecodeStep
+from homing.replica.execute.gpu_runner import DecodeStep
 from homing.replica.execute.request_table import RequestTable
-from homing.replica.kernels.base import SamplingInputs
-from homing.replica.kernels.torch_kernels import TorchKernels
-from homing.replica.models import resolve
+from homing.replica.kernels.base import SamplingInputs, TorchKernels
 from homing.replica.models.base import Model
+from homing.replica.models.loading import load_model
 from homing.replica.parallel.rank_group import RankGroup
 
 CPU = torch.device("cpu")
@@ -52,7 +51,7 @@ def _flat(values: Any) -> list[Any]:
 
 
 class Likeliest(TorchKernels):
-    """Kernels whose sampler stays on the device, as Triton's does; it always takes the likeliest token."""
+    """TorchKernels whose sampler stays on the device, as Triton's does; it always takes the likeliest token."""
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs, out: torch.Tensor) -> None:
         out.copy_(logits.argmax(-1))
@@ -84,7 +83,7 @@ def step_of(model: Model, group: RankGroup | None = None) -> tuple[DecodeStep, R
 def model_of(checkpoint: Any, kind: str, provider: str) -> Model:
     extra = {"num_local_experts": 4} if kind == "mixtral" else {"head_dim": 32} if kind == "qwen3" else {}
     settings = ReplicaSettings(dtype="float32", device="cpu", model_provider=provider)
-    return resolve(settings, checkpoint(kind, **extra), None, device=CPU)
+    return load_model(settings, checkpoint(kind, **extra), None, device=CPU)
 
 
 @pytest.mark.parametrize("provider", ["native", "transformers"])

@@ -6,11 +6,10 @@ from importlib.util import find_spec
 
 import torch
 
-from homing.replica.kernels.base import Kernels, PagedRows
+from homing.replica.kernels.base import PagedRows, TorchCpuKernels, TorchKernels
 from homing.replica.kernels.cpu.cpu_kernels import CompiledKernels
-from homing.replica.kernels.torch_kernels import TorchCpuKernels, TorchKernels
 
-IMPLEMENTATIONS: tuple[type[Kernels], ...] = (TorchKernels,)
+IMPLEMENTATIONS: tuple[type[TorchKernels], ...] = (TorchKernels,)
 if find_spec("triton") is not None:
     from homing.replica.kernels.triton.triton_kernels import TritonKernels
 

@@ -12,10 +12,9 @@ from homing.kvcache.config import KvCacheSettings
 from homing.kvcache.errors import KvCacheError, PoolTooSmall
 from homing.replica.config import ReplicaSettings
 from homing.replica.demo import demo_model_path
-from homing.replica.errors import StartupError
+from homing.replica.errors import StartupError, TensorParallelUnsupported, UnsupportedModel, WeightsMissing, WeightsTorn
 from homing.replica.kernels.cpu.runtime.processor import beats_packed
 from homing.replica.load.preflight import check_model, weight_bytes
-from homing.replica.models.errors import TensorParallelUnsupported, UnsupportedModel, WeightsMissing, WeightsTorn
 
 SHAPE = {
     "model_type": "llama",

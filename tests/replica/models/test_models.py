@@ -11,16 +11,15 @@ from transformers import AutoConfig
 from homing.replica.config import ReplicaSettings
 from homing.replica.demo import demo_model_path
 from homing.replica.engine.step_plan import PlanRow, plan_of_rows
+from homing.replica.errors import ModelError, UnsupportedModel, WeightsMissing
 from homing.replica.execute.runner import ModelRunner
 from homing.replica.kernels.cpu.linear.product import pack, product
 from homing.replica.kernels.cpu.runtime.processor import beats_packed
 from homing.replica.models import layers
-from homing.replica.models.errors import ModelError, UnsupportedModel, WeightsMissing
-from homing.replica.models.families import FAMILIES, split_problem
 from homing.replica.models.layers import FEW_ROWS, Int8Linear, Linear, int8_problem, packing_problem
 from homing.replica.models.loading import eos_token_ids
-from homing.replica.models.native import NativeModel, layer_windows, native_problem
-from homing.replica.models.rope import inverse_frequencies
+from homing.replica.models.native import NativeModel, inverse_frequencies, layer_windows, native_problem
+from homing.replica.models.spec import FAMILIES, KvShape, split_problem
 
 from ..toys import BLOCK_SIZE, ToyScheduler, make_runner
 
@@ -323,7 +322,7 @@ def test_spec_tells_memory_and_limits(checkpoint):
     spec = ModelRunner(ReplicaSettings(device="cpu"), checkpoint("llama"), BLOCK_SIZE).spec
 
     assert spec.bytes_per_block(BLOCK_SIZE) == 2 * 2 * 2 * 16 * 4 * 8
-    assert (spec.layers, spec.kv_heads, spec.head_dim, spec.vocab_size, spec.max_positions) == (2, 2, 16, 211, 256)
+    assert (spec.kv_shapes, spec.vocab_size, spec.max_positions) == ((KvShape(2, 16, 16),) * 2, 211, 256)
     assert (spec.eos_token_ids, spec.dtype) == ((2,), "float32")
 
 

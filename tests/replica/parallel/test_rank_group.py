@@ -15,9 +15,8 @@ import torch
 
 from homing.replica.config import ReplicaSettings
 from homing.replica.engine.step_plan import PlanRow, StepPlan, plan_of_rows
-from homing.replica.errors import RankLost
+from homing.replica.errors import RankLost, TensorParallelUnsupported
 from homing.replica.execute.runner import ModelRunner
-from homing.replica.models.errors import TensorParallelUnsupported
 from homing.replica.models.layers import int8_problem
 from homing.replica.parallel.rank_group import RankGroup
 
@@ -108,7 +107,7 @@ def test_split_model_answers_as_the_whole(model_type, overrides, size, checkpoin
         codes = [worker.poll() for worker in made.workers]
 
     assert answers == reference(folder, prompts, 10)
-    assert made.runner.spec.kv_heads == 1
+    assert made.runner.spec.kv_shapes[0].kv_heads == 1
     assert codes == [None] * (size - 1)
     assert [worker.returncode for worker in made.workers] == [0] * (size - 1)
 

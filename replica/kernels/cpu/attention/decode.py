@@ -13,15 +13,13 @@ from numba import carray, njit
 from ....models.base import AttentionRule
 from ...base import PagedRows
 from ..runtime.compilation import kernel
-from ..runtime.scalars import FAST_MATH, Storage, pointer, storage_of
+from ..runtime.scalars import FAST_MATH, Storage, pointer, softmax_of_heads, storage_of
 from ..runtime.thread_team import run, threads_for
 from ..runtime.vectors import Dot, dot
 from .bfloat16_pairs import attend_of, fits
-from .softmax import softmax_of_heads
 
 
 def decode(q: torch.Tensor, rows: PagedRows, rule: AttentionRule, out: torch.Tensor) -> None:
-    """As `base.Kernels.decode`."""
     storage = storage_of(q.dtype, rows.keys.dtype, rows.values.dtype, out.dtype)
     q = q.flatten(1).unflatten(1, q.shape[1:])  # transformers' models pass heads that are not contiguous
     page, kv_heads, key_dim = rows.keys.shape[1:]
@@ -71,7 +69,60 @@ def _compiled(storage: Storage, key_dim: int, value_dim: int, group: int, pairs:
 
 def _attend(storage: Storage, key_dim: int, value_dim: int, group: int):
     kind, size, widen, narrow = storage.kind, storage.size, storage.widen, storage.narrow
-    score, add = _score(storage, key_dim, group), _add(storage, value_dim, group)
+
+    @njit(fastmath=FAST_MATH, error_model="numpy")
+    def score(keys, step, tokens, queries, scores, longest):
+        """The scores of one page's tokens, for each query of the group."""
+        token = 0
+        while token + 4 <= tokens:
+            k0 = carray(pointer(keys + token * step), (key_dim,), kind)
+            k1 = carray(pointer(keys + (token + 1) * step), (key_dim,), kind)
+            k2 = carray(pointer(keys + (token + 2) * step), (key_dim,), kind)
+            k3 = carray(pointer(keys + (token + 3) * step), (key_dim,), kind)
+            for head in range(group):
+                s0 = s1 = s2 = s3 = np.float32(0)
+                for i in range(key_dim):
+                    query = queries[head * key_dim + i]
+                    s0 += query * widen(k0[i])
+                    s1 += query * widen(k1[i])
+                    s2 += query * widen(k2[i])
+                    s3 += query * widen(k3[i])
+                found = carray(pointer(scores + (head * longest + token) * 4), (4,), np.float32)
+                found[0], found[1], found[2], found[3] = s0, s1, s2, s3
+            token += 4
+        while token < tokens:
+            k0 = carray(pointer(keys + token * step), (key_dim,), kind)
+            for head in range(group):
+                s0 = np.float32(0)
+                for i in range(key_dim):
+                    s0 += queries[head * key_dim + i] * widen(k0[i])
+                carray(pointer(scores + (head * longest + token) * 4), (1,), np.float32)[0] = s0
+            token += 1
+
+    @njit(fastmath=FAST_MATH, error_model="numpy")
+    def add(values, step, tokens, weights, longest, sums):
+        """Add the weighted values of one page's tokens to each query's sums."""
+        token = 0
+        while token + 4 <= tokens:
+            v0 = carray(pointer(values + token * step), (value_dim,), kind)
+            v1 = carray(pointer(values + (token + 1) * step), (value_dim,), kind)
+            v2 = carray(pointer(values + (token + 2) * step), (value_dim,), kind)
+            v3 = carray(pointer(values + (token + 3) * step), (value_dim,), kind)
+            for head in range(group):
+                weight = carray(pointer(weights + (head * longest + token) * 4), (4,), np.float32)
+                w0, w1, w2, w3 = weight[0], weight[1], weight[2], weight[3]
+                for i in range(value_dim):
+                    sums[head * value_dim + i] += (w0 * widen(v0[i]) + w1 * widen(v1[i])) + (
+                        w2 * widen(v2[i]) + w3 * widen(v3[i])
+                    )
+            token += 4
+        while token < tokens:
+            v0 = carray(pointer(values + token * step), (value_dim,), kind)
+            for head in range(group):
+                w0 = carray(pointer(weights + (head * longest + token) * 4), (1,), np.float32)[0]
+                for i in range(value_dim):
+                    sums[head * value_dim + i] += w0 * widen(v0[i])
+            token += 1
 
     @njit(fastmath=FAST_MATH, error_model="numpy")
     def attend(query, found, own, pages, shape, first, length, rule):
@@ -108,69 +159,3 @@ def _attend(storage: Storage, key_dim: int, value_dim: int, group: int):
             out[i] = narrow(sums[i])
 
     return attend
-
-
-def _score(storage: Storage, dim: int, group: int):
-    kind, widen = storage.kind, storage.widen
-
-    @njit(fastmath=FAST_MATH, error_model="numpy")
-    def score(keys, step, tokens, queries, scores, longest):
-        """The scores of one page's tokens, for each query of the group."""
-        token = 0
-        while token + 4 <= tokens:
-            k0 = carray(pointer(keys + token * step), (dim,), kind)
-            k1 = carray(pointer(keys + (token + 1) * step), (dim,), kind)
-            k2 = carray(pointer(keys + (token + 2) * step), (dim,), kind)
-            k3 = carray(pointer(keys + (token + 3) * step), (dim,), kind)
-            for head in range(group):
-                s0 = s1 = s2 = s3 = np.float32(0)
-                for i in range(dim):
-                    query = queries[head * dim + i]
-                    s0 += query * widen(k0[i])
-                    s1 += query * widen(k1[i])
-                    s2 += query * widen(k2[i])
-                    s3 += query * widen(k3[i])
-                found = carray(pointer(scores + (head * longest + token) * 4), (4,), np.float32)
-                found[0], found[1], found[2], found[3] = s0, s1, s2, s3
-            token += 4
-        while token < tokens:
-            k0 = carray(pointer(keys + token * step), (dim,), kind)
-            for head in range(group):
-                s0 = np.float32(0)
-                for i in range(dim):
-                    s0 += queries[head * dim + i] * widen(k0[i])
-                carray(pointer(scores + (head * longest + token) * 4), (1,), np.float32)[0] = s0
-            token += 1
-
-    return score
-
-
-def _add(storage: Storage, dim: int, group: int):
-    kind, widen = storage.kind, storage.widen
-
-    @njit(fastmath=FAST_MATH, error_model="numpy")
-    def add(values, step, tokens, weights, longest, sums):
-        """Add the weighted values of one page's tokens to each query's sums."""
-        token = 0
-        while token + 4 <= tokens:
-            v0 = carray(pointer(values + token * step), (dim,), kind)
-            v1 = carray(pointer(values + (token + 1) * step), (dim,), kind)
-            v2 = carray(pointer(values + (token + 2) * step), (dim,), kind)
-            v3 = carray(pointer(values + (token + 3) * step), (dim,), kind)
-            for head in range(group):
-                weight = carray(pointer(weights + (head * longest + token) * 4), (4,), np.float32)
-                w0, w1, w2, w3 = weight[0], weight[1], weight[2], weight[3]
-                for i in range(dim):
-                    sums[head * dim + i] += (w0 * widen(v0[i]) + w1 * widen(v1[i])) + (
-                        w2 * widen(v2[i]) + w3 * widen(v3[i])
-                    )
-            token += 4
-        while token < tokens:
-            v0 = carray(pointer(values + token * step), (dim,), kind)
-            for head in range(group):
-                w0 = carray(pointer(weights + (head * longest + token) * 4), (1,), np.float32)[0]
-                for i in range(dim):
-                    sums[head * dim + i] += w0 * widen(v0[i])
-            token += 1
-
-    return add

@@ -2,8 +2,7 @@
 
 A tile of queries, with all heads of a group side by side, iterates over the keys in blocks with a running softmax, so
 that the scores of a whole row are never in memory. Blocks start at the same tokens for every query: a query's result
-depends neither on the others of its step nor on how its prompt was split. A thread processes several consecutive tiles
-together, which share a block's reordered values.
+depends neither on the others of its step nor on how its prompt was split.
 """
 
 import functools
@@ -21,24 +20,18 @@ from ..runtime.compilation import kernel
 from ..runtime.scalars import Storage, pointer, storage_of
 from ..runtime.thread_team import run, threads_for
 from ..runtime.vectors import SINGLE, WORD, Dot, dot
-from .prefill_loops import KEYS, QUERIES, scores_of, sums_of
-from .running_softmax import LOWEST, weights_of
+from .prefill_loops import KEYS, LOWEST, QUERIES, scores_of, sums_of, weights_of
 
 #: Tokens of a block. 64 and 256 were as fast on a Zen 4.
 BLOCK = 128
-#: Tiles of queries that share a block's reordered values. 2 and 4 were up to 5 % slower.
-TILES = 8
 #: Words of a query's state: its greatest score, its weights' sum, its last token.
 STATE = 3
-BITS = {2: np.uint16, 4: np.uint32}  #: Integers by size in bytes.
 #: Stands for no window: no row has as many tokens.
 NO_WINDOW = 1 << 30
 
 
 @dataclass(slots=True, frozen=True)
 class Sizes:
-    """Sizes of a head, and of a thread's scratch memory in bytes."""
-
     key_dim: int
     value_dim: int
     group: int
@@ -55,14 +48,14 @@ class Sizes:
 
     @property
     def tile(self) -> int:
-        """Of one tile: queries, sums and state."""
+        """Queries, sums and state."""
         return QUERIES * (self.key_words + self.width + STATE) * WORD
 
     @property
     def scratch(self) -> int:
-        """The tiles, and a block's scores, values, factors and keys."""
+        """A tile, and a block's scores, values, factors and keys."""
         block = BLOCK * (QUERIES + self.key_words) + BLOCK // self.numbers * self.width + QUERIES
-        return TILES * self.tile + block * WORD
+        return self.tile + block * WORD
 
 
 def fits(q: torch.Tensor, rule: AttentionRule) -> bool:
@@ -73,7 +66,7 @@ def fits(q: torch.Tensor, rule: AttentionRule) -> bool:
 def prefill(
     q: torch.Tensor, rows: PagedRows, first_queries: torch.Tensor, rule: AttentionRule, out: torch.Tensor
 ) -> None:
-    """As `base.Kernels.prefill`, if it `fits`."""
+    """As `base.TorchKernels.prefill`, if it `fits`."""
     assert rule.scale > 0, f"a scale of {rule.scale}: the greatest score would not have the greatest weight"
     storage = storage_of(q.dtype, rows.keys.dtype, rows.values.dtype, out.dtype)
     q = q.flatten(1).unflatten(1, q.shape[1:])  # transformers' models pass heads that are not contiguous
@@ -110,27 +103,21 @@ def _compiled(storage: Storage, sizes: Sizes, dot: Dot):
         for head in range(kv_heads):
             for row in range(rows):
                 queries, length = np.int64(firsts[row + 1] - firsts[row]), np.int64(lengths[row])
-                first = stop = np.int64(0)
-                for tile in range(tiles_of(queries, group)):
-                    cost = _cost(tile, queries, length, group, window)
-                    if (2 * done + cost) * threads // (2 * whole) == thread:
-                        first = first if stop else np.int64(tile)
-                        stop = np.int64(tile + 1)
-                    done += cost
                 query = given[0] + (firsts[row] * given[11] + head * group * key_dim) * size
                 found = given[6] + (firsts[row] * given[12] + head * group * value_dim) * size
                 places = query, given[11] * size, found, given[12] * size, own
                 pages = given[1], given[2], given[3] + row * given[13] * 4
-                for tile in range(first, stop, TILES):
-                    some = tile, min(tile + TILES, stop)
-                    attend(some, places, pages, (kv_heads, head, page), (queries, length, window), scale)
+                for tile in range(tiles_of(queries, group)):
+                    cost = _cost(tile, queries, length, group, window)
+                    if (2 * done + cost) * threads // (2 * whole) == thread:
+                        attend(np.int64(tile), places, pages, (kv_heads, head, page), (queries, length, window), scale)
+                    done += cost
 
     return prefill
 
 
 @njit(error_model="numpy")
 def tiles_of(queries, group):
-    """The number of a row's tiles."""
     return (queries * group + QUERIES - 1) // QUERIES
 
 
@@ -150,101 +137,17 @@ def _cost(tile, queries, length, group, window):
 
 
 def _attend(storage: Storage, sizes: Sizes, dot: Dot):
-    group, tile_bytes = sizes.group, sizes.tile
-    key_size, value_size = sizes.key_dim * storage.size, sizes.value_dim * storage.size
-    scores_at = tile_bytes * TILES
+    kind, narrow, size, value_dim = storage.kind, storage.narrow, storage.size, sizes.value_dim
+    group, numbers, key_words, width = sizes.group, sizes.numbers, sizes.key_words, sizes.width
+    key_size, value_size, bits = key_words * WORD, value_dim * size, np.uint16 if numbers == 2 else np.uint32
+    scores_at = sizes.tile
     values_at = scores_at + BLOCK * QUERIES * WORD
-    rescale_at = values_at + BLOCK // sizes.numbers * sizes.width * WORD
+    rescale_at = values_at + BLOCK // numbers * width * WORD
     keys_at = rescale_at + QUERIES * WORD
-    begin_tile, end_tile, add_block = _begin_tile(sizes), _end_tile(storage, sizes), _add_block(storage, sizes, dot)
-    copy, gather = _copy(sizes), _gather(storage, sizes)
+    add_block = _add_block(storage, sizes, dot)
 
     @njit(error_model="numpy")
-    def attend(tiles, places, pages, shape, row, scale):
-        """Attention of some consecutive tiles of one row's queries of one KV head."""
-        query, query_step, found, found_step, own = places
-        keys, values, table = pages
-        kv_heads, head, page = shape
-        queries, length, window = row
-        held = own + scores_at, own + keys_at, own + values_at, own + rescale_at
-        for tile in range(tiles[0], tiles[1]):
-            begin_tile(own + (tile - tiles[0]) * tile_bytes, query, query_step, tile, queries, length)
-        begin = max(np.int64(0), _ends(tiles[0], queries, length, group)[0] + 1 - window)
-        end = _ends(tiles[1] - 1, queries, length, group)[1] + 1
-        blocks = carray(pointer(table), ((end + page - 1) // page,), np.int32)
-        for block in range(begin - begin % BLOCK, end, BLOCK):
-            tokens = min(end - block, BLOCK)
-            gather(values + head * value_size, kv_heads * value_size, blocks, page, block, tokens, held[2])
-            copy(keys + head * key_size, kv_heads * key_size, blocks, page, block, tokens, held[1])
-            for tile in range(tiles[0], tiles[1]):
-                first, last = _ends(tile, queries, length, group)
-                if block <= last and block + BLOCK > first + 1 - window:
-                    at, lanes = own + (tile - tiles[0]) * tile_bytes, queries * group - tile * QUERIES
-                    add_block(at, held, block, (first, last, window), lanes, scale)
-        for tile in range(tiles[0], tiles[1]):
-            end_tile(own + (tile - tiles[0]) * tile_bytes, found, found_step, tile, queries)
-
-    return attend
-
-
-def _add_block(storage: Storage, sizes: Sizes, dot: Dot):
-    numbers, width, key_size = sizes.numbers, sizes.width, sizes.key_words * WORD
-    sums_at = QUERIES * sizes.key_words * WORD
-    state_at = sums_at + QUERIES * width * WORD
-    score, add = scores_of(dot, sizes.key_words), sums_of(dot, width)
-    weigh, weigh_masked = weights_of(numbers, masked=False), weights_of(numbers, masked=True)
-    are_finite, add_visible = _are_finite(sizes), _add_visible(storage, sizes)
-
-    @njit(fastmath=False, error_model="numpy")  # the kernel's fast math would remove the rounding by addition
-    def add_block(tile, held, block, visible, lanes, scale):
-        """Add the weighted values of a block to the sums of a tile's queries."""
-        scores, keys, ordered, rescale = held
-        first, last, window = visible
-        count = min((last - block) // KEYS * KEYS + KEYS, BLOCK)
-        for key in range(0, count, KEYS):
-            score(keys + key * key_size, np.int64(key_size), tile, scores + key * QUERIES * WORD)
-        if block + count - 1 <= first and block > last - window:
-            weigh(scores, count, scale, tile + state_at, rescale, block, window)
-        else:
-            weigh_masked(scores, count, scale, tile + state_at, rescale, block, window)
-            if not are_finite(ordered, count):
-                add_visible(scores, ordered, block, count, rescale, tile + sums_at, tile + state_at, window)
-                return
-        for lane in range(0, min(QUERIES, lanes), ROWS):
-            for chunk in range(0, width, OUTPUTS):
-                sums, values = tile + sums_at + (lane * width + chunk) * WORD, ordered + chunk * WORD
-                weights, rescales = scores + lane * WORD, rescale + lane * WORD
-                add(weights, values, count // numbers, rescales, sums, np.int64(width * WORD))
-
-    return add_block
-
-
-@njit(error_model="numpy")
-def _slot(blocks, page, token):
-    """The pool's slot of a token of the row."""
-    return np.int64(blocks[token // page]) * page + token % page
-
-
-def _copy(sizes: Sizes):
-    key_words = sizes.key_words
-
-    @njit(error_model="numpy")
-    def copy(keys, step, blocks, page, first, tokens, copied):
-        """Copy the keys of `tokens` tokens from `first` on. The memory behind them is never visible."""
-        words = carray(pointer(copied), (BLOCK, key_words), np.uint32)
-        for token in range(tokens):
-            given = carray(pointer(keys + _slot(blocks, page, first + token) * step), (key_words,), np.uint32)
-            for word in range(key_words):
-                words[token, word] = given[word]
-
-    return copy
-
-
-def _begin_tile(sizes: Sizes):
-    key_words, width, group = sizes.key_words, sizes.width, sizes.group
-
-    @njit(error_model="numpy")
-    def begin(own, query, query_step, tile, queries, length):
+    def begin_tile(own, query, query_step, tile, queries, length):
         """Copy the queries into lanes, repeating the last one, and reset sums and state."""
         lanes = carray(pointer(own), (key_words, QUERIES), np.uint32)
         sums = carray(pointer(own + QUERIES * key_words * WORD), (QUERIES * width,), np.float32)
@@ -261,32 +164,6 @@ def _begin_tile(sizes: Sizes):
                 lanes[word, lane] = given[word]
         for i in range(QUERIES * width):
             sums[i] = np.float32(0)
-
-    return begin
-
-
-def _end_tile(storage: Storage, sizes: Sizes):
-    kind, narrow, key_words, width, group = storage.kind, storage.narrow, sizes.key_words, sizes.width, sizes.group
-    value_dim, size = sizes.value_dim, storage.size
-
-    @njit(error_model="numpy")
-    def end(own, found, found_step, tile, queries):
-        """Write the sums divided by the weights' sums."""
-        sums = carray(pointer(own + QUERIES * key_words * WORD), (QUERIES, width), np.float32)
-        totals = carray(pointer(own + QUERIES * (key_words + width + 1) * WORD), (QUERIES,), np.float32)
-        for lane in range(min(QUERIES, queries * group - tile * QUERIES)):
-            number = tile * QUERIES + lane
-            token, head = number // group, number % group
-            out = carray(pointer(found + token * found_step + head * value_dim * size), (value_dim,), kind)
-            inverse = np.float32(1) / totals[lane]
-            for i in range(value_dim):
-                out[i] = narrow(sums[lane, i] * inverse)
-
-    return end
-
-
-def _gather(storage: Storage, sizes: Sizes):
-    bits, value_dim, width, numbers = BITS[storage.size], sizes.value_dim, sizes.width, sizes.numbers
 
     @njit(error_model="numpy")
     def gather(values, step, blocks, page, first, tokens, ordered):
@@ -309,11 +186,54 @@ def _gather(storage: Storage, sizes: Sizes):
             for i in range(value_dim):
                 words[word, i] = np.uint32(0)
 
-    return gather
+    @njit(error_model="numpy")
+    def copy(keys, step, blocks, page, first, tokens, copied):
+        """Copy the keys of `tokens` tokens from `first` on. The memory behind them is never visible."""
+        words = carray(pointer(copied), (BLOCK, key_words), np.uint32)
+        for token in range(tokens):
+            given = carray(pointer(keys + _slot(blocks, page, first + token) * step), (key_words,), np.uint32)
+            for word in range(key_words):
+                words[token, word] = given[word]
+
+    @njit(error_model="numpy")
+    def end_tile(own, found, found_step, tile, queries):
+        sums = carray(pointer(own + QUERIES * key_words * WORD), (QUERIES, width), np.float32)
+        totals = carray(pointer(own + QUERIES * (key_words + width + 1) * WORD), (QUERIES,), np.float32)
+        for lane in range(min(QUERIES, queries * group - tile * QUERIES)):
+            number = tile * QUERIES + lane
+            token, head = number // group, number % group
+            out = carray(pointer(found + token * found_step + head * value_dim * size), (value_dim,), kind)
+            inverse = np.float32(1) / totals[lane]
+            for i in range(value_dim):
+                out[i] = narrow(sums[lane, i] * inverse)
+
+    @njit(error_model="numpy")
+    def attend(tile, places, pages, shape, row, scale):
+        query, query_step, found, found_step, own = places
+        keys, values, table = pages
+        kv_heads, head, page = shape
+        queries, length, window = row
+        held = own + scores_at, own + keys_at, own + values_at, own + rescale_at
+        begin_tile(own, query, query_step, tile, queries, length)
+        first, last = _ends(tile, queries, length, group)
+        begin = max(np.int64(0), first + 1 - window)
+        blocks = carray(pointer(table), (last // page + 1,), np.int32)
+        for block in range(begin - begin % BLOCK, last + 1, BLOCK):
+            tokens = min(last + 1 - block, BLOCK)
+            gather(values + head * value_size, kv_heads * value_size, blocks, page, block, tokens, held[2])
+            copy(keys + head * key_size, kv_heads * key_size, blocks, page, block, tokens, held[1])
+            add_block(own, held, block, (first, last, window), queries * group - tile * QUERIES, scale)
+        end_tile(own, found, found_step, tile, queries)
+
+    return attend
 
 
-def _are_finite(sizes: Sizes):
-    value_dim, width, numbers = sizes.value_dim, sizes.width, sizes.numbers
+def _add_block(storage: Storage, sizes: Sizes, dot: Dot):
+    kind, widen, value_dim = storage.kind, storage.widen, sizes.value_dim
+    numbers, width, key_size = sizes.numbers, sizes.width, sizes.key_words * WORD
+    sums_at = QUERIES * sizes.key_words * WORD
+    state_at = sums_at + QUERIES * width * WORD
+    score, weigh, add = scores_of(dot, sizes.key_words), weights_of(numbers), sums_of(dot, width)
     high, low = np.uint32(0x7F800000), np.uint32(0x7F80 if numbers == 2 else 0xFFFFFFFF)
 
     @njit(error_model="numpy")
@@ -327,20 +247,8 @@ def _are_finite(sizes: Sizes):
                 odd |= np.uint32((value & high) == high) | np.uint32((value & low) == low)
         return odd == 0
 
-    return are_finite
-
-
-def _add_visible(storage: Storage, sizes: Sizes):
-    kind, widen, value_dim, width, numbers = (
-        storage.kind,
-        storage.widen,
-        sizes.value_dim,
-        sizes.width,
-        sizes.numbers,
-    )
-
     @njit(error_model="numpy")
-    def add(scores, ordered, block, count, rescale, tile_sums, state, window):
+    def add_visible(scores, ordered, block, count, rescale, tile_sums, state, window):
         """As `prefill_loops.sums_of`, key by key: values that a query does not see are not even multiplied by 0."""
         weights = carray(pointer(scores), (BLOCK // numbers, QUERIES, numbers), kind)
         values = carray(pointer(ordered), (BLOCK // numbers, width, numbers), kind)
@@ -357,4 +265,27 @@ def _add_visible(storage: Storage, sizes: Sizes):
                 for i in range(value_dim):
                     sums[lane, i] += weight * widen(values[word, i, part])
 
-    return add
+    @njit(fastmath=False, error_model="numpy")  # the kernel's fast math would remove the rounding by addition
+    def add_block(tile, held, block, visible, lanes, scale):
+        scores, keys, ordered, rescale = held
+        first, last, window = visible
+        count = min((last - block) // KEYS * KEYS + KEYS, BLOCK)
+        for key in range(0, count, KEYS):
+            score(keys + key * key_size, np.int64(key_size), tile, scores + key * QUERIES * WORD)
+        weigh(scores, count, scale, tile + state_at, rescale, block, window)
+        all_visible = block + count - 1 <= first and block > last - window
+        if not all_visible and not are_finite(ordered, count):
+            add_visible(scores, ordered, block, count, rescale, tile + sums_at, tile + state_at, window)
+            return
+        for lane in range(0, min(QUERIES, lanes), ROWS):
+            for chunk in range(0, width, OUTPUTS):
+                sums, values = tile + sums_at + (lane * width + chunk) * WORD, ordered + chunk * WORD
+                weights, rescales = scores + lane * WORD, rescale + lane * WORD
+                add(weights, values, count // numbers, rescales, sums, np.int64(width * WORD))
+
+    return add_block
+
+
+@njit(error_model="numpy")
+def _slot(blocks, page, token):
+    return np.int64(blocks[token // page]) * page + token % page

@@ -1,9 +1,10 @@
 """The innermost loops of prefill attention, with a query in each lane, in LLVM's instructions. Knows no pages.
 
-The scores of `QUERIES` queries with one key are adjacent: the softmax over all keys is then computed lane by lane, and
-no query's result depends on the others.
+The scores of `QUERIES` queries with one key are adjacent: the running softmax over all keys is then computed lane by
+lane, and no query's result depends on the others.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -12,12 +13,22 @@ from numba.extending import intrinsic
 
 from ..linear.tile import OUTPUTS, ROWS, VECTORS, products
 from ..runtime import vectors as v
-from ..runtime.vectors import FLOAT, FLOATS, INT64, LANES, WORD, Dot
+from ..runtime.vectors import FLOAT, FLOATS, INT32, INT64, LANES, WORD, WORDS, Dot
 
 #: Queries of a tile, in the lanes of some vectors.
 QUERIES = OUTPUTS
 #: Keys of one product.
 KEYS = ROWS
+#: Less than any score: stands for the scores of hidden keys, and for the greatest score before the first key.
+LOWEST = -3e38
+#: The polynomial of 2^x for x from -0.5 to 0.5, with a relative error of 2e-9. Exact at 0, as unchanged sums are
+#: multiplied with it.
+COEFFICIENTS = 1.0, 6.931472029e-01, 2.402264791e-01, 5.550332471e-02, 9.618437361e-03, 1.339887462e-03, 1.535336139e-04
+#: Added to a float32, leaves the nearest whole number in the low bits.
+ROUNDER = 1.5 * 2**23
+#: Smaller exponents count as this one: float32's exponents end there.
+LEAST_POWER = -126.0
+MANTISSA_BITS = 23
 
 
 def scores_of(dot: Dot, words: int) -> Any:
@@ -72,3 +83,132 @@ def sums_of(dot: Dot, words: int) -> Any:
         return types.void(*[types.int64] * 6), generate
 
     return add
+
+
+def weights_of(numbers: int) -> Any:
+    """(scores, count, scale, state, rescale, first, window): replace the scores of `count` keys by their weights.
+
+    A weight is 2^(score * scale) divided by that of the greatest score. All but `scale`, a positive float32, are int64.
+    At `state` are, for each query, its greatest score so far, times scale, and the sum of its weights, both float32,
+    which are updated, and its last key as int32. The factor for all earlier weights is written to `rescale`. A word
+    holds the weights of `numbers` consecutive keys. The scores' first key is number `first`, and a query sees the
+    `window` keys up to its last.
+    """
+
+    @intrinsic
+    def weigh(_context, _scores, _count, _scale, _state, _rescale, _first, _window):
+        def generate(context, builder, _signature, arguments):
+            scores, count, scale, state, rescale, first, window = arguments
+            places = [v.words_after(builder, state, number * LANES) for number in range(3 * VECTORS)]
+            tops, totals = (_read(builder, places[at:][:VECTORS], FLOATS) for at in (0, VECTORS))
+            lasts = _read(builder, places[2 * VECTORS :], WORDS)
+            width = v.splat(builder, builder.trunc(window, INT32))
+            visible = [(builder.sub(last, width), last) for last in lasts]
+            scored = _Scores(builder, scores, first, visible)
+            factor = v.splat(builder, scale)
+
+            greatest = v.loop(builder, builder.sdiv(count, _int(KEYS)), [v.constant(LOWEST)] * VECTORS, scored.greatest)
+            scaled = [builder.fmul(each, factor) for each in greatest]
+            new_tops = _greater(builder, scaled, tops)
+            factors = [scored.power(builder.fsub(top, new)) for top, new in zip(tops, new_tops, strict=True)]
+            negative_tops = [builder.fneg(top) for top in new_tops]
+
+            def store_word(word: Any, sums: Sequence[Any]) -> Sequence[Any]:
+                first_key = builder.mul(word, _int(numbers))
+                keys = [builder.add(first_key, _int(number)) for number in range(numbers)]
+                weights = [scored.weights(key, factor, negative_tops) for key in keys]
+                for vector, each in enumerate(_words(builder, weights)):
+                    v.store(builder, each, scored.place(word, vector), WORD)
+                for of_key in weights:
+                    sums = [builder.fadd(total, each) for total, each in zip(sums, of_key, strict=True)]
+                return sums
+
+            held = [builder.fmul(total, each) for total, each in zip(totals, factors, strict=True)]
+            new_totals = v.loop(builder, builder.sdiv(count, _int(numbers)), held, store_word)
+            targets = [
+                *places[: 2 * VECTORS],
+                *(v.words_after(builder, rescale, at * LANES) for at in range(VECTORS)),
+            ]
+            for value, place in zip((*new_tops, *new_totals, *factors), targets, strict=True):
+                v.store(builder, value, place, WORD)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 2, types.float32, *[types.int64] * 4), generate
+
+    return weigh
+
+
+class _Scores:
+    """A block's scores. `visible` are, for each vector of queries, the key before the visible ones and the last one."""
+
+    def __init__(self, builder: Any, start: Any, first: Any, visible: list[tuple[Any, Any]]) -> None:
+        self._builder, self._start, self._first, self._visible = builder, start, first, visible
+
+    def place(self, key: Any, vector: int) -> Any:
+        offset = self._builder.mul(key, _int(QUERIES * WORD))
+        return v.words_after(self._builder, self._builder.add(self._start, offset), vector * LANES)
+
+    def greatest(self, number: Any, before: Sequence[Any]) -> list[Any]:
+        """The greatest scores of `KEYS` keys and of those before, by a tree of independent comparisons."""
+        first = self._builder.mul(number, _int(KEYS))
+        keys = [self._builder.add(first, _int(key)) for key in range(KEYS)]
+        found = [self._or_hidden(key, self._read(key), LOWEST) for key in keys]
+        while len(found) > 1:
+            found = [_greater(self._builder, *pair) for pair in zip(found[::2], found[1::2], strict=True)]
+        return _greater(self._builder, found[0], before)
+
+    def weights(self, key: Any, factor: Any, negative_tops: Sequence[Any]) -> list[Any]:
+        """2^(score * factor + negative_top) of each query."""
+        scores = zip(self._read(key), negative_tops, strict=True)
+        exponents = [v.multiply_add(self._builder, negative, score, factor) for score, negative in scores]
+        return self._or_hidden(key, [self.power(exponent) for exponent in exponents], 0.0)
+
+    def _read(self, key: Any) -> list[Any]:
+        return _read(self._builder, [self.place(key, vector) for vector in range(VECTORS)], FLOATS)
+
+    def _or_hidden(self, key: Any, values: list[Any], hidden: float) -> list[Any]:
+        builder, found = self._builder, []
+        number = v.splat(builder, builder.trunc(builder.add(self._first, key), INT32))
+        for value, (before, last) in zip(values, self._visible, strict=True):
+            seen = builder.and_(builder.icmp_signed("<=", number, last), builder.icmp_signed(">", number, before))
+            found.append(builder.select(seen, value, v.constant(hidden)))
+        return found
+
+    def power(self, exponent: Any) -> Any:
+        """2^exponent. NaN stays NaN."""
+        builder, least = self._builder, v.constant(LEAST_POWER)
+        exponent = builder.select(builder.fcmp_ordered("<", exponent, least), least, exponent)
+        shifted = builder.fadd(exponent, v.constant(ROUNDER))
+        rest = builder.fsub(exponent, builder.fsub(shifted, v.constant(ROUNDER)))
+        found = v.constant(COEFFICIENTS[-1])
+        for coefficient in COEFFICIENTS[-2::-1]:
+            found = v.multiply_add(builder, v.constant(coefficient), found, rest)
+        whole = builder.shl(builder.bitcast(shifted, WORDS), ir.Constant(WORDS, [MANTISSA_BITS] * LANES))
+        return builder.bitcast(builder.add(builder.bitcast(found, WORDS), whole), FLOATS)
+
+
+def _words(builder: Any, weights: Sequence[Sequence[Any]]) -> list[Any]:
+    """One key's weights as they are, or two keys' rounded to bfloat16, ties up. Weights are not negative.
+
+    NaN stays NaN if its low 16 bits are zero, as they are in bfloat16 inputs and in NaN that processors produce.
+    """
+    bits = [[builder.bitcast(each, WORDS) for each in of_key] for of_key in weights]
+    if len(bits) == 1:
+        return bits[0]
+    half, low, high = (ir.Constant(WORDS, [value] * LANES) for value in (0x8000, 16, 0xFFFF0000))
+    lower, upper = ([builder.add(each, half) for each in of_key] for of_key in bits)
+    pairs = zip(lower, upper, strict=True)
+    return [builder.or_(builder.and_(other, high), builder.lshr(one, low)) for one, other in pairs]
+
+
+def _read(builder: Any, places: Sequence[Any], kind: Any) -> list[Any]:
+    return [v.load(builder, place, kind, WORD) for place in places]
+
+
+def _greater(builder: Any, some: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    pairs = zip(some, others, strict=True)
+    return [builder.select(builder.fcmp_ordered(">", one, other), one, other) for one, other in pairs]
+
+
+def _int(value: int) -> Any:
+    return ir.Constant(INT64, value)

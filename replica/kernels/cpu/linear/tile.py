@@ -83,7 +83,6 @@ def products(
 
 
 def _write(builder: Any, sums: Sequence[Any], bias: Any, rows: Sequence[Any]) -> None:
-    """Add the bias to the sums, round and store."""
     for vector in range(VECTORS):
         of_outputs = v.load(builder, v.words_after(builder, bias, vector * LANES), FLOATS, WORD)
         for row, total in zip(rows, sums[vector::VECTORS], strict=True):

@@ -19,8 +19,6 @@ from .thread_team import join_calls, observing_calls, run_calls
 
 #: Bytes of the smallest piece of memory that an arena gives out.
 SMALLEST_PIECE = 4096
-#: The last operation of `torch.tensor`: a view by its schema, of numbers that the host had when the step was recorded.
-_HOST_DATA = (torch.ops.aten.lift_fresh.default,)
 
 
 class NotRecorded(Exception):  # noqa: N818
@@ -53,11 +51,9 @@ class Arena:
 
     @property
     def pieces(self) -> int:
-        """The number of pieces."""
         return len(self._pieces)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in this memory."""
         return tensor.untyped_storage().data_ptr() in self._pieces
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -68,8 +64,6 @@ class Arena:
 
 @dataclass(slots=True, frozen=True)
 class CallRecording:
-    """The kernel calls of a step."""
-
     calls: bytes
     threads: int
     arena: Arena
@@ -115,7 +109,8 @@ class _Recorder(TorchDispatchMode):
             return self._arena.empty(args[0], kwargs.get("dtype") or torch.get_default_dtype())
         if func is torch.ops.aten.new_empty.default:
             return self._arena.empty(args[1], kwargs.get("dtype") or args[0].dtype)
-        if not func.is_view or func in _HOST_DATA:
+        # The last operation of `torch.tensor` is a view by its schema, of numbers that the host had when recording.
+        if not func.is_view or func is torch.ops.aten.lift_fresh.default:
             raise NotRecorded(str(func))
         found = func(*args, **(kwargs or {}))
         if not isinstance(found, torch.Tensor):

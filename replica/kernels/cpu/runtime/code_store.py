@@ -72,7 +72,6 @@ class CodeStore:
             time.sleep(LOCK_RETRY_S)
 
     def get(self, key: str) -> MachineCode | None:
-        """The code that was stored under this key."""
         path = self._path(key)
         try:
             with path.open("rb") as file:

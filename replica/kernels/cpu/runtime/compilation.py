@@ -6,6 +6,7 @@ numba's `cache=True` does not work here: kernels close over other compiled funct
 every process.
 """
 
+import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
@@ -15,6 +16,8 @@ from typing import Any, Protocol
 import llvmlite
 import numba
 import numpy as np
+import torch
+from llvmlite import binding as llvm
 from numba import cfunc, types
 from numba.core.dispatcher import Dispatcher
 from numba.core.registry import cpu_target
@@ -22,7 +25,6 @@ from numba.core.runtime import rtsys
 from numba.extending import _Intrinsic
 
 from .code_store import CodeStore, MachineCode, open_store
-from .openmp import team_functions
 from .scalars import FAST_MATH
 
 #: The folder of all CPU kernels (`replica/kernels/cpu`): sources outside of it are not part of the fingerprint.
@@ -34,19 +36,42 @@ KERNEL_ENTRY = types.void(types.voidptr, types.int64, types.int64)
 THREAD_ENTRY = types.void(types.voidptr)
 
 
+@functools.cache
+def openmp() -> ctypes.CDLL:
+    """The OpenMP library that torch computes with. Raises OSError where that is another than GNU's."""
+    whole = ctypes.CDLL(None)
+    if hasattr(whole, "GOMP_parallel"):  # one that was preloaded
+        return whole
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    if not hasattr(library, "GOMP_parallel"):
+        raise OSError("torch computes without GNU OpenMP")
+    return library
+
+
+@functools.cache
+def team_functions() -> tuple[Any, Any, Any]:
+    """What compiled code calls in a team of threads: its int32 number (from 0), their int32 count, and a barrier.
+
+    By name: code that is stored for other processes must not contain addresses of this one.
+    """
+
+    def named(name: str, result: Any) -> Any:
+        llvm.add_symbol(name, ctypes.cast(getattr(openmp(), name), ctypes.c_void_p).value)
+        return types.ExternalFunction(name, result())
+
+    counts = (named(name, types.int32) for name in ("omp_get_thread_num", "omp_get_num_threads"))
+    return (*counts, named("GOMP_barrier", types.void))
+
+
 class Kernel(Protocol):
-    """Machine code."""
+    """Machine code, and the address that threads call."""
 
     @property
-    def address(self) -> int:
-        """The address that threads call."""
-        ...
+    def address(self) -> int: ...
 
 
 @dataclass(slots=True, frozen=True)
 class StoredKernel:
-    """Machine code that was loaded from the store."""
-
     address: int
     library: Any  #: numba's; the code exists as long as it does
 
@@ -57,7 +82,6 @@ def kernel(function: Callable[..., None], signature: Any = KERNEL_ENTRY) -> Kern
 
 
 def load_or_compile(function: Callable[..., None], store: CodeStore | None, signature: Any = KERNEL_ENTRY) -> Kernel:
-    """The kernel from the store if it is there; else compile it and store it."""
     team_functions()  # stored code calls them by name
     if store is None:
         return _compile(function, signature)

@@ -1,4 +1,4 @@
-"""Scalars in compiled kernels: bfloat16 as bits, addresses, exponentials. Knows no tensors."""
+"""Scalars in compiled kernels: bfloat16 as bits, addresses, exponentials, softmax. Knows no tensors."""
 
 import functools
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -22,7 +22,6 @@ LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.
 P0, P1, P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
 P3, P4, P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
 HALF, ONE = np.float32(0.5), np.float32(1.0)
-LEAST_INT, GREATEST_INT = np.int32(-0x80000000), np.int32(0x7FFFFFFF)
 #: Beyond these the power of two would leave float32's exponents.
 LEAST, GREATEST = np.float32(-87.0), np.float32(88.0)
 
@@ -37,14 +36,11 @@ class Storage:
 
     @property
     def size(self) -> int:
-        """Bytes of one value."""
         return int(np.dtype(self.kind).itemsize)
 
 
 @intrinsic
 def pointer(_, _address):
-    """An address as the pointer that `carray` takes."""
-
     def generate(_context, builder, _signature, arguments):
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
 
@@ -53,8 +49,6 @@ def pointer(_, _address):
 
 @intrinsic
 def address_of(_, _pointer):
-    """A pointer as an address."""
-
     def generate(_context, builder, _signature, arguments):
         return builder.ptrtoint(arguments[0], ir.IntType(64))
 
@@ -63,8 +57,6 @@ def address_of(_, _pointer):
 
 @intrinsic
 def bits_of(_, _value):
-    """The bits of a float32."""
-
     def generate(_context, builder, _signature, arguments):
         return builder.bitcast(arguments[0], ir.IntType(32))
 
@@ -73,8 +65,6 @@ def bits_of(_, _value):
 
 @intrinsic
 def float_of(_, _bits):
-    """The float32 of these bits."""
-
     def generate(_context, builder, _signature, arguments):
         return builder.bitcast(arguments[0], ir.FloatType())
 
@@ -88,7 +78,7 @@ def storage_of(*dtypes: torch.dtype) -> Storage:
     if dtypes[0] == torch.bfloat16:
         return Storage(np.uint16, _from_bfloat16, _to_bfloat16)
     assert dtypes[0] == torch.float32, f"no kernel is compiled for {dtypes[0]}"
-    return Storage(np.float32, same, same)
+    return Storage(np.float32, _same, _same)
 
 
 @njit(fastmath=FAST_MATH, error_model="numpy")
@@ -103,19 +93,31 @@ def exponential(x):
     return (polynomial * rest * rest + rest + ONE) * scale
 
 
-@njit(error_model="numpy")
-def greatest(values, widen):
-    """The greatest of some values, by their bits: LLVM does not vectorize the maximum of floats."""
-    found = LEAST_INT
-    for i in range(len(values)):
-        found = max(found, _ordered(np.int32(bits_of(widen(values[i])))))
-    return float_of(np.uint32(_ordered(found)))
+@njit(fastmath=FAST_MATH, error_model="numpy")
+def softmax_of_heads(scores, group, count, longest, softcap, sinks):
+    """In place, of `count` scores of each of a group's heads, which are `longest` scores apart; all are visible.
 
-
-@njit(error_model="numpy")
-def _ordered(bits):
-    """The bits of a float32 as a number of the same order, and back."""
-    return np.int32(bits ^ (np.int32(bits >> np.int32(31)) & GREATEST_INT))
+    `softcap` is 0 for none; `sinks` is the address of the group's float32 sinks, or 0.
+    """
+    for head in range(group):
+        row = carray(pointer(scores + head * longest * 4), (count,), np.float32)
+        if softcap > 0:
+            for i in range(count):
+                # softcap * tanh(score / softcap)
+                row[i] = softcap - 2 * softcap / (exponential(2 * row[i] / softcap) + ONE)
+        top, total = -np.float32(np.inf), np.float32(0)
+        for i in range(count):
+            top = row[i] if row[i] > top else top  # a NaN makes the sum NaN
+        if sinks:
+            sink = carray(pointer(sinks + head * 4), (1,), np.float32)[0]
+            top = sink if sink > top else top
+            total = exponential(sink - top)
+        for i in range(count):
+            row[i] = exponential(row[i] - top)
+            total += row[i]
+        inverse = ONE / total
+        for i in range(count):
+            row[i] *= inverse
 
 
 @njit(error_model="numpy")
@@ -131,5 +133,5 @@ def _to_bfloat16(value):
 
 
 @njit(error_model="numpy")
-def same(value):
+def _same(value):
     return np.float32(value)

@@ -23,8 +23,7 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .compilation import THREAD_ENTRY, Kernel, kernel
-from .openmp import openmp, team_functions
+from .compilation import THREAD_ENTRY, Kernel, kernel, openmp, team_functions
 from .scalars import address_of, pointer
 from .vectors import INT64
 
@@ -42,7 +41,6 @@ _observer: ContextVar[CallObserver | None] = ContextVar("observer", default=None
 
 
 def threads_for(work_bytes: int) -> int:
-    """The number of torch's threads that the work is worth."""
     return max(1, min(torch.get_num_threads(), work_bytes // BYTES_PER_THREAD))
 
 
@@ -72,7 +70,6 @@ def join_calls(calls: Sequence[bytes]) -> bytes:
 
 @contextmanager
 def observing_calls(observer: CallObserver) -> Iterator[None]:
-    """Report all calls that this thread makes inside the context."""
     token = _observer.set(observer)
     try:
         yield
@@ -93,15 +90,10 @@ def _format(addresses: int, *kinds: type) -> str:
 
 @functools.cache
 def _parallel() -> Any:
+    """Makes calls in a team of threads. Calls by several threads start when the call before is complete."""
     entry = openmp().GOMP_parallel
     entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     entry.restype = None
-    return functools.partial(entry, _thread_entry().address)
-
-
-@functools.cache
-def _thread_entry() -> Kernel:
-    """The loop that each thread of a team runs. Calls by several threads start when the call before is complete."""
     number_of, count_of, barrier = team_functions()
 
     def thread_loop(data):
@@ -118,13 +110,11 @@ def _thread_entry() -> Kernel:
             place += head[2] * _WORD
             before = threads
 
-    return kernel(thread_loop, THREAD_ENTRY)
+    return functools.partial(entry, kernel(thread_loop, THREAD_ENTRY).address)
 
 
 @intrinsic
 def _invoke(_context, _kernel, _arguments, _number, _threads):
-    """Call a kernel by its address."""
-
     def generate(context, builder, _signature, given):
         address, arguments, number, threads = given
         kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, INT64, INT64])

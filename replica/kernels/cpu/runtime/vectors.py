@@ -67,7 +67,6 @@ def widen_pairs(builder: Any, words: Any) -> tuple[Any, Any]:
 
 
 def multiply_add(builder: Any, sums: Any, one: Any, other: Any) -> Any:
-    """sums + one * other, of float32."""
     return builder.fadd(sums, builder.fmul(one, other, flags=("contract",)), flags=("contract",))
 
 
@@ -94,19 +93,16 @@ SINGLE = Dot(_as_floats, _add_floats)
 
 
 def dot() -> Dot:
-    """The instructions for pairs of this processor."""
     return NATIVE if multiplies_bfloat16() else WIDENED
 
 
 def splat(builder: Any, value: Any) -> Any:
-    """A vector with the value in each place."""
     nothing = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
     one = builder.insert_element(nothing, value, ir.Constant(INT32, 0))
     return builder.shuffle_vector(one, nothing, ir.Constant(WORDS, [0] * LANES))
 
 
 def constant(value: float) -> Any:
-    """A vector of this value."""
     return ir.Constant(FLOATS, [value] * LANES)
 
 
@@ -137,17 +133,14 @@ def loop(
 
 
 def strided(builder: Any, start: Any, step: Any, count: int) -> list[Any]:
-    """`count` addresses, `step` bytes apart."""
     return [builder.add(start, builder.mul(step, ir.Constant(INT64, number))) for number in range(count)]
 
 
 def words_after(builder: Any, start: Any, words: int) -> Any:
-    """The address `words` words after another."""
     return builder.add(start, ir.Constant(INT64, words * WORD))
 
 
 def load(builder: Any, address: Any, kind: Any, alignment: int) -> Any:
-    """The value at an address."""
     value = builder.load(builder.inttoptr(address, kind.as_pointer()))
     value.align = alignment
     return value
@@ -162,6 +155,5 @@ def prefetch(builder: Any, address: Any) -> None:
 
 
 def store(builder: Any, value: Any, address: Any, alignment: int) -> None:
-    """Write a value to an address."""
     written = builder.store(value, builder.inttoptr(address, value.type.as_pointer()))
     written.align = alignment

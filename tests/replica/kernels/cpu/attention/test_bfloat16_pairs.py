@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from homing.replica.kernels.base import TorchKernels
 from homing.replica.kernels.cpu.attention.bfloat16_pairs import fits
 from homing.replica.kernels.cpu.attention.decode import decode
 from homing.replica.kernels.cpu.runtime.scalars import storage_of
-from homing.replica.kernels.torch_kernels import TorchKernels
 from homing.replica.models.base import AttentionRule
 
 from ...layouts import TOLERANCE, Shape, error, exact, paged

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from homing.events.wire.messages import CacheCounters, LoadReport
-from homing.replica.engine.report_throttle import QUIET_S, ReportThrottle
+from homing.replica.server import QUIET_S, ReportThrottle
 
 BEFORE = LoadReport(
     epoch=1,
