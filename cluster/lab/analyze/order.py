@@ -64,11 +64,11 @@ class OrderFinding:
     character: int  #: of that part, from 0: the beginning of the word that differs
     snippets: tuple[str, ...]  #: what stands there in some prompts; cut and with addresses and ids masked
     requests: int  #: of the sample
+    groups: int  #: different common texts that this stands before
     common_tokens: int  #: that come behind the difference and are common to most of them
     now_tokens: float  #: shared by such a request, in the mean
     then_tokens: float  #: that would be, with the varying part behind the common one
     saved_tokens: int  #: over the sample
-    groups: int = 1  #: different common texts that this stands before
 
     @property
     def advice(self) -> str:
@@ -278,6 +278,7 @@ def _finding(members: list[_Text], parting: _Parting) -> OrderFinding | None:
         character=max(0, _word_start(first.text, parting.place) - first.starts[part]),
         snippets=tuple(_masked(snippet) for snippet in list(dict.fromkeys(snippets))[:3]),
         requests=len(members),
+        groups=1,
         common_tokens=round(first.tokens(sum(map(len, common)))),
         now_tokens=sum(now) / len(members),
         then_tokens=sum(then) / len(members),
