@@ -134,7 +134,6 @@ def write_plot(path: Path, page: Page) -> None:
 
 
 def _drawn(charts: Sequence[Chart], form: str, title: str = "") -> bytes:
-    """The charts as one picture."""
     # Not at the top: takes half a second, and most commands draw nothing. Without pyplot there is no global state.
     from matplotlib import rc_context
     from matplotlib.figure import Figure

@@ -83,7 +83,6 @@ class LogReport:
         return hits * self.block_size
 
     def share(self, blocks: int) -> float:
-        """`blocks` as a share of all prompt tokens."""
         return blocks * self.block_size / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
@@ -177,7 +176,6 @@ class LogAnalysis:
             window.observe(self._arrivals, self._stack)
 
     def report(self) -> LogReport:
-        """What all requests so far come to."""
         timed = bool(self._arrivals) and not self._timeless
         requests = self._stack.requests
         return replace(

@@ -16,8 +16,6 @@ LEAD_PROMPTS = 2.0
 
 
 class RoundRobin:
-    """One after the other."""
-
     def __init__(self) -> None:
         self._requests = count()
 
@@ -61,7 +59,6 @@ class ReplicaCaches:
         self._rule = rule
 
     def observe(self, blocks: Sequence[Hashable], usable: int) -> None:
-        """The next request; as `ReuseStack.observe`."""
         chosen = self._rule.choose(blocks, self._caches)
         self._caches[chosen].observe(blocks, usable)
 

@@ -126,13 +126,10 @@ def _breaks(found: Findings) -> list[str]:
     rows = [[_blocks_of(row), f"{row.requests:,}", _percent(row.requests / log.requests)] for row in log.breaks]
     if log.known_entirely:
         rows.append(["all of them", f"{log.known_entirely:,}", _percent(log.known_entirely / log.requests)])
-    small = " * less than the largest prompt, which could not run" if _has_small(found) else ""
     lines = ["where sharing ends: known blocks at the head of a prompt", *_columns([["blocks", "requests", ""], *rows])]
-    return [*([small.strip(), ""] if small else []), *lines]
-
-
-def _has_small(found: Findings) -> bool:
-    return any(size < found.log.largest_prompt_blocks for size in found.sizes)
+    if any(size < log.largest_prompt_blocks for size in found.sizes):
+        return ["* less than the largest prompt, which could not run", "", *lines]
+    return lines
 
 
 def _blocks_of(row: BreakRow) -> str:

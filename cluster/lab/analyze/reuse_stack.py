@@ -38,7 +38,6 @@ class HitCurve:
         return self._hits[-1] if self._hits else 0
 
     def hits(self, size: int) -> int:
-        """What a cache of `size` blocks finds."""
         if size < 1 or not self._hits:
             return 0
         return self._hits[min(size, len(self._hits)) - 1]
@@ -65,7 +64,6 @@ class PlaceCounts:
         changes[place + count] -= 1
 
     def curve(self) -> HitCurve:
-        """Blocks found, by cache size."""
         return HitCurve(array("q", accumulate(accumulate(self._changes))))
 
 
@@ -77,14 +75,12 @@ class RunLengths:
         self.total = 0
 
     def append(self, value: int) -> None:
-        """Add a number at the end."""
         place = len(self._tree)
         below = place - (place & -place)
         self._tree.append(value + self.total - self._through(below))
         self.total += value
 
     def add(self, index: int, change: int) -> None:
-        """Change the number at `index`."""
         tree, place, end = self._tree, index + 1, len(self._tree)
         while place < end:
             tree[place] += change
@@ -118,12 +114,10 @@ class ReuseStack:
 
     @property
     def requests(self) -> int:
-        """Requests observed."""
         return len(self._runs)
 
     @property
     def distinct(self) -> int:
-        """Distinct blocks observed."""
         return len(self._last_user)
 
     def known(self, blocks: Sequence[Hashable]) -> int:
@@ -158,5 +152,4 @@ class ReuseStack:
         return known
 
     def curve(self) -> HitCurve:
-        """Blocks found, by cache size."""
         return self._counts.curve()

@@ -83,8 +83,6 @@ class Order:
 
 @dataclass(slots=True, frozen=True)
 class Outcome:
-    """The heading and the results of a command."""
-
     heading: str
     results: list[Result]
     fault_s: float | None = None
@@ -221,7 +219,6 @@ class Bar:
         self._shown_s = 0.0
 
     def show(self, what: str, total: int, done: int) -> None:
-        """Show that `done` of `total` are done."""
         if not self._shows or (done < total and time.monotonic() - self._shown_s < _BAR_EVERY_S):
             return
         self._shown_s = time.monotonic()

@@ -7,14 +7,13 @@ repaired by replay or snapshot. Both are pure: time and chance come in. Neither 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 
 from ....events.config import EventsSettings
 from ....events.follow.subscription import (
     Apply,
-    Counters,
     Disproved,
     FeedStatus,
     Instruction,
@@ -62,7 +61,6 @@ class Channel:
             raise SettingsError(f"a share of {self.loss} of all events cannot be lost: 0 or more, and less than 1")
 
     def delivery(self, queue: EventQueue, heard: Heard, rng: Random) -> "Delivery":
-        """What carries messages over this channel."""
         if self.wire or self.loss > 0:
             return Streamed(self, queue, heard, rng)
         return Direct(self.delay_s, queue, heard)
@@ -81,7 +79,6 @@ Update = tuple[type[CacheEvent], Sequence[int]]
 
 
 def updates_of(changes: Sequence[Change]) -> Iterator[Update]:
-    """The changes of a step."""
     for change in changes:
         match change:
             case StoredBlocks(_, hashes, _):
@@ -93,7 +90,6 @@ def updates_of(changes: Sequence[Change]) -> Iterator[Update]:
 
 
 def apply(state: Placement | Truth, replica: str, updates: Sequence[Update]) -> None:
-    """Apply changes of a replica in order."""
     for event, hashes in updates:
         if event is Stored:
             state.stored(replica, hashes)
@@ -111,8 +107,7 @@ class Direct:
         self._queue = queue
         self._heard = heard
         self._sent = 0
-        self.lost = 0
-        self.counters = Counters()
+        self.lost = self.replays = self.snapshots = 0  #: nothing ever is, or has to be repaired
         #: by replica and router: the router, and the number of the last step that its snapshot includes
         self._followers: dict[str, dict[str, tuple[SimulatedRouter, int]]] = {}
 
@@ -195,17 +190,8 @@ class Streamed:
         self._heard = heard
         self._rng = rng
         self._publishers: dict[str, _Publisher] = {}
-        self._ended = Counters()  # of streams that have ended
         self.lost = 0  #: messages that did not arrive
-
-    @property
-    def counters(self) -> Counters:
-        """What routers had to repair, over all streams so far."""
-        links = [link for publisher in self._publishers.values() for link in publisher.links.values()]
-        total = Counters()
-        for counted in (self._ended, *(link.subscription.counters for link in links)):
-            _add(total, counted)
-        return total
+        self.replays = self.snapshots = 0  #: that routers asked for
 
     def follow(self, router: SimulatedRouter, replica: SimulatedReplica) -> None:
         """A router that knows nothing begins to follow a replica."""
@@ -220,19 +206,15 @@ class Streamed:
             ledger = EventLog(_SETTINGS, epoch=replica.epoch, block_size=replica.limits.block_tokens, medium="GPU")
             publisher = _Publisher(replica.replica_id, ledger, replica.report(self._queue.now))
             self._publishers[replica.replica_id] = publisher
-        if router.name in publisher.links:
-            _add(self._ended, publisher.links[router.name].subscription.counters)
         link = publisher.links[router.name] = _Link(router)
         self._carry_out(publisher, link, link.subscription.start())
         self._start_ticking(publisher)
 
     def forget(self, replica: str) -> None:
         """A replica is gone; what is still on its way from it does not arrive."""
-        for link in self._publishers.pop(replica).links.values():
-            _add(self._ended, link.subscription.counters)
+        del self._publishers[replica]
 
     def send(self, replica: str, changes: Sequence[Change], updates: Sequence[Update], report: LoadReport) -> None:  # noqa: ARG002
-        """A step of a replica has ended."""
         publisher = self._publishers[replica]
         publisher.report = report
         publisher.loads += 1
@@ -333,6 +315,8 @@ class Streamed:
                 case PassLoad(report):
                     placement.report(name, report, self._queue.now)
                 case RequestReplay() | RequestSnapshot():
+                    self.replays += isinstance(instruction, RequestReplay)
+                    self.snapshots += isinstance(instruction, RequestSnapshot)
                     answer = partial(self._answer, publisher, instruction)
                     self._later(self._channel.delay_s, publisher, [link], answer)
                 case Disproved():
@@ -346,8 +330,3 @@ Delivery = Direct | Streamed
 
 def _next(seq: int | None) -> int:
     return 0 if seq is None else seq + 1
-
-
-def _add(total: Counters, more: Counters) -> None:
-    for each in fields(Counters):
-        setattr(total, each.name, getattr(total, each.name) + getattr(more, each.name))

@@ -70,8 +70,6 @@ class Work:
 
 @dataclass(slots=True, frozen=True)
 class Progress:
-    """What a step gave."""
-
     first: Sequence[Work]  #: these have their first token
     finished: Sequence[Work]
     changes: Sequence[Change]  #: in the cache
@@ -122,25 +120,20 @@ class SimulatedReplica:
     # From the prefix cache
 
     def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes) -> None:
-        """Blocks became resident."""
         self._changes.append(StoredBlocks(parent, tuple(hashes), tokens))
 
     def removed(self, hashes: Sequence[BlockHash]) -> None:
-        """Blocks are gone."""
         self._changes.append(RemovedBlocks(tuple(hashes)))
 
     def cleared(self) -> None:
-        """Nothing is resident."""
         self._changes.append(AllCleared())
 
     # Requests
 
     def fits(self, arrival: Arrival) -> bool:
-        """Whether the request could ever run here."""
         return -(-(arrival.tokens + arrival.output_tokens) // self.limits.block_tokens) <= self.limits.blocks
 
     def add(self, work: Work, now: float) -> None:
-        """Queue a request."""
         assert self.fits(work.arrival), f"a request of {work.arrival.tokens} tokens can never run"
         work.hashes = [BlockHash(block.to_bytes(16, "big")) for block in work.arrival.blocks]
         self._enqueue(work)
@@ -184,7 +177,6 @@ class SimulatedReplica:
         return sorted(lost, key=lambda work: work.request_id)
 
     def report(self, now: float) -> LoadReport:
-        """The load as it is now."""
         cache, stats, rates = self.cache, self.cache.counters, self.rates
         begun = [PrefillSpan(work.cached, work.computed, work.prefill_tokens) for work in self._prefilling]
         queued = _added(self._waiting_work, work_of(begun))
@@ -221,11 +213,9 @@ class SimulatedReplica:
 
     @property
     def requests(self) -> int:
-        """Requests here, running and waiting."""
         return len(self._waiting) + len(self._prefilling) + len(self._decoding)
 
     def check(self) -> None:
-        """Assert every invariant."""
         self.cache.check()
         running = [*self._prefilling, *self._decoding.values()]
         held = {block.block_id for work in running for block in work.blocks}
@@ -238,7 +228,6 @@ class SimulatedReplica:
     # Steps
 
     def _begin(self, now: float) -> None:
-        """Start whatever comes next."""
         self._since = now
         self._rows = rows = self._plan()
         decoding = len(self._decoding)

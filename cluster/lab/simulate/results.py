@@ -19,7 +19,6 @@ class Durations:
     _buckets: dict[int, int] = field(default_factory=dict)
 
     def add(self, seconds: float) -> None:
-        """One more."""
         self.count += 1
         self.total += seconds
         self.longest = max(self.longest, seconds)
@@ -28,7 +27,6 @@ class Durations:
 
     @property
     def mean(self) -> float:
-        """Arithmetic mean; 0 of none."""
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, share: float) -> float:
@@ -67,7 +65,6 @@ class Windows:
                 _count(self._sums, index // 2, total, weights)
 
     def series(self) -> list[tuple[float, float]]:
-        """(start of the window, mean), in order."""
         return [(index * self.width_s, s / w if w else 0.0) for index, (s, w) in sorted(self._sums.items())]
 
 

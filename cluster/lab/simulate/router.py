@@ -21,7 +21,6 @@ class SimulatedRouter:
         self.restart(policy, rng)
 
     def restart(self, policy: Policy, rng: Random) -> None:
-        """Start with empty books."""
         # No replica of a simulation is ever silent: a lost one leaves.
         loads = LoadBook(self.name, silence_s=float("inf"))
         self.placement = Placement(policy, loads=loads, reservations=Reservations(30.0), rng=rng)

@@ -38,7 +38,6 @@ class Setup:
 
 
 def policy_names() -> tuple[str, ...]:
-    """All that `Setup.policy` can be."""
     return (*registry.policy_names(), ORACLE)
 
 
@@ -89,13 +88,11 @@ def run(
 
 
 def result_of(setup: Setup, simulation: Simulation, wall_s: float) -> Result:
-    """The figures of a run that has ended."""
     tally = simulation.tally
     replicas = [*simulation.replicas.values(), *simulation.retired]
     prefilled = [replica.prefilled_tokens for replica in replicas]
     mean = sum(prefilled) / len(prefilled)
     busy = sum(replica.busy_s for replica in replicas)
-    counters = simulation.delivery.counters
     predicts = setup.policy != ORACLE  # others change its one cache between decision and admission
     return Result(
         policy=setup.policy,
@@ -119,7 +116,7 @@ def result_of(setup: Setup, simulation: Simulation, wall_s: float) -> Result:
         moved=tally.moved,
         preemptions=sum(replica.preemptions for replica in replicas),
         lost_messages=simulation.delivery.lost,
-        resyncs=counters.replays + counters.snapshots,
+        resyncs=simulation.delivery.replays + simulation.delivery.snapshots,
         requests_per_s=tally.finished / simulation.now if simulation.now else 0.0,
         wall_s=wall_s,
         simulated_per_s=tally.requests / wall_s if wall_s else 0.0,

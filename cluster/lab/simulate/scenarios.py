@@ -5,6 +5,7 @@ A scenario fixes the requests and the faults; the policy is the caller's choice 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from statistics import fmean
 
 from ...errors import SettingsError
 from .delivery import Channel
@@ -121,17 +122,9 @@ def recovery_s(series: Sequence[tuple[float, float]], fault_s: float, share: flo
     if not before or not after:
         return None
     wanted = share * sum(before) / len(before)
-    low = [at_s for at_s, hits in _smooth(after) if hits < wanted]
+    # Means over five neighbours, so that one poor window does not count as a relapse.
+    shares = [hits for _, hits in after]
+    low = [at_s for i, (at_s, _) in enumerate(after) if fmean(shares[max(0, i - 4) : i + 1]) < wanted]
     if not low:
         return 0.0
-    if low[-1] >= after[-1][0]:
-        return None
-    return low[-1] - fault_s
-
-
-def _smooth(series: Sequence[tuple[float, float]], width: int = 5) -> list[tuple[float, float]]:
-    """Means over neighbours, so that one poor window does not count as a relapse."""
-    return [
-        (at_s, sum(hits for _, hits in series[max(0, i - width + 1) : i + 1]) / min(i + 1, width))
-        for i, (at_s, _) in enumerate(series)
-    ]
+    return None if low[-1] >= after[-1][0] else low[-1] - fault_s

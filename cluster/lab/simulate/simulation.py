@@ -32,8 +32,6 @@ class Fault:
 
 
 class Simulation:
-    """One run."""
-
     def __init__(
         self,
         make_replica: Callable[[str, int], SimulatedReplica],
@@ -74,12 +72,10 @@ class Simulation:
 
     @property
     def now(self) -> float:
-        """Virtual seconds since the start."""
         return self._queue.now
 
     @property
     def waiting(self) -> list[Work]:
-        """Requests that routers hold."""
         return [work for router in self.routers for work in router.waiting]
 
     def run(self, arrivals: Iterable[Arrival], faults: Sequence[Fault] = ()) -> Iterator[int]:

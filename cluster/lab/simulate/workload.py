@@ -17,8 +17,6 @@ _ROUND = 1 << 40
 
 @dataclass(slots=True, frozen=True)
 class Arrival:
-    """One request as it comes in."""
-
     at_s: float
     tokens: int  #: of the prompt, at least 1
     output_tokens: int  #: at least 1
@@ -53,12 +51,10 @@ class WorkloadFacts:
 
     @property
     def rate_per_s(self) -> float:
-        """Mean arrivals per second."""
         return self.requests / self.span_s if self.span_s else float("inf")
 
 
 def facts(arrivals: Iterable[Arrival]) -> WorkloadFacts:
-    """One pass over a workload."""
     requests = 0
     first = last = 0.0
     for requests, arrival in enumerate(arrivals, 1):
@@ -124,8 +120,6 @@ def conversations(chats: Chats) -> Iterator[Arrival]:
 
 @dataclass(slots=True)
 class _Chat:
-    """One conversation as it stands."""
-
     name: str
     tokens: int
     blocks: list[int]
@@ -149,7 +143,6 @@ class Siblings:
 
 
 def siblings(drawn: Siblings) -> Iterator[Arrival]:
-    """Draw them, in order of time."""
     rng = Random(drawn.seed)
     weights = [(rank + 1) ** -drawn.skew for rank in range(drawn.groups)]
     prefix_blocks = drawn.prefix_tokens // drawn.block_tokens

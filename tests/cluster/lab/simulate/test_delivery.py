@@ -163,10 +163,9 @@ def test_after_quiet_every_router_knows_every_cache_exactly() -> None:
     for _ in simulation.run(chats(), faults):
         pass
 
-    counters = simulation.delivery.counters
     assert simulation.tally.finished + simulation.tally.rejected == simulation.tally.requests == 300
-    assert counters.replays
-    assert counters.snapshots
+    assert simulation.delivery.replays
+    assert simulation.delivery.snapshots
     for router in simulation.routers:
         index = router.placement.index
         for name, replica in simulation.replicas.items():
