@@ -238,7 +238,7 @@ def _log_x(axes: "Axes") -> None:
     axes.xaxis.set_major_formatter(_short_number)
     axes.grid(axis="x", which="minor", linewidth=0.4)
 
-    def between_tens(value: float, _: int | None) -> str:
+    def between_tens(value: float, _: float) -> str:
         """Twos and fives have a number where powers of ten alone would be too few."""
         leading = round(value / 10 ** floor(log10(value)))
         first, last = axes.get_xlim()

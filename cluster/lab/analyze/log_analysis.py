@@ -77,10 +77,9 @@ class LogReport:
     known_entirely: int = 0  #: requests of which every full block was known
     replicas: tuple[ReplicaRow, ...] = ()
 
-    def saved_tokens(self, size: int | None = None) -> int:
-        """Prompt tokens that a cache of `size` blocks saves; None: an endless one."""
-        hits = self.curve.endless if size is None else self.curve.hits(size)
-        return hits * self.block_size
+    def saved_tokens(self) -> int:
+        """Prompt tokens that an endless cache saves."""
+        return self.curve.endless * self.block_size
 
     def share(self, blocks: int) -> float:
         return blocks * self.block_size / self.prompt_tokens if self.prompt_tokens else 0.0

@@ -101,7 +101,10 @@ class LogReader:
                 continue
             try:
                 self.format = self.format or detect_format(line)
-                yield from [trace_request(line)] if self.format == "mooncake" else _requests(line, number)
+                if self.format == "mooncake":
+                    yield trace_request(line)
+                else:
+                    yield from _requests(line, number)
             except (_LineError, TraceError) as error:
                 if not self._skip_malformed:
                     raise LogUnreadable(

@@ -1,6 +1,6 @@
 """An analysis as text for a person, as JSON for a program, and as charts. Words only: computes nothing new."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -146,7 +146,17 @@ def _advice(found: Findings) -> list[str]:
         ]
     lines = [f"prompt order: what varies early and breaks sharing ({found.sampled:,} requests looked at)"]
     for number, finding in enumerate(found.advice, 1):
-        lines += ["", *_finding_lines(found, number, finding)]
+        shown = ", ".join(f"“{snippet}”" for snippet in finding.snippets) if found.show_snippets else "not shown"
+        texts = f", {finding.groups} different texts" if finding.groups > 1 else ""
+        lines += [
+            "",
+            f"{number}. {finding.part}, character {finding.character:,}: {_WORDS[finding.kind]} ({shown})",
+            f"   Behind it stand about {finding.common_tokens:,} tokens that most of {finding.requests:,} requests "
+            f"have in common{texts}.",
+            f"   Such a request shares {finding.now_tokens:,.0f} tokens; it would share {finding.then_tokens:,.0f}: "
+            f"{_percent(_saved_share(found, finding))} of all prompt tokens saved.",
+            f"   {finding.advice}",
+        ]
     return lines
 
 
@@ -156,21 +166,6 @@ _WORDS = {
     "order": "the order of equal texts differs",
     "text": "the text differs",
 }
-
-
-def _finding_lines(found: Findings, number: int, finding: OrderFinding) -> Iterator[str]:
-    shown = ", ".join(f"“{snippet}”" for snippet in finding.snippets) if found.show_snippets else "not shown"
-    yield f"{number}. {finding.part}, character {finding.character:,}: {_WORDS[finding.kind]} ({shown})"
-    texts = f", {finding.groups} different texts" if finding.groups > 1 else ""
-    yield (
-        f"   Behind it stand about {finding.common_tokens:,} tokens that most of {finding.requests:,} requests have in "
-        f"common{texts}."
-    )
-    yield (
-        f"   Such a request shares {finding.now_tokens:,.0f} tokens; it would share {finding.then_tokens:,.0f}: "
-        f"{_percent(_saved_share(found, finding))} of all prompt tokens saved."
-    )
-    yield f"   {finding.advice}"
 
 
 def _saved_share(found: Findings, finding: OrderFinding) -> float:

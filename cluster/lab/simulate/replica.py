@@ -310,7 +310,13 @@ class SimulatedReplica:
             if not work.generated:
                 first.append(work)
             work.generated += 1
-            self._start_decoding(work, finished)
+            if work.generated >= work.arrival.output_tokens:
+                self._finish(work, finished)
+                continue
+            work.decoding_since, work.generated_then = self._clock, work.generated
+            self._decoding[work.request_id] = work
+            self._context_base += work.arrival.tokens + work.generated - self._clock
+            self._set_milestone(work)
 
     def _commit(self, work: Work) -> None:
         start = work.committed
@@ -323,15 +329,6 @@ class SimulatedReplica:
         work.committed = full
 
     # Decode
-
-    def _start_decoding(self, work: Work, finished: list[Work]) -> None:
-        if work.generated >= work.arrival.output_tokens:
-            self._finish(work, finished)
-            return
-        work.decoding_since, work.generated_then = self._clock, work.generated
-        self._decoding[work.request_id] = work
-        self._context_base += work.arrival.tokens + work.generated - self._clock
-        self._set_milestone(work)
 
     def _generated(self, work: Work) -> int:
         return work.generated_then + self._clock - work.decoding_since

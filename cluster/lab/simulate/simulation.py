@@ -105,7 +105,8 @@ class Simulation:
         for router in self.routers:
             router.placement.leave(name)
             self._requeue(router, lost)
-        self._pump_all()
+        for router in self.routers:
+            self._pump(router)
 
     def restart_engine(self, name: str) -> None:
         """A replica's engine restarts behind its address: empty, with its events numbered from 0 again. Its requests
@@ -124,7 +125,8 @@ class Simulation:
                 policy.restarted(name)
                 self.delivery.follow_on(router, replica)
             self._requeue(router, lost)
-        self._pump_all()
+        for router in self.routers:
+            self._pump(router)
 
     def drain(self, name: str) -> None:
         """Routers send nothing new there, and it ends when it has nothing left to do."""
@@ -173,10 +175,6 @@ class Simulation:
                 mine.append(Work(self._last_id, router.name, work.arrival, work.arrived_s, generated=work.generated))
         router.waiting.extendleft(reversed(mine))
         self.tally.moved += len(mine)
-
-    def _pump_all(self) -> None:
-        for router in self.routers:
-            self._pump(router)
 
     # The loop
 
