@@ -8,8 +8,8 @@ too. Numbers that differ by orders of magnitude are points on a log axis: the le
 
 import html
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import floor, log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,22 +18,9 @@ from ..errors import PlotFailed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg", ".html")
-COLOURS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#000000",
-    "#882255",
-    "#332288",
-    "#999933",
-    "#888888",
-)
+COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000 #882255 #332288 #999933 #888888".split()
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "p")
 MARKERS_PER_LINE = 8
 CHART_INCHES = (9.0, 5.0)
@@ -77,42 +64,28 @@ class Line:
 
 
 @dataclass(slots=True, frozen=True)
-class Mark:
-    """A place on the x axis that has a name."""
-
-    x: float
-    label: str
-
-
-@dataclass(slots=True, frozen=True)
 class LineChart:
-    """Lines over one axis. `percent`: the values of y are shares of one and are shown as per cent."""
+    """Lines over one axis. `marks`: names of places on the x axis. `percent`: the values of y are shares of one and are
+    shown as per cent."""
 
     title: str
     x_label: str
     y_label: str
     lines: Sequence[Line]
-    marks: Sequence[Mark] = ()
+    marks: Mapping[str, float] = field(default_factory=dict)
     log_x: bool = False
     percent: bool = False
 
 
 @dataclass(slots=True, frozen=True)
-class Points:
-    """One point in each row of a chart of points."""
-
-    name: str
-    values: Sequence[float]
-
-
-@dataclass(slots=True, frozen=True)
 class PointChart:
-    """A row for each word of `rows`, the first on top, with its points on one log axis."""
+    """A row for each word of `rows`, the first on top, with its points on one log axis: those of one name are a value
+    for each row."""
 
     title: str
     x_label: str
     rows: Sequence[str]
-    points: Sequence[Points]
+    points: Mapping[str, Sequence[float]]
 
 
 Chart = LineChart | PointChart
@@ -153,20 +126,22 @@ def write_plot(path: Path, page: Page) -> None:
     """Draw `page` into a file whose suffix says the form. Raises PlotFailed."""
     check_plot_path(path)
     form = path.suffix.lower().removeprefix(".")
-    content = _html(page).encode() if form == "html" else _drawn(page.charts, page.title, form)
+    content = _html(page).encode() if form == "html" else _drawn(page.charts, form, page.title)
     try:
         path.write_bytes(content)
     except OSError as error:
         raise PlotFailed(f"{path} cannot be written: {error.strerror}") from error
 
 
-def _drawn(charts: Sequence[Chart], title: str, form: str) -> bytes:
-    """The charts as one picture."""
+def _drawn(charts: Sequence[Chart], form: str, title: str = "") -> bytes:
     # Not at the top: takes half a second, and most commands draw nothing. Without pyplot there is no global state.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    heights = [_height(chart) for chart in charts]
+    heights = [
+        CHART_INCHES[1] if isinstance(chart, LineChart) else POINTS_INCHES + ROW_INCHES * len(chart.rows)
+        for chart in charts
+    ]
     with rc_context(STYLE):
         figure = Figure(figsize=(CHART_INCHES[0], sum(heights)), dpi=DOTS_PER_INCH, layout="constrained")
         if title and len(charts) > 1:
@@ -174,17 +149,9 @@ def _drawn(charts: Sequence[Chart], title: str, form: str) -> bytes:
         grid = figure.add_gridspec(len(charts), 1, height_ratios=heights)
         for place, chart in enumerate(charts):
             _draw(figure.add_subplot(grid[place]), chart)
-        return _saved(figure, form)
-
-
-def _height(chart: Chart) -> float:
-    return CHART_INCHES[1] if isinstance(chart, LineChart) else POINTS_INCHES + ROW_INCHES * len(chart.rows)
-
-
-def _saved(figure: "Figure", form: str) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=form, metadata={"Date": None} if form == "svg" else None)
-    return buffer.getvalue()
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=form, metadata={"Date": None} if form == "svg" else None)
+        return buffer.getvalue()
 
 
 def _draw(axes: "Axes", chart: Chart) -> None:
@@ -205,7 +172,12 @@ def _draw_lines(axes: "Axes", chart: LineChart) -> None:
     if chart.log_x:
         _log_x(axes)
     if chart.percent:
-        _percent(axes, [value for line in chart.lines for value in line.y])
+        from matplotlib.ticker import PercentFormatter
+
+        # From nothing to a third above the highest, for the words of marks; never above all.
+        highest = max([value for line in chart.lines for value in line.y], default=0.0)
+        axes.set_ylim(0, min(1.0, 1.3 * highest or 1.0))
+        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
     for place, line in enumerate(chart.lines):
         family = place if line.family is None else line.family
         axes.plot(
@@ -218,39 +190,35 @@ def _draw_lines(axes: "Axes", chart: LineChart) -> None:
             linestyle="--" if line.dashed else "-",
             zorder=3 - place / len(chart.lines),  # the first is what the page is about: never hidden by the others
         )
-    for mark in chart.marks:
-        axes.axvline(mark.x, color="#555555", linestyle=":", linewidth=1.5)
-    for place, mark in enumerate(chart.marks):
-        _label_mark(axes, mark, place)
-
-
-def _label_mark(axes: "Axes", mark: Mark, place: int) -> None:
-    """The name stands on the side that has more room, each a line lower than the one before."""
-    across = axes.transAxes.inverted().transform(axes.transData.transform((mark.x, 0.5)))[0]
-    left = across > 0.5
-    axes.annotate(
-        mark.label,
-        xy=(mark.x, 0.98 - 0.07 * place),
-        xycoords=("data", "axes fraction"),
-        xytext=(-5 if left else 5, 0),
-        textcoords="offset points",
-        va="top",
-        ha="right" if left else "left",
-        color="#333333",
-        fontsize=10,
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.0},
-    )
+    for x in chart.marks.values():
+        axes.axvline(x, color="#555555", linestyle=":", linewidth=1.5)
+    for place, (label, x) in enumerate(chart.marks.items()):
+        # The name stands on the side that has more room, each a line lower than the one before.
+        across = axes.transAxes.inverted().transform(axes.transData.transform((x, 0.5)))[0]
+        left = across > 0.5
+        axes.annotate(
+            label,
+            xy=(x, 0.98 - 0.07 * place),
+            xycoords=("data", "axes fraction"),
+            xytext=(-5 if left else 5, 0),
+            textcoords="offset points",
+            va="top",
+            ha="right" if left else "left",
+            color="#333333",
+            fontsize=10,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.0},
+        )
 
 
 def _draw_points(axes: "Axes", chart: PointChart) -> None:
     _log_x(axes)
     rows = range(len(chart.rows))
-    spans = [[points.values[row] for points in chart.points] for row in rows]
+    spans = list(zip(*chart.points.values(), strict=True))
     axes.hlines(list(rows), [min(span) for span in spans], [max(span) for span in spans], color="#bbbbbb", linewidth=2)
-    for place, points in enumerate(chart.points):
+    for place, (name, values) in enumerate(chart.points.items()):
         colour, marker = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
-        axes.plot(points.values, list(rows), label=points.name, color=colour, marker=marker, linestyle="")
-        for row, value in zip(rows, points.values, strict=True):
+        axes.plot(values, list(rows), label=name, color=colour, marker=marker, linestyle="")
+        for row, value in zip(rows, values, strict=True):
             axes.annotate(
                 f"{value:#.2g}" if value < 10 else f"{value:.0f}",
                 xy=(value, row),
@@ -268,22 +236,15 @@ def _draw_points(axes: "Axes", chart: PointChart) -> None:
 def _log_x(axes: "Axes") -> None:
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(_short_number)
-    axes.xaxis.set_minor_formatter(lambda value, _: _between_tens(value, axes.get_xlim()))
     axes.grid(axis="x", which="minor", linewidth=0.4)
 
+    def between_tens(value: float, _: float) -> str:
+        """Twos and fives have a number where powers of ten alone would be too few."""
+        leading = round(value / 10 ** floor(log10(value)))
+        first, last = axes.get_xlim()
+        return _short_number(value) if leading in (2, 5) and last < 100 * first else ""
 
-def _between_tens(value: float, span: tuple[float, float]) -> str:
-    """Twos and fives have a number where powers of ten alone would be too few."""
-    leading = round(value / 10 ** floor(log10(value)))
-    return _short_number(value) if leading in (2, 5) and span[1] < 100 * span[0] else ""
-
-
-def _percent(axes: "Axes", values: Sequence[float]) -> None:
-    """From nothing to a third above the highest, for the words of marks; never above all."""
-    from matplotlib.ticker import PercentFormatter
-
-    axes.set_ylim(0, min(1.0, 1.3 * max(values, default=0.0) or 1.0))
-    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
+    axes.xaxis.set_minor_formatter(between_tens)
 
 
 def _short_number(value: float, _: Any = None) -> str:
@@ -295,7 +256,9 @@ def _short_number(value: float, _: Any = None) -> str:
 
 
 def _html(page: Page) -> str:
-    pictures = [_inline(chart) for chart in page.charts]
+    # Each chart's `svg` element, without the XML prologue that HTML does not know.
+    drawn = [_drawn([chart], "svg").decode() for chart in page.charts]
+    pictures = [svg[svg.index("<svg") :] for svg in drawn]
     tables = [_table(table) for table in page.tables]
     notes = [f"<pre>{html.escape(note)}</pre>" for note in page.notes]
     title = html.escape(page.title)
@@ -304,12 +267,6 @@ def _html(page: Page) -> str:
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
         f"<style>{CSS}</style></head>\n<body>\n{body}\n</body></html>\n"
     )
-
-
-def _inline(chart: Chart) -> str:
-    """The chart's `svg` element, without the XML prologue that HTML does not know."""
-    drawn = _drawn([chart], "", "svg").decode()
-    return drawn[drawn.index("<svg") :]
 
 
 def _table(table: Table) -> str:

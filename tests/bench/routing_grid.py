@@ -22,17 +22,9 @@ from typing import Any
 from report import arguments
 
 from homing.cluster.lab.recorded_trace import read_trace
-from homing.cluster.lab.simulate import (
-    ORACLE,
-    Arrival,
-    ReplicaLimits,
-    Setup,
-    capacity_per_s,
-    compress,
-    facts,
-    from_trace,
-    run,
-)
+from homing.cluster.lab.simulate.replica import ReplicaLimits
+from homing.cluster.lab.simulate.runs import ORACLE, Setup, capacity_per_s, run
+from homing.cluster.lab.simulate.workload import Arrival, compress, facts, from_trace
 
 OURS = "expected-ttft"
 PEERS = ("least-loaded", "sglang", "dynamo", "dynamo-scale8", "dynamo-credit4", "llm-d")

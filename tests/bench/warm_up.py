@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from homing.cluster.lab.recorded_trace import MOONCAKE_BLOCK_TOKENS, read_trace
-from homing.cluster.lab.simulate import Arrival, ReplicaLimits, Setup, Simulation, compress, from_trace, replica_of
-from homing.cluster.lab.simulate.replica import ROOT, SimulatedReplica, Work
+from homing.cluster.lab.simulate.replica import ROOT, ReplicaLimits, SimulatedReplica, Work
 from homing.cluster.lab.simulate.results import Tally
-from homing.cluster.lab.simulate.workload import Chats, conversations
+from homing.cluster.lab.simulate.runs import Setup, replica_of
+from homing.cluster.lab.simulate.simulation import Simulation
+from homing.cluster.lab.simulate.workload import Arrival, Chats, compress, conversations, from_trace
 from homing.kvcache.hashing import wire_hashes
 from homing.router.flow.hot_prefixes import HotPrefixes
 from homing.router.flow.request_flow import PRESSING_WAIT_S
@@ -132,12 +133,12 @@ class Changing:
 
     def _compute(self, newcomer: Newcomer, blocks: tuple[int, ...]) -> None:
         replica = newcomer.replica
-        before = replica.totals.prefilled_tokens
+        before = replica.prefilled_tokens
         replica.add(Work(0, "", Arrival(0.0, len(blocks) * BLOCK_TOKENS, 1, blocks), 0.0), newcomer.busy_until)
         while (due := replica.next_at) is not None:
             replica.advance(due)
             newcomer.busy_until = due
-        self.warm_tokens += replica.totals.prefilled_tokens - before
+        self.warm_tokens += replica.prefilled_tokens - before
 
     def _join(self, name: str, epoch: int) -> SimulatedReplica:
         newcomer = self._newcomers.pop(name, None)

@@ -29,28 +29,24 @@ class KvCapacity:
     block_bytes: int
     gpu_bytes: int | None = None  #: KV memory of one GPU
 
+    def __post_init__(self) -> None:
+        """Raises SettingsError when not even two blocks fit."""
+        try:
+            _ = self.gpu_blocks
+        except PoolTooSmall as error:
+            raise SettingsError(f"--kv-memory: {error}") from error
+
     @property
     def gpu_blocks(self) -> int | None:
         """Blocks that requests can get on one GPU: all that fit but the null block."""
         return None if self.gpu_bytes is None else blocks_that_fit(self.gpu_bytes, self.block_bytes) - 1
 
     def gib(self, blocks: int) -> float:
-        """Memory of so many blocks."""
         return blocks * self.block_bytes / 2**30
 
     def gpus(self, blocks: int) -> int | None:
         """GPUs that hold so many blocks; None where their memory is not known."""
         return None if self.gpu_blocks is None else ceil(blocks / self.gpu_blocks)
-
-
-def capacity(block_bytes: int, gpu_bytes: int | None) -> KvCapacity:
-    """Raises SettingsError when not even two blocks fit."""
-    try:
-        found = KvCapacity(block_bytes, gpu_bytes)
-        _ = found.gpu_blocks
-    except PoolTooSmall as error:
-        raise SettingsError(f"--kv-memory: {error}") from error
-    return found
 
 
 def block_bytes_of_config(path: Path, block_size: int) -> int:
@@ -62,11 +58,14 @@ def block_bytes_of_config(path: Path, block_size: int) -> int:
         raise ModelUnavailable(f"{file} is no model configuration: {error}") from error
     config = config.get("text_config") or config
     heads = _number(config, file, "num_attention_heads")
+    dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    if dtype not in _DTYPE_BYTES:
+        raise ModelUnavailable(f"{file} has dtype {dtype!r}, whose size is not known: give --bytes-per-block instead")
     return bytes_per_block(
         block_size=block_size,
         kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or _number(config, file, "hidden_size") // heads,
-        dtype_bytes=_dtype_bytes(config, file),
+        dtype_bytes=_DTYPE_BYTES[dtype],
         layers=_number(config, file, "num_hidden_layers"),
     )
 
@@ -87,10 +86,3 @@ def _number(config: dict[str, Any], file: Path, key: str) -> int:
     if not isinstance(value, int) or value < 1:
         raise ModelUnavailable(f"{file} has no {key}: give --bytes-per-block instead")
     return value
-
-
-def _dtype_bytes(config: dict[str, Any], file: Path) -> int:
-    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-    if name not in _DTYPE_BYTES:
-        raise ModelUnavailable(f"{file} has dtype {name!r}, whose size is not known: give --bytes-per-block instead")
-    return _DTYPE_BYTES[name]

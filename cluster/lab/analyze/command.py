@@ -19,7 +19,7 @@ from ...errors import LogUnreadable, ModelUnavailable, SettingsError
 from ...model_source import find_model
 from ..plots import check_plot_path, write_plot
 from ..recorded_trace import MOONCAKE_BLOCK_TOKENS
-from .capacity import KvCapacity, block_bytes_of_config, capacity
+from .capacity import KvCapacity, block_bytes_of_config
 from .log_analysis import LogAnalysis
 from .options import Options
 from .order import SampledPrompt, advise
@@ -65,7 +65,6 @@ class Progress:
         self.requests = 0
 
     def step(self) -> None:
-        """One more request."""
         self.requests += 1
         if self._shows and (now := self._clock()) >= self._next:
             self._next = now + PROGRESS_S
@@ -106,7 +105,8 @@ def _analyzed(
     records = reader.read(lines)
     first = next(records, None)
     if first is None:
-        raise LogUnreadable(f"{options.log} holds no requests" + _skipped_words(reader.skipped_lines))
+        skipped = f"; {reader.skipped_lines} malformed lines were skipped" if reader.skipped_lines else ""
+        raise LogUnreadable(f"{options.log} holds no requests{skipped}")
     has_text = isinstance(first, TextRequest)
     block_size = options.block_size or (settings.kvcache.block_size if has_text else MOONCAKE_BLOCK_TOKENS)
     room = _capacity(options, settings, block_size)
@@ -117,10 +117,11 @@ def _analyzed(
             progress.step()
     progress.done()
     report = analysis.report()
+    tokenizer = "the model's" if options.sized_model else "the demo model's; --model or --tokenizer names yours"
     return Findings(
         source="standard input" if options.log == "-" else Path(options.log).name,
         log_format=reader.format or "",
-        tokenizer=_tokenizer_words(options) if has_text else None,
+        tokenizer=str(options.tokenizer or tokenizer) if has_text else None,
         log=report,
         sizes=options.sizes or report.sizes(),
         advice=advise(sample.prompts) if has_text else None,
@@ -130,16 +131,6 @@ def _analyzed(
         prefill_rate=options.prefill_rate,
         show_snippets=options.show_snippets,
     )
-
-
-def _skipped_words(lines: int) -> str:
-    return f"; {lines} malformed lines were skipped" if lines else ""
-
-
-def _tokenizer_words(options: Options) -> str:
-    if options.tokenizer is not None:
-        return str(options.tokenizer)
-    return "the model's" if options.sized_model else "the demo model's; --model or --tokenizer names yours"
 
 
 def prompt_source(options: Options, settings: Settings, block_size: int, *, has_text: bool) -> PromptSource:
@@ -159,9 +150,9 @@ def prompt_source(options: Options, settings: Settings, block_size: int, *, has_
 def _capacity(options: Options, settings: Settings, block_size: int) -> KvCapacity | None:
     """What blocks cost, where the command says what they are made of."""
     if options.block_bytes is not None:
-        return capacity(options.block_bytes, options.gpu_bytes)
+        return KvCapacity(options.block_bytes, options.gpu_bytes)
     if options.sized_model:
-        return capacity(block_bytes_of_config(_model_path(settings), block_size), options.gpu_bytes)
+        return KvCapacity(block_bytes_of_config(_model_path(settings), block_size), options.gpu_bytes)
     if options.gpu_bytes is not None:
         raise SettingsError("--kv-memory says nothing without the size of a block: give --model or --bytes-per-block")
     return None

@@ -8,7 +8,7 @@ blocks, about 200 bytes for each beside its name, and once more for each set of 
 from array import array
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from .replica_spread import Affine, ReplicaCaches, RoundRobin
@@ -56,39 +56,32 @@ class ReplicaRow:
     rule: str
     curve: HitCurve  #: blocks found by all replicas, by the size of one
 
-    @property
-    def useful_blocks(self) -> int:
-        """Size of one replica's cache behind which the curve is flat."""
-        return self.curve.size_for(USEFUL_SHARE)
 
-
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class LogReport:
     """What was found. Shares are of all prompt tokens."""
 
     block_size: int
-    requests: int
-    prompt_tokens: int
-    full_blocks: int
-    distinct_blocks: int
-    shared_blocks: int  #: distinct ones that two or more requests had
-    sharing_requests: int  #: that began with at least one block of an earlier request
-    largest_prompt_blocks: int  #: the last, partial block included
-    span_s: float | None
-    late_requests: int  #: whose time lay before that of the request before them; taken as simultaneous
-    windows: tuple[WindowRow, ...]
-    breaks: tuple[BreakRow, ...]
-    known_entirely: int  #: requests of which every full block was known
     curve: HitCurve
-    replicas: tuple[ReplicaRow, ...]
+    requests: int = 0
+    prompt_tokens: int = 0
+    full_blocks: int = 0
+    distinct_blocks: int = 0
+    shared_blocks: int = 0  #: distinct ones that two or more requests had
+    sharing_requests: int = 0  #: that began with at least one block of an earlier request
+    largest_prompt_blocks: int = 0  #: the last, partial block included
+    span_s: float | None = None
+    late_requests: int = 0  #: whose time lay before that of the request before them; taken as simultaneous
+    windows: tuple[WindowRow, ...] = ()
+    breaks: tuple[BreakRow, ...] = ()
+    known_entirely: int = 0  #: requests of which every full block was known
+    replicas: tuple[ReplicaRow, ...] = ()
 
-    def saved_tokens(self, size: int | None = None) -> int:
-        """Prompt tokens that a cache of `size` blocks saves; None: an endless one."""
-        hits = self.curve.endless if size is None else self.curve.hits(size)
-        return hits * self.block_size
+    def saved_tokens(self) -> int:
+        """Prompt tokens that an endless cache saves."""
+        return self.curve.endless * self.block_size
 
     def share(self, blocks: int) -> float:
-        """`blocks` as a share of all prompt tokens."""
         return blocks * self.block_size / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
@@ -138,8 +131,8 @@ class LogAnalysis:
     """Takes requests in the order in which they came."""
 
     def __init__(self, block_size: int, replicas: Sequence[int] = (1, 2, 4, 8)) -> None:
-        self._block_size = block_size
         self._stack = ReuseStack()
+        self._sums = LogReport(block_size, self._stack.curve())  #: what grows request by request; the rest is to come
         self._spread = [
             (count, name, ReplicaCaches(count, rule))
             for count in replicas
@@ -148,65 +141,55 @@ class LogAnalysis:
         ]
         self._windows = [_Window(seconds) for seconds in WINDOWS_S]
         self._arrivals = array("d")
-        self._late = 0
         self._timeless = False
-        self._prompt_tokens = 0
-        self._full_blocks = 0
-        self._largest = 0
-        self._sharing = 0
-        self._known_entirely = 0
         self._breaks: Counter[int] = Counter()
 
     def observe(self, prompt: LoggedPrompt) -> int:
         """The next request; returns how many of its leading tokens an endless cache would have had."""
-        usable = max(0, prompt.tokens - 1) // self._block_size
-        reuse = self._stack.observe(prompt.blocks, usable)
+        sums = self._sums
+        usable = max(0, prompt.tokens - 1) // sums.block_size
+        known = self._stack.observe(prompt.blocks, usable)
+        found = min(known, usable)
         for _, _, caches in self._spread:
             caches.observe(prompt.blocks, usable)
-        self._prompt_tokens += prompt.tokens
-        self._full_blocks += len(prompt.blocks)
-        self._largest = max(self._largest, -(-prompt.tokens // self._block_size))
-        self._sharing += reuse.found > 0
-        if reuse.known < len(prompt.blocks):
-            self._breaks[reuse.known.bit_length()] += 1
+        sums.prompt_tokens += prompt.tokens
+        sums.full_blocks += len(prompt.blocks)
+        sums.largest_prompt_blocks = max(sums.largest_prompt_blocks, -(-prompt.tokens // sums.block_size))
+        sums.sharing_requests += found > 0
+        if known < len(prompt.blocks):
+            self._breaks[known.bit_length()] += 1
         else:
-            self._known_entirely += bool(prompt.blocks)
+            sums.known_entirely += bool(prompt.blocks)
         self._note_time(prompt.arrival_s)
-        return reuse.found * self._block_size
+        return found * sums.block_size
 
     def _note_time(self, arrival_s: float | None) -> None:
         if arrival_s is None or self._timeless:
             self._timeless = True
             return
         if self._arrivals and arrival_s < self._arrivals[-1]:
-            self._late += 1
+            self._sums.late_requests += 1
             arrival_s = self._arrivals[-1]
         self._arrivals.append(arrival_s)
         for window in self._windows:
             window.observe(self._arrivals, self._stack)
 
     def report(self) -> LogReport:
-        """What all requests so far come to."""
         timed = bool(self._arrivals) and not self._timeless
         requests = self._stack.requests
-        return LogReport(
-            block_size=self._block_size,
+        return replace(
+            self._sums,
             requests=requests,
-            prompt_tokens=self._prompt_tokens,
-            full_blocks=self._full_blocks,
             distinct_blocks=self._stack.distinct,
             shared_blocks=self._stack.shared,
-            sharing_requests=self._sharing,
-            largest_prompt_blocks=self._largest,
             span_s=self._arrivals[-1] - self._arrivals[0] if timed else None,
-            late_requests=self._late if timed else 0,
+            late_requests=self._sums.late_requests if timed else 0,
             windows=tuple(window.row(requests) for window in self._windows) if timed else (),
             breaks=tuple(
                 # Requests with 2^(power - 1) to 2^power - 1 known blocks; power 0: with none.
                 BreakRow((1 << power) >> 1, (1 << power) - 1, count)
                 for power, count in sorted(self._breaks.items())
             ),
-            known_entirely=self._known_entirely,
             curve=self._stack.curve(),
             replicas=tuple(ReplicaRow(count, name, caches.curve()) for count, name, caches in self._spread),
         )

@@ -4,7 +4,7 @@ Holds no more than a line. Knows nothing of who reads the trace.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from typing import TextIO, cast
 
@@ -26,21 +26,13 @@ def format_of(log: str) -> Format | None:
         return next((detect_format(line) for line in lines if line.strip()), None)
 
 
-def write_trace(options: Options, settings: Settings, out: TextIO, *, output_tokens: int) -> int:
-    """Write the log's requests as lines of a Mooncake trace; returns how many. Raises ClusterError.
+def write_trace(options: Options, settings: Settings, out: TextIO, *, output_tokens: int) -> None:
+    """Write the log's requests as lines of a Mooncake trace. Raises ClusterError.
 
     Logs of requests do not tell how long the answers were: all get `output_tokens`. Time begins with the first request;
     one that was logged late counts as arriving with the one before it.
     """
     block_size = options.block_size or settings.kvcache.block_size
-    written = 0
-    for line in _lines(options, settings, block_size, output_tokens):
-        out.write(line)
-        written += 1
-    return written
-
-
-def _lines(options: Options, settings: Settings, block_size: int, output_tokens: int) -> Iterator[str]:
     reader = LogReader(options.log_format, skip_malformed=options.skip_malformed)
     first_s: float | None = None
     now_s = 0.0
@@ -54,15 +46,10 @@ def _lines(options: Options, settings: Settings, block_size: int, output_tokens:
             first_s = at_s if first_s is None else first_s
             now_s = max(now_s, at_s - first_s)
             hashes = cast("Sequence[BlockHash]", logged.blocks)  # prompts of text name their blocks by hash
-            names = [name >> (64 - _NAME_BITS) for name in wire_hashes(b"".join(hashes))]
-            yield (
-                json.dumps(
-                    {
-                        "timestamp": now_s * 1000,
-                        "input_length": logged.tokens,
-                        "output_length": output_tokens,
-                        "hash_ids": names,
-                    }
-                )
-                + "\n"
-            )
+            line = {
+                "timestamp": now_s * 1000,
+                "input_length": logged.tokens,
+                "output_length": output_tokens,
+                "hash_ids": [name >> (64 - _NAME_BITS) for name in wire_hashes(b"".join(hashes))],
+            }
+            out.write(json.dumps(line) + "\n")

@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from ...config import nearest
 from ...errors import SettingsError
@@ -19,8 +19,6 @@ Value = TypeVar("Value")
 
 @dataclass(slots=True, frozen=True)
 class Options:
-    """One analysis."""
-
     log: str  #: a path, or - for standard input
     log_format: Format | None = None
     block_size: int | None = None  #: None: 512 for traces, the setting for requests
@@ -62,10 +60,9 @@ def _given(text: str | None, convert: Callable[[str], Value]) -> Value | None:
 
 
 def _format(text: str) -> Format:
-    for known in FORMATS:
-        if text == known:
-            return known
-    raise SettingsError(f"--format: {text!r} is none of {', '.join(FORMATS)}{nearest(text, FORMATS)}")
+    if text not in FORMATS:
+        raise SettingsError(f"--format: {text!r} is none of {', '.join(FORMATS)}{nearest(text, FORMATS)}")
+    return cast("Format", text)
 
 
 def _size(text: str, flag: str) -> int:

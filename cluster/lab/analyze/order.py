@@ -13,7 +13,7 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from os.path import commonprefix
 from typing import Literal
@@ -64,11 +64,11 @@ class OrderFinding:
     character: int  #: of that part, from 0: the beginning of the word that differs
     snippets: tuple[str, ...]  #: what stands there in some prompts; cut and with addresses and ids masked
     requests: int  #: of the sample
+    groups: int  #: different common texts that this stands before
     common_tokens: int  #: that come behind the difference and are common to most of them
     now_tokens: float  #: shared by such a request, in the mean
     then_tokens: float  #: that would be, with the varying part behind the common one
     saved_tokens: int  #: over the sample
-    groups: int = 1  #: different common texts that this stands before
 
     @property
     def advice(self) -> str:
@@ -100,19 +100,11 @@ class _Text:
     text: str
     starts: list[int]  #: where each part begins
     pieces: list[_Piece]
-    words: frozenset[str] = field(init=False)  #: the texts of its pieces
-
-    def __post_init__(self) -> None:
-        self.words = frozenset(piece.text for piece in self.pieces)
-
-    @property
-    def characters(self) -> int:
-        """Of the whole prompt, also behind what is looked at."""
-        return max(1, sum(len(part.text) + 1 for part in self.prompt.parts))
+    words: frozenset[str]  #: the texts of its pieces
 
     def tokens(self, characters: float) -> float:
-        """About how many tokens so many characters are."""
-        return characters * self.prompt.tokens / self.characters
+        """About how many tokens so many characters are; the whole prompt counts, also behind what is looked at."""
+        return characters * self.prompt.tokens / max(1, sum(len(part.text) + 1 for part in self.prompt.parts))
 
     def piece_at(self, place: int) -> str:
         """The piece that covers a character; empty where a short one does."""
@@ -159,7 +151,8 @@ def _joined(one: OrderFinding, other: OrderFinding) -> OrderFinding:
 def _text_of(prompt: SampledPrompt) -> _Text:
     starts = [0, *accumulate(len(part.text) + 1 for part in prompt.parts)]
     text = "\n".join(part.text for part in prompt.parts)[:TEXT_LIMIT]
-    return _Text(prompt, text, starts[:-1], [piece for piece in _pieces(text) if len(piece.text) >= MIN_PIECE])
+    pieces = [piece for piece in _pieces(text) if len(piece.text) >= MIN_PIECE]
+    return _Text(prompt, text, starts[:-1], pieces, frozenset(piece.text for piece in pieces))
 
 
 _PIECE = re.compile(r"[^\n]*?(?:[.!?;](?=\s)|\n|$)", re.DOTALL)
@@ -250,7 +243,7 @@ def _members_of_dearest(group: list[_Text], place: int) -> list[_Text]:
 
     What all have in common before they part is shared already.
     """
-    holders = Counter(word for text in group for word in {piece.text for piece in text.pieces if piece.start >= place})
+    holders = _holders(group, place)
     dearest = max(holders, key=lambda word: (len(word) * (holders[word] - 1), word), default=None)
     if dearest is None or holders[dearest] < 2:
         return []
@@ -258,16 +251,16 @@ def _members_of_dearest(group: list[_Text], place: int) -> list[_Text]:
 
 
 def _finding(members: list[_Text], parting: _Parting) -> OrderFinding | None:
-    common = _common_pieces(parting.together, parting.place)
+    common = _common_pieces(parting)
     if sum(map(len, common)) < MIN_COMMON:
         return None
     head = parting.together[0].text[: parting.place]
-    now, then = [], []
+    then = []
     for text in members:
         before = _common_length([text.text, head])
         moved = sum(len(word) for word in common if word in text.words)
-        now.append(text.prompt.shared_tokens)
         then.append(max(text.prompt.shared_tokens, min(text.prompt.tokens - 1.0, text.tokens(before + moved))))
+    now = [text.prompt.shared_tokens for text in members]
     gains = [after - before for before, after in zip(now, then, strict=True)]
     first = parting.together[0]
     part = bisect_right(first.starts, parting.place) - 1
@@ -278,6 +271,7 @@ def _finding(members: list[_Text], parting: _Parting) -> OrderFinding | None:
         character=max(0, _word_start(first.text, parting.place) - first.starts[part]),
         snippets=tuple(_masked(snippet) for snippet in list(dict.fromkeys(snippets))[:3]),
         requests=len(members),
+        groups=1,
         common_tokens=round(first.tokens(sum(map(len, common)))),
         now_tokens=sum(now) / len(members),
         then_tokens=sum(then) / len(members),
@@ -285,23 +279,28 @@ def _finding(members: list[_Text], parting: _Parting) -> OrderFinding | None:
     )
 
 
-def _common_pieces(texts: list[_Text], place: int) -> dict[str, None]:
-    """Pieces that begin behind `place` and that most of the texts hold there."""
-    holders = Counter(word for text in texts for word in {piece.text for piece in text.pieces if piece.start > place})
-    return {word: None for word, count in holders.items() if count >= MOST * len(texts)}
+def _common_pieces(parting: _Parting) -> set[str]:
+    """Pieces that begin behind the difference and that most of the texts hold there."""
+    texts = parting.together
+    holders = _holders(texts, parting.place + 1)
+    return {word for word, count in holders.items() if count >= MOST * len(texts)}
+
+
+def _holders(texts: list[_Text], place: int) -> Counter[str]:
+    """In how many of the texts each piece begins at `place` or behind it."""
+    return Counter(word for text in texts for word in {piece.text for piece in text.pieces if piece.start >= place})
 
 
 def _word_start(text: str, place: int) -> int:
     return max(text.rfind(space, 0, place) for space in (" ", "\n")) + 1
 
 
-def _snippet(text: _Text, place: int, common: Iterable[str]) -> str:
+def _snippet(text: _Text, place: int, common: set[str]) -> str:
     """What stands at `place`, from the beginning of the word to the next common piece or the end of the line."""
     begin = _word_start(text.text, place)
     line_end = text.text.find("\n", place)
     end = len(text.text) if line_end < 0 else line_end
-    known = set(common)
-    nexts = (piece.start for piece in text.pieces if piece.start > place and piece.text in known)
+    nexts = (piece.start for piece in text.pieces if piece.start > place and piece.text in common)
     return text.text[begin : min(end, next(nexts, end))].strip()
 
 
@@ -314,9 +313,9 @@ _ID = re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-|\b(?=[a-z_-]*\d)(?=\d*[a-z_-])[\w-
 _MAIL = re.compile(r"[\w.+-]+@[\w.-]+")
 
 
-def _kind(parting: _Parting, common: dict[str, None], snippets: list[str]) -> Kind:
+def _kind(parting: _Parting, common: set[str], snippets: list[str]) -> Kind:
     here = {text.piece_at(parting.place) for text in parting.together}
-    everywhere = set.intersection(*(set(text.words) for text in parting.together[:50]))
+    everywhere = frozenset.intersection(*(text.words for text in parting.together[:50]))
     if len(here) > 1 and sum(word in everywhere or word in common for word in here) > len(here) / 2:
         return "order"
     heads = [snippet[:SNIPPET] for snippet in snippets]

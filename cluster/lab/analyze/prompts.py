@@ -32,24 +32,17 @@ class Prompt:
     parts: tuple[Part, ...] = ()
 
 
-class PrefixNames:
-    """Numbers prefixes in the order in which they are first seen; keeps one entry for each distinct prefix.
+def prefix_names(numbers: dict[tuple[int, int], int], block_ids: Iterable[int]) -> list[int]:
+    """A number for each prefix of these blocks, in the order in which prefixes are first seen; `numbers` keeps them.
 
     A trace may give equal ids to equal blocks behind different prefixes, which share nothing in a cache.
     """
-
-    def __init__(self) -> None:
-        self._numbers: dict[tuple[int, int], int] = {}
-
-    def chain(self, block_ids: Iterable[int]) -> list[int]:
-        """A number for each prefix of these blocks; equal numbers mean equal prefixes."""
-        numbers = self._numbers
-        names: list[int] = []
-        name = -1
-        for block_id in block_ids:
-            name = numbers.setdefault((name, block_id), len(numbers))
-            names.append(name)
-        return names
+    names: list[int] = []
+    name = -1
+    for block_id in block_ids:
+        name = numbers.setdefault((name, block_id), len(numbers))
+        names.append(name)
+    return names
 
 
 class TracePrompts:
@@ -57,7 +50,7 @@ class TracePrompts:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._names = PrefixNames()
+        self._names: dict[tuple[int, int], int] = {}
         self.refused = 0
 
     def prompts(self, records: Iterable[Record]) -> Iterator[Prompt]:
@@ -71,7 +64,7 @@ class TracePrompts:
                     f"request {number}: {ids} hash_ids for {request.input_tokens} tokens are no blocks of "
                     f"{self._block_size}; say how many tokens an id stands for, such as --block-size {likely}"
                 )
-            blocks = self._names.chain(request.full_blocks(self._block_size))
+            blocks = prefix_names(self._names, request.full_blocks(self._block_size))
             yield Prompt(LoggedPrompt(request.input_tokens, blocks, request.arrival_s))
 
     def close(self) -> None:
@@ -92,42 +85,33 @@ class TextPrompts:
         """The prompts, in order. Raises LogUnreadable for what the chat template refuses."""
         for request in records:
             assert isinstance(request, TextRequest), f"{request} in a log of text"
-            token_ids = self._token_ids(request)
-            if token_ids is not None:
-                blocks = self._hasher.chain(self._root(request), token_bytes(token_ids))
-                yield Prompt(LoggedPrompt(len(token_ids), blocks, request.arrival_s), _parts(request.prompt))
+            try:
+                token_ids = self._token_ids(request.prompt)
+            except TemplateRefusal as error:
+                if not self._skip_malformed:
+                    raise LogUnreadable(
+                        f"line {request.line}: {error.message} (--skip-malformed counts such requests and goes on)"
+                    ) from error
+                self.refused += 1
+                continue
+            key = (request.model, request.salt)
+            if key not in self._roots:
+                self._roots[key] = tenant_root(_NO_MODEL, salt=canonical(*(word.encode() for word in key)))
+            blocks = self._hasher.chain(self._roots[key], token_bytes(token_ids))
+            yield Prompt(LoggedPrompt(len(token_ids), blocks, request.arrival_s), _parts(request.prompt))
 
     def close(self) -> None:
         """Let go of the tokenizer's threads."""
         self._text.close()
 
-    def _token_ids(self, request: TextRequest) -> Sequence[int] | None:
-        """None for a chat that is passed over."""
-        match request.prompt:
+    def _token_ids(self, prompt: Conversation | str | list[int]) -> Sequence[int]:
+        match prompt:
             case Conversation() as chat:
-                return self._chat_ids(chat, request.line)
+                return self._text.encode_chat_now(chat)
             case str() as text:
                 return self._text.encode_now([text], special_tokens=True)[0]
             case token_ids:
                 return token_ids
-
-    def _chat_ids(self, chat: Conversation, line: int) -> Sequence[int] | None:
-        try:
-            return self._text.encode_chat_now(chat)
-        except TemplateRefusal as error:
-            if not self._skip_malformed:
-                raise LogUnreadable(
-                    f"line {line}: {error.message} (--skip-malformed counts such requests and goes on)"
-                ) from error
-            self.refused += 1
-            return None
-
-    def _root(self, request: TextRequest) -> BlockHash:
-        key = (request.model, request.salt)
-        if key not in self._roots:
-            salt = canonical(*(word.encode() for word in key))
-            self._roots[key] = tenant_root(_NO_MODEL, salt=salt)
-        return self._roots[key]
 
 
 PromptSource = TracePrompts | TextPrompts

@@ -101,8 +101,11 @@ class LogReader:
                 continue
             try:
                 self.format = self.format or detect_format(line)
-                yield from _trace(line) if self.format == "mooncake" else _requests(line, number)
-            except _LineError as error:
+                if self.format == "mooncake":
+                    yield trace_request(line)
+                else:
+                    yield from _requests(line, number)
+            except (_LineError, TraceError) as error:
                 if not self._skip_malformed:
                     raise LogUnreadable(
                         f"line {number}: {error} (--skip-malformed counts such lines and goes on)"
@@ -110,14 +113,7 @@ class LogReader:
                 self.skipped_lines += 1
 
 
-def _trace(line: bytes) -> list[Record]:
-    try:
-        return [trace_request(line)]
-    except TraceError as error:
-        raise _LineError(str(error)) from error
-
-
-def _requests(text: bytes, number: int) -> list[Record]:
+def _requests(text: bytes, number: int) -> list[TextRequest]:
     try:
         line = _decode_line(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -133,16 +129,13 @@ def _requests(text: bytes, number: int) -> list[Record]:
 
 def _prompts(body: _Body) -> list[Conversation | str | list[int]]:
     if body.messages is not None:
-        return [_chat(body, body.messages)]
+        messages = [_message(each, index) for index, each in enumerate(body.messages)]
+        tools = None if body.tool_choice == "none" else body.tools
+        options = TokenizeBody(messages=messages, chat_template_kwargs=body.chat_template_kwargs)
+        return [conversation(options, tools)]
     if body.prompt is None:
         raise _LineError("neither field 'messages' nor field 'prompt' is there")
     return [each if isinstance(each, str) else each.tolist() for each in prompts(body.prompt, 1 << 32)]
-
-
-def _chat(body: _Body, messages: list[dict[str, Any]]) -> Conversation:
-    known = [_message(each, index) for index, each in enumerate(messages)]
-    options = TokenizeBody(messages=known, chat_template_kwargs=body.chat_template_kwargs)
-    return conversation(options, None if body.tool_choice == "none" else body.tools)
 
 
 def _message(given: dict[str, Any], index: int) -> MessageBody:
@@ -155,16 +148,12 @@ def _message(given: dict[str, Any], index: int) -> MessageBody:
 
 def _arrival_s(line: _Line) -> float | None:
     for name in ("timestamp", "created", "created_at", "time"):
-        value = getattr(line, name)
+        value: float | str | None = getattr(line, name)
+        if isinstance(value, str):
+            try:
+                return datetime.fromisoformat(value).timestamp()
+            except ValueError as error:
+                raise _LineError(f"field {name!r}: {value!r} is no time in ISO 8601") from error
         if value is not None:
-            return _seconds(name, value)
+            return value * next((factor for bound, factor in _TIME_UNITS if abs(value) >= bound), 1.0)
     return None
-
-
-def _seconds(name: str, value: float | str) -> float:
-    if isinstance(value, str):
-        try:
-            return datetime.fromisoformat(value).timestamp()
-        except ValueError as error:
-            raise _LineError(f"field {name!r}: {value!r} is no time in ISO 8601") from error
-    return value * next((factor for bound, factor in _TIME_UNITS if abs(value) >= bound), 1.0)

@@ -5,6 +5,7 @@ knows time, queues or what was evicted: `homing simulate` plays those out.
 """
 
 from collections.abc import Hashable, Sequence
+from itertools import count
 
 from .reuse_stack import HitCurve, PlaceCounts, ReuseStack
 
@@ -15,16 +16,12 @@ LEAD_PROMPTS = 2.0
 
 
 class RoundRobin:
-    """One after the other."""
-
     def __init__(self) -> None:
-        self._next = 0
+        self._requests = count()
 
     def choose(self, _: Sequence[Hashable], caches: Sequence[ReuseStack]) -> int:
         """Index of the replica that takes this request."""
-        chosen = self._next % len(caches)
-        self._next += 1
-        return chosen
+        return next(self._requests) % len(caches)
 
 
 class Affine:
@@ -53,19 +50,15 @@ class Affine:
         return chosen
 
 
-SpreadRule = RoundRobin | Affine
-
-
 class ReplicaCaches:
     """The caches of some replicas under one rule."""
 
-    def __init__(self, replicas: int, rule: SpreadRule) -> None:
+    def __init__(self, replicas: int, rule: RoundRobin | Affine) -> None:
         self._counts = PlaceCounts()
         self._caches = [ReuseStack(self._counts) for _ in range(replicas)]
         self._rule = rule
 
     def observe(self, blocks: Sequence[Hashable], usable: int) -> None:
-        """The next request; as `ReuseStack.observe`."""
         chosen = self._rule.choose(blocks, self._caches)
         self._caches[chosen].observe(blocks, usable)
 

@@ -1,10 +1,10 @@
 """An analysis as text for a person, as JSON for a program, and as charts. Words only: computes nothing new."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..plots import Line, LineChart, Mark, Page, Table
+from ..plots import Line, LineChart, Page, Table
 from .capacity import KvCapacity
 from .log_analysis import HEADROOM, USEFUL_SHARE, BreakRow, LogReport
 from .order import OrderFinding
@@ -86,15 +86,12 @@ def _recommendation(found: Findings) -> list[str]:
     if room is not None:
         lines.append(f"{'':<13}{room.gib(blocks):,.2f} GiB at {room.block_bytes:,} bytes per block")
     if room is not None and room.gpu_bytes is not None:
+        gpus = room.gpus(blocks) or 0
         lines.append(
-            f"{'':<13}{_gpus(room.gpus(blocks) or 0)} with {room.gpu_bytes:,} bytes for KV, "
+            f"{'':<13}{gpus:,} GPU{'s' if gpus != 1 else ''} with {room.gpu_bytes:,} bytes for KV, "
             f"{room.gpu_blocks:,} blocks each ({(room.gpu_blocks or 0) + 1:,} with the null block)"
         )
     return lines
-
-
-def _gpus(count: int) -> str:
-    return "1 GPU" if count == 1 else f"{count:,} GPUs"
 
 
 def _sizes(found: Findings) -> list[str]:
@@ -112,16 +109,15 @@ def _size_header(found: Findings) -> list[str]:
 
 def _size_rows(found: Findings) -> list[list[str]]:
     log = found.log
+    curves = [log.curve, *(row.curve for row in log.replicas)]
+    no_memory = [""] if found.capacity else []
     rows: list[list[str]] = []
     for size in found.sizes:
         memory = [f"{found.capacity.gib(size):,.2f}"] if found.capacity else []
-        shares = [log.share(curve.hits(size)) for curve in (log.curve, *(row.curve for row in log.replicas))]
         note = " *" if size < log.largest_prompt_blocks else ""
-        rows.append([f"{size:,}{note}", *memory, *map(_percent, shares)])
-    endless = [log.share(curve.endless) for curve in (log.curve, *(row.curve for row in log.replicas))]
-    rows.append(["endless", *([""] if found.capacity else []), *map(_percent, endless)])
-    useful = [log.useful_blocks, *(row.useful_blocks for row in log.replicas)]
-    rows.append([f"for {_USEFUL}", *([""] if found.capacity else []), *(f"{size:,}" for size in useful)])
+        rows.append([f"{size:,}{note}", *memory, *(_percent(log.share(curve.hits(size))) for curve in curves)])
+    rows.append(["endless", *no_memory, *(_percent(log.share(curve.endless)) for curve in curves)])
+    rows.append([f"for {_USEFUL}", *no_memory, *(f"{curve.size_for(USEFUL_SHARE):,}" for curve in curves)])
     return rows
 
 
@@ -130,13 +126,10 @@ def _breaks(found: Findings) -> list[str]:
     rows = [[_blocks_of(row), f"{row.requests:,}", _percent(row.requests / log.requests)] for row in log.breaks]
     if log.known_entirely:
         rows.append(["all of them", f"{log.known_entirely:,}", _percent(log.known_entirely / log.requests)])
-    small = " * less than the largest prompt, which could not run" if _has_small(found) else ""
     lines = ["where sharing ends: known blocks at the head of a prompt", *_columns([["blocks", "requests", ""], *rows])]
-    return [*([small.strip(), ""] if small else []), *lines]
-
-
-def _has_small(found: Findings) -> bool:
-    return any(size < found.log.largest_prompt_blocks for size in found.sizes)
+    if any(size < log.largest_prompt_blocks for size in found.sizes):
+        return ["* less than the largest prompt, which could not run", "", *lines]
+    return lines
 
 
 def _blocks_of(row: BreakRow) -> str:
@@ -153,7 +146,17 @@ def _advice(found: Findings) -> list[str]:
         ]
     lines = [f"prompt order: what varies early and breaks sharing ({found.sampled:,} requests looked at)"]
     for number, finding in enumerate(found.advice, 1):
-        lines += ["", *_finding_lines(found, number, finding)]
+        shown = ", ".join(f"“{snippet}”" for snippet in finding.snippets) if found.show_snippets else "not shown"
+        texts = f", {finding.groups} different texts" if finding.groups > 1 else ""
+        lines += [
+            "",
+            f"{number}. {finding.part}, character {finding.character:,}: {_WORDS[finding.kind]} ({shown})",
+            f"   Behind it stand about {finding.common_tokens:,} tokens that most of {finding.requests:,} requests "
+            f"have in common{texts}.",
+            f"   Such a request shares {finding.now_tokens:,.0f} tokens; it would share {finding.then_tokens:,.0f}: "
+            f"{_percent(_saved_share(found, finding))} of all prompt tokens saved.",
+            f"   {finding.advice}",
+        ]
     return lines
 
 
@@ -163,21 +166,6 @@ _WORDS = {
     "order": "the order of equal texts differs",
     "text": "the text differs",
 }
-
-
-def _finding_lines(found: Findings, number: int, finding: OrderFinding) -> Iterator[str]:
-    shown = ", ".join(f"“{snippet}”" for snippet in finding.snippets) if found.show_snippets else "not shown"
-    yield f"{number}. {finding.part}, character {finding.character:,}: {_WORDS[finding.kind]} ({shown})"
-    texts = f", {finding.groups} different texts" if finding.groups > 1 else ""
-    yield (
-        f"   Behind it stand about {finding.common_tokens:,} tokens that most of {finding.requests:,} requests have in "
-        f"common{texts}."
-    )
-    yield (
-        f"   Such a request shares {finding.now_tokens:,.0f} tokens; it would share {finding.then_tokens:,.0f}: "
-        f"{_percent(_saved_share(found, finding))} of all prompt tokens saved."
-    )
-    yield f"   {finding.advice}"
 
 
 def _saved_share(found: Findings, finding: OrderFinding) -> float:
@@ -218,7 +206,17 @@ def as_json(found: Findings) -> dict[str, Any]:
         "recommended_bytes": log.recommended_blocks * room.block_bytes if room else None,
         "gpu_blocks": room.gpu_blocks if room else None,
         "recommended_gpus": room.gpus(log.recommended_blocks) if room else None,
-        "sizes": [_size_json(log, size) for size in found.sizes],
+        "sizes": [
+            {
+                "blocks": size,
+                "share": log.share(log.curve.hits(size)),
+                "replicas": [
+                    {"replicas": row.replicas, "rule": row.rule, "share": log.share(row.curve.hits(size))}
+                    for row in log.replicas
+                ],
+            }
+            for size in found.sizes
+        ],
         "sharing_ends": [
             {"from_blocks": row.first_blocks, "to_blocks": row.last_blocks, "requests": row.requests}
             for row in log.breaks
@@ -229,34 +227,27 @@ def as_json(found: Findings) -> dict[str, Any]:
     }
 
 
-def _size_json(log: LogReport, size: int) -> dict[str, Any]:
-    replicas = [
-        {"replicas": row.replicas, "rule": row.rule, "share": log.share(row.curve.hits(size))} for row in log.replicas
-    ]
-    return {"blocks": size, "share": log.share(log.curve.hits(size)), "replicas": replicas}
-
-
 def _finding_json(found: Findings, finding: OrderFinding) -> dict[str, Any]:
-    return {
-        "kind": finding.kind,
-        "part": finding.part,
-        "character": finding.character,
-        "snippets": list(finding.snippets) if found.show_snippets else None,
-        "requests": finding.requests,
-        "groups": finding.groups,
-        "common_tokens": finding.common_tokens,
-        "now_tokens": finding.now_tokens,
-        "then_tokens": finding.then_tokens,
-        "saved_share": _saved_share(found, finding),
-        "advice": finding.advice,
-    }
+    fields = asdict(finding)
+    del fields["saved_tokens"]
+    if not found.show_snippets:
+        fields["snippets"] = None
+    return {**fields, "saved_share": _saved_share(found, finding), "advice": finding.advice}
 
 
 def page(found: Findings) -> Page:
     """The curves, with marks for working set and recommendation; in HTML the tables and the advice below them."""
     log = found.log
-    grid = _grid(min(found.sizes), max(*found.sizes, log.recommended_blocks))
-
+    grid, last = [max(1, min(found.sizes))], max(*found.sizes, log.recommended_blocks)
+    while grid[-1] < last:  # a smooth curve: four sizes to each doubling
+        grid.append(min(last, max(grid[-1] + 1, round(grid[-1] * 2**0.25))))
+    marks: dict[str, float] = {}
+    if log.useful_blocks:
+        marks[f"{_USEFUL} of what can be found: {log.useful_blocks:,}"] = log.useful_blocks
+    marks[f"recommended: {log.recommended_blocks:,}"] = log.recommended_blocks
+    if log.windows:
+        widest = log.windows[-1]
+        marks[f"working set of {_duration(widest.seconds)}: {widest.peak_blocks:,}"] = widest.peak_blocks
     families = {count: family for family, count in enumerate(dict.fromkeys(row.replicas for row in log.replicas), 1)}
 
     def shares(name: str, curve: HitCurve, family: int, *, dashed: bool = False) -> Line:
@@ -271,32 +262,13 @@ def page(found: Findings) -> Page:
         f"blocks of {log.block_size} tokens in the cache of one replica",
         "share of prompt tokens",
         lines,
-        _marks(found),
+        marks,
         log_x=True,
         percent=True,
     )
     sizes = Table("Prompt tokens found, by blocks of one replica", _size_header(found), _size_rows(found))
     notes = ["\n".join(section) for section in (_head(found), _windows(found), _recommendation(found), _advice(found))]
     return Page(f"homing analyze {found.source}", [chart], [sizes], notes)
-
-
-def _marks(found: Findings) -> list[Mark]:
-    log = found.log
-    marks = [Mark(log.recommended_blocks, f"recommended: {log.recommended_blocks:,}")]
-    if log.useful_blocks:
-        marks.insert(0, Mark(log.useful_blocks, f"{_USEFUL} of what can be found: {log.useful_blocks:,}"))
-    if log.windows:
-        widest = log.windows[-1]
-        marks.append(Mark(widest.peak_blocks, f"working set of {_duration(widest.seconds)}: {widest.peak_blocks:,}"))
-    return marks
-
-
-def _grid(first: int, last: int) -> list[int]:
-    """Sizes for a smooth curve, four to each doubling."""
-    grid = [max(1, first)]
-    while grid[-1] < last:
-        grid.append(min(last, max(grid[-1] + 1, round(grid[-1] * 2**0.25))))
-    return grid
 
 
 def _percent(share: float) -> str:

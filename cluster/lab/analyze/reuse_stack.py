@@ -21,15 +21,12 @@ here for C - 1 and C.
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, repeat
 from operator import neg
 
 
 class HitCurve:
     """Blocks found by a cache, by its size in blocks. Never falls."""
-
-    __slots__ = ("_hits",)
 
     def __init__(self, hits: "array[int]") -> None:
         """`hits[i]` is what a cache of i + 1 blocks finds."""
@@ -41,7 +38,6 @@ class HitCurve:
         return self._hits[-1] if self._hits else 0
 
     def hits(self, size: int) -> int:
-        """What a cache of `size` blocks finds."""
         if size < 1 or not self._hits:
             return 0
         return self._hits[min(size, len(self._hits)) - 1]
@@ -56,8 +52,6 @@ class HitCurve:
 class PlaceCounts:
     """How many accesses each place of the list has seen. Several lists may count into one: their hits add up."""
 
-    __slots__ = ("_changes",)
-
     def __init__(self) -> None:
         self._changes = array("q")  #: differences between neighbouring places
 
@@ -70,28 +64,23 @@ class PlaceCounts:
         changes[place + count] -= 1
 
     def curve(self) -> HitCurve:
-        """Blocks found, by cache size."""
         return HitCurve(array("q", accumulate(accumulate(self._changes))))
 
 
 class RunLengths:
     """Numbers in a row that can be changed, appended and summed up to any place in O(log n) (Fenwick 1994)."""
 
-    __slots__ = ("_tree", "total")
-
     def __init__(self) -> None:
         self._tree = array("q", [0])
         self.total = 0
 
     def append(self, value: int) -> None:
-        """Add a number at the end."""
         place = len(self._tree)
         below = place - (place & -place)
         self._tree.append(value + self.total - self._through(below))
         self.total += value
 
     def add(self, index: int, change: int) -> None:
-        """Change the number at `index`."""
         tree, place, end = self._tree, index + 1, len(self._tree)
         while place < end:
             tree[place] += change
@@ -113,14 +102,6 @@ class RunLengths:
         return len(self._tree) - 1
 
 
-@dataclass(slots=True, frozen=True)
-class Reuse:
-    """What one request met."""
-
-    known: int  #: leading blocks that some earlier request had, too
-    found: int  #: of those, the ones that could be used
-
-
 class ReuseStack:
     """The list of all blocks by last use, as runs; and how many accesses each place of the list has seen."""
 
@@ -133,16 +114,14 @@ class ReuseStack:
 
     @property
     def requests(self) -> int:
-        """Requests observed."""
         return len(self._runs)
 
     @property
     def distinct(self) -> int:
-        """Distinct blocks observed."""
         return len(self._last_user)
 
     def known(self, blocks: Sequence[Hashable]) -> int:
-        """How many leading blocks some earlier request had; changes nothing."""
+        """What `observe` would return; changes nothing."""
         seen = self._last_user
         return bisect_left(blocks, True, key=lambda block: block not in seen)
 
@@ -150,32 +129,27 @@ class ReuseStack:
         """Distinct blocks that requests after the one of this number used (-1: all)."""
         return self._runs.after(request)
 
-    def observe(self, blocks: Sequence[Hashable], usable: int) -> Reuse:
+    def observe(self, blocks: Sequence[Hashable], usable: int) -> int:
         """The next request: its full blocks in order, and how many of them a cache may serve (at least one token of a
-        prompt is always computed, so that not all of a prompt of whole blocks is)."""
+        prompt is always computed, so that not all of a prompt of whole blocks is). Returns how many leading blocks
+        some earlier request had, too."""
         now = self.requests
         users = list(map(self._last_user.get, blocks, repeat(-1)))
         known = 0
         while known < len(users) and (user := users[known]) >= 0:
             # Last users never get later along a chain: who used a block used all before it.
             end = bisect_right(users, -user, known, key=neg)
-            self._meet(user, known, end, usable)
+            # The chain's earlier blocks have left the list already; at the time of the access they stood before this
+            # user's run, of which the chain now takes away the head.
+            if min(end, usable) > known:
+                self._counts.add(self._runs.after(user) + known, min(end, usable) - known)
+            self._runs.add(user, known - end)
+            self.shared += max(0, end - max(known, self._known_before[user]))
             known = end
         self._last_user.update(zip(blocks, repeat(now)))
         self._runs.append(len(blocks))
         self._known_before.append(known)
-        return Reuse(known, min(known, usable))
-
-    def _meet(self, user: int, start: int, end: int, usable: int) -> None:
-        """Take the head of `user`'s run, blocks `start` to `end` of the present chain, and count their places."""
-        # The chain's earlier blocks have left the list already; at the time of the access they stood before this run.
-        place = self._runs.after(user) + start
-        count = min(end, usable) - start
-        if count > 0:
-            self._counts.add(place, count)
-        self._runs.add(user, start - end)
-        self.shared += max(0, end - max(start, self._known_before[user]))
+        return known
 
     def curve(self) -> HitCurve:
-        """Blocks found, by cache size."""
         return self._counts.curve()

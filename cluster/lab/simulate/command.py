@@ -7,9 +7,11 @@ again for every run, line by line, so it may be larger than memory.
 import gc
 import json
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
 from math import ceil
 from pathlib import Path
@@ -25,16 +27,16 @@ from ...errors import SettingsError
 from ..analyze.command import opened
 from ..analyze.log_trace import format_of, write_trace
 from ..analyze.options import Options
-from ..plots import Line, LineChart, Mark, Page, PointChart, Points, Table, check_plot_path, write_plot
+from ..plots import Line, LineChart, Page, PointChart, Table, check_plot_path, write_plot
 from ..recorded_trace import MOONCAKE_BLOCK_TOKENS, TraceError, read_trace
 from .delivery import Channel
 from .replica import ReplicaLimits
 from .results import Result
-from .runs import Setup, capacity_per_s, result_of, simulation_of
+from .runs import Setup, capacity_per_s, run
 from .scaling import run_scaled
 from .scenarios import Staged, find, recovery_s, stage
-from .step_times import MockerModel, RateModel
-from .workload import Arrival, Chats, compress, conversations, facts, from_trace, repeated
+from .step_times import MockerModel, RateModel, StepTimes
+from .workload import Arrival, Chats, WorkloadFacts, compress, conversations, facts, from_trace, repeated
 
 #: Ours, what it must not lose to, the peers that do best somewhere, and the bound.
 DEFAULT_POLICIES = "expected-ttft,least-loaded,sglang,dynamo,dynamo-scale8,dynamo-credit4,llm-d,hash,rr,oracle"
@@ -81,8 +83,6 @@ class Order:
 
 @dataclass(slots=True, frozen=True)
 class Outcome:
-    """The heading and the results of a command."""
-
     heading: str
     results: list[Result]
     fault_s: float | None = None
@@ -151,7 +151,7 @@ def table(outcome: Outcome) -> str:
         rows[0] += ["lost", "resyncs"]
         for row, result in zip(rows[1:], outcome.results, strict=True):
             row += [str(result.lost_messages), str(result.resyncs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
         for row in rows
@@ -161,7 +161,7 @@ def table(outcome: Outcome) -> str:
 def page(outcome: Outcome) -> Page:
     """The same as charts: the distribution of TTFT, its course, and the hits' course."""
     results = outcome.results
-    marks = [] if outcome.fault_s is None else [Mark(outcome.fault_s, "fault")]
+    marks = {} if outcome.fault_s is None else {"fault": outcome.fault_s}
 
     def lines(series: Sequence[Sequence[tuple[float, float]]]) -> list[Line]:
         return [
@@ -176,10 +176,10 @@ def page(outcome: Outcome) -> Page:
                 "Time to first token",
                 "seconds",
                 [result.policy for result in results],
-                [
-                    Points("mean", [result.ttft_mean_s for result in results]),
-                    Points("p99", [result.ttft_p99_s for result in results]),
-                ],
+                {
+                    "mean": [result.ttft_mean_s for result in results],
+                    "p99": [result.ttft_p99_s for result in results],
+                },
             ),
             LineChart(
                 "Requests answered within",
@@ -214,12 +214,12 @@ class Bar:
     """Progress on a terminal, in place; silent elsewhere."""
 
     def __init__(self, out: TextIO) -> None:
-        self._out = out if out.isatty() else None
+        self._out = out
+        self._shows = out.isatty()
         self._shown_s = 0.0
 
-    def show(self, what: str, done: int, total: int) -> None:
-        """Show that `done` of `total` are done."""
-        if self._out is None or (done < total and time.monotonic() - self._shown_s < _BAR_EVERY_S):
+    def show(self, what: str, total: int, done: int) -> None:
+        if not self._shows or (done < total and time.monotonic() - self._shown_s < _BAR_EVERY_S):
             return
         self._shown_s = time.monotonic()
         filled = _BAR_WIDTH * done // max(1, total)
@@ -235,23 +235,26 @@ def _run(order: Order, bar: Bar) -> Outcome:
         scenario = find(order.scenario)
         staged = stage(scenario, policy=order.policies[0], seed=order.seed, channel=_channel(order))
         results = _compare(order.policies, staged, bar)
-        return Outcome(f"{scenario.name}: {scenario.about}", results, staged.fault_s)
+        return Outcome(f"{order.scenario}: {scenario.about}", results, staged.fault_s)
     setup = _setup(order)
     about = facts(_arrivals(order))
-    capacity = capacity_per_s(setup, _arrivals(order)) if order.load is not None else None
-    speed = order.speed if capacity is None or order.load is None else order.load * capacity / about.rate_per_s
-    shares = "" if capacity is None else f", {order.load:.0%} of {capacity:.2f} requests/s"
-    heading = (
-        f"{order.trace.name if order.trace else 'drawn conversations'}: {about.requests} requests, "
-        f"{about.rate_per_s * speed:.2f} a second{shares}; {order.replicas} replicas of {order.cache_blocks} blocks"
-    )
-    staged = Staged(setup, lambda: compress(_arrivals(order), speed), (), None)
+    speed, shares = order.speed, ""
+    if order.load is not None:
+        capacity = capacity_per_s(setup, _arrivals(order))
+        speed = order.load * capacity / about.rate_per_s
+        shares = f", {order.load:.0%} of {capacity:.2f} requests/s"
+    heading = f"{_heading(order, about, speed)}{shares}; {order.replicas} replicas of {order.cache_blocks} blocks"
+    staged = Staged(setup, lambda: compress(_arrivals(order), speed))
     results = _compare(order.policies, staged, bar)
     if order.ttft_target is not None:
-        heading += f"\nreplicas for a mean TTFT of {order.ttft_target} s: " + _needed(
-            order, order.ttft_target, staged, bar
-        )
+        needed = _needed(order, order.ttft_target, staged, bar)
+        heading += f"\nreplicas for a mean TTFT of {order.ttft_target} s: {needed}"
     return Outcome(heading, results)
+
+
+def _heading(order: Order, about: WorkloadFacts, speed: float) -> str:
+    name = order.trace.name if order.trace else "drawn conversations"
+    return f"{name}: {about.requests} requests, {about.rate_per_s * speed:.2f} a second"
 
 
 def _scaled(order: Order, bar: Bar) -> Outcome:
@@ -266,31 +269,26 @@ def _scaled(order: Order, bar: Bar) -> Outcome:
         raise SettingsError("--autoscale goes with a trace or drawn conversations, not with --scenario")
     setup, about = _setup(order), facts(_arrivals(order))
 
-    def arrivals() -> Iterator[Arrival]:
-        return compress(_arrivals(order), order.speed)
-
-    def show(done: int) -> None:
-        bar.show(f"autoscale {order.autoscale}", done, about.requests)
-
-    scaled = run_scaled(setup, arrivals(), terms, start_s=order.start_s, cpu_s=time.process_time, show=show)
+    staged = Staged(setup, lambda: compress(_arrivals(order), order.speed))
+    show = partial(bar.show, f"autoscale {order.autoscale}", about.requests)
+    scaled = run_scaled(setup, staged.arrivals(), terms, start_s=order.start_s, cpu_s=time.process_time, show=show)
     results = [replace(scaled.result, policy=f"autoscale {order.autoscale}")]
     for count in sorted({max(1, ceil(scaled.mean_replicas)), terms.most}):
-        fixed = replace(setup, replicas=count)
-        result = _one(fixed, Staged(fixed, arrivals, (), None), bar, about.requests)
+        result = _one(replace(setup, replicas=count), staged, bar, about.requests)
         results.append(replace(result, policy=f"fixed {count}"))
     heading = (
-        f"{order.trace.name if order.trace else 'drawn conversations'}: {about.requests} requests, "
-        f"{about.rate_per_s * order.speed:.2f} a second; {order.autoscale} replicas, "
+        f"{_heading(order, about, order.speed)}; {order.autoscale} replicas, "
         f"{scaled.mean_replicas:.2f} in the mean, at most {scaled.highest}, {scaled.steps} steps"
     )
     return Outcome(heading, results)
 
 
 def _setup(order: Order) -> Setup:
-    given = (order.prefill_rate, order.decode_step_ms)
-    if (given[0] is None) != (given[1] is None):
+    model: StepTimes = MockerModel()
+    if order.prefill_rate is not None and order.decode_step_ms is not None:
+        model = RateModel(order.prefill_rate, order.decode_step_ms / 1000)
+    elif order.prefill_rate is not None or order.decode_step_ms is not None:
         raise SettingsError("--prefill-rate and --decode-step-ms go together: one replica's measured rates")
-    rates = None if given[0] is None or given[1] is None else RateModel(given[0], given[1] / 1000)
     return Setup(
         limits=ReplicaLimits(
             blocks=order.cache_blocks,
@@ -301,7 +299,7 @@ def _setup(order: Order) -> Setup:
         routers=order.routers,
         channel=_channel(order),
         seed=order.seed,
-        model=rates or MockerModel(),
+        model=model,
     )
 
 
@@ -337,28 +335,24 @@ def _compare(policies: Sequence[str], staged: Staged, bar: Bar) -> list[Result]:
 
 def _one(setup: Setup, staged: Staged, bar: Bar, total: int) -> Result:
     gc.collect()
-    simulation = simulation_of(setup)
-    started = time.process_time()
-    for done in simulation.run(staged.arrivals(), staged.faults):
-        bar.show(setup.policy, done, total)
-    return result_of(setup, simulation, time.process_time() - started)
+    show = partial(bar.show, setup.policy, total)
+    return run(setup, staged.arrivals(), staged.faults, cpu_s=time.process_time, show=show)
 
 
 def _needed(order: Order, target_s: float, staged: Staged, bar: Bar) -> str:
     """The fewest replicas that hold the mean TTFT, by bisection, for each policy; the oracle's are a bound."""
     total = facts(staged.arrivals()).requests
-    found = []
-    for policy in order.policies:
-        low, high = 0, max(8, 4 * order.replicas)
-        while high - low > 1:
-            middle = (low + high) // 2
-            setup = replace(staged.setup, policy=policy, replicas=middle)
-            if _one(setup, staged, bar, total).ttft_mean_s <= target_s:
-                high = middle
-            else:
-                low = middle
-        found.append(f"{policy} {high}" if high < max(8, 4 * order.replicas) else f"{policy} {high} or more")
-    return ", ".join(found)
+    most = max(8, 4 * order.replicas)
+
+    def needed(policy: str) -> int:
+        def holds(replicas: int) -> bool:
+            setup = replace(staged.setup, policy=policy, replicas=replicas)
+            return _one(setup, staged, bar, total).ttft_mean_s <= target_s
+
+        return 1 + bisect_left(range(1, most), True, key=holds)
+
+    found = [(policy, needed(policy)) for policy in order.policies]
+    return ", ".join(f"{policy} {count}{' or more' if count == most else ''}" for policy, count in found)
 
 
 def _cells(result: Result) -> list[str]:
@@ -378,8 +372,8 @@ def _cells(result: Result) -> list[str]:
 
 def order_of(arguments: dict[str, Any]) -> Order:
     """From parsed flags; those that were not given keep their defaults."""
-    fields = {name: value for name, value in arguments.items() if name in Order.__dataclass_fields__}
-    given = {name: value for name, value in fields.items() if value is not None}
+    names = Order.__dataclass_fields__
+    given = {name: value for name, value in arguments.items() if name in names and value is not None}
     if "policies" in given:
         given["policies"] = tuple(word.strip() for word in str(given["policies"]).split(","))
     for name in ("trace", "json", "plot", "tokenizer"):

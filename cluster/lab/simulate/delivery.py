@@ -7,16 +7,13 @@ repaired by replay or snapshot. Both are pure: time and chance come in. Neither 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from random import Random
-
-import msgspec
 
 from ....events.config import EventsSettings
 from ....events.follow.subscription import (
     Apply,
-    Counters,
     Disproved,
     FeedStatus,
     Instruction,
@@ -64,7 +61,6 @@ class Channel:
             raise SettingsError(f"a share of {self.loss} of all events cannot be lost: 0 or more, and less than 1")
 
     def delivery(self, queue: EventQueue, heard: Heard, rng: Random) -> "Delivery":
-        """What carries messages over this channel."""
         if self.wire or self.loss > 0:
             return Streamed(self, queue, heard, rng)
         return Direct(self.delay_s, queue, heard)
@@ -83,7 +79,6 @@ Update = tuple[type[CacheEvent], Sequence[int]]
 
 
 def updates_of(changes: Sequence[Change]) -> Iterator[Update]:
-    """The changes of a step."""
     for change in changes:
         match change:
             case StoredBlocks(_, hashes, _):
@@ -95,7 +90,6 @@ def updates_of(changes: Sequence[Change]) -> Iterator[Update]:
 
 
 def apply(state: Placement | Truth, replica: str, updates: Sequence[Update]) -> None:
-    """Apply changes of a replica in order."""
     for event, hashes in updates:
         if event is Stored:
             state.stored(replica, hashes)
@@ -113,8 +107,7 @@ class Direct:
         self._queue = queue
         self._heard = heard
         self._sent = 0
-        self.lost = 0
-        self.counters = Counters()
+        self.lost = self.replays = self.snapshots = 0  #: nothing ever is, or has to be repaired
         #: by replica and router: the router, and the number of the last step that its snapshot includes
         self._followers: dict[str, dict[str, tuple[SimulatedRouter, int]]] = {}
 
@@ -197,21 +190,8 @@ class Streamed:
         self._heard = heard
         self._rng = rng
         self._publishers: dict[str, _Publisher] = {}
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._chunks = msgspec.msgpack.Decoder(SnapshotChunk)
-        self._beats = msgspec.msgpack.Decoder(Heartbeat)
-        self._reports = msgspec.msgpack.Decoder(LoadReport)
-        self._ended = Counters()  # of streams that have ended
         self.lost = 0  #: messages that did not arrive
-
-    @property
-    def counters(self) -> Counters:
-        """What routers had to repair, over all streams so far."""
-        links = [link for publisher in self._publishers.values() for link in publisher.links.values()]
-        total = Counters()
-        for counted in (self._ended, *(link.subscription.counters for link in links)):
-            _add(total, counted)
-        return total
+        self.replays = self.snapshots = 0  #: that routers asked for
 
     def follow(self, router: SimulatedRouter, replica: SimulatedReplica) -> None:
         """A router that knows nothing begins to follow a replica."""
@@ -220,20 +200,21 @@ class Streamed:
 
     def follow_on(self, router: SimulatedRouter, replica: SimulatedReplica) -> None:
         """A router keeps listening at an address where another engine is now. The stream tells it what that holds."""
-        publisher = self._publishers.get(replica.replica_id) or self._publish(replica)
-        if router.name in publisher.links:
-            _add(self._ended, publisher.links[router.name].subscription.counters)
+        publisher = self._publishers.get(replica.replica_id)
+        if publisher is None:
+            assert not any(replica.residents()), f"{replica.replica_id} is not followed from its beginning"
+            ledger = EventLog(_SETTINGS, epoch=replica.epoch, block_size=replica.limits.block_tokens, medium="GPU")
+            publisher = _Publisher(replica.replica_id, ledger, replica.report(self._queue.now))
+            self._publishers[replica.replica_id] = publisher
         link = publisher.links[router.name] = _Link(router)
         self._carry_out(publisher, link, link.subscription.start())
         self._start_ticking(publisher)
 
     def forget(self, replica: str) -> None:
         """A replica is gone; what is still on its way from it does not arrive."""
-        for link in self._publishers.pop(replica).links.values():
-            _add(self._ended, link.subscription.counters)
+        del self._publishers[replica]
 
     def send(self, replica: str, changes: Sequence[Change], updates: Sequence[Update], report: LoadReport) -> None:  # noqa: ARG002
-        """A step of a replica has ended."""
         publisher = self._publishers[replica]
         publisher.report = report
         publisher.loads += 1
@@ -245,29 +226,28 @@ class Streamed:
 
     # The publisher's side
 
-    def _publish(self, replica: SimulatedReplica) -> _Publisher:
-        assert not any(replica.residents()), f"{replica.replica_id} is not followed from its beginning"
-        ledger = EventLog(_SETTINGS, epoch=replica.epoch, block_size=replica.limits.block_tokens, medium="GPU")
-        publisher = _Publisher(replica.replica_id, ledger, replica.report(self._queue.now))
-        self._publishers[replica.replica_id] = publisher
-        return publisher
-
     def _publish_to_all(self, publisher: _Publisher, arrive: Callable[[_Link], None]) -> None:
         """To every router, but for those that lose it."""
         reached = [link for link in publisher.links.values() if self._rng.random() >= self._channel.loss]
         self.lost += len(publisher.links) - len(reached)
+        if reached:
+            self._later(self._channel.delay_s, publisher, reached, arrive)
+
+    def _later(
+        self, after_s: float, publisher: _Publisher, links: Sequence[_Link], arrive: Callable[[_Link], None]
+    ) -> None:
+        """Call `arrive` for each link of which both ends are still there by then."""
 
         def arrive_at_all() -> None:
-            for link in reached:
-                if self._is_current(publisher, link):
+            for link in links:
+                here = self._publishers.get(publisher.replica) is publisher
+                if here and publisher.links.get(link.router.name) is link:
                     arrive(link)
 
-        if reached:
-            self._queue.later(self._channel.delay_s, arrive_at_all)
+        self._queue.later(after_s, arrive_at_all)
 
     def _send_load(self, publisher: _Publisher) -> None:
-        payload = self._encode(publisher.report)
-        self._publish_to_all(publisher, partial(self._on_load, publisher, publisher.loads, payload))
+        self._publish_to_all(publisher, partial(self._on_load, publisher, publisher.loads, publisher.report))
 
     def _start_ticking(self, publisher: _Publisher) -> None:
         if not publisher.ticking:
@@ -280,7 +260,7 @@ class Streamed:
             return
         publisher.ticks += 1
         if publisher.ticks % 2 == 0:
-            beat = self._encode(publisher.ledger.heartbeat(self._queue.now))
+            beat = publisher.ledger.heartbeat(self._queue.now)
             self._publish_to_all(publisher, partial(self._on_beat, publisher, beat))
             self._send_load(publisher)
         for link in list(publisher.links.values()):
@@ -289,16 +269,13 @@ class Streamed:
         if any(link.loads != publisher.loads or link.proved != last for link in publisher.links.values()):
             self._start_ticking(publisher)
 
-    def _answer(self, publisher: _Publisher, link: _Link, request: RequestReplay | RequestSnapshot) -> None:
+    def _answer(self, publisher: _Publisher, request: RequestReplay | RequestSnapshot, link: _Link) -> None:
         """A request has reached the replica; the answer is as of now."""
-        if not self._is_current(publisher, link):
-            return
         if isinstance(request, RequestReplay):
-            arrive = partial(self._on_replay, publisher, link, list(publisher.ledger.replay(request.since)))
+            arrive = partial(self._on_replay, publisher, list(publisher.ledger.replay(request.since)))
         else:
-            parts = [self._encode(chunk) for chunk in publisher.ledger.snapshot(token_ids=False)]
-            arrive = partial(self._on_snapshot, publisher, link, parts)
-        self._queue.later(self._channel.resync_s, arrive)
+            arrive = partial(self._on_snapshot, publisher, list(publisher.ledger.snapshot(token_ids=False)))
+        self._later(self._channel.resync_s, publisher, [link], arrive)
 
     # The reader's side
 
@@ -306,29 +283,24 @@ class Streamed:
         batch = link.decoder.decode(payload)
         self._carry_out(publisher, link, link.subscription.on_batch(publisher.ledger.epoch, seq, batch))
 
-    def _on_load(self, publisher: _Publisher, number: int, payload: bytes, link: _Link) -> None:
+    def _on_load(self, publisher: _Publisher, number: int, report: LoadReport, link: _Link) -> None:
         link.loads = number
-        self._carry_out(publisher, link, link.subscription.on_load(self._reports.decode(payload)))
+        self._carry_out(publisher, link, link.subscription.on_load(report))
 
-    def _on_beat(self, publisher: _Publisher, payload: bytes, link: _Link) -> None:
-        beat = self._beats.decode(payload)
+    def _on_beat(self, publisher: _Publisher, beat: Heartbeat, link: _Link) -> None:
         self._carry_out(publisher, link, link.subscription.on_heartbeat(beat))
         exact = link.subscription.status is FeedStatus.LIVE and link.subscription.cursor.expected == _next(beat.seq)
         link.proved = _next(beat.seq) if exact else None
 
-    def _on_replay(self, publisher: _Publisher, link: _Link, sent: Sequence[tuple[int, bytes]]) -> None:
-        if not self._is_current(publisher, link):
-            return
+    def _on_replay(self, publisher: _Publisher, sent: Sequence[tuple[int, bytes]], link: _Link) -> None:
         for seq, payload in sent:
             batch = link.decoder.decode(payload)
             self._carry_out(publisher, link, link.subscription.on_replayed(publisher.ledger.epoch, seq, batch))
         self._carry_out(publisher, link, link.subscription.on_replay_end())
 
-    def _on_snapshot(self, publisher: _Publisher, link: _Link, parts: Sequence[bytes]) -> None:
-        if not self._is_current(publisher, link):
-            return
-        for part in parts:
-            self._carry_out(publisher, link, link.subscription.on_chunk(self._chunks.decode(part)))
+    def _on_snapshot(self, publisher: _Publisher, chunks: Sequence[SnapshotChunk], link: _Link) -> None:
+        for chunk in chunks:
+            self._carry_out(publisher, link, link.subscription.on_chunk(chunk))
 
     def _carry_out(self, publisher: _Publisher, link: _Link, instructions: Sequence[Instruction]) -> None:
         placement, name = link.router.placement, publisher.replica
@@ -343,16 +315,14 @@ class Streamed:
                 case PassLoad(report):
                     placement.report(name, report, self._queue.now)
                 case RequestReplay() | RequestSnapshot():
-                    self._queue.later(self._channel.delay_s, partial(self._answer, publisher, link, instruction))
+                    self.replays += isinstance(instruction, RequestReplay)
+                    self.snapshots += isinstance(instruction, RequestSnapshot)
+                    answer = partial(self._answer, publisher, instruction)
+                    self._later(self._channel.delay_s, publisher, [link], answer)
                 case Disproved():
                     pass  # counted by the subscription, and followed by a request
         if instructions:
             self._heard(link.router)
-
-    def _is_current(self, publisher: _Publisher, link: _Link) -> bool:
-        """Whether both ends are still there."""
-        here = self._publishers.get(publisher.replica) is publisher
-        return here and publisher.links.get(link.router.name) is link
 
 
 Delivery = Direct | Streamed
@@ -360,8 +330,3 @@ Delivery = Direct | Streamed
 
 def _next(seq: int | None) -> int:
     return 0 if seq is None else seq + 1
-
-
-def _add(total: Counters, more: Counters) -> None:
-    for each in fields(Counters):
-        setattr(total, each.name, getattr(total, each.name) + getattr(more, each.name))

@@ -16,11 +16,9 @@ class EventQueue:
         self._order = count()
 
     def at(self, when: float, call: Callable[[], None]) -> None:
-        """Call this at that time."""
         heappush(self._heap, (when, next(self._order), call))
 
     def later(self, after_s: float, call: Callable[[], None]) -> None:
-        """Call this so many seconds from now."""
         self.at(self.now + after_s, call)
 
     def until(self, when: float) -> None:

@@ -1,11 +1,10 @@
 """A modelled replica: the real prefix cache behind a queue, chunked prefill and decode that take modelled time.
 
 Pure: virtual time comes in. It schedules as `replica/engine/scheduler.py` does (decodes first, then prefills in chunks
-within
-the token budget, first come first served, admission by free blocks, the latest request preempted when decodes find no
-block) but goes from event to event: steps that prefill are taken one by one, stretches of decode alone in one leap, as
-all running requests advance at the same pace. One cached unit is one block of the workload; tokens inside it are not
-told apart.
+within the token budget, first come first served, admission by free blocks, the latest request preempted when decodes
+find no block) but goes from event to event: steps that prefill are taken one by one, stretches of decode alone in one
+leap, as all running requests advance at the same pace. One cached unit is one block of the workload; tokens inside it
+are not told apart.
 
 What it leaves out: generated tokens take blocks but are never shared, a request does not wait for a prefix that a
 running one computes, and a leap keeps the decode pace of its start.
@@ -14,9 +13,8 @@ running one computes, and a leap keeps the decode pace of its start.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from heapq import heappop, heappush
-from itertools import count
+from itertools import chain, count
 
 from ....events.load_report import PrefillSpan, work_of
 from ....events.publish.step_changes import AllCleared, Change, RemovedBlocks, StoredBlocks
@@ -69,38 +67,21 @@ class Work:
     decoding_since: int = -1  #: decode clock at which `generated` was `generated_then`
     generated_then: int = 0
 
-    @property
-    def uncomputed(self) -> int:
-        """Tokens still to prefill."""
-        return self.prefill_tokens - self.computed
-
 
 @dataclass(slots=True, frozen=True)
 class Progress:
-    """What a step gave."""
-
     first: Sequence[Work]  #: these have their first token
     finished: Sequence[Work]
     changes: Sequence[Change]  #: in the cache
     report: LoadReport
 
 
-class _Phase(Enum):
-    IDLE = "idle"
-    STEP = "step"  #: one step that prefills, and decodes beside it
-    DECODE = "decode"  #: any number of steps that only decode
-
-
-@dataclass(slots=True)
-class _Totals:
-    prefilled_tokens: int = 0
-    preemptions: int = 0
-    busy_s: float = 0.0
-    steps: int = 0
-
-
 class SimulatedReplica:
-    """One replica. `next_at` says when `advance` is due; None: nothing to do."""
+    """One replica. `next_at` says when `advance` is due; None: nothing to do.
+
+    Until then it takes one step that prefills `_rows`, and decodes beside it, or, without rows, any number of steps
+    that only decode.
+    """
 
     def __init__(
         self,
@@ -115,91 +96,78 @@ class SimulatedReplica:
         self.replica_id = replica_id
         self.limits = limits
         self.epoch = epoch
-        self.totals = _Totals()
+        self.rates = rates
+        self.prefilled_tokens = self.preemptions = self._steps = 0
+        self.busy_s = 0.0
         self.next_at: float | None = None
-        self.accepted: dict[str, int] = {}
+        self._accepted: dict[str, int] = {}  # by router: the last request
         self._model = model
-        self._rates = rates
         self._changes: list[Change] = []
         self._shares_cache = cache is not None
-        self.cache = cache if cache is not None else self._own_cache()
+        self.cache = cache or PrefixCache(limits.blocks + 1, 1, policy=eviction_policy(limits.eviction), listener=self)
         self._waiting: deque[Work] = deque()
         self._prefilling: list[Work] = []
         self._decoding: dict[int, Work] = {}
         self._clock = 0  # decode steps so far
         self._milestones: list[tuple[int, int, int]] = []  # (clock, order, request) at which one ends or needs a block
         self._order = count()
-        self._phase = _Phase.IDLE
         self._since = 0.0
         self._step_s = 0.0
         self._rows: list[tuple[Work, int]] = []
         self._waiting_work = _NO_WORK
         self._context_base = 0  # context tokens of the decoding requests, less the clock for each
 
-    def _own_cache(self) -> PrefixCache:
-        policy = eviction_policy(self.limits.eviction)
-        return PrefixCache(self.limits.blocks + 1, 1, policy=policy, listener=self)
-
     # From the prefix cache
 
     def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes) -> None:
-        """Blocks became resident."""
         self._changes.append(StoredBlocks(parent, tuple(hashes), tokens))
 
     def removed(self, hashes: Sequence[BlockHash]) -> None:
-        """Blocks are gone."""
         self._changes.append(RemovedBlocks(tuple(hashes)))
 
     def cleared(self) -> None:
-        """Nothing is resident."""
         self._changes.append(AllCleared())
-
-    def _take_changes(self) -> list[Change]:
-        changes, self._changes = self._changes, []
-        return changes
 
     # Requests
 
     def fits(self, arrival: Arrival) -> bool:
-        """Whether the request could ever run here."""
         return -(-(arrival.tokens + arrival.output_tokens) // self.limits.block_tokens) <= self.limits.blocks
 
     def add(self, work: Work, now: float) -> None:
-        """Queue a request."""
         assert self.fits(work.arrival), f"a request of {work.arrival.tokens} tokens can never run"
         work.hashes = [BlockHash(block.to_bytes(16, "big")) for block in work.arrival.blocks]
         self._enqueue(work)
         self._waiting.append(work)
-        self.accepted[work.router] = work.request_id
-        if self._phase is _Phase.IDLE:
+        self._accepted[work.router] = work.request_id
+        if self.next_at is None:
             self._begin(now)
-        elif self._phase is _Phase.DECODE:
-            self.next_at = min(self.next_at or now, self._boundary(now))
+        elif not self._rows:  # the decode step in progress ends first
+            done = (now - self._since) / self._step_s
+            steps = max(1, int(done) + (done > int(done)))
+            self.next_at = min(self.next_at, self._since + steps * self._step_s)
 
     def advance(self, now: float) -> Progress:
         """What is due at `now` (which is `next_at`) happens."""
         first: list[Work] = []
         finished: list[Work] = []
-        if self._phase is _Phase.STEP:
+        if self._rows:
             seconds = now - self._since
-            self._measure(seconds)
+            spans = [PrefillSpan(work.cached, work.computed, work.computed + count) for work, count in self._rows]
+            self.rates.observe(work_of(spans), len(self._decoding), seconds)
             self._pass(1, finished)
             self._end_rows(first, finished)
         else:
             steps = round((now - self._since) / self._step_s)
             seconds = steps * self._step_s
             if steps:
-                self._rates.observe(_NO_WORK, len(self._decoding), self._step_s)
+                self.rates.observe(_NO_WORK, len(self._decoding), self._step_s)
             self._pass(steps, finished)
-        self.totals.busy_s += seconds
+        self.busy_s += seconds
         # As in the engine: what the next step evicts belongs to the next step's events.
-        progress = Progress(first, finished, self._take_changes(), self.report(now))
+        progress = Progress(first, finished, self._changes, self.report(now))
+        self._changes = []
         self._begin(now)
         return progress
-
-    def _measure(self, seconds: float) -> None:
-        spans = [PrefillSpan(work.cached, work.computed, work.computed + count) for work, count in self._rows]
-        self._rates.observe(work_of(spans), len(self._decoding), seconds)
 
     def lose_all(self) -> list[Work]:
         """The replica dies: what it had, as it was, oldest first."""
@@ -209,14 +177,13 @@ class SimulatedReplica:
         return sorted(lost, key=lambda work: work.request_id)
 
     def report(self, now: float) -> LoadReport:
-        """The load as it is now."""
-        cache, totals, stats = self.cache, self.totals, self.cache.counters
+        cache, stats, rates = self.cache, self.cache.counters, self.rates
         begun = [PrefillSpan(work.cached, work.computed, work.prefill_tokens) for work in self._prefilling]
         queued = _added(self._waiting_work, work_of(begun))
-        cost = self._rates.prefill_cost
+        cost = rates.prefill_cost
         return LoadReport(
             epoch=self.epoch,
-            step=totals.steps,
+            step=self._steps,
             ts=now,
             running=len(self._prefilling) + len(self._decoding),
             waiting=len(self._waiting),
@@ -227,23 +194,18 @@ class SimulatedReplica:
             free_blocks=cache.free_blocks,
             cached_free_blocks=cache.cached_free_blocks,
             total_blocks=cache.total_blocks,
-            prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
-            decode_step_s=self._rates.decode_step_s,
+            prefill_tokens_per_s=rates.prefill_tokens_per_s,
+            decode_step_s=rates.decode_step_s,
             counters=CacheCounters(
                 query_tokens=stats.query_tokens * self.limits.block_tokens,
                 hit_tokens=stats.hit_tokens * self.limits.block_tokens,
-                preemptions=totals.preemptions,
-                prefilled_tokens=totals.prefilled_tokens,
+                preemptions=self.preemptions,
+                prefilled_tokens=self.prefilled_tokens,
             ),
-            accepted=self.accepted.copy(),
+            accepted=self._accepted.copy(),
             prefill_cost=cost,
-            prefill_sums=self._rates.prefill_sums,
+            prefill_sums=rates.prefill_sums,
         )
-
-    @property
-    def rates(self) -> tuple[float, float]:
-        """Prefill tokens per second and seconds per decode step, as measured so far."""
-        return self._rates.prefill_tokens_per_s, self._rates.decode_step_s
 
     def residents(self) -> Iterator[CachedBlock]:
         """What it announces as its own: nothing of a cache that it shares."""
@@ -251,11 +213,9 @@ class SimulatedReplica:
 
     @property
     def requests(self) -> int:
-        """Requests here, running and waiting."""
         return len(self._waiting) + len(self._prefilling) + len(self._decoding)
 
     def check(self) -> None:
-        """Assert every invariant."""
         self.cache.check()
         running = [*self._prefilling, *self._decoding.values()]
         held = {block.block_id for work in running for block in work.blocks}
@@ -263,19 +223,11 @@ class SimulatedReplica:
         assert len(held) + free == self.cache.total_blocks, f"{len(held)} held and {free} free of all blocks"
         waiting = work_of(map(_awaited, self._waiting))
         assert waiting == self._waiting_work, f"{self._waiting_work} is counted as waiting, {waiting} waits"
-        assert (self.next_at is None) == (self._phase is _Phase.IDLE), f"{self._phase} and due at {self.next_at}"
         assert self.next_at is not None or not self.requests, f"{self.requests} requests and nothing due"
 
-    # Phases
-
-    def _boundary(self, now: float) -> float:
-        """When the decode step in progress ends."""
-        done = (now - self._since) / self._step_s
-        steps = max(1, int(done) + (done > int(done)))
-        return self._since + steps * self._step_s
+    # Steps
 
     def _begin(self, now: float) -> None:
-        """Start whatever comes next."""
         self._since = now
         self._rows = rows = self._plan()
         decoding = len(self._decoding)
@@ -284,34 +236,31 @@ class SimulatedReplica:
             seconds = sum([prefill(w.computed - w.cached, w.computed - w.cached + tokens) for w, tokens in rows])
             if decoding:
                 seconds += self._model.decode_step_s(self.cache.usage)
-            self._phase, self.next_at = _Phase.STEP, now + seconds
-            self.totals.steps += 1
+            self.next_at = now + seconds
+            self._steps += 1
         elif decoding:
             self._step_s = self._model.decode_step_s(self.cache.usage)
             steps = max(1, self._milestones[0][0] - self._clock)
-            self._phase, self.next_at = _Phase.DECODE, now + steps * self._step_s
+            self.next_at = now + steps * self._step_s
         else:
-            self._phase, self.next_at = _Phase.IDLE, None
+            self.next_at = None
 
     def _plan(self) -> list[tuple[Work, int]]:
         """The requests that prefill in the next step, each with its tokens."""
         budget = self.limits.max_batched_tokens - len(self._decoding)
         rows: list[tuple[Work, int]] = []
-        for work in self._prefilling:
-            if budget <= 0:
-                return rows
-            tokens = min(work.prefill_tokens - work.computed, budget)
-            rows.append((work, tokens))
-            budget -= tokens
-        while budget > 0 and self._waiting and self._has_slot() and self._admit(self._waiting[0]):
-            work = self._waiting.popleft()
+        candidates = chain(tuple(self._prefilling), self._admitted())
+        while budget > 0 and (work := next(candidates, None)) is not None:
             tokens = min(work.prefill_tokens - work.computed, budget)
             rows.append((work, tokens))
             budget -= tokens
         return rows
 
-    def _has_slot(self) -> bool:
-        return len(self._prefilling) + len(self._decoding) < self.limits.max_running_requests
+    def _admitted(self) -> Iterator[Work]:
+        """Waiting requests, each admitted when it is asked for."""
+        most = self.limits.max_running_requests
+        while self._waiting and len(self._prefilling) + len(self._decoding) < most and self._admit(self._waiting[0]):
+            yield self._waiting.popleft()
 
     def _enqueue(self, work: Work) -> None:
         work.prefill_tokens = work.arrival.tokens + work.generated
@@ -331,7 +280,9 @@ class SimulatedReplica:
         # One token more than there is: the one that will be drawn.
         table = -(-(work.prefill_tokens + 1) // self.limits.block_tokens)
         # A cache that is shared with other replicas (the oracle's) is larger than this one's memory.
-        fits = self.cache.total_blocks == self.limits.blocks or self._tables() + table <= self.limits.blocks
+        fits = self.cache.total_blocks == self.limits.blocks or table <= self.limits.blocks - sum(
+            [len(running.blocks) for running in (*self._prefilling, *self._decoding.values())]
+        )
         blocks = self.cache.acquire(match, table - len(match.blocks)) if fits else None
         if blocks is None:
             work.refused_at_free = free
@@ -346,15 +297,12 @@ class SimulatedReplica:
         self._prefilling.append(work)
         return True
 
-    def _tables(self) -> int:
-        return sum([len(work.blocks) for work in (*self._prefilling, *self._decoding.values())])
-
     def _end_rows(self, first: list[Work], finished: list[Work]) -> None:
         for work, tokens in self._rows:
             if not work.blocks:
                 continue  # preempted in this very step
             work.computed += tokens
-            self.totals.prefilled_tokens += tokens
+            self.prefilled_tokens += tokens
             self._commit(work)
             if work.computed < work.prefill_tokens:
                 continue
@@ -362,7 +310,13 @@ class SimulatedReplica:
             if not work.generated:
                 first.append(work)
             work.generated += 1
-            self._start_decoding(work, finished)
+            if work.generated >= work.arrival.output_tokens:
+                self._finish(work, finished)
+                continue
+            work.decoding_since, work.generated_then = self._clock, work.generated
+            self._decoding[work.request_id] = work
+            self._context_base += work.arrival.tokens + work.generated - self._clock
+            self._set_milestone(work)
 
     def _commit(self, work: Work) -> None:
         start = work.committed
@@ -375,15 +329,6 @@ class SimulatedReplica:
         work.committed = full
 
     # Decode
-
-    def _start_decoding(self, work: Work, finished: list[Work]) -> None:
-        if work.generated >= work.arrival.output_tokens:
-            self._finish(work, finished)
-            return
-        work.decoding_since, work.generated_then = self._clock, work.generated
-        self._decoding[work.request_id] = work
-        self._context_base += work.arrival.tokens + work.generated - self._clock
-        self._set_milestone(work)
 
     def _generated(self, work: Work) -> int:
         return work.generated_then + self._clock - work.decoding_since
@@ -406,12 +351,11 @@ class SimulatedReplica:
             if self._generated(work) >= work.arrival.output_tokens:
                 self._leave_decoding(work)
                 self._finish(work, finished)
-            elif self._needs_block(work) and self._make_room(work):
+                continue
+            # No block is missing when the milestone was set before a preemption.
+            missing = self._generated(work) + work.arrival.tokens > len(work.blocks) * self.limits.block_tokens
+            if missing and self._make_room(work):
                 self._set_milestone(work)
-
-    def _needs_block(self, work: Work) -> bool:
-        """False when the milestone was set before a preemption."""
-        return self._generated(work) + work.arrival.tokens > len(work.blocks) * self.limits.block_tokens
 
     def _make_room(self, work: Work) -> bool:
         """A block more, at the expense of the latest request if need be; False when that is the request itself."""
@@ -426,7 +370,7 @@ class SimulatedReplica:
                 return False
 
     def _preempt(self, work: Work) -> None:
-        self.totals.preemptions += 1
+        self.preemptions += 1
         if work.request_id in self._decoding:
             self._leave_decoding(work)
         else:
@@ -436,8 +380,8 @@ class SimulatedReplica:
         work.computed = work.committed = work.cached = 0
         work.refused_at_free = None
         self._enqueue(work)
-        at = next((i for i, other in enumerate(self._waiting) if other.request_id > work.request_id), None)
-        self._waiting.insert(len(self._waiting) if at is None else at, work)
+        later = (place for place, other in enumerate(self._waiting) if other.request_id > work.request_id)
+        self._waiting.insert(next(later, len(self._waiting)), work)
 
     def _leave_decoding(self, work: Work) -> None:
         work.generated = self._generated(work)

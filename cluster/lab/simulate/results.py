@@ -4,9 +4,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from math import exp, log
 
-#: Each bucket of a histogram is so much wider than the one before: quantiles are exact to half of it.
-_GROWTH = 0.01
-_LOG_GROWTH = log(1 + _GROWTH)
+#: Each bucket of a histogram is 1 % wider than the one before: quantiles are exact to half of it.
+_LOG_GROWTH = log(1.01)
 _LEAST_S = 1e-4
 
 
@@ -20,7 +19,6 @@ class Durations:
     _buckets: dict[int, int] = field(default_factory=dict)
 
     def add(self, seconds: float) -> None:
-        """One more."""
         self.count += 1
         self.total += seconds
         self.longest = max(self.longest, seconds)
@@ -29,7 +27,6 @@ class Durations:
 
     @property
     def mean(self) -> float:
-        """Arithmetic mean; 0 of none."""
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, share: float) -> float:
@@ -60,24 +57,21 @@ class Windows:
 
     def add(self, at_s: float, value: float, weight: float = 1.0) -> None:
         """A value at a time, counted `weight` times."""
-        window = self._sums.setdefault(int(at_s / self.width_s), [0.0, 0.0])
-        window[0] += value
-        window[1] += weight
+        _count(self._sums, int(at_s / self.width_s), value, weight)
         if len(self._sums) > self.limit:
-            self._widen()
+            self.width_s *= 2
+            narrow, self._sums = self._sums, {}
+            for index, (total, weights) in narrow.items():
+                _count(self._sums, index // 2, total, weights)
 
     def series(self) -> list[tuple[float, float]]:
-        """(start of the window, mean), in order."""
         return [(index * self.width_s, s / w if w else 0.0) for index, (s, w) in sorted(self._sums.items())]
 
-    def _widen(self) -> None:
-        self.width_s *= 2
-        merged: dict[int, list[float]] = {}
-        for index, (total, weight) in self._sums.items():
-            window = merged.setdefault(index // 2, [0.0, 0.0])
-            window[0] += total
-            window[1] += weight
-        self._sums = merged
+
+def _count(sums: dict[int, list[float]], index: int, value: float, weight: float) -> None:
+    window = sums.setdefault(index, [0.0, 0.0])
+    window[0] += value
+    window[1] += weight
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,12 +9,7 @@ from ....router.routing.placement import Placement
 from ....router.routing.policy.base import Policy, Prompt
 from ....router.routing.replica_load import LoadBook
 from ....router.routing.reservations import Reservations
-from .replica import ReplicaLimits, SimulatedReplica, Work
-
-_NOWHERE = EventEndpoints(events="", replay="", state="", snapshot="")
-_NO_PARITY = Parity(
-    tokenizer_digest="", template_digest="", block_size=0, hash_algorithm="", model_root=b"", canary=b""
-)
+from .replica import SimulatedReplica, Work
 
 
 class SimulatedRouter:
@@ -26,14 +21,29 @@ class SimulatedRouter:
         self.restart(policy, rng)
 
     def restart(self, policy: Policy, rng: Random) -> None:
-        """Start with empty books."""
         # No replica of a simulation is ever silent: a lost one leaves.
         loads = LoadBook(self.name, silence_s=float("inf"))
         self.placement = Placement(policy, loads=loads, reservations=Reservations(30.0), rng=rng)
 
     def join(self, replica: SimulatedReplica, now: float) -> None:
         """A replica registers, with the rates it has measured so far."""
-        self.placement.join(describe(replica.replica_id, replica.epoch, replica.limits, replica.rates), now)
+        description = ReplicaDescription(
+            replica_id=replica.replica_id,
+            epoch=replica.epoch,
+            request_endpoint="",
+            event_endpoints=EventEndpoints(events="", replay="", state="", snapshot=""),
+            parity=Parity(
+                tokenizer_digest="", template_digest="", block_size=0, hash_algorithm="", model_root=b"", canary=b""
+            ),
+            model=ModelLimits(name="", path="", vocab_size=1, max_model_len=1, eos_token_ids=()),
+            num_blocks=replica.limits.blocks,
+            max_running_requests=replica.limits.max_running_requests,
+            max_batched_tokens=replica.limits.max_batched_tokens,
+            tensor_parallel_size=1,
+            prefill_tokens_per_s=replica.rates.prefill_tokens_per_s,
+            decode_step_s=replica.rates.decode_step_s,
+        )
+        self.placement.join(description, now)
 
     def place(self, work: Work, block_tokens: int, now: float) -> str | None:
         """Choose a replica and book the request there; None: it is held until something changes."""
@@ -57,21 +67,3 @@ class SimulatedRouter:
         if placement.policy.predicts_hits:
             work.predicted = prompt.tokens - chosen.uncached_tokens(prompt)
         return chosen.replica_id
-
-
-def describe(replica_id: str, epoch: int, limits: ReplicaLimits, rates: tuple[float, float]) -> ReplicaDescription:
-    """A modelled replica as it introduces itself; `rates`: prefill tokens per second, and seconds of a decode step."""
-    return ReplicaDescription(
-        replica_id=replica_id,
-        epoch=epoch,
-        request_endpoint="",
-        event_endpoints=_NOWHERE,
-        parity=_NO_PARITY,
-        model=ModelLimits(name="", path="", vocab_size=1, max_model_len=1, eos_token_ids=()),
-        num_blocks=limits.blocks,
-        max_running_requests=limits.max_running_requests,
-        max_batched_tokens=limits.max_batched_tokens,
-        tensor_parallel_size=1,
-        prefill_tokens_per_s=rates[0],
-        decode_step_s=rates[1],
-    )

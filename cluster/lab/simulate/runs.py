@@ -38,7 +38,6 @@ class Setup:
 
 
 def policy_names() -> tuple[str, ...]:
-    """All that `Setup.policy` can be."""
     return (*registry.policy_names(), ORACLE)
 
 
@@ -73,24 +72,27 @@ def replica_of(setup: Setup, name: str, epoch: int, cache: PrefixCache | None = 
 
 
 def run(
-    setup: Setup, arrivals: Iterable[Arrival], faults: Sequence[Fault] = (), *, cpu_s: Callable[[], float]
+    setup: Setup,
+    arrivals: Iterable[Arrival],
+    faults: Sequence[Fault] = (),
+    *,
+    cpu_s: Callable[[], float],
+    show: Callable[[int], None] = lambda _: None,
 ) -> Result:
-    """Run to the end."""
+    """Run to the end; `show` gets the number of requests that have arrived, again and again."""
     simulation = simulation_of(setup)
     before = cpu_s()
-    for _ in simulation.run(arrivals, faults):
-        pass
+    for done in simulation.run(arrivals, faults):
+        show(done)
     return result_of(setup, simulation, cpu_s() - before)
 
 
 def result_of(setup: Setup, simulation: Simulation, wall_s: float) -> Result:
-    """The figures of a run that has ended."""
     tally = simulation.tally
     replicas = [*simulation.replicas.values(), *simulation.retired]
-    prefilled = [replica.totals.prefilled_tokens for replica in replicas]
+    prefilled = [replica.prefilled_tokens for replica in replicas]
     mean = sum(prefilled) / len(prefilled)
-    busy = sum(replica.totals.busy_s for replica in replicas)
-    counters = simulation.delivery.counters
+    busy = sum(replica.busy_s for replica in replicas)
     predicts = setup.policy != ORACLE  # others change its one cache between decision and admission
     return Result(
         policy=setup.policy,
@@ -112,9 +114,9 @@ def result_of(setup: Setup, simulation: Simulation, wall_s: float) -> Result:
         exact_rate=tally.predicted_exactly / tally.predictions if predicts and tally.predictions else None,
         held=tally.held,
         moved=tally.moved,
-        preemptions=sum(replica.totals.preemptions for replica in replicas),
+        preemptions=sum(replica.preemptions for replica in replicas),
         lost_messages=simulation.delivery.lost,
-        resyncs=counters.replays + counters.snapshots,
+        resyncs=simulation.delivery.replays + simulation.delivery.snapshots,
         requests_per_s=tally.finished / simulation.now if simulation.now else 0.0,
         wall_s=wall_s,
         simulated_per_s=tally.requests / wall_s if wall_s else 0.0,
@@ -132,5 +134,5 @@ def capacity_per_s(setup: Setup, arrivals: Iterable[Arrival]) -> float:
     simulation = simulation_of(replace(setup, policy=ORACLE))
     for _ in simulation.run(replace(arrival, at_s=0.0) for arrival in arrivals):
         pass
-    busy = sum(replica.totals.busy_s for replica in simulation.replicas.values())
+    busy = sum(replica.busy_s for replica in simulation.replicas.values())
     return simulation.tally.finished / (busy / len(simulation.replicas))

@@ -3,7 +3,7 @@
 Counts what it costs: replica seconds, those of starting replicas included. Pure but for CPU time, which comes in.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from ....router.control import Demand
@@ -28,7 +28,6 @@ class Scaled:
 
     @property
     def mean_replicas(self) -> float:
-        """Over the whole run."""
         return self.replica_s / self.result.span_s if self.result.span_s else 0.0
 
 
@@ -65,16 +64,16 @@ class ScaledCluster:
         staying = [name for name in self._simulation.replicas if name not in self._simulation.draining]
         missing = wanted - len(staying) - len(self._starting)
         self._starting += [now + self._start_s] * max(0, missing)
-        for name in self._least_worth(staying)[: max(0, -missing)]:
+        replicas = self._simulation.replicas
+        held = {name: {block.block_hash for block in replicas[name].residents()} for name in staying}
+
+        def worth(name: str) -> int:
+            """Blocks that nobody else holds, as in production."""
+            return len(held[name].difference(*(held[other] for other in staying if other != name)))
+
+        for name in sorted(staying, key=worth)[: max(0, -missing)]:
             self._simulation.drain(name)
         self.wanted = wanted
-
-    def _least_worth(self, names: Sequence[str]) -> list[str]:
-        """By the blocks that nobody else holds, as in production."""
-        held = {name: {block.block_hash for block in self._simulation.replicas[name].residents()} for name in names}
-        return sorted(
-            names, key=lambda name: len(held[name].difference(*(held[other] for other in names if other != name)))
-        )
 
 
 def demand_of(simulation: Simulation, now: float) -> Demand:

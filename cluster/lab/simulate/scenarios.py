@@ -4,38 +4,15 @@ A scenario fixes the requests and the faults; the policy is the caller's choice 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
+from statistics import fmean
 
 from ...errors import SettingsError
 from .delivery import Channel
 from .replica import ReplicaLimits
 from .runs import Setup, capacity_per_s
-from .simulation import Fault, engine_restarted, replica_added, replica_lost, router_restarted
+from .simulation import Fault, Simulation
 from .workload import Arrival, Chats, Siblings, compress, conversations, facts, siblings
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Scenario:
-    """A workload over some replicas; times of faults are shares of its span."""
-
-    name: str
-    about: str
-    arrivals: Callable[[], Iterator[Arrival]]
-    load: float | None = 0.7  #: of the oracle's capacity; None: as the workload is
-    replicas: int = 8
-    routers: int = 1
-    blocks: int = 2048
-    faults: Sequence[Fault] = field(default=())
-
-
-@dataclass(slots=True, frozen=True)
-class Staged:
-    """A scenario made ready: everything but the policy."""
-
-    setup: Setup
-    arrivals: Callable[[], Iterator[Arrival]]
-    faults: Sequence[Fault]
-    fault_s: float | None  #: when the first one strikes
 
 
 def _chats() -> Iterator[Arrival]:
@@ -46,69 +23,67 @@ def _drawn(**fields: float) -> Callable[[], Iterator[Arrival]]:
     return lambda: siblings(replace(Siblings(requests=6000, seed=1), **fields))  # type: ignore[arg-type]
 
 
+@dataclass(slots=True, frozen=True)
+class Scenario:
+    """A workload over some replicas; times of faults are shares of its span."""
+
+    about: str
+    arrivals: Callable[[], Iterator[Arrival]] = _chats
+    _: KW_ONLY
+    load: float | None = 0.7  #: of the oracle's capacity; None: as the workload is
+    replicas: int = 8
+    routers: int = 1
+    blocks: int = 2048
+    faults: Sequence[Fault] = ()
+
+
+@dataclass(slots=True, frozen=True)
+class Staged:
+    """A scenario made ready: everything but the policy."""
+
+    setup: Setup
+    arrivals: Callable[[], Iterator[Arrival]]
+    faults: Sequence[Fault] = ()
+    fault_s: float | None = None  #: when the first one strikes
+
+
 SCENARIOS = {
-    scenario.name: scenario
-    for scenario in (
-        Scenario(name="steady", about="conversations, one router, nothing happens", arrivals=_chats),
-        Scenario(
-            name="two-routers", about="the same behind two routers that share no state", arrivals=_chats, routers=2
+    "steady": Scenario("conversations, one router, nothing happens"),
+    "two-routers": Scenario("the same behind two routers that share no state", routers=2),
+    "four-routers": Scenario("the same behind four", routers=4),
+    "router-restart": Scenario("the router is replaced halfway", faults=(Fault(0.5, Simulation.restart_router, 0),)),
+    "replica-restart": Scenario(
+        "a replica dies halfway and is back, empty, a fiftieth of the span later",
+        faults=(Fault(0.5, Simulation.kill, "r0"), Fault(0.52, Simulation.join, "r0")),
+    ),
+    "engine-restart": Scenario(
+        "four of eight engines start anew behind their addresses, one after the other, with empty caches",
+        faults=tuple(Fault(0.4 + 0.05 * number, Simulation.restart_engine, f"r{number}") for number in range(4)),
+    ),
+    "replica-added": Scenario(
+        "a ninth replica joins, empty, while eight are hot", load=0.9, faults=(Fault(0.3, Simulation.join, "r8"),)
+    ),
+    "working-set": Scenario(
+        "prefixes of twice the capacity in all, whose popularity shifts",
+        _drawn(groups=1024, prefix_tokens=16384, tail_tokens=1024, skew=0.8, shift_every_s=60.0),
+    ),
+    "tenants": Scenario(
+        "the same texts under 16 tenants or adapters, which share no cache",
+        _drawn(groups=16, prefix_tokens=8192, tail_tokens=2048, tenants=16, skew=0.5),
+    ),
+    "own-tail": Scenario(
+        "a long shared prefix with a longer tail of one's own: most of a prompt is never a match",
+        _drawn(groups=32, prefix_tokens=8192, tail_tokens=24576, skew=0.5),
+    ),
+    "burst": Scenario(
+        "100 requests with one unknown prefix of 2,000 tokens at once, on idle replicas",
+        lambda: siblings(
+            Siblings(requests=100, groups=1, rate_per_s=0.0, block_tokens=16, prefix_tokens=2000, tail_tokens=64)
         ),
-        Scenario(name="four-routers", about="the same behind four", arrivals=_chats, routers=4),
-        Scenario(
-            name="router-restart",
-            about="the router is replaced halfway",
-            arrivals=_chats,
-            faults=(router_restarted(0.5),),
-        ),
-        Scenario(
-            name="replica-restart",
-            about="a replica dies halfway and is back, empty, a fiftieth of the span later",
-            arrivals=_chats,
-            faults=(replica_lost(0.5, "r0"), replica_added(0.52, "r0")),
-        ),
-        Scenario(
-            name="engine-restart",
-            about="four of eight engines start anew behind their addresses, one after the other, with empty caches",
-            arrivals=_chats,
-            faults=tuple(engine_restarted(0.4 + 0.05 * number, f"r{number}") for number in range(4)),
-        ),
-        Scenario(
-            name="replica-added",
-            about="a ninth replica joins, empty, while eight are hot",
-            arrivals=_chats,
-            load=0.9,
-            faults=(replica_added(0.3, "r8"),),
-        ),
-        Scenario(
-            name="working-set",
-            about="prefixes of twice the capacity in all, whose popularity shifts",
-            arrivals=_drawn(groups=1024, prefix_tokens=16384, tail_tokens=1024, skew=0.8, shift_every_s=60.0),
-        ),
-        Scenario(
-            name="tenants",
-            about="the same texts under 16 tenants or adapters, which share no cache",
-            arrivals=_drawn(groups=16, prefix_tokens=8192, tail_tokens=2048, tenants=16, skew=0.5),
-        ),
-        Scenario(
-            name="own-tail",
-            about="a long shared prefix with a longer tail of one's own: most of a prompt is never a match",
-            arrivals=_drawn(groups=32, prefix_tokens=8192, tail_tokens=24576, skew=0.5),
-        ),
-        Scenario(
-            name="burst",
-            about="100 requests with one unknown prefix of 2,000 tokens at once, on idle replicas",
-            arrivals=lambda: siblings(
-                Siblings(requests=100, groups=1, rate_per_s=0.0, block_tokens=16, prefix_tokens=2000, tail_tokens=64)
-            ),
-            load=None,
-            blocks=65536,
-        ),
-        Scenario(
-            name="no-reuse",
-            about="no two prompts share anything",
-            arrivals=_drawn(groups=1, prefix_tokens=0, tail_tokens=8192),
-        ),
-    )
+        load=None,
+        blocks=65536,
+    ),
+    "no-reuse": Scenario("no two prompts share anything", _drawn(groups=1, prefix_tokens=0, tail_tokens=8192)),
 }
 
 
@@ -147,17 +122,9 @@ def recovery_s(series: Sequence[tuple[float, float]], fault_s: float, share: flo
     if not before or not after:
         return None
     wanted = share * sum(before) / len(before)
-    low = [at_s for at_s, hits in _smooth(after) if hits < wanted]
+    # Means over five neighbours, so that one poor window does not count as a relapse.
+    shares = [hits for _, hits in after]
+    low = [at_s for i, (at_s, _) in enumerate(after) if fmean(shares[max(0, i - 4) : i + 1]) < wanted]
     if not low:
         return 0.0
-    if low[-1] >= after[-1][0]:
-        return None
-    return low[-1] - fault_s
-
-
-def _smooth(series: Sequence[tuple[float, float]], width: int = 5) -> list[tuple[float, float]]:
-    """Means over neighbours, so that one poor window does not count as a relapse."""
-    return [
-        (at_s, sum(hits for _, hits in series[max(0, i - width + 1) : i + 1]) / min(i + 1, width))
-        for i, (at_s, _) in enumerate(series)
-    ]
+    return None if low[-1] >= after[-1][0] else low[-1] - fault_s

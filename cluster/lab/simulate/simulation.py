@@ -24,35 +24,14 @@ from .workload import Arrival
 
 @dataclass(slots=True, frozen=True)
 class Fault:
-    """Something that goes wrong, or changes, in the middle of a run."""
+    """Something that goes wrong, or changes, in the middle of a run: a method of Simulation with its argument."""
 
     at_s: float
-    strike: "Callable[[Simulation], None]"
-
-
-def replica_lost(at_s: float, name: str) -> Fault:
-    """A replica dies; its requests are continued elsewhere."""
-    return Fault(at_s, lambda simulation: simulation.kill(name))
-
-
-def replica_added(at_s: float, name: str) -> Fault:
-    """A replica joins with an empty cache: a new one, or one that was lost."""
-    return Fault(at_s, lambda simulation: simulation.join(name))
-
-
-def engine_restarted(at_s: float, name: str) -> Fault:
-    """A replica's engine restarts behind the same address: empty, with its events numbered from 0 again."""
-    return Fault(at_s, lambda simulation: simulation.restart_engine(name))
-
-
-def router_restarted(at_s: float, number: int = 0) -> Fault:
-    """A router process is replaced; what it knew is gone."""
-    return Fault(at_s, lambda simulation: simulation.restart_router(number))
+    strike: Callable[..., None]
+    target: str | int  #: name of a replica, or number of a router
 
 
 class Simulation:
-    """One run."""
-
     def __init__(
         self,
         make_replica: Callable[[str, int], SimulatedReplica],
@@ -81,10 +60,11 @@ class Simulation:
         self._last_id = 0
         self._turn = 0
         self._truth = Truth()
-        self.routers = [SimulatedRouter(name, make_policy(), self._rng(name)) for name in _names("router", routers)]
+        names = [f"router{number}" for number in range(routers)]
+        self.routers = [SimulatedRouter(name, make_policy(), self._rng(name)) for name in names]
         self._by_name = {router.name: router for router in self.routers}
-        for name in _names("r", replicas):
-            self.join(name)
+        for number in range(replicas):
+            self.join(f"r{number}")
 
     def _rng(self, router: str) -> Random:
         """Several routers of one run draw different numbers."""
@@ -92,18 +72,16 @@ class Simulation:
 
     @property
     def now(self) -> float:
-        """Virtual seconds since the start."""
         return self._queue.now
 
     @property
     def waiting(self) -> list[Work]:
-        """Requests that routers hold."""
         return [work for router in self.routers for work in router.waiting]
 
     def run(self, arrivals: Iterable[Arrival], faults: Sequence[Fault] = ()) -> Iterator[int]:
         """Run to the end; yields the number of requests that have arrived, for a progress bar."""
         for fault in faults:
-            self._queue.at(fault.at_s, partial(fault.strike, self))
+            self._queue.at(fault.at_s, partial(fault.strike, self, fault.target))
         for arrival in arrivals:
             self._queue.until(arrival.at_s)
             self._arrive(arrival)
@@ -114,7 +92,7 @@ class Simulation:
     # What faults do
 
     def join(self, name: str) -> None:
-        """A replica starts, empty; routers follow it from its first event on."""
+        """A replica starts, empty, perhaps under the name of a lost one; routers follow it from its first event on."""
         replica = self._start(name)
         for router in self.routers:
             self.delivery.follow(router, replica)
@@ -127,10 +105,12 @@ class Simulation:
         for router in self.routers:
             router.placement.leave(name)
             self._requeue(router, lost)
-        self._pump_all()
+        for router in self.routers:
+            self._pump(router)
 
     def restart_engine(self, name: str) -> None:
-        """A replica's engine restarts where it was; its requests are continued, there or elsewhere."""
+        """A replica's engine restarts behind its address: empty, with its events numbered from 0 again. Its requests
+        are continued, there or elsewhere."""
         lost = self._stop(name)
         replica = self._start(name)
         for router in self.routers:
@@ -145,7 +125,8 @@ class Simulation:
                 policy.restarted(name)
                 self.delivery.follow_on(router, replica)
             self._requeue(router, lost)
-        self._pump_all()
+        for router in self.routers:
+            self._pump(router)
 
     def drain(self, name: str) -> None:
         """Routers send nothing new there, and it ends when it has nothing left to do."""
@@ -186,14 +167,14 @@ class Simulation:
         return replica.lose_all()
 
     def _requeue(self, router: SimulatedRouter, lost: Sequence[Work]) -> None:
-        """Before all that came later."""
-        mine = [self._renewed(work) for work in lost if work.router == router.name]
+        """Requests that were lost with their replica wait before all that came later, each under a new id."""
+        mine = []
+        for work in lost:
+            if work.router == router.name:
+                self._last_id += 1
+                mine.append(Work(self._last_id, router.name, work.arrival, work.arrived_s, generated=work.generated))
         router.waiting.extendleft(reversed(mine))
         self.tally.moved += len(mine)
-
-    def _pump_all(self) -> None:
-        for router in self.routers:
-            self._pump(router)
 
     # The loop
 
@@ -226,11 +207,6 @@ class Simulation:
         while router.waiting and self._place(router, router.waiting[0]):
             router.waiting.popleft()
 
-    def _renewed(self, work: Work) -> Work:
-        """A request that was lost with its replica, under a new id."""
-        self._last_id += 1
-        return Work(self._last_id, work.router, work.arrival, work.arrived_s, generated=work.generated)
-
     # Replicas
 
     def _schedule(self, replica: SimulatedReplica) -> None:
@@ -245,7 +221,10 @@ class Simulation:
             return  # rescheduled in the meantime
         progress = replica.advance(self.now)
         self._schedule(replica)
-        self._publish(replica, progress)
+        changes = arrange(list(progress.changes)) if progress.changes else ()
+        updates = list(updates_of(changes))
+        apply(self._truth, replica.replica_id, updates)
+        self.delivery.send(replica.replica_id, changes, updates, progress.report)
         self._tokens(replica, progress)
         self._end_if_idle(replica)
 
@@ -253,13 +232,6 @@ class Simulation:
         if replica.replica_id in self.draining and not replica.requests:
             self.draining.discard(replica.replica_id)
             self.kill(replica.replica_id)
-
-    def _publish(self, replica: SimulatedReplica, progress: Progress) -> None:
-        """What the step that has just ended changed is on its way to the routers."""
-        changes = arrange(list(progress.changes)) if progress.changes else ()
-        updates = list(updates_of(changes))
-        apply(self._truth, replica.replica_id, updates)
-        self.delivery.send(replica.replica_id, changes, updates, progress.report)
 
     def _tokens(self, replica: SimulatedReplica, progress: Progress) -> None:
         for work in progress.first:
@@ -285,7 +257,3 @@ class Simulation:
         if work.predicted is not None:
             tally.predictions += 1
             tally.predicted_exactly += work.predicted == cached
-
-
-def _names(prefix: str, count: int) -> list[str]:
-    return [f"{prefix}{number}" for number in range(count)]

@@ -36,11 +36,9 @@ class RateModel:
                 raise SettingsError(f"{field} must be above 0, not {getattr(self, field)}")
 
     def prefill_s(self, start: int, end: int) -> float:
-        """Every token costs the same."""
         return (end - start) / self.prefill_tokens_per_s
 
     def decode_step_s(self, active_share: float) -> float:  # noqa: ARG002
-        """Every step costs the same."""
         return self.step_s
 
 

@@ -17,8 +17,6 @@ _ROUND = 1 << 40
 
 @dataclass(slots=True, frozen=True)
 class Arrival:
-    """One request as it comes in."""
-
     at_s: float
     tokens: int  #: of the prompt, at least 1
     output_tokens: int  #: at least 1
@@ -46,31 +44,24 @@ def compress(arrivals: Iterable[Arrival], factor: float) -> Iterator[Arrival]:
 
 @dataclass(slots=True, frozen=True)
 class WorkloadFacts:
-    """Sums over a workload."""
+    """How many requests a workload has, from the first to the last arrival."""
 
     requests: int
     span_s: float
-    prompt_tokens: int
-    output_tokens: int
 
     @property
     def rate_per_s(self) -> float:
-        """Mean arrivals per second."""
         return self.requests / self.span_s if self.span_s else float("inf")
 
 
 def facts(arrivals: Iterable[Arrival]) -> WorkloadFacts:
-    """One pass over a workload."""
-    requests = prompt = output = 0
+    requests = 0
     first = last = 0.0
-    for arrival in arrivals:
-        if not requests:
-            first = arrival.at_s
+    for requests, arrival in enumerate(arrivals, 1):
         last = arrival.at_s
-        requests += 1
-        prompt += arrival.tokens
-        output += arrival.output_tokens
-    return WorkloadFacts(requests, last - first, prompt, output)
+        if requests == 1:
+            first = last
+    return WorkloadFacts(requests, last - first)
 
 
 def repeated(one_round: Callable[[], Iterator[Arrival]], count: int) -> Iterator[Arrival]:
@@ -80,15 +71,11 @@ def repeated(one_round: Callable[[], Iterator[Arrival]], count: int) -> Iterator
         last_s = gap_s = 0.0
         for arrival in one_round():
             gap_s, last_s = max(gap_s, arrival.at_s - last_s), arrival.at_s
-            yield _in_round(arrival, number, start_s)
+            if number:
+                blocks = tuple([number * _ROUND + block for block in arrival.blocks])
+                arrival = replace(arrival, at_s=start_s + arrival.at_s, blocks=blocks, text=None)
+            yield arrival
         start_s += last_s + gap_s
-
-
-def _in_round(arrival: Arrival, number: int, start_s: float) -> Arrival:
-    if not number:
-        return arrival
-    blocks = tuple([number * _ROUND + block for block in arrival.blocks])
-    return replace(arrival, at_s=start_s + arrival.at_s, blocks=blocks, text=None)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -122,7 +109,9 @@ def conversations(chats: Chats) -> Iterator[Arrival]:
             heappush(due, (opens_s, next(names), _Chat(f"chat{next(names)}", chats.system_tokens, shared)))
             opens_s += rng.expovariate(chats.rate_per_s / chats.turns)
         at_s, _, chat = heappop(due)
-        chat.say(max(1, round(rng.expovariate(1 / chats.turn_tokens))), chats.block_tokens, names)
+        chat.tokens += max(1, round(rng.expovariate(1 / chats.turn_tokens)))
+        while len(chat.blocks) < chat.tokens // chats.block_tokens:
+            chat.blocks.append(next(names))
         output = max(1, round(rng.expovariate(1 / chats.output_tokens)))
         yield Arrival(at_s, chat.tokens, output, tuple(chat.blocks), session=chat.name)
         if rng.random() > 1 / chats.turns:
@@ -131,17 +120,9 @@ def conversations(chats: Chats) -> Iterator[Arrival]:
 
 @dataclass(slots=True)
 class _Chat:
-    """One conversation as it stands."""
-
     name: str
     tokens: int
     blocks: list[int]
-
-    def say(self, tokens: int, block_tokens: int, names: Iterator[int]) -> None:
-        """A turn more; blocks that are full now get names."""
-        self.tokens += tokens
-        while len(self.blocks) < self.tokens // block_tokens:
-            self.blocks.append(next(names))
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -162,7 +143,6 @@ class Siblings:
 
 
 def siblings(drawn: Siblings) -> Iterator[Arrival]:
-    """Draw them, in order of time."""
     rng = Random(drawn.seed)
     weights = [(rank + 1) ** -drawn.skew for rank in range(drawn.groups)]
     prefix_blocks = drawn.prefix_tokens // drawn.block_tokens

@@ -8,18 +8,18 @@ from xml.etree import ElementTree
 import pytest
 
 from homing.cluster.errors import PlotFailed
-from homing.cluster.lab.plots import Line, LineChart, Mark, Page, PointChart, Points, Table, check_plot_path, write_plot
+from homing.cluster.lab.plots import Line, LineChart, Page, PointChart, Table, check_plot_path, write_plot
 
 LINES = LineChart(
     "Hit rate by size",
     "blocks",
     "found",
     [Line("one replica", [1000, 4000], [0.1, 0.4]), Line("two replicas", [1000, 4000], [0.05, 0.3], dashed=True)],
-    [Mark(2000, "working set")],
+    {"working set": 2000},
     log_x=True,
     percent=True,
 )
-POINTS = PointChart("Waiting", "seconds", ["round-robin", "homing"], [Points("mean", [1, 3]), Points("p99", [10, 200])])
+POINTS = PointChart("Waiting", "seconds", ["round-robin", "homing"], {"mean": [1, 3], "p99": [10, 200]})
 PAGE = Page("A <log>", [LINES, POINTS], [Table("Sizes", ["size", "hits"], [["1 k", "<10 %"]])], ["move <date> back"])
 
 
@@ -48,7 +48,7 @@ def test_the_words_of_a_chart_stay_text_in_svg(tmp_path: Path):
 def test_a_short_log_axis_has_more_numbers_than_powers_of_ten(tmp_path: Path):
     """Times to a first token lie within a decade or two; one number alone gives no scale."""
     path = tmp_path / "plot.svg"
-    points = PointChart("Waiting", "seconds", ["homing"], [Points("mean", [0.13]), Points("p99", [0.7])])
+    points = PointChart("Waiting", "seconds", ["homing"], {"mean": [0.13], "p99": [0.7]})
 
     write_plot(path, Page("", [points]))
 

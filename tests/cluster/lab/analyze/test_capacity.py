@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from homing.cluster.errors import ModelUnavailable, SettingsError
-from homing.cluster.lab.analyze.capacity import block_bytes_of_config, capacity, parse_size
+from homing.cluster.lab.analyze.capacity import KvCapacity, block_bytes_of_config, parse_size
 
 LLAMA_70B: dict[str, Any] = {
     "num_hidden_layers": 80,
@@ -26,7 +26,7 @@ def config(folder: Path, content: dict[str, Any]) -> Path:
 
 def test_llama_70b_takes_five_mebibytes_a_block_and_45_gigabytes_hold_8583(tmp_path: Path):
     """8,582 of them for requests: one is the null block."""
-    found = capacity(block_bytes_of_config(config(tmp_path, LLAMA_70B), 16), parse_size("45GB", "--kv-memory"))
+    found = KvCapacity(block_bytes_of_config(config(tmp_path, LLAMA_70B), 16), parse_size("45GB", "--kv-memory"))
 
     assert found.block_bytes == 5_242_880
     assert found.gpu_blocks == 8_583 - 1
@@ -86,4 +86,4 @@ def test_what_is_no_size_is_refused_by_flag(text: str):
 def test_memory_for_no_block_is_refused():
     """Not a division by zero three lines later."""
     with pytest.raises(SettingsError, match="--kv-memory"):
-        capacity(1000, 1500)
+        KvCapacity(1000, 1500)

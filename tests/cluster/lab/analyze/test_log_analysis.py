@@ -44,7 +44,7 @@ def test_the_recommendation_has_headroom_over_what_is_useful():
     report = analyzed(*(prompt(word) for word in ("ab", "cd", "ef", "gh") * 5))
 
     assert report.useful_blocks == 8
-    assert report.saved_tokens(6) == 0
+    assert report.curve.hits(6) == 0
     assert report.recommended_blocks == 10
 
 

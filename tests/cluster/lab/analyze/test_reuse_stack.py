@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from homing.cluster.lab.analyze.prompts import PrefixNames
+from homing.cluster.lab.analyze.prompts import prefix_names
 from homing.cluster.lab.analyze.reuse_stack import HitCurve, PlaceCounts, ReuseStack, RunLengths
 from homing.kvcache.hashing import BlockHash, BlockHasher, token_bytes
 from homing.kvcache.prefix_cache import PrefixCache
@@ -177,9 +177,9 @@ def test_run_lengths_sum_like_a_list(changes: list[tuple[int, int]]):
 @pytest.mark.parametrize("chains", [[[5, 7], [7], [5, 8]], [[1, 1, 1], [1, 1]]])
 def test_equal_ids_behind_different_prefixes_get_different_names(chains: list[list[int]]):
     """Some traces name the content of a block only; a cache shares prefixes."""
-    names = PrefixNames()
+    names: dict[tuple[int, int], int] = {}
 
-    made = {tuple(chain[: end + 1]): name for chain in chains for end, name in enumerate(names.chain(chain))}
+    made = {tuple(chain[: end + 1]): name for chain in chains for end, name in enumerate(prefix_names(names, chain))}
 
     assert len(set(made.values())) == len(made)
-    assert [names.chain(chain)[-1] for chain in chains] == [made[tuple(chain)] for chain in chains]
+    assert [prefix_names(names, chain)[-1] for chain in chains] == [made[tuple(chain)] for chain in chains]

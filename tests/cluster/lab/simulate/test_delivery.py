@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from homing.cluster.errors import SettingsError
-from homing.cluster.lab.simulate import ReplicaLimits, SimulatedReplica, run, simulation_of
 from homing.cluster.lab.simulate.delivery import Channel, Delivery, updates_of
 from homing.cluster.lab.simulate.event_queue import EventQueue
+from homing.cluster.lab.simulate.replica import ReplicaLimits, SimulatedReplica
 from homing.cluster.lab.simulate.router import SimulatedRouter
-from homing.cluster.lab.simulate.simulation import engine_restarted, replica_added, replica_lost, router_restarted
+from homing.cluster.lab.simulate.runs import run, simulation_of
+from homing.cluster.lab.simulate.simulation import Fault, Simulation
 from homing.cluster.lab.simulate.workload import Arrival, Chats, compress, conversations
 from homing.events.publish.step_changes import AllCleared, Change, RemovedBlocks, StoredBlocks
 from homing.events.wire.messages import LoadReport
@@ -152,15 +153,19 @@ def chats() -> list[Arrival]:
 
 def test_after_quiet_every_router_knows_every_cache_exactly() -> None:
     """Production's placement behind production's stream, with losses, late answers, restarts and evictions."""
-    faults = (replica_lost(30.0, "r1"), replica_added(35.0, "r1"), engine_restarted(40.0, "r0"), router_restarted(50.0))
+    faults = (
+        Fault(30.0, Simulation.kill, "r1"),
+        Fault(35.0, Simulation.join, "r1"),
+        Fault(40.0, Simulation.restart_engine, "r0"),
+        Fault(50.0, Simulation.restart_router, 0),
+    )
     simulation = simulation_of(setup_of(replicas=3, routers=2, blocks=60, channel=LOSSY))
     for _ in simulation.run(chats(), faults):
         pass
 
-    counters = simulation.delivery.counters
     assert simulation.tally.finished + simulation.tally.rejected == simulation.tally.requests == 300
-    assert counters.replays
-    assert counters.snapshots
+    assert simulation.delivery.replays
+    assert simulation.delivery.snapshots
     for router in simulation.routers:
         index = router.placement.index
         for name, replica in simulation.replicas.items():

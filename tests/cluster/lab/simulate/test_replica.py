@@ -5,8 +5,7 @@ from random import Random
 
 import pytest
 
-from homing.cluster.lab.simulate import ReplicaLimits, SimulatedReplica
-from homing.cluster.lab.simulate.replica import Work
+from homing.cluster.lab.simulate.replica import ReplicaLimits, SimulatedReplica, Work
 from homing.cluster.lab.simulate.workload import Arrival
 from homing.replica.engine.throughput import SmoothedRates
 
@@ -104,7 +103,7 @@ def test_the_latest_request_gives_way_when_decodes_run_out_of_blocks() -> None:
 
     times = run(replica)
 
-    assert replica.totals.preemptions >= 1
+    assert replica.preemptions >= 1
     assert times[1][1] < times[2][1]
 
 
@@ -130,4 +129,4 @@ def test_every_request_ends_and_its_tokens_add_up(seed: int) -> None:
     assert replica.requests == 0
     assert all(work.generated == work.arrival.output_tokens for work in works)
     assert all(work.cached_tokens is not None and work.cached_tokens < work.arrival.tokens for work in works)
-    assert replica.totals.prefilled_tokens >= sum(work.arrival.tokens - (work.cached_tokens or 0) for work in works)
+    assert replica.prefilled_tokens >= sum(work.arrival.tokens - (work.cached_tokens or 0) for work in works)

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from homing.cluster.control.autoscale import ScalingTerms
-from homing.cluster.lab.simulate import Arrival, ReplicaLimits, Setup
+from homing.cluster.lab.simulate.replica import ReplicaLimits
+from homing.cluster.lab.simulate.runs import Setup
 from homing.cluster.lab.simulate.scaling import Scaled, run_scaled
-from homing.cluster.lab.simulate.workload import Chats, conversations
+from homing.cluster.lab.simulate.workload import Arrival, Chats, conversations
 
 SETUP = Setup(limits=ReplicaLimits(blocks=1000, block_tokens=100))
 CHATS = Chats(requests=600, block_tokens=100, rate_per_s=12.0, system_tokens=4000, turn_tokens=1000, output_tokens=20)

@@ -5,24 +5,12 @@ from dataclasses import asdict
 
 import pytest
 
-from homing.cluster.lab.simulate import (
-    ORACLE,
-    MockerModel,
-    ReplicaLimits,
-    Result,
-    StepTimes,
-    policy_names,
-    run,
-    simulation_of,
-)
 from homing.cluster.lab.simulate.delivery import Channel
-from homing.cluster.lab.simulate.simulation import (
-    Fault,
-    engine_restarted,
-    replica_added,
-    replica_lost,
-    router_restarted,
-)
+from homing.cluster.lab.simulate.replica import ReplicaLimits
+from homing.cluster.lab.simulate.results import Result
+from homing.cluster.lab.simulate.runs import ORACLE, policy_names, run, simulation_of
+from homing.cluster.lab.simulate.simulation import Fault, Simulation
+from homing.cluster.lab.simulate.step_times import MockerModel, StepTimes
 from homing.cluster.lab.simulate.workload import Arrival, Chats, Siblings, compress, conversations, siblings
 
 from .fakes import MODEL, arrival, setup_of
@@ -58,11 +46,11 @@ def test_a_run_is_determined_by_its_seed(policy: str) -> None:
 def test_no_request_is_lost_with_its_replica_or_router(policy: str) -> None:
     """Requests of a lost replica go on elsewhere; a router that starts anew finishes what the old one began."""
     faults = (
-        replica_lost(60.0, "r1"),
-        router_restarted(65.0),
-        replica_added(70.0, "r1"),
-        replica_added(80.0, "r9"),
-        engine_restarted(90.0, "r0"),
+        Fault(60.0, Simulation.kill, "r1"),
+        Fault(65.0, Simulation.restart_router, 0),
+        Fault(70.0, Simulation.join, "r1"),
+        Fault(80.0, Simulation.join, "r9"),
+        Fault(90.0, Simulation.restart_engine, "r0"),
     )
 
     result = result_of(policy, chats(3.0), faults, replicas=3, routers=2, channel=Channel(delay_s=0.05))
@@ -143,6 +131,6 @@ def test_a_restarted_router_of_ours_knows_at_once_what_replicas_hold() -> None:
     """It gets snapshots; the hit share does not suffer."""
     steady = result_of("expected-ttft", chats(2.0), replicas=4)
 
-    restarted = result_of("expected-ttft", chats(2.0), (router_restarted(100.0),), replicas=4)
+    restarted = result_of("expected-ttft", chats(2.0), (Fault(100.0, Simulation.restart_router, 0),), replicas=4)
 
     assert restarted.hit_rate == pytest.approx(steady.hit_rate, abs=0.01)

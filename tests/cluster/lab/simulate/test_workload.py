@@ -78,4 +78,4 @@ def test_facts_add_up() -> None:
     """One pass tells what a run will be about."""
     about = facts(recorded())
 
-    assert (about.requests, about.span_s, about.prompt_tokens, about.output_tokens) == (2, 2.0, 1700, 6)
+    assert (about.requests, about.span_s) == (2, 2.0)
