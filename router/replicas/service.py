@@ -324,8 +324,8 @@ class RouterService:
             raise NoReplica("no replica is connected", retry_after_s=1.0)
         if self._flow.in_flight:
             raise CacheInUse(f"{self._flow.in_flight} requests are running: reset when they are over")
-        answers = [replica.reset_cache() for replica in replicas]
-        outcomes = {replica.replica_id: await answer for replica, answer in zip(replicas, answers, strict=True)}
+        answers = await asyncio.gather(*(replica.reset_cache() for replica in replicas))
+        outcomes = {replica.replica_id: answer for replica, answer in zip(replicas, answers, strict=True)}
         if busy := [name for name, outcome in outcomes.items() if outcome == "in use"]:
             raise CacheInUse(f"requests are running on {', '.join(busy)}: the other caches were reset, these were not")
         if unknown := [name for name, outcome in outcomes.items() if outcome != "empty"]:

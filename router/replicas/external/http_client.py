@@ -86,7 +86,6 @@ class Call(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
         # Not asserted: uvloop's transports are asyncio's by their methods alone.
         self._transport = cast(asyncio.Transport, transport)
         if self._sink is None:
@@ -95,30 +94,25 @@ class Call(asyncio.Protocol):
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._finish(f"the answer is not HTTP: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
         self._finish(f"the connection was lost{f': {exc}' if exc else ''}")
 
     # httptools
 
     def on_headers_complete(self) -> None:
-        """See httptools."""
         if self._sink is not None:
             self._sink.head(self._parser.get_status_code())
 
     def on_body(self, data: bytes) -> None:
-        """See httptools."""
         if self._sink is not None:
             self._sink.body(data)
 
     def on_message_complete(self) -> None:
-        """See httptools."""
         self._finish(None)
 
     def _finish(self, broken: str | None) -> None:

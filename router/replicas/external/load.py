@@ -22,7 +22,6 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _RUNNING = frozenset({"vllm:num_requests_running", "sglang:num_running_reqs"})
 _WAITING = frozenset({"vllm:num_requests_waiting", "sglang:num_queue_reqs"})
 _USAGE = frozenset({"vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"})
-_CONFIG = frozenset({"vllm:cache_config_info"})
 
 #: Blocks of an engine that does not report how many it has; limits the index, not the engine.
 UNKNOWN_BLOCKS = 1 << 20
@@ -80,11 +79,6 @@ class Pace:
             step_s = (1 - DECODE_WEIGHT) * self.decode_step_s + DECODE_WEIGHT * step_s
         self._decode_seen = True
         self.decode_step_s = step_s
-
-    def check(self) -> None:
-        """Both rates are divisors: they stay above zero."""
-        assert self.prefill_tokens_per_s > 0, f"prefill rate {self.prefill_tokens_per_s}"
-        assert self.decode_step_s > 0, f"decode step {self.decode_step_s}"
 
 
 class ExternalLoad:
@@ -188,7 +182,7 @@ def read_metrics(metrics: str) -> EngineMetrics:
         for names, values in ((_RUNNING, running), (_WAITING, waiting), (_USAGE, usage)):
             if name in names and (value := _number(sample["value"])) is not None:
                 values.append(value)
-        if name in _CONFIG:
+        if name == "vllm:cache_config_info":
             labels = dict(_LABEL.findall(sample["labels"] or ""))
     return EngineMetrics(
         running=int(sum(running)) if running else None,
