@@ -94,11 +94,9 @@ class FairQueue:
 
     @property
     def lanes(self) -> int:
-        """Lanes that are kept in memory."""
         return sum(len(level.lanes) for level in self._levels.values())
 
     def push(self, name: int, *, priority: int, tenant: bytes, weight: float) -> None:
-        """Add a request behind those of its tenant."""
         level = self._level(priority)
         lane = level.lane(tenant, weight)
         lane.names[name] = None
@@ -112,7 +110,6 @@ class FairQueue:
         self._enter(name, level, None)
 
     def head(self) -> int | None:
-        """The next request; None: the queue is empty."""
         if not self._priorities:
             return None
         level = self._levels[self._priorities[0]]
@@ -165,7 +162,6 @@ class FairQueue:
         return next(next(reversed(lane.names)) for lane in lanes if lane is not None and lane.names)
 
     def check(self) -> None:
-        """Assert every invariant."""
         assert self._priorities == sorted(self._levels), f"priorities {self._priorities}, levels {sorted(self._levels)}"
         names = [name for level in self._levels.values() for name in _names(level)]
         assert sorted(names) == sorted(self._places), f"{len(names)} in lanes, {len(self._places)} places"

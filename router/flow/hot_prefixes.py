@@ -93,11 +93,9 @@ class HotPrefixes:
         return found
 
     def __len__(self) -> int:
-        """Prompts that are kept."""
         return len(self._prompts)
 
     def check(self) -> None:
-        """Assert every invariant."""
         size = sum(prompt.size for prompt in self._prompts)
         assert size == self._bytes <= self._capacity, f"{self._bytes} bytes counted, {size} kept of {self._capacity}"
 

@@ -52,7 +52,6 @@ class ReplyReader:
         )
 
     def refusal(self, request: RequestState, refused: Refused) -> RouterError:
-        """The error for a request that its replica refused."""
         match refused.reason:
             case "prompt_too_long":
                 return PromptTooLong(request.prompt_tokens, self._max_model_len)

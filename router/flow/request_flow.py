@@ -186,7 +186,6 @@ class RequestFlow:
         return [] if request is None else [*self._abort(request), self._cancel(request, None, now), *self.pump(now)]
 
     def on_reply(self, replica: str, reply: TokenBatch | TextOutput | Refused, now: float) -> list[Instruction]:
-        """A replica's reply about its requests."""
         loads = self.placement.loads
         if replica not in loads:
             self.counters.unknown_outputs += 1
@@ -209,7 +208,6 @@ class RequestFlow:
         return instructions
 
     def unsendable(self, replica: str, message: Request, now: float) -> list[Instruction]:
-        """The connection did not take this message."""
         self.counters.unsent += 1
         request = self._by_wire.get(message.request_id) if isinstance(message, Generate) else None
         if request is None:
@@ -248,7 +246,6 @@ class RequestFlow:
         return instructions + self.pump(now)
 
     def fail_all(self, error: Callable[[], RouterError], now: float) -> list[Instruction]:
-        """End every request, as the router shuts down."""
         requests = list(self._requests.values())
         return [done for each in requests for done in (*self._abort(each), self._fail(each, error(), now))]
 
@@ -287,7 +284,6 @@ class RequestFlow:
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
         return len(self._queue)
 
     @property
@@ -297,7 +293,6 @@ class RequestFlow:
 
     @property
     def in_flight(self) -> int:
-        """Requests that replicas work on."""
         return len(self._by_wire)
 
     @property
@@ -306,7 +301,6 @@ class RequestFlow:
         return len(self._deadlines)
 
     def phase_of(self, request_id: RequestId) -> Phase:
-        """Where the request is."""
         request = self._requests.get(request_id)
         return Phase.OVER if request is None else request.phase
 
@@ -316,7 +310,6 @@ class RequestFlow:
         return request.replica if request else None
 
     def check(self) -> None:
-        """Assert every invariant."""
         self.placement.check()
         self.hot_prefixes.check()
         if self._hash_cache is not None:
@@ -557,7 +550,6 @@ class RequestFlow:
         del self._requests[request.request_id]
 
     def _detach(self, request: RequestState) -> None:
-        """Take a request off its replica."""
         assert request.replica is not None, f"request {request.request_id} is on no replica"
         self.placement.ended(request.replica, request.wire_id)
         del self._by_wire[request.wire_id]

@@ -66,7 +66,6 @@ class OwnReplica(ReplicaHandle):
         )
 
     def send(self, message: Request) -> bool:
-        """Send a message. False: the connection does not take it now."""
         return self._link is not None and self._link.send(message)
 
     def reset_cache(self) -> "asyncio.Future[ResetOutcome]":

@@ -93,7 +93,6 @@ class ReplicaHandle(ABC):
         """The membership lists it no longer. Returns what its requests need, for the caller to carry out."""
 
     def set_rest(self, rest: Rest | None) -> list[Instruction]:
-        """Send it no new requests, for this reason; None: send them."""
         if rest == self._rest:
             return []
         self._rest = rest
@@ -150,7 +149,6 @@ class ReplicaHandle(ABC):
         self._context.run(self._flow.report(self.replica_id, report, self._context.clock()))
 
     def status(self, status: FeedStatus) -> None:
-        """How far the events can be trusted."""
         log.info("feed_%s replica=%s", status, self.replica_id)
         self._placement.set_feed(self.replica_id, status)
 

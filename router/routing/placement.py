@@ -57,15 +57,12 @@ class Placement:
         del self._feeds[replica]
 
     def set_feed(self, replica: str, state: FeedState) -> None:
-        """How far the replica's events can be trusted."""
         self._feeds[replica] = state
 
     def feed(self, replica: str) -> FeedState:
-        """How far the replica's events can be trusted."""
         return self._feeds[replica]
 
     def report(self, replica: str, report: LoadReport, now: float) -> None:
-        """The replica reported its load."""
         self.loads.report(replica, report, now)
         self.policy.report(replica, report)
 
@@ -76,17 +73,14 @@ class Placement:
         return _ObservedBlocks(blocks, self.policy, replica) if keeps_books else blocks
 
     def stored(self, replica: str, blocks: Sequence[int]) -> None:
-        """The replica announced these blocks."""
         self.index.add(replica, blocks)
         self.policy.stored(replica, blocks)
 
     def removed(self, replica: str, blocks: Sequence[int]) -> None:
-        """The replica evicted these blocks."""
         self.index.remove(replica, blocks)
         self.policy.removed(replica, blocks)
 
     def reset(self, replica: str, blocks: Sequence[int]) -> None:
-        """The replica holds exactly these blocks."""
         self.index.reset(replica, blocks)
         self.policy.reset(replica, blocks)
 
@@ -110,7 +104,6 @@ class Placement:
         ]
 
     def decide(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Decision:
-        """The policy's decision for a request that will be sent."""
         return self.policy.decide(prompt, candidates, self._rng)
 
     def explain(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Explanation:
@@ -129,18 +122,15 @@ class Placement:
         self.policy.booked(chosen.replica_id, request_id, decision.prompt)
 
     def started(self, replica: str, request_id: int) -> None:
-        """Its first token came."""
         self.loads.started(replica, request_id)
         self.policy.started(replica, request_id)
 
     def ended(self, replica: str, request_id: int) -> None:
-        """The request has left the replica."""
         self.reservations.release(request_id)
         self.loads.ended(replica, request_id)
         self.policy.ended(replica, request_id)
 
     def check(self) -> None:
-        """Assert every invariant."""
         self.index.check()
         self.reservations.check()
         self.loads.check()

@@ -45,7 +45,6 @@ class CostPool:
         self._changed = False
 
     def leave(self, replica: str) -> None:
-        """A replica is gone; harmless when it never reported."""
         self._members.pop(replica, None)
 
     def report(self, replica: str, totals: list[float], tokens_per_s: float, now: float) -> None:

@@ -60,7 +60,6 @@ class ReplicaLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     @property
     def requests(self) -> int:
-        """Requests there and on the way."""
         return self.running + self.waiting
 
     @property
@@ -126,16 +125,13 @@ class LoadBook:
         self._replicas[description.replica_id] = _Replica(description, heard_at=now, moved_at=now)
 
     def leave(self, replica: str) -> None:
-        """A replica is gone."""
         del self._replicas[replica]
         self._pool.leave(replica)
 
     def replicas(self) -> tuple[str, ...]:
-        """Who has joined, in the order of joining."""
         return tuple(self._replicas)
 
     def description(self, replica: str) -> ReplicaDescription:
-        """How the replica introduced itself."""
         return self._replicas[replica].description
 
     def report(self, replica: str, report: LoadReport, now: float) -> None:
@@ -162,7 +158,6 @@ class LoadBook:
         entry.heard_at = entry.moved_at = now
 
     def dispatched(self, replica: str, request_id: int, pending: Pending, now: float) -> None:
-        """A request is on its way there."""
         entry = self._replicas[replica]
         entry.send(request_id, pending, now)
         entry.in_flight.add(request_id)
@@ -178,21 +173,17 @@ class LoadBook:
             entry.end(request_id)
 
     def rest(self, replica: str, rest: Rest | None) -> None:
-        """Why the replica gets no new requests; None: it does."""
         entry = self._replicas[replica]
         entry.rest = rest
         entry.view = None
 
     def in_flight(self, replica: str) -> int:
-        """This router's requests there and on the way."""
         return len(self._replicas[replica].in_flight)
 
     def has_reported(self, replica: str) -> bool:
-        """Whether any report has arrived."""
         return self._replicas[replica].report is not None
 
     def age_s(self, replica: str, now: float) -> float:
-        """Seconds since the last sign of life."""
         return now - self._replicas[replica].heard_at
 
     def stalled(self, now: float) -> list[str]:
@@ -242,7 +233,6 @@ class LoadBook:
             entry.cost, entry.view = cost, None
 
     def check(self) -> None:
-        """Assert every invariant."""
         for replica, entry in self._replicas.items():
             stray = set(entry.pending) - entry.in_flight
             assert not stray, f"{replica}: {len(stray)} requests on the way are not in flight"
@@ -302,7 +292,6 @@ def _queued_s(entry: _Replica, report: LoadReport) -> float:
 
 
 def _idle(description: ReplicaDescription) -> LoadReport:
-    """What a replica without any work would report."""
     return LoadReport(
         epoch=description.epoch,
         step=0,
@@ -321,6 +310,5 @@ def _idle(description: ReplicaDescription) -> LoadReport:
 
 
 def _plain_cost(entry: _Replica, report: LoadReport) -> PrefillCost:
-    """Every token costs the same."""
     tokens_per_s = report.prefill_tokens_per_s or entry.description.prefill_tokens_per_s
     return PrefillCost(prompt_s=0.0, token_s=1 / tokens_per_s, pair_s=0.0)

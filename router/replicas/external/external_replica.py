@@ -75,7 +75,6 @@ class ExternalReplica(ReplicaHandle):
 
     @property
     def unplaced_blocks(self) -> int:
-        """Blocks that it announced and that could not be named."""
         return self._blocks.unplaced.total()
 
     @property
@@ -93,7 +92,6 @@ class ExternalReplica(ReplicaHandle):
         self._watching = self._context.loop.create_task(self._watch())
 
     def send(self, message: Request) -> bool:
-        """Send a message. False: the engine is out of routing."""
         match message:
             case Generate():
                 return self.joined and self._post(message)

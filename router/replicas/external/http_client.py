@@ -177,7 +177,6 @@ class Client:
         self._head = f"host: {address.host}:{address.port}\r\nconnection: close\r\naccept: */*\r\n{bearer}"
 
     def call(self, method: str, path: str, body: bytes, sink: AnswerSink, *, request_id: str = "") -> Call:
-        """Send a request; its answer goes to `sink` as it comes."""
         named = f"x-request-id: {request_id}\r\n" if request_id else ""
         head = (
             f"{method} {self.address.path}{path} HTTP/1.1\r\n{self._head}{named}"

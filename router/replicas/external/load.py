@@ -108,13 +108,11 @@ class ExternalLoad:
         )
 
     def look(self, metrics: EngineMetrics) -> None:
-        """The engine's metrics as of now."""
         self._metrics = metrics
         reported = (metrics.running or 0) + (metrics.waiting or 0)
         self._others = max(0, reported - len(self._waiting) - len(self._running))
 
     def sent(self, request: ExternalRequest) -> None:
-        """The request is on its way there."""
         self._waiting[request.request_id] = request
 
     def heard(self, request: ExternalRequest, now: float) -> bool:
@@ -135,11 +133,9 @@ class ExternalLoad:
             self._count(request)
 
     def silent_s(self, now: float) -> float:
-        """Seconds since the last token of any request."""
         return now - self._heard_at
 
     def report(self, now: float, *, cached_blocks: int) -> LoadReport:
-        """The engine's load as of now."""
         self._reports += 1
         total = self.description.num_blocks
         free = total - round(total * (self._metrics.kv_usage or 0.0))

@@ -54,7 +54,6 @@ class ExternalRequest:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens in its KV."""
         return len(self.generate.token_ids) // 4 + self.generated
 
     # From the connection

@@ -80,7 +80,6 @@ class Decision:
 
     @property
     def chosen(self) -> Candidate | None:
-        """The replica."""
         return self.row.candidate if self.row else None
 
     @property
@@ -168,7 +167,6 @@ class Policy:
         return None
 
     def usable(self, prompt: Prompt, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """The candidates without an obstacle."""
         return [candidate for candidate in candidates if self.obstacle(prompt, candidate) is None]
 
     def choose(

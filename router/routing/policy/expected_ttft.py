@@ -52,7 +52,6 @@ class BusyShare:
         self._all = 0.0  #: a
 
     def observe(self, policy: Policy, prompt: Prompt, candidates: Sequence[Candidate]) -> None:
-        """Count one decision."""
         free = [candidate for candidate in candidates if not candidate.load.queued_prefill_tokens]
         self._each += (1 - len(free) / len(candidates) - self._each) / BUSY_MEMORY
         none_idle = all(policy.obstacle(prompt, candidate) is not None for candidate in free)

@@ -17,7 +17,6 @@ class SessionReplicas:
         return self._replicas.get(session) if session is not None else None
 
     def remember(self, session: str, replica: str) -> None:
-        """The session's request went there."""
         self._replicas[session] = replica
         self._replicas.move_to_end(session)
         if len(self._replicas) > self._limit:

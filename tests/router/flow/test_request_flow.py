@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from homing.kvcache.hashing import tenant_root, token_array, wire_hash, wire_hashes
 from homing.replica.messages import Abort, Generate, Refused, TokenBatch, TokenOutput
-from homing.router.backend import FinishedRequest, GenerationRequest, RouterCounters, TokenDelta
+from homing.router.backend import FeedState, FinishedRequest, GenerationRequest, RouterCounters, TokenDelta
 from homing.router.config import RouterSettings
 from homing.router.errors import (
     DeadlineExceeded,
@@ -73,7 +73,7 @@ class World:
     def join(self, name: str, rest: Rest | None = None) -> None:
         self.replicas[name] = FakeReplica(name)
         self.run(self.flow.join(description_of(name), self.now, rest))
-        self.placement.set_feed(name, "live")
+        self.placement.set_feed(name, FeedState.LIVE)
 
     def lose(self, name: str) -> None:
         del self.replicas[name]
