@@ -48,7 +48,10 @@ class _Level:
     def lane(self, tenant: bytes, weight: float) -> _Lane:
         """The tenant's lane, ready for another request."""
         if tenant not in self.lanes and len(self.lanes) >= MAX_OWN_LANES:
-            tenant = self._shared(tenant)
+            # A lane that would start anew with the same values can be dropped.
+            self.lanes = {name: lane for name, lane in self.lanes.items() if lane.queued or lane.served > self.served}
+            if len(self.lanes) >= MAX_OWN_LANES:
+                tenant = tenant[:1]
         lane = self.lanes.get(tenant)
         if lane is None:
             lane = self.lanes[tenant] = _Lane(tenant, weight, self.served)
@@ -72,12 +75,6 @@ class _Level:
                 heapreplace(self.heap, (lane.served, entered, lane))
             else:
                 return lane
-
-    def _shared(self, tenant: bytes) -> bytes:
-        """The lane's name when all own lanes are taken: a shared one, unless some can be dropped."""
-        # A lane that would start anew with the same values can be dropped.
-        self.lanes = {name: lane for name, lane in self.lanes.items() if lane.queued or lane.served > self.served}
-        return tenant if len(self.lanes) < MAX_OWN_LANES else tenant[:1]
 
 
 class FairQueue:

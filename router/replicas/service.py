@@ -458,7 +458,7 @@ class RouterService:
         return msgspec.structs.replace(
             view,
             state=unavailable or ("serving" if reported else "joining"),
-            feed=self._placement.feed(name),
+            feed=self._placement.feeds[name],
             indexed_blocks=self._placement.index.count(name),
             expected_blocks=self._placement.reservations.count(name),
             in_flight=loads.in_flight(name),

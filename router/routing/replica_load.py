@@ -84,13 +84,6 @@ class _Replica:
     #: The last view; None after a change. Most requests change one replica and read all.
     view: ReplicaLoad | None = None
 
-    def send(self, request_id: int, sent: Pending, now: float) -> None:
-        self.busy_until = max(self.busy_until, now) + sent.prefill_s
-        self.pending[request_id] = sent
-        self.pending_tokens += sent.uncached_tokens
-        self.pending_blocks += sent.blocks
-        self.view = None
-
     def arrive(self, request_id: int) -> Pending | None:
         sent = self.pending.pop(request_id, None)
         if sent is not None:
@@ -98,12 +91,6 @@ class _Replica:
             self.pending_blocks -= sent.blocks
             self.view = None
         return sent
-
-    def end(self, request_id: int) -> None:
-        sent = self.arrive(request_id)
-        if sent is not None:  # no report will include it, so nothing else corrects this
-            self.busy_until -= sent.prefill_s
-        self.in_flight.discard(request_id)
 
 
 class LoadBook:
@@ -148,7 +135,12 @@ class LoadBook:
         arrived = [] if accepted is None else [known for known in entry.pending if known <= accepted]
         for request_id in arrived:
             entry.arrive(request_id)
-        if arrived or _differs(report, before):
+        # Heartbeats repeat the last report in the middle of a step.
+        is_new = before is None or (report.step, report.queued_prefill_tokens) != (
+            before.step,
+            before.queued_prefill_tokens,
+        )
+        if arrived or is_new:
             on_the_way_s = sum([sent.prefill_s for sent in entry.pending.values()])
             entry.busy_until = now + _queued_s(entry, report) + on_the_way_s
 
@@ -159,7 +151,11 @@ class LoadBook:
 
     def dispatched(self, replica: str, request_id: int, pending: Pending, now: float) -> None:
         entry = self._replicas[replica]
-        entry.send(request_id, pending, now)
+        entry.busy_until = max(entry.busy_until, now) + pending.prefill_s
+        entry.pending[request_id] = pending
+        entry.pending_tokens += pending.uncached_tokens
+        entry.pending_blocks += pending.blocks
+        entry.view = None
         entry.in_flight.add(request_id)
 
     def started(self, replica: str, request_id: int) -> None:
@@ -170,7 +166,9 @@ class LoadBook:
         """The request has left the replica. Does nothing if it, or the replica, is gone already."""
         entry = self._replicas.get(replica)
         if entry is not None:
-            entry.end(request_id)
+            if (sent := entry.arrive(request_id)) is not None:  # no report will include it to correct this
+                entry.busy_until -= sent.prefill_s
+            entry.in_flight.discard(request_id)
 
     def rest(self, replica: str, rest: Rest | None) -> None:
         entry = self._replicas[replica]
@@ -276,11 +274,6 @@ def _longest_step_s(entry: _Replica) -> float:
     rates = [about.prefill_tokens_per_s, report.prefill_tokens_per_s if report else 0.0]
     steps = [about.decode_step_s, report.decode_step_s if report else 0.0]
     return about.max_batched_tokens / min(rate for rate in rates if rate > 0) + max(steps)
-
-
-def _differs(report: LoadReport, before: LoadReport | None) -> bool:
-    """Whether the report is a new one: heartbeats repeat the last report in the middle of a step."""
-    return before is None or (report.step, report.queued_prefill_tokens) != (before.step, before.queued_prefill_tokens)
 
 
 def _queued_s(entry: _Replica, report: LoadReport) -> float:
