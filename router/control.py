@@ -26,21 +26,11 @@ class Member(msgspec.Struct, frozen=True):
     rest: Rest | None = None  #: why it gets no new requests; None: it gets them
 
 
-class Done(msgspec.Struct, frozen=True):
-    """The router has taken note."""
-
-
 class WarmUpEnded(msgspec.Struct, frozen=True):
     """The replica can be sent requests, or never will."""
 
     refusal: str = ""  #: why the router refuses the replica; empty: it does not
     pressed: bool = False  #: requests need the replica at once, however warm it is
-
-
-class InFlight(msgspec.Struct, frozen=True):
-    """Requests of this router that are not over at a replica."""
-
-    requests: int
 
 
 class CacheWorth(msgspec.Struct, frozen=True):
@@ -50,12 +40,6 @@ class CacheWorth(msgspec.Struct, frozen=True):
     unique_tokens: int  #: cached ones that no other replica holds
     pinned_blocks: int
     prefill_tokens_per_s: float
-
-
-class CacheWorths(msgspec.Struct, frozen=True):
-    """Of every replica."""
-
-    replicas: tuple[CacheWorth, ...]
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,17 +54,11 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     serving: int  #: replicas
 
 
-class Demands(msgspec.Struct, frozen=True):
-    """By model."""
-
-    models: dict[str, Demand]
-
-
 class Question(msgspec.Struct, Generic[A_co], frozen=True):
-    """Base of all questions."""
+    """Base of all questions; None: the router only takes note."""
 
 
-class SetMembership(Question[Done], frozen=True):
+class SetMembership(Question[None], frozen=True):
     """Serve these models with these replicas, and no others, from now on. Earlier numbers that come late are ignored.
 
     Ray promises no order of calls.
@@ -92,7 +70,7 @@ class SetMembership(Question[Done], frozen=True):
     number: int
 
 
-class SetMissing(Question[Done], frozen=True):
+class SetMissing(Question[None], frozen=True):
     """Show these replicas as missing, and refuse requests for the models that are turned off."""
 
     missing: tuple[AbsentReplica, ...] = ()
@@ -107,19 +85,19 @@ class WarmUp(Question[WarmUpEnded], frozen=True):
     timeout_s: float  #: then it counts as done
 
 
-class CountInFlight(Question[InFlight], frozen=True):
+class CountInFlight(Question[int], frozen=True):
     """How many requests of this router depend on the replica?"""
 
     replica_id: str
 
 
-class WeighCaches(Question[CacheWorths], frozen=True):
+class WeighCaches(Question[list[CacheWorth]], frozen=True):
     """What would be lost with each replica?"""
 
 
-class MeasureDemand(Question[Demands], frozen=True):
-    """What waits for each model, and what works on it?"""
+class MeasureDemand(Question[dict[str, Demand]], frozen=True):
+    """What waits for each model, by its name, and what works on it?"""
 
 
 AnyQuestion = SetMembership | SetMissing | WarmUp | CountInFlight | WeighCaches | MeasureDemand
-Answer = Done | WarmUpEnded | InFlight | CacheWorths | Demands
+Answer = None | WarmUpEnded | int | list[CacheWorth] | dict[str, Demand]

@@ -123,19 +123,19 @@ class RouterProcesses:
 
     async def in_flight(self, replica_id: str) -> int:
         answers = await asyncio.gather(*(self._ask(seat, CountInFlight(replica_id)) for seat in self._seats))
-        return sum(answer.requests for answer in answers if answer is not None)
+        return sum(answer for answer in answers if answer is not None)
 
     async def worths(self) -> list[CacheWorth]:
         """What would be lost with each replica, from the first router that answers: all know the same."""
         for seat in self._seats:
             if (answer := await self._ask(seat, WeighCaches())) is not None:
-                return list(answer.replicas)
+                return answer
         return []
 
     async def demands(self) -> dict[str, Demand]:
         """By model: what waits and works, over all routers that answer."""
         asked = (self._ask(seat, MeasureDemand()) for seat in self._seats)
-        answers = [answer.models for answer in await asyncio.gather(*asked) if answer is not None]
+        answers = [answer for answer in await asyncio.gather(*asked) if answer is not None]
         models = dict.fromkeys(model for answer in answers for model in answer)
         return {model: together([each[model] for each in answers if model in each]) for model in models}
 

@@ -60,11 +60,9 @@ class BlockHashCache:
         return b"".join(parts)
 
     def __len__(self) -> int:
-        """Spans that are kept."""
         return len(self._spans)
 
     def check(self) -> None:
-        """Assert every invariant."""
         assert len(self._spans) <= self._capacity, f"{len(self._spans)} spans are kept, of at most {self._capacity}"
         odd = {len(hashes) for hashes in self._spans.values()} - {SPAN_BLOCKS * HASH_BYTES}
         assert not odd, f"spans of {odd} bytes of hashes"

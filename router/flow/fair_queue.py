@@ -48,7 +48,10 @@ class _Level:
     def lane(self, tenant: bytes, weight: float) -> _Lane:
         """The tenant's lane, ready for another request."""
         if tenant not in self.lanes and len(self.lanes) >= MAX_OWN_LANES:
-            tenant = self._shared(tenant)
+            # A lane that would start anew with the same values can be dropped.
+            self.lanes = {name: lane for name, lane in self.lanes.items() if lane.queued or lane.served > self.served}
+            if len(self.lanes) >= MAX_OWN_LANES:
+                tenant = tenant[:1]
         lane = self.lanes.get(tenant)
         if lane is None:
             lane = self.lanes[tenant] = _Lane(tenant, weight, self.served)
@@ -73,12 +76,6 @@ class _Level:
             else:
                 return lane
 
-    def _shared(self, tenant: bytes) -> bytes:
-        """The lane's name when all own lanes are taken: a shared one, unless some can be dropped."""
-        # A lane that would start anew with the same values can be dropped.
-        self.lanes = {name: lane for name, lane in self.lanes.items() if lane.queued or lane.served > self.served}
-        return tenant if len(self.lanes) < MAX_OWN_LANES else tenant[:1]
-
 
 class FairQueue:
     """Waiting requests, by name."""
@@ -94,11 +91,9 @@ class FairQueue:
 
     @property
     def lanes(self) -> int:
-        """Lanes that are kept in memory."""
         return sum(len(level.lanes) for level in self._levels.values())
 
     def push(self, name: int, *, priority: int, tenant: bytes, weight: float) -> None:
-        """Add a request behind those of its tenant."""
         level = self._level(priority)
         lane = level.lane(tenant, weight)
         lane.names[name] = None
@@ -112,7 +107,6 @@ class FairQueue:
         self._enter(name, level, None)
 
     def head(self) -> int | None:
-        """The next request; None: the queue is empty."""
         if not self._priorities:
             return None
         level = self._levels[self._priorities[0]]
@@ -165,7 +159,6 @@ class FairQueue:
         return next(next(reversed(lane.names)) for lane in lanes if lane is not None and lane.names)
 
     def check(self) -> None:
-        """Assert every invariant."""
         assert self._priorities == sorted(self._levels), f"priorities {self._priorities}, levels {sorted(self._levels)}"
         names = [name for level in self._levels.values() for name in _names(level)]
         assert sorted(names) == sorted(self._places), f"{len(names)} in lanes, {len(self._places)} places"

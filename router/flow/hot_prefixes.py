@@ -11,8 +11,7 @@ have roots of their own and therefore no block in common.
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from itertools import chain
 
 import msgspec
@@ -33,16 +32,11 @@ class HotPrefix(msgspec.Struct, frozen=True, gc=False):
     root: BlockHash
     tokens: bytes
     hashes: bytes
-    requests: int  #: kept prompts that begin with it
-
-
-class _Prompt(msgspec.Struct, frozen=True, gc=False):
-    root: BlockHash
-    tokens: bytes
-    hashes: bytes
+    requests: int = 1  #: kept prompts that begin with it
 
     @property
     def size(self) -> int:
+        """Bytes, as a kept prompt."""
         return len(self.tokens) + len(self.hashes) + ENTRY_BYTES
 
 
@@ -53,12 +47,12 @@ class HotPrefixes:
         self._step = max(1, STEP_TOKENS // block_size)  #: blocks
         self._block_bytes = block_size * TOKEN_BYTES
         self._capacity = capacity_bytes
-        self._prompts: deque[_Prompt] = deque()
+        self._prompts: deque[HotPrefix] = deque()
         self._bytes = 0
 
     def add(self, root: BlockHash, tokens: bytes, hashes: bytes) -> None:
         """Add a request's prompt; `hashes` are those of its full blocks."""
-        prompt = _Prompt(root, tokens, hashes)
+        prompt = HotPrefix(root, tokens, hashes)
         if len(hashes) < self._step * HASH_BYTES or prompt.size > self._capacity:
             return
         self._prompts.append(prompt)
@@ -81,56 +75,32 @@ class HotPrefixes:
         marks = [(wire_hashes(prompt.hashes)[step - 1 :: step], prompt) for prompt in reversed(self._prompts)]
         requests = Counter(chain.from_iterable(names for names, _ in marks))
         # Most prompts drop out here: no other begins like them, or a newer one begins in the same way.
-        hot: dict[tuple[int, ...], _Prompt] = {}
+        hot: dict[tuple[int, ...], HotPrefix] = {}
         for names, prompt in marks:
             if depth := bisect_left(names, True, key=lambda name: requests[name] < MIN_REQUESTS):
                 hot.setdefault(names[:depth], prompt)
-        cover, found = _Cover(requests, held, kept, max_blocks // step), []
+        found, covered, left = [], set[int](), max_blocks // step  #: `left`: steps that may still be chosen
         for least in _classes(max(requests.values(), default=0)):
             for names, prompt in hot.items():
-                if depth := cover.extend(names, least):
-                    found.append(self._prefix(prompt, depth * step, requests[names[depth - 1]]))
+                if not left or requests[names[0]] < least:
+                    continue
+                first = bisect_left(names, True, key=lambda name: name not in covered and not held(name))
+                depth = bisect_left(names, True, key=lambda name: requests[name] < least or not kept(name))
+                depth = min(depth, first + left)
+                if depth > first:
+                    covered.update(names[first:depth])
+                    left -= depth - first
+                    blocks = depth * step
+                    tokens, hashes = prompt.tokens[: blocks * self._block_bytes], prompt.hashes[: blocks * HASH_BYTES]
+                    found.append(HotPrefix(prompt.root, tokens, hashes, requests[names[depth - 1]]))
         return found
 
     def __len__(self) -> int:
-        """Prompts that are kept."""
         return len(self._prompts)
 
     def check(self) -> None:
-        """Assert every invariant."""
         size = sum(prompt.size for prompt in self._prompts)
         assert size == self._bytes <= self._capacity, f"{self._bytes} bytes counted, {size} kept of {self._capacity}"
-
-    def _prefix(self, prompt: _Prompt, blocks: int, requests: int) -> HotPrefix:
-        tokens, hashes = prompt.tokens[: blocks * self._block_bytes], prompt.hashes[: blocks * HASH_BYTES]
-        return HotPrefix(prompt.root, tokens, hashes, requests)
-
-
-@dataclass(slots=True)
-class _Cover:
-    """The blocks that are chosen already: of each prompt a prefix."""
-
-    requests: Counter[int]
-    held: Callable[[int], bool]
-    kept: Callable[[int], bool]
-    left: int  #: steps that may still be chosen
-    covered: set[int] = field(default_factory=set)
-
-    def extend(self, names: Sequence[int], least: int) -> int:
-        """Choose more of a prompt, up to its last block with `least` requests. Where that ends, in steps; 0: none."""
-        if not self.left or self.requests[names[0]] < least:
-            return 0
-        first = bisect_left(names, True, key=self._is_new)
-        last = bisect_left(names, True, key=lambda name: self.requests[name] < least or not self.kept(name))
-        last = min(last, first + self.left)
-        if last <= first:
-            return 0
-        self.covered.update(names[first:last])
-        self.left -= last - first
-        return last
-
-    def _is_new(self, name: int) -> bool:
-        return name not in self.covered and not self.held(name)
 
 
 def _classes(most: int) -> Iterator[int]:

@@ -52,7 +52,7 @@ from ..routing.replica_load import Rest
 from .block_hash_cache import BlockHashCache
 from .fair_queue import FairQueue
 from .hot_prefixes import HotPrefixes
-from .replies import ReplyReader
+from .replies import delta_of, nothing_left, refusal_error
 from .request_state import (
     SENT,
     STREAMING,
@@ -103,7 +103,7 @@ class RequestFlow:
         self._settings = settings
         self._block_size = block_size
         self._hash_cache: BlockHashCache | None = None  #: of `model`
-        self._replies = ReplyReader(counters, block_size, 0)
+        self._max_model_len = 0  #: of `model`
         self._requests: dict[RequestId, RequestState] = {}
         self._by_wire: dict[int, RequestState] = {}
         self._queue = FairQueue()
@@ -117,7 +117,7 @@ class RequestFlow:
         assert not len(self.placement), f"{len(self.placement)} replicas hash blocks in another way"
         self.model = model
         self._hash_cache = BlockHashCache(model.hasher, model.root)
-        self._replies = ReplyReader(self.counters, self._block_size, model.limits.max_model_len)
+        self._max_model_len = model.limits.max_model_len
         self.hot_prefixes.clear()
         for request in self._requests.values():
             request.root = self._hash_cache.root(request.request.salt)
@@ -162,7 +162,12 @@ class RequestFlow:
     def submit(self, request: GenerationRequest, now: float) -> tuple[RequestId, list[Instruction]]:
         """Accept a request. Raises NoReplica, PromptTooLong or QueueFull, and then nothing has changed."""
         state = self._new_request(request, now)
-        instructions = self._make_room(request, now)
+        instructions: list[Instruction] = []
+        if (held := len(self._queue)) >= self._settings.max_waiting_requests:
+            crowded_out = self._queue.crowded_out_by(request.tenant)
+            if crowded_out is None:
+                raise QueueFull(held)
+            instructions.append(self._fail(self._requests[RequestId(crowded_out)], QueueFull(held), now))
         request_id = state.request_id
         self._requests[request_id] = state
         nobody_waits = not self._queue
@@ -186,7 +191,6 @@ class RequestFlow:
         return [] if request is None else [*self._abort(request), self._cancel(request, None, now), *self.pump(now)]
 
     def on_reply(self, replica: str, reply: TokenBatch | TextOutput | Refused, now: float) -> list[Instruction]:
-        """A replica's reply about its requests."""
         loads = self.placement.loads
         if replica not in loads:
             self.counters.unknown_outputs += 1
@@ -209,7 +213,6 @@ class RequestFlow:
         return instructions
 
     def unsendable(self, replica: str, message: Request, now: float) -> list[Instruction]:
-        """The connection did not take this message."""
         self.counters.unsent += 1
         request = self._by_wire.get(message.request_id) if isinstance(message, Generate) else None
         if request is None:
@@ -248,7 +251,6 @@ class RequestFlow:
         return instructions + self.pump(now)
 
     def fail_all(self, error: Callable[[], RouterError], now: float) -> list[Instruction]:
-        """End every request, as the router shuts down."""
         requests = list(self._requests.values())
         return [done for each in requests for done in (*self._abort(each), self._fail(each, error(), now))]
 
@@ -287,7 +289,6 @@ class RequestFlow:
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
         return len(self._queue)
 
     @property
@@ -297,7 +298,6 @@ class RequestFlow:
 
     @property
     def in_flight(self) -> int:
-        """Requests that replicas work on."""
         return len(self._by_wire)
 
     @property
@@ -306,7 +306,6 @@ class RequestFlow:
         return len(self._deadlines)
 
     def phase_of(self, request_id: RequestId) -> Phase:
-        """Where the request is."""
         request = self._requests.get(request_id)
         return Phase.OVER if request is None else request.phase
 
@@ -316,7 +315,6 @@ class RequestFlow:
         return request.replica if request else None
 
     def check(self) -> None:
-        """Assert every invariant."""
         self.placement.check()
         self.hot_prefixes.check()
         if self._hash_cache is not None:
@@ -345,8 +343,8 @@ class RequestFlow:
             raise NoReplica("no replica has joined yet", retry_after_s=1.0)
         prompt_tokens = len(request.token_ids) // 4
         assert prompt_tokens * 4 == len(request.token_ids) > 0, f"{len(request.token_ids)} bytes of prompt token ids"
-        if prompt_tokens >= self.model.limits.max_model_len:
-            raise PromptTooLong(prompt_tokens, self.model.limits.max_model_len)
+        if prompt_tokens >= self._max_model_len:
+            raise PromptTooLong(prompt_tokens, self._max_model_len)
         state = RequestState(
             RequestId(next(self._request_ids)),
             request,
@@ -366,18 +364,6 @@ class RequestFlow:
             request.new_tokens = []
         request.hashes = cache.hashes(request.root, request.tokens)
         request.keys = wire_hashes(request.hashes)
-
-    def _make_room(self, request: GenerationRequest, now: float) -> list[Instruction]:
-        """In a full queue, drop the last request of the tenant with the most in it. Raises QueueFull if there is none.
-
-        That is the case when the new request's tenant has the most.
-        """
-        if len(self._queue) < self._settings.max_waiting_requests:
-            return []
-        name = self._queue.crowded_out_by(request.tenant)
-        if name is None:
-            raise QueueFull(len(self._queue))
-        return [self._fail(self._requests[RequestId(name)], QueueFull(len(self._queue)), now)]
 
     def _situation(self, request: RequestState, now: float) -> tuple[Prompt, list[Candidate]]:
         # A replica that scores the prompt's own tokens computes all of them, whatever it holds.
@@ -454,12 +440,9 @@ class RequestFlow:
         if request.phase is SENT:
             request.advance("start")
             self.placement.started(replica, request.wire_id)
-        if isinstance(output, TextOutput):
-            delta = self._replies.text(request, output)
-        else:
-            delta = self._replies.tokens(request, output)
-            if not delta.token_ids and delta.finish_reason is None:
-                return []
+        delta = delta_of(request, output, self._block_size, self.counters)
+        if delta.text is None and not delta.token_ids and delta.finish_reason is None:
+            return []
         if request.ttft_s is None:
             request.ttft_s = now - request.arrived
         if delta.finish_reason is not None:
@@ -470,7 +453,7 @@ class RequestFlow:
         request = self._sent_to(replica, refused.request_id)
         if request is None:
             return []
-        error = self._replies.refusal(request, refused)
+        error = refusal_error(request, refused, self._max_model_len)
         if not refused.retry:
             return [self._fail(request, error, now)]
         request.excluded.add(replica)
@@ -487,7 +470,7 @@ class RequestFlow:
 
     def _move(self, request: RequestState, error: RouterError, now: float) -> list[Instruction]:
         """Continue at another replica; fail with `error` when no retry is left."""
-        if self._replies.nothing_left(request):
+        if nothing_left(request, self._max_model_len):
             return self._finish(request, TokenDelta(token_ids=[], finish_reason="length"), "length", now)
         if not self._may_move(request):
             return [self._fail(request, error, now)]
@@ -557,7 +540,6 @@ class RequestFlow:
         del self._requests[request.request_id]
 
     def _detach(self, request: RequestState) -> None:
-        """Take a request off its replica."""
         assert request.replica is not None, f"request {request.request_id} is on no replica"
         self.placement.ended(request.replica, request.wire_id)
         del self._by_wire[request.wire_id]

@@ -99,13 +99,11 @@ class RequestState(msgspec.Struct, eq=False):
 
     @property
     def on_replica(self) -> bool:
-        """Whether a replica works on it."""
         return self.phase is SENT or self.phase is STREAMING
 
     def record(
         self, outcome: Literal["finished", "failed", "cancelled"], reason: FinishReason | None, now: float
     ) -> FinishedRequest:
-        """What became of it, for metrics."""
         return FinishedRequest(
             trace_id=self.request.trace_id,
             replica_id=self.replica,

@@ -33,11 +33,9 @@ class RequestStream:
 
     @property
     def replica_id(self) -> str | None:
-        """Where the request runs or ran last; None while the router holds it."""
         return self._replica or self._replica_of(self._request_id)
 
     def listen(self, sink: TokenSink) -> None:
-        """See `TokenStream.listen`."""
         assert self._sink is None, "a stream has one sink"
         self._sink = sink
         for delta in self._kept or ():
@@ -47,7 +45,6 @@ class RequestStream:
             sink.failed(self._error)
 
     def cancel(self) -> None:
-        """See `TokenStream.cancel`."""
         if self._cancelled:
             return
         self._cancelled = True
@@ -56,7 +53,6 @@ class RequestStream:
             self._cancel(self._request_id)
 
     def put(self, delta: TokenDelta, replica_id: str | None) -> None:
-        """Hand a delta of that replica to the sink."""
         self._replica = replica_id
         self._over = delta.finish_reason is not None
         if self._sink is not None:

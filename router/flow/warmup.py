@@ -54,7 +54,6 @@ class CacheWarmup:
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """Those that are being warmed up."""
         return tuple(self._by_replica)
 
     def begin(self, replica: str, share: float, now: float) -> list[Instruction]:
@@ -103,7 +102,6 @@ class CacheWarmup:
             self._counters.warm_ups_cut += 1
 
     def progress(self, replica: str) -> WarmUpProgress | None:
-        """How far the replica's warm-up is; None: there is none."""
         warm_up = self._by_replica.get(replica)
         return None if warm_up is None else warm_up.progress
 

@@ -1,45 +1,27 @@
 """Which replicas may join: what router and replica must agree on, compared field by field.
 
-Pure apart from reading the tokenizer's files once. A replica that tokenizes or hashes differently would have a hit rate
+Pure apart from reading the tokenizer's files. A replica that tokenizes or hashes differently would have a hit rate
 of zero without any visible error, so it is refused, and the error names the field.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ...kvcache.config import KvCacheSettings
 from ...kvcache.hashing import BlockHash, BlockHasher
 from ...kvcache.parity import canary_hash, template_digest, tokenizer_digest
-from ...replica.messages import ModelLimits, Parity, ReplicaDescription
+from ...replica.messages import Parity, ReplicaDescription
 from ..backend import TextDigests, TextSource
 from ..errors import ParityMismatch
 
 
 def text_digests(folder: Path) -> TextDigests:
-    """Digests of the tokenizer and the template in a model's folder."""
     return TextDigests(tokenizer_digest(folder), template_digest(folder))
 
 
 def text_source(folder: Path) -> TextSource:
     """The tokenizer and the template in a model's folder as they are now."""
     return TextSource(str(folder), text_digests(folder))
-
-
-class OwnTexts:
-    """The router's own tokenizers and templates; the files of a folder are read once."""
-
-    def __init__(self, folder: Path | None) -> None:
-        """`folder` None: they are where a replica says that its model is."""
-        self._folder = folder
-        self._digests: dict[Path, TextDigests] = {}
-
-    def digests(self, model: ModelLimits) -> TextDigests:
-        """Digests of what this model's requests are tokenized with."""
-        folder = self._folder or Path(model.path)
-        if folder not in self._digests:
-            self._digests[folder] = text_digests(folder)
-        return self._digests[folder]
 
 
 def own_parity(digests: TextDigests, cache: KvCacheSettings, cluster_seed: int, model_root: BlockHash) -> Parity:
@@ -60,24 +42,12 @@ def compare(ours: Parity, theirs: Parity, replica_id: str) -> None:
     for field in Parity.__struct_fields__:
         mine, other = getattr(ours, field), getattr(theirs, field)
         if mine != other:
-            raise ParityMismatch(replica_id, field, _readable(mine), _readable(other))
+            shown = [value.hex() if isinstance(value, bytes) else value for value in (mine, other)]
+            raise ParityMismatch(replica_id, field, *shown)
 
 
-@dataclass(slots=True, frozen=True)
-class Changes:
-    """What a new full view of the membership changes; a rebuilt replica is in both."""
-
-    lost: tuple[str, ...]
-    joined: tuple[ReplicaDescription, ...]
-
-
-def changes(known: dict[str, int], wanted: Sequence[ReplicaDescription]) -> Changes:
-    """Compare the epochs of the known replicas with the full view of those that are there."""
+def changes(known: dict[str, int], wanted: Sequence[ReplicaDescription]) -> tuple[list[str], list[ReplicaDescription]]:
+    """Which of the known replicas, by their epochs, a full view loses, and which join; a rebuilt one is in both."""
     epochs = {replica.replica_id: replica.epoch for replica in wanted}
-    lost = tuple(replica for replica, epoch in known.items() if epochs.get(replica) != epoch)
-    joined = tuple(replica for replica in wanted if known.get(replica.replica_id) != replica.epoch)
-    return Changes(lost, joined)
-
-
-def _readable(value: object) -> object:
-    return value.hex() if isinstance(value, bytes) else value
+    lost = [replica for replica, epoch in known.items() if epochs.get(replica) != epoch]
+    return lost, [replica for replica in wanted if known.get(replica.replica_id) != replica.epoch]

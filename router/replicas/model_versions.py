@@ -9,7 +9,7 @@ Settings versions that hash blocks alike share a service; models never do. Knows
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,17 +19,13 @@ from typing import assert_never
 import msgspec
 
 from ...replica.messages import ModelLimits, Parity
-from ..backend import AbsentReplica, ClusterView, ReplicaView, RouterCounters, TextSource, model_view, total
+from ..backend import AbsentReplica, ClusterView, RouterCounters, TextSource, model_view, total
 from ..control import (
     Answer,
     AnyQuestion,
     CacheWorth,
-    CacheWorths,
     CountInFlight,
     Demand,
-    Demands,
-    Done,
-    InFlight,
     MeasureDemand,
     Member,
     SetMembership,
@@ -47,9 +43,6 @@ log = logging.getLogger(__name__)
 #: When a client may ask again for a model that an operator has turned off.
 OFF_RETRY_S = 30.0
 
-#: Makes the service for a version, given its first replica and the counters of its model.
-ServiceMaker = Callable[[Member, RouterCounters], RouterService]
-
 
 @dataclass(slots=True)
 class _Version:
@@ -60,7 +53,6 @@ class _Version:
 
     @property
     def takers(self) -> int:
-        """Replicas that take new requests."""
         return sum(member.rest is None for member in self.members)
 
     @property
@@ -102,9 +94,15 @@ class ModelVersions:
     """A `Backend` of the models that are served, each of one or, during an update, several versions."""
 
     def __init__(
-        self, make: ServiceMaker, names: Iterable[str], *, router_id: str, policy: str, rng: Random | None = None
+        self,
+        make: Callable[[Member, RouterCounters], RouterService],
+        names: Iterable[str],
+        *,
+        router_id: str,
+        policy: str,
+        rng: Random | None = None,
     ) -> None:
-        """`names` are the models to be served; `router_id` and `policy` are for those who look."""
+        """`make` gets a version's first replica and its model's counters. `names` are the models to be served."""
         self._make = make
         self._router_id = router_id
         self._policy = policy
@@ -115,33 +113,31 @@ class ModelVersions:
         self._missing: tuple[AbsentReplica, ...] = ()
 
     def close(self) -> None:
-        """End every request and close all connections."""
         for version in self._versions:
             version.service.close()
 
     # For the controller
 
     async def answer(self, question: AnyQuestion) -> Answer:
-        """Answer any of the controller's questions (control.py)."""
         match question:
             case SetMembership():
                 self._set_membership(question)
-                return Done()
+                return None
             case SetMissing(missing, turned_off):
                 self._missing = missing
                 for model in self._models.values():
                     model.off = model.name in turned_off
                     self._turn_away(model)
-                return Done()
+                return None
             case WarmUp(replica_id, share, timeout_s):
                 with suppress(TimeoutError):
                     async with asyncio.timeout(timeout_s):
                         return await self._warm_up(replica_id, share)
                 return WarmUpEnded()
             case CountInFlight(replica_id):
-                return InFlight(sum(self._in_flight(replica_id, version) for version in self._versions))
+                return sum(self._in_flight(replica_id, version) for version in self._versions)
             case WeighCaches():
-                return CacheWorths(tuple(worth for version in self._versions for worth in _worths(version)))
+                return [worth for version in self._versions for worth in _worths(version)]
             case MeasureDemand():
                 return self._demands()
             case _:
@@ -181,7 +177,7 @@ class ModelVersions:
         held = version.service.waiting if version.is_replaced and _lists(version, replica_id) else 0
         return version.service.in_flight(replica_id) + held
 
-    def _demands(self) -> Demands:
+    def _demands(self) -> dict[str, Demand]:
         view = self.view()
         slots = {
             member.description.replica_id: member.description.max_running_requests
@@ -203,7 +199,7 @@ class ModelVersions:
                 prefill_tokens_per_s=sum(replica.prefill_tokens_per_s for replica in serving),
                 serving=len(serving),
             )
-        return Demands(demands)
+        return demands
 
     def _version_of(self, member: Member) -> _Version:
         """The version for the member's settings, which may be a new one."""
@@ -242,7 +238,6 @@ class ModelVersions:
     # For the HTTP front
 
     def choose(self, model: str | None) -> RouterService:
-        """The service for the next request to this model. Raises ModelNotFound, InvalidRequest and NoReplica."""
         named = self._named(model)
         weights = [version.takers for version in named.versions]
         if any(weights):
@@ -254,25 +249,20 @@ class ModelVersions:
         return named.versions[-1].service
 
     def models(self) -> list[ModelLimits]:
-        """Of every model that is served and has had a replica."""
         return [limits for model in self._served.values() if (limits := model.limits()) is not None]
 
     def texts(self) -> list[TextSource]:
-        """Of every version that requests are tokenized for, each once."""
         known = (version.service.text() for version in self._versions)
         return list(dict.fromkeys(source for source in known if source is not None))
 
     def exact(self) -> bool:
-        """Whether every index has been exact since the start."""
         versions = self._versions
         return bool(versions) and all(each.service.exact() for each in versions if each.members)
 
     async def until_exact(self) -> None:
-        """Returns when `exact` does."""
         await asyncio.gather(*(version.service.until_exact() for version in self._versions))
 
     def view(self) -> ClusterView:
-        """All versions as one cluster."""
         shown = {name: [each.service.view() for each in model.versions] for name, model in self._models.items()}
         views = [view for of_model in shown.values() for view in of_model]
         members = [member for version in self._versions for member in version.members]
@@ -289,13 +279,19 @@ class ModelVersions:
                 if shown[name] or not model.leaving
             ],
             counters=total(model.counters for model in self._models.values()),
-            replicas=[_shown(replica, draining) for view in views for replica in view.replicas],
+            # A draining replica that still gets what was held is shown as draining.
+            replicas=[
+                msgspec.structs.replace(replica, state="draining")
+                if replica.state == "serving" and replica.replica_id in draining
+                else replica
+                for view in views
+                for replica in view.replicas
+            ],
             refused=[refused for view in views for refused in view.refused],
             absent=[replica for replica in self._missing if replica.replica_id not in present],
         )
 
     async def reset_caches(self, model: str | None = None) -> list[str]:
-        """Have every replica (of this model) forget its cached blocks; returns their ids."""
         versions = self._versions if model is None else self._named(model).versions
         present = [version for version in versions if version.members]
         if not present:
@@ -303,7 +299,6 @@ class ModelVersions:
         return [name for version in present for name in await version.service.reset_caches()]
 
     def end_requests(self) -> None:
-        """End every request, as the router stops."""
         for version in self._versions:
             version.service.end_requests()
 
@@ -335,7 +330,6 @@ def _lists(version: _Version, replica_id: str) -> bool:
 
 
 def _worths(version: _Version) -> Sequence[CacheWorth]:
-    """What would be lost with each replica of a version."""
     unique, block_size = version.service.unique_blocks(), version.parity.block_size
     return [
         CacheWorth(
@@ -346,10 +340,3 @@ def _worths(version: _Version) -> Sequence[CacheWorth]:
         )
         for replica in version.service.view().replicas
     ]
-
-
-def _shown(replica: ReplicaView, draining: Collection[str]) -> ReplicaView:
-    """A draining replica that still gets what was held is shown as draining."""
-    if replica.state != "serving" or replica.replica_id not in draining:
-        return replica
-    return msgspec.structs.replace(replica, state="draining")

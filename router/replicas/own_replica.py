@@ -8,11 +8,10 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from ...events.errors import KeysRefused
 from ...events.follow.feed import EventFeed
 from ...events.follow.handshake import Handshakes
 from ...events.wire.cache_events import CacheEvent
-from ...events.wire.messages import LoadReport, SnapshotBlock
+from ...events.wire.messages import SnapshotBlock
 from ...replica.messages import Abort, CacheReset, ReplicaDescription, Reply, Request, ResetCache
 from ..backend import RefusedReplica
 from ..flow.request_flow import RequestFlow
@@ -67,11 +66,9 @@ class OwnReplica(ReplicaHandle):
         )
 
     def send(self, message: Request) -> bool:
-        """Send a message. False: the connection does not take it now."""
         return self._link is not None and self._link.send(message)
 
     def reset_cache(self) -> "asyncio.Future[ResetOutcome]":
-        """Have the replica forget its cached blocks."""
         self._last_reset += 1
         ask_id, loop = self._last_reset, self._context.loop
         answer = self._resets[ask_id] = loop.create_future()
@@ -82,7 +79,6 @@ class OwnReplica(ReplicaHandle):
         return answer
 
     def leave(self) -> list[Instruction]:
-        """The membership lists it no longer."""
         if self._reopening is not None:
             self._reopening.cancel()
         if self._link is not None:
@@ -122,8 +118,6 @@ class OwnReplica(ReplicaHandle):
         self._flow.counters.malformed_frames += 1
         log.warning("reply_malformed replica=%s reason=%s", self.replica_id, reason)
 
-    # From the feed
-
     def apply(self, events: Sequence[CacheEvent]) -> None:
         """The feed has changed the index already, through the `blocks` that it was given."""
 
@@ -140,15 +134,6 @@ class OwnReplica(ReplicaHandle):
             blocks=self._placement.blocks_of(self.replica_id),
             keys=context.keys if endpoints.curve_key else None,
         )
-
-    def load(self, report: LoadReport) -> None:
-        """The replica's load."""
-        self._note_load(report)
-
-    def refused(self, error: KeysRefused) -> None:
-        """The event stream does not accept our keys; without it, load alone decides."""
-        self._flow.counters.refused_connections += 1
-        log.warning("feed_refused replica=%s reason=%s", self.replica_id, error)
 
     def _settle_reset(self, ask_id: int, outcome: ResetOutcome) -> None:
         answer = self._resets.pop(ask_id, None)

@@ -7,7 +7,7 @@ sockets and timers; decisions are made by the request flow, and what is known of
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,8 +15,7 @@ from ...events.errors import EndpointUnusable, EventError, KeysRefused
 from ...events.follow.feed import EventFeed
 from ...events.follow.subscription import FeedStatus
 from ...events.security.curve_keys import KeyPair
-from ...events.wire.cache_events import CacheEvent
-from ...events.wire.messages import LoadReport, SnapshotBlock
+from ...events.wire.messages import LoadReport
 from ...replica.messages import ReplicaDescription, Request
 from ..backend import FeedState, Observer, RefusedReplica
 from ..flow.request_flow import RequestFlow
@@ -50,7 +49,7 @@ class ServiceContext:
 
 
 class ReplicaHandle(ABC):
-    """A replica that the membership lists. It is the sink of its own event feed."""
+    """A replica that the membership lists. With `apply` and `reset` of the subclass it is its feed's sink."""
 
     def __init__(
         self, description: ReplicaDescription, flow: RequestFlow, context: ServiceContext, rest: Rest | None = None
@@ -66,13 +65,11 @@ class ReplicaHandle(ABC):
 
     @property
     def replica_id(self) -> str:
-        """The replica's stable name."""
         return self.description.replica_id
 
     @property
     def feed_state(self) -> FeedState:
-        """How far its events can be trusted."""
-        return self._placement.feed(self.replica_id) if self.joined else FeedStatus.SYNCING
+        return self._placement.feeds[self.replica_id] if self.joined else FeedStatus.SYNCING
 
     @property
     @abstractmethod
@@ -88,15 +85,14 @@ class ReplicaHandle(ABC):
         """Send a message. False: the connection does not take it now."""
 
     @abstractmethod
-    def reset_cache(self) -> "asyncio.Future[ResetOutcome]":
-        """Have it forget its cached blocks. The future has a result within RESET_TIMEOUT_S in any case."""
+    def reset_cache(self) -> Awaitable[ResetOutcome]:
+        """Have it forget its cached blocks. The answer comes within RESET_TIMEOUT_S in any case."""
 
     @abstractmethod
     def leave(self) -> list[Instruction]:
         """The membership lists it no longer. Returns what its requests need, for the caller to carry out."""
 
     def set_rest(self, rest: Rest | None) -> list[Instruction]:
-        """Send it no new requests, for this reason; None: send them."""
         if rest == self._rest:
             return []
         self._rest = rest
@@ -112,14 +108,14 @@ class ReplicaHandle(ABC):
         instructions = self._flow.join(self.description, self._context.clock(), self._rest)
         feed = self._new_feed()
         if feed is None:
-            self._placement.set_feed(self.replica_id, FeedStatus.STALE)
+            self._placement.feeds[self.replica_id] = FeedStatus.STALE
         else:
             try:
                 feed.start(self._context.loop)
                 self._feed = feed
             except EndpointUnusable as error:
                 log.error("feed_unusable replica=%s error=%s", self.replica_id, error)
-                self._placement.set_feed(self.replica_id, FeedStatus.STALE)
+                self._placement.feeds[self.replica_id] = FeedStatus.STALE
         self._context.run(instructions)
 
     def _depart(self, reason: str) -> tuple[list[int], list[Instruction]]:
@@ -136,23 +132,13 @@ class ReplicaHandle(ABC):
 
     # From the feed
 
-    @abstractmethod
-    def apply(self, events: Sequence[CacheEvent]) -> None:
-        """The next batch of cache events."""
-
-    @abstractmethod
-    def reset(self, blocks: Sequence[SnapshotBlock]) -> None:
-        """The replica's whole cached set."""
-
-    @abstractmethod
     def refused(self, error: KeysRefused) -> None:
-        """The event stream does not accept our keys."""
+        """The event stream does not accept our keys; without it, load alone decides."""
+        self._flow.counters.refused_connections += 1
+        log.warning("feed_refused replica=%s reason=%s", self.replica_id, error)
 
-    @abstractmethod
     def load(self, report: LoadReport) -> None:
         """The replica's load."""
-
-    def _note_load(self, report: LoadReport) -> None:
         observer = self._context.observer
         if observer is not None:
             observer.load_reported(self.replica_id, report)
@@ -163,9 +149,8 @@ class ReplicaHandle(ABC):
         self._context.run(self._flow.report(self.replica_id, report, self._context.clock()))
 
     def status(self, status: FeedStatus) -> None:
-        """How far the events can be trusted."""
         log.info("feed_%s replica=%s", status, self.replica_id)
-        self._placement.set_feed(self.replica_id, status)
+        self._placement.feeds[self.replica_id] = status
 
     def malformed(self, error: EventError) -> None:
         """An event message was dropped; the feed closes the gap."""

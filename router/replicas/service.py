@@ -29,6 +29,7 @@ from ..backend import (
     RefusedReplica,
     ReplicaView,
     RouterCounters,
+    TextDigests,
     TextSource,
     model_view,
 )
@@ -52,7 +53,7 @@ from ..routing.replica_load import LoadBook, Rest
 from ..routing.reservations import Reservations
 from .external.external_replica import ExternalReplica
 from .external.probe import ExternalTerms
-from .membership import OwnTexts, changes, compare, own_parity
+from .membership import changes, compare, own_parity, text_digests
 from .own_replica import OwnReplica
 from .replica_handle import ServiceContext
 
@@ -92,7 +93,8 @@ class RouterService:
         """
         self.counters = counters or RouterCounters()
         self._cache = cache
-        self._texts = OwnTexts(model_dir)
+        self._model_dir = model_dir
+        self._digests: dict[Path, TextDigests] = {}  #: of what requests are tokenized with, by folder
         self._external = external
         self._placement = Placement(
             make_policy(settings.policy),
@@ -163,9 +165,9 @@ class RouterService:
         if cluster_seed != self._cluster_seed:
             known = dict.fromkeys(known, -1)  # with another seed every block has another hash
             self._cluster_seed = cluster_seed
-        difference = changes(known, replicas)
+        gone, joined = changes(known, replicas)
         instructions: list[Instruction] = []
-        for name in difference.lost:
+        for name in gone:
             self._refused.pop(name, None)
             self._silent.discard(name)
             if (lost := self._replicas.pop(name, None)) is not None:
@@ -174,12 +176,11 @@ class RouterService:
             instructions += replica.set_rest(resting.get(name))
         if replicas and self._first_replica_at is None:
             self._first_replica_at = self._context.clock()
-        for description in difference.joined:
+        for description in joined:
             self._let_in(description, cluster_seed, resting.get(description.replica_id))
         self._run(instructions)
 
     def in_flight(self, replica_id: str) -> int:
-        """Requests that were sent there and are not over."""
         return self._placement.loads.in_flight(replica_id) if replica_id in self._placement else 0
 
     async def until_joined(self, replica_id: str) -> str:
@@ -212,12 +213,10 @@ class RouterService:
 
     @property
     def waiting(self) -> int:
-        """Requests held by the router."""
         return self._flow.waiting
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens of the requests held by the router."""
         return self._flow.waiting_tokens
 
     def unique_blocks(self) -> dict[str, int]:
@@ -234,21 +233,23 @@ class RouterService:
         return self
 
     def model(self) -> ModelLimits | None:
-        """Limits of the served model; None until a replica was let in."""
         return self._flow.model.limits if self._flow.model else None
 
     def models(self) -> list[ModelLimits]:
-        """Of the only model, once a replica was let in."""
         limits = self.model()
         return [] if limits is None else [limits]
 
     def text(self) -> TextSource | None:
-        """What requests are tokenized with; None until a replica was let in."""
         limits = self.model()
-        return None if limits is None else TextSource(limits.path, self._texts.digests(limits))
+        return None if limits is None else TextSource(limits.path, self._digests_of(limits))
+
+    def _digests_of(self, model: ModelLimits) -> TextDigests:
+        folder = self._model_dir or Path(model.path)
+        if folder not in self._digests:
+            self._digests[folder] = text_digests(folder)
+        return self._digests[folder]
 
     def texts(self) -> list[TextSource]:
-        """Of the only model."""
         source = self.text()
         return [] if source is None else [source]
 
@@ -268,7 +269,6 @@ class RouterService:
         return self._exact
 
     async def until_exact(self) -> None:
-        """Returns when `exact` does."""
         while not self.exact():  # noqa: ASYNC110 - exactness depends on time too: no event would be set
             await asyncio.sleep(POLL_S)
 
@@ -296,7 +296,6 @@ class RouterService:
             raise self._closed()
 
     def view(self) -> ClusterView:
-        """The cluster as this router sees it now."""
         refused = [*self._refused.values(), *filter(None, (each.refused_replica for each in self._replicas.values()))]
         view = ClusterView(
             router_id=self._context.router_id,
@@ -324,8 +323,8 @@ class RouterService:
             raise NoReplica("no replica is connected", retry_after_s=1.0)
         if self._flow.in_flight:
             raise CacheInUse(f"{self._flow.in_flight} requests are running: reset when they are over")
-        answers = [replica.reset_cache() for replica in replicas]
-        outcomes = {replica.replica_id: await answer for replica, answer in zip(replicas, answers, strict=True)}
+        answers = await asyncio.gather(*(replica.reset_cache() for replica in replicas))
+        outcomes = {replica.replica_id: answer for replica, answer in zip(replicas, answers, strict=True)}
         if busy := [name for name, outcome in outcomes.items() if outcome == "in use"]:
             raise CacheInUse(f"requests are running on {', '.join(busy)}: the other caches were reset, these were not")
         if unknown := [name for name, outcome in outcomes.items() if outcome != "empty"]:
@@ -338,7 +337,6 @@ class RouterService:
         self._send_out()
 
     def check(self) -> None:
-        """Assert every invariant."""
         self._flow.check()
 
     # Membership
@@ -370,7 +368,7 @@ class RouterService:
         """The model as this replica serves it: it must hash blocks as the others do. Raises ParityMismatch."""
         present = self._flow.model if self._replicas else None
         root = present.root if present is not None else BlockHash(description.parity.model_root)
-        ours = own_parity(self._texts.digests(description.model), self._cache, cluster_seed, root)
+        ours = own_parity(self._digests_of(description.model), self._cache, cluster_seed, root)
         compare(ours, description.parity, description.replica_id)
         if present is not None:
             return present
@@ -460,7 +458,7 @@ class RouterService:
         return msgspec.structs.replace(
             view,
             state=unavailable or ("serving" if reported else "joining"),
-            feed=self._placement.feed(name),
+            feed=self._placement.feeds[name],
             indexed_blocks=self._placement.index.count(name),
             expected_blocks=self._placement.reservations.count(name),
             in_flight=loads.in_flight(name),

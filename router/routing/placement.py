@@ -22,7 +22,7 @@ from .reservations import Reservations
 class Placement:
     """Index, reservations, loads and feeds of the joined replicas, kept in step with each other."""
 
-    __slots__ = ("_feeds", "_rng", "index", "loads", "policy", "reservations")
+    __slots__ = ("_rng", "feeds", "index", "loads", "policy", "reservations")
 
     def __init__(self, policy: Policy, *, loads: LoadBook, reservations: Reservations, rng: Random) -> None:
         self.index = PrefixIndex()
@@ -30,13 +30,13 @@ class Placement:
         self.loads = loads
         self.reservations = reservations
         self._rng = rng
-        self._feeds: dict[str, FeedState] = {}
+        self.feeds: dict[str, FeedState] = {}  #: how far the events of each joined replica can be trusted
 
     def __contains__(self, replica: object) -> bool:
-        return replica in self._feeds
+        return replica in self.feeds
 
     def __len__(self) -> int:
-        return len(self._feeds)
+        return len(self.feeds)
 
     # Replicas
 
@@ -46,7 +46,7 @@ class Placement:
         self.index.join(description.replica_id, description.num_blocks, closed=not description.foreign)
         self.loads.join(description, now)
         self.policy.join(description)
-        self._feeds[description.replica_id] = FeedState.SYNCING
+        self.feeds[description.replica_id] = FeedState.SYNCING
 
     def leave(self, replica: str) -> None:
         """A replica is gone, with all that it held and would have held."""
@@ -54,18 +54,9 @@ class Placement:
         self.loads.leave(replica)
         self.reservations.leave(replica)
         self.policy.leave(replica)
-        del self._feeds[replica]
-
-    def set_feed(self, replica: str, state: FeedState) -> None:
-        """How far the replica's events can be trusted."""
-        self._feeds[replica] = state
-
-    def feed(self, replica: str) -> FeedState:
-        """How far the replica's events can be trusted."""
-        return self._feeds[replica]
+        del self.feeds[replica]
 
     def report(self, replica: str, report: LoadReport, now: float) -> None:
-        """The replica reported its load."""
         self.loads.report(replica, report, now)
         self.policy.report(replica, report)
 
@@ -76,17 +67,14 @@ class Placement:
         return _ObservedBlocks(blocks, self.policy, replica) if keeps_books else blocks
 
     def stored(self, replica: str, blocks: Sequence[int]) -> None:
-        """The replica announced these blocks."""
         self.index.add(replica, blocks)
         self.policy.stored(replica, blocks)
 
     def removed(self, replica: str, blocks: Sequence[int]) -> None:
-        """The replica evicted these blocks."""
         self.index.remove(replica, blocks)
         self.policy.removed(replica, blocks)
 
     def reset(self, replica: str, blocks: Sequence[int]) -> None:
-        """The replica holds exactly these blocks."""
         self.index.reset(replica, blocks)
         self.policy.reset(replica, blocks)
 
@@ -96,7 +84,7 @@ class Placement:
         """Every joined replica as it stands for a prompt whose full blocks are `keys`."""
         held = self.index.match(keys)
         expected = self.reservations.extend(held, keys)
-        feeds = self._feeds
+        feeds = self.feeds
         return [
             Candidate(
                 replica_id=replica,
@@ -110,7 +98,6 @@ class Placement:
         ]
 
     def decide(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Decision:
-        """The policy's decision for a request that will be sent."""
         return self.policy.decide(prompt, candidates, self._rng)
 
     def explain(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Explanation:
@@ -129,22 +116,19 @@ class Placement:
         self.policy.booked(chosen.replica_id, request_id, decision.prompt)
 
     def started(self, replica: str, request_id: int) -> None:
-        """Its first token came."""
         self.loads.started(replica, request_id)
         self.policy.started(replica, request_id)
 
     def ended(self, replica: str, request_id: int) -> None:
-        """The request has left the replica."""
         self.reservations.release(request_id)
         self.loads.ended(replica, request_id)
         self.policy.ended(replica, request_id)
 
     def check(self) -> None:
-        """Assert every invariant."""
         self.index.check()
         self.reservations.check()
         self.loads.check()
-        assert tuple(self._feeds) == self.loads.replicas(), "feeds and loads have different replicas"
+        assert tuple(self.feeds) == self.loads.replicas(), "feeds and loads have different replicas"
 
 
 def regret_tokens(prompt: Prompt, candidates: Iterable[Candidate], decision: Decision) -> int:

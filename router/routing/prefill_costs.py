@@ -45,7 +45,6 @@ class CostPool:
         self._changed = False
 
     def leave(self, replica: str) -> None:
-        """A replica is gone; harmless when it never reported."""
         self._members.pop(replica, None)
 
     def report(self, replica: str, totals: list[float], tokens_per_s: float, now: float) -> None:
@@ -72,7 +71,10 @@ class CostPool:
             return {}
         self._changed = False
         newest = max([member.moved_at for member in self._members.values()])
-        evidence = {name: _weighed(member, newest) for name, member in self._members.items()}
+        evidence = {
+            name: [exp((member.moved_at - newest) / MEMORY_S) * value for value in member.recent]
+            for name, member in self._members.items()
+        }
         for _ in range(ROUNDS):
             shape = self._shape(evidence)
             for name, member in self._members.items():
@@ -90,8 +92,3 @@ def _trusted(slowness: float, steps: float) -> float:
     """The factor, drawn towards 1 as far as so few steps justify."""
     apart = log(slowness)
     return exp(apart * apart * apart / (apart * apart + ALIKE * ALIKE) * steps / (steps + DRAW_STEPS))
-
-
-def _weighed(member: _Member, newest: float) -> list[float]:
-    weight = exp((member.moved_at - newest) / MEMORY_S)
-    return [weight * value for value in member.recent]

@@ -60,7 +60,6 @@ class ReplicaLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     @property
     def requests(self) -> int:
-        """Requests there and on the way."""
         return self.running + self.waiting
 
     @property
@@ -85,13 +84,6 @@ class _Replica:
     #: The last view; None after a change. Most requests change one replica and read all.
     view: ReplicaLoad | None = None
 
-    def send(self, request_id: int, sent: Pending, now: float) -> None:
-        self.busy_until = max(self.busy_until, now) + sent.prefill_s
-        self.pending[request_id] = sent
-        self.pending_tokens += sent.uncached_tokens
-        self.pending_blocks += sent.blocks
-        self.view = None
-
     def arrive(self, request_id: int) -> Pending | None:
         sent = self.pending.pop(request_id, None)
         if sent is not None:
@@ -99,12 +91,6 @@ class _Replica:
             self.pending_blocks -= sent.blocks
             self.view = None
         return sent
-
-    def end(self, request_id: int) -> None:
-        sent = self.arrive(request_id)
-        if sent is not None:  # no report will include it, so nothing else corrects this
-            self.busy_until -= sent.prefill_s
-        self.in_flight.discard(request_id)
 
 
 class LoadBook:
@@ -126,16 +112,13 @@ class LoadBook:
         self._replicas[description.replica_id] = _Replica(description, heard_at=now, moved_at=now)
 
     def leave(self, replica: str) -> None:
-        """A replica is gone."""
         del self._replicas[replica]
         self._pool.leave(replica)
 
     def replicas(self) -> tuple[str, ...]:
-        """Who has joined, in the order of joining."""
         return tuple(self._replicas)
 
     def description(self, replica: str) -> ReplicaDescription:
-        """How the replica introduced itself."""
         return self._replicas[replica].description
 
     def report(self, replica: str, report: LoadReport, now: float) -> None:
@@ -152,7 +135,12 @@ class LoadBook:
         arrived = [] if accepted is None else [known for known in entry.pending if known <= accepted]
         for request_id in arrived:
             entry.arrive(request_id)
-        if arrived or _differs(report, before):
+        # Heartbeats repeat the last report in the middle of a step.
+        is_new = before is None or (report.step, report.queued_prefill_tokens) != (
+            before.step,
+            before.queued_prefill_tokens,
+        )
+        if arrived or is_new:
             on_the_way_s = sum([sent.prefill_s for sent in entry.pending.values()])
             entry.busy_until = now + _queued_s(entry, report) + on_the_way_s
 
@@ -162,9 +150,12 @@ class LoadBook:
         entry.heard_at = entry.moved_at = now
 
     def dispatched(self, replica: str, request_id: int, pending: Pending, now: float) -> None:
-        """A request is on its way there."""
         entry = self._replicas[replica]
-        entry.send(request_id, pending, now)
+        entry.busy_until = max(entry.busy_until, now) + pending.prefill_s
+        entry.pending[request_id] = pending
+        entry.pending_tokens += pending.uncached_tokens
+        entry.pending_blocks += pending.blocks
+        entry.view = None
         entry.in_flight.add(request_id)
 
     def started(self, replica: str, request_id: int) -> None:
@@ -175,24 +166,22 @@ class LoadBook:
         """The request has left the replica. Does nothing if it, or the replica, is gone already."""
         entry = self._replicas.get(replica)
         if entry is not None:
-            entry.end(request_id)
+            if (sent := entry.arrive(request_id)) is not None:  # no report will include it to correct this
+                entry.busy_until -= sent.prefill_s
+            entry.in_flight.discard(request_id)
 
     def rest(self, replica: str, rest: Rest | None) -> None:
-        """Why the replica gets no new requests; None: it does."""
         entry = self._replicas[replica]
         entry.rest = rest
         entry.view = None
 
     def in_flight(self, replica: str) -> int:
-        """This router's requests there and on the way."""
         return len(self._replicas[replica].in_flight)
 
     def has_reported(self, replica: str) -> bool:
-        """Whether any report has arrived."""
         return self._replicas[replica].report is not None
 
     def age_s(self, replica: str, now: float) -> float:
-        """Seconds since the last sign of life."""
         return now - self._replicas[replica].heard_at
 
     def stalled(self, now: float) -> list[str]:
@@ -242,7 +231,6 @@ class LoadBook:
             entry.cost, entry.view = cost, None
 
     def check(self) -> None:
-        """Assert every invariant."""
         for replica, entry in self._replicas.items():
             stray = set(entry.pending) - entry.in_flight
             assert not stray, f"{replica}: {len(stray)} requests on the way are not in flight"
@@ -288,11 +276,6 @@ def _longest_step_s(entry: _Replica) -> float:
     return about.max_batched_tokens / min(rate for rate in rates if rate > 0) + max(steps)
 
 
-def _differs(report: LoadReport, before: LoadReport | None) -> bool:
-    """Whether the report is a new one: heartbeats repeat the last report in the middle of a step."""
-    return before is None or (report.step, report.queued_prefill_tokens) != (before.step, before.queued_prefill_tokens)
-
-
 def _queued_s(entry: _Replica, report: LoadReport) -> float:
     if entry.cost is not None and report.queued_prefill is not None:
         return entry.cost.total(report.queued_prefill)
@@ -302,7 +285,6 @@ def _queued_s(entry: _Replica, report: LoadReport) -> float:
 
 
 def _idle(description: ReplicaDescription) -> LoadReport:
-    """What a replica without any work would report."""
     return LoadReport(
         epoch=description.epoch,
         step=0,
@@ -321,6 +303,5 @@ def _idle(description: ReplicaDescription) -> LoadReport:
 
 
 def _plain_cost(entry: _Replica, report: LoadReport) -> PrefillCost:
-    """Every token costs the same."""
     tokens_per_s = report.prefill_tokens_per_s or entry.description.prefill_tokens_per_s
     return PrefillCost(prompt_s=0.0, token_s=1 / tokens_per_s, pair_s=0.0)

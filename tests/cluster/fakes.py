@@ -17,12 +17,8 @@ from homing.router.control import (
     Answer,
     AnyQuestion,
     CacheWorth,
-    CacheWorths,
     CountInFlight,
     Demand,
-    Demands,
-    Done,
-    InFlight,
     MeasureDemand,
     SetMembership,
     SetMissing,
@@ -113,22 +109,22 @@ class FakeRouter:
                     file.write(
                         json.dumps([[member.replica_id, member.epoch, member.pids] for member in serving]) + "\n"
                     )
-                return Done()
+                return None
             case SetMissing(missing, turned_off):
                 self._told.with_name("off").write_text(json.dumps(sorted(turned_off)))
                 with self._told.with_name("absent").open("a") as file:
                     file.write(json.dumps([[each.replica_id, each.state, each.reason] for each in missing]) + "\n")
-                return Done()
+                return None
             case WarmUp(replica_id):
                 refused = self._members[replica_id].parity.block_size == 32
                 return WarmUpEnded(refusal="another block size" if refused else "")
             case CountInFlight():
-                return InFlight(0)
+                return 0
             case WeighCaches():  # the higher its number, the more a replica is worth
                 numbers = {name: int(name.rpartition("r")[2]) for name in self._members}
-                return CacheWorths(tuple(CacheWorth(name, number, 0, 1.0) for name, number in numbers.items()))
+                return [CacheWorth(name, number, 0, 1.0) for name, number in numbers.items()]
             case MeasureDemand():
-                return Demands(self._demands())
+                return self._demands()
             case _:
                 assert_never(question)
 

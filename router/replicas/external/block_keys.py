@@ -9,8 +9,8 @@ stream began in the middle, or its batch was lost for good), or its tokens are n
 sliding windows). Such blocks are counted, and not credited to the engine until it stores them anew.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 
 import msgspec
@@ -30,19 +30,6 @@ def cache_salt(root: bytes) -> str:
     return SALT_PREFIX + root.hex()
 
 
-@dataclass(slots=True)
-class Unplaced:
-    """Blocks that were announced and could not be hashed."""
-
-    no_parent: int = 0
-    no_tokens: int = 0
-
-    @property
-    def blocks(self) -> int:
-        """The total."""
-        return self.no_parent + self.no_tokens
-
-
 class ExternalBlocks:
     """The blocks of one engine under our hashes. `stored` and `removed` return what changes in the index."""
 
@@ -55,8 +42,8 @@ class ExternalBlocks:
         #: by the engine's own hash; whole hashes, as later blocks are hashed from them
         self._handles: dict[int, BlockHash] = {}
         #: key of the index -> handles that lead to it; no zeros
-        self._held: dict[int, int] = {}
-        self.unplaced = Unplaced()
+        self._held: Counter[int] = Counter()
+        self.unplaced: Counter[str] = Counter()  #: blocks that were announced and could not be hashed, by reason
         self.unknown_removals = 0
 
     def __len__(self) -> int:
@@ -71,8 +58,15 @@ class ExternalBlocks:
             remedy = f"start homing with --block-size {event.block_size}"
             ours = self._hasher.block_size
             raise ParityMismatch(self._replica, "block_size", ours, event.block_size, remedy=remedy)
-        pairs = zip(event.hashes, self._hashes(event), strict=False)
-        return [wire_hash(block) for handle, block in pairs if self._hold(handle, block)]
+        fresh: list[int] = []
+        for handle, block in zip(event.hashes, self._hashes(event), strict=False):
+            if handle not in self._handles:
+                self._handles[handle] = block
+                key = wire_hash(block)
+                self._held[key] += 1
+                if self._held[key] == 1:
+                    fresh.append(key)
+        return fresh
 
     def removed(self, handles: Sequence[int]) -> list[int]:
         """Drop these blocks; returns the keys that are no longer held."""
@@ -81,12 +75,15 @@ class ExternalBlocks:
             block = self._handles.pop(handle, None)
             if block is None:
                 self.unknown_removals += 1
-            elif self._release(wire_hash(block)):
-                gone.append(wire_hash(block))
+                continue
+            key = wire_hash(block)
+            self._held[key] -= 1
+            if not self._held[key]:
+                del self._held[key]
+                gone.append(key)
         return gone
 
     def clear(self) -> None:
-        """Nothing is held."""
         self._handles.clear()
         self._held.clear()
 
@@ -94,41 +91,23 @@ class ExternalBlocks:
         """Our hashes of the event's blocks; empty when they cannot be computed."""
         tokens = _tokens(event)
         if not tokens or event.block_size != self._hasher.block_size:
-            self.unplaced.no_tokens += len(event.hashes)
+            self.unplaced["no_tokens"] += len(event.hashes)
             return []
         extras, root = _extras(event)
-        parent = root or self._root(event) if event.parent is None else self._handles.get(event.parent)
+        parent: BlockHash | None
+        if event.parent is None:
+            adapter = b"" if event.lora_name is None else sha256(event.lora_name.encode()).digest()
+            parent = root or tenant_root(self._model_root, lora_digest=adapter)
+        else:
+            parent = self._handles.get(event.parent)
         if parent is None:
-            self.unplaced.no_parent += len(event.hashes)
+            self.unplaced["no_parent"] += len(event.hashes)
             return []
         return self._hasher.chain(parent, tokens, extras)
 
-    def _root(self, event: Stored) -> BlockHash:
-        adapter = b"" if event.lora_name is None else sha256(event.lora_name.encode()).digest()
-        return tenant_root(self._model_root, lora_digest=adapter)
-
-    def _hold(self, handle: int, block: BlockHash) -> bool:
-        """Whether the block is held now and was not before."""
-        if handle in self._handles:
-            return False
-        self._handles[handle] = block
-        key = wire_hash(block)
-        count = self._held.get(key, 0)
-        self._held[key] = count + 1
-        return not count
-
-    def _release(self, key: int) -> bool:
-        self._held[key] -= 1
-        if self._held[key]:
-            return False
-        del self._held[key]
-        return True
-
     def check(self) -> None:
         """Assert that the two tables agree."""
-        counts: dict[int, int] = {}
-        for block in self._handles.values():
-            counts[wire_hash(block)] = counts.get(wire_hash(block), 0) + 1
+        counts = Counter(map(wire_hash, self._handles.values()))
         assert counts == self._held, "held blocks differ from the handles that lead to them"
 
 

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import assert_never
 
-from ....events.errors import KeysRefused
 from ....events.follow.feed import EventFeed
 from ....events.wire.cache_events import CacheEvent, Cleared, Removed, Stored
-from ....events.wire.messages import LoadReport, SnapshotBlock
+from ....events.wire.messages import SnapshotBlock
 from ....kvcache.hashing import tenant_root
 from ....replica.messages import (
     Abort,
@@ -33,8 +32,8 @@ from ...flow.request_state import Instruction
 from ..replica_handle import REOPEN_S, RESET_TIMEOUT_S, ReplicaHandle, ResetOutcome, ServiceContext
 from .block_keys import ExternalBlocks, cache_salt
 from .http_client import Address, BackendUnreachableError, Call, Client, NoAnswerError
-from .load import ExternalLoad
-from .probe import Engine, ExternalTerms, ask_metrics, probe
+from .load import EngineMetrics, ExternalLoad
+from .probe import ExternalTerms, ask_metrics, probe
 from .request import ExternalRequest
 from .wire import completion_body
 
@@ -49,7 +48,7 @@ ANY_TOPIC = b""
 
 
 class ExternalReplica(ReplicaHandle):
-    """An engine that is not ours. It is the sink of its own requests and feed."""
+    """An engine that is not ours. It is the sink of its own feed."""
 
     def __init__(
         self,
@@ -76,12 +75,10 @@ class ExternalReplica(ReplicaHandle):
 
     @property
     def unplaced_blocks(self) -> int:
-        """Blocks that it announced and that could not be named."""
-        return self._blocks.unplaced.blocks
+        return self._blocks.unplaced.total()
 
     @property
     def refused_replica(self) -> RefusedReplica | None:
-        """Why the engine is refused; None: it is not."""
         if self._refusal is None:
             return None
         return RefusedReplica(
@@ -92,11 +89,9 @@ class ExternalReplica(ReplicaHandle):
         )
 
     def open(self) -> None:
-        """Check the engine, now and for as long as the membership lists it."""
         self._watching = self._context.loop.create_task(self._watch())
 
     def send(self, message: Request) -> bool:
-        """Send a message. False: the engine is out of routing."""
         match message:
             case Generate():
                 return self.joined and self._post(message)
@@ -109,11 +104,8 @@ class ExternalReplica(ReplicaHandle):
             case _:
                 assert_never(message)
 
-    def reset_cache(self) -> "asyncio.Future[ResetOutcome]":
+    async def reset_cache(self) -> ResetOutcome:
         """Have the engine forget its cached blocks, as far as its server offers that."""
-        return self._context.loop.create_task(self._reset_cache())
-
-    async def _reset_cache(self) -> ResetOutcome:
         try:
             answer = await self._client.ask("POST", "/reset_prefix_cache", timeout_s=RESET_TIMEOUT_S)
         except BackendUnreachableError:
@@ -121,7 +113,6 @@ class ExternalReplica(ReplicaHandle):
         return "empty" if answer.status == 200 else "silent"
 
     def leave(self) -> list[Instruction]:
-        """The membership lists it no longer."""
         if self._watching is not None:
             self._watching.cancel()
             self._watching = None
@@ -132,19 +123,23 @@ class ExternalReplica(ReplicaHandle):
     async def _watch(self) -> None:
         while True:
             try:
-                engine = await probe(self._client, self.replica_id, self._terms)
+                model, metrics = await probe(self._client, self.replica_id, self._terms)
             except ParityMismatch as error:
                 self._refuse(error)
             except BackendUnreachableError as error:
                 self._note_trouble(str(error))
             else:
-                await self._serve(engine)
+                await self._serve(model, metrics)
             await asyncio.sleep(REOPEN_S)
 
-    async def _serve(self, engine: Engine) -> None:
+    async def _serve(self, model: str, metrics: EngineMetrics) -> None:
         """Route to the engine until it is unhealthy."""
-        self._refusal, self.trouble = None, ""
-        self._begin(engine)
+        self._refusal, self.trouble, self._model = None, "", model
+        self._load.begin(metrics)
+        self.description = self._load.description
+        log.info("replica_joined replica=%s url=%s", self.replica_id, self._client.address.url)
+        self._join()
+        self._report()
         trouble = await self._until_unhealthy()
         if self.joined:
             self._note_trouble(trouble)
@@ -180,14 +175,6 @@ class ExternalReplica(ReplicaHandle):
             self._flow.counters.replicas_refused += 1
         self._refusal = error
 
-    def _begin(self, engine: Engine) -> None:
-        self._model = engine.model
-        self._load.begin(engine.metrics)
-        self.description = self._load.description
-        log.info("replica_joined replica=%s url=%s", self.replica_id, self._client.address.url)
-        self._join()
-        self._report()
-
     def _new_feed(self) -> EventFeed | None:
         if not self.description.event_endpoints.events:
             return None
@@ -218,7 +205,7 @@ class ExternalReplica(ReplicaHandle):
         clock = self._context.clock
         request = ExternalRequest(
             generate,
-            self,
+            self._on_reply,
             eos_token_ids=self._eos,
             tokens_ahead=self._placement.loads.view(self.replica_id, clock()).queued_prefill_tokens,
             clock=clock,
@@ -238,24 +225,21 @@ class ExternalReplica(ReplicaHandle):
             self._load.ended(request)
             self._report()
 
-    def on_output(self, request: ExternalRequest, output: TokenOutput | TextOutput) -> None:
-        """See `Outputs`."""
-        started = self._load.heard(request, self._context.clock())
+    def _on_reply(self, request: ExternalRequest, reply: TokenOutput | TextOutput | Refused) -> None:
         over = request.closed and self._calls.pop(request.request_id, None) is not None
+        if isinstance(reply, Refused):
+            if over:
+                self._load.ended(request)
+                if reply.retry:
+                    self._doubt.set()
+                self._reply(reply)
+            return
+        started = self._load.heard(request, self._context.clock())
         if over:
             self._load.ended(request)
-        self._reply(output if isinstance(output, TextOutput) else TokenBatch(step=0, outputs=[output]))
+        self._reply(reply if isinstance(reply, TextOutput) else TokenBatch(step=0, outputs=[reply]))
         if started or over:
             self._report()
-
-    def on_refusal(self, request: ExternalRequest, refusal: Refused) -> None:
-        """See `Outputs`."""
-        if self._calls.pop(request.request_id, None) is None:
-            return
-        self._load.ended(request)
-        if refusal.retry:
-            self._doubt.set()
-        self._reply(refusal)
 
     def _reply(self, reply: TokenBatch | TextOutput | Refused) -> None:
         self._context.run(self._flow.on_reply(self.replica_id, reply, self._context.clock()))
@@ -263,18 +247,20 @@ class ExternalReplica(ReplicaHandle):
     def _report(self) -> None:
         """Report the engine's load, as a replica of ours does itself."""
         if self.joined:
-            self._note_load(self._load.report(self._context.clock(), cached_blocks=len(self._blocks)))
+            self.load(self._load.report(self._context.clock(), cached_blocks=len(self._blocks)))
 
     # From the feed
 
     def apply(self, events: Sequence[CacheEvent]) -> None:
-        """The next batch of cache events."""
         try:
             for event in events:
                 match event:
                     case Stored():
                         self._placement.stored(self.replica_id, self._blocks.stored(event))
-                        self._log_unplaced()
+                        if self.unplaced_blocks and not self._unplaced_logged:
+                            self._unplaced_logged = True
+                            first = dict(self._blocks.unplaced)
+                            log.warning("backend_blocks_unplaced replica=%s first=%s", self.replica_id, first)
                     case Removed():
                         self._placement.removed(self.replica_id, self._blocks.removed(event.hashes))
                     case Cleared():
@@ -285,19 +271,8 @@ class ExternalReplica(ReplicaHandle):
             self._refuse(error)
             self._context.run(self._drop("parity"))
 
-    def _log_unplaced(self) -> None:
-        if self.unplaced_blocks and not self._unplaced_logged:
-            self._unplaced_logged = True
-            log.warning("backend_blocks_unplaced replica=%s first=%s", self.replica_id, self._blocks.unplaced)
-
     def reset(self, blocks: Sequence[SnapshotBlock]) -> None:
         """External engines have no snapshots: what they hold is unknown until they store it anew."""
         assert not blocks, f"a snapshot of {len(blocks)} blocks of an external engine"
         self._blocks.clear()
         self._placement.reset(self.replica_id, ())
-
-    def load(self, report: LoadReport) -> None:
-        """External engines send none."""
-
-    def refused(self, error: KeysRefused) -> None:
-        """External engines do not encrypt."""

@@ -86,7 +86,6 @@ class Call(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
         # Not asserted: uvloop's transports are asyncio's by their methods alone.
         self._transport = cast(asyncio.Transport, transport)
         if self._sink is None:
@@ -95,30 +94,25 @@ class Call(asyncio.Protocol):
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._finish(f"the answer is not HTTP: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
         self._finish(f"the connection was lost{f': {exc}' if exc else ''}")
 
     # httptools
 
     def on_headers_complete(self) -> None:
-        """See httptools."""
         if self._sink is not None:
             self._sink.head(self._parser.get_status_code())
 
     def on_body(self, data: bytes) -> None:
-        """See httptools."""
         if self._sink is not None:
             self._sink.body(data)
 
     def on_message_complete(self) -> None:
-        """See httptools."""
         self._finish(None)
 
     def _finish(self, broken: str | None) -> None:
@@ -183,7 +177,6 @@ class Client:
         self._head = f"host: {address.host}:{address.port}\r\nconnection: close\r\naccept: */*\r\n{bearer}"
 
     def call(self, method: str, path: str, body: bytes, sink: AnswerSink, *, request_id: str = "") -> Call:
-        """Send a request; its answer goes to `sink` as it comes."""
         named = f"x-request-id: {request_id}\r\n" if request_id else ""
         head = (
             f"{method} {self.address.path}{path} HTTP/1.1\r\n{self._head}{named}"

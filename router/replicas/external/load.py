@@ -22,7 +22,6 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _RUNNING = frozenset({"vllm:num_requests_running", "sglang:num_running_reqs"})
 _WAITING = frozenset({"vllm:num_requests_waiting", "sglang:num_queue_reqs"})
 _USAGE = frozenset({"vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"})
-_CONFIG = frozenset({"vllm:cache_config_info"})
 
 #: Blocks of an engine that does not report how many it has; limits the index, not the engine.
 UNKNOWN_BLOCKS = 1 << 20
@@ -81,11 +80,6 @@ class Pace:
         self._decode_seen = True
         self.decode_step_s = step_s
 
-    def check(self) -> None:
-        """Both rates are divisors: they stay above zero."""
-        assert self.prefill_tokens_per_s > 0, f"prefill rate {self.prefill_tokens_per_s}"
-        assert self.decode_step_s > 0, f"decode step {self.decode_step_s}"
-
 
 class ExternalLoad:
     """The load of one engine."""
@@ -114,13 +108,11 @@ class ExternalLoad:
         )
 
     def look(self, metrics: EngineMetrics) -> None:
-        """The engine's metrics as of now."""
         self._metrics = metrics
         reported = (metrics.running or 0) + (metrics.waiting or 0)
         self._others = max(0, reported - len(self._waiting) - len(self._running))
 
     def sent(self, request: ExternalRequest) -> None:
-        """The request is on its way there."""
         self._waiting[request.request_id] = request
 
     def heard(self, request: ExternalRequest, now: float) -> bool:
@@ -141,11 +133,9 @@ class ExternalLoad:
             self._count(request)
 
     def silent_s(self, now: float) -> float:
-        """Seconds since the last token of any request."""
         return now - self._heard_at
 
     def report(self, now: float, *, cached_blocks: int) -> LoadReport:
-        """The engine's load as of now."""
         self._reports += 1
         total = self.description.num_blocks
         free = total - round(total * (self._metrics.kv_usage or 0.0))
@@ -188,7 +178,7 @@ def read_metrics(metrics: str) -> EngineMetrics:
         for names, values in ((_RUNNING, running), (_WAITING, waiting), (_USAGE, usage)):
             if name in names and (value := _number(sample["value"])) is not None:
                 values.append(value)
-        if name in _CONFIG:
+        if name == "vllm:cache_config_info":
             labels = dict(_LABEL.findall(sample["labels"] or ""))
     return EngineMetrics(
         running=int(sum(running)) if running else None,

@@ -41,9 +41,7 @@ class Card(msgspec.Struct, frozen=True):
     max_model_len: int | None = None
 
 
-class Cards(msgspec.Struct, frozen=True):
-    """The body of `/v1/models`."""
-
+class _Cards(msgspec.Struct, frozen=True):
     data: list[Card] = []
 
 
@@ -51,57 +49,44 @@ class _Tokens(msgspec.Struct, frozen=True):
     tokens: list[int]
 
 
-@dataclass(slots=True, frozen=True)
-class EngineReport:
-    """What an engine reports; None: nothing."""
-
-    cards: Sequence[Card]
-    canary_ids: Sequence[int] | None
-    metrics: EngineMetrics
-
-
-@dataclass(slots=True, frozen=True)
-class Engine:
-    """An engine that was let in."""
-
-    model: str  #: its name of the model
-    metrics: EngineMetrics
-
-
-def examine(replica: str, terms: ExternalTerms, report: EngineReport) -> Engine:
-    """The engine, if it matches the terms. Raises ParityMismatch."""
-    card = next((card for card in report.cards if {card.id, card.root} & set(terms.model_names)), None)
+def examine(
+    replica: str,
+    terms: ExternalTerms,
+    cards: Sequence[Card],
+    canary_ids: Sequence[int] | None,
+    block_size: int | None,
+) -> str:
+    """The engine's name of the model. None: the engine does not report it. Raises ParityMismatch."""
+    card = next((card for card in cards if {card.id, card.root} & set(terms.model_names)), None)
     if card is None:
-        offered = ", ".join(card.id for card in report.cards) or "none"
+        offered = ", ".join(card.id for card in cards) or "none"
         raise ParityMismatch(
             replica, "model", " or ".join(terms.model_names), offered, remedy="name the backend's by --backend-model"
         )
     if card.max_model_len is not None and card.max_model_len < terms.max_model_len:
         remedy = f"start homing with --max-model-len {card.max_model_len}"
         raise ParityMismatch(replica, "max_model_len", terms.max_model_len, card.max_model_len, remedy=remedy)
-    if report.canary_ids is not None and tuple(report.canary_ids) != terms.canary_ids:
+    if canary_ids is not None and tuple(canary_ids) != terms.canary_ids:
         remedy = "MODEL must be the folder of the model that the backend serves"
-        raise ParityMismatch(replica, "tokenizer", terms.canary_ids, tuple(report.canary_ids), remedy=remedy)
-    size = report.metrics.block_size
-    if size is not None and size != terms.block_size:
-        raise ParityMismatch(
-            replica, "block_size", terms.block_size, size, remedy=f"start homing with --block-size {size}"
-        )
-    return Engine(card.id, report.metrics)
+        raise ParityMismatch(replica, "tokenizer", terms.canary_ids, tuple(canary_ids), remedy=remedy)
+    if block_size is not None and block_size != terms.block_size:
+        remedy = f"start homing with --block-size {block_size}"
+        raise ParityMismatch(replica, "block_size", terms.block_size, block_size, remedy=remedy)
+    return card.id
 
 
-async def probe(client: Client, replica: str, terms: ExternalTerms) -> Engine:
-    """Ask and decide. Raises BackendUnreachableError or ParityMismatch."""
+async def probe(client: Client, replica: str, terms: ExternalTerms) -> tuple[str, EngineMetrics]:
+    """The engine's name of the model, and its metrics. Raises BackendUnreachableError or ParityMismatch."""
     health = await client.ask("GET", "/health", timeout_s=PROBE_TIMEOUT_S)
     if health.status != 200:
         raise BackendUnreachableError(f"{client.address.url}/health answers {health.status}")
-    cards = await _read(client, "GET", "/v1/models", b"", Cards)
+    cards = await _read(client, "GET", "/v1/models", b"", _Cards)
     if cards is None:
         raise BackendUnreachableError(f"{client.address.url}/v1/models cannot be read")
     asked = msgspec.json.encode({"prompt": CANARY, "add_special_tokens": False})
     tokens = await _read(client, "POST", "/tokenize", asked, _Tokens)
-    report = EngineReport(cards.data, tokens.tokens if tokens else None, await ask_metrics(client, PROBE_TIMEOUT_S))
-    return examine(replica, terms, report)
+    metrics = await ask_metrics(client, PROBE_TIMEOUT_S)
+    return examine(replica, terms, cards.data, tokens.tokens if tokens else None, metrics.block_size), metrics
 
 
 async def ask_metrics(client: Client, timeout_s: float) -> EngineMetrics:

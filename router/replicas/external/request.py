@@ -5,7 +5,6 @@ because only there engines report how many prompt tokens they had cached.
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 import msgspec
 
@@ -19,35 +18,26 @@ _MAX_ERROR_BYTES = 64 * 1024
 _CLIENT_ERRORS = frozenset({400, 413, 422})
 
 
-class Outputs(Protocol):
-    """Takes a request's outputs. The last call is an output with a finish reason, or a refusal."""
-
-    def on_output(self, request: "ExternalRequest", output: TokenOutput | TextOutput) -> None:
-        """The next tokens, or the next piece of text."""
-
-    def on_refusal(self, request: "ExternalRequest", refusal: Refused) -> None:
-        """Nothing follows. `refusal.retry` says whether another replica may succeed."""
-
-
 class ExternalRequest:
     """An `AnswerSink` (http_client.py) for one `Generate`."""
 
     def __init__(
         self,
         generate: Generate,
-        outputs: Outputs,
+        on_reply: Callable[["ExternalRequest", TokenOutput | TextOutput | Refused], None],
         *,
         eos_token_ids: frozenset[int],
         tokens_ahead: int,
         clock: Callable[[], float],
     ) -> None:
+        """`on_reply` gets the outputs; the last one has a finish reason or is a refusal."""
         self.generate = generate
         self.tokens_ahead = tokens_ahead  #: uncached prompt tokens at the engine when it was sent, its own included
         self.sent_at = self.heard_at = clock()
         self.generated = 0  #: by this engine
         self.cached_tokens: int | None = None
         self.closed = False
-        self._outputs = outputs
+        self._on_reply = on_reply
         self._stops = frozenset(generate.sampling.stop_token_ids) | (
             frozenset() if generate.sampling.ignore_eos else eos_token_ids
         )
@@ -60,22 +50,18 @@ class ExternalRequest:
 
     @property
     def request_id(self) -> int:
-        """The wire id."""
         return self.generate.request_id
 
     @property
     def context_tokens(self) -> int:
-        """Tokens in its KV."""
         return len(self.generate.token_ids) // 4 + self.generated
 
     # From the connection
 
     def head(self, status: int) -> None:
-        """See `AnswerSink`."""
         self._status = status
 
     def body(self, data: bytes) -> None:
-        """See `AnswerSink`."""
         if self._status != 200:
             self._error = (self._error + data)[:_MAX_ERROR_BYTES]
             return
@@ -86,7 +72,6 @@ class ExternalRequest:
             self._refuse(f"its answer cannot be read: {error}")
 
     def end(self, broken: str | None) -> None:
-        """See `AnswerSink`."""
         if self.closed:
             return
         if broken is None and self._status != 200:
@@ -96,7 +81,8 @@ class ExternalRequest:
             else:
                 self._refuse(f"it answers {self._status}: {message}")
         elif self._last is not None:
-            self._conclude()
+            self.closed = True
+            self._on_reply(self, msgspec.structs.replace(self._last, cached_tokens=self.cached_tokens))
         else:
             self._refuse(broken or "its answer ends without a finish reason")
 
@@ -112,21 +98,26 @@ class ExternalRequest:
         elif piece.done:
             self.end(None)
         elif piece.token_ids or piece.text or piece.finish_reason:
-            self._emit(self._output(piece), last=piece.finish_reason is not None)
+            output = self._text(piece) if piece.token_ids is None else self._tokens(piece, piece.token_ids)
+            if piece.finish_reason is not None:
+                self._last = output
+                return
+            self._on_reply(self, output)
+            self.heard_at = self._clock()
 
-    def _output(self, piece: Piece) -> TokenOutput | TextOutput:
-        if piece.token_ids is None:
-            return self._text(piece)
+    def _tokens(self, piece: Piece, token_ids: list[int]) -> TokenOutput:
         index = self._before + self.generated
         first = not self.generated
-        self.generated += len(piece.token_ids)
+        self.generated += len(token_ids)
+        # A token that ended the answer has no text.
+        stopped = piece.finish_reason == "stop" and token_ids and token_ids[-1] in self._stops
         return TokenOutput(
             self.request_id,
             index,
-            piece.token_ids,
+            token_ids,
             finish_reason=piece.finish_reason,
             logprobs=piece.logprobs,
-            stop_token_id=self._stop_token(piece),
+            stop_token_id=token_ids[-1] if stopped else None,
             pinned_tokens=0 if first and self.generate.pins else None,
         )
 
@@ -136,29 +127,10 @@ class ExternalRequest:
         fresh, self.generated = max(0, generated - self.generated), max(generated, self.generated)
         return TextOutput(self.request_id, piece.text, fresh, piece.finish_reason)
 
-    def _stop_token(self, piece: Piece) -> int | None:
-        """The token that ended the answer, if it has no text."""
-        if piece.finish_reason != "stop" or not piece.token_ids or piece.token_ids[-1] not in self._stops:
-            return None
-        return piece.token_ids[-1]
-
-    def _emit(self, output: TokenOutput | TextOutput, *, last: bool) -> None:
-        if last:
-            self._last = output
-            return
-        self._outputs.on_output(self, output)
-        self.heard_at = self._clock()
-
-    def _conclude(self) -> None:
-        assert self._last is not None, "an answer is concluded by its last output"
-        self.closed = True
-        self._outputs.on_output(self, msgspec.structs.replace(self._last, cached_tokens=self.cached_tokens))
-
     def _refuse(self, reason: str) -> None:
         self._close(Refused(request_id=self.request_id, reason="internal", message=reason, retry=True))
 
     def _close(self, refusal: Refused) -> None:
-        if self.closed:
-            return
-        self.closed = True
-        self._outputs.on_refusal(self, refusal)
+        if not self.closed:
+            self.closed = True
+            self._on_reply(self, refusal)

@@ -1,4 +1,4 @@
-"""Requests to OpenAI-compatible engines and their streamed answers: structs and bytes. Pure; knows no connections.
+"""Requests to OpenAI-compatible engines and their streamed answers: bytes in, structs out. Pure; knows no connections.
 
 Requests go to `/v1/completions` with token ids, since the router has rendered and tokenized already, and ask for ids
 back (`return_token_ids`). All sampling parameters are spelled out: engines take missing ones from the model's folder.
@@ -18,64 +18,37 @@ _SEED_MASK = (1 << 63) - 1
 _TOKEN_ID = "token_id:"
 
 
-class _StreamOptions(msgspec.Struct, frozen=True):
-    include_usage: bool = True
-    continuous_usage_stats: bool = True
-
-
-class _Body(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    model: str
-    prompt: list[int]
-    max_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    seed: int
-    stream: bool
-    stream_options: _StreamOptions
-    return_token_ids: bool
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    stop_token_ids: list[int] = []
-    logit_bias: dict[str, float] = {}
-    logprobs: int | None = None
-    return_tokens_as_token_ids: bool = False
-    cache_salt: str | None = None
-
-
 def completion_body(model: str, generate: Generate, cache_salt: str | None) -> bytes:
     """The body of a request. What another replica has generated already is part of its prompt."""
     sampling = generate.sampling
     tokens = token_array(generate.token_ids)
     generated = len(tokens) - generate.prompt_tokens
-    body = _Body(
-        model=model,
-        prompt=tokens.tolist(),
-        max_tokens=sampling.max_tokens - generated,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k or -1,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        seed=sampling.seed & _SEED_MASK,
-        stream=True,
-        stream_options=_StreamOptions(),
-        return_token_ids=True,
-        ignore_eos=sampling.ignore_eos,
-        min_tokens=max(0, sampling.min_tokens - generated),
-        stop_token_ids=list(sampling.stop_token_ids),
-        logit_bias={str(token): bias for token, bias in sampling.logit_bias.items()},
-        logprobs=sampling.logprobs,
-        return_tokens_as_token_ids=sampling.logprobs is not None,
-        cache_salt=cache_salt,
-    )
-    return msgspec.json.encode(body)
+    body = {
+        "model": model,
+        "prompt": tokens.tolist(),
+        "max_tokens": sampling.max_tokens - generated,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "seed": sampling.seed & _SEED_MASK,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "return_token_ids": True,
+    }
+    optional = {
+        "ignore_eos": sampling.ignore_eos or None,
+        "min_tokens": max(0, sampling.min_tokens - generated) or None,
+        "stop_token_ids": sampling.stop_token_ids or None,
+        "logit_bias": sampling.logit_bias or None,
+        "logprobs": sampling.logprobs,
+        "return_tokens_as_token_ids": None if sampling.logprobs is None else True,
+        "cache_salt": cache_salt,
+    }
+    return msgspec.json.encode(body | {name: value for name, value in optional.items() if value is not None})
 
 
 class _Logprobs(msgspec.Struct, frozen=True):
@@ -89,7 +62,6 @@ class _Choice(msgspec.Struct, frozen=True):
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
-    stop_reason: int | str | None = None
 
 
 class _Details(msgspec.Struct, frozen=True):
@@ -108,8 +80,6 @@ class _Chunk(msgspec.Struct, frozen=True):
 
 
 _CHUNK = msgspec.json.Decoder(_Chunk)
-
-
 #: Longer than any real event; a server that never ends a line must not fill the memory.
 MAX_EVENT_BYTES = 8 * 1024 * 1024
 
@@ -151,7 +121,6 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int] | None = None  #: None: the engine does not report them
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
     completion_tokens: int | None = None  #: generated until now
     cached_tokens: int | None = None
     done: bool = False  #: the end of the stream
@@ -173,7 +142,6 @@ def read_piece(data: bytes) -> Piece:
         token_ids=choice.token_ids,
         logprobs=_positions(choice.logprobs) if choice.logprobs else None,
         finish_reason=_finish_reason(choice.finish_reason),
-        stop_token_id=choice.stop_reason if isinstance(choice.stop_reason, int) else None,
         completion_tokens=usage.completion_tokens,
         cached_tokens=details.cached_tokens,
     )

@@ -5,6 +5,7 @@ Pure values: candidates in, decision out. Block hashes, time and randomness come
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 from random import Random
 from typing import ClassVar
 
@@ -14,10 +15,11 @@ from ....events.wire.messages import LoadReport
 from ....replica.messages import ReplicaDescription
 from ...backend import FeedState
 from ..replica_load import ReplicaLoad
-from .ttft import expected_ttft_s
 
 #: Requests that an engine may have waiting before it counts as saturated: enough to fill the next step.
 QUEUE_AHEAD = 4
+#: Tokens that a request is assumed to generate when the wait for a slot is estimated. Not measured.
+TYPICAL_OUTPUT_TOKENS = 128
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -80,7 +82,6 @@ class Decision:
 
     @property
     def chosen(self) -> Candidate | None:
-        """The replica."""
         return self.row.candidate if self.row else None
 
     @property
@@ -168,7 +169,6 @@ class Policy:
         return None
 
     def usable(self, prompt: Prompt, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """The candidates without an obstacle."""
         return [candidate for candidate in candidates if self.obstacle(prompt, candidate) is None]
 
     def choose(
@@ -197,3 +197,26 @@ def new_blocks(prompt: Prompt, candidate: Candidate) -> int:
     """Blocks to allocate there: those that are not cached, and the one that is being written."""
     cached = candidate.expected_blocks if candidate.feed is not FeedState.STALE else 0
     return prompt.blocks + 1 - cached
+
+
+def expected_ttft_s(load: ReplicaLoad, cached_tokens: int, uncached_tokens: int, new_blocks: int, now: float) -> float:
+    """Seconds until the first token, if the request is sent there at `now`.
+
+    The sum of: the rest of the queued prefill work; the prefill of this prompt's uncached tokens, by the replica's
+    measured cost; one decode step for each prefill step, if anything decodes there; the wait for a slot and for free
+    blocks, by the rate at which running requests end.
+    """
+    queued = load.queued_prefill_tokens
+    prefill = load.prefill_cost.seconds(cached_tokens, uncached_tokens)
+    if queued and load.busy_until > now:
+        prefill += load.busy_until - now
+    if not load.running:
+        return prefill
+    seconds = prefill + ceil((queued + uncached_tokens) / load.max_batched_tokens) * load.decode_step_s
+    if new_blocks <= load.free_blocks and load.running + load.waiting < load.max_running_requests:
+        return seconds
+    turn_s = TYPICAL_OUTPUT_TOKENS * load.decode_step_s / load.running  # between the ends of two requests
+    slots = load.requests + 1 - load.max_running_requests
+    used = max(1, load.total_blocks - load.free_blocks)
+    missing = new_blocks - load.free_blocks
+    return seconds + max(0.0, slots, missing / used * load.running) * turn_s

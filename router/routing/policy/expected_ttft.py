@@ -1,6 +1,6 @@
 """Least expected time to first token, with cached prefixes and the cost to other requests counted.
 
-The cost of a replica is the expected TTFT there (`ttft.py`) plus the time that the choice takes from later requests:
+The cost of a replica is the expected TTFT there (base.py) plus the time that the choice takes from later requests:
 recomputing what another replica holds delays everyone who comes after. A queue that is busy a share b of the time turns
 a second of extra work into 1 / (1 - b) seconds in all; a request that comes while a replica is idle goes there and
 loses nothing. With a, the share of the time in which no replica is idle, the second term is
@@ -18,6 +18,7 @@ With hundreds of replicas most have no chance: a decision computes the full `Sco
 the best.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,9 +26,7 @@ from math import inf
 from random import Random
 
 from ..replica_load import ReplicaLoad
-from .base import Candidate, Decision, Policy, Prompt, Score
-from .session import SessionReplicas
-from .ttft import expected_ttft_s
+from .base import Candidate, Decision, Policy, Prompt, Score, expected_ttft_s
 
 #: Estimates closer than this are equal: half a millisecond is below the jitter of any step. Not tuned by measurement.
 TIE_S = 0.0005
@@ -40,28 +39,25 @@ BUSY_MEMORY = 100
 #: A share of 1 would make extra work cost infinitely much; an average over so many decisions cannot resolve more.
 #: Simulated in three cells of docs/simulate.md at 95 % of capacity: 0.95 gave 18, 1 and -3 % more mean TTFT.
 BUSY_LIMIT = 1 - 1 / BUSY_MEMORY
+SESSIONS_KEPT = 65_536
 
 
-class BusyShare:
-    """How often a replica has prefills queued when a request comes, and how often all have: over recent decisions."""
+class SessionReplicas:
+    """The replica that each of the most recent sessions was sent to last."""
 
-    __slots__ = ("_all", "_each")
+    def __init__(self, limit: int = SESSIONS_KEPT) -> None:
+        self._limit = limit
+        self._replicas: OrderedDict[str, str] = OrderedDict()
 
-    def __init__(self) -> None:
-        self._each = 0.0  #: b, the utilisation
-        self._all = 0.0  #: a
+    def get(self, session: str | None) -> str | None:
+        """The session's replica, which may be gone; None for an unknown session."""
+        return self._replicas.get(session) if session is not None else None
 
-    def observe(self, policy: Policy, prompt: Prompt, candidates: Sequence[Candidate]) -> None:
-        """Count one decision."""
-        free = [candidate for candidate in candidates if not candidate.load.queued_prefill_tokens]
-        self._each += (1 - len(free) / len(candidates) - self._each) / BUSY_MEMORY
-        none_idle = all(policy.obstacle(prompt, candidate) is not None for candidate in free)
-        self._all += (none_idle - self._all) / BUSY_MEMORY
-
-    @property
-    def factor(self) -> float:
-        """Seconds that others lose by a second of extra work."""
-        return min(self._all, BUSY_LIMIT) / (1 - min(self._each, BUSY_LIMIT))
+    def remember(self, session: str, replica: str) -> None:
+        self._replicas[session] = replica
+        self._replicas.move_to_end(session)
+        if len(self._replicas) > self._limit:
+            self._replicas.popitem(last=False)
 
 
 class ExpectedTtft(Policy):
@@ -72,13 +68,16 @@ class ExpectedTtft(Policy):
     sees_cache = True
 
     def __init__(self) -> None:
-        self._busy = BusyShare()
+        #: How often a replica has prefills queued when a request comes (b), and how often all have (a), on average over
+        #: recent decisions.
+        self._each_busy = self._all_busy = 0.0
         self._sessions = SessionReplicas()
 
     def consider(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
         total = prompt.tokens
         counted = [each.uncached_tokens(prompt) if self.sees_cache else total for each in candidates]
-        scale = _Scale(prompt, min(counted, default=0), self._busy.factor)
+        busy_factor = min(self._all_busy, BUSY_LIMIT) / (1 - min(self._each_busy, BUSY_LIMIT))
+        scale = _Scale(prompt, min(counted, default=0), busy_factor)
         equals = self._equals(scale, candidates, counted)
         chosen = _first(equals, self._sessions.get(prompt.session), rng) if equals else None
         table = partial(self._table, scale, candidates, counted)
@@ -87,7 +86,10 @@ class ExpectedTtft(Policy):
     def decide(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
         decision = self.consider(prompt, candidates, rng)
         if candidates:
-            self._busy.observe(self, prompt, candidates)
+            free = [candidate for candidate in candidates if not candidate.load.queued_prefill_tokens]
+            self._each_busy += (1 - len(free) / len(candidates) - self._each_busy) / BUSY_MEMORY
+            none_idle = all(self.obstacle(prompt, candidate) is not None for candidate in free)
+            self._all_busy += (none_idle - self._all_busy) / BUSY_MEMORY
         if prompt.session is not None and decision.row is not None:
             self._sessions.remember(prompt.session, decision.row.candidate.replica_id)
         return decision
@@ -177,4 +179,11 @@ def _why_least(chosen: Score | None, equals: Sequence[Score], usable: Sequence[S
     return "equal expected time; fewest requests, then fewest occupied blocks, then at random"
 
 
-POLICIES = (ExpectedTtft,)
+class LeastLoaded(ExpectedTtft):
+    """The same as if nothing were cached: without any overlap of prompts both take the same decision."""
+
+    name = "least-loaded"
+    sees_cache = False
+
+
+POLICIES = (ExpectedTtft, LeastLoaded)

@@ -13,12 +13,8 @@ from homing.router.backend import AbsentReplica
 from homing.router.control import (
     AnyQuestion,
     CacheWorth,
-    CacheWorths,
     CountInFlight,
     Demand,
-    Demands,
-    Done,
-    InFlight,
     MeasureDemand,
     SetMembership,
     SetMissing,
@@ -84,7 +80,7 @@ async def never() -> None:
 
 async def test_each_router_gets_each_membership_under_a_rising_number() -> None:
     """The first one as it starts. The cluster's seed goes with it."""
-    async with running(lambda _: Done(), lambda _: Done()) as (routers, actors):
+    async with running(lambda _: None, lambda _: None) as (routers, actors):
         await routers.publish(spec().models, ())
 
         for actor in actors:
@@ -97,7 +93,7 @@ async def test_each_router_gets_each_membership_under_a_rising_number() -> None:
 async def test_routers_are_told_of_missing_replicas_once() -> None:
     """The controller looks several times a second, and mostly nothing has changed."""
     missing = AbsentReplica(replica_id="r0", model="fox", state="starting", reason="", since=0.0)
-    async with running(lambda _: Done(), lambda _: Done()) as (routers, actors):
+    async with running(lambda _: None, lambda _: None) as (routers, actors):
         for _ in range(3):
             await routers.tell_absent((missing,), frozenset({"fox"}))
 
@@ -106,7 +102,7 @@ async def test_routers_are_told_of_missing_replicas_once() -> None:
 
 async def test_requests_in_flight_are_added_up() -> None:
     """Each router counts its own."""
-    async with running(lambda _: InFlight(2), lambda _: InFlight(3)) as (routers, actors):
+    async with running(lambda _: 2, lambda _: 3) as (routers, actors):
         assert await routers.in_flight("r1") == 5
         assert actors[0].asked[-1] == CountInFlight("r1")
 
@@ -114,7 +110,7 @@ async def test_requests_in_flight_are_added_up() -> None:
 async def test_what_caches_are_worth_is_asked_of_one_router() -> None:
     """All know the same."""
     worth = CacheWorth("r0", 1, 2, 3.0)
-    async with running(lambda _: CacheWorths((worth,)), lambda _: never()) as (routers, actors):
+    async with running(lambda _: [worth], lambda _: never()) as (routers, actors):
         assert await routers.worths() == [worth]
         assert WeighCaches() not in actors[1].asked
 
@@ -133,7 +129,7 @@ async def test_demands_of_routers_are_joined_by_model() -> None:
             serving=1,
         )
 
-    async with running(lambda _: Demands({"fox": demand(1)}), lambda _: Demands({"fox": demand(2)})) as (
+    async with running(lambda _: {"fox": demand(1)}, lambda _: {"fox": demand(2)}) as (
         routers,
         actors,
     ):

@@ -54,7 +54,7 @@ def test_a_full_view_is_told_apart_from_what_is_known() -> None:
     known = {"same": 1, "rebuilt": 1, "gone": 1}
     view = [description_of("same"), description_of("rebuilt", epoch=2), description_of("new")]
 
-    difference = changes(known, view)
+    lost, joined = changes(known, view)
 
-    assert set(difference.lost) == {"rebuilt", "gone"}
-    assert [replica.replica_id for replica in difference.joined] == ["rebuilt", "new"]
+    assert set(lost) == {"rebuilt", "gone"}
+    assert [replica.replica_id for replica in joined] == ["rebuilt", "new"]

@@ -7,8 +7,7 @@ import pytest
 from homing.router.backend import FeedState
 from homing.router.routing.placement import Placement, regret_tokens
 from homing.router.routing.policy.base import Policy, Prompt
-from homing.router.routing.policy.expected_ttft import ExpectedTtft
-from homing.router.routing.policy.least_loaded import LeastLoaded
+from homing.router.routing.policy.expected_ttft import ExpectedTtft, LeastLoaded
 from homing.router.routing.policy.registry import make_policy
 from homing.router.routing.replica_load import LoadBook
 from homing.router.routing.reservations import Reservations
@@ -23,7 +22,7 @@ def placement_of(policy: Policy) -> Placement:
     placement = Placement(policy, loads=LoadBook("router", 3.0), reservations=Reservations(30.0), rng=Random(0))
     for name in ("r0", "r1"):
         placement.join(description_of(name), 0.0)
-        placement.set_feed(name, FeedState.LIVE)
+        placement.feeds[name] = FeedState.LIVE
     return placement
 
 

@@ -20,11 +20,11 @@ class Desk:
         self.outputs: list[TokenOutput | TextOutput] = []
         self.refusals: list[Refused] = []
 
-    def on_output(self, request: ExternalRequest, output: TokenOutput | TextOutput) -> None:
-        self.outputs.append(output)
-
-    def on_refusal(self, request: ExternalRequest, refusal: Refused) -> None:
-        self.refusals.append(refusal)
+    def on_reply(self, request: ExternalRequest, reply: TokenOutput | TextOutput | Refused) -> None:
+        if isinstance(reply, Refused):
+            self.refusals.append(reply)
+        else:
+            self.outputs.append(reply)
 
 
 def request_at(desk: Desk, generated: list[int] | None = None, **sampling: Any) -> ExternalRequest:
@@ -38,7 +38,7 @@ def request_at(desk: Desk, generated: list[int] | None = None, **sampling: Any) 
         sampling=SamplingParams(max_tokens=10, **sampling),
     )
     request = ExternalRequest(
-        generate, desk, eos_token_ids=frozenset({EOS}), tokens_ahead=3, clock=iter(range(1000)).__next__
+        generate, desk.on_reply, eos_token_ids=frozenset({EOS}), tokens_ahead=3, clock=iter(range(1000)).__next__
     )
     request.head(200)
     return request

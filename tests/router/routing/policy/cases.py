@@ -58,7 +58,7 @@ class Router:
 
     def join(self, name: str) -> None:
         self.placement.join(description_of(name, max_running_requests=SLOTS, num_blocks=5000), 0.0)
-        self.placement.set_feed(name, FeedState.LIVE)
+        self.placement.feeds[name] = FeedState.LIVE
 
     def prompt(self, hashes: Sequence[int], now: float = 0.0, tail: int = 7) -> Prompt:
         tokens = len(hashes) * self.block_size + tail

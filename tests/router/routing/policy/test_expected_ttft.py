@@ -9,9 +9,15 @@ from hypothesis import strategies as st
 
 from homing.router.backend import FeedState
 from homing.router.routing.policy.base import Candidate, Prompt, Score
-from homing.router.routing.policy.expected_ttft import TIE_MOST_S, TIE_RATIO, TIE_S, ExpectedTtft
+from homing.router.routing.policy.expected_ttft import (
+    TIE_MOST_S,
+    TIE_RATIO,
+    TIE_S,
+    ExpectedTtft,
+    LeastLoaded,
+    SessionReplicas,
+)
 from homing.router.routing.policy.explain import explanation_of
-from homing.router.routing.policy.least_loaded import LeastLoaded
 from homing.router.routing.replica_load import ReplicaLoad
 
 from ...fakes import BLOCK, load_of
@@ -248,3 +254,14 @@ def test_a_session_stays_where_it_was_among_equals_only() -> None:
 
     assert again == {home}
     assert chosen(policy, busy, prompt) != home
+
+
+def test_the_oldest_session_is_forgotten_first() -> None:
+    """Memory is bounded, however many sessions there are; a session that comes again is recent."""
+    sessions = SessionReplicas(limit=2)
+    for session in ("a", "b", "a", "c"):
+        sessions.remember(session, f"replica of {session}")
+
+    found = [sessions.get(session) for session in ("a", "b", "c", None)]
+
+    assert found == ["replica of a", None, "replica of c", None]
