@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from ...config import nearest
 from ...errors import SettingsError
@@ -62,7 +62,7 @@ def _given(text: str | None, convert: Callable[[str], Value]) -> Value | None:
 def _format(text: str) -> Format:
     if text not in FORMATS:
         raise SettingsError(f"--format: {text!r} is none of {', '.join(FORMATS)}{nearest(text, FORMATS)}")
-    return cast("Format", text)
+    return text
 
 
 def _size(text: str, flag: str) -> int:
