@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from homing.router.http.openai.endpoints import ENDPOINTS
+
+from .chaos.faults import FAULTS
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     ROOT / "README.md",
@@ -46,6 +50,20 @@ def test_every_file_that_the_pages_name_exists(page: Path) -> None:
     named = set(re.findall(rf"[`\s(]((?:{rooms})/[\w/-]+\.(?:py|md|yaml|json|svg))\b", page.read_text()))
 
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_every_endpoint_is_documented() -> None:
+    """What `/openapi.json` lists, docs/api.md explains."""
+    page = (ROOT / "docs" / "api.md").read_text()
+
+    assert [each.path for each in ENDPOINTS if each.path.replace("/{model}", "") not in page] == []
+
+
+def test_every_fault_is_documented() -> None:
+    """What `make chaos` can inject stands in the page that says what each fault looks like."""
+    page = (ROOT / "docs" / "operations.md").read_text()
+
+    assert [name for name in FAULTS if name not in page and name.rsplit("-", 1)[0] not in page] == []
 
 
 def test_the_readme_is_short() -> None:

@@ -41,13 +41,14 @@ from ...events.follow.subscription import Apply, Counters, FeedStatus, Reset
 from ...events.sdk.plain_stream import stream_events
 from ...events.sdk.record import remark
 from ...events.security.curve_keys import reader_keys
+from ...events.wire.cache_events import EVENT_NAMES
 from ..client import get_json, router_urls
 from ..config import Settings, nearest
 from ..errors import ClusterError, SettingsError
 from .status import count
 
 #: Values of `--event`.
-KINDS = ("stored", "removed", "cleared", "reset", "joined", "gone", "status", "malformed", "refused")
+KINDS = (*EVENT_NAMES, "reset", "joined", "gone", "status", "malformed", "refused")
 
 Write = Callable[[str], None]
 

@@ -7,7 +7,7 @@ A block is named by the last 8 bytes of its hash as an unsigned int, whatever th
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Protocol, assert_never
+from typing import Annotated, Protocol, assert_never, get_args
 
 import msgspec
 from msgspec import Meta
@@ -44,6 +44,8 @@ class Cleared(msgspec.Struct, frozen=True, tag="cleared", gc=False):
 
 
 CacheEvent = Stored | Removed | Cleared
+#: Their names in recordings and for `homing watch --event`.
+EVENT_NAMES: tuple[str, ...] = tuple(kind.__struct_config__.tag for kind in get_args(CacheEvent))
 
 
 class BlockHolder(Protocol):
