@@ -1,6 +1,8 @@
 """`cache_control` on the wire: what is refused, what a marked place is in tokens, and what the answer says."""
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +14,7 @@ from homing.router.backend import GenerationRequest
 from homing.router.config import RouterSettings
 from homing.router.errors import CacheInUse, InvalidRequest, TemplateRefusal
 from homing.router.http.front import Front
+from homing.router.http.openai.endpoints import ENDPOINTS
 from homing.router.http.openai.pins import requested
 from homing.router.http.openai.schema import CacheControl, MessageBody
 from homing.router.metrics import RouterMetrics
@@ -215,18 +218,16 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
+#: What SECURITY.md lists as open to everybody; every other endpoint checks the key.
+(SENTENCE,) = re.findall(
+    r"^- (.*) require no key\.", (Path(__file__).parents[4] / "SECURITY.md").read_text(), re.MULTILINE
+)
+PUBLIC = set(re.findall(r"`(/[\w.]+)`", SENTENCE))
+
+
 @pytest.mark.parametrize(
     ("method", "path"),
-    [
-        ("POST", CHAT),
-        ("POST", COMPLETION),
-        ("GET", "/v1/models"),
-        ("GET", "/v1/models/demo"),
-        ("POST", "/tokenize"),
-        ("POST", "/detokenize"),
-        ("POST", "/explain"),
-        ("POST", "/reset_prefix_cache"),
-    ],
+    [(each.method, each.path.replace("{model}", "demo")) for each in ENDPOINTS if each.path not in PUBLIC],
 )
 async def test_with_a_keys_file_a_stranger_gets_401(guarded: httpx.AsyncClient, method: str, path: str):
     """Before the body is read: nothing is done for those who are not known."""
