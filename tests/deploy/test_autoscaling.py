@@ -74,6 +74,6 @@ def test_a_machine_comes_for_a_replica_that_wants_room(tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stdout + done.stderr
     log = (tmp_path / "state" / "default.log").read_text()
-    assert re.search(r"r0 +no room: 1 × 1 CPU wanted on one node; no node has 1 CPU", log)
+    assert re.search(r"r0 +no room: 1 × 1 CPU needed on one node; no node has 1 CPU", log)
     (replica,) = json.loads((tmp_path / "status.json").read_text())["replicas"]
     assert (replica["replica_id"], replica["state"]) == ("r0", "serving")
