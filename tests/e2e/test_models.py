@@ -104,7 +104,7 @@ def test_a_model_is_scaled_by_its_name_and_the_other_one_stays(both: Serving) ->
     assert refused.returncode == 2
     assert f"several models are served: {FOX}, {OWL}" in refused.stderr
     assert scaled.returncode == 0, scaled.stdout + scaled.stderr
-    assert f"{OWL}: 2 serve" in status
+    assert f"{OWL}: 2 serving" in status
     assert f"{FOX}: 1 serve" in status
     assert back.returncode == 0, back.stdout + back.stderr
     replicas = both.serving(2)
@@ -169,7 +169,7 @@ def test_a_model_is_added_and_taken_away_while_the_others_serve(both: Serving, c
         chunks += list(stream)
 
     assert refused.returncode == 2
-    assert "to take away what runs, say --remove wolf" in refused.stderr
+    assert "to stop serving them, add --remove wolf" in refused.stderr
     assert removed.returncode == 0, removed.stdout + removed.stderr
     assert "replica_drained replica=wolf-r0" in removed.stdout
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole

@@ -194,12 +194,13 @@ def _graph_bits(name: str, made: Callable[[], GpuRunner]) -> Figure:
     for graphs in (None, EagerSteps()):
         runner = made()
         if graphs is not None:
+            assert runner._state is not None
             for size in runner._sizes:
-                graphs.capture(size, partial(runner._there().decode.run, size))
+                graphs.capture(size, partial(runner._state.decode.run, size))
             runner._graphs = graphs
         tokens = [runner.launch(plan).tokens() for plan in _decode_plans(rows=5, context=40, block_size=16, steps=4)]
-        assert runner._pool is not None
-        pools.append((tokens, [tensor.clone() for tensor in (*runner._pool.keys, *runner._pool.values)]))
+        assert runner.pool is not None
+        pools.append((tokens, [tensor.clone() for tensor in (*runner.pool.keys, *runner.pool.values)]))
     (tokens, left), (others, right) = pools
     same = tokens == others and all(torch.equal(a[1:], b[1:]) for a, b in zip(left, right, strict=True))
     return Figure(f"{name}: graph = eager, bitwise", float(same), "equal", met=same)

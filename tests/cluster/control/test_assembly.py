@@ -67,7 +67,7 @@ def test_a_replica_does_not_keep_what_was_compiled_for_every_batch_size():
     """Each row count of a step is a shape of its own to oneDNN; kept by the thousand they are most of the memory."""
     kept, prepared = grown_mb("as torch has it"), grown_mb("prepared")
 
-    assert prepared < kept / 2, f"{prepared} MB with the caches bounded, {kept} without"
+    assert prepared < 0.6 * kept, f"{prepared} MB with the caches bounded, {kept} without"
 
 
 def test_memory_of_a_replica_may_lie_in_large_pages():
