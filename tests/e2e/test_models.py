@@ -105,7 +105,7 @@ def test_a_model_is_scaled_by_its_name_and_the_other_one_stays(both: Serving) ->
     assert f"several models are served: {FOX}, {OWL}" in refused.stderr
     assert scaled.returncode == 0, scaled.stdout + scaled.stderr
     assert f"{OWL}: 2 serving" in status
-    assert f"{FOX}: 1 serve" in status
+    assert f"{FOX}: 1 serving" in status
     assert back.returncode == 0, back.stdout + back.stderr
     replicas = both.serving(2)
     assert set(replicas) == {"fox-r0", "forest-owl-r1"}
