@@ -3,6 +3,7 @@
 Pure values: candidates in, decision out. Block hashes, time and randomness come in by parameter.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -95,7 +96,7 @@ class Decision:
         return self.row.ttft_s if self.row else None
 
 
-class Policy:
+class Policy(ABC):
     """Chooses a replica for each request.
 
     A policy implements `consider`, and `decide` if it learns from its decisions. Policies with books of their own
@@ -113,9 +114,9 @@ class Policy:
     #: Whether it notices that an engine restarted behind its address. `homing simulate` models routers that do not.
     notices_restarts: ClassVar[bool] = True
 
+    @abstractmethod
     def consider(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
         """The decision for this prompt, without any change of state. Never a candidate with an obstacle."""
-        raise NotImplementedError
 
     def decide(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
         """The same for a request that will be sent; the policy may learn from it."""

@@ -1,5 +1,6 @@
 """What the policies of other routers have in common: none holds a request back, and each counts its own requests."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from random import Random
 
@@ -41,9 +42,9 @@ class Peer(Policy):
         chosen, reason = self.pick(prompt, usable, rng)
         return self.choose(prompt, candidates, chosen, reason)
 
+    @abstractmethod
     def pick(self, prompt: Prompt, usable: Sequence[Candidate], rng: Random) -> tuple[Candidate, str]:
         """One of the usable candidates, at least one, in the order in which they joined; and why."""
-        raise NotImplementedError
 
 
 def least(usable: Sequence[Candidate], costs: Sequence[float], rng: Random) -> Candidate:
