@@ -187,13 +187,15 @@ class RouterProcesses:
             if running or membership != self._membership:  # it changed while the router was starting
                 await self._send_membership(seat, self._membership)
             # Why it ended, or was killed: clients whose connections the kernel gives to a hanging router would wait.
-            watching = [asyncio.ensure_future(until_failed(router)), asyncio.ensure_future(self._ping(router))]
+            watching = [asyncio.ensure_future(self._ping(router)), asyncio.ensure_future(until_failed(router))]
             try:
-                ended, _ = await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
-                return ended.pop().result()
+                await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
+                reason = next(each.result() for each in watching if each.done())
             finally:
                 for each in watching:
                     each.cancel()
+            ray.kill(router)  # only now: its death must not be taken for the reason
+            return reason
         except Exception as error:
             if router is not None:
                 ray.kill(router)  # what is left of it must not keep the port
@@ -206,7 +208,6 @@ class RouterProcesses:
                 await asyncio.sleep(cluster.health_interval_s)
                 await asyncio.wait_for(router.ping.remote(), cluster.health_timeout_s)
         except TimeoutError:
-            ray.kill(router)
             return f"no answer for {cluster.health_timeout_s:g} s"
         except RayError as error:
             return death(error)
