@@ -61,7 +61,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "replica/parallel": ("replica/engine", "replica/execute", "replica/load"),
     "router/flow": ("router/routing",),
     "router/http": ("router/tenants", "router/text"),
-    "router/http/openai": ("router/http", "router/text"),
+    "router/http/dialects": ("router/http", "router/text"),
     "router/http/protocol": (),
     "router/replicas": ("router/flow", "router/routing"),
     "router/replicas/external": ("router/flow", "router/replicas"),

@@ -1,4 +1,4 @@
-"""The HTTP front end: an HTTP/1.1 server (`protocol`), the API endpoints (`openai`), and what both share.
+"""The HTTP front end: an HTTP/1.1 server (`protocol`), the endpoints, and one module per API dialect (`dialects`).
 
 Imported by `router.server`. Reaches the routing side only through `router.backend`.
 """

@@ -12,10 +12,10 @@ from typing import Any
 
 from ..errors import RouterError, Superseded
 from .caller import REQUEST_ID, request_id
+from .endpoints import find, label
 from .errors import fail
 from .front import Front
-from .openai.endpoints import find, label
-from .openai.generation import ClientGoneError
+from .generation import ClientGoneError
 from .protocol.access import AccessLog
 from .protocol.connection import HttpConnection
 from .protocol.cors import CorsPolicy

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import msgspec
 
 from ....router.errors import InvalidRequest
-from ....router.http.openai.chat import conversation
-from ....router.http.openai.completions import PromptField, prompts
-from ....router.http.openai.schema import MessageBody, TokenizeBody
+from ....router.http.dialects.chat import conversation
+from ....router.http.dialects.completions import PromptField, prompts
+from ....router.http.dialects.schema import MessageBody, TokenizeBody
 from ....router.text.template import Conversation
 from ...errors import LogUnreadable
 from ..recorded_trace import TraceError, TraceRequest, trace_request

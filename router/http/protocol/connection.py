@@ -17,14 +17,16 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 from urllib.parse import unquote
 
 import httptools
 
-from ...config import RouterSettings
 from ...errors import BodyTooLarge, HeadTooLarge, MalformedRequest, RequestTooSlow, RouterError
 from .exchange import Exchange, Headers, Request
+
+if TYPE_CHECKING:
+    from .server import HttpServer
 
 #: A head larger than this is refused; browsers and proxies stay below 16 KB.
 MAX_HEAD_BYTES = 64 * 1024
@@ -66,26 +68,13 @@ class Handler(Protocol):
         """Count a client that was disconnected by the server."""
 
 
-class Host(Protocol):
-    """What a connection needs of its server."""
-
-    handler: Handler
-    settings: RouterSettings  #: limits of size and time for one client
-    closing: bool  #: finish the current response, then close
-    date: str  #: the Date header's line
-    connections: "set[HttpConnection]"  #: a connection adds and removes itself
-
-    def closed(self) -> None:
-        """Called after a connection has removed itself."""
-
-
 class HttpConnection(asyncio.Protocol):
     """One client. All calls come from the loop's thread."""
 
-    def __init__(self, host: Host, clock: Callable[[], float]) -> None:
-        self._host = host
-        self._settings = host.settings
-        self._handler = host.handler
+    def __init__(self, server: "HttpServer", clock: Callable[[], float]) -> None:
+        self._server = server
+        self._settings = server.settings
+        self._handler = server.handler
         self._clock = clock
         self._exchange: Exchange | None = None  #: the current one
         self._waiting: deque[Request] = deque()  #: pipelined behind it
@@ -119,13 +108,13 @@ class HttpConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by inheritance
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
-        self._host.connections.add(self)
+        self._server.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         self._leave()
         del self._parser  # breaks the reference cycle
-        self._host.connections.discard(self)
-        self._host.closed()
+        self._server.connections.discard(self)
+        self._server.closed()
 
     def eof_received(self) -> None:
         """The client closed its sending side: it counts as gone."""
@@ -256,12 +245,12 @@ class HttpConnection(asyncio.Protocol):
             self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def send_head(self, exchange: Exchange, headers: Headers, length: int | None) -> None:
-        """See `Wire.send_head`. It is written together with what follows."""
+        """Send status line and headers, together with what follows: chunks, if there is no `length`."""
         assert exchange.status is not None, "a head needs a status"
         request = exchange.request
         self._chunked = length is None and not request.http_1_0
-        ends = self._host.closing or self._closing or not request.keep_alive or (length is None and request.http_1_0)
-        lines = [_STATUS_LINES[exchange.status], self._host.date, f"x-request-id: {exchange.id}\r\n"]
+        ends = self._server.closing or self._closing or not request.keep_alive or (length is None and request.http_1_0)
+        lines = [_STATUS_LINES[exchange.status], self._server.date, f"x-request-id: {exchange.id}\r\n"]
         lines += [f"{name}: {value}\r\n" for name, value in headers]
         lines += [f"{name}: {value}\r\n" for name, value in self._handler.headers_for(request)]
         if self._chunked:
@@ -282,6 +271,7 @@ class HttpConnection(asyncio.Protocol):
         self._write(head if self._bodiless else head + data)
 
     def send_chunk(self, data: bytes) -> None:
+        """Send a part of a stream; never empty."""
         if self._chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         if self._head:

@@ -5,9 +5,12 @@ that is dropped, so that endpoints need not watch the client.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    from .connection import HttpConnection
 
 JSON = "application/json"
 EVENTS = "text/event-stream; charset=utf-8"
@@ -40,28 +43,11 @@ class GenerationSummary(msgspec.Struct):
     ttft_s: float | None
 
 
-class Wire(Protocol):
-    """The connection of an exchange."""
-
-    def send_head(self, exchange: "Exchange", headers: Headers, length: int | None) -> None:
-        """Send status line and headers; without a `length`, chunks follow."""
-
-    def send_body(self, data: bytes) -> None: ...
-
-    def send_chunk(self, data: bytes) -> None:
-        """Send a part of a stream; never empty."""
-
-    def end_stream(self) -> None: ...
-
-    def exchange_over(self) -> None:
-        """Go on to the next request."""
-
-
 class Exchange(msgspec.Struct, eq=False):
     """A request in progress. Used on the event loop's thread only."""
 
     request: Request
-    wire: Wire
+    wire: "HttpConnection"
     id: str
     started_at: float  #: monotonic seconds at which the request was complete
     when_over: Callable[["Exchange"], None]

@@ -59,10 +59,10 @@ class HttpServer:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.settings = settings
-        self.closing = False
-        self.date = _date_line()
+        self.closing = False  #: connections finish the current response, then close
+        self.date = _date_line()  #: the Date header's line
         self.handler = handler
-        self.connections: set[HttpConnection] = set()
+        self.connections: set[HttpConnection] = set()  #: a connection adds and removes itself
         self._clock = clock
         self._tls = tls
         self._server: asyncio.Server | None = None
@@ -115,6 +115,7 @@ class HttpServer:
             await self._no_connection.wait()
 
     def closed(self) -> None:
+        """Called by a connection that has removed itself."""
         if not self.connections:
             self._no_connection.set()
 

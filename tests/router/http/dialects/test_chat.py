@@ -14,9 +14,9 @@ from openai.types.chat.chat_completion import ChoiceLogprobs
 from homing.kvcache.hashing import token_array
 from homing.replica.messages import PositionLogprobs, TokenLogprob
 from homing.router.errors import ReplicaLost
+from homing.router.http.dialects.chat import CHAT as DIALECT
+from homing.router.http.dialects.schema import LOWEST_LOGPROB
 from homing.router.http.front import Front
-from homing.router.http.openai.chat import CHAT as DIALECT
-from homing.router.http.openai.schema import LOWEST_LOGPROB
 from homing.router.text.answer import TokenAt
 from homing.router.text.template import Conversation
 from homing.router.text.tokenizer import TextModel

@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
 from homing.router.config import RouterSettings
+from homing.router.http.endpoints import ENDPOINTS, find, openapi_document
 from homing.router.http.errors import ErrorBody
-from homing.router.http.openai.endpoints import ENDPOINTS, find, openapi_document
 from homing.router.http.protocol.exchange import Request
 from homing.router.server import RouterServer
 
-from ..conftest import LoadedText
-from ..fakes import FakeBackend
+from .conftest import LoadedText
+from .fakes import FakeBackend
 
 SCHEMA = schemathesis.openapi.from_dict(json.loads(openapi_document()))
 LABELS = {f"{each.method} {each.path}": each for each in ENDPOINTS}

@@ -17,9 +17,9 @@ from ...errors import RouterError
 from ...text.answer import TextDelta
 from ..errors import error_body
 from ..front import Front, Served
+from ..generation import Generation, Job, RunningChoice
 from ..protocol.exchange import Exchange
-from .generation import Generation, Job, ResponseWriter, RunningChoice
-from .schema import ENCODER, Body, Usage, usage
+from .schema import ENCODER, Body, Usage, usage, usage_of
 
 BodyType = TypeVar("BodyType", bound=Body)
 #: What a chunk has under `usage`: counts, a null (they come later), or nothing (they were not requested).
@@ -69,7 +69,7 @@ class Dialect(Generic[BodyType]):
     builder: Callable[[Served, BodyType, str, int], ResponseBuilder]
 
 
-class WholeWriter(ResponseWriter):
+class WholeWriter:
     """Collects the text by choice and responds with one body."""
 
     def __init__(self, exchange: Exchange, builder: ResponseBuilder) -> None:
@@ -77,19 +77,22 @@ class WholeWriter(ResponseWriter):
         self._builder = builder
 
     def add(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> None:  # noqa: ARG002
+        """Take the next text of a choice; `first`: it had none before."""
         choice.parts.append(shown.text)
         if shown.tokens:
             choice.tokens += shown.tokens
 
     def end(self, generation: Generation) -> None:
-        body = self._builder.whole(generation.choices, generation.usage())
+        """Finish the response: every choice has ended well."""
+        body = self._builder.whole(generation.choices, usage_of(generation.summary()))
         self._exchange.respond(body, headers=generation.headers())
 
     def fail(self, generation: Generation, error: RouterError) -> bool:  # noqa: ARG002
+        """Report the error. False: nothing was sent yet, so an ordinary error response is still possible."""
         return False
 
 
-class StreamWriter(ResponseWriter):
+class StreamWriter:
     """Sends one event per chunk, and `[DONE]` only after a good end. The HTTP head goes out with the first chunk.
 
     A stream that breaks before its first chunk is an ordinary error response; later it ends with an error event and
@@ -119,7 +122,7 @@ class StreamWriter(ResponseWriter):
             self._exchange.send(self._chunk(choice, shown, first=first))
 
     def end(self, generation: Generation) -> None:
-        counts = self._builder.chunk([], generation.usage()) if self._include_usage else b""
+        counts = self._builder.chunk([], usage_of(generation.summary())) if self._include_usage else b""
         self._exchange.send(counts + DONE)
         self._exchange.end()
 

@@ -12,8 +12,8 @@ from openai.types.completion_choice import Logprobs
 from homing.kvcache.hashing import token_array
 from homing.replica.messages import PositionLogprobs, TokenLogprob
 from homing.router.backend import GenerationRequest, TokenDelta
+from homing.router.http.dialects.completions import COMPLETION, unique_name
 from homing.router.http.front import Front
-from homing.router.http.openai.completions import COMPLETION, unique_name
 from homing.router.text.answer import TokenAt
 from homing.router.text.tokenizer import TextModel
 

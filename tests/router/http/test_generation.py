@@ -13,8 +13,8 @@ from homing.router.backend import GenerationRequest, TokenDelta
 from homing.router.errors import RouterError, Superseded
 from homing.router.http.front import Front
 
-from ..conftest import Live
-from ..fakes import FakeBackend, FakeStream, Item, Script
+from .conftest import Live
+from .fakes import FakeBackend, FakeStream, Item, Script
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 

@@ -14,9 +14,9 @@ from ...errors import InvalidRequest
 from ...text.answer import TextDelta, TokenAt
 from ...text.tokenizer import TokenIds
 from ..front import Front, Served
+from ..generation import EncodedPrompt, Job, RunningChoice
 from . import validate
 from .dialect import ChunkUsage, Dialect, ResponseBuilder
-from .generation import EncodedPrompt, Job, RunningChoice
 from .pins import whole_prompt
 from .schema import Body, FinishReason, Positive, finite
 

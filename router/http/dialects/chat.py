@@ -11,9 +11,9 @@ from ...errors import InvalidRequest
 from ...text.answer import TextDelta, TokenAt
 from ...text.template import Conversation, Message
 from ..front import Front, Served
+from ..generation import EncodedPrompt, Job, RunningChoice
 from . import pins, validate
 from .dialect import ChunkUsage, Dialect, ResponseBuilder
-from .generation import EncodedPrompt, Job, RunningChoice
 from .schema import Body, FinishReason, MessageBody, Positive, TokenizeBody, Usage, finite
 
 

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from ...errors import InvalidJson, InvalidRequest
+from ..protocol.exchange import GenerationSummary
 
 Decoded = TypeVar("Decoded")
 
@@ -141,6 +142,10 @@ class Usage(msgspec.Struct, frozen=True):
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
     total = prompt_tokens + completion_tokens
     return Usage(prompt_tokens, completion_tokens, total, PromptTokensDetails(cached_tokens))
+
+
+def usage_of(summary: GenerationSummary) -> Usage:
+    return usage(summary.prompt_tokens, summary.output_tokens, summary.cached_tokens)
 
 
 def finite(logprob: float) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from ....replica.messages import SamplingParams
 from ...errors import ContextTooLong, InvalidRequest, PromptTooLong
 from ..front import Front, Served
-from .generation import SEED_MASK, EncodedPrompt, Job
+from ..generation import SEED_MASK, EncodedPrompt, Job
 from .schema import Body
 
 #: Tokens delivered together if the response is not streamed. When a replica dies, at most this many are lost and

@@ -8,21 +8,21 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from .... import __version__
-from ....replica.messages import ModelLimits
-from ...backend import ClusterView, Explanation
-from ...errors import NoReplica, NotAllowed, UnknownPath, WrongMethod
-from ...metrics import CONTENT_TYPE
-from ..caller import Caller
-from ..errors import ErrorBody
-from ..front import Front
-from ..protocol.exchange import JSON, Exchange, Request
-from .chat import CHAT, ChatBody, ChatCompletion
-from .completions import COMPLETION, Completion, CompletionBody
-from .dialect import BodyType, Dialect, StreamWriter, WholeWriter
-from .generation import Generation, ResponseWriter, generation_request
-from .schema import ENCODER, TokenizeBody, decode
-from .tokenize import DetokenizeBody, Detokenized, Tokenized, detokenize, tokenize
+from ... import __version__
+from ...replica.messages import ModelLimits
+from ..backend import ClusterView, Explanation
+from ..errors import InvalidRequest, NoReplica, NotAllowed, UnknownPath, WrongMethod
+from ..metrics import CONTENT_TYPE
+from .caller import Caller
+from .dialects.chat import CHAT, ChatBody, ChatCompletion, conversation
+from .dialects.completions import COMPLETION, Completion, CompletionBody
+from .dialects.dialect import BodyType, Dialect, StreamWriter, WholeWriter
+from .dialects.schema import ENCODER, NonNegative, TokenizeBody, decode
+from .dialects.validate import check_token_ids
+from .errors import ErrorBody
+from .front import Front
+from .generation import Generation, generation_request
+from .protocol.exchange import JSON, Exchange, Request
 
 MODELS = "/v1/models"
 
@@ -81,6 +81,30 @@ class _Kind(msgspec.Struct):
     messages: msgspec.Raw | UnsetType = UNSET
 
 
+class Tokenized(msgspec.Struct, frozen=True):
+    """The token ids of a prompt."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: list[NonNegative]
+
+
+class Detokenized(msgspec.Struct, frozen=True):
+    """Their text."""
+
+    prompt: str
+
+
+_TOKENIZE = msgspec.json.Decoder(TokenizeBody)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 _RESET = msgspec.json.Decoder(ResetBody)
 _KIND = msgspec.json.Decoder(_Kind)
 
@@ -96,7 +120,7 @@ async def generate(dialect: Dialect[BodyType], front: Front, exchange: Exchange)
     served = await front.served(body.model)
     job = await dialect.job(front, served, body, caller.tenant.cache_salt(body.cache_salt))
     builder = dialect.builder(served, body, f"{front.random_bits(96):024x}", int(front.wall()))
-    writer: ResponseWriter = StreamWriter(exchange, builder, body) if body.stream else WholeWriter(exchange, builder)
+    writer = StreamWriter(exchange, builder, body) if body.stream else WholeWriter(exchange, builder)
     Generation(front, job, exchange, caller, writer).begin()
 
 
@@ -110,6 +134,34 @@ async def explain(front: Front, exchange: Exchange) -> None:
     job = await dialect.job(front, await front.served(body.model), body, caller.tenant.cache_salt(body.cache_salt))
     caller.charge([len(prompt.token_ids) for prompt in job.prompts])
     respond(exchange, job.served.backend.explain(generation_request(job, job.prompts[0], caller)))
+
+
+async def tokenize(front: Front, exchange: Exchange) -> None:
+    """The token ids of a text or a chat; this and `detokenize` have vLLM's shapes."""
+    caller = Caller(front, exchange)
+    caller.check()
+    body = decode(exchange.request.body, _TOKENIZE)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("exactly one of 'prompt' and 'messages' is required", param="prompt")
+    served = await front.served(body.model)
+    if body.prompt is not None:
+        special_tokens = body.add_special_tokens is not False
+        tokens = list((await served.text.encode([body.prompt], special_tokens=special_tokens))[0])
+    else:
+        tokens = list(await served.text.encode_chat(conversation(body, body.tools)))
+    caller.charge([len(tokens)])
+    names = served.text.piece_names(tokens) if body.return_token_strs else None
+    respond(exchange, Tokenized(len(tokens), served.limits.max_model_len, tokens, names))
+
+
+async def detokenize(front: Front, exchange: Exchange) -> None:
+    caller = Caller(front, exchange)
+    caller.check()
+    body = decode(exchange.request.body, _DETOKENIZE)
+    served = await front.served(body.model)
+    check_token_ids(body.tokens, served.limits.vocab_size, "tokens")
+    caller.charge([len(body.tokens)])
+    respond(exchange, Detokenized(served.text.decode(body.tokens)))
 
 
 def _card(front: Front, limits: ModelLimits) -> ModelCard:

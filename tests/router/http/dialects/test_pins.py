@@ -13,10 +13,10 @@ from homing.replica.messages import ModelLimits
 from homing.router.backend import GenerationRequest
 from homing.router.config import RouterSettings
 from homing.router.errors import CacheInUse, InvalidRequest, TemplateRefusal
+from homing.router.http.dialects.pins import requested
+from homing.router.http.dialects.schema import CacheControl, MessageBody
+from homing.router.http.endpoints import ENDPOINTS
 from homing.router.http.front import Front
-from homing.router.http.openai.endpoints import ENDPOINTS
-from homing.router.http.openai.pins import requested
-from homing.router.http.openai.schema import CacheControl, MessageBody
 from homing.router.metrics import RouterMetrics
 from homing.router.tenants.api_keys import tenants_of
 from homing.router.text.template import Conversation

@@ -5,22 +5,23 @@ of the event loop nor a task.
 """
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from ....kvcache.hashing import token_bytes
-from ....replica.messages import Pin, PositionLogprobs, SamplingParams
-from ...backend import GenerationRequest, TokenDelta, TokenStream
-from ...errors import RequestFailed, RouterError, Superseded
-from ...text.answer import AnswerText, Ending, TextDelta, TokenAt
-from ..caller import Caller
-from ..errors import fail
-from ..front import Front, Served
-from ..protocol.exchange import Exchange, GenerationSummary, Headers
-from .pins import PinRequest
-from .schema import Usage, usage
+from ...kvcache.hashing import token_bytes
+from ...replica.messages import Pin, PositionLogprobs, SamplingParams
+from ..backend import GenerationRequest, TokenDelta, TokenStream
+from ..errors import RequestFailed, RouterError, Superseded
+from ..text.answer import AnswerText, Ending, TextDelta, TokenAt
+from .caller import Caller
+from .errors import fail
+from .front import Front, Served
+from .protocol.exchange import Exchange, GenerationSummary, Headers
+
+if TYPE_CHECKING:
+    from .dialects.dialect import StreamWriter, WholeWriter
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,13 @@ _DISCARDED = TextDelta("", "length")
 
 class ClientGoneError(Exception):
     """The client disconnected before its request was dispatched, so there is nobody to respond to."""
+
+
+class PinRequest(msgspec.Struct, frozen=True, gc=False):
+    """Keep the first tokens of a prompt."""
+
+    num_tokens: int
+    ttl_s: float
 
 
 class EncodedPrompt(msgspec.Struct, frozen=True, gc=False):
@@ -133,28 +141,14 @@ class RunningChoice(msgspec.Struct, eq=False):
         self.generation.fail(error)
 
 
-class ResponseWriter(ABC):
-    """Turns the text of a generation into an HTTP response."""
-
-    @abstractmethod
-    def add(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> None:
-        """Take the next text of a choice; `first`: it had none before."""
-
-    @abstractmethod
-    def end(self, generation: "Generation") -> None:
-        """Finish the response: every choice has ended well."""
-
-    @abstractmethod
-    def fail(self, generation: "Generation", error: RouterError) -> bool:
-        """Report the error. False if nothing was sent yet, so that an ordinary error response is still possible."""
-
-
 class Generation:
     """The choices of a job, from `begin` until every choice has ended, one has failed, or the client has left."""
 
     __slots__ = ("_caller", "_exchange", "_left", "_ttft_s", "choices", "front", "job", "metrics", "over", "writer")
 
-    def __init__(self, front: Front, job: Job, exchange: Exchange, caller: Caller, writer: ResponseWriter) -> None:
+    def __init__(
+        self, front: Front, job: Job, exchange: Exchange, caller: Caller, writer: "StreamWriter | WholeWriter"
+    ) -> None:
         self.front = front
         self.job = job
         self.metrics = job.served.metrics
@@ -271,15 +265,13 @@ class Generation:
             self._ttft_s,
         )
 
-    def usage(self) -> Usage:
-        """The usage of the whole request, after its end."""
-        summary = self._exchange.summary
-        assert summary is not None, "the usage of a generation that is not over"
-        return usage(summary.prompt_tokens, summary.output_tokens, summary.cached_tokens)
+    def summary(self) -> GenerationSummary:
+        """What the request used, so far or in all."""
+        return self._exchange.summary or self._summary()
 
     def headers(self) -> Headers:
         """Response headers: the replicas, the tokens found in their caches and, if requested, the pinned tokens."""
-        summary = self._exchange.summary or self._summary()
+        summary = self.summary()
         headers: list[tuple[str, object]] = [("x-homing-cached-tokens", summary.cached_tokens)]
         pinned = [choice.pinned for choice in self.choices if choice.pinned is not None]
         if pinned:

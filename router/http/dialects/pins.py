@@ -12,19 +12,12 @@ from ...config import RouterSettings
 from ...errors import InvalidRequest, TemplateRefusal
 from ...text.template import Conversation
 from ...text.tokenizer import TextModel
+from ..generation import PinRequest
 from .schema import CacheControl, MessageBody, from_msgspec
 
 #: Places that one chat may mark; the same number as Anthropic's.
 MAX_MARKS = 4
 _NAMED_S = {"5m": 300.0, "1h": 3600.0}
-
-
-@dataclass(slots=True, frozen=True)
-class PinRequest:
-    """Keep the first tokens of a prompt."""
-
-    num_tokens: int
-    ttl_s: float
 
 
 @dataclass(slots=True, frozen=True)
