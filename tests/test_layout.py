@@ -69,7 +69,8 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "router/routing/policy": ("router/routing",),
     "router/routing/policy/peers": ("router/routing",),
     "router/tenants": (),
-    "router/text": (),
+    "router/text": ("router/text/parsers",),
+    "router/text/parsers": (),
 }
 NEEDS_NO = {
     "kvcache": {"ray", "torch", "transformers", "zmq"},

@@ -120,7 +120,7 @@ async def generate(dialect: Dialect[BodyType], front: Front, exchange: Exchange)
     served = await front.served(body.model)
     job = await dialect.job(front, served, body, caller.tenant.cache_salt(body.cache_salt))
     builder = dialect.builder(served, body, f"{front.random_bits(96):024x}", int(front.wall()))
-    writer = StreamWriter(exchange, builder, body) if body.stream else WholeWriter(exchange, builder)
+    writer = StreamWriter(exchange, builder) if body.stream else WholeWriter(exchange, builder)
     Generation(front, job, exchange, caller, writer).begin()
 
 
@@ -148,7 +148,7 @@ async def tokenize(front: Front, exchange: Exchange) -> None:
         special_tokens = body.add_special_tokens is not False
         tokens = list((await served.text.encode([body.prompt], special_tokens=special_tokens))[0])
     else:
-        tokens = list(await served.text.encode_chat(conversation(body, body.tools)))
+        tokens = list(await served.text.encode_chat(conversation(body).template_input()))
     caller.charge([len(tokens)])
     names = served.text.piece_names(tokens) if body.return_token_strs else None
     respond(exchange, Tokenized(len(tokens), served.limits.max_model_len, tokens, names))

@@ -5,7 +5,7 @@ of the event loop nor a task.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,7 +14,8 @@ from ...kvcache.hashing import token_bytes
 from ...replica.messages import Pin, PositionLogprobs, SamplingParams
 from ..backend import GenerationRequest, TokenDelta, TokenStream
 from ..errors import RequestFailed, RouterError, Superseded
-from ..text.answer import AnswerText, Ending, TextDelta, TokenAt
+from ..text.answer import AnswerParser, AnswerText, Block, Ending, TextDelta, TokenAt, parsed
+from ..text.parsers.deltas import Reasoning, ToolCallStart
 from .caller import Caller
 from .errors import fail
 from .front import Front, Served
@@ -61,6 +62,9 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     priority: int = 0
     timeout_s: float | None = None
     tokens_per_delta: int = 1  #: more if the response is not streamed
+    #: Makes the parser of one choice, if its text may hold reasoning or tool calls.
+    parser: Callable[[], AnswerParser] | None = None
+    session: str | None = None  #: that the body names; one that a header names comes first
     discard: bool = False  #: `max_tokens: 0`: one token is generated to score the prompt, and not shown
 
 
@@ -74,7 +78,7 @@ def generation_request(
         token_ids=token_bytes(prompt.token_ids),
         sampling=msgspec.structs.replace(sampling, seed=(sampling.seed + index) & SEED_MASK) if index else sampling,
         salt=job.salt,
-        session=caller.session,
+        session=caller.session or job.session,
         priority=job.priority,
         tenant=tenant.digest,
         weight=tenant.limits.weight,
@@ -99,13 +103,16 @@ class RunningChoice(msgspec.Struct, eq=False):
     last_token_at: float | None = None
     ending: Ending | None = None
     prompt_logprobs: list[PositionLogprobs | None] | None = None
-    parts: list[str] = []  #: the text so far, of a response that is not streamed
+    parser: AnswerParser | None = None
+    calls: int = 0  #: tool calls so far
+    reasoning_tokens: int = 0
+    blocks: list[Block] = []  #: the answer so far, of a response that is not streamed
     tokens: list[TokenAt] = []  #: its tokens, if logprobs were requested
 
     @property
     def text(self) -> str:
-        """The text of a response that is not streamed."""
-        return "".join(self.parts)
+        """The text of a response that is not streamed, without reasoning and calls."""
+        return "".join([block.text for block in self.blocks if block.kind == "text"])
 
     def delta(self, delta: TokenDelta) -> None:
         generation = self.generation
@@ -128,6 +135,8 @@ class RunningChoice(msgspec.Struct, eq=False):
             else:
                 self.generated += len(delta.token_ids) + delta.text_tokens
                 shown = self.answer.push(delta)
+                if self.parser is not None:
+                    shown = self._parsed(self.parser, shown, len(delta.token_ids))
             self.ending = shown.ending
             generation.writer.add(self, shown, first=last is None)
             if shown.ending:
@@ -136,6 +145,14 @@ class RunningChoice(msgspec.Struct, eq=False):
             generation.abort(error)
         except Exception as error:  # raised further, it would interrupt the delivery of other requests' tokens
             generation.crash(error)
+
+    def _parsed(self, parser: AnswerParser, shown: TextDelta, num_tokens: int) -> TextDelta:
+        shown = parsed(parser, shown, calls=self.calls > 0)
+        if shown.deltas:
+            self.calls += sum([type(each) is ToolCallStart for each in shown.deltas])
+            if all(type(each) is Reasoning for each in shown.deltas):
+                self.reasoning_tokens += num_tokens
+        return shown
 
     def failed(self, error: RouterError) -> None:
         self.generation.fail(error)
@@ -174,8 +191,10 @@ class Generation:
                 for index in range(job.choices_per_prompt):
                     request = generation_request(job, prompt, self._caller, index, deadline)
                     stream = served.backend.generate(request)
-                    answer = AnswerText(served.text.detokenizer(), job.stops)
-                    self.choices.append(RunningChoice(self, len(self.choices), prompt, stream, answer))
+                    parser = job.parser() if job.parser is not None else None
+                    detokenizer = served.text.detokenizer(special_tokens=parser is not None)
+                    answer = AnswerText(detokenizer, job.stops)
+                    self.choices.append(RunningChoice(self, len(self.choices), prompt, stream, answer, parser=parser))
         except BaseException:
             self._cancel()
             self._caller.undo()
@@ -263,6 +282,7 @@ class Generation:
             sum([choice.cached for choice in first]),
             sum([choice.generated for choice in choices]),
             self._ttft_s,
+            sum([choice.reasoning_tokens for choice in choices]),
         )
 
     def summary(self) -> GenerationSummary:

@@ -5,15 +5,16 @@ Pure state: incremental decoding, stop strings, and alignment of logprobs with t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
 from ...replica.messages import PositionLogprobs
 from ..backend import TokenDelta
 from .detokenizer import Detokenizer
+from .parsers.deltas import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 
-Ending = Literal["stop", "length"]
+Ending = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -28,10 +29,12 @@ class TokenAt:
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """What can be shown next."""
 
-    text: str
+    text: str  #: of the answer itself
     ending: Ending | None = None
     #: The tokens whose text begins in what has been shown so far; empty if no logprobs were requested.
     tokens: Sequence[TokenAt] = ()
+    #: Everything in order, `text` included, if a parser found reasoning or calls; empty: there is nothing but `text`.
+    deltas: Sequence[Delta] = ()
 
 
 class AnswerText:
@@ -86,6 +89,57 @@ class AnswerText:
         ready = [token for token in self._pending if everything or token.offset < self._shown]
         self._pending = self._pending[len(ready) :]
         return ready
+
+
+class Block(msgspec.Struct):
+    """A part of an answer that is all text, all reasoning, or one tool call, whose text is its arguments."""
+
+    kind: Literal["text", "reasoning", "tool_call"]
+    parts: list[str]
+    id: str = ""
+    name: str = ""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+
+def extend(blocks: list[Block], shown: TextDelta) -> None:
+    """Add what is shown next to the blocks of an answer."""
+    for delta in shown.deltas or (Content(shown.text),):
+        match delta:
+            case ToolCallStart(_, call_id, name):
+                blocks.append(Block("tool_call", [], call_id, name))
+            case ToolCallArguments(_, text):
+                blocks[-1].parts.append(text)
+            case Content(text) | Reasoning(text):
+                kind: Literal["text", "reasoning"] = "text" if type(delta) is Content else "reasoning"
+                if not blocks or blocks[-1].kind != kind:
+                    if not text:
+                        continue
+                    blocks.append(Block(kind, []))
+                blocks[-1].parts.append(text)
+
+
+class AnswerParser(Protocol):
+    """Takes the text of one answer apart; see `parsers`."""
+
+    def feed(self, text: str) -> list[Delta]: ...
+
+    def finish(self) -> list[Delta]: ...
+
+
+def parsed(parser: AnswerParser, shown: TextDelta, *, calls: bool) -> TextDelta:
+    """The same with reasoning and calls told from the answer's text. `calls`: there were calls before."""
+    found = parser.feed(shown.text) if shown.text else []
+    ending = shown.ending
+    if ending is not None:
+        found += parser.finish()
+        if ending == "stop" and (calls or any(type(each) is ToolCallStart for each in found)):
+            ending = "tool_calls"
+    text = "".join([each.text for each in found if type(each) is Content])
+    plain = all(type(each) is Content for each in found)
+    return TextDelta(text, ending, shown.tokens, () if plain else found)
 
 
 class StopFinder:

@@ -15,7 +15,7 @@ from ..errors import TemplateRefusal
 Message = dict[str, Any]
 
 
-class Conversation(msgspec.Struct, frozen=True):
+class TemplateInput(msgspec.Struct, frozen=True):
     """What every API dialect makes of its messages: the input of the chat template."""
 
     messages: Sequence[Message]
@@ -32,7 +32,7 @@ class ChatTemplate:
         self._templates: Mapping[str, str] = {"default": template} if isinstance(template, str) else template or {}
         self._special_tokens = special_tokens
 
-    def render(self, conversation: Conversation) -> str:
+    def render(self, conversation: TemplateInput) -> str:
         """The prompt of the conversation. Raises TemplateRefusal."""
         # Not at the top: these imports take half a second, and the package must stay light.
         from jinja2.exceptions import TemplateError
@@ -62,9 +62,9 @@ class ChatTemplate:
     def prepare(self) -> None:
         """Import the renderer and compile the template, for which the first chat would block the event loop."""
         with contextlib.suppress(TemplateRefusal):
-            self.render(Conversation([{"role": "user", "content": "hi"}]))
+            self.render(TemplateInput([{"role": "user", "content": "hi"}]))
 
-    def _choose(self, conversation: Conversation) -> str:
+    def _choose(self, conversation: TemplateInput) -> str:
         if not self._templates:
             raise TemplateRefusal("this model has no chat template; use /v1/completions", param="messages")
         chosen = self._templates.get("tool_use") if conversation.tools else None

@@ -12,14 +12,14 @@ import asyncio
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from ...kvcache.hashing import token_array, token_bytes
 from .detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, is_byte_level, piece_table
 from .export import TokenizerParts, load_parts
-from .template import ChatTemplate, Conversation
+from .template import ChatTemplate, TemplateInput
 from .token_cache import Cutter, TokenCache
 
 #: Texts up to this many characters are encoded in place: about 0.2 ms, as much as a hop to a thread and back costs
@@ -75,12 +75,12 @@ class TextModel:
         work = partial(self.encode_now, texts, special_tokens=special_tokens)
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def encode_chat_now(self, conversation: Conversation, *, tenant: bytes = b"") -> TokenIds:
+    def encode_chat_now(self, conversation: TemplateInput, *, tenant: bytes = b"") -> TokenIds:
         """As `encode_chat`, in place."""
         segments, known, missing = self._recall(conversation, tenant)
         return self._complete(segments, known, missing, self.encode_now(missing, special_tokens=False), tenant)
 
-    async def encode_chat(self, conversation: Conversation, *, tenant: bytes = b"") -> TokenIds:
+    async def encode_chat(self, conversation: TemplateInput, *, tenant: bytes = b"") -> TokenIds:
         """Ids of the rendered conversation; long segments that are not cached are encoded off the event loop.
 
         The template writes special tokens itself, so none are added. What other tenants have sent does not affect even
@@ -90,7 +90,7 @@ class TextModel:
         encoded = await self.encode(missing, special_tokens=False) if missing else ()
         return self._complete(segments, known, missing, encoded, tenant)
 
-    def _recall(self, conversation: Conversation, tenant: bytes) -> tuple[list[str], dict[str, bytes], list[str]]:
+    def _recall(self, conversation: TemplateInput, tenant: bytes) -> tuple[list[str], dict[str, bytes], list[str]]:
         """The prompt's segments, the ids of those that are cached, and those that are not."""
         segments = self._cutter.cut(self._template.render(conversation))
         found = {segment: self.cache.get((tenant, segment)) for segment in segments}
@@ -117,11 +117,16 @@ class TextModel:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def detokenizer(self) -> Detokenizer:
-        """A new incremental decoder; special tokens have no text."""
+    def detokenizer(self, *, special_tokens: bool = False) -> Detokenizer:
+        """A new incremental decoder; `special_tokens`: they have text, as some mark tool calls."""
         if self._byte_level:
-            return ByteDetokenizer(self._texts)
-        return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=True))
+            return ByteDetokenizer(self._all_texts if special_tokens else self._texts)
+        return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=not special_tokens))
+
+    @cached_property
+    def _all_texts(self) -> dict[int, bytes]:
+        """The text of every id; megabytes that most models do not need."""
+        return dict(enumerate(self._pieces))
 
     def piece(self, token_id: int) -> bytes:
         """The bytes that this token stands for (its name, if it is a special token); empty for an unknown id."""

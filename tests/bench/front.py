@@ -214,7 +214,7 @@ def stand_in(folder: Path) -> object:
     """A text side that does not tokenize: four bytes of text are an id."""
     from array import array
 
-    from homing.router.text.template import Conversation
+    from homing.router.text.template import TemplateInput
     from homing.router.text.tokenizer import TextModel
 
     class StandIn(TextModel):
@@ -224,7 +224,7 @@ def stand_in(folder: Path) -> object:
             data = text.encode()
             return array("I", data[: len(data) & ~3] or b"fox ")
 
-        async def encode_chat(self, chat: Conversation, *, tenant: bytes) -> array:
+        async def encode_chat(self, chat: TemplateInput, *, tenant: bytes) -> array:
             return self.ids("".join(message["content"] for message in chat.messages))
 
         async def encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[array]:

@@ -13,7 +13,7 @@ import msgspec
 
 from ....kvcache.hashing import BlockHash, BlockHasher, canonical, tenant_root, token_bytes
 from ....router.errors import TemplateRefusal
-from ....router.text.template import Conversation
+from ....router.text.template import TemplateInput
 from ....router.text.tokenizer import TextModel
 from ...errors import LogUnreadable
 from ..recorded_trace import TraceRequest
@@ -104,9 +104,9 @@ class TextPrompts:
         """Let go of the tokenizer's threads."""
         self._text.close()
 
-    def _token_ids(self, prompt: Conversation | str | list[int]) -> Sequence[int]:
+    def _token_ids(self, prompt: TemplateInput | str | list[int]) -> Sequence[int]:
         match prompt:
-            case Conversation() as chat:
+            case TemplateInput() as chat:
                 return self._text.encode_chat_now(chat)
             case str() as text:
                 return self._text.encode_now([text], special_tokens=True)[0]
@@ -117,7 +117,7 @@ class TextPrompts:
 PromptSource = TracePrompts | TextPrompts
 
 
-def _parts(prompt: Conversation | str | list[int]) -> tuple[Part, ...]:
+def _parts(prompt: TemplateInput | str | list[int]) -> tuple[Part, ...]:
     if isinstance(prompt, str):
         return (Part("prompt", prompt),)
     if isinstance(prompt, list):

@@ -18,7 +18,7 @@ from ....router.errors import InvalidRequest
 from ....router.http.dialects.chat import conversation
 from ....router.http.dialects.completions import PromptField, prompts
 from ....router.http.dialects.schema import MessageBody, TokenizeBody
-from ....router.text.template import Conversation
+from ....router.text.template import TemplateInput
 from ...errors import LogUnreadable
 from ..recorded_trace import TraceError, TraceRequest, trace_request
 
@@ -35,7 +35,7 @@ _MESSAGE_FIELDS = frozenset(field.name for field in msgspec.structs.fields(Messa
 class TextRequest:
     """One prompt of an OpenAI log: a chat, a text, or token ids."""
 
-    prompt: Conversation | str | list[int]
+    prompt: TemplateInput | str | list[int]
     model: str
     salt: str
     arrival_s: float | None
@@ -127,12 +127,12 @@ def _requests(text: bytes, number: int) -> list[TextRequest]:
         raise _LineError(error.message) from error
 
 
-def _prompts(body: _Body) -> list[Conversation | str | list[int]]:
+def _prompts(body: _Body) -> list[TemplateInput | str | list[int]]:
     if body.messages is not None:
         messages = [_message(each, index) for index, each in enumerate(body.messages)]
         tools = None if body.tool_choice == "none" else body.tools
-        options = TokenizeBody(messages=messages, chat_template_kwargs=body.chat_template_kwargs)
-        return [conversation(options, tools)]
+        options = TokenizeBody(messages=messages, tools=tools, chat_template_kwargs=body.chat_template_kwargs)
+        return [conversation(options).template_input()]
     if body.prompt is None:
         raise _LineError("neither field 'messages' nor field 'prompt' is there")
     return [each if isinstance(each, str) else each.tolist() for each in prompts(body.prompt, 1 << 32)]

@@ -1,6 +1,6 @@
 """The dialect of POST /v1/chat/completions: OpenAI's chats."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -8,13 +8,16 @@ from msgspec import UNSET, Meta, UnsetType
 
 from ....replica.messages import PositionLogprobs, TokenLogprob
 from ...errors import InvalidRequest
-from ...text.answer import TextDelta, TokenAt
-from ...text.template import Conversation, Message
+from ...text import conversation as typed
+from ...text.answer import Ending, TextDelta, TokenAt
+from ...text.conversation import CacheMark, Conversation, Message, Tool, ToolCall, ToolChoice
+from ...text.parsers.deltas import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from ..front import Front, Served
-from ..generation import EncodedPrompt, Job, RunningChoice
-from . import pins, validate
-from .dialect import ChunkUsage, Dialect, ResponseBuilder
-from .schema import Body, FinishReason, MessageBody, Positive, TokenizeBody, Usage, finite
+from ..generation import Job, RunningChoice
+from .chunks import ChunkBuilder, ChunkUsage
+from .dialect import Dialect
+from .schema import Body, CacheControl, MessageBody, Positive, TokenizeBody, Usage, finite, from_msgspec
+from .validate import conversation_job, decoded_arguments, mark
 
 
 class ResponseFormat(msgspec.Struct):
@@ -36,10 +39,9 @@ class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    # Ignored.
-    parallel_tool_calls: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    verbosity: Any = None  #: ignored
 
 
 async def job(front: Front, served: Served, body: ChatBody, salt: bytes) -> Job:
@@ -55,16 +57,13 @@ async def job(front: Front, served: Served, body: ChatBody, salt: bytes) -> Job:
         raise InvalidRequest("field 'top_logprobs': requires 'logprobs': true", param="top_logprobs")
     if body.tool_choice not in (None, "auto", "none"):
         raise InvalidRequest("field 'tool_choice': only 'auto' and 'none' are supported", param="tool_choice")
-    asked = conversation(body, None if body.tool_choice == "none" else body.tools)
-    token_ids = await served.text.encode_chat(asked, tenant=salt)
-    kept = await pins.requested(served.text, asked, body.messages, body.cache_control, token_ids, salt, front.settings)
     newer = body.max_completion_tokens is not None
-    return validate.job(
+    return await conversation_job(
         front,
         served,
         body,
         salt,
-        [EncodedPrompt(token_ids, None, kept)],
+        conversation(body),
         prompt_param="messages",
         wanted=body.max_completion_tokens if newer else body.max_tokens,
         wanted_param="max_completion_tokens" if newer else "max_tokens",
@@ -79,8 +78,8 @@ _RESERVED = frozenset(
 )
 
 
-def conversation(body: ChatBody | TokenizeBody, tools: Sequence[Mapping[str, Any]] | None) -> Conversation:
-    """The messages and options of a body as the chat template takes them. Raises InvalidRequest."""
+def conversation(body: ChatBody | TokenizeBody) -> Conversation:
+    """The conversation of a body. Raises InvalidRequest."""
     continues, arguments = bool(body.continue_final_message), body.chat_template_kwargs or {}
     if continues and body.add_generation_prompt:
         raise InvalidRequest(
@@ -90,37 +89,73 @@ def conversation(body: ChatBody | TokenizeBody, tools: Sequence[Mapping[str, Any
     if reserved := _RESERVED.intersection(arguments):
         name = f"chat_template_kwargs.{min(reserved)}"
         raise InvalidRequest(f"field {name!r} may not be set", param=name)
+    chat = body if isinstance(body, ChatBody) else None
     return Conversation(
-        [_message(each, index) for index, each in enumerate(body.messages or ())],
-        tools=tools,
+        messages=[_message(each, index) for index, each in enumerate(body.messages or ())],
+        tools=[_tool(each, f"tools[{index}]") for index, each in enumerate(body.tools or ())],
+        tool_choice=_tool_choice(chat) if chat else ToolChoice(),
+        reasoning=typed.Reasoning(effort=chat.reasoning_effort) if chat else typed.Reasoning(),
+        session=chat.prompt_cache_key if chat and isinstance(chat.prompt_cache_key, str) else None,
+        mark=mark(chat.cache_control, "cache_control") if chat else None,
         add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
         continue_final_message=continues,
         template_arguments=arguments,
     )
 
 
+def _tool_choice(body: ChatBody) -> ToolChoice:
+    return ToolChoice("none" if body.tool_choice == "none" else "auto", parallel=body.parallel_tool_calls is not False)
+
+
+def _tool(given: Mapping[str, Any], param: str) -> Tool:
+    """A tool as it was given: templates print definitions whole."""
+    function = given.get("function")
+    if not isinstance(function, dict):
+        raise InvalidRequest(f"field '{param}.function': expected an object", param=f"{param}.function")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest(f"field '{param}.function.name': expected a name", param=f"{param}.function.name")
+    if not isinstance(function.get("parameters"), dict | None):
+        param = f"{param}.function.parameters"
+        raise InvalidRequest(f"field {param!r}: expected a JSON schema, which is an object", param=param)
+    return Tool(name, given)
+
+
 def _message(body: MessageBody, index: int) -> Message:
-    """A message as templates read it: its content is one text, the arguments of tool calls are objects."""
-    message: Message = {"role": body.role, "content": body.text(index)}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(body, name)) is not None:
-            message[name] = value
-    if body.tool_calls:
-        message["tool_calls"] = [_tool_call(call, f"messages[{index}].tool_calls") for call in body.tool_calls]
-    return message
+    return Message(
+        body.role,
+        body.text(index),
+        body.name,
+        body.reasoning_content,
+        [_tool_call(call, f"messages[{index}].tool_calls") for call in body.tool_calls] if body.tool_calls else (),
+        body.tool_call_id,
+        list(_marks(body, index)) if body.cache_control or isinstance(body.content, list) else (),
+    )
 
 
-def _tool_call(call: Mapping[str, Any], param: str) -> dict[str, Any]:
+def _marks(body: MessageBody, index: int) -> Iterator[CacheMark]:
+    if isinstance(body.content, list):
+        for place, part in enumerate(body.content):
+            given = part.get("cache_control")
+            if given is None:
+                continue
+            param = f"messages[{index}].content[{place}].cache_control"
+            try:
+                control = msgspec.convert(given, CacheControl)
+            except msgspec.ValidationError as error:
+                raise from_msgspec(error, param) from error
+            last = place == len(body.content) - 1
+            yield CacheMark(param, control.seconds, None if last else len(body.text(index, place + 1) or ""))
+    if body.cache_control is not None:
+        yield CacheMark(f"messages[{index}].cache_control", body.cache_control.seconds)
+
+
+def _tool_call(call: Mapping[str, Any], param: str) -> ToolCall:
+    """A call of an earlier turn: templates expect its arguments as an object."""
     function = call.get("function")
     if not isinstance(function, dict):
         raise InvalidRequest(f"field {param!r}: each call needs a 'function'", param=param)
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments.encode() or b"{}")
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise InvalidRequest(f"field {param!r}: 'arguments' is not valid JSON", param=param) from error
-    return {**call, "function": {**function, "arguments": arguments}}
+    return ToolCall(function.get("name") or "", decoded_arguments(function.get("arguments"), param), call.get("id"))
 
 
 # Responses. A field that OpenAI's schema does not allow to be null is absent (`UNSET`) if there is no value.
@@ -147,12 +182,38 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
-class ChatMessage(msgspec.Struct, frozen=True):
-    """The assistant's message."""
+class CallFunction(msgspec.Struct, frozen=True):
+    """What is called, or what a chunk adds to it."""
 
-    content: str
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ChatToolCall(msgspec.Struct, frozen=True):
+    """A tool call of a whole response."""
+
+    id: str
+    function: CallFunction
+    type: Literal["function"] = "function"
+
+
+class ChunkToolCall(msgspec.Struct, frozen=True):
+    """What a chunk adds to a tool call; id, type and name are absent from all but the call's first chunk."""
+
+    index: int
+    function: CallFunction
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """The assistant's message. Its content is null if there are only calls."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ChatToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -160,7 +221,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
 
     index: int
     message: ChatMessage
-    finish_reason: FinishReason
+    finish_reason: Ending
     logprobs: ChatLogprobs | None = None
 
 
@@ -180,6 +241,8 @@ class ChatDelta(msgspec.Struct, frozen=True):
 
     content: str | UnsetType = UNSET
     role: Literal["assistant"] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ChunkToolCall] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):
@@ -187,7 +250,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
 
     index: int
     delta: ChatDelta
-    finish_reason: FinishReason | None = None
+    finish_reason: Ending | None = None
     logprobs: ChatLogprobs | None = None
 
 
@@ -202,25 +265,37 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     usage: ChunkUsage = UNSET
 
 
-class ChatBuilder(ResponseBuilder):
+class ChatBuilder(ChunkBuilder):
     """The bodies of one chat response."""
 
     whole_type, chunk_type = ChatCompletion, ChatChunk
 
     def __init__(self, served: Served, body: ChatBody, response_id: str, created: int) -> None:
-        super().__init__(served, f"chatcmpl-{response_id}", created)
+        super().__init__(served, body, f"chatcmpl-{response_id}", created)
         self._logprobs = bool(body.logprobs)
         self._top = body.top_logprobs or 0
 
     def choices(self, choices: Sequence[RunningChoice]) -> list[ChatChoice]:
         return [
-            ChatChoice(each.index, ChatMessage(each.text), each.ending or "stop", self.logprobs(each.tokens))
-            for each in choices
+            ChatChoice(each.index, _answer(each), each.ending or "stop", self.logprobs(each.tokens)) for each in choices
         ]
 
-    def part(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> ChatChunkChoice:
-        delta = ChatDelta(shown.text if shown.text or first else UNSET, "assistant" if first else UNSET)
-        return ChatChunkChoice(choice.index, delta, shown.ending, self.logprobs(shown.tokens))
+    def parts(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> list[ChatChunkChoice]:
+        index, scored = choice.index, self.logprobs(shown.tokens)
+        if not shown.deltas:
+            delta = ChatDelta(shown.text if shown.text or first else UNSET, "assistant" if first else UNSET)
+            return [ChatChunkChoice(index, delta, shown.ending, scored)]
+        deltas = [_delta(each) for each in shown.deltas]
+        if first or scored:
+            deltas.insert(0, ChatDelta("" if first else UNSET, "assistant" if first else UNSET))
+        if shown.ending:
+            deltas.append(ChatDelta())
+        parts = [ChatChunkChoice(index, each) for each in deltas]
+        if scored:
+            parts[0] = ChatChunkChoice(index, deltas[0], None, scored)
+        if shown.ending:
+            parts[-1] = ChatChunkChoice(index, deltas[-1], shown.ending)
+        return parts
 
     def logprobs(self, tokens: Sequence[TokenAt]) -> ChatLogprobs | None:
         """One entry per token; None if logprobs were not requested."""
@@ -233,8 +308,31 @@ class ChatBuilder(ResponseBuilder):
         return TokenEntry(*self._scored(position.chosen), alternatives)
 
     def _scored(self, each: TokenLogprob) -> tuple[str, list[int], float]:
-        piece = self._text.piece(each.token_id)
+        piece = self._model_text.piece(each.token_id)
         return piece.decode(errors="replace"), list(piece), finite(each.logprob)
+
+
+def _answer(choice: RunningChoice) -> ChatMessage:
+    calls = [
+        ChatToolCall(block.id, CallFunction(block.name, block.text))
+        for block in choice.blocks
+        if block.kind == "tool_call"
+    ]
+    reasoning = "".join([block.text for block in choice.blocks if block.kind == "reasoning"])
+    text = choice.text if choice.text or not calls else None
+    return ChatMessage(text, reasoning_content=reasoning or UNSET, tool_calls=calls or UNSET)
+
+
+def _delta(delta: Delta) -> ChatDelta:
+    match delta:
+        case Content(text):
+            return ChatDelta(text)
+        case Reasoning(text):
+            return ChatDelta(reasoning_content=text)
+        case ToolCallStart(index, call_id, name):
+            return ChatDelta(tool_calls=[ChunkToolCall(index, CallFunction(name, ""), call_id, "function")])
+        case ToolCallArguments(index, text):
+            return ChatDelta(tool_calls=[ChunkToolCall(index, CallFunction(arguments=text))])
 
 
 CHAT = Dialect(msgspec.json.Decoder(ChatBody), job, ChatBuilder)

@@ -11,14 +11,15 @@ from msgspec import UNSET, Meta
 
 from ....replica.messages import PositionLogprobs
 from ...errors import InvalidRequest
-from ...text.answer import TextDelta, TokenAt
+from ...text.answer import Ending, TextDelta, TokenAt
 from ...text.tokenizer import TokenIds
 from ..front import Front, Served
 from ..generation import EncodedPrompt, Job, RunningChoice
 from . import validate
-from .dialect import ChunkUsage, Dialect, ResponseBuilder
+from .chunks import ChunkBuilder, ChunkUsage
+from .dialect import Dialect
 from .pins import whole_prompt
-from .schema import Body, FinishReason, Positive, finite
+from .schema import Body, Positive, finite
 
 #: A prompt as text or token ids, or several of them; `prompts` tells them apart, because msgspec can decode only one
 #: array type in a union.
@@ -60,13 +61,14 @@ async def job(front: Front, served: Served, body: CompletionBody, salt: bytes) -
         encoded = await served.text.encode(texts, special_tokens=True)
     if not all(encoded):
         raise InvalidRequest("field 'prompt': a prompt has no tokens", param="prompt")
+    mark = validate.mark(body.cache_control, "cache_control")
     return validate.job(
         front,
         served,
         body,
         salt,
         [
-            EncodedPrompt(ids, text, whole_prompt(body.cache_control, front.settings, ids))
+            EncodedPrompt(ids, text, whole_prompt(mark, front.settings, ids))
             for ids, text in zip_longest(encoded, texts)
         ],
         prompt_param="prompt",
@@ -123,7 +125,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
 
     index: int
     text: str
-    finish_reason: FinishReason | None = None
+    finish_reason: Ending | None = None
     logprobs: CompletionLogprobs | None = None
 
 
@@ -138,13 +140,13 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     usage: ChunkUsage = UNSET
 
 
-class CompletionBuilder(ResponseBuilder):
+class CompletionBuilder(ChunkBuilder):
     """The bodies of one completion. With `echo` the prompt precedes the generated text."""
 
     whole_type = chunk_type = Completion
 
     def __init__(self, served: Served, body: CompletionBody, response_id: str, created: int) -> None:
-        super().__init__(served, f"cmpl-{response_id}", created)
+        super().__init__(served, body, f"cmpl-{response_id}", created)
         self._top = body.logprobs
         self._echo = bool(body.echo)
         self._kept = body.n or 1
@@ -153,9 +155,9 @@ class CompletionBuilder(ResponseBuilder):
     def choices(self, choices: Sequence[RunningChoice]) -> list[CompletionChoice]:
         return [self._choice(index, each) for index, each in enumerate(self._best(choices))]
 
-    def part(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> CompletionChoice:
+    def parts(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> list[CompletionChoice]:
         text = self._echoed(choice.prompt) + shown.text if first else shown.text
-        return CompletionChoice(choice.index, text, shown.ending, self.logprobs(shown.tokens))
+        return [CompletionChoice(choice.index, text, shown.ending, self.logprobs(shown.tokens))]
 
     def _choice(self, index: int, choice: RunningChoice) -> CompletionChoice:
         echo = self._echoed(choice.prompt)
@@ -169,11 +171,13 @@ class CompletionBuilder(ResponseBuilder):
         """The prompt's text, if it is to be echoed."""
         if not self._echo:
             return ""
-        return self._text.decode(prompt.token_ids, skip_special_tokens=True) if prompt.text is None else prompt.text
+        return (
+            self._model_text.decode(prompt.token_ids, skip_special_tokens=True) if prompt.text is None else prompt.text
+        )
 
     def _echoed_tokens(self, prompt: EncodedPrompt, logprobs: Sequence[PositionLogprobs | None]) -> list[TokenAt]:
         """The prompt's tokens with the offsets of their text; none if an engine reported no logprobs of them."""
-        detokenizer, offset, tokens = self._text.detokenizer(), 0, []
+        detokenizer, offset, tokens = self._model_text.detokenizer(), 0, []
         for token_id, position in zip(prompt.token_ids, logprobs, strict=bool(logprobs)):
             tokens.append(TokenAt(token_id, offset, position))
             offset += len(detokenizer.push([token_id]))
@@ -194,7 +198,7 @@ class CompletionBuilder(ResponseBuilder):
         return CompletionLogprobs(
             text_offset=[token.offset for token in tokens],
             token_logprobs=[finite(token.logprobs.chosen.logprob) if token.logprobs else None for token in tokens],
-            tokens=[unique_name(self._text.piece(token.token_id)) for token in tokens],
+            tokens=[unique_name(self._model_text.piece(token.token_id)) for token in tokens],
             top_logprobs=[self._alternatives(token.logprobs, self._top) for token in tokens],
         )
 
@@ -204,7 +208,7 @@ class CompletionBuilder(ResponseBuilder):
             return None
         names: dict[str, float] = {}
         for each in [*position.top[:top], position.chosen]:
-            names.setdefault(unique_name(self._text.piece(each.token_id)), finite(each.logprob))
+            names.setdefault(unique_name(self._model_text.piece(each.token_id)), finite(each.logprob))
         return names
 
 

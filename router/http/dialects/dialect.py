@@ -1,8 +1,8 @@
 """What an API dialect provides, and the two writers that serve every dialect: whole bodies and server-sent events.
 
 A dialect is one module with the types of its bodies, a `job` (from a body to the `Job` that all dialects share) and a
-`ResponseBuilder` (from choices to bodies). Routing, request flow and engines know no dialect. To add one, write the
-module and list it in `endpoints.py`.
+`ResponseBuilder` (from choices to bodies and events). Routing, request flow and engines know no dialect. To add one,
+write the module and list it in `endpoints.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -11,51 +11,45 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from ...errors import RouterError
-from ...text.answer import TextDelta
-from ..errors import error_body
+from ...text.answer import Block, TextDelta, extend
 from ..front import Front, Served
 from ..generation import Generation, Job, RunningChoice
-from ..protocol.exchange import Exchange
-from .schema import ENCODER, Body, Usage, usage, usage_of
+from ..protocol.exchange import Exchange, GenerationSummary
+from .schema import ENCODER, Body
 
 BodyType = TypeVar("BodyType", bound=Body)
-#: What a chunk has under `usage`: counts, a null (they come later), or nothing (they were not requested).
-ChunkUsage = Usage | UnsetType | None
 
-DONE = b"data: [DONE]\n\n"
-#: Stands for the text while the template of a chunk is made; no model, id or name can contain it.
-_MARK = "\ue000"
+#: Stands for the text while the template of an event is made; no model, id or name can contain it.
+MARK = "\ue000"
 
 
 class ResponseBuilder(ABC):
-    """The bodies of one response, in the types of a dialect."""
+    """The bodies and events of one response, in the types of a dialect.
 
-    #: Bodies with `id`, `created`, `model`, `choices` and `usage`: a whole response, and one event of a stream.
-    whole_type: type[msgspec.Struct]
-    chunk_type: type[msgspec.Struct]
-
-    def __init__(self, served: Served, response_id: str, created: int) -> None:
-        self._text = served.text
-        self._common = {"id": response_id, "created": created, "model": served.limits.name}
+    Events are bytes of server-sent events (JSON has no line breaks), several at once or none.
+    """
 
     @abstractmethod
-    def choices(self, choices: Sequence[RunningChoice]) -> Sequence[object]:
-        """The choices of a body that is not streamed."""
-
-    @abstractmethod
-    def part(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> object:
-        """A choice with its next text, for a chunk."""
-
-    def whole(self, choices: Sequence[RunningChoice], counts: Usage) -> bytes:
+    def whole(self, choices: Sequence[RunningChoice], used: GenerationSummary) -> bytes:
         """The body of a response that is not streamed."""
-        return ENCODER.encode(self.whole_type(**self._common, choices=self.choices(choices), usage=counts))
 
-    def chunk(self, parts: Sequence[object], counts: ChunkUsage) -> bytes:
-        """A server-sent event (JSON has no line breaks). The one with the usage of the request has no parts."""
-        return b"data: " + ENCODER.encode(self.chunk_type(**self._common, choices=parts, usage=counts)) + b"\n\n"
+    @abstractmethod
+    def text(self, choice: RunningChoice, text: str) -> bytes:
+        """The event of nothing but text: most of a stream. Not the first of its choice."""
+
+    @abstractmethod
+    def events(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> bytes:
+        """The events of anything else that a choice shows next."""
+
+    @abstractmethod
+    def end(self, choices: Sequence[RunningChoice], used: GenerationSummary) -> bytes:
+        """The last events, after a good end of all choices."""
+
+    @abstractmethod
+    def error(self, error: RouterError) -> bytes:
+        """The last event of a stream that breaks."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -70,21 +64,26 @@ class Dialect(Generic[BodyType]):
 
 
 class WholeWriter:
-    """Collects the text by choice and responds with one body."""
+    """Collects the blocks of each choice and responds with one body."""
 
     def __init__(self, exchange: Exchange, builder: ResponseBuilder) -> None:
         self._exchange = exchange
         self._builder = builder
 
     def add(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> None:  # noqa: ARG002
-        """Take the next text of a choice; `first`: it had none before."""
-        choice.parts.append(shown.text)
+        """Take what a choice shows next; `first`: it showed nothing before."""
+        if shown.deltas or not choice.blocks:
+            extend(choice.blocks, shown)
+        elif choice.blocks[-1].kind == "text":
+            choice.blocks[-1].parts.append(shown.text)
+        elif shown.text:
+            choice.blocks.append(Block("text", [shown.text]))
         if shown.tokens:
             choice.tokens += shown.tokens
 
     def end(self, generation: Generation) -> None:
         """Finish the response: every choice has ended well."""
-        body = self._builder.whole(generation.choices, usage_of(generation.summary()))
+        body = self._builder.whole(generation.choices, generation.summary())
         self._exchange.respond(body, headers=generation.headers())
 
     def fail(self, generation: Generation, error: RouterError) -> bool:  # noqa: ARG002
@@ -93,55 +92,40 @@ class WholeWriter:
 
 
 class StreamWriter:
-    """Sends one event per chunk, and `[DONE]` only after a good end. The HTTP head goes out with the first chunk.
+    """Sends events as choices grow, the dialect's last ones only after a good end. The head goes with the first event.
 
-    A stream that breaks before its first chunk is an ordinary error response; later it ends with an error event and
-    without `[DONE]`, so that a client can tell it from a complete one.
+    A stream that breaks before its first event is an ordinary error response; later it ends with an error event, so
+    that a client can tell it from a complete one.
     """
 
-    def __init__(self, exchange: Exchange, builder: ResponseBuilder, body: Body) -> None:
-        options = body.stream_options
+    def __init__(self, exchange: Exchange, builder: ResponseBuilder) -> None:
         self._exchange = exchange
         self._builder = builder
-        self._include_usage = bool(options and options.include_usage)
-        self._continuous_usage = bool(options and options.continuous_usage_stats)
         self._begun = False
-        #: By choice: what precedes and follows the text in a chunk with nothing but text.
-        self._templates: dict[int, tuple[bytes, bytes]] = {}
 
     def add(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> None:
-        if not (first or shown.ending or shown.tokens or self._continuous_usage):
-            if shown.text:
-                before, after = self._templates.get(choice.index) or self._template(choice)
-                self._exchange.send(before + ENCODER.encode(shown.text) + after)
-            return
-        if not self._begun:
-            self._exchange.begin_stream(choice.generation.headers())
-            self._begun = True
-        if first or shown.text or shown.ending or shown.tokens:
-            self._exchange.send(self._chunk(choice, shown, first=first))
+        if first or shown.ending or shown.tokens or shown.deltas:
+            if not self._begun:
+                self._exchange.begin_stream(choice.generation.headers())
+                self._begun = True
+            if data := self._builder.events(choice, shown, first=first):
+                self._exchange.send(data)
+        elif shown.text:
+            self._exchange.send(self._builder.text(choice, shown.text))
 
     def end(self, generation: Generation) -> None:
-        counts = self._builder.chunk([], usage_of(generation.summary())) if self._include_usage else b""
-        self._exchange.send(counts + DONE)
+        self._exchange.send(self._builder.end(generation.choices, generation.summary()))
         self._exchange.end()
 
     def fail(self, generation: Generation, error: RouterError) -> bool:
         if not self._begun:
             return False
         generation.front.metrics.stream_broken()
-        self._exchange.send(b"data: " + error_body(error) + b"\n\n")
+        self._exchange.send(self._builder.error(error))
         self._exchange.end()
         return True
 
-    def _chunk(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> bytes:
-        counts: ChunkUsage = None if self._include_usage else UNSET
-        if self._continuous_usage:
-            counts = usage(len(choice.prompt.token_ids), choice.generated, choice.cached)
-        return self._builder.chunk([self._builder.part(choice, shown, first=first)], counts)
 
-    def _template(self, choice: RunningChoice) -> tuple[bytes, bytes]:
-        """Encode a chunk once and cut it at its text: encoding each chunk anew takes 2 us."""
-        before, _, after = self._chunk(choice, TextDelta(_MARK), first=False).partition(ENCODER.encode(_MARK))
-        self._templates[choice.index] = before, after
-        return before, after
+def named_event(name: str, value: object) -> bytes:
+    """A server-sent event with a name."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), ENCODER.encode(value))

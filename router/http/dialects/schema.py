@@ -9,7 +9,7 @@ from codecs import BOM_UTF8
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from ...errors import InvalidJson, InvalidRequest
 from ..protocol.exchange import GenerationSummary
@@ -20,7 +20,7 @@ NonNegative = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
-FinishReason = Literal["stop", "length"]
+_NAMED_S = {"5m": 300.0, "1h": 3600.0}
 ENCODER = msgspec.json.Encoder()
 #: JSON has no infinity. Tokens that cannot be sampled get this logprob, as in vLLM.
 LOWEST_LOGPROB = -9999.0
@@ -39,6 +39,11 @@ class CacheControl(msgspec.Struct, forbid_unknown_fields=True):
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | Annotated[float, Meta(gt=0)] | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """None: the setting's."""
+        return _NAMED_S[self.ttl] if isinstance(self.ttl, str) else self.ttl
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -130,6 +135,12 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """How much of what was generated is reasoning."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Tokens of a request. A prompt counts once, however many choices it has."""
 
@@ -137,15 +148,17 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int) -> Usage:
     total = prompt_tokens + completion_tokens
-    return Usage(prompt_tokens, completion_tokens, total, PromptTokensDetails(cached_tokens))
+    details = CompletionTokensDetails(reasoning_tokens) if reasoning_tokens else UNSET
+    return Usage(prompt_tokens, completion_tokens, total, PromptTokensDetails(cached_tokens), details)
 
 
 def usage_of(summary: GenerationSummary) -> Usage:
-    return usage(summary.prompt_tokens, summary.output_tokens, summary.cached_tokens)
+    return usage(summary.prompt_tokens, summary.output_tokens, summary.cached_tokens, summary.reasoning_tokens)
 
 
 def finite(logprob: float) -> float:

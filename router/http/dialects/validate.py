@@ -4,12 +4,17 @@ Pure. Every refusal names the field. What only one dialect checks is in its modu
 """
 
 from collections.abc import Collection, Sequence
+from typing import Any
+
+import msgspec
 
 from ....replica.messages import SamplingParams
 from ...errors import ContextTooLong, InvalidRequest, PromptTooLong
+from ...text.conversation import CacheMark, Conversation
 from ..front import Front, Served
 from ..generation import SEED_MASK, EncodedPrompt, Job
-from .schema import Body
+from . import pins
+from .schema import Body, CacheControl
 
 #: Tokens delivered together if the response is not streamed. When a replica dies, at most this many are lost and
 #: generated again.
@@ -93,6 +98,58 @@ def job(
         tokens_per_delta=1 if body.stream or body.stop else WHOLE_RESPONSE_TOKENS,
         discard=wanted == 0,
     )
+
+
+async def conversation_job(
+    front: Front,
+    served: Served,
+    body: Body,
+    salt: bytes,
+    conversation: Conversation,
+    *,
+    prompt_param: str,
+    wanted: int | None,
+    wanted_param: str,
+    logprobs: int | None = None,
+    clamp: bool = False,
+) -> Job:
+    """What a body with a conversation requests. `clamp`: an output limit beyond the model's context is lowered to it.
+
+    Raises as `job` does, and TemplateRefusal.
+    """
+    rendered = conversation.template_input()
+    token_ids = await served.text.encode_chat(rendered, tenant=salt)
+    kept = await pins.requested(served.text, conversation, rendered, token_ids, salt, front.settings)
+    if clamp:
+        room = max(1, served.limits.max_model_len - len(token_ids))
+        wanted = room if wanted is None else min(wanted, room)
+    made = job(
+        front,
+        served,
+        body,
+        salt,
+        [EncodedPrompt(token_ids, None, kept)],
+        prompt_param=prompt_param,
+        wanted=wanted,
+        wanted_param=wanted_param,
+        logprobs=logprobs,
+    )
+    return made if conversation.session is None else msgspec.structs.replace(made, session=conversation.session)
+
+
+def mark(control: CacheControl | None, param: str) -> CacheMark | None:
+    """The `cache_control` of the field `param`."""
+    return None if control is None else CacheMark(param, control.seconds)
+
+
+def decoded_arguments(arguments: Any, param: str) -> Any:
+    """The arguments of an earlier call: APIs send JSON text, templates expect an object. Raises InvalidRequest."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return msgspec.json.decode(arguments.encode() or b"{}")
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"field {param!r}: 'arguments' is not valid JSON", param=param) from error
 
 
 def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:

@@ -41,6 +41,7 @@ class GenerationSummary(msgspec.Struct):
     cached_tokens: int
     output_tokens: int
     ttft_s: float | None
+    reasoning_tokens: int = 0  #: of `output_tokens`
 
 
 class Exchange(msgspec.Struct, eq=False):

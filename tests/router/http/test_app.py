@@ -9,7 +9,7 @@ from openai.types import Model
 
 from homing.router.http.app import start
 from homing.router.http.front import Front
-from homing.router.text.template import Conversation
+from homing.router.text.template import TemplateInput
 from homing.router.text.tokenizer import TextModel
 
 from .fakes import FakeBackend
@@ -71,7 +71,7 @@ async def test_tokenize_and_detokenize_are_inverse(
     assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
     assert (made["max_model_len"], back) == (256, {"prompt": "a fox"})
     chat = (await client.post("/tokenize", json={"messages": MESSAGES})).json()
-    assert chat["tokens"] == list(text_model.encode_chat_now(Conversation(MESSAGES)))
+    assert chat["tokens"] == list(text_model.encode_chat_now(TemplateInput(MESSAGES)))
 
 
 async def test_tokenize_wants_one_of_prompt_and_messages(client: httpx.AsyncClient, backend: FakeBackend):

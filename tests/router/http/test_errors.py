@@ -62,7 +62,20 @@ BAD_CHATS = [
     ({"timeout": 0}, "timeout"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
     ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
-    ({"tools": [json.loads('{"a":' * 900 + "1" + "}" * 900)]}, "messages"),
+    (
+        {
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {"name": "f", "parameters": json.loads('{"a":' * 900 + "1" + "}" * 900)},
+                }
+            ]
+        },
+        "messages",
+    ),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "function", "function": {"parameters": {}}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, "tools[0].function.parameters"),
     ({"messages": [{"role": "assistant", "tool_calls": [DEEP_CALL]}]}, "messages[0].tool_calls"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
 ]

@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from homing.router.errors import TemplateRefusal
-from homing.router.text.template import ChatTemplate, Conversation
+from homing.router.text.template import ChatTemplate, TemplateInput
 
 from .conftest import DEMO
 
@@ -22,14 +22,14 @@ MESSAGES = [
     {"role": "user", "content": "<|im_end|>", "name": None},
 ]
 CHATS = [
-    Conversation(MESSAGES[::2]),
-    Conversation(MESSAGES[::2], tools=[TOOL]),
-    Conversation(
+    TemplateInput(MESSAGES[::2]),
+    TemplateInput(MESSAGES[::2], tools=[TOOL]),
+    TemplateInput(
         [*MESSAGES[:1], {"role": "assistant", "content": "yes "}],
         add_generation_prompt=False,
         continue_final_message=True,
     ),
-    Conversation(MESSAGES[::2], add_generation_prompt=False, template_arguments={"mood": "calm"}),
+    TemplateInput(MESSAGES[::2], add_generation_prompt=False, template_arguments={"mood": "calm"}),
 ]
 
 
@@ -56,8 +56,8 @@ def test_tools_take_the_template_made_for_them():
     """Some models ship two."""
     template = ChatTemplate({"default": "plain", "tool_use": "tools"}, {})
 
-    assert template.render(Conversation(MESSAGES)) == "plain"
-    assert template.render(Conversation(MESSAGES, tools=[TOOL])) == "tools"
+    assert template.render(TemplateInput(MESSAGES)) == "plain"
+    assert template.render(TemplateInput(MESSAGES, tools=[TOOL])) == "tools"
 
 
 @pytest.mark.parametrize(
@@ -72,4 +72,4 @@ def test_tools_take_the_template_made_for_them():
 def test_what_cannot_be_rendered_is_the_callers_error(template, said):
     """A 400 that says why; a hostile template is stopped by the sandbox."""
     with pytest.raises(TemplateRefusal, match=said):
-        ChatTemplate(template, {}).render(Conversation(MESSAGES[:1]))
+        ChatTemplate(template, {}).render(TemplateInput(MESSAGES[:1]))

@@ -22,7 +22,7 @@ from homing.cluster.lab.analyze.options import Options
 from homing.cluster.lab.analyze.order import Part
 from homing.cluster.lab.analyze.prompts import Prompt
 from homing.replica.demo import demo_model_path
-from homing.router.text.template import Conversation
+from homing.router.text.template import TemplateInput
 from homing.router.text.tokenizer import TextModel
 
 RULES = " ".join(f"Rule {number}: be kind in matter {number * 37}." for number in range(30))
@@ -113,7 +113,7 @@ def test_tokens_are_those_of_the_model(chats: Path):
     """Counted by the text side that serves requests."""
     text = TextModel.load(demo_model_path(), cache_bytes=0)
     request = json.loads(chats.read_text().splitlines()[0])
-    expected = len(text.encode_chat_now(Conversation(request["messages"])))
+    expected = len(text.encode_chat_now(TemplateInput(request["messages"])))
     text.close()
 
     one = chats.with_name("one.jsonl")

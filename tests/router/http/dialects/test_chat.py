@@ -18,7 +18,7 @@ from homing.router.http.dialects.chat import CHAT as DIALECT
 from homing.router.http.dialects.schema import LOWEST_LOGPROB
 from homing.router.http.front import Front
 from homing.router.text.answer import TokenAt
-from homing.router.text.template import Conversation
+from homing.router.text.template import TemplateInput
 from homing.router.text.tokenizer import TextModel
 
 from ..conftest import ANSWER
@@ -65,7 +65,7 @@ async def test_the_prompt_is_the_rendered_template(
     await client.post(CHAT, json={"messages": MESSAGES})
     await client.post(CHAT, json={"messages": [{"role": "user", "content": parts}]})
 
-    wanted = list(text_model.encode_chat_now(Conversation(MESSAGES)))
+    wanted = list(text_model.encode_chat_now(TemplateInput(MESSAGES)))
     assert [token_array(request.token_ids).tolist() for request in backend.requests] == [wanted, wanted]
 
 
@@ -257,13 +257,13 @@ async def test_tool_calls_of_earlier_turns_reach_the_template_as_objects(client,
 
 async def test_tools_are_given_to_the_template(front: Front, text_model: TextModel):
     """A template may use or ignore them (the demo model's ignores them); `tool_choice: none` hides them."""
-    given: list[Conversation] = []
+    given: list[TemplateInput] = []
 
     class Recording(TextModel):
         def __init__(self) -> None:
             self.__dict__.update(text_model.__dict__)
 
-        async def encode_chat(self, conversation: Conversation, *, tenant: bytes = b"") -> Sequence[int]:
+        async def encode_chat(self, conversation: TemplateInput, *, tenant: bytes = b"") -> Sequence[int]:
             given.append(conversation)
             return await super().encode_chat(conversation, tenant=tenant)
 

@@ -14,12 +14,12 @@ from homing.router.backend import GenerationRequest
 from homing.router.config import RouterSettings
 from homing.router.errors import CacheInUse, InvalidRequest, TemplateRefusal
 from homing.router.http.dialects.pins import requested
-from homing.router.http.dialects.schema import CacheControl, MessageBody
 from homing.router.http.endpoints import ENDPOINTS
 from homing.router.http.front import Front
 from homing.router.metrics import RouterMetrics
 from homing.router.tenants.api_keys import tenants_of
-from homing.router.text.template import Conversation
+from homing.router.text.conversation import CacheMark, Conversation, Message
+from homing.router.text.template import TemplateInput
 from homing.router.text.tokenizer import TextModel
 
 from ...tenants.test_api_keys import entry
@@ -30,7 +30,9 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 SYSTEM = {"role": "system", "content": "You tell stories of animals in a forest."}
 USER = {"role": "user", "content": "Tell me a story about a fox."}
 KEEP: dict[str, Any] = {"type": "ephemeral"}
-MARKED = [MessageBody(**SYSTEM, cache_control=CacheControl(type="ephemeral")), MessageBody(**USER)]
+MARKED = Conversation(
+    messages=[Message(**SYSTEM, marks=[CacheMark("messages[0].cache_control")]), Message(**USER)],
+)
 
 
 def pinned(request: GenerationRequest) -> list[tuple[int, float]]:
@@ -56,7 +58,7 @@ async def test_a_marked_message_keeps_the_prompt_up_to_there(
 ):
     """What the next conversation under the same system prompt begins with, and not a token of the question."""
     await client.post(CHAT, json={"messages": [SYSTEM | {"cache_control": KEEP | {"ttl": 60}}, USER]})
-    other = list(text_model.encode_chat_now(Conversation([SYSTEM, USER | {"content": "zebra"}])))
+    other = list(text_model.encode_chat_now(TemplateInput([SYSTEM, USER | {"content": "zebra"}])))
 
     [(kept, ttl_s)] = pinned(backend.requests[0])
     assert ttl_s == 60.0
@@ -174,7 +176,7 @@ class Picky(TextModel):
         self.__dict__.update(text.__dict__)
         self.last_roles = last_roles
 
-    async def encode_chat(self, chat: Conversation, *, tenant: bytes = b"") -> Sequence[int]:
+    async def encode_chat(self, chat: TemplateInput, *, tenant: bytes = b"") -> Sequence[int]:
         if chat.messages[-1]["role"] not in self.last_roles:
             raise TemplateRefusal("no user query", param="messages")
         return await super().encode_chat(chat, tenant=tenant)
@@ -182,11 +184,11 @@ class Picky(TextModel):
 
 async def test_a_template_that_refuses_the_cut_is_given_a_question(text_model: TextModel):
     """A system prompt is the most common thing to keep, and some templates do not take it alone."""
-    chat = Conversation([SYSTEM, USER])
+    chat = TemplateInput([SYSTEM, USER])
     whole = text_model.encode_chat_now(chat)
 
-    [plain] = await requested(text_model, chat, MARKED, None, whole, b"", RouterSettings())
-    [asked] = await requested(Picky(text_model, {"user"}), chat, MARKED, None, whole, b"", RouterSettings())
+    [plain] = await requested(text_model, MARKED, chat, whole, b"", RouterSettings())
+    [asked] = await requested(Picky(text_model, {"user"}), MARKED, chat, whole, b"", RouterSettings())
 
     assert SYSTEM["content"] in text_model.decode(whole[: asked.num_tokens])
     assert plain.num_tokens <= asked.num_tokens < len(whole)
@@ -194,11 +196,11 @@ async def test_a_template_that_refuses_the_cut_is_given_a_question(text_model: T
 
 async def test_a_template_that_cannot_be_cut_is_said_by_field(text_model: TextModel):
     """The caller can mark a later message."""
-    chat = Conversation([SYSTEM, USER])
+    chat = TemplateInput([SYSTEM, USER])
     whole = text_model.encode_chat_now(chat)
 
     with pytest.raises(InvalidRequest, match="mark a later message") as caught:
-        await requested(Picky(text_model, {"tool"}), chat, MARKED, None, whole, b"", RouterSettings())
+        await requested(Picky(text_model, {"tool"}), MARKED, chat, whole, b"", RouterSettings())
     assert caught.value.param == "messages[0].cache_control"
 
 

@@ -1,0 +1,142 @@
+"""A conversation in the terms of no API: what every dialect maps its requests to. Pure types.
+
+`http.dialects` makes them; `template_input` is what the model's chat template renders of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from .template import TemplateInput
+
+
+class CacheMark(msgspec.Struct, frozen=True, gc=False):
+    """Keep the prompt up to this place in the cache."""
+
+    param: str  #: the field that asks for it, for errors
+    ttl_s: float | None = None  #: None: the setting's
+    end: int | None = None  #: in characters of the message's content; None: behind the whole message
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call that the model made in an earlier turn."""
+
+    name: str
+    arguments: Any  #: decoded JSON, an object unless the model wrote something else
+    id: str | None = None
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One turn. The parts of its content are joined, with nothing between, as templates that know parts do."""
+
+    role: str
+    content: str | None = None
+    name: str | None = None
+    reasoning: str | None = None
+    tool_calls: Sequence[ToolCall] = ()
+    tool_call_id: str | None = None  #: of the call whose result this is
+    marks: Sequence[CacheMark] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The message as templates read it; absent fields are left out."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    **({} if call.id is None else {"id": call.id}),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in self.tool_calls
+            ]
+        return message
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A function that the model may call."""
+
+    name: str
+    definition: Mapping[str, Any]  #: as templates read it: `{"type": "function", "function": {"name": ...}}`
+    mark: CacheMark | None = None  #: keep the prompt up to the tools
+
+    @property
+    def parameters(self) -> Mapping[str, Any] | None:
+        """The JSON schema of the arguments."""
+        found: Mapping[str, Any] | None = self.definition["function"].get("parameters")
+        return found
+
+
+def function_tool(
+    name: str, description: str | None, parameters: Mapping[str, Any] | None, *, strict: bool = False
+) -> Tool:
+    """A tool of an API whose definitions have another shape than those of templates."""
+    function: dict[str, Any] = {"name": name}
+    if description is not None:
+        function["description"] = description
+    function["parameters"] = parameters or {"type": "object", "properties": {}}
+    if strict:
+        function["strict"] = True
+    return Tool(name, {"type": "function", "function": function})
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """Whether the model may or must call a tool; `name`: this one, under `required`."""
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    name: str | None = None
+    parallel: bool = True  #: several calls in one answer
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    """What a request says of reasoning; templates that know the words follow them. None: as the model is used to."""
+
+    enabled: bool | None = None
+    effort: str | None = None
+
+    def template_arguments(self) -> dict[str, Any]:
+        arguments: dict[str, Any] = {}
+        if self.effort is not None and self.effort != "none":
+            arguments["reasoning_effort"] = self.effort
+        enabled = False if self.effort == "none" else self.enabled
+        if enabled is not None:
+            arguments["enable_thinking"] = enabled
+        return arguments
+
+
+class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a chat request says beside its sampling parameters."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    reasoning: Reasoning = Reasoning()
+    #: Fields that ask for structured output, as chat completions name them.
+    output: Mapping[str, Any] = {}
+    session: str | None = None  #: requests of one session prefer one replica
+    mark: CacheMark | None = None  #: keep the whole prompt
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_arguments: Mapping[str, Any] = {}
+
+    def template_input(self) -> TemplateInput:
+        """What the chat template renders. With `tool_choice` none it does not see the tools."""
+        shown = self.tools if self.tool_choice.mode != "none" else ()
+        return TemplateInput(
+            [each.as_dict() for each in self.messages],
+            tools=[each.definition for each in shown] or None,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            template_arguments={**self.reasoning.template_arguments(), **self.template_arguments},
+        )
+
+    def marks(self) -> list[tuple[int, CacheMark]]:
+        """Every mark with the index of its message; -1: up to the tools."""
+        tools = [(-1, tool.mark) for tool in self.tools if tool.mark is not None]
+        return tools + [(index, mark) for index, message in enumerate(self.messages) for mark in message.marks]
