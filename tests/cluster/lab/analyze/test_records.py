@@ -38,7 +38,8 @@ def test_a_chat_is_what_the_template_is_given():
     """Content parts are joined, arguments of tool calls become objects, as in the HTTP front."""
     line = (
         b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],'
-        b' "extra": 1}], "tools": [{"type": "function", "function": {"name": "f"}}], "temperature": 0.5, "no_such_field": [1]}'
+        b' "extra": 1}], "tools": [{"type": "function", "function": {"name": "f"}}], "temperature": 0.5,'
+        b' "no_such_field": [1]}'
     )
 
     (request,) = read(line)
