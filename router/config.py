@@ -6,11 +6,18 @@ import msgspec
 from msgspec import Meta
 
 from .routing.policy.registry import policy_names
+from .text.parsers.families import AUTO, NONE, REASONING_FAMILIES, TOOL_FAMILIES
 
 if TYPE_CHECKING:
     PolicyName = str
+    ToolParserName = str
+    ReasoningParserName = str
 else:  # the values are found at run time: a policy is a file in routing/policy
     PolicyName = Literal[policy_names()]
+    ToolParserName, ReasoningParserName = (
+        Literal[(AUTO, NONE, *(name for each in families for name in (each.name, *each.aliases)))]
+        for families in (TOOL_FAMILIES, REASONING_FAMILIES)
+    )
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,6 +68,28 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = ""
     default_max_tokens: Annotated[int, Meta(ge=1, description="output limit of a request that sets none")] = 512
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest HTTP body")] = 16 * 1024 * 1024
+    tool_call_parser: Annotated[
+        ToolParserName,
+        Meta(
+            description="how the model writes tool calls; auto: as its chat template or type tells; none: calls "
+            "stay text",
+            extra={"allowed": "auto, none, or a family in docs/api.md"},
+        ),
+    ] = AUTO
+    reasoning_parser: Annotated[
+        ReasoningParserName,
+        Meta(
+            description="how the model marks reasoning, likewise; none: reasoning stays in the text",
+            extra={"allowed": "auto, none, or a family in docs/api.md"},
+        ),
+    ] = AUTO
+    drop_billing_line: Annotated[
+        bool,
+        Meta(
+            description="remove the line with which Claude Code begins a system prompt and which differs in every "
+            "request, so that what follows it can be cached"
+        ),
+    ] = True
     token_cache_bytes: Annotated[
         int, Meta(ge=0, description="memory for the token ids of earlier chat messages; 0: keep none")
     ] = 32 * 1024 * 1024

@@ -17,6 +17,7 @@ from ..errors import NoReplica
 from ..metrics import ModelMetrics, RouterMetrics
 from ..tenants.api_keys import Tenants
 from ..tenants.rate_limits import RateLimiter, UsageRecord
+from ..text.parsers.families import ReasoningFamily, ToolFamily, choose_reasoning, choose_tools
 from ..text.tokenizer import TextModel
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,8 @@ class Served(msgspec.Struct, frozen=True, gc=False):
     text: TextModel
     metrics: ModelMetrics
     backend: ModelBackend  #: takes the requests that were tokenized with `text`
+    calls: ToolFamily | None = None  #: how it writes tool calls; None: as text
+    thoughts: ReasoningFamily | None = None  #: how it marks reasoning
 
 
 class Front:
@@ -131,7 +134,10 @@ class Front:
             source = backend.text()
             assert source is not None, f"{limits.name!r} has limits and no text"
             text, metrics = await self.texts.get(source), self.metrics.of(limits.name)
-            served = self._served[limits.name] = Served(limits, text, metrics, backend)
+            shown = text.templates, text.model_type
+            calls = choose_tools(*shown, self.settings.tool_call_parser)
+            thoughts = choose_reasoning(*shown, self.settings.reasoning_parser)
+            served = self._served[limits.name] = Served(limits, text, metrics, backend, calls, thoughts)
         return served
 
     async def load_texts(self) -> None:

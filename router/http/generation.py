@@ -14,8 +14,9 @@ from ...kvcache.hashing import token_bytes
 from ...replica.messages import Pin, PositionLogprobs, SamplingParams
 from ..backend import GenerationRequest, TokenDelta, TokenStream
 from ..errors import RequestFailed, RouterError, Superseded
-from ..text.answer import AnswerParser, AnswerText, Block, Ending, TextDelta, TokenAt, parsed
+from ..text.answer import AnswerText, Block, Ending, TextDelta, TokenAt, parsed
 from ..text.parsers.deltas import Reasoning, ToolCallStart
+from ..text.parsers.parser import AnswerParser
 from .caller import Caller
 from .errors import fail
 from .front import Front, Served
@@ -64,6 +65,7 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     tokens_per_delta: int = 1  #: more if the response is not streamed
     #: Makes the parser of one choice, if its text may hold reasoning or tool calls.
     parser: Callable[[], AnswerParser] | None = None
+    markers: Sequence[str] = ()  #: special tokens that the parser needs to see
     session: str | None = None  #: that the body names; one that a header names comes first
     discard: bool = False  #: `max_tokens: 0`: one token is generated to score the prompt, and not shown
 
@@ -192,7 +194,7 @@ class Generation:
                     request = generation_request(job, prompt, self._caller, index, deadline)
                     stream = served.backend.generate(request)
                     parser = job.parser() if job.parser is not None else None
-                    detokenizer = served.text.detokenizer(special_tokens=parser is not None)
+                    detokenizer = served.text.detokenizer(job.markers)
                     answer = AnswerText(detokenizer, job.stops)
                     self.choices.append(RunningChoice(self, len(self.choices), prompt, stream, answer, parser=parser))
         except BaseException:

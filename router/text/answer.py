@@ -5,7 +5,7 @@ Pure state: incremental decoding, stop strings, and alignment of logprobs with t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
@@ -13,6 +13,7 @@ from ...replica.messages import PositionLogprobs
 from ..backend import TokenDelta
 from .detokenizer import Detokenizer
 from .parsers.deltas import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
+from .parsers.parser import AnswerParser
 
 Ending = Literal["stop", "length", "tool_calls"]
 
@@ -119,14 +120,6 @@ def extend(blocks: list[Block], shown: TextDelta) -> None:
                         continue
                     blocks.append(Block(kind, []))
                 blocks[-1].parts.append(text)
-
-
-class AnswerParser(Protocol):
-    """Takes the text of one answer apart; see `parsers`."""
-
-    def feed(self, text: str) -> list[Delta]: ...
-
-    def finish(self) -> list[Delta]: ...
 
 
 def parsed(parser: AnswerParser, shown: TextDelta, *, calls: bool) -> TextDelta:

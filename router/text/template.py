@@ -32,6 +32,11 @@ class ChatTemplate:
         self._templates: Mapping[str, str] = {"default": template} if isinstance(template, str) else template or {}
         self._special_tokens = special_tokens
 
+    @property
+    def source(self) -> str:
+        """All templates, joined."""
+        return "\n".join(self._templates.values())
+
     def render(self, conversation: TemplateInput) -> str:
         """The prompt of the conversation. Raises TemplateRefusal."""
         # Not at the top: these imports take half a second, and the package must stay light.

@@ -12,9 +12,11 @@ import asyncio
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
+
+import msgspec
 
 from ...kvcache.hashing import token_array, token_bytes
 from .detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, is_byte_level, piece_table
@@ -33,8 +35,8 @@ TokenIds: TypeAlias = "array[int]"
 class TextModel:
     """Encodes, renders and decodes for one model. Built by `load`; to be used on one event loop."""
 
-    def __init__(self, parts: TokenizerParts, *, cache_bytes: int) -> None:
-        """`cache_bytes`: memory for the ids of chat segments; 0 caches none."""
+    def __init__(self, parts: TokenizerParts, *, cache_bytes: int, model_type: str = "") -> None:
+        """`cache_bytes`: memory for the ids of chat segments; 0 caches none. `model_type`: of the configuration."""
         # Not at the top: the package must stay light.
         from tokenizers import Tokenizer
 
@@ -42,24 +44,32 @@ class TextModel:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._template = ChatTemplate(parts.chat_template, parts.special_tokens)
+        self.model_type = model_type
         self._cutter = Cutter(parts.tokenizer)
         self.cache = TokenCache(cache_bytes)
         self._pool = ThreadPoolExecutor(ENCODER_THREADS, thread_name_prefix="encode")
         self._pieces = piece_table(self._backend)
         self._byte_level = is_byte_level(self._backend)
-        special = frozenset(parts.special_ids)
+        self._special = special = frozenset(parts.special_ids)
         #: The same for answers, in which special tokens have no text.
         self._texts = {each: piece for each, piece in enumerate(self._pieces) if each not in special}
+        #: The same with some special tokens, by their ids: of the model's parsers, so there are few.
+        self._marked_texts: dict[frozenset[int], dict[int, bytes]] = {}
 
     @classmethod
     def load(cls, folder: Path, *, cache_bytes: int) -> "TextModel":
         """Read the tokenizer of a local folder. Blocks for seconds. Raises TokenizerUnavailable."""
-        model = cls(load_parts(folder), cache_bytes=cache_bytes)
+        model = cls(load_parts(folder), cache_bytes=cache_bytes, model_type=_model_type(folder))
         model._template.prepare()
         return model
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+    @property
+    def templates(self) -> str:
+        """All chat templates of the model, joined: they show how it writes tool calls and reasoning."""
+        return self._template.source
 
     # Text to ids
 
@@ -117,16 +127,22 @@ class TextModel:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def detokenizer(self, *, special_tokens: bool = False) -> Detokenizer:
-        """A new incremental decoder; `special_tokens`: they have text, as some mark tool calls."""
+    def detokenizer(self, markers: Sequence[str] = ()) -> Detokenizer:
+        """A new incremental decoder; special tokens have no text, except these markers of reasoning and tool calls."""
+        ids = [self._backend.token_to_id(marker) for marker in markers]
+        shown = self._special.intersection(ids)
         if self._byte_level:
-            return ByteDetokenizer(self._all_texts if special_tokens else self._texts)
-        return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=not special_tokens))
+            return ByteDetokenizer(self._with_markers(shown) if shown else self._texts)
+        if not shown:
+            return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=True))
+        hidden = self._special - shown
+        return WindowDetokenizer(lambda ids: self.decode([each for each in ids if each not in hidden]))
 
-    @cached_property
-    def _all_texts(self) -> dict[int, bytes]:
-        """The text of every id; megabytes that most models do not need."""
-        return dict(enumerate(self._pieces))
+    def _with_markers(self, shown: frozenset[int]) -> dict[int, bytes]:
+        texts = self._marked_texts.get(shown)
+        if texts is None:
+            texts = self._marked_texts[shown] = self._texts | {each: self._pieces[each] for each in shown}
+        return texts
 
     def piece(self, token_id: int) -> bytes:
         """The bytes that this token stands for (its name, if it is a special token); empty for an unknown id."""
@@ -135,3 +151,12 @@ class TextModel:
     def piece_names(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own spelling of each id."""
         return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
+
+def _model_type(folder: Path) -> str:
+    """The `model_type` of a model's configuration; empty if there is none."""
+    try:
+        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return ""
+    return str(config.get("model_type") or "")

@@ -11,11 +11,14 @@ import msgspec
 from ....replica.messages import SamplingParams
 from ...errors import ContextTooLong, InvalidRequest, PromptTooLong
 from ...text.conversation import CacheMark, Conversation
+from ...text.parsers.parser import AnswerParser
 from ..front import Front, Served
 from ..generation import SEED_MASK, EncodedPrompt, Job
 from . import pins
 from .schema import Body, CacheControl
 
+#: The longest opener of reasoning has fewer, with the white space behind it.
+TAIL_TOKENS = 16
 #: Tokens delivered together if the response is not streamed. When a replica dies, at most this many are lost and
 #: generated again.
 WHOLE_RESPONSE_TOKENS = 32
@@ -134,7 +137,34 @@ async def conversation_job(
         wanted_param=wanted_param,
         logprobs=logprobs,
     )
-    return made if conversation.session is None else msgspec.structs.replace(made, session=conversation.session)
+    return msgspec.structs.replace(
+        made, session=conversation.session, **_parsing(front, served, conversation, token_ids)
+    )
+
+
+def _parsing(front: Front, served: Served, conversation: Conversation, token_ids: Sequence[int]) -> dict[str, Any]:
+    """The parser of each choice, and the special tokens that it needs; nothing if all of the answer is text."""
+    calls, thoughts, choice = served.calls, served.thoughts, conversation.tool_choice
+    tools = (
+        {} if calls is None or choice.mode == "none" else {tool.name: tool.parameters for tool in conversation.tools}
+    )
+    if thoughts is None and not tools:
+        return {}
+    opened = thoughts is not None and thoughts.opened_by(served.text.decode(token_ids[-TAIL_TOKENS:]))
+
+    def parser() -> AnswerParser:
+        base = front.random_bits(95)
+        return AnswerParser(
+            calls,
+            thoughts,
+            tools,
+            lambda index: f"call_{base + index:024x}",
+            starts_in_reasoning=opened,
+            parallel=choice.parallel,
+        )
+
+    markers = (*(calls.markers if calls and tools else ()), *(thoughts.markers if thoughts else ()))
+    return {"parser": parser, "markers": markers}
 
 
 def mark(control: CacheControl | None, param: str) -> CacheMark | None:
