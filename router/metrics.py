@@ -117,6 +117,7 @@ FAMILIES = (
         (),
         ("homing_client_disconnects", "Clients that left before their response ended."),
         ("homing_streams_broken", "Streams that ended in an error event."),
+        ("homing_billing_lines_dropped", "System prompts of Claude Code without their changing first line."),
     ),
     *_families("counter", ("reason",), ("homing_clients_cut", "Clients disconnected because they did not read.")),
     *_families(
@@ -236,7 +237,7 @@ class RouterMetrics(Collector):
         self._durations: dict[str, Histogram] = {}
         self._models: dict[str, ModelMetrics] = {}
         self._limiters: Sequence[RateLimiter] = ()
-        self._disconnects = self._streams_broken = 0
+        self._disconnects = self._streams_broken = self._billing_lines = 0
         self._cut: Counter[Labels] = Counter()
         self._view: ClusterView | None = None
         self._seen: dict[str, RouterCounters] = {}  #: by model, as of the last view
@@ -268,6 +269,9 @@ class RouterMetrics(Collector):
     def client_gone(self) -> None:
         """Count a client that left before its response ended."""
         self._disconnects += 1
+
+    def billing_line_dropped(self) -> None:
+        self._billing_lines += 1
 
     def stream_broken(self) -> None:
         """Count a stream that ended in an error event."""
@@ -317,6 +321,7 @@ class RouterMetrics(Collector):
             "homing_client_disconnects": {(): self._disconnects},
             "homing_clients_cut": self._cut,
             "homing_streams_broken": {(): self._streams_broken},
+            "homing_billing_lines_dropped": {(): self._billing_lines},
             "homing_tenant_refusals": {
                 (each.tenant, limit): count for each in self._limiters for limit, count in each.refusals.items()
             },

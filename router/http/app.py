@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import RouterError, Superseded
 from .caller import REQUEST_ID, request_id
-from .endpoints import find, label
+from .endpoints import error_body_of, find, label
 from .errors import fail
 from .front import Front
 from .generation import ClientGoneError
@@ -51,7 +51,10 @@ class App:
     def _exchange(self, request: Request, wire: HttpConnection) -> Exchange:
         exchange_id = request_id(request.headers.get(REQUEST_ID), self._front.random_bits)
         started_at = self._front.monotonic()
-        return Exchange(request, wire, exchange_id, started_at, self._over, call_endpoint=self._restart)
+        envelope = error_body_of(request.path)
+        return Exchange(
+            request, wire, exchange_id, started_at, self._over, error_body=envelope, call_endpoint=self._restart
+        )
 
     def _call_endpoint(self, exchange: Exchange) -> None:
         task = start(self._run(exchange))

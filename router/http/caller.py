@@ -9,7 +9,11 @@ from .front import Front
 from .protocol.exchange import Exchange
 
 REQUEST_ID = "x-request-id"
-SESSION_HEADERS = ("x-session-affinity", "x-correlation-id")
+#: Of OpenCode, Codex, Claude Code, pi and others; the first that a request has counts.
+SESSION_HEADERS = (
+    *("x-session-affinity", "x-correlation-id", "x-claude-code-session-id", "session_id", "session-id"),
+    *("x-session-id", "x-opencode-session", "x-affinity"),
+)
 #: The router remembers tens of thousands of sessions, and an HTTP head may have 64 KB.
 MAX_SESSION_CHARS = 64
 _PRINTABLE = re.compile(r"[\x21-\x7e]{1,256}")
@@ -38,9 +42,10 @@ class Caller:
 
     def __init__(self, front: Front, exchange: Exchange) -> None:
         """Identify the tenant by its API key. Raises MissingKey and UnknownKey."""
-        self.tenant = front.tenants.of(exchange.request.headers.get("authorization"))
+        headers = exchange.request.headers
+        self.tenant = front.tenants.of(headers.get("authorization") or headers.get("x-api-key"))
         self.request_id = exchange.id
-        self.session = session(exchange.request.headers)
+        self.session = session(headers)
         self._exchange = exchange
         self._limiter = front.limiters.get(self.tenant.digest)
         self._now = front.monotonic

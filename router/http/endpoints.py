@@ -11,12 +11,23 @@ from msgspec import UNSET, UnsetType
 from ... import __version__
 from ...replica.messages import ModelLimits
 from ..backend import ClusterView, Explanation
-from ..errors import InvalidRequest, NoReplica, NotAllowed, UnknownPath, WrongMethod
+from ..errors import InvalidRequest, NoReplica, NotAllowed, RouterError, UnknownPath, WrongMethod
 from ..metrics import CONTENT_TYPE
 from .caller import Caller
 from .dialects.chat import CHAT, ChatBody, ChatCompletion, conversation
 from .dialects.completions import COMPLETION, Completion, CompletionBody
 from .dialects.dialect import BodyType, Dialect, StreamWriter, WholeWriter
+from .dialects.messages import (
+    MESSAGES,
+    CountBody,
+    MessageResponse,
+    MessagesBody,
+    MessagesError,
+    TokenCount,
+    messages_error_body,
+)
+from .dialects.messages import conversation as messages_conversation
+from .dialects.responses import RESPONSES, Response, ResponsesBody
 from .dialects.schema import ENCODER, NonNegative, TokenizeBody, decode
 from .dialects.validate import check_token_ids
 from .errors import ErrorBody
@@ -105,6 +116,7 @@ class Detokenized(msgspec.Struct, frozen=True):
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
+_COUNT = msgspec.json.Decoder(CountBody)
 _RESET = msgspec.json.Decoder(ResetBody)
 _KIND = msgspec.json.Decoder(_Kind)
 
@@ -122,6 +134,18 @@ async def generate(dialect: Dialect[BodyType], front: Front, exchange: Exchange)
     builder = dialect.builder(served, body, f"{front.random_bits(96):024x}", int(front.wall()))
     writer = StreamWriter(exchange, builder) if body.stream else WholeWriter(exchange, builder)
     Generation(front, job, exchange, caller, writer).begin()
+
+
+async def count_tokens(front: Front, exchange: Exchange) -> None:
+    """The tokens of the prompt that a message's request would have."""
+    caller = Caller(front, exchange)
+    caller.check()
+    body = decode(exchange.request.body, _COUNT)
+    served = await front.served(body.model)
+    salt = caller.tenant.cache_salt(body.cache_salt)
+    tokens = await served.text.encode_chat(messages_conversation(body, front.settings).template_input(), tenant=salt)
+    caller.charge([len(tokens)])
+    respond(exchange, TokenCount(len(tokens)))
 
 
 async def explain(front: Front, exchange: Exchange) -> None:
@@ -241,6 +265,8 @@ class Endpoint:
     bodies: tuple[type, ...] = ()  #: a request has one of them
     body_required: bool = True
     media: str = JSON
+    error_body: Callable[[RouterError], bytes] | None = None  #: None: OpenAI's
+    errors: type = ErrorBody  #: of the body of an error
     streams: bool = False  #: the response is a stream of events if the body has `"stream": true`
 
 
@@ -265,6 +291,36 @@ ENDPOINTS = (
         ChatCompletion,
         (ChatBody,),
         streams=True,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/responses",
+        partial(generate, RESPONSES),
+        "response, streamed or whole; nothing is stored",
+        Response,
+        (ResponsesBody,),
+        streams=True,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/messages",
+        partial(generate, MESSAGES),
+        "message in Anthropic's API, streamed or whole",
+        MessageResponse,
+        (MessagesBody,),
+        error_body=messages_error_body,
+        errors=MessagesError,
+        streams=True,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/messages/count_tokens",
+        count_tokens,
+        "how many tokens such a message's prompt has",
+        TokenCount,
+        (CountBody,),
+        error_body=messages_error_body,
+        errors=MessagesError,
     ),
     Endpoint("POST", "/tokenize", tokenize, "text or chat to token ids", Tokenized, (TokenizeBody,)),
     Endpoint("POST", "/detokenize", detokenize, "token ids to text", Detokenized, (DetokenizeBody,)),
@@ -294,7 +350,9 @@ def openapi_document() -> bytes:
     Rules that involve two fields, the model or the settings are not part of it; errors state them.
     """
     types = [*(kind for each in ENDPOINTS for kind in each.bodies), *(each.response for each in ENDPOINTS)]
-    _, components = msgspec.json.schema_components([*filter(None, types), ErrorBody], ref_template=_REFERENCE)
+    _, components = msgspec.json.schema_components(
+        [*filter(None, types), *dict.fromkeys(each.errors for each in ENDPOINTS)], ref_template=_REFERENCE
+    )
     paths: dict[str, dict[str, Any]] = {}
     for each in ENDPOINTS:
         paths.setdefault(each.path, {})[each.method.lower()] = _operation(each)
@@ -318,8 +376,8 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
         "responses": {
             "200": {"description": "success", "content": content},
             "default": {
-                "description": "an error in OpenAI's shape",
-                "content": {JSON: {"schema": _reference(ErrorBody)}},
+                "description": "an error",
+                "content": {JSON: {"schema": _reference(endpoint.errors)}},
             },
         },
     }
@@ -347,6 +405,14 @@ def label(path: str) -> str:
     if path.startswith(f"{MODELS}/"):
         return MODELS
     return path if path in _BY_PATH else "other"
+
+
+_ERROR_BODIES = {each.path: each.error_body for each in ENDPOINTS if each.error_body is not None}
+
+
+def error_body_of(path: str) -> Callable[[RouterError], bytes] | None:
+    """What makes the error bodies of an endpoint; None: OpenAI's."""
+    return _ERROR_BODIES.get(path)
 
 
 def find(request: Request) -> Handler:

@@ -43,4 +43,5 @@ def fail(exchange: Exchange, error: RouterError) -> None:
     elif error.retry_after_s is not None:
         headers = (("retry-after", max(1, ceil(error.retry_after_s))),)
     if exchange.status is None:
-        exchange.respond(error_body(error), status=error.http_status, headers=headers)
+        body = (exchange.error_body or error_body)(error)
+        exchange.respond(body, status=error.http_status, headers=headers)

@@ -285,6 +285,7 @@ class Generation:
             sum([choice.generated for choice in choices]),
             self._ttft_s,
             sum([choice.reasoning_tokens for choice in choices]),
+            sum([choice.pinned or 0 for choice in choices]),
         )
 
     def summary(self) -> GenerationSummary:

@@ -54,6 +54,11 @@ class AnswerText:
         self._shown = 0  #: characters shown
         self._pending: list[TokenAt] = []  #: tokens whose text is held back
 
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the answer."""
+        return self._stops.stopped_by if self._stops is not None else None
+
     def push(self, delta: TokenDelta) -> TextDelta:
         """The text that `delta` completes. Not to be called after an ending."""
         ids = delta.token_ids if delta.stop_token_id is None else delta.token_ids[:-1]

@@ -16,7 +16,7 @@ from ..front import Front, Served
 from ..generation import Job, RunningChoice
 from .chunks import ChunkBuilder, ChunkUsage
 from .dialect import Dialect
-from .schema import Body, CacheControl, MessageBody, Positive, TokenizeBody, Usage, finite, from_msgspec
+from .schema import Body, CacheControl, MessageBody, Positive, TokenizeBody, Usage, converted, finite
 from .validate import conversation_job, decoded_arguments, mark
 
 
@@ -140,10 +140,7 @@ def _marks(body: MessageBody, index: int) -> Iterator[CacheMark]:
             if given is None:
                 continue
             param = f"messages[{index}].content[{place}].cache_control"
-            try:
-                control = msgspec.convert(given, CacheControl)
-            except msgspec.ValidationError as error:
-                raise from_msgspec(error, param) from error
+            control = converted(given, CacheControl, param)
             last = place == len(body.content) - 1
             yield CacheMark(param, control.seconds, None if last else len(body.text(index, place + 1) or ""))
     if body.cache_control is not None:

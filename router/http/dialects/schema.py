@@ -209,6 +209,14 @@ def decode(data: bytes, decoder: "msgspec.json.Decoder[Decoded]") -> Decoded:
         raise InvalidJson(f"the body is not valid JSON: {error}") from error
 
 
+def converted(given: Any, kind: type[Decoded], param: str) -> Decoded:
+    """The field `param` of a body as a typed struct. Raises InvalidRequest."""
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        raise from_msgspec(error, param) from error
+
+
 def from_msgspec(error: msgspec.ValidationError, within: str = "") -> InvalidRequest:
     """A decoder's error about a body, or about its field `within`, with the name of the field."""
     text = str(error)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ...errors import RouterError
+
 if TYPE_CHECKING:
     from .connection import HttpConnection
 
@@ -42,6 +44,7 @@ class GenerationSummary(msgspec.Struct):
     output_tokens: int
     ttft_s: float | None
     reasoning_tokens: int = 0  #: of `output_tokens`
+    pinned_tokens: int = 0  #: of the prompts, as they are kept now
 
 
 class Exchange(msgspec.Struct, eq=False):
@@ -58,6 +61,8 @@ class Exchange(msgspec.Struct, eq=False):
     on_gone: Callable[[], None] | None = None  #: called once, when the client leaves
     summary: GenerationSummary | None = None
     extra_headers: Headers = ()  #: headers that the response carries, whatever it is
+    #: Makes the body of an error response, where it is not OpenAI's.
+    error_body: Callable[[RouterError], bytes] | None = None
     call_endpoint: Callable[["Exchange"], None] | None = None  #: calls the endpoint again
 
     def respond(self, body: bytes, *, status: int = 200, content_type: str = JSON, headers: Headers = ()) -> None:

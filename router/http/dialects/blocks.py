@@ -1,0 +1,59 @@
+"""What Responses and Messages share: an answer is a sequence of blocks, each of which begins, grows and ends."""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+
+from ...text.answer import Block, TextDelta, extend
+from ...text.parsers.deltas import Content, Reasoning, ToolCallArguments, ToolCallStart
+from .dialect import ResponseBuilder
+
+
+class BlockBuilder(ResponseBuilder):
+    """Finds where blocks begin and end; a dialect makes the events. There is one choice."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Block] = []
+        self._open = False  #: the last block may grow
+
+    @abstractmethod
+    def opened(self, index: int, block: Block) -> bytes:
+        """The events that begin a block; its text follows."""
+
+    @abstractmethod
+    def grown(self, index: int, block: Block, text: str) -> bytes:
+        """The event of the next text of a block."""
+
+    @abstractmethod
+    def closed(self, index: int, block: Block, *, cut: bool) -> bytes:
+        """The events that end a block; `cut`: the limit of tokens did."""
+
+    def block_events(self, shown: TextDelta) -> Iterator[bytes]:
+        """The events of what is shown next."""
+        for delta in shown.deltas or (Content(shown.text),):
+            text, begins = "", False
+            match delta:
+                case ToolCallStart():
+                    begins = True
+                case ToolCallArguments(_, text):
+                    pass
+                case Content(text) | Reasoning(text):
+                    if not text:
+                        continue
+                    kind = "text" if type(delta) is Content else "reasoning"
+                    begins = not (self._open and self._blocks[-1].kind == kind)
+            if begins:
+                yield from self._close(cut=False)
+            extend(self._blocks, TextDelta("", deltas=(delta,)))
+            index, block = len(self._blocks) - 1, self._blocks[-1]
+            if begins:
+                self._open = True
+                yield self.opened(index, block)
+            if text:
+                yield self.grown(index, block, text)
+        if shown.ending:
+            yield from self._close(cut=shown.ending == "length")
+
+    def _close(self, *, cut: bool) -> Iterator[bytes]:
+        if self._open:
+            self._open = False
+            yield self.closed(len(self._blocks) - 1, self._blocks[-1], cut=cut)

@@ -1,0 +1,485 @@
+"""The dialect of POST /v1/messages: Anthropic's Messages, as Claude Code speaks them, with its errors.
+
+Stateless, as the API is. Tools that Anthropic's servers run, unknown betas and unknown fields are ignored.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from ...config import RouterSettings
+from ...errors import ContextTooLong, InvalidRequest, PromptTooLong, RouterError
+from ...text.answer import Block, TextDelta
+from ...text.conversation import CacheMark, Conversation, Message, Reasoning, Tool, ToolCall, ToolChoice, function_tool
+from ..front import Front, Served
+from ..generation import Job, RunningChoice
+from ..protocol.exchange import GenerationSummary
+from .blocks import BlockBuilder
+from .dialect import MARK, Dialect, named_event
+from .schema import ENCODER, Body, CacheControl, converted
+from .validate import conversation_job
+
+#: Anthropic's name of an error, by HTTP status.
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+#: With what Claude Code begins a system prompt; the line differs in every request.
+BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
+
+
+class ThinkingOptions(msgspec.Struct):
+    """The field `thinking`."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+
+
+class OutputConfig(msgspec.Struct):
+    """The field `output_config`."""
+
+    effort: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class ToolChoiceBody(msgspec.Struct):
+    """The field `tool_choice`."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Metadata(msgspec.Struct):
+    """The field `metadata`."""
+
+    user_id: str | None = None
+
+
+class MessageParam(msgspec.Struct):
+    """One message of the request."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class CountBody(Body, kw_only=True, forbid_unknown_fields=False):
+    """A request of which the tokens are to be counted."""
+
+    messages: Annotated[list[MessageParam], Meta(min_length=1)]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ToolChoiceBody | None = None
+    thinking: ThinkingOptions | None = None
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
+    metadata: Metadata | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class MessagesBody(CountBody, kw_only=True, forbid_unknown_fields=False):
+    """The request body."""
+
+    stop_sequences: Annotated[list[str], Meta(max_length=16)] | None = None
+
+
+class _Text(msgspec.Struct):
+    text: str
+    cache_control: CacheControl | None = None
+
+
+class _ToolUse(msgspec.Struct):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class _ToolResult(msgspec.Struct):
+    tool_use_id: str
+    content: str | list[dict[str, Any]] = ""
+
+
+class _SearchResult(msgspec.Struct):
+    content: list[dict[str, Any]]
+    title: str = ""
+    source: str = ""
+
+
+class _ToolParam(msgspec.Struct):
+    name: Annotated[str, Meta(min_length=1)]
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+async def job(front: Front, served: Served, body: MessagesBody, salt: bytes) -> Job:
+    """What `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
+    if not body.max_tokens:
+        raise InvalidRequest("max_tokens: a number of at least 1 is required", param="max_tokens")
+    if body.n not in (None, 1):
+        raise InvalidRequest("field 'n': a message has one choice", param="n")
+    if stops := [each for each in body.stop_sequences or () if each]:
+        body.stop = stops
+    dropped = front.settings.drop_billing_line and has_billing_line(body)
+    if dropped:
+        front.metrics.billing_line_dropped()
+    return await conversation_job(
+        front,
+        served,
+        body,
+        salt,
+        conversation(body, front.settings),
+        prompt_param="messages",
+        wanted=body.max_tokens,
+        wanted_param="max_tokens",
+        clamp=True,
+    )
+
+
+def has_billing_line(body: CountBody) -> bool:
+    """Whether the system prompt begins with the line that changes in every request."""
+    system = body.system if isinstance(body.system, str) else body.system[0].get("text") if body.system else None
+    return isinstance(system, str) and BILLING_LINE.match(system) is not None
+
+
+def conversation(body: CountBody, settings: RouterSettings) -> Conversation:
+    """The conversation of a body. Raises InvalidRequest."""
+    messages: list[Message] = []
+    if body.system:
+        system = _Collector("system", settings)
+        system.add(body.system, "system")
+        text = "\n".join(system.texts)
+        if settings.drop_billing_line and (line := BILLING_LINE.match(text)):
+            text = text[line.end() :]
+            system.marks = [_moved(mark, line.end()) for mark in system.marks]
+        messages.append(Message("system", text, marks=system.marks))
+    for index, given in enumerate(body.messages):
+        # Many templates refuse a system message that is not the first one.
+        collector = _Collector("assistant" if given.role == "assistant" else "user", settings)
+        for message in collector.messages(given.content, f"messages[{index}].content"):
+            _append(messages, message)
+    choice, output = body.tool_choice, body.output_config or OutputConfig()
+    mode: Literal["auto", "none", "required"] = "auto"
+    if choice is not None and choice.type != "auto":
+        mode = "none" if choice.type == "none" else "required"
+    thinking = None if body.thinking is None else body.thinking.type != "disabled"
+    return Conversation(
+        messages=messages,
+        tools=list(_tools(body.tools or (), settings)),
+        tool_choice=ToolChoice(
+            mode,
+            choice.name if choice and choice.type == "tool" else None,
+            not (choice and choice.disable_parallel_tool_use),
+        ),
+        reasoning=Reasoning(thinking, output.effort),
+        output=_output(body.output_format or output.format),
+        session=body.metadata.user_id if body.metadata else None,
+        mark=_mark(body.cache_control, "cache_control", settings),
+        template_arguments=body.chat_template_kwargs or {},
+    )
+
+
+def _moved(mark: CacheMark, by: int) -> CacheMark:
+    return mark if mark.end is None else msgspec.structs.replace(mark, end=max(0, mark.end - by))
+
+
+def _append(messages: list[Message], message: Message) -> None:
+    """Consecutive messages of one role are one: templates want the roles to alternate."""
+    last = messages[-1] if messages else None
+    if last is None or last.role != message.role or message.role not in ("user", "assistant"):
+        messages.append(message)
+        return
+    texts = [text for text in (last.content, message.content) if text is not None]
+    start = len(last.content) + 1 if last.content is not None and message.content is not None else 0
+    ended = [mark if mark.end is not None else msgspec.structs.replace(mark, end=start - 1) for mark in last.marks]
+    messages[-1] = Message(
+        message.role,
+        "\n".join(texts) if texts else None,
+        reasoning=message.reasoning or last.reasoning,
+        tool_calls=[*last.tool_calls, *message.tool_calls],
+        marks=[*ended, *(_moved(mark, -start) for mark in message.marks)],
+    )
+
+
+class _Collector:
+    """Turns the content blocks of one message into messages: results of tools are messages of their own."""
+
+    def __init__(self, role: str, settings: RouterSettings) -> None:
+        self.texts: list[str] = []
+        self.marks: list[CacheMark] = []
+        self._role = role
+        self._settings = settings
+        self._calls: list[ToolCall] = []
+        self._thoughts: list[str] = []
+
+    def messages(self, content: str | list[dict[str, Any]], param: str) -> Iterator[Message]:
+        if isinstance(content, str):
+            yield Message(self._role, content)
+            return
+        for index, block in enumerate(content):
+            place = f"{param}[{index}]"
+            if block.get("type") == "tool_result":
+                yield from self._flush()
+                result = converted(block, _ToolResult, place)
+                inner = _Collector("tool", self._settings)
+                inner.add(result.content, f"{place}.content")
+                mark = self._block_mark(block, place)
+                marks = [] if mark is None else [mark]
+                yield Message("tool", "\n".join(inner.texts), tool_call_id=result.tool_use_id, marks=marks)
+            else:
+                self._add_block(block, place)
+        yield from self._flush()
+
+    def add(self, content: str | list[dict[str, Any]], param: str) -> None:
+        """Collect texts and marks of a content that is all text."""
+        if isinstance(content, str):
+            self.texts.append(content)
+            return
+        for index, block in enumerate(content):
+            self._add_block(block, f"{param}[{index}]")
+
+    def _add_block(self, block: dict[str, Any], param: str) -> None:
+        match block.get("type"):
+            case "text":
+                self.texts.append(converted(block, _Text, param).text)
+            case "search_result":
+                found = converted(block, _SearchResult, param)
+                self.texts.append("\n".join([found.title, found.source]).strip())
+                self.add(found.content, f"{param}.content")
+            case "tool_use":
+                use = converted(block, _ToolUse, param)
+                self._calls.append(ToolCall(use.name, use.input, use.id))
+            case "thinking":
+                self._thoughts.append(str(block.get("thinking") or ""))
+            case "image" | "document" | "container_upload":
+                raise InvalidRequest(f"{param}.type: only text is supported", param=f"{param}.type")
+            case kind if not isinstance(kind, str):
+                raise InvalidRequest(f"{param}.type: a type is required", param=f"{param}.type")
+            case _:  # redacted thinking, and what Anthropic's own tools wrote
+                return
+        if (mark := self._block_mark(block, param)) is not None:
+            text_only = not self._calls
+            self.marks.append(
+                msgspec.structs.replace(mark, end=sum(map(len, self.texts)) + len(self.texts) - 1)
+                if text_only
+                else mark
+            )
+
+    def _block_mark(self, block: dict[str, Any], param: str) -> CacheMark | None:
+        given = block.get("cache_control")
+        param = f"{param}.cache_control"
+        return None if given is None else _mark(converted(given, CacheControl, param), param, self._settings)
+
+    def _flush(self) -> Iterator[Message]:
+        if self.texts or self._calls or self._thoughts:
+            yield Message(
+                self._role,
+                "\n".join(self.texts) if self.texts else None,
+                reasoning="".join(self._thoughts) or None,
+                tool_calls=self._calls,
+                marks=self.marks,
+            )
+        self.texts, self.marks, self._calls, self._thoughts = [], [], [], []
+
+
+def _mark(control: CacheControl | None, param: str, settings: RouterSettings) -> CacheMark | None:
+    """A mark whose time is lowered to what the server allows: these clients cannot be told another."""
+    if control is None:
+        return None
+    seconds = control.seconds
+    return CacheMark(param, None if seconds is None else min(seconds, settings.pin_max_ttl_s))
+
+
+def _tools(given: Sequence[dict[str, Any]], settings: RouterSettings) -> Iterator[Tool]:
+    for index, tool in enumerate(given):
+        if tool.get("type") not in (None, "custom"):
+            continue  # Anthropic's servers run it
+        each = converted(tool, _ToolParam, f"tools[{index}]")
+        made = function_tool(each.name, each.description, each.input_schema, strict=bool(each.strict))
+        mark = _mark(each.cache_control, f"tools[{index}].cache_control", settings)
+        yield made if mark is None else msgspec.structs.replace(made, mark=mark)
+
+
+def _output(form: Mapping[str, Any] | None) -> dict[str, Any]:
+    if form is None or form.get("type") != "json_schema":
+        return {}
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}}
+
+
+# Responses
+
+
+class MessagesUsage(msgspec.Struct, frozen=True):
+    """Tokens of a message. `input_tokens` excludes those that were read from the cache and those that are kept now."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a request, complete or as a stream begins."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    usage: MessagesUsage
+
+
+class TokenCount(msgspec.Struct, frozen=True):
+    """POST /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+class MessagesErrorDetail(msgspec.Struct, frozen=True):
+    """What is wrong."""
+
+    type: str
+    message: str
+
+
+class MessagesError(msgspec.Struct, frozen=True):
+    """The body of an error response, and the event that ends a broken stream."""
+
+    error: MessagesErrorDetail
+    type: Literal["error"] = "error"
+
+
+def error_of(error: RouterError) -> MessagesError:
+    """An error in Anthropic's envelope, with the words that its clients look for."""
+    status, message = error.http_status, error.message
+    kind = _ERROR_TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
+    if isinstance(error, PromptTooLong | ContextTooLong):
+        message = f"prompt is too long: {message}"
+    return MessagesError(MessagesErrorDetail(kind, message))
+
+
+def messages_error_body(error: RouterError) -> bytes:
+    return ENCODER.encode(error_of(error))
+
+
+def _usage(prompt_tokens: int, cached_tokens: int, pinned_tokens: int, output_tokens: int) -> MessagesUsage:
+    created = max(0, pinned_tokens - cached_tokens)
+    return MessagesUsage(prompt_tokens - cached_tokens - created, created, cached_tokens, output_tokens)
+
+
+class MessagesBuilder(BlockBuilder):
+    """The body or the events of one message."""
+
+    def __init__(self, served: Served, body: MessagesBody, response_id: str, created: int) -> None:  # noqa: ARG002
+        super().__init__()
+        self._id = response_id
+        self._model = served.limits.name
+        self._text: tuple[bytes, bytes] | None = None  #: around the text of a delta, while a text block is open
+
+    def whole(self, choices: Sequence[RunningChoice], used: GenerationSummary) -> bytes:
+        [choice] = choices
+        reason, sequence = _stopped(choice)
+        return ENCODER.encode(
+            MessageResponse(
+                id=f"msg_{self._id}",
+                model=self._model,
+                content=[self._shown(index, block) for index, block in enumerate(choice.blocks)],
+                stop_reason=reason,
+                stop_sequence=sequence,
+                usage=_usage(used.prompt_tokens, used.cached_tokens, used.pinned_tokens, used.output_tokens),
+            )
+        )
+
+    def text(self, choice: RunningChoice, text: str) -> bytes:
+        if self._text is None:
+            return self.events(choice, TextDelta(text), first=False)
+        return self._text[0] + ENCODER.encode(text) + self._text[1]
+
+    def events(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> bytes:
+        parts = []
+        if first:
+            usage = _usage(len(choice.prompt.token_ids), choice.cached, choice.pinned or 0, choice.generated)
+            begun = MessageResponse(id=f"msg_{self._id}", model=self._model, content=[], usage=usage)
+            parts += [_event("message_start", message=begun), _event("ping")]
+        return b"".join([*parts, *self.block_events(shown)])
+
+    def end(self, choices: Sequence[RunningChoice], used: GenerationSummary) -> bytes:
+        reason, sequence = _stopped(choices[0])
+        usage = _usage(used.prompt_tokens, used.cached_tokens, used.pinned_tokens, used.output_tokens)
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        return _event("message_delta", delta=delta, usage=usage) + _event("message_stop")
+
+    def error(self, error: RouterError) -> bytes:
+        return named_event("error", error_of(error))
+
+    def opened(self, index: int, block: Block) -> bytes:
+        if block.kind == "text":
+            before, _, after = self.grown(index, block, MARK).partition(ENCODER.encode(MARK))
+            self._text = before, after
+        return _event("content_block_start", index=index, content_block=_empty(block))
+
+    def grown(self, index: int, block: Block, text: str) -> bytes:
+        kinds = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
+        kind, field = kinds.get(block.kind, ("input_json_delta", "partial_json"))
+        return _event("content_block_delta", index=index, delta={"type": kind, field: text})
+
+    def closed(self, index: int, block: Block, *, cut: bool) -> bytes:  # noqa: ARG002
+        self._text = None
+        signed = b""
+        if block.kind == "reasoning":
+            delta = {"type": "signature_delta", "signature": self._signature(index)}
+            signed = _event("content_block_delta", index=index, delta=delta)
+        return signed + _event("content_block_stop", index=index)
+
+    def _signature(self, index: int) -> str:
+        """Clients drop thinking without one. Nothing depends on it: the thinking itself comes back."""
+        return f"{self._id}{index:02x}"
+
+    def _shown(self, index: int, block: Block) -> dict[str, Any]:
+        """A block of a whole message."""
+        if block.kind == "text":
+            return {"type": "text", "text": block.text}
+        if block.kind == "reasoning":
+            return {"type": "thinking", "thinking": block.text, "signature": self._signature(index)}
+        try:
+            given = msgspec.json.decode(block.text or "{}", type=dict[str, Any])
+        except msgspec.MsgspecError:  # cut by the limit of tokens
+            given = {}
+        return {"type": "tool_use", "id": block.id, "name": block.name, "input": given}
+
+
+def _empty(block: Block) -> dict[str, Any]:
+    """A block as it begins."""
+    if block.kind == "text":
+        return {"type": "text", "text": ""}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": {}}
+
+
+def _event(kind: str, **fields: object) -> bytes:
+    return named_event(kind, {"type": kind, **fields})
+
+
+def _stopped(choice: RunningChoice) -> tuple[str, str | None]:
+    """`stop_reason` and `stop_sequence`."""
+    if choice.ending == "length":
+        return "max_tokens", None
+    if choice.ending == "tool_calls":
+        return "tool_use", None
+    sequence = choice.answer.stopped_by
+    return ("end_turn", None) if sequence is None else ("stop_sequence", sequence)
+
+
+MESSAGES = Dialect(msgspec.json.Decoder(MessagesBody), job, MessagesBuilder)

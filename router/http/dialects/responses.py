@@ -1,0 +1,531 @@
+"""The dialect of POST /v1/responses: OpenAI's Responses, as Codex speaks them.
+
+Stateless: every request brings its whole conversation, and nothing is stored. The shapes are those of OpenAI's
+published schema and of Open Responses (openresponses.org).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from ...errors import InvalidRequest, RouterError
+from ...text.answer import Block, TextDelta
+from ...text.conversation import Conversation, Message, Reasoning, Tool, ToolCall, ToolChoice, function_tool
+from ..front import Front, Served
+from ..generation import Job, RunningChoice
+from ..protocol.exchange import GenerationSummary
+from .blocks import BlockBuilder
+from .dialect import Dialect, named_event
+from .schema import ENCODER, Body, Positive, converted
+from .validate import conversation_job, decoded_arguments, mark
+
+#: Between the name of a namespace and that of its tool, where a model calls it.
+SEPARATOR = "__"
+#: The one parameter with which a model calls a custom tool, whose input is free text.
+INPUT = "input"
+
+
+class TextFormat(msgspec.Struct, rename={"schema_": "schema"}):
+    """`text.format`: what the answer's text must be."""
+
+    type: str
+    name: str | None = None
+    schema_: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct):
+    """The field `text`."""
+
+    format: TextFormat | None = None
+    verbosity: Any = None  #: ignored
+
+
+class ReasoningOptions(msgspec.Struct):
+    """The field `reasoning`."""
+
+    effort: str | None = None
+    summary: Any = None  #: ignored: reasoning is returned whole
+
+
+class ResponsesBody(Body, kw_only=True, forbid_unknown_fields=False):
+    """The request body. Fields that it does not name are ignored, as clients add some with every version."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: Positive | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    metadata: dict[str, Any] | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class _InputMessage(msgspec.Struct):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[dict[str, Any]]
+
+
+class _FunctionCall(msgspec.Struct):
+    call_id: str
+    name: str
+    arguments: str = ""
+    input: str = ""  #: of a custom tool
+    namespace: str | None = None
+
+
+class _CallOutput(msgspec.Struct):
+    call_id: str
+    output: str | list[dict[str, Any]]
+
+
+class _ReasoningItem(msgspec.Struct):
+    summary: list[dict[str, Any]] | None = None
+    content: list[dict[str, Any]] | None = None
+
+
+class _FunctionTool(msgspec.Struct):
+    name: Annotated[str, Meta(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Namespace(msgspec.Struct):
+    name: Annotated[str, Meta(min_length=1)]
+    tools: list[dict[str, Any]]
+
+
+async def job(front: Front, served: Served, body: ResponsesBody, salt: bytes) -> Job:
+    """What `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
+    for name in ("previous_response_id", "conversation"):
+        if getattr(body, name) is not None:
+            raise InvalidRequest(
+                f"field {name!r}: this server stores no responses; send the whole conversation as 'input'", param=name
+            )
+    if body.background:
+        raise InvalidRequest("field 'background': this server stores no responses to return later", param="background")
+    if body.top_logprobs:
+        raise InvalidRequest("field 'top_logprobs': not supported here; use chat completions", param="top_logprobs")
+    if body.n not in (None, 1):
+        raise InvalidRequest("field 'n': a response has one choice", param="n")
+    return await conversation_job(
+        front,
+        served,
+        body,
+        salt,
+        conversation(body),
+        prompt_param="input",
+        wanted=body.max_output_tokens if body.max_output_tokens is not None else body.max_tokens,
+        wanted_param="max_output_tokens",
+        clamp=True,
+    )
+
+
+def conversation(body: ResponsesBody) -> Conversation:
+    """The conversation of a body. Raises InvalidRequest.
+
+    Everything from system and developer goes into one leading message: chat templates know no developer, and many
+    refuse a system message that is not the first.
+    """
+    given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    heads = [body.instructions] if body.instructions else []
+    messages: list[Message] = []
+    for message in _messages(given):
+        if message.role in ("system", "developer"):
+            heads.append(message.content or "")
+        elif message.role == "assistant" and messages and messages[-1].role == "assistant":
+            messages[-1] = _joined(messages[-1], message)
+        else:
+            messages.append(message)
+    if heads:
+        messages.insert(0, Message("system", "\n\n".join(heads)))
+    if not messages:
+        raise InvalidRequest("field 'input': at least one message is needed", param="input")
+    reasoning = body.reasoning or ReasoningOptions()
+    return Conversation(
+        messages=messages,
+        tools=list(tools(body.tools or ())),
+        tool_choice=_tool_choice(body),
+        reasoning=Reasoning(effort=reasoning.effort),
+        output=_output(body),
+        session=body.prompt_cache_key if isinstance(body.prompt_cache_key, str) else None,
+        mark=mark(body.cache_control, "cache_control"),
+        template_arguments=body.chat_template_kwargs or {},
+    )
+
+
+def _messages(items: Sequence[dict[str, Any]]) -> Iterator[Message]:
+    """Each input item as a message. Items of tools that this server does not run are skipped."""
+    for index, item in enumerate(items):
+        param = f"input[{index}]"
+        match item.get("type", "message"):
+            case "message":
+                given = converted(item, _InputMessage, param)
+                yield Message(given.role, _text(given.content, f"{param}.content"))
+            case "function_call" | "custom_tool_call" as kind:
+                call = converted(item, _FunctionCall, param)
+                name = f"{call.namespace}{SEPARATOR}{call.name}" if call.namespace else call.name
+                custom = kind == "custom_tool_call"
+                arguments = {INPUT: call.input} if custom else decoded_arguments(call.arguments, f"{param}.arguments")
+                yield Message("assistant", tool_calls=[ToolCall(name, arguments, call.call_id)])
+            case "function_call_output" | "custom_tool_call_output":
+                result = converted(item, _CallOutput, param)
+                yield Message("tool", _text(result.output, f"{param}.output"), tool_call_id=result.call_id)
+            case "reasoning":
+                thought = converted(item, _ReasoningItem, param)
+                parts = thought.content or thought.summary or []
+                if found := "".join([str(part.get("text") or "") for part in parts]):
+                    yield Message("assistant", reasoning=found)
+            case "item_reference":
+                raise InvalidRequest(f"field {param!r}: this server stores no items; send the item itself", param=param)
+
+
+def _joined(one: Message, other: Message) -> Message:
+    """Consecutive items of the assistant are one message of a chat template."""
+    texts = [text for text in (one.content, other.content) if text is not None]
+    thoughts = [text for text in (one.reasoning, other.reasoning) if text is not None]
+    return Message(
+        "assistant",
+        "".join(texts) if texts else None,
+        reasoning="".join(thoughts) if thoughts else None,
+        tool_calls=[*one.tool_calls, *other.tool_calls],
+    )
+
+
+def _text(content: str | list[dict[str, Any]], param: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type")
+        if kind not in ("input_text", "output_text", "text", "refusal"):
+            raise InvalidRequest(
+                f"field '{param}[{index}].type': only text parts are supported", param=f"{param}[{index}].type"
+            )
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
+            raise InvalidRequest(f"field '{param}[{index}].text': expected str", param=f"{param}[{index}].text")
+        texts.append(text)
+    return "".join(texts)
+
+
+def tools(given: Sequence[dict[str, Any]], param: str = "tools", namespace: str = "") -> Iterator[Tool]:
+    """The functions that the model may call; tools that a server would run (`web_search`) are skipped.
+
+    A custom tool is a function with one text as its input; the tools of a namespace are functions with a longer name.
+    """
+    for index, tool in enumerate(given):
+        place = f"{param}[{index}]"
+        match tool.get("type"):
+            case "function":
+                each = converted(tool, _FunctionTool, place)
+                yield function_tool(namespace + each.name, each.description, each.parameters, strict=bool(each.strict))
+            case "custom":
+                each = converted(tool, _FunctionTool, place)
+                free = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
+                yield function_tool(namespace + each.name, each.description, free)
+            case "namespace":
+                space = converted(tool, _Namespace, place)
+                yield from tools(space.tools, f"{place}.tools", space.name + SEPARATOR)
+            case kind if not isinstance(kind, str):
+                raise InvalidRequest(f"field '{place}.type': expected str", param=f"{place}.type")
+
+
+def _tool_choice(body: ResponsesBody) -> ToolChoice:
+    parallel, given = body.parallel_tool_calls is not False, body.tool_choice
+    if isinstance(given, dict):
+        if given.get("type") in ("function", "custom") and isinstance(given.get("name"), str):
+            return ToolChoice("required", given["name"], parallel)
+        given = given.get("mode") or "auto"
+    match given or "auto":
+        case "auto" | "none" | "required" as mode:
+            return ToolChoice(mode, None, parallel)
+        case _:
+            raise InvalidRequest("field 'tool_choice': expected auto, none, required or a tool", param="tool_choice")
+
+
+def _output(body: ResponsesBody) -> dict[str, Any]:
+    wanted = body.text.format if body.text else None
+    if wanted is None or wanted.type == "text":
+        return {}
+    if wanted.type != "json_schema":
+        return {"response_format": {"type": wanted.type}}
+    schema = {"name": wanted.name, "schema": wanted.schema_, "strict": wanted.strict}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+# Responses
+
+
+class InputTokensDetails(msgspec.Struct, frozen=True):
+    """How much of the input was in a replica's cache, and how much of the rest is kept there now."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(msgspec.Struct, frozen=True):
+    """How much of the output is reasoning."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct, frozen=True):
+    """Tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class Incomplete(msgspec.Struct, frozen=True):
+    """Why a response is incomplete."""
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseError(msgspec.Struct, frozen=True):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class Response(msgspec.Struct, frozen=True, kw_only=True):
+    """A response, complete or in progress. It repeats what the request set."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    completed_at: None = None  #: not known when a stream begins, and not worth a clock
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: ResponseError | None = None
+    incomplete_details: Incomplete | None = None
+    model: str
+    output: list[dict[str, Any]] = []
+    usage: ResponseUsage | None = None
+    instructions: str | None = None
+    previous_response_id: None = None
+    tools: list[dict[str, Any]] = []
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    text: dict[str, Any] = {}
+    reasoning: dict[str, Any] = {}
+    truncation: Literal["disabled"] = "disabled"
+    temperature: float = 1.0
+    top_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    top_logprobs: int = 0
+    max_output_tokens: int | None = None
+    max_tool_calls: None = None
+    store: bool = False
+    background: bool = False
+    service_tier: str = "default"
+    metadata: dict[str, Any] = {}
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+
+class ResponsesBuilder(BlockBuilder):
+    """The body or the numbered events of one response."""
+
+    def __init__(self, served: Served, body: ResponsesBody, response_id: str, created: int) -> None:
+        super().__init__()
+        self._id = response_id
+        self._sequence = 0
+        self._before_text = b""  #: the event of a text delta up to its number; only while a text block is open
+        given = body.tools or []
+        #: By the name that the model uses: type, namespace and name of tools that are not plain functions.
+        self._special = dict(_special_tools(given))
+        written = body.text.format if body.text else None
+        reasoning = body.reasoning or ReasoningOptions()
+        self._response = Response(
+            id=f"resp_{response_id}",
+            created_at=created,
+            status="in_progress",
+            model=served.limits.name,
+            instructions=body.instructions,
+            tools=[_shown_tool(each) for each in given],
+            tool_choice=body.tool_choice or "auto",
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            text={"format": msgspec.to_builtins(written) if written else {"type": "text"}},
+            reasoning={"effort": reasoning.effort, "summary": None},
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            safety_identifier=body.safety_identifier,
+            prompt_cache_key=body.prompt_cache_key,
+        )
+
+    def whole(self, choices: Sequence[RunningChoice], used: GenerationSummary) -> bytes:
+        self._blocks = choices[0].blocks or [Block("text", [])]
+        return ENCODER.encode(self._finished(choices[0], used))
+
+    def text(self, choice: RunningChoice, text: str) -> bytes:
+        if not self._before_text:
+            return self.events(choice, TextDelta(text), first=False)
+        self._blocks[-1].parts.append(text)
+        self._sequence += 1
+        return b'%b%d,"delta":%b}\n\n' % (self._before_text, self._sequence - 1, ENCODER.encode(text))
+
+    def events(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> bytes:  # noqa: ARG002
+        parts = []
+        if first:
+            parts += [self._event(f"response.{name}", response=self._response) for name in ("created", "in_progress")]
+        if shown.ending and not self._blocks and not shown.text and not shown.deltas:
+            self._open = True
+            self._blocks.append(Block("text", []))
+            parts.append(self.opened(0, self._blocks[0]))
+        return b"".join([*parts, *self.block_events(shown)])
+
+    def end(self, choices: Sequence[RunningChoice], used: GenerationSummary) -> bytes:
+        response = self._finished(choices[0], used)
+        return self._event(f"response.{response.status}", response=response)
+
+    def error(self, error: RouterError) -> bytes:
+        output = [self._item(index, "incomplete") for index in range(len(self._blocks))]
+        what = ResponseError(error.code or error.error_type, error.message)
+        failed = msgspec.structs.replace(self._response, status="failed", error=what, output=output)
+        return self._event("response.failed", response=failed)
+
+    def _finished(self, choice: RunningChoice, used: GenerationSummary) -> Response:
+        cut = choice.ending == "length"
+        last = len(self._blocks) - 1
+        usage = ResponseUsage(
+            used.prompt_tokens,
+            InputTokensDetails(used.cached_tokens, max(0, used.pinned_tokens - used.cached_tokens)),
+            used.output_tokens,
+            OutputTokensDetails(used.reasoning_tokens),
+            used.prompt_tokens + used.output_tokens,
+        )
+        return msgspec.structs.replace(
+            self._response,
+            status="incomplete" if cut else "completed",
+            incomplete_details=Incomplete() if cut else None,
+            output=[self._item(at, "incomplete" if cut and at == last else "completed") for at in range(last + 1)],
+            usage=usage,
+        )
+
+    def _event(self, kind: str, **fields: object) -> bytes:
+        self._sequence += 1
+        return named_event(kind, {"type": kind, "sequence_number": self._sequence - 1, **fields})
+
+    def opened(self, index: int, block: Block) -> bytes:
+        place = self._place(index)
+        item = self._item(index, "in_progress", empty=True)
+        added = self._event("response.output_item.added", output_index=index, item=item)
+        if block.kind == "text":
+            fixed = {"type": "response.output_text.delta", **place, "content_index": 0, "logprobs": []}
+            event = named_event("response.output_text.delta", fixed).removesuffix(b"}\n\n")
+            self._before_text = event + b',"sequence_number":'
+        if block.kind == "tool_call":
+            return added
+        part = _part(block.kind, "")
+        return added + self._event("response.content_part.added", **place, content_index=0, part=part)
+
+    def grown(self, index: int, block: Block, text: str) -> bytes:
+        place = self._place(index)
+        if block.kind == "text":
+            return self._event("response.output_text.delta", **place, content_index=0, logprobs=[], delta=text)
+        if block.kind == "reasoning":
+            return self._event("response.reasoning_text.delta", **place, content_index=0, delta=text)
+        if self._is_custom(block):
+            return b""
+        return self._event("response.function_call_arguments.delta", **place, delta=text)
+
+    def closed(self, index: int, block: Block, *, cut: bool) -> bytes:
+        self._before_text = b""
+        place, item = self._place(index), self._item(index, "incomplete" if cut else "completed")
+        if block.kind == "tool_call":
+            if self._is_custom(block):
+                events = self._event("response.custom_tool_call_input.delta", **place, delta=item["input"])
+                events += self._event("response.custom_tool_call_input.done", **place, input=item["input"])
+            else:
+                events = self._event(
+                    "response.function_call_arguments.done", **place, name=item["name"], arguments=block.text
+                )
+        else:
+            part = _part(block.kind, block.text)
+            done: dict[str, Any] = {**place, "content_index": 0, "text": block.text}
+            if block.kind == "text":
+                done["logprobs"] = []
+            events = self._event(f"response.{part['type']}.done", **done)
+            events += self._event("response.content_part.done", **place, content_index=0, part=part)
+        return events + self._event("response.output_item.done", output_index=index, item=item)
+
+    def _is_custom(self, block: Block) -> bool:
+        """Its input is a text inside of the arguments, which is only known when they are complete."""
+        return self._special.get(block.name, ("function",))[0] == "custom"
+
+    def _place(self, index: int) -> dict[str, Any]:
+        return {"item_id": self._item_id(index), "output_index": index}
+
+    def _item_id(self, index: int) -> str:
+        prefix = {"text": "msg", "reasoning": "rs", "tool_call": "fc"}[self._blocks[index].kind]
+        return f"{prefix}_{self._id}{index:02x}"
+
+    def _item(self, index: int, status: str, *, empty: bool = False) -> dict[str, Any]:
+        """A block as an output item."""
+        block = self._blocks[index]
+        item: dict[str, Any] = {"id": self._item_id(index), "status": status}
+        if block.kind == "text":
+            content = [] if empty else [_part("text", block.text)]
+            return {"type": "message", **item, "role": "assistant", "content": content}
+        if block.kind == "reasoning":
+            content = [] if empty else [_part("reasoning", block.text)]
+            return {"type": "reasoning", **item, "summary": [], "content": content, "encrypted_content": None}
+        kind, namespace, name = self._special.get(block.name, ("function", None, block.name))
+        item |= {"call_id": block.id, "name": name}
+        if namespace is not None:
+            item["namespace"] = namespace
+        if kind == "custom":
+            return {"type": "custom_tool_call", **item, "input": "" if empty else _custom_input(block.text)}
+        return {"type": "function_call", **item, "arguments": "" if empty else block.text}
+
+
+def _part(kind: Literal["text", "reasoning", "tool_call"], text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _custom_input(arguments: str) -> str:
+    """The input of a custom tool; what the model wrote, if that is not the object it was asked for."""
+    try:
+        found = msgspec.json.decode(arguments, type=dict[str, Any]).get(INPUT)
+    except msgspec.MsgspecError:
+        return arguments
+    return found if isinstance(found, str) else arguments
+
+
+def _special_tools(given: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, tuple[str, str | None, str]]]:
+    for tool in given:
+        name = tool.get("name")
+        if tool.get("type") == "custom":
+            yield str(name), ("custom", None, str(name))
+        elif tool.get("type") == "namespace":
+            for each in tool["tools"]:
+                yield f"{name}{SEPARATOR}{each.get('name')}", (each["type"], str(name), str(each.get("name")))
+
+
+def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A function as responses repeat it: optional fields are null."""
+    return {"description": None, "parameters": None, "strict": None} | tool if tool.get("type") == "function" else tool
+
+
+RESPONSES = Dialect(msgspec.json.Decoder(ResponsesBody), job, ResponsesBuilder)

@@ -1,0 +1,256 @@
+"""Properties of Messages, with Anthropic's own client and types as judges."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+from anthropic import AsyncAnthropic
+from anthropic.types import Message
+
+from homing.kvcache.hashing import token_array
+from homing.router.config import RouterSettings
+from homing.router.errors import ReplicaLost
+from homing.router.http.dialects.messages import MESSAGES, conversation
+from homing.router.http.front import Front
+from homing.router.text.tokenizer import TextModel
+
+from ..conftest import ANSWER, Live
+from ..fakes import FakeBackend, reply
+
+PATH = "/v1/messages"
+ASKED = {"model": "demo", "max_tokens": 64, "messages": [{"role": "user", "content": "Tell me a story."}]}
+TOOL = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
+CALL = (
+    "<think>It is\nraining?</think>\n\nLet me see.\n"
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
+)
+KEEP = {"type": "ephemeral"}
+BILLING = "x-anthropic-billing-header: cc_version=2.1; cch=abc12;"
+
+
+@pytest.fixture
+def settings() -> RouterSettings:
+    return RouterSettings(default_max_tokens=64, tool_call_parser="hermes", reasoning_parser="think")
+
+
+@pytest.fixture
+async def claude(live: Live) -> AsyncIterator[AsyncAnthropic]:
+    """Anthropic's own client, without retries."""
+    http = httpx.AsyncClient(verify=False)
+    address = f"http://127.0.0.1:{live.port}"
+    async with AsyncAnthropic(base_url=address, api_key="k1", max_retries=0, http_client=http) as client:
+        yield client
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The data of each event, whose name must be its type."""
+    found = []
+    for block in filter(None, response.text.split("\n\n")):
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def says(backend: FakeBackend, text_model: TextModel, text: str) -> None:
+    backend.script = reply(list(text_model.encode_now([text], special_tokens=False)[0]), cached=3)
+
+
+async def test_a_message_is_anthropics(client: httpx.AsyncClient, backend: FakeBackend):
+    """Validated by the client's own types; what came from the cache is not counted among the input."""
+    response = await client.post(f"{PATH}?beta=true", json=ASKED, headers={"anthropic-beta": "unknown-2030-01-01"})
+
+    parsed = Message.model_validate_json(response.content)
+    assert [block.text for block in parsed.content] == [ANSWER]
+    assert (parsed.stop_reason, parsed.usage.cache_read_input_tokens) == ("end_turn", 3)
+    assert parsed.usage.input_tokens + 3 == len(token_array(backend.requests[0].token_ids))
+
+
+async def test_a_stream_has_all_events_in_order(client: httpx.AsyncClient):
+    """Clients follow them as a state machine."""
+    found = events(await client.post(PATH, json=ASKED | {"stream": True}))
+
+    assert list(dict.fromkeys(each["type"] for each in found)) == [
+        *("message_start", "ping", "content_block_start", "content_block_delta", "content_block_stop"),
+        *("message_delta", "message_stop"),
+    ]
+    deltas = [each["delta"]["text"] for each in found if each["type"] == "content_block_delta"]
+    assert "".join(deltas) == ANSWER
+    assert found[0]["message"]["usage"]["cache_read_input_tokens"] == 3
+    assert found[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert found[-2]["usage"]["output_tokens"] == len(deltas)
+
+
+async def test_anthropics_client_streams_reasoning_and_calls(claude: AsyncAnthropic, backend, text_model: TextModel):
+    """Its helper builds the message from the events."""
+    says(backend, text_model, CALL)
+
+    async with claude.messages.stream(**ASKED, tools=[TOOL]) as stream:
+        streamed = await stream.get_final_message()
+    whole = await claude.messages.create(**ASKED, tools=[TOOL])
+
+    for message in (streamed, whole):
+        thought, said, call = message.content
+        assert (thought.type, thought.thinking) == ("thinking", "It is\nraining?")
+        assert thought.signature
+        assert (said.type, said.text) == ("text", "Let me see.")
+        assert (call.type, call.name, call.input) == ("tool_use", "weather", {"city": "Ulm"})
+        assert message.stop_reason == "tool_use"
+
+
+async def test_a_stop_sequence_is_named(client: httpx.AsyncClient):
+    """It is the only way to tell which of several it was."""
+    message = (await client.post(PATH, json=ASKED | {"stop_sequences": ["zebra", " an owl"]})).json()
+
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", " an owl")
+    assert message["content"][0]["text"] == ANSWER[: ANSWER.index(" an owl")]
+
+
+async def test_errors_have_anthropics_envelope_and_words(client: httpx.AsyncClient, claude: AsyncAnthropic):
+    """Retries and compaction look for them."""
+    long = [{"role": "user", "content": "fox " * 400}]
+
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+        await claude.messages.create(**ASKED | {"messages": long})
+    with pytest.raises(anthropic.NotFoundError):
+        await claude.messages.create(**ASKED | {"model": "other"})
+    error = (await client.post(PATH, json={"messages": ASKED["messages"]})).json()
+    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+    assert "max_tokens" in error["error"]["message"]
+
+
+async def test_a_stream_that_breaks_ends_with_an_error(claude, backend: FakeBackend, answer_ids: list[int]):
+    """The client raises it."""
+    whole = reply(answer_ids)
+    backend.script = lambda request: [*list(whole(request))[:3], ReplicaLost("r0 is gone")]
+
+    with pytest.raises(anthropic.APIStatusError, match="r0 is gone"):
+        async with claude.messages.stream(**ASKED) as stream:
+            await stream.get_final_message()
+
+
+async def test_tokens_are_counted_as_the_request_has_them(claude: AsyncAnthropic, backend: FakeBackend):
+    """Tools and system prompt included."""
+    asked = {"model": "demo", "messages": ASKED["messages"], "system": "You help.", "tools": [TOOL]}
+    counted = await claude.messages.count_tokens(**asked)
+    await claude.messages.create(**asked, max_tokens=5)
+
+    assert counted.input_tokens == len(token_array(backend.requests[0].token_ids))
+
+
+async def test_cache_control_pins_the_prompt_up_to_it(client, backend: FakeBackend, answer_ids, text_model: TextModel):
+    """What was written to the cache is counted apart; a time beyond the server's is lowered."""
+    backend.script = reply(answer_ids, cached=3, pinned=16)
+    system = [{"type": "text", "text": "You tell stories of animals.", "cache_control": KEEP | {"ttl": "1h"}}]
+
+    usage = (await client.post(PATH, json=ASKED | {"system": system})).json()["usage"]
+
+    [request] = backend.requests
+    [pin] = request.pins
+    assert pin.ttl_s == 3600.0
+    kept = text_model.decode(token_array(request.token_ids)[: pin.num_tokens])
+    assert "stories of animals" in kept
+    assert "Tell me" not in kept
+    assert (usage["cache_read_input_tokens"], usage["cache_creation_input_tokens"]) == (3, 13)
+    assert sum(usage[name] for name in usage if name != "output_tokens") == len(token_array(request.token_ids))
+
+
+@pytest.mark.parametrize("as_blocks", [False, True])
+async def test_the_billing_line_is_dropped_and_counted(client, front: Front, backend, as_blocks: bool):
+    """It differs in every request, and everything behind it would be computed again."""
+    text = f"{BILLING}\nYou help."
+    blocks = [{"type": "text", "text": BILLING}, {"type": "text", "text": "You help."}]
+    for system in (blocks if as_blocks else text, "You help."):
+        await client.post(PATH, json=ASKED | {"system": system})
+
+    one, two = backend.requests
+    assert one.token_ids == two.token_ids
+    assert "homing_billing_lines_dropped_total 1.0" in front.metrics.render().decode()
+
+
+async def test_sessions_and_keys_are_those_that_clients_send(client: httpx.AsyncClient, backend: FakeBackend):
+    """Claude Code names its session in a header, other clients a user in the body; keys come in `x-api-key`."""
+    await client.post(PATH, json=ASKED, headers={"x-claude-code-session-id": "s1", "x-api-key": "a"})
+    await client.post(PATH, json=ASKED | {"metadata": {"user_id": "u1"}}, headers={"authorization": "Bearer a"})
+
+    one, two = backend.requests
+    assert (one.session, two.session) == ("s1", "u1")
+    assert one.tenant == two.tenant
+
+
+def test_blocks_become_turns():
+    """Results of tools are messages of their own; server tools and what they wrote are left out."""
+    body = MESSAGES.decoder.decode(
+        json.dumps(
+            {
+                "max_tokens": 9,
+                "system": [{"type": "text", "text": "One."}, {"type": "text", "text": "Two.", "cache_control": KEEP}],
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "Weather?", "cache_control": KEEP}]},
+                    {
+                        "role": "assistant",
+                        "content": [
+                            {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+                            {"type": "redacted_thinking", "data": "x"},
+                            {"type": "text", "text": "I look."},
+                            {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Ulm"}},
+                        ],
+                    },
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "rain"}]},
+                            {"type": "text", "text": "And?"},
+                        ],
+                    },
+                    {"role": "system", "content": "Be brief."},
+                ],
+                "tools": [TOOL | {"cache_control": KEEP}, {"type": "web_search_20250305", "name": "web_search"}],
+                "thinking": {"type": "disabled"},
+                "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+            }
+        )
+    )
+
+    made = conversation(body, RouterSettings())
+
+    rendered = made.template_input()
+    assert rendered.messages == [
+        {"role": "system", "content": "One.\nTwo."},
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [
+                {"id": "t1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}
+            ],
+        },
+        {"role": "tool", "content": "rain", "tool_call_id": "t1"},
+        {"role": "user", "content": "And?\nBe brief."},
+    ]
+    assert [tool["function"]["name"] for tool in rendered.tools or ()] == ["weather"]
+    assert rendered.template_arguments == {"enable_thinking": False}
+    assert [(index, mark.end) for index, mark in made.marks()] == [(-1, None), (0, 9), (1, 8)]
+    assert (made.tool_choice.mode, made.tool_choice.parallel) == ("required", False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
+        ({"tool_choice": {"type": "perhaps"}}, "tool_choice.type"),
+    ],
+)
+async def test_what_cannot_be_served_is_refused_by_field(client: httpx.AsyncClient, changes, words):
+    """Only text is understood."""
+    response = await client.post(PATH, json=ASKED | changes)
+
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]

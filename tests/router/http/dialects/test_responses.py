@@ -1,0 +1,217 @@
+"""Properties of Responses, with OpenAI's own client and types as judges."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+from openai.types.responses import Response
+
+from homing.kvcache.hashing import token_array
+from homing.router.config import RouterSettings
+from homing.router.errors import ReplicaLost
+from homing.router.http.dialects.responses import RESPONSES, conversation
+from homing.router.text.tokenizer import TextModel
+
+from ..conftest import ANSWER
+from ..fakes import FakeBackend, reply
+
+PATH = "/v1/responses"
+TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": None}
+CUSTOM = {"type": "custom", "name": "apply_patch", "description": "Changes files."}
+SPACE = {"type": "namespace", "name": "crm", "description": "", "tools": [TOOL | {"name": "lookup"}]}
+CALL = (
+    "<think>It is\nraining?</think>\n\nLet me see.\n"
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
+)
+
+
+@pytest.fixture
+def settings() -> RouterSettings:
+    return RouterSettings(default_max_tokens=64, tool_call_parser="hermes", reasoning_parser="think")
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The data of each event, whose name must be its type."""
+    found = []
+    for block in filter(None, response.text.split("\n\n")):
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def says(backend: FakeBackend, text_model: TextModel, text: str) -> None:
+    backend.script = reply(list(text_model.encode_now([text], special_tokens=False)[0]), cached=3)
+
+
+async def test_a_response_is_openais(client: httpx.AsyncClient, backend: FakeBackend):
+    """Validated by the client's own types."""
+    response = await client.post(PATH, json={"model": "demo", "input": "Tell me a story.", "metadata": {"a": "b"}})
+
+    parsed = Response.model_validate_json(response.content)
+    assert parsed.output_text == ANSWER
+    assert parsed.status == "completed"
+    assert parsed.usage is not None
+    assert parsed.usage.input_tokens == len(token_array(backend.requests[0].token_ids))
+    assert parsed.usage.input_tokens_details.cached_tokens == 3
+    assert response.json()["store"] is False
+
+
+async def test_a_stream_has_all_events_in_order_and_numbered(client: httpx.AsyncClient, backend: FakeBackend):
+    """Codex follows them as a state machine."""
+    response = await client.post(PATH, json={"input": "Tell me a story.", "stream": True})
+    whole = await client.post(PATH, json={"input": "Tell me a story."})
+
+    found = events(response)
+    kinds = [each["type"].removeprefix("response.") for each in found]
+    assert [each["sequence_number"] for each in found] == list(range(len(found)))
+    assert list(dict.fromkeys(kinds)) == [
+        *("created", "in_progress", "output_item.added", "content_part.added", "output_text.delta"),
+        *("output_text.done", "content_part.done", "output_item.done", "completed"),
+    ]
+    assert "".join(each["delta"] for each in found if "delta" in each) == ANSWER
+    last = found[-1]["response"]
+    assert [item["content"] for item in last["output"]] == [item["content"] for item in whole.json()["output"]]
+    assert last["usage"] == whole.json()["usage"]
+
+
+async def test_openais_client_streams_it(openai_client: AsyncOpenAI, backend: FakeBackend):
+    """Its helper builds the response from the events."""
+    async with openai_client.responses.stream(model="demo", input="Tell me a story.") as stream:
+        async for _ in stream:
+            pass
+        final = await stream.get_final_response()
+
+    assert final.output_text == ANSWER
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_reasoning_text_and_calls_are_items(client, backend: FakeBackend, text_model: TextModel, stream: bool):
+    """In the order in which the model wrote them, streamed or not."""
+    says(backend, text_model, CALL)
+
+    response = await client.post(PATH, json={"input": "Weather?", "tools": [TOOL], "stream": stream})
+
+    found = events(response)[-1]["response"] if stream else response.json()
+    thought, said, call = found["output"]
+    assert (thought["type"], thought["content"][0]["text"]) == ("reasoning", "It is\nraining?")
+    assert (said["type"], said["content"][0]["text"]) == ("message", "Let me see.")
+    assert (call["type"], call["name"], json.loads(call["arguments"])) == ("function_call", "weather", {"city": "Ulm"})
+    Response.model_validate(found)
+    assert found["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+
+
+async def test_deltas_of_a_call_join_to_its_arguments(client, backend: FakeBackend, text_model: TextModel):
+    """Clients show the arguments while they arrive."""
+    says(backend, text_model, CALL)
+
+    found = events(await client.post(PATH, json={"input": "Weather?", "tools": [TOOL], "stream": True}))
+
+    deltas = [each["delta"] for each in found if each["type"] == "response.function_call_arguments.delta"]
+    [done] = [each for each in found if each["type"] == "response.function_call_arguments.done"]
+    assert "".join(deltas) == done["arguments"]
+    assert done["name"] == "weather"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_custom_tool_gets_its_text_and_a_namespace_its_tools(client, backend, text_model, stream: bool):
+    """Codex's kinds of tools: the model sees plain functions, the client what it sent."""
+    patch = {"name": "apply_patch", "arguments": {"input": "*** Begin\nx"}}
+    lookup = {"name": "crm__lookup", "arguments": {"id": 3}}
+    says(backend, text_model, "".join(f"<tool_call>\n{json.dumps(each)}\n</tool_call>\n" for each in (patch, lookup)))
+
+    body = {"input": "Go", "tools": [CUSTOM, SPACE, {"type": "web_search"}], "stream": stream}
+    response = await client.post(PATH, json=body)
+
+    found = events(response)[-1]["response"] if stream else response.json()
+    one, two = found["output"]
+    assert (one["type"], one["name"], one["input"]) == ("custom_tool_call", "apply_patch", "*** Begin\nx")
+    assert (two["type"], two["namespace"], two["name"]) == ("function_call", "crm", "lookup")
+
+
+def test_items_become_turns_behind_one_system_message():
+    """Chat templates know no developer, and consecutive items of the assistant are one turn."""
+    body = RESPONSES.decoder.decode(
+        json.dumps(
+            {
+                "instructions": "You help.",
+                "input": [
+                    {"role": "developer", "content": "Be brief."},
+                    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+                    {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+                    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+                    {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Ulm"}'},
+                    {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+                    {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+                ],
+                "prompt_cache_key": "session-1",
+                "tool_choice": {"type": "function", "name": "weather"},
+                "tools": [TOOL],
+            }
+        )
+    )
+
+    made = conversation(body)
+
+    system, user, assistant, tool = made.template_input().messages
+    assert system == {"role": "system", "content": "You help.\n\nBe brief."}
+    assert user == {"role": "user", "content": "Weather?"}
+    assert assistant["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Ulm"}}
+    assert (assistant["content"], assistant["reasoning_content"]) == ("I look.", "Hm.")
+    assert tool == {"role": "tool", "content": "rain", "tool_call_id": "c1"}
+    assert (made.session, made.tool_choice.mode, made.tool_choice.name) == ("session-1", "required", "weather")
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tool_choice": "perhaps"}, "tool_choice"),
+    ],
+)
+async def test_what_cannot_be_served_is_refused_by_field(client: httpx.AsyncClient, changes, param):
+    """Nothing is stored, and only text is understood."""
+    response = await client.post(PATH, json={"input": "hi"} | changes)
+
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+async def test_the_answer_may_fill_the_context(client: httpx.AsyncClient, backend: FakeBackend):
+    """Codex sets no limit, and the default of other endpoints would cut its work short."""
+    await client.post(PATH, json={"input": "hi"})
+    await client.post(PATH, json={"input": "hi", "max_output_tokens": 100_000})
+
+    for request in backend.requests:
+        assert request.sampling.max_tokens == 256 - len(token_array(request.token_ids))
+
+
+async def test_an_answer_at_the_limit_is_incomplete(client: httpx.AsyncClient):
+    """Its last item too."""
+    body = {"input": "hi", "max_output_tokens": 2}
+    whole = (await client.post(PATH, json=body)).json()
+    last = events(await client.post(PATH, json=body | {"stream": True}))[-1]
+
+    assert last["type"] == "response.incomplete"
+    for found in (whole, last["response"]):
+        assert (found["status"], found["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+        assert found["output"][-1]["status"] == "incomplete"
+
+
+async def test_a_stream_that_breaks_ends_as_failed(client, backend: FakeBackend, answer_ids: list[int]):
+    """With what was said so far."""
+    whole = reply(answer_ids)
+    backend.script = lambda request: [*list(whole(request))[:3], ReplicaLost("r0 is gone")]
+
+    last = events(await client.post(PATH, json={"input": "hi", "stream": True}))[-1]
+
+    assert last["type"] == "response.failed"
+    assert last["response"]["error"] == {"code": "replica_lost", "message": "r0 is gone"}
