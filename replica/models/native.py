@@ -131,7 +131,6 @@ class Share:
 
     rank: int
     ranks: int
-    heads: int
     kv_heads: int
     kv_index: int  #: which of `kv_parts` equal parts of the KV heads
     kv_parts: int
@@ -144,7 +143,7 @@ class Share:
             raise TensorParallelUnsupported(f"{problem}; choose another --tensor-parallel-size")
         parts = min(ranks, config.num_key_value_heads)
         kv_heads = config.num_key_value_heads // parts
-        return cls(rank, ranks, config.num_attention_heads // ranks, kv_heads, rank * parts // ranks, parts)
+        return cls(rank, ranks, kv_heads, rank * parts // ranks, parts)
 
 
 @dataclass(slots=True, frozen=True)
