@@ -49,7 +49,7 @@ class ServiceContext:
 
 
 class ReplicaHandle(ABC):
-    """A replica that the membership lists. With `apply` and `reset` of the subclass it is its feed's sink."""
+    """A replica that the membership lists. With `told` of the subclass it is its feed's sink."""
 
     def __init__(
         self, description: ReplicaDescription, flow: RequestFlow, context: ServiceContext, rest: Rest | None = None
