@@ -319,10 +319,11 @@ SIMULATE = (
         "LOG",
         "OpenAI requests or a Mooncake trace, as JSON lines (default: conversations are generated)",
         nargs="?",
+        type=Path,
     ),
     CONFIG,
     _setting(SETTINGS["model"]),
-    _argument("--tokenizer", "FOLDER", "tokenizer and chat template for requests (default: the model's)"),
+    _argument("--tokenizer", "FOLDER", "tokenizer and chat template for requests (default: the model's)", type=Path),
     _argument("--output-tokens", int, "of each response, for logs of requests (default: 200)"),
     _argument("--scenario", "NAME", "a prepared scenario instead: see docs/simulate.md"),
     _argument(
@@ -330,6 +331,7 @@ SIMULATE = (
         "NAMES",
         f"separated by commas, of: {', '.join(SETTINGS['policy'].choices or ())}, oracle "
         "(default: ours and the best of the others)",
+        type=lambda words: tuple(word.strip() for word in words.split(",")),
     ),
     _argument("--replicas", int, "simulated replicas (default: 8)"),
     _argument("--routers", int, "routers, which share no state (default: 1)"),
@@ -356,8 +358,8 @@ SIMULATE = (
     ),
     _argument("--start-s", float, "time until an added replica serves, in seconds (default: 30)"),
     _argument("--seed", int, "of all random numbers (default: 0)"),
-    _argument("--json", "FILE", "write the results as JSON, for programs"),
-    _argument("--plot", "FILE", "draw the results: .png, .svg, or self-contained .html"),
+    _argument("--json", "FILE", "write the results as JSON, for programs", type=Path),
+    _argument("--plot", "FILE", "draw the results: .png, .svg, or self-contained .html", type=Path),
 )
 WATCH = (
     URL,

@@ -1,17 +1,18 @@
-"""`homing analyze LOG`: opens the log, runs the analysis, and reports the result."""
+"""`homing analyze LOG`: opens the log, runs the analysis, and reports the result; or writes the log as a trace."""
 
 import gzip
 import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from io import BufferedReader
 from itertools import chain
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
+from ....kvcache.hashing import BlockHash, wire_hashes
 from ....router.errors import TokenizerUnavailable
 from ....router.text.tokenizer import TextModel
 from ...config import Settings
@@ -24,13 +25,17 @@ from .log_analysis import LogAnalysis
 from .options import Options
 from .order import SampledPrompt, advise
 from .prompts import Prompt, PromptSource, TextPrompts, TracePrompts
-from .records import LogReader, TextRequest
+from .records import Format, LogReader, TextRequest, detect_format
 from .report import Findings, as_json, page, text
 
 #: Requests whose order of parts is looked at; a share of a thousandth of them still shows.
 SAMPLE = 1000
 GZIP_MAGIC = b"\x1f\x8b"
 PROGRESS_S = 0.5
+#: Names of blocks keep so many bits, so that a reader can put the number of a round above them.
+_NAME_BITS = 60
+#: Apart, where the log names no time.
+_PAUSE_S = 1.0
 
 
 class Sample:
@@ -178,3 +183,38 @@ def _raw(log: str, stdin: BufferedReader | None) -> BufferedReader:
     if log != "-":
         return Path(log).open("rb")
     return stdin or open(sys.stdin.fileno(), "rb", closefd=False)
+
+
+def format_of(log: str) -> Format | None:
+    """The format that the log's first line shows; None of an empty log. Raises LogUnreadable."""
+    with opened(log, None) as lines:
+        return next((detect_format(line) for line in lines if line.strip()), None)
+
+
+def write_trace(options: Options, settings: Settings, out: TextIO, *, output_tokens: int) -> None:
+    """Write the log's requests as lines of a Mooncake trace. Raises ClusterError.
+
+    Logs of requests do not tell how long the answers were: all get `output_tokens`. Time begins with the first request;
+    one that was logged late counts as arriving with the one before it.
+    """
+    block_size = options.block_size or settings.kvcache.block_size
+    reader = LogReader(options.log_format, skip_malformed=options.skip_malformed)
+    first_s: float | None = None
+    now_s = 0.0
+    with (
+        opened(options.log, None) as log,
+        closing(prompt_source(options, settings, block_size, has_text=True)) as source,
+    ):
+        for number, prompt in enumerate(source.prompts(reader.read(log))):
+            logged = prompt.logged
+            at_s = number * _PAUSE_S if logged.arrival_s is None else logged.arrival_s
+            first_s = at_s if first_s is None else first_s
+            now_s = max(now_s, at_s - first_s)
+            hashes = cast("Sequence[BlockHash]", logged.blocks)  # prompts of text name their blocks by hash
+            line = {
+                "timestamp": now_s * 1000,
+                "input_length": logged.tokens,
+                "output_length": output_tokens,
+                "hash_ids": [name >> (64 - _NAME_BITS) for name in wire_hashes(b"".join(hashes))],
+            }
+            out.write(json.dumps(line) + "\n")
