@@ -24,7 +24,7 @@ from ...router.backend import RouterCounters
 from ...router.control import Answer, AnyQuestion, Member, SetMembership
 from ..model_source import find_model
 from .actors import RankServer, Router, describe, node_address
-from .control_messages import ClusterSpec, Doors, Listening, RankSpec
+from .control_messages import ClusterSpec, Listening, RankSpec
 from .rank_groups import socket_folder
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def prepare_torch() -> None:
         os.environ.setdefault(name, value)
 
 
-async def make_router(spec: ClusterSpec, doors: Doors, membership: SetMembership) -> Router:
+async def make_router(spec: ClusterSpec, wanted: Listening, membership: SetMembership, seat: int) -> Router:
     """Start a router with its HTTP front. It listens once it knows what these replicas hold, as it cannot route before.
 
     Raises AddressInUse.
@@ -160,11 +160,11 @@ async def make_router(spec: ClusterSpec, doors: Doors, membership: SetMembership
         )
 
     models = ModelVersions(make_service, membership.models, router_id=router_id, policy=settings.router.policy)
-    accounts = None
-    if doors.shared:  # one file for each start of a cluster; the routers, which stop together, remove it
+    accounts, shared, host = None, settings.cluster.routers > 1, settings.router.host
+    if shared:  # one file for each start of a cluster; the routers, which stop together, remove it
         name = sha256(b"homing-accounts" + spec.common.seed.to_bytes(8, "big")).hexdigest()[:16]
         file = Path(spec.common.run_dir or gettempdir()) / f"homing-{name}.accounts"
-        accounts = SharedUsage(file, seat=doors.seat, seats=settings.cluster.routers)
+        accounts = SharedUsage(file, seat=seat, seats=settings.cluster.routers)
     server = RouterServer(settings.router, models, metrics=metrics, usage=accounts)
     await models.answer(membership)
     loading = None
@@ -174,8 +174,8 @@ async def make_router(spec: ClusterSpec, doors: Doors, membership: SetMembership
         await models.until_exact()
     else:
         loading = asyncio.create_task(_load_texts(server, spec))
-    port = await server.start(doors.host, doors.port, shared=doors.shared)
-    direct = await server.start(doors.host, doors.direct_port) if doors.shared else 0
+    port = await server.start(host, wanted.port, shared=shared)
+    direct = await server.start(host, wanted.direct_port) if shared else 0
     return HomingRouter(models, server, Listening(port, direct), loading)
 
 

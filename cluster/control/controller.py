@@ -31,7 +31,7 @@ from .control_messages import (
     ReplicaStatus,
 )
 from .diagnosis import publish_missing
-from .fleets import Fleets, FleetState
+from .fleets import Fleets
 from .planner import (
     Drain,
     Fleet,
@@ -62,7 +62,7 @@ WARM_UPS_AT_ONCE = 6
 class ControllerState:
     """What a new controller must know, besides what runs."""
 
-    fleets: dict[str, FleetState]  #: by model
+    fleets: dict[str, Fleet]  #: by model
     versions: dict[int, ModelSpec]
     generation: int
     leaving: dict[int, str] = field(default_factory=dict)  #: generations that drain, with the reason

@@ -8,7 +8,7 @@ from typing import assert_never
 
 import msgspec
 
-from homing.cluster.control.control_messages import ClusterSpec, Doors, Listening, RankSpec
+from homing.cluster.control.control_messages import ClusterSpec, Listening, RankSpec
 from homing.cluster.control.planner import ROLES, Fleet, GroupPhase, RoutedReplica
 from homing.events.wire.messages import EventEndpoints
 from homing.kvcache.prefix_cache import CachedBlock
@@ -94,8 +94,9 @@ class FakeRouter:
         self._stopped = asyncio.Event()
 
     @classmethod
-    async def make(cls, spec: ClusterSpec, doors: Doors, membership: SetMembership) -> "FakeRouter":
-        router = cls(spec, Listening(doors.port or 12345, doors.direct_port or (54321 if doors.shared else 0)))
+    async def make(cls, spec: ClusterSpec, wanted: Listening, membership: SetMembership, seat: int) -> "FakeRouter":
+        several = spec.common.settings.cluster.routers > 1
+        router = cls(spec, Listening(wanted.port or 12345, wanted.direct_port or (54321 if several else 0)))
         await router.ask(membership)
         return router
 

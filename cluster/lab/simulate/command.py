@@ -24,8 +24,7 @@ from ...client import get_json, router_urls
 from ...config import ClusterSettings, Settings
 from ...control.autoscale import terms_of
 from ...errors import SettingsError
-from ..analyze.command import format_of, opened, write_trace
-from ..analyze.options import Options
+from ..analyze.command import Options, format_of, opened, write_trace
 from ..plots import Line, LineChart, Page, PointChart, Table, check_plot_path, write_plot
 from ..recorded_trace import MOONCAKE_BLOCK_TOKENS, TraceError, read_trace
 from .delivery import Channel

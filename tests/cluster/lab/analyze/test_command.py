@@ -16,9 +16,8 @@ import pytest
 from homing.cluster.cli.main import run
 from homing.cluster.config import load_settings
 from homing.cluster.errors import ClusterError, LogUnreadable, ModelUnavailable, PlotFailed, SettingsError
-from homing.cluster.lab.analyze.command import Progress, Sample, analyze
+from homing.cluster.lab.analyze.command import Options, Progress, Sample, analyze
 from homing.cluster.lab.analyze.log_analysis import LoggedPrompt
-from homing.cluster.lab.analyze.options import Options
 from homing.cluster.lab.analyze.order import Part
 from homing.cluster.lab.analyze.prompts import Prompt
 from homing.replica.demo import demo_model_path
