@@ -26,14 +26,9 @@ class ModelSpec:
         return self.settings.served_name
 
 
-@dataclass(slots=True, frozen=True)
-class ClusterSpec:
-    models: tuple[ModelSpec, ...]  #: at least one
-
-    @property
-    def common(self) -> ModelSpec:
-        """For what all models share: the settings in `config.COMMON`, the seed, the run folder and the host."""
-        return self.models[0]
+#: All models of a cluster, at least one. The first one stands for what all share: the settings in `config.COMMON`,
+#: the seed, the run folder and the host.
+Models = tuple[ModelSpec, ...]
 
 
 @dataclass(slots=True, frozen=True)

@@ -48,8 +48,6 @@ class Part:
 
 @dataclass(slots=True, frozen=True)
 class SampledPrompt:
-    """One prompt of the sample."""
-
     parts: tuple[Part, ...]
     tokens: int
     shared_tokens: int  #: leading tokens that some earlier request of the whole log had
@@ -72,7 +70,6 @@ class OrderFinding:
 
     @property
     def advice(self) -> str:
-        """What to do about it."""
         if self.part.startswith("tools") and self.kind in ("order", "text"):
             return "Send the tools always in one order (by name, say) and written alike."
         return _ADVICE[self.kind]
@@ -94,8 +91,6 @@ class _Piece:
 
 @dataclass(slots=True, eq=False)
 class _Text:
-    """A prompt as one text with its pieces."""
-
     prompt: SampledPrompt
     text: str
     starts: list[int]  #: where each part begins
@@ -209,8 +204,6 @@ def _findings(texts: list[_Text]) -> Iterator[OrderFinding]:
 
 @dataclass(slots=True, frozen=True)
 class _Parting:
-    """Where the texts of a group part."""
-
     place: int
     together: list[_Text]  #: those that go together up to there
 

@@ -51,8 +51,6 @@ class Affine:
 
 
 class ReplicaCaches:
-    """The caches of some replicas under one rule."""
-
     def __init__(self, replicas: int, rule: RoundRobin | Affine) -> None:
         self._counts = PlaceCounts()
         self._caches = [ReuseStack(self._counts) for _ in range(replicas)]

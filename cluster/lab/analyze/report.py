@@ -17,8 +17,6 @@ NO_TEXT = "this log has no text: advice on prompt order needs requests with mess
 
 @dataclass(slots=True, frozen=True)
 class Findings:
-    """The results for one log."""
-
     source: str
     log_format: str
     tokenizer: str | None  #: whose; None: the log has ids already
@@ -69,7 +67,7 @@ def _head(found: Findings) -> list[str]:
 
 def _windows(found: Findings) -> list[str]:
     log = found.log
-    rows = [[_duration(row.seconds), f"{row.peak_blocks:,}", f"{row.mean_blocks:,.0f}"] for row in log.windows]
+    rows = [[_duration(row.window_s), f"{row.peak_blocks:,}", f"{row.mean_blocks:,.0f}"] for row in log.windows]
     rows.append(["whole log", f"{log.distinct_blocks:,}", ""])
     return ["working set: distinct blocks used within", *_columns([["", "peak", "mean"], *rows])]
 
@@ -133,8 +131,8 @@ def _breaks(found: Findings) -> list[str]:
 
 
 def _blocks_of(row: BreakRow) -> str:
-    same = row.first_blocks == row.last_blocks
-    return f"{row.first_blocks:,}" if same else f"{row.first_blocks:,} to {row.last_blocks:,}"
+    same = row.from_blocks == row.to_blocks
+    return f"{row.from_blocks:,}" if same else f"{row.from_blocks:,} to {row.to_blocks:,}"
 
 
 def _advice(found: Findings) -> list[str]:
@@ -195,10 +193,7 @@ def as_json(found: Findings) -> dict[str, Any]:
         "potential_saved_tokens": log.saved_tokens(),
         "potential_saved_share": log.share(log.curve.endless),
         "potential_saved_s": log.saved_tokens() / found.prefill_rate if found.prefill_rate else None,
-        "working_set": [
-            {"window_s": row.seconds, "peak_blocks": row.peak_blocks, "mean_blocks": row.mean_blocks}
-            for row in log.windows
-        ],
+        "working_set": [asdict(row) for row in log.windows],
         "useful_blocks": log.useful_blocks,
         "recommended_blocks": log.recommended_blocks,
         "recommended_share": log.share(log.curve.hits(log.recommended_blocks)),
@@ -217,10 +212,7 @@ def as_json(found: Findings) -> dict[str, Any]:
             }
             for size in found.sizes
         ],
-        "sharing_ends": [
-            {"from_blocks": row.first_blocks, "to_blocks": row.last_blocks, "requests": row.requests}
-            for row in log.breaks
-        ],
+        "sharing_ends": [asdict(row) for row in log.breaks],
         "known_entirely": log.known_entirely,
         "advice": None if found.advice is None else [_finding_json(found, each) for each in found.advice],
         "advice_requests": found.sampled,
@@ -247,7 +239,7 @@ def page(found: Findings) -> Page:
     marks[f"recommended: {log.recommended_blocks:,}"] = log.recommended_blocks
     if log.windows:
         widest = log.windows[-1]
-        marks[f"working set of {_duration(widest.seconds)}: {widest.peak_blocks:,}"] = widest.peak_blocks
+        marks[f"working set of {_duration(widest.window_s)}: {widest.peak_blocks:,}"] = widest.peak_blocks
     families = {count: family for family, count in enumerate(dict.fromkeys(row.replicas for row in log.replicas), 1)}
 
     def shares(name: str, curve: HitCurve, family: int, *, dashed: bool = False) -> Line:

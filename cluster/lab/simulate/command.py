@@ -46,8 +46,6 @@ _BAR_EVERY_S = 0.25
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Order:
-    """What the command line asks for."""
-
     trace: Path | None = None
     scenario: str | None = None
     policies: tuple[str, ...] = tuple(DEFAULT_POLICIES.split(","))

@@ -49,8 +49,6 @@ Heard = Callable[[SimulatedRouter], None]
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Channel:
-    """From replicas to routers."""
-
     delay_s: float = 0.0
     loss: float = 0.0  #: share of published messages that a router never gets
     resync_s: float = 0.02  #: from a request for a replay or snapshot, once at the replica, to its answer
@@ -156,8 +154,6 @@ class Direct:
 
 @dataclass(slots=True)
 class _Link:
-    """One router's end of one replica's stream."""
-
     router: SimulatedRouter
     subscription: Subscription = field(default_factory=Subscription)
     decoder: BatchDecoder = field(default_factory=BatchDecoder)

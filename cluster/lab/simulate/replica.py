@@ -75,8 +75,6 @@ StepTimes = MockerModel | RateModel
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ReplicaLimits:
-    """What one replica can hold and do at once."""
-
     blocks: int
     block_tokens: int
     max_running_requests: int = 256
@@ -86,8 +84,6 @@ class ReplicaLimits:
 
 @dataclass(slots=True)
 class Work:
-    """One request on one replica."""
-
     request_id: int
     router: str
     arrival: Arrival

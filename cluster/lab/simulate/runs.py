@@ -25,8 +25,6 @@ ORACLE = "oracle"
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Setup:
-    """What is simulated, but for the requests."""
-
     limits: ReplicaLimits
     policy: str = "expected-ttft"
     replicas: int = 8

@@ -9,7 +9,7 @@ import pytest
 
 from homing.cluster.config import load_settings
 from homing.cluster.control.assembly import TORCH_ENVIRONMENT, make_router, on_process_exit, share_of_gpu
-from homing.cluster.control.control_messages import ClusterSpec, Listening, ModelSpec
+from homing.cluster.control.control_messages import Listening, ModelSpec
 from homing.kvcache.config import KvCacheSettings
 from homing.router.control import CountInFlight, MeasureDemand, SetMembership
 
@@ -40,7 +40,7 @@ async def test_a_router_answers_the_controller_from_its_start_to_its_stop() -> N
     """Through the whole of it, with the HTTP server that it listens with."""
     settings = load_settings({"served_model_name": "fox", "host": "127.0.0.1"}, {})
     fox = ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host="")
-    router = await make_router(ClusterSpec((fox,)), Listening(0, 0), SetMembership(("fox",), (), 7, number=5), 0)
+    router = await make_router((fox,), Listening(0, 0), SetMembership(("fox",), (), 7, number=5), 0)
     try:
         assert router.listening.port
         assert await router.ask(SetMembership(("fox", "owl"), (), 7, number=7)) is None
