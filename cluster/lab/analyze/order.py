@@ -244,10 +244,12 @@ def _members_of_dearest(group: list[_Text], place: int) -> list[_Text]:
 
 
 def _finding(members: list[_Text], parting: _Parting) -> OrderFinding | None:
-    common = _common_pieces(parting)
+    texts = parting.together
+    holders = _holders(texts, parting.place + 1)  # pieces that begin behind the difference
+    common = {word for word, count in holders.items() if count >= MOST * len(texts)}
     if sum(map(len, common)) < MIN_COMMON:
         return None
-    head = parting.together[0].text[: parting.place]
+    head = texts[0].text[: parting.place]
     then = []
     for text in members:
         before = _common_length([text.text, head])
@@ -255,9 +257,9 @@ def _finding(members: list[_Text], parting: _Parting) -> OrderFinding | None:
         then.append(max(text.prompt.shared_tokens, min(text.prompt.tokens - 1.0, text.tokens(before + moved))))
     now = [text.prompt.shared_tokens for text in members]
     gains = [after - before for before, after in zip(now, then, strict=True)]
-    first = parting.together[0]
+    first = texts[0]
     part = bisect_right(first.starts, parting.place) - 1
-    snippets = [_snippet(text, parting.place, common) for text in parting.together]
+    snippets = [_snippet(text, parting.place, common) for text in texts]
     return OrderFinding(
         kind=_kind(parting, common, snippets),
         part=first.prompt.parts[part].label,
@@ -270,13 +272,6 @@ def _finding(members: list[_Text], parting: _Parting) -> OrderFinding | None:
         then_tokens=sum(then) / len(members),
         saved_tokens=int(sum(gains) - max(gains)),  # the first one computes it in any order
     )
-
-
-def _common_pieces(parting: _Parting) -> set[str]:
-    """Pieces that begin behind the difference and that most of the texts hold there."""
-    texts = parting.together
-    holders = _holders(texts, parting.place + 1)
-    return {word for word, count in holders.items() if count >= MOST * len(texts)}
 
 
 def _holders(texts: list[_Text], place: int) -> Counter[str]:

@@ -38,7 +38,6 @@ class Affine:
         self._blocks = 0
 
     def choose(self, blocks: Sequence[Hashable], caches: Sequence[ReuseStack]) -> int:
-        """Index of the replica that takes this request."""
         work = self._work = self._work or [0] * len(caches)
         self._requests += 1
         self._blocks += len(blocks)

@@ -25,6 +25,7 @@ from ...config import ClusterSettings, Settings
 from ...control.autoscale import terms_of
 from ...errors import SettingsError
 from ..analyze.command import Options, format_of, opened, write_trace
+from ..analyze.report import columns
 from ..plots import Line, LineChart, Page, PointChart, Table, check_plot_path, write_plot
 from ..recorded_trace import MOONCAKE_BLOCK_TOKENS, TraceError, read_trace
 from .delivery import Channel
@@ -146,11 +147,8 @@ def table(outcome: Outcome) -> str:
         rows[0] += ["lost", "resyncs"]
         for row, result in zip(rows[1:], outcome.results, strict=True):
             row += [str(result.lost_messages), str(result.resyncs)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    )
+    width = max(len(row[0]) for row in rows)
+    return "\n".join(columns([[row[0].ljust(width), *row[1:]] for row in rows]))
 
 
 def page(outcome: Outcome) -> Page:

@@ -190,7 +190,6 @@ class Streamed:
         self.replays = self.snapshots = 0  #: that routers asked for
 
     def follow(self, router: SimulatedRouter, replica: SimulatedReplica) -> None:
-        """A router that knows nothing begins to follow a replica."""
         router.join(replica, self._queue.now)
         self.follow_on(router, replica)
 
@@ -207,7 +206,6 @@ class Streamed:
         self._start_ticking(publisher)
 
     def forget(self, replica: str) -> None:
-        """A replica is gone; what is still on its way from it does not arrive."""
         del self._publishers[replica]
 
     def send(self, replica: str, changes: Sequence[Change], updates: Sequence[Update], report: LoadReport) -> None:  # noqa: ARG002
