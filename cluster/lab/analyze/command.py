@@ -75,7 +75,7 @@ class Sample:
         if not prompt.parts:
             return
         self._seen += 1
-        sampled = SampledPrompt(prompt.parts, prompt.logged.tokens, shared_tokens)
+        sampled = SampledPrompt(prompt.parts, prompt.tokens, shared_tokens)
         if len(self.prompts) < self._size:
             self.prompts.append(sampled)
         elif (place := self._rng.randrange(self._seen)) < self._size:
@@ -141,7 +141,7 @@ def _analyzed(
     analysis, sample = LogAnalysis(block_size, options.replicas), Sample(SAMPLE, random.Random(0))
     with closing(prompt_source(options, settings, block_size, has_text=has_text)) as source:
         for prompt in source.prompts(chain([first], records)):
-            sample.offer(prompt, analysis.observe(prompt.logged))
+            sample.offer(prompt, analysis.observe(prompt))
             progress.step()
     progress.done()
     report = analysis.report()
@@ -229,14 +229,13 @@ def write_trace(options: Options, settings: Settings, out: TextIO, *, output_tok
         closing(prompt_source(options, settings, block_size, has_text=True)) as source,
     ):
         for number, prompt in enumerate(source.prompts(reader.read(log))):
-            logged = prompt.logged
-            at_s = number * _PAUSE_S if logged.arrival_s is None else logged.arrival_s
+            at_s = number * _PAUSE_S if prompt.arrival_s is None else prompt.arrival_s
             first_s = at_s if first_s is None else first_s
             now_s = max(now_s, at_s - first_s)
-            hashes = cast("Sequence[BlockHash]", logged.blocks)  # prompts of text name their blocks by hash
+            hashes = cast("Sequence[BlockHash]", prompt.blocks)  # prompts of text name their blocks by hash
             line = {
                 "timestamp": now_s * 1000,
-                "input_length": logged.tokens,
+                "input_length": prompt.tokens,
                 "output_length": output_tokens,
                 "hash_ids": [name >> (64 - _NAME_BITS) for name in wire_hashes(b"".join(hashes))],
             }
