@@ -12,7 +12,7 @@ from ...events.follow.block_set import Digest
 from ...events.wire.messages import LoadReport
 from ...replica.messages import ReplicaDescription
 from ..backend import Explanation, FeedState
-from .policy.base import Candidate, Decision, Policy, Prompt
+from .policy.base import LIVE, Candidate, Decision, Policy, Prompt
 from .policy.explain import explanation_of
 from .prefix_index import PrefixIndex, ReplicaBlocks
 from .replica_load import LoadBook, Pending
@@ -134,7 +134,7 @@ class Placement:
 def regret_tokens(prompt: Prompt, candidates: Iterable[Candidate], decision: Decision) -> int:
     """Tokens that the chosen replica computes and the best holder would not have."""
     assert decision.chosen is not None, "nothing was chosen"
-    best = max([candidate.expected_blocks if candidate.feed is FeedState.LIVE else 0 for candidate in candidates])
+    best = max([candidate.expected_blocks if candidate.feed is LIVE else 0 for candidate in candidates])
     cached = min(best * prompt.block_size, prompt.tokens - 1)
     return decision.chosen.uncached_tokens(prompt) - (prompt.tokens - cached)
 
