@@ -16,7 +16,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ..events.wire.messages import LoadReport
-from .backend import ClusterView, FinishedRequest, ReplicaView, RouterCounters
+from .backend import ClusterView, ReplicaView, RouterCounters
+from .flow.request_state import RequestState
 from .tenants.rate_limits import RateLimiter
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -206,8 +207,9 @@ class ModelMetrics:
         self.prompt_tokens += prompt
         self.completion_tokens += completion
 
-    def request_finished(self, record: FinishedRequest) -> None:
-        self.outcomes[record.outcome] += 1
+    def request_finished(self, request: RequestState) -> None:
+        assert request.outcome is not None, f"request {request.request_id} is not over"
+        self.outcomes[request.outcome] += 1
 
     def load_reported(self, replica_id: str, report: LoadReport) -> None:
         """See `Observer`. Reports come in order, with every step of every replica, so rendering does the work."""

@@ -22,8 +22,6 @@ from .reservations import Reservations
 class Placement:
     """Index, reservations, loads and feeds of the joined replicas, kept in step with each other."""
 
-    __slots__ = ("_rng", "feeds", "index", "loads", "policy", "reservations")
-
     def __init__(self, policy: Policy, *, loads: LoadBook, reservations: Reservations, rng: Random) -> None:
         self.index = PrefixIndex()
         self.policy = policy
