@@ -44,24 +44,6 @@ SESSIONS_KEPT = 65_536
 OthersS = Callable[[PrefillCost, int], float]
 
 
-class SessionReplicas:
-    """The replica that each of the most recent sessions was sent to last."""
-
-    def __init__(self, limit: int = SESSIONS_KEPT) -> None:
-        self._limit = limit
-        self._replicas: OrderedDict[str, str] = OrderedDict()
-
-    def get(self, session: str | None) -> str | None:
-        """The session's replica, which may be gone; None for an unknown session."""
-        return self._replicas.get(session) if session is not None else None
-
-    def remember(self, session: str, replica: str) -> None:
-        self._replicas[session] = replica
-        self._replicas.move_to_end(session)
-        if len(self._replicas) > self._limit:
-            self._replicas.popitem(last=False)
-
-
 class ExpectedTtft(Policy):
     """Least expected time to first token, cached prefixes and the cost to other requests counted."""
 
@@ -69,11 +51,13 @@ class ExpectedTtft(Policy):
     #: False: every prompt counts as uncached everywhere.
     sees_cache = True
 
-    def __init__(self) -> None:
+    def __init__(self, sessions_kept: int = SESSIONS_KEPT) -> None:
         #: How often a replica has prefills queued when a request comes (b), and how often all have (a), on average over
         #: recent decisions.
         self._each_busy = self._all_busy = 0.0
-        self._sessions = SessionReplicas()
+        self._sessions_kept = sessions_kept
+        #: The replica, which may be gone, that each of the most recent sessions was sent to last.
+        self._sessions: OrderedDict[str | None, str] = OrderedDict()
 
     def consider(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
         total = prompt.tokens
@@ -99,7 +83,10 @@ class ExpectedTtft(Policy):
             none_idle = all(self.obstacle(prompt, candidate) is not None for candidate in free)
             self._all_busy += (none_idle - self._all_busy) / BUSY_MEMORY
         if prompt.session is not None and decision.row is not None:
-            self._sessions.remember(prompt.session, decision.row.candidate.replica_id)
+            self._sessions[prompt.session] = decision.row.candidate.replica_id
+            self._sessions.move_to_end(prompt.session)
+            if len(self._sessions) > self._sessions_kept:
+                self._sessions.popitem(last=False)
         return decision
 
     def _table(
