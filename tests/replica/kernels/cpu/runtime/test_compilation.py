@@ -75,7 +75,7 @@ def fill_as_another_would(store, source):
 def test_kernels_that_two_processes_stored_share_no_specialized_function(tmp_path):
     """Both processes number their functions alike. A linker that took one kernel's for the other's gave NaN."""
     store = CodeStore(tmp_path)
-    for source in (source_of(norm, FLOAT32, adds) for adds in (True, False)):
+    for source in [source_of(norm, storage, True) for storage in (FLOAT32, BFLOAT16)]:
         process = multiprocessing.get_context("fork").Process(target=load_or_compile, args=(source, store))
         process.start()
         process.join()
