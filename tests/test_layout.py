@@ -70,6 +70,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "router/routing/policy/peers": ("router/routing",),
     "router/tenants": (),
     "router/text": (),
+    "router/text/parsers": (),
 }
 NEEDS_NO = {
     "kvcache": {"ray", "torch", "transformers", "zmq"},

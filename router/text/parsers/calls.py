@@ -1,0 +1,93 @@
+"""The calls of one answer: reads the text and writes the deltas of calls."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from .deltas import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
+from .scanner import Malformed, Scanner, Steps
+
+#: Makes the id of a call from its index. It must be the same whenever the answer is parsed: a stream that continues
+#: after its replica died parses its text again.
+MakeId = Callable[[int], str]
+#: By the name of each tool of the request, the JSON schema of its parameters.
+Tools = Mapping[str, Mapping[str, Any] | None]
+
+
+class CallScanner(Scanner):
+    """A scanner that also knows the tools of the request and collects deltas.
+
+    `start` commits to a call: before it, text that turns out to be no call can be given back as text; after it, what
+    was passed on stays.
+    """
+
+    __slots__ = ("_id_length", "_make_id", "_muted", "_parallel", "name", "open", "out", "started", "tools")
+
+    def __init__(self, tools: Tools, make_id: MakeId, *, parallel: bool, id_length: int = 0) -> None:
+        """`id_length`: how many characters of an id, from its end, the family takes; 0: all."""
+        super().__init__()
+        self.tools = tools
+        self.out: list[Delta] = []
+        self.open = False  #: between `start` and `end`
+        self.name = ""  #: of the call that is open
+        self._make_id = make_id
+        self._id_length = id_length
+        self._parallel = parallel
+        self.started = 0  #: how many calls have begun
+        self._muted = False
+
+    def content(self, text: str) -> None:
+        self.out.append(Content(text))
+
+    def reasoning(self, text: str) -> None:
+        self.out.append(Reasoning(text))
+
+    def known(self, *ends: str) -> Steps[str]:
+        """Consume and return the name of a known tool before one of these ends. It is not held if it cannot be one."""
+        names = {name + end: name for name in self.tools for end in ends}
+        found = yield from self.expect(*names)
+        self.at -= len(found) - len(names[found])
+        return names[found]
+
+    def start(self, name: Any, call_id: str | None = None) -> None:
+        """Begin a call; `call_id` if the model itself wrote one. Raises `Malformed` for an unknown tool."""
+        if not isinstance(name, str) or name not in self.tools:
+            raise Malformed
+        self.forget()
+        self.open, self.name = True, name
+        index = self.started
+        self.started += 1
+        self._muted = index > 0 and not self._parallel
+        if not self._muted:
+            self.out.append(ToolCallStart(index, call_id or self._make_id(index)[-self._id_length :], name))
+
+    def arguments(self, text: str) -> None:
+        """Pass on the next piece of the open call's arguments."""
+        if not self._muted:
+            self.out.append(ToolCallArguments(self.started - 1, text))
+
+    def end(self) -> None:
+        """The open call is complete."""
+        self.open = False
+        self.forget()
+
+    def schema_of(self, parameter: str) -> Mapping[str, Any]:
+        """The schema of a parameter of the open call; empty if none is known."""
+        properties = (self.tools[self.name] or {}).get("properties")
+        found = properties.get(parameter) if isinstance(properties, Mapping) else None
+        return found if isinstance(found, Mapping) else {}
+
+
+def string(text: str) -> str:
+    """The text of a JSON string."""
+    try:
+        found = msgspec.json.decode(text, type=str)
+    except msgspec.MsgspecError as error:  # a DecodeError or a ValidationError
+        raise Malformed from error
+    return found
+
+
+def dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,230 @@
+"""The families of models: how each writes tool calls and reasoning, and which of them a model belongs to."""
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from . import formats
+from .calls import CallScanner
+from .harmony import MARKERS
+from .scanner import Steps
+
+#: Settings that name no family.
+AUTO, NONE = "auto", "none"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFamily:
+    """How a family of models writes tool calls."""
+
+    name: str
+    #: All literals of the format: the detokenizer must not skip those that are special tokens.
+    markers: tuple[str, ...]
+    #: Reads one call or one list of calls, from its opener on; None: `harmony` reads the whole answer.
+    read: Callable[[CallScanner], Steps[None]] | None = None
+    #: What opens a call or a list of calls, wherever it stands.
+    openers: tuple[str, ...] = ()
+    #: What opens a call only where the content begins.
+    bare: tuple[str, ...] = ()
+    #: What ends a call: swallowed after arguments that broke.
+    closers: tuple[str, ...] = ()
+    #: Whether a call also ends reasoning that the model left open.
+    ends_reasoning: bool = False
+    #: How many characters the template admits in a call's id; 0: any number.
+    id_length: int = 0
+    #: Names in other servers.
+    aliases: tuple[str, ...] = ()
+    #: The family of a model whose template contains all parts of one of these...
+    templates: tuple[tuple[str, ...], ...] = ()
+    #: ... or, where no template tells, of a model of one of these types.
+    model_types: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFamily:
+    """How a family of models marks reasoning."""
+
+    name: str
+    opener: str
+    closer: str
+    markers: tuple[str, ...]
+    aliases: tuple[str, ...] = ()
+    templates: tuple[tuple[str, ...], ...] = ()
+    model_types: tuple[str, ...] = ()
+
+    def opened_by(self, prompt: str) -> bool:
+        """Whether a prompt ends with an opener, so that the answer begins inside of reasoning."""
+        return prompt.rstrip().endswith(self.opener)
+
+
+#: In the order in which templates are tried: what is special comes before what is common.
+TOOL_FAMILIES = (
+    ToolFamily(
+        "harmony",
+        MARKERS,
+        aliases=("openai", "gpt-oss", "gpt_oss"),
+        templates=(("<|channel|>", "<|message|>"),),
+        model_types=("gpt_oss",),
+    ),
+    ToolFamily(
+        "qwen3_coder",
+        ("<tool_call>", "</tool_call>"),
+        formats.qwen3_coder,
+        openers=("<tool_call>", "<function="),
+        closers=("</tool_call>",),
+        ends_reasoning=True,
+        aliases=("qwen3_xml", "qwen3_coder_xml"),
+        templates=(("<tool_call>", "<function="),),
+        model_types=("qwen3_next", "qwen3_5", "qwen3_5_moe"),
+    ),
+    ToolFamily(
+        "glm",
+        ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        formats.glm,
+        openers=("<tool_call>",),
+        closers=("</tool_call>",),
+        aliases=("glm45", "glm47"),
+        templates=(("<tool_call>", "<arg_key>"),),
+        model_types=("glm4_moe",),
+    ),
+    ToolFamily(
+        "hermes",
+        ("<tool_call>", "</tool_call>"),
+        formats.hermes,
+        openers=("<tool_call>",),
+        closers=("</tool_call>",),
+        aliases=("qwen", "qwen25"),
+        templates=(("<tool_call>",),),
+        model_types=("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    ),
+    ToolFamily(
+        "deepseek",
+        (
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁call▁end｜>",
+            "<｜tool▁sep｜>",
+        ),
+        formats.deepseek,
+        openers=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+        closers=("<｜tool▁call▁end｜>",),
+        aliases=("deepseek_v3", "deepseek_v31", "deepseekv3", "deepseekv31"),
+        templates=(("<｜tool▁calls▁begin｜>",),),
+        model_types=("deepseek_v3",),
+    ),
+    ToolFamily(
+        "kimi",
+        (
+            "<|tool_calls_section_begin|>",
+            "<|tool_calls_section_end|>",
+            "<|tool_call_begin|>",
+            "<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+        ),
+        formats.kimi,
+        openers=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+        closers=("<|tool_call_end|>",),
+        ends_reasoning=True,
+        aliases=("kimi_k2",),
+        templates=(("<|tool_calls_section_begin|>",),),
+        model_types=("kimi_k2",),
+    ),
+    ToolFamily(
+        "mistral",
+        ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        formats.mistral,
+        openers=("[TOOL_CALLS]",),
+        id_length=9,
+        templates=(("[TOOL_CALLS]",),),
+        model_types=("mistral", "mixtral", "mistral3", "ministral3"),
+    ),
+    ToolFamily(
+        "pythonic",
+        ("<|python_start|>", "<|python_end|>"),
+        formats.pythonic,
+        openers=("<|python_start|>",),
+        bare=("[",),
+        aliases=("llama4_pythonic",),
+        templates=(("[func_name1(",), ("<|python_start|>",)),
+        model_types=("llama4",),
+    ),
+    ToolFamily(
+        "llama3",
+        ("<|python_tag|>",),
+        formats.llama3,
+        openers=("<|python_tag|>",),
+        bare=("{",),
+        aliases=("llama3_json", "llama4_json"),
+        templates=(("<|python_tag|>",), ('{"name": function name, "parameters":',)),
+        model_types=("llama",),
+    ),
+)
+REASONING_FAMILIES = (
+    ReasoningFamily(
+        "harmony",
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        MARKERS,
+        aliases=("openai", "gpt-oss", "gpt_oss", "openai_gptoss"),
+        templates=(("<|channel|>", "<|message|>"),),
+        model_types=("gpt_oss",),
+    ),
+    ReasoningFamily(
+        "mistral",
+        "[THINK]",
+        "[/THINK]",
+        ("[THINK]", "[/THINK]"),
+        templates=(("[THINK]",),),
+    ),
+    ReasoningFamily(
+        "think",
+        "<think>",
+        "</think>",
+        ("<think>", "</think>"),
+        aliases=("qwen3", "deepseek_r1", "deepseek_v3", "glm45", "kimi_k2"),
+        templates=(("</think>",), ("<think>",)),
+        model_types=("qwen3", "qwen3_moe"),
+    ),
+)
+Family = TypeVar("Family", ToolFamily, ReasoningFamily)
+
+
+class UnknownFamily(ValueError):  # noqa: N818 - says what is wrong with the setting
+    """A setting names no family; the message has the nearest spelling."""
+
+
+def choose_tools(template: str, model_type: str, setting: str = AUTO) -> ToolFamily | None:
+    """The family by its name, or by the template (all of a model's templates, joined), or by the type of the model.
+
+    None: tool calls stay text. Raises UnknownFamily.
+    """
+    return _choose(TOOL_FAMILIES, "--tool-call-parser", template, model_type, setting)
+
+
+def choose_reasoning(template: str, model_type: str, setting: str = AUTO) -> ReasoningFamily | None:
+    """The same for reasoning. None: reasoning stays in the content."""
+    return _choose(REASONING_FAMILIES, "--reasoning-parser", template, model_type, setting)
+
+
+def _choose(families: Iterable[Family], flag: str, template: str, model_type: str, setting: str) -> Family | None:
+    if setting == NONE:
+        return None
+    if setting != AUTO:
+        return _named(families, flag, setting)
+    for family in families:
+        if any(all(part in template for part in parts) for parts in family.templates):
+            return family
+    return next((family for family in families if not template and model_type in family.model_types), None)
+
+
+def _named(families: Iterable[Family], flag: str, setting: str) -> Family:
+    names: dict[str, Family] = {}
+    for family in families:
+        names |= dict.fromkeys((family.name, *family.aliases), family)
+    if setting not in names:
+        near = difflib.get_close_matches(setting, [AUTO, NONE, *names], n=1, cutoff=0.0)
+        known = ", ".join([AUTO, NONE, *names])
+        raise UnknownFamily(f"{flag}: no parser {setting!r}; did you mean {near[0]!r}? Known: {known}")
+    return names[setting]

@@ -1,0 +1,305 @@
+"""The formats in which models write tool calls. Each reader is a generator that reads from an opener on.
+
+It calls `start` when a call's name is known, `arguments` with pieces of the JSON text of its arguments, and `end`. JSON
+is passed on as the model wrote it. XML and Python have no JSON text: it is built from the schema's types, parameter by
+parameter.
+"""
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from .calls import CallScanner, dumps, string
+from .scanner import Malformed, Markers, Steps
+
+#: An object without a marker is a call only if it has no other keys. Otherwise it is an answer in JSON.
+_CALL_KEYS = {"name", "arguments", "parameters", "type", "id"}
+_XML_END = Markers("\n</parameter>", "</parameter>")
+_GLM_END = Markers("</arg_value>")
+_KIMI_ID = re.compile(r"\s*((?:functions\.)?(.+):\d+)\s*")
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+_JSON_TYPES = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    type(None): "null",
+    list: "array",
+    dict: "object",
+}
+#: What Python's parser raises for text that it does not take.
+_PARSER_ERRORS = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
+
+
+def hermes(p: CallScanner) -> Steps[None]:
+    """`<tool_call>{"name": NAME, "arguments": {...}}</tool_call>`."""
+    yield from p.optional("<tool_call>")
+    yield from p.space()
+    yield from p.expect("{")
+    yield from _json_call(p)
+    yield from p.optional("</tool_call>")
+
+
+def llama3(p: CallScanner) -> Steps[None]:
+    """`{"name": NAME, "parameters": {...}}`, with or without `<|python_tag|>`; several are separated by `;`."""
+    if (yield from p.optional("{", "<|python_tag|>")) != "{":
+        yield from p.space()
+        yield from p.expect("{")
+    yield from _json_call(p, only_call_keys=True)
+    while (yield from p.optional(";")) is not None:
+        yield from p.space()
+        yield from p.expect("{")
+        yield from _json_call(p, only_call_keys=True)
+
+
+def mistral(p: CallScanner) -> Steps[None]:
+    """`[TOOL_CALLS][{"name": ..., "arguments": ...}, ...]`, or since version 11 `[TOOL_CALLS]NAME[ARGS]{...}`.
+
+    Version 11 writes `[CALL_ID]ID` between name and arguments.
+    """
+    yield from p.optional("[TOOL_CALLS]")
+    yield from p.space()
+    if (yield from p.choose("[")) is None:
+        name, call_id = (yield from p.known("[ARGS]", "[CALL_ID]", "{")), None
+        if (yield from p.choose("[CALL_ID]")) is not None:
+            call_id = yield from p.until("[ARGS]")
+        yield from p.choose("[ARGS]")
+        p.start(name, call_id)
+        yield from p.value(p.arguments)
+        p.end()
+        return
+    found: str | None = ","
+    while found == ",":
+        yield from p.space()
+        yield from p.expect("{")
+        yield from _json_call(p)
+        found = yield from p.optional(",", "]")
+
+
+def deepseek(p: CallScanner) -> Steps[None]:
+    """V3: `function<sep>NAME`, then the arguments as a block of Markdown; V3.1: `NAME<sep>{...}`."""
+    begin, separator, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    if (yield from p.optional("<｜tool▁calls▁begin｜>", begin)) != begin:
+        yield from p.space()
+        yield from p.expect(begin)
+    found: str | None = begin
+    while found == begin:
+        fenced = yield from p.choose("function" + separator)
+        p.start((yield from p.known("\n" if fenced else separator)))
+        yield from p.expect("\n```json" if fenced else separator)
+        yield from p.space()
+        yield from p.value(p.arguments)
+        p.end()
+        yield from p.optional("```")
+        yield from p.optional(end)
+        p.forget()
+        found = yield from p.optional(begin, "<｜tool▁calls▁end｜>")
+
+
+def kimi(p: CallScanner) -> Steps[None]:
+    """`functions.NAME:INDEX<|tool_call_argument_begin|>{...}`. Its template shows ids as they were written: kept."""
+    begin, separator, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+    if (yield from p.optional("<|tool_calls_section_begin|>", begin)) != begin:
+        yield from p.space()
+        yield from p.expect(begin)
+    found: str | None = begin
+    while found == begin:
+        match = _KIMI_ID.fullmatch((yield from p.until(separator)))
+        yield from p.expect(separator)
+        if match is None:
+            raise Malformed
+        p.start(match[2], match[1])
+        yield from p.space()
+        yield from p.value(p.arguments)
+        p.end()
+        yield from p.optional(end)
+        p.forget()
+        found = yield from p.optional(begin, "<|tool_calls_section_end|>")
+
+
+def qwen3_coder(p: CallScanner) -> Steps[None]:
+    """`<function=NAME>`, then `<parameter=KEY>` with a value between line feeds; `<tool_call>` may be left out."""
+    if (yield from p.optional("<tool_call>", "<function=")) == "<tool_call>":
+        yield from p.space()
+        yield from p.expect("<function=")
+    p.start((yield from p.known(">")))
+    yield from p.expect(">")
+    first = True
+    while True:
+        yield from p.space()
+        if (yield from p.expect("<parameter=", "</function>")) == "</function>":
+            break
+        key = yield from p.until(">")
+        yield from p.expect(">")
+        yield from p.choose("\n")
+        yield from _parameter(p, "{" if first else ", ", key, _XML_END)
+        first = False
+    p.arguments("{}" if first else "}")
+    p.end()
+    yield from p.optional("</tool_call>")
+
+
+def glm(p: CallScanner) -> Steps[None]:
+    """`<tool_call>NAME`, then pairs of `<arg_key>` and `<arg_value>`; white space between them up to 4.6."""
+    yield from p.optional("<tool_call>")
+    yield from p.space()
+    p.start((yield from p.known("\n", "<arg_key>", "</tool_call>")))
+    first = True
+    while True:
+        yield from p.space()
+        if (yield from p.expect("<arg_key>", "</tool_call>")) == "</tool_call>":
+            break
+        key = yield from p.until("</arg_key>")
+        yield from p.expect("</arg_key>")
+        yield from p.space()
+        yield from p.expect("<arg_value>")
+        yield from _parameter(p, "{" if first else ", ", key.strip(), _GLM_END)
+        first = False
+    p.arguments("{}" if first else "}")
+    p.end()
+
+
+def pythonic(p: CallScanner) -> Steps[None]:
+    """`[NAME(key=value, ...), ...]` with Python's literals. A call is passed on when its parenthesis closes."""
+    if (yield from p.optional("[", "<|python_start|>")) != "[":
+        yield from p.space()
+        yield from p.expect("[")
+    found: str | None = ","
+    while found == ",":
+        yield from p.space()
+        name = yield from p.known("(")
+        arguments = _python_arguments((yield from p.value(quotes="\"'")))
+        p.start(name)
+        p.arguments(arguments)
+        p.end()
+        found = yield from p.optional(",", "]")
+    yield from p.optional("<|python_end|>")
+
+
+def _json_call(p: CallScanner, *, only_call_keys: bool = False) -> Steps[None]:
+    """An object with `name` and `arguments` (or `parameters`), keys in any order, after its first brace.
+
+    A call without arguments gets `{}`.
+    """
+    held: str | None = None
+    written = False
+    found: str | None = yield from p.optional("}")
+    while found != "}":
+        yield from p.space()
+        key = string((yield from p.value()))
+        if only_call_keys and key not in _CALL_KEYS:
+            raise Malformed
+        yield from p.space()
+        yield from p.expect(":")
+        yield from p.space()
+        if key not in ("arguments", "parameters"):
+            text = yield from p.value()
+            if key == "name" and not p.open:
+                p.start(string(text))
+                if held is not None:
+                    p.arguments(held)
+        elif written:
+            raise Malformed
+        elif p.open:
+            yield from p.value(p.arguments)
+            written = True
+        else:
+            held = yield from p.value()
+            written = True
+        yield from p.space()
+        found = yield from p.expect(",", "}")
+    if not p.open:
+        raise Malformed
+    if not written:
+        p.arguments("{}")
+    p.end()
+
+
+def _parameter(p: CallScanner, before: str, key: str, end: Markers) -> Steps[None]:
+    """Pass on one parameter, whose text ends at `end`: strings as they arrive, other values when they are complete."""
+    schema = p.schema_of(key)
+    before += dumps(key) + ": "
+    parts: list[str] = []
+    if types_of(schema) <= {"string"}:
+        p.arguments(before + '"')
+        found = yield from p.stream(end, lambda text: p.arguments(dumps(text)[1:-1]))
+        closing = '"'
+    else:
+        p.arguments(before)
+        found = yield from p.stream(end, parts.append)
+        closing = "".join(parts) if found is None else json_value(schema, "".join(parts))
+    if found is None:
+        p.arguments("".join(parts))
+        raise Malformed
+    p.forget()
+    p.arguments(closing)
+
+
+def types_of(schema: Mapping[str, Any]) -> set[str]:
+    """The JSON types that a schema admits; empty if it names none, and all behind a reference."""
+    named = schema.get("type")
+    found = {named} if isinstance(named, str) else {each for each in named or () if isinstance(each, str)}
+    for key in ("anyOf", "oneOf", "allOf"):
+        for option in schema.get(key) or ():
+            found |= types_of(option)
+    if not found:
+        found = (
+            set(_JSON_TYPES.values())
+            if "$ref" in schema
+            else {_JSON_TYPES[type(each)] for each in schema.get("enum", ())}
+        )
+    return found | {"integer"} if "number" in found else found
+
+
+def json_value(schema: Mapping[str, Any], text: str) -> str:
+    """The JSON text of a value that was written without quotes: of a type of the schema if it can be, else a string."""
+    types, bare = types_of(schema), text.strip()
+    found = _type_of(bare)
+    if found is None:  # True, None, {'a': 1}: some templates show Python's text of a value
+        with warnings.catch_warnings(), suppress(*_PARSER_ERRORS):
+            warnings.simplefilter("ignore")
+            bare = json.dumps(ast.literal_eval(bare), ensure_ascii=False, allow_nan=False)
+            found = _type_of(bare)
+    if found is None or ("string" in types and (found == "string" or found not in types)):
+        return dumps(text)
+    return bare
+
+
+def _type_of(text: str) -> str | None:
+    """The JSON type of a text; None if it is not JSON."""
+    try:
+        return _JSON_TYPES[type(msgspec.json.decode(text))]
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _python_arguments(text: str) -> str:
+    """The JSON object of the arguments between these parentheses."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            call = ast.parse("f" + text, mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise Malformed
+        found = {each.arg: _literal(each.value) for each in call.keywords}
+        return json.dumps(found, ensure_ascii=False, allow_nan=False)
+    except _PARSER_ERRORS as error:
+        raise Malformed from error
+
+
+def _literal(node: ast.expr) -> Any:
+    """The value of a Python literal, in which JSON's `true`, `false` and `null` may stand as well."""
+    match node:
+        case ast.Name(id=name) if name in _JSON_NAMES:
+            return _JSON_NAMES[name]
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_literal(each) for each in items]
+        case ast.Dict(keys=keys, values=values):
+            return {ast.literal_eval(key or node): _literal(each) for key, each in zip(keys, values, strict=True)}
+    return ast.literal_eval(node)

@@ -1,0 +1,47 @@
+"""The format of gpt-oss: messages in channels, which carry reasoning, tool calls and answers.
+
+    <|channel|>analysis<|message|>REASONING<|end|><|start|>assistant<|channel|>commentary to=functions.NAME
+    <|constrain|>json<|message|>{...}<|call|>
+
+(one line). The recipient may also stand before `<|channel|>`. Text on `final`, and on `commentary` without a recipient
+(a preamble), is content. What is addressed to anything but a tool of the request stays text, header included.
+"""
+
+import re
+
+from .calls import CallScanner
+from .scanner import Malformed, Markers, Steps
+
+MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+_ENDS = Markers("<|start|>", "<|channel|>", "<|end|>", "<|call|>", "<|return|>")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
+
+
+def harmony(p: CallScanner, *, in_reasoning: bool, reasoning: bool) -> Steps[None]:
+    """A whole answer. `in_reasoning`: the prompt has opened `analysis`; `reasoning`: it is told from content."""
+    sink = p.reasoning if in_reasoning and reasoning else p.content
+    while True:
+        found = yield from p.stream(_ENDS, sink)
+        if found is None:
+            return
+        if p.open:
+            p.end()
+        sink = p.content
+        if found not in ("<|start|>", "<|channel|>"):
+            p.forget()
+            continue
+        try:
+            yield from p.until("<|message|>")
+            yield from p.expect("<|message|>")
+            header = p.text[: p.at]
+            channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+            if recipient is not None:
+                p.start(recipient[1])
+                sink = p.arguments
+            elif reasoning and channel is not None and channel[1] == "analysis":
+                sink = p.reasoning
+            p.forget()
+        except Malformed:
+            p.content(p.text[:1])
+            p.text, p.at = p.text[1:], 0

@@ -1,0 +1,110 @@
+"""The parser of one answer: feeds a format's reader and keeps what is not a call as text."""
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from .calls import CallScanner, MakeId, Tools
+from .deltas import Delta
+from .families import ReasoningFamily, ToolFamily
+from .harmony import harmony
+from .scanner import Malformed, Markers, Steps
+
+
+class AnswerParser:
+    """Takes one answer apart while its text arrives.
+
+    However the text is cut, the deltas are the same but for where neighbours of one kind are divided.
+    """
+
+    def __init__(
+        self,
+        calls: ToolFamily | None,
+        thoughts: ReasoningFamily | None,
+        tools: Tools,
+        make_id: MakeId,
+        *,
+        starts_in_reasoning: bool = False,
+        parallel: bool = True,
+    ) -> None:
+        """`tools`: those that may be called; without any, calls are not looked for.
+
+        `starts_in_reasoning`: the prompt ends inside of reasoning. `parallel`: whether more than the first call is
+        returned; the others are dropped, as vLLM does.
+        """
+        self._scanner = CallScanner(tools, make_id, parallel=parallel, id_length=calls.id_length if calls else 0)
+        self._family = calls if tools and calls is not None and calls.read is not None else None
+        self._thoughts = thoughts
+        if "harmony" in (calls and calls.name, thoughts and thoughts.name):
+            run = harmony(self._scanner, in_reasoning=starts_in_reasoning, reasoning=thoughts is not None)
+        else:
+            run = self._run(starts_in_reasoning)
+        self._advance = run.__next__
+
+    def feed(self, text: str) -> list[Delta]:
+        """What this text completes."""
+        scanner = self._scanner
+        scanner.text = scanner.text + text if scanner.text else text
+        self._advance()
+        found, scanner.out = scanner.out, []
+        return found
+
+    def finish(self) -> list[Delta]:
+        """What was held back. No more text comes; called once."""
+        self._scanner.closed = True
+        with suppress(StopIteration):
+            self._advance()
+        return self._scanner.out
+
+    def _run(self, starts_in_reasoning: bool) -> Steps[None]:
+        p, family, thoughts = self._scanner, self._family, self._thoughts
+        openers = family.openers if family is not None else ()
+        in_content, thinking = Markers(*openers, lead=r"\s"), False
+        if thoughts is not None:
+            ends = openers if family is not None and family.ends_reasoning else ()
+            in_reasoning = Markers(thoughts.closer, *ends, lead=r"\n")
+            thinking = (yield from p.optional(thoughts.opener)) is not None or starts_in_reasoning
+        yield from self._begin(thinking=thinking)
+        while True:
+            if thinking:
+                found = yield from p.stream(in_reasoning, p.reasoning)
+            else:
+                found = yield from p.stream(in_content, p.content)
+            if found is None:
+                return
+            if found not in openers:
+                thinking = False
+                yield from self._begin(thinking=False, after_reasoning=True)
+            elif (yield from self._call(p.reasoning if thinking else p.content)):
+                thinking = False
+
+    def _begin(self, *, thinking: bool, after_reasoning: bool = False) -> Steps[None]:
+        """The beginning of the reasoning or of the content. Templates write line feeds on both sides of `</think>`."""
+        p = self._scanner
+        if thinking or after_reasoning:
+            yield from p.space("\n")
+            p.forget()
+        bare = self._family.bare if self._family is not None and not thinking else ()
+        if bare and (yield from p.optional(*bare)) is not None:
+            yield from self._call(p.content)
+
+    def _call(self, sink: Callable[[str], None]) -> Steps[bool]:
+        """What an opener begins. Whether there was a call; else its first character has become text."""
+        p, before = self._scanner, self._scanner.started
+        assert self._family is not None
+        assert self._family.read is not None
+        p.open, p.at = False, 0
+        try:
+            yield from self._family.read(p)
+        except Malformed:
+            if not p.open and p.text:
+                # Back to the opener, or to the end of the last complete call. What follows may hold a call.
+                give = p.content if p.started > before else sink
+                first = len(p.text) - len(p.text.lstrip()) + 1
+                give(p.text[:first])
+                p.text, p.at = p.text[first:], 0
+                return p.started > before
+            p.at = len(p.text) if p.closed else 0
+        yield from p.optional(*self._family.closers)
+        yield from p.space()
+        p.forget()
+        return True
