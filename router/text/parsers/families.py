@@ -188,7 +188,7 @@ REASONING_FAMILIES = (
         model_types=("qwen3", "qwen3_moe"),
     ),
 )
-Family = TypeVar("Family", ToolFamily, ReasoningFamily)
+Family = TypeVar("Family", bound=ToolFamily | ReasoningFamily)
 
 
 class UnknownFamily(ValueError):  # noqa: N818 - says what is wrong with the setting
