@@ -113,34 +113,46 @@ ANSWERS = {
         '{"a": 1}',
     ),
 }
-#: Pieces of the formats, of which soups are made.
+#: Pieces of the formats, of which soups are made and with which answers are spoilt.
 PIECES = sorted(
     {marker for family in TOOL_FAMILIES for marker in (*family.markers, *family.openers, *family.bare)}
+    | {"<think>", "</think>", "[THINK]", "[/THINK]", "<parameter=", "</parameter>", "</function>", "function"}
+    | {'{"name": "f", "arguments": ', '"f"', '"arguments": {', "f", "get_time", "functions.f:0", "to=functions.f", "a="}
     | {
-        "<think>",
-        "</think>",
-        "[THINK]",
-        "[/THINK]",
-        "<parameter=",
-        "</parameter>",
-        "</function>",
-        "function",
-        "```json",
-    }
-    | {
-        '{"name": "f", "arguments": ',
-        '"f"',
-        '"arguments": {',
-        "f",
-        "get_time",
-        "functions.f:0",
-        "to=functions.f",
+        "(",
+        ")",
+        "[",
+        "]",
+        "{",
+        "}",
+        '"',
+        "\\",
+        "'",
+        ",",
+        ":",
+        ";",
+        " ",
+        "\n",
+        "\n\n",
+        "<",
+        ">",
+        "1",
+        "é",
         "a=",
         "```json",
     }
-    | {"(", ")", "[", "]", "{", "}", '"', "\\", "'", ",", ":", ";", " ", "\n", "\n\n", "<", ">", "1", "é", "analysis"}
 )
-SOUPS = st.lists(st.sampled_from(PIECES), max_size=25).map("".join)
+
+
+@st.composite
+def spoilt(draw: st.DrawFn) -> str:
+    """An answer, some of whose characters are replaced by a piece."""
+    text = draw(st.sampled_from([text for _, _, text, _ in ANSWERS.values()]))
+    start = draw(st.integers(0, len(text)))
+    return text[:start] + draw(st.sampled_from(PIECES)) + text[start + draw(st.integers(0, 30)) :]
+
+
+SOUPS = st.lists(st.sampled_from(PIECES), max_size=25).map("".join) | spoilt()
 CUTS = st.lists(st.integers(0, 10_000), max_size=30)
 FAMILIES = st.sampled_from([NONE, *(family.name for family in TOOL_FAMILIES)])
 REASONING = st.sampled_from([NONE, "think", "mistral", "harmony"])
