@@ -3,6 +3,10 @@
 It calls `start` when a call's name is known, `arguments` with pieces of the JSON text of its arguments, and `end`. JSON
 is passed on as the model wrote it. XML and Python have no JSON text: it is built from the schema's types, parameter by
 parameter.
+
+Sources: the models' chat templates, as vLLM has them in `examples/tool_chat_template_*.jinja` (hermes, llama3.1_json,
+llama4_pythonic, mistral, deepseekv3, deepseekv31, qwen3coder) and as Qwen3 and GLM-4.5 have them; vLLM's `tool_parsers`
+with their tests (mistral: version 11; kimi_k2); the docstrings of SGLang's `function_call` (deepseek, glm4_moe, kimik2).
 """
 
 import ast
