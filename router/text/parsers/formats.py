@@ -6,7 +6,7 @@ parameter.
 
 Sources: the models' chat templates, as vLLM has them in `examples/tool_chat_template_*.jinja` (hermes, llama3.1_json,
 llama4_pythonic, mistral, deepseekv3, deepseekv31, qwen3coder) and as Qwen3 and GLM-4.5 have them; vLLM's `tool_parsers`
-with their tests (mistral: version 11; kimi_k2); the docstrings of SGLang's `function_call` (deepseek, glm4_moe, kimik2).
+with their tests (mistral: version 11); the docstrings of SGLang's `function_call` (deepseek, glm4_moe, kimik2).
 """
 
 import ast
