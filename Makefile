@@ -18,7 +18,7 @@ SLOW_FOLDERS := replica gpu e2e demo_model bench cluster/lab
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast test-slow test-nightly coverage check lint types format wheel wheel-check compat clients bench-core bench-events bench-eviction bench-partial bench-warm-up bench-decision bench-router bench-engine bench-step bench-routing chaos audit gpu-check clean
+.PHONY: help setup serve test test-fast test-slow test-nightly coverage check lint types format wheel wheel-check compat clients bench-core bench-events bench-eviction bench-partial bench-warm-up bench-decision bench-parsers bench-router bench-engine bench-step bench-routing chaos audit gpu-check clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -121,6 +121,9 @@ bench-warm-up: $(VENV)/.dev ## What warming new replicas up is worth, simulated 
 
 bench-decision: $(VENV)/.dev ## Cost of a routing decision (OUT=FILE writes JSON)
 	@$(BIN)/python tests/bench/decision.py $(if $(OUT),--out $(OUT))
+
+bench-parsers: $(VENV)/.dev ## Cost of parsing tool calls and reasoning (OUT=FILE writes JSON)
+	@$(BIN)/python tests/bench/parsers.py $(if $(OUT),--out $(OUT))
 
 bench-router: $(VENV)/.dev $(if $(PEERS),.venv-peers/.done) ## Cost of the router (PEERS=1: beside smg, sglang-router, vllm-router; OUT=FILE writes JSON)
 	@$(BIN)/python tests/bench/front.py $(if $(PEERS),--peers .venv-peers) $(if $(OUT),--out $(OUT))

@@ -127,8 +127,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @dataclass(slots=True, frozen=True)
 class Setting:
-    """One field of a package's struct, and its names."""
-
     room: str
     name: str
     type: Any

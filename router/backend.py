@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from ..events.follow.subscription import FeedStatus
-from ..events.wire.messages import EventEndpoints, LoadReport
+from ..events.wire.messages import EventEndpoints
 from ..replica.messages import FinishReason, ModelLimits, Pin, PositionLogprobs, SamplingParams
 from .errors import RouterError
 
@@ -226,37 +226,6 @@ def total(counters: Iterable[RouterCounters]) -> RouterCounters:
     return RouterCounters(
         **{field: sum(getattr(one, field) for one in each) for field in RouterCounters.__struct_fields__}
     )
-
-
-class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one request, for the `Observer`."""
-
-    trace_id: str
-    replica_id: str | None  #: the last one; None: it never left the router
-    outcome: Literal["finished", "failed", "cancelled"]
-    finish_reason: FinishReason | None
-    prompt_tokens: int
-    generated_tokens: int
-    predicted_cached_tokens: int  #: by the decision for the replica that computed the prompt; whole blocks
-    delivered_cached_tokens: int | None  #: None: no token came
-    regret_tokens: int  #: cached tokens of the best holder beyond those of the chosen replica
-    predicted_ttft_s: float | None
-    ttft_s: float | None  #: from `generate` to the first token
-    duration_s: float
-    continuations: int
-
-
-class Observer(Protocol):
-    """Observes requests and replicas for metrics. Called on the service's loop; must not block."""
-
-    def request_finished(self, record: FinishedRequest) -> None:
-        """Once per accepted request, when it is over."""
-
-    def load_reported(self, replica_id: str, report: LoadReport) -> None:
-        """A replica reported its load and totals."""
-
-    def events_gap(self, replica_id: str) -> None:
-        """A gap in a replica's event stream was noticed; it is being closed."""
 
 
 class ModelView(msgspec.Struct, frozen=True, kw_only=True):

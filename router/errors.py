@@ -138,10 +138,8 @@ class HeadTooLarge(RouterError, status=431, code="head_too_large"):
 class QueueFull(RouterError, status=429, code="queue_full"):
     """The router already holds `max_waiting_requests` requests."""
 
-    def __init__(self, waiting: int, *, retry_after_s: float = 1.0) -> None:
-        super().__init__(
-            f"{waiting} requests are already waiting; try again in {retry_after_s:.0f} s", retry_after_s=retry_after_s
-        )
+    def __init__(self, waiting: int) -> None:
+        super().__init__(f"{waiting} requests are already waiting; try again in 1 s", retry_after_s=1.0)
 
 
 class RateLimited(RouterError, status=429, code="rate_limit_exceeded"):

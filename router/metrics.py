@@ -16,7 +16,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ..events.wire.messages import LoadReport
-from .backend import ClusterView, FinishedRequest, ReplicaView, RouterCounters
+from .backend import ClusterView, ModelView, ReplicaView, RouterCounters
+from .flow.request_state import RequestState
 from .tenants.rate_limits import RateLimiter
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -35,7 +36,7 @@ _TENANT, _MODEL, _REPLICA = ("tenant",), ("model",), ("model", "replica")
 
 
 class Family(NamedTuple):
-    """One metric. `field`: of `RateLimiter`, `CacheCounters` or `RouterCounters`, if its values are copied from there.
+    """One metric. `field`: of the limiter, view or counters that its values are copied from; empty: see `_samples`.
 
     Prometheus appends `_total` to the names of counters.
     """
@@ -123,19 +124,19 @@ FAMILIES = (
     *_families(
         "gauge",
         _REPLICA,
-        ("homing_requests_running", "Requests in a replica's batch."),
-        ("homing_requests_waiting", "Requests queued at a replica."),
-        ("homing_queued_prefill_tokens", "Uncached prompt tokens not yet computed."),
+        ("homing_requests_running", "Requests in a replica's batch.", "running"),
+        ("homing_requests_waiting", "Requests queued at a replica.", "waiting"),
+        ("homing_queued_prefill_tokens", "Uncached prompt tokens not yet computed.", "queued_prefill_tokens"),
         ("homing_kv_cache_usage_ratio", "Share of KV blocks in use by requests or pinned."),
         ("homing_pinned_blocks", "Blocks kept by pins."),
-        ("homing_index_blocks", "Blocks of a replica in the router's index."),
+        ("homing_index_blocks", "Blocks of a replica in the router's index.", "indexed_blocks"),
     ),
     *_families(
         "gauge",
         _MODEL,
-        ("homing_router_requests_held", "Requests held by the router."),
-        ("homing_router_requests_in_flight", "Requests sent to replicas that have not ended."),
-        ("homing_replicas_serving", "Replicas of a model that accept requests."),
+        ("homing_router_requests_held", "Requests held by the router.", "waiting"),
+        ("homing_router_requests_in_flight", "Requests sent to replicas that have not ended.", "in_flight"),
+        ("homing_replicas_serving", "Replicas of a model that accept requests.", "serving"),
     ),
     *_families("gauge", (*_REPLICA, "state"), ("homing_replica_state", "1 for the current state of a replica.")),
     *_families(
@@ -207,8 +208,9 @@ class ModelMetrics:
         self.prompt_tokens += prompt
         self.completion_tokens += completion
 
-    def request_finished(self, record: FinishedRequest) -> None:
-        self.outcomes[record.outcome] += 1
+    def request_finished(self, request: RequestState) -> None:
+        assert request.outcome is not None, f"request {request.request_id} is not over"
+        self.outcomes[request.outcome] += 1
 
     def load_reported(self, replica_id: str, report: LoadReport) -> None:
         """See `Observer`. Reports come in order, with every step of every replica, so rendering does the work."""
@@ -299,15 +301,15 @@ class RouterMetrics(Collector):
     def _samples(self) -> Samples:
         """Totals of all models and replicas, and gauges of those in the view."""
         models = self._models.items()
-        routed, shown = (self._view.models, self._view.replicas) if self._view is not None else ((), ())
-        views: dict[Labels, ReplicaView] = {(each.model, each.replica_id): each for each in shown}
+        all_models, replicas = (self._view.models, self._view.replicas) if self._view is not None else ((), ())
+        routed: dict[Labels, ModelView] = {(each.name,): each for each in all_models}
+        views: dict[Labels, ReplicaView] = {(each.model, each.replica_id): each for each in replicas}
         present: dict[Labels, LoadReport] = {
             (name, replica): report
             for name, model in models
             for replica, report in model.reports.items()
             if (name, replica) in views
         }
-        loads: dict[Labels, LoadReport | ReplicaView] = {**present, **views}
         made: Samples = {
             "homing_http_requests": {(path, str(status)): count for (path, status), count in self._requests.items()},
             "homing_http_request_duration_seconds": {(path,): each for path, each in self._durations.items()},
@@ -325,38 +327,35 @@ class RouterMetrics(Collector):
             "homing_tenant_refusals": {
                 (each.tenant, limit): count for each in self._limiters for limit, count in each.refusals.items()
             },
-            "homing_router_requests_held": {(model.name,): model.waiting for model in routed},
-            "homing_router_requests_in_flight": {(model.name,): model.in_flight for model in routed},
-            "homing_replicas_serving": {(model.name,): model.serving for model in routed},
             "homing_predictions": {
                 (name, result): totals[f"predictions_{result}"]
                 for name, totals in self._totals.items()
                 for result in ("exact", "low", "high")
             },
-            "homing_requests_running": {key: load.running for key, load in loads.items()},
-            "homing_requests_waiting": {key: load.waiting for key, load in loads.items()},
-            "homing_queued_prefill_tokens": {key: load.queued_prefill_tokens for key, load in loads.items()},
             "homing_kv_cache_usage_ratio": {
                 key: 1 - report.free_blocks / max(report.total_blocks, 1) for key, report in present.items()
             },
             "homing_pinned_blocks": {key: report.pinned_blocks for key, report in present.items()},
-            "homing_index_blocks": {key: each.indexed_blocks for key, each in views.items()},
             "homing_replica_state": {(*key, each.state): 1 for key, each in views.items()},
             "homing_events_gaps": {
                 (name, replica): count for name, model in models for replica, count in model.gaps.items()
             },
         }
-        for family in FAMILIES:
-            if family.field and family.labels == _TENANT:
-                made[family.name] = {(each.tenant,): getattr(each, family.field) for each in self._limiters}
-            elif family.field and family.labels == _MODEL:
-                made[family.name] = {(name,): totals[family.field] for name, totals in self._totals.items()}
-            elif family.field and family.labels == _REPLICA:
-                made[family.name] = {
-                    (name, replica): getattr(report.counters, family.field)
-                    + model.earlier.get(replica, Counter())[family.field]
-                    for name, model in models
-                    for replica, report in model.reports.items()
+        for name, kind, labels, _, field in FAMILIES:
+            if not field:
+                continue
+            if labels == _TENANT:
+                made[name] = {(each.tenant,): getattr(each, field) for each in self._limiters}
+            elif kind == "gauge":
+                shown_by: Mapping[Labels, ModelView | ReplicaView] = routed if labels == _MODEL else views
+                made[name] = {key: getattr(each, field) for key, each in shown_by.items()}
+            elif labels == _MODEL:
+                made[name] = {(model,): totals[field] for model, totals in self._totals.items()}
+            else:
+                made[name] = {
+                    (model, replica): getattr(report.counters, field) + about.earlier.get(replica, Counter())[field]
+                    for model, about in models
+                    for replica, report in about.reports.items()
                 }
         return made
 

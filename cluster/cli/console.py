@@ -22,8 +22,6 @@ REQUEST = {"messages": [{"role": "user", "content": "Tell me a story about a fox
 
 
 class Console:
-    """Prints one line per change."""
-
     def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic, *, program: str = "homing") -> None:
         self._out = out
         self._program = program

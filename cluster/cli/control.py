@@ -23,14 +23,14 @@ POLL_S = 0.2
 ANSWER_TIMEOUT_S = 60.0
 
 
-def scale(settings: Settings, out: TextIO, model: str | None, wanted: int, *, wait: bool) -> int:
+def scale(settings: Settings, out: TextIO, *, model_name: str | None, wanted: int, wait: bool) -> int:
     """Change the number of replicas of this model (None: the only one); returns when they serve.
 
     Raises NotRunning, NoSuchModel and StartFailed.
     """
     with _visit(settings):
         client = ControllerClient(out)
-        name = choose_model([each.name for each in client.status().models], model)
+        name = choose_model([each.name for each in client.status().models], model_name)
         client.order("scale", name, wanted)
         return client.follow([name], wait=wait, done=f"{wanted} replicas")
 
@@ -45,7 +45,7 @@ def choose_model(names: Sequence[str], model: str | None) -> str:
     return model or names[0]
 
 
-def drain(settings: Settings, out: TextIO, replica_id: str, *, replace: bool, wait: bool) -> int:
+def drain(settings: Settings, out: TextIO, *, replica_id: str, replace: bool, wait: bool) -> int:
     """Drain one replica; returns when it has ended. Raises NotRunning and NoSuchReplica."""
     with _visit(settings):
         client = ControllerClient(out)

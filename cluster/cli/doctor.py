@@ -11,7 +11,6 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
-from ...kvcache.config import KvCacheSettings
 from ...replica.config import ReplicaSettings
 from ...replica.demo import demo_model_path
 from ...replica.errors import StartupError
@@ -107,7 +106,8 @@ def _memory(host: MachineInfo, settings: Settings) -> Finding:
     if settings.cluster.ray_address or not on_cpu:
         return Finding("memory", "ok", f"{host.memory_bytes / GIB:.1f} GiB available here")
     ranks = sum(each.ranks for each in on_cpu)
-    kv = sum(each.ranks * _kv_bytes(each.kvcache) for each in on_cpu)
+    sized = [each for each in on_cpu if not each.kvcache.num_kv_blocks]
+    kv = sum(each.ranks * (each.kvcache.kv_cache_bytes or CPU_KV_BYTES) for each in sized)
     weights = sum(each.ranks * _weight_bytes(each.replica) for each in on_cpu)
     needed = f"{kv / GIB:.1f} GiB for KV and {weights / GIB:.1f} for weights"
     message = f"{ranks} ranks need {needed}, {host.memory_bytes / GIB:.1f} GiB are available"
@@ -123,10 +123,6 @@ def _weight_bytes(replica: ReplicaSettings) -> int:
         return weight_bytes(folder, replica)
     except StartupError:
         return 0
-
-
-def _kv_bytes(cache: KvCacheSettings) -> int:
-    return 0 if cache.num_kv_blocks else cache.kv_cache_bytes or CPU_KV_BYTES
 
 
 def _shared_memory(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG001

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, get_args
 
@@ -127,6 +128,20 @@ def main() -> int:
         return 130
 
 
+def _calls(path: str) -> Callable[[argparse.Namespace, TextIO], int]:
+    """Calls a function of this package, such as `status.status`, with the settings and the command's own arguments."""
+
+    def call(arguments: argparse.Namespace, out: TextIO) -> int:
+        module, _, name = path.partition(".")
+        function = getattr(import_module(f".{module}", __package__), name)
+        general = {*SETTINGS, "command", "config", "model_argument", "words"}
+        own = {name: value for name, value in vars(arguments).items() if name not in general}
+        code: int = function(settings_of(arguments), out, **own)
+        return code
+
+    return call
+
+
 def _serve(arguments: argparse.Namespace, out: TextIO) -> int:
     settings = settings_of(arguments)
     if arguments.detach:
@@ -140,12 +155,6 @@ def _serve(arguments: argparse.Namespace, out: TextIO) -> int:
     from .serve import serve
 
     return serve(settings, out, detached=arguments.background)
-
-
-def _status(arguments: argparse.Namespace, out: TextIO) -> int:
-    from .status import status
-
-    return status(settings_of(arguments), out, url=arguments.url, as_json=arguments.json)
 
 
 def _explain(arguments: argparse.Namespace, out: TextIO) -> int:
@@ -182,42 +191,15 @@ def _watch(arguments: argparse.Namespace, out: TextIO) -> int:
     return watch(settings_of(arguments), out, options, url=arguments.url)
 
 
-def _scale(arguments: argparse.Namespace, out: TextIO) -> int:
-    from .control import scale
-
-    return scale(_lookup(arguments), out, arguments.model_name, arguments.replica_count, wait=arguments.wait)
-
-
-def _drain(arguments: argparse.Namespace, out: TextIO) -> int:
-    from .control import drain
-
-    return drain(_lookup(arguments), out, arguments.replica, replace=arguments.replace, wait=arguments.wait)
-
-
 def _update(arguments: argparse.Namespace, out: TextIO) -> int:
     from .control import update
 
     flags = {name: value for name, value in given_flags(arguments).items() if name not in LOOKUP}
     file = Path(arguments.config) if arguments.config else None
     changes = {"flags": flags, "file": file, "remove": arguments.remove, "restart": arguments.restart}
-    return update(_lookup(arguments), out, wait=arguments.wait, **changes)
-
-
-def _lookup(arguments: argparse.Namespace) -> Settings:
-    """Settings that find the cluster; the command's other settings and its file are changes."""
-    return settings_of(argparse.Namespace(**{name: getattr(arguments, name) for name in LOOKUP}))
-
-
-def _doctor(arguments: argparse.Namespace, out: TextIO) -> int:
-    from .doctor import doctor
-
-    return doctor(settings_of(arguments), out, as_json=arguments.json)
-
-
-def _stop(arguments: argparse.Namespace, out: TextIO) -> int:
-    from .daemon import stop
-
-    return stop(settings_of(arguments), out, force=arguments.force)
+    # The command's other settings and its file are changes.
+    found = settings_of(argparse.Namespace(**{name: getattr(arguments, name) for name in LOOKUP}))
+    return update(found, out, wait=arguments.wait, **changes)
 
 
 def _keys(arguments: argparse.Namespace, out: TextIO) -> int:
@@ -239,8 +221,7 @@ def _keys(arguments: argparse.Namespace, out: TextIO) -> int:
 
 
 def _analyze(arguments: argparse.Namespace, out: TextIO) -> int:
-    from ..lab.analyze.command import analyze
-    from ..lab.analyze.options import options_of
+    from ..lab.analyze.command import analyze, options_of
 
     return analyze(options_of(arguments), settings_of(arguments), out)
 
@@ -298,7 +279,7 @@ SERVE = (
     _argument("--detach", None, "run in the background; return when it is ready"),
     (("--background",), {"action": "store_true", "help": argparse.SUPPRESS}),
 )
-STATUS = (URL, *FIND_CLUSTER, _argument("--json", None, "print the response of /cluster, for programs"))
+STATUS = (URL, *FIND_CLUSTER, _argument("--json", None, "print the response of /cluster, for programs", dest="as_json"))
 EXPLAIN = (
     _argument("prompt", "PROMPT", "sent as one user message; with --raw without a chat template", nargs="?"),
     _argument("--raw", None, "no chat template: the prompt of a completion"),
@@ -319,10 +300,11 @@ SIMULATE = (
         "LOG",
         "OpenAI requests or a Mooncake trace, as JSON lines (default: conversations are generated)",
         nargs="?",
+        type=Path,
     ),
     CONFIG,
     _setting(SETTINGS["model"]),
-    _argument("--tokenizer", "FOLDER", "tokenizer and chat template for requests (default: the model's)"),
+    _argument("--tokenizer", "FOLDER", "tokenizer and chat template for requests (default: the model's)", type=Path),
     _argument("--output-tokens", int, "of each response, for logs of requests (default: 200)"),
     _argument("--scenario", "NAME", "a prepared scenario instead: see docs/simulate.md"),
     _argument(
@@ -330,6 +312,7 @@ SIMULATE = (
         "NAMES",
         f"separated by commas, of: {', '.join(SETTINGS['policy'].choices or ())}, oracle "
         "(default: ours and the best of the others)",
+        type=lambda words: tuple(word.strip() for word in words.split(",")),
     ),
     _argument("--replicas", int, "simulated replicas (default: 8)"),
     _argument("--routers", int, "routers, which share no state (default: 1)"),
@@ -356,8 +339,8 @@ SIMULATE = (
     ),
     _argument("--start-s", float, "time until an added replica serves, in seconds (default: 30)"),
     _argument("--seed", int, "of all random numbers (default: 0)"),
-    _argument("--json", "FILE", "write the results as JSON, for programs"),
-    _argument("--plot", "FILE", "draw the results: .png, .svg, or self-contained .html"),
+    _argument("--json", "FILE", "write the results as JSON, for programs", type=Path),
+    _argument("--plot", "FILE", "draw the results: .png, .svg, or self-contained .html", type=Path),
 )
 WATCH = (
     URL,
@@ -400,25 +383,25 @@ ANALYZE = (
 )
 COMMANDS = {
     "serve": Command("start replicas and router, and keep them running", _serve, SERVE, all_settings=True),
-    "status": Command("show replicas, load and cache hits of a running cluster", _status, STATUS),
+    "status": Command("show replicas, load and cache hits of a running cluster", _calls("status.status"), STATUS),
     "explain": Command("show which replica a prompt would be sent to, and why", _explain, EXPLAIN),
     "simulate": Command("compare routing policies on simulated replicas", _simulate, SIMULATE),
     "watch": Command("print the cache events of a running cluster", _watch, WATCH),
     "scale": Command(
         "change the number of replicas of a running cluster",
-        _scale,
+        _calls("control.scale"),
         (
             _argument("model_name", "MODEL", "name of the model, if several are served", nargs="?"),
-            _argument("replica_count", "N", "number of replicas", type=_count),
+            _argument("wanted", "N", "number of replicas", type=_count),
             NO_WAIT,
             *FIND_CLUSTER,
         ),
     ),
     "drain": Command(
         "end one replica of a running cluster after its running requests",
-        _drain,
+        _calls("control.drain"),
         (
-            _argument("replica", "REPLICA", "name of the replica, such as r0"),
+            _argument("replica_id", "REPLICA", "name of the replica, such as r0"),
             _argument("--replace", None, "start another replica in its place first"),
             NO_WAIT,
             *FIND_CLUSTER,
@@ -432,16 +415,18 @@ COMMANDS = {
     ),
     "doctor": Command(
         "find what would keep a cluster from starting or serving here, with remedies",
-        _doctor,
+        _calls("doctor.doctor"),
         (
             _argument("model_argument", "MODEL", "the model to be served", nargs="?"),
             CONFIG,
-            _argument("--json", None, "print a list of findings, for programs"),
+            _argument("--json", None, "print a list of findings, for programs", dest="as_json"),
         ),
         all_settings=True,
     ),
     "stop": Command(
-        "end a running cluster", _stop, (*FIND_CLUSTER, _argument("--force", None, "kill what does not end in time"))
+        "end a running cluster",
+        _calls("daemon.stop"),
+        (*FIND_CLUSTER, _argument("--force", None, "kill what does not end in time")),
     ),
     "keys": Command(
         "create keys that encrypt what replicas, routers and subscribers exchange",

@@ -20,7 +20,7 @@ import msgspec
 from .. import local_ray
 from ..client import get_json, is_ready
 from ..config import Settings, state_folder
-from ..control.control_messages import CONTROLLER, SUPERVISOR, ClusterSpec, ClusterStatus, ModelSpec
+from ..control.control_messages import CONTROLLER, SUPERVISOR, ClusterStatus, ModelSpec
 from ..errors import ClusterError, StartFailed
 from ..model_source import find_model
 from ..preflight import check_bounds, check_folder, check_front, check_keys, prepare
@@ -144,7 +144,7 @@ class ServeRun:
         self._supervisor = supervisor.remote(make_rank, make_router, node)
         # The supervisor is not an argument: Ray could not restart a controller that holds its handle.
         controller = ray.remote(Controller).options(name=CONTROLLER, max_concurrency=100, **options)
-        self._controller = controller.remote(ClusterSpec(models))
+        self._controller = controller.remote(models)
         self._running = self._controller.run.remote()
 
     def _until_ready(self) -> ClusterStatus | None:

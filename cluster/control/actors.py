@@ -22,7 +22,7 @@ from ...replica.messages import ReplicaDescription
 from ...replica.parallel.step_broadcast import SECRET_BYTES
 from ...router.control import Answer, AnyQuestion, SetMembership
 from ..runtime import fast_loop, set_up_logging
-from .control_messages import ClusterSpec, Doors, Failed, Listening, RankSpec, Rendezvous, Started
+from .control_messages import Failed, Listening, Models, RankSpec, Rendezvous, Started
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +68,9 @@ class Router(Protocol):
     async def stop(self) -> None: ...
 
 
-#: Returns a running router, which knows what the members hold before it listens.
-MakeRouter = Callable[[ClusterSpec, Doors, SetMembership], Coroutine[Any, Any, Router]]
+#: Returns a running router, which knows what the members hold before it listens; its arguments are those of
+#: `RouterProcess.start`.
+MakeRouter = Callable[[Models, Listening, SetMembership, int], Coroutine[Any, Any, Router]]
 
 
 def node_address() -> str:
@@ -168,9 +169,9 @@ class RouterProcess:
     block the rest.
     """
 
-    def __init__(self, make_router: MakeRouter, spec: ClusterSpec) -> None:
-        set_up_logging(spec.common.settings.cluster.log_level)
-        self._spec = spec
+    def __init__(self, make_router: MakeRouter, models: Models) -> None:
+        set_up_logging(models[0].settings.cluster.log_level)
+        self._models = models
         self._make_router = make_router
         self._router: Router | None = None
         self._loop = fast_loop()
@@ -178,10 +179,9 @@ class RouterProcess:
 
     def start(self, port: int, direct_port: int, membership: SetMembership, seat: int) -> Listening | Failed:
         """Listen on `port` (0: any), with these replicas behind, as router number `seat`."""
-        settings = self._spec.common.settings
-        doors = Doors(settings.router.host, port, direct_port, shared=settings.cluster.routers > 1, seat=seat)
         try:
-            self._router = self._do(self._make_router(self._spec, doors, membership))
+            wanted = Listening(port, direct_port)
+            self._router = self._do(self._make_router(self._models, wanted, membership, seat))
             return self._router.listening
         except Exception as error:
             log.exception("router_failed_to_start")

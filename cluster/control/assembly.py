@@ -24,7 +24,7 @@ from ...router.backend import RouterCounters
 from ...router.control import Answer, AnyQuestion, Member, SetMembership
 from ..model_source import find_model
 from .actors import RankServer, Router, describe, node_address
-from .control_messages import ClusterSpec, Doors, Listening, RankSpec
+from .control_messages import Listening, Models, RankSpec
 from .rank_groups import socket_folder
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def prepare_torch() -> None:
         os.environ.setdefault(name, value)
 
 
-async def make_router(spec: ClusterSpec, doors: Doors, membership: SetMembership) -> Router:
+async def make_router(models: Models, wanted: Listening, membership: SetMembership, seat: int) -> Router:
     """Start a router with its HTTP front. It listens once it knows what these replicas hold, as it cannot route before.
 
     Raises AddressInUse.
@@ -144,7 +144,7 @@ async def make_router(spec: ClusterSpec, doors: Doors, membership: SetMembership
     from ...router.server import RouterServer, settle
     from ...router.tenants.shared_usage import SharedUsage
 
-    settings, metrics, router_id = spec.common.settings, RouterMetrics(), f"router-{secrets.token_hex(4)}"
+    settings, metrics, router_id = models[0].settings, RouterMetrics(), f"router-{secrets.token_hex(4)}"
 
     def make_service(member: Member, counters: RouterCounters) -> RouterService:
         return RouterService(
@@ -159,29 +159,29 @@ async def make_router(spec: ClusterSpec, doors: Doors, membership: SetMembership
             counters=counters,
         )
 
-    models = ModelVersions(make_service, membership.models, router_id=router_id, policy=settings.router.policy)
-    accounts = None
-    if doors.shared:  # one file for each start of a cluster; the routers, which stop together, remove it
-        name = sha256(b"homing-accounts" + spec.common.seed.to_bytes(8, "big")).hexdigest()[:16]
-        file = Path(spec.common.run_dir or gettempdir()) / f"homing-{name}.accounts"
-        accounts = SharedUsage(file, seat=doors.seat, seats=settings.cluster.routers)
-    server = RouterServer(settings.router, models, metrics=metrics, usage=accounts)
-    await models.answer(membership)
+    versions = ModelVersions(make_service, membership.models, router_id=router_id, policy=settings.router.policy)
+    accounts, shared, host = None, settings.cluster.routers > 1, settings.router.host
+    if shared:  # one file for each start of a cluster; the routers, which stop together, remove it
+        name = sha256(b"homing-accounts" + models[0].seed.to_bytes(8, "big")).hexdigest()[:16]
+        file = Path(models[0].run_dir or gettempdir()) / f"homing-{name}.accounts"
+        accounts = SharedUsage(file, seat=seat, seats=settings.cluster.routers)
+    server = RouterServer(settings.router, versions, metrics=metrics, usage=accounts)
+    await versions.answer(membership)
     loading = None
     if membership.members:
         await server.front.load_texts()
         settle()
-        await models.until_exact()
+        await versions.until_exact()
     else:
-        loading = asyncio.create_task(_load_texts(server, spec))
-    port = await server.start(doors.host, doors.port, shared=doors.shared)
-    direct = await server.start(doors.host, doors.direct_port) if doors.shared else 0
-    return HomingRouter(models, server, Listening(port, direct), loading)
+        loading = asyncio.create_task(_load_texts(server, models))
+    port = await server.start(host, wanted.port, shared=shared)
+    direct = await server.start(host, wanted.direct_port) if shared else 0
+    return HomingRouter(versions, server, Listening(port, direct), loading)
 
 
-async def _load_texts(server: "RouterServer", spec: ClusterSpec) -> None:
+async def _load_texts(server: "RouterServer", models: Models) -> None:
     """Load the tokenizers ahead of the first replica, where their folders are known."""
-    folders = [Path(each.model_dir) for each in spec.models if each.model_dir]
+    folders = [Path(each.model_dir) for each in models if each.model_dir]
     loaded = await asyncio.gather(*map(server.load_text, folders), return_exceptions=True)
     for folder, failure in zip(folders, loaded, strict=True):
         if failure is not None:

@@ -7,7 +7,7 @@ no replica can take (it is held) counts as overload at once.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
 
 import msgspec
@@ -38,8 +38,8 @@ class Autoscaler:
     changed_at: float | None = None  #: the last step
     #: whether all wanted replicas have served once: while the first ones still start, the others are not idle
     _complete: bool = False
-    _over_since: float | None = field(default=None)
-    _under_since: float | None = field(default=None)
+    _over_since: float | None = None
+    _under_since: float | None = None
 
     def decide(self, wanted: int, demand: Demand, now: float) -> int:
         """How many replicas there should be; `wanted` is the number until now."""

@@ -15,8 +15,6 @@ Role = Literal["serving", "warming", "draining"]
 
 @dataclass(slots=True, frozen=True)
 class ModelSpec:
-    """What the replicas of one model are started with."""
-
     settings: Settings
     seed: int  #: 64 random bits; the seed of all block hashes of this cluster
     model_dir: str | None  #: the model's folder on every node; None: each node finds it by itself
@@ -28,16 +26,9 @@ class ModelSpec:
         return self.settings.served_name
 
 
-@dataclass(slots=True, frozen=True)
-class ClusterSpec:
-    """Everything that is needed to start the cluster."""
-
-    models: tuple[ModelSpec, ...]  #: at least one
-
-    @property
-    def common(self) -> ModelSpec:
-        """For what all models share: the settings in `config.COMMON`, the seed, the run folder and the host."""
-        return self.models[0]
+#: All models of a cluster, at least one. The first one stands for what all share: the settings in `config.COMMON`,
+#: the seed, the run folder and the host.
+Models = tuple[ModelSpec, ...]
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,8 +42,6 @@ class Rendezvous:
 
 @dataclass(slots=True, frozen=True)
 class RankSpec:
-    """What one rank is started with."""
-
     model: ModelSpec
     replica_id: str
     generation: int
@@ -69,19 +58,8 @@ class Started:
 
 
 @dataclass(slots=True, frozen=True)
-class Doors:
-    """Where a router is to take connections; port 0: any free one."""
-
-    host: str
-    port: int
-    direct_port: int
-    shared: bool  #: `port` belongs to several processes, and this one gets `direct_port` besides
-    seat: int  #: number of this router among them
-
-
-@dataclass(slots=True, frozen=True)
 class Listening:
-    """Where a router takes connections."""
+    """Where a router takes connections, or is to take them (port 0: any free one)."""
 
     port: int
     direct_port: int  #: its own, where it shares `port` with others; else 0
@@ -117,8 +95,6 @@ class Notice:
 
 @dataclass(slots=True, frozen=True)
 class ModelStatus:
-    """The wanted state of one model."""
-
     name: str
     wanted: int  #: replicas
     version: int  #: of the settings that they are started with

@@ -22,16 +22,16 @@ from ..runtime import set_up_logging
 from .autoscale import Autoscaler, expected_wait_s, terms_of
 from .control_messages import (
     SUPERVISOR,
-    ClusterSpec,
     ClusterStatus,
     Failed,
+    Models,
     ModelSpec,
     ModelStatus,
     Notice,
     ReplicaStatus,
 )
 from .diagnosis import publish_missing
-from .fleets import Fleets, FleetState
+from .fleets import Fleets
 from .planner import (
     Drain,
     Fleet,
@@ -62,7 +62,7 @@ WARM_UPS_AT_ONCE = 6
 class ControllerState:
     """What a new controller must know, besides what runs."""
 
-    fleets: dict[str, FleetState]  #: by model
+    fleets: dict[str, Fleet]  #: by model
     versions: dict[int, ModelSpec]
     generation: int
     leaving: dict[int, str] = field(default_factory=dict)  #: generations that drain, with the reason
@@ -72,11 +72,11 @@ class ControllerState:
 class Controller:
     """Ray actor with async methods. `run` returns only by an error."""
 
-    def __init__(self, spec: ClusterSpec) -> None:
-        set_up_logging(spec.common.settings.cluster.log_level)
+    def __init__(self, models: Models) -> None:
+        set_up_logging(models[0].settings.cluster.log_level)
         #: the settings of replicas; each version belongs to one model
-        self._versions = dict(enumerate(spec.models, start=1))
-        self._fleets = Fleets.of([(model.name, model.settings.cluster) for model in spec.models])
+        self._versions = dict(enumerate(models, start=1))
+        self._fleets = Fleets.of([(model.name, model.settings.cluster) for model in models])
         self._errors: dict[str, str] = {}
         self._draining: set[int] = set()  #: generations
         self._notices: deque[Notice] = deque(maxlen=NOTICES_KEPT)
@@ -85,7 +85,7 @@ class Controller:
         self._supervisor: Any = ray.get_actor(SUPERVISOR)
         self._groups = RankGroups(self._supervisor, self)
         self._scalers: dict[str, Autoscaler] = {}  #: of models with `autoscale`
-        self._routers = RouterProcesses(spec, notify=self._notice)
+        self._routers = RouterProcesses(models, notify=self._notice)
         self._began = asyncio.Event()
         self._wake = asyncio.Event()
         self._warming = asyncio.Semaphore(WARM_UPS_AT_ONCE)

@@ -59,8 +59,6 @@ async def publish_missing(
 
 @dataclass(slots=True, frozen=True)
 class NodeResources:
-    """One node's resources, by Ray's names."""
-
     address: str
     total: Mapping[str, float]
     free: Mapping[str, float]

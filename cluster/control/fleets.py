@@ -12,18 +12,6 @@ from ..config import ClusterSettings
 from .planner import Action, Fleet, NameAllocator, Publish, RankGroup
 
 
-@dataclass(slots=True, frozen=True)
-class FleetState:
-    """What a new controller must know about a fleet, besides what runs."""
-
-    settings: ClusterSettings
-    wanted: int
-    version: int
-    fallback: int | None
-    prefix: str
-    leaving: bool
-
-
 @dataclass(slots=True)
 class Fleets:
     """The fleets by model name. The fleet of a removed model stays, for late reports about its rank groups."""
@@ -77,17 +65,24 @@ class Fleets:
         ends = [fleet.next_deadline(now) for fleet in self.by_model.values()]
         return min((end for end in ends if end is not None), default=None)
 
-    def state(self) -> dict[str, FleetState]:
+    def state(self) -> dict[str, Fleet]:
+        """What a new controller must know about the fleets, besides what runs: everything but their groups."""
         return {
-            model: FleetState(fleet.settings, fleet.wanted, fleet.version, fleet.fallback, fleet.prefix, fleet.leaving)
+            model: Fleet(
+                fleet.settings,
+                fleet.wanted,
+                prefix=fleet.prefix,
+                version=fleet.version,
+                fallback=fleet.fallback,
+                leaving=fleet.leaving,
+            )
             for model, fleet in self.by_model.items()
         }
 
-    def resume(self, states: Mapping[str, FleetState], generation: int) -> None:
+    def resume(self, fleets: Mapping[str, Fleet], generation: int) -> None:
         self.names.generation = generation
-        for model, known in states.items():
-            fleet = Fleet(known.settings, known.wanted, self.names, known.prefix, version=known.version)
-            fleet.fallback, fleet.leaving = known.fallback, known.leaving
+        for model, fleet in fleets.items():
+            fleet.names = self.names
             self.by_model[model] = fleet
 
 

@@ -104,8 +104,6 @@ Action = StartRankGroup | KillRankGroup | GiveUp | WarmUp | Drain | Publish
 
 @dataclass(slots=True)
 class RankGroup:
-    """One replica as the planner sees it."""
-
     replica_id: str
     generation: int
     phase: GroupPhase

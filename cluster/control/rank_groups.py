@@ -56,8 +56,6 @@ class RunningRankGroup:
 
 
 class RankGroups:
-    """All rank groups that run or are being started."""
-
     def __init__(self, supervisor: Any, observer: RankGroupObserver) -> None:
         self._supervisor = supervisor
         self._observer = observer

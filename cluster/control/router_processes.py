@@ -30,7 +30,7 @@ from ...router.control import (
 )
 from .actors import death, until_failed, within
 from .autoscale import together
-from .control_messages import ClusterSpec, Failed, Listening, ModelSpec
+from .control_messages import Failed, Listening, Models, ModelSpec
 from .planner import restart_pause_s
 
 log = logging.getLogger(__name__)
@@ -53,11 +53,9 @@ class Seat:
 
 
 class RouterProcesses:
-    """As many routers as the settings want."""
-
-    def __init__(self, spec: ClusterSpec, *, notify: Callable[[str, str], None]) -> None:
-        self._spec = spec  #: of those that are started from now on
-        common = spec.common.settings
+    def __init__(self, models: Models, *, notify: Callable[[str, str], None]) -> None:
+        self._models = models  #: of those that are started from now on
+        common = models[0].settings
         self._supervisor: Any = None
         self._notify = notify
         self._seats = [Seat(number) for number in range(common.cluster.routers)]
@@ -65,7 +63,7 @@ class RouterProcesses:
         #: Where a free port was asked for, the first router chooses it and the others wait.
         self._port_known = asyncio.Event()
         #: Its number is higher than those of the controller's previous process.
-        self._membership = _membership(spec.models, (), time.time_ns() // 1000)
+        self._membership = _membership(models, (), time.time_ns() // 1000)
         self._stopping = False
 
     @property
@@ -90,7 +88,7 @@ class RouterProcesses:
     async def publish(self, models: tuple[ModelSpec, ...], members: tuple[Member, ...]) -> None:
         """Serve these models with these replicas; a router that starts later gets the same."""
         membership = self._membership = _membership(models, members, self._membership.number + 1)
-        self._spec = ClusterSpec(models)
+        self._models = models
         await asyncio.gather(*(self._send_membership(seat, membership) for seat in self._seats))
 
     async def tell_absent(self, absent: tuple[AbsentReplica, ...], off: frozenset[str]) -> None:
@@ -106,7 +104,7 @@ class RouterProcesses:
 
         Returns sooner when a router needs it at once: that router has let it in by then, and the others will.
         """
-        settings = self._spec.common.settings
+        settings = self._models[0].settings
         share = settings.router.warm_up_share / len(self._seats)  # each fills as much with the prompts that it knows
         question = WarmUp(replica_id, share, timeout_s)
         limit_s = timeout_s + ASK_TIMEOUT_S  # the router itself ends what takes too long
@@ -148,7 +146,7 @@ class RouterProcesses:
 
     async def _keep(self, seat: Seat, running: Any) -> None:
         """Start a router, and again when it dies: on the same ports, with the present members."""
-        failures, cluster = 0, self._spec.common.settings.cluster
+        failures, cluster = 0, self._models[0].settings.cluster
         while True:
             if seat.number and not self._port and running is None:
                 await self._port_known.wait()
@@ -167,7 +165,7 @@ class RouterProcesses:
         router = running
         try:
             membership = self._membership
-            router = running or await self._supervisor.start_router.remote(seat.number, self._spec)
+            router = running or await self._supervisor.start_router.remote(seat.number, self._models)
             found: Listening | Failed | None = (
                 await asyncio.wait_for(router.listening.remote(), ASK_TIMEOUT_S)
                 if running
@@ -202,7 +200,7 @@ class RouterProcesses:
             return death(error)
 
     async def _ping(self, router: Any) -> str:
-        cluster = self._spec.common.settings.cluster
+        cluster = self._models[0].settings.cluster
         try:
             while True:
                 await asyncio.sleep(cluster.health_interval_s)
@@ -235,7 +233,7 @@ class RouterProcesses:
             self._notify("error", f"membership_refused router={seat.number} reason={death(error)!r}")
 
     def _address(self, port: int) -> str:
-        router = self._spec.common.settings.router
+        router = self._models[0].settings.router
         scheme, host = "https" if router.tls_cert_file else "http", router.host
         here = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
         return f"{scheme}://{here}:{port}"

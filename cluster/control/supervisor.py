@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from ..runtime import freeze_loaded_objects
 from .actors import MakeRouter, RankServer, ReplicaRank, RouterProcess
-from .control_messages import ClusterSpec, RankSpec
+from .control_messages import Models, RankSpec
 
 #: Ray accepts no empty bundle; this share of a CPU does not affect its scheduler.
 LEAST_CPUS = 0.001
@@ -28,8 +28,6 @@ ROUTER_CALLS = 16
 
 @dataclass(slots=True)
 class KeptRankGroup:
-    """The Ray side of one rank group."""
-
     replica_id: str
     generation: int
     version: int
@@ -91,12 +89,12 @@ class Supervisor:
         group.ranks = ranks
         return ranks
 
-    def start_router(self, seat: int, spec: ClusterSpec) -> Any:
+    def start_router(self, seat: int, models: Models) -> Any:
         strategy = NodeAffinitySchedulingStrategy(self._router_node, soft=False)
         actor = ray.remote(RouterProcess).options(
             num_cpus=0, max_concurrency=ROUTER_CALLS, scheduling_strategy=strategy
         )
-        router = self._routers[seat] = actor.remote(self._make_router, spec)
+        router = self._routers[seat] = actor.remote(self._make_router, models)
         return router
 
     def end_group(self, generation: int) -> None:

@@ -20,8 +20,6 @@ class TraceError(Exception):
 
 
 class TraceRequest(msgspec.Struct, frozen=True):
-    """One recorded request."""
-
     arrival_s: float  #: since the trace began
     input_tokens: int
     output_tokens: int

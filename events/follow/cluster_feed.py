@@ -10,15 +10,14 @@ import json
 import logging
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from ..errors import ClusterUnreachable, EventError, KeysRefused
 from ..security.curve_keys import KeyPair
-from ..wire.cache_events import CacheEvent
-from ..wire.messages import EVENTS_TOPIC, EventEndpoints, LoadReport, SnapshotBlock
+from ..wire.messages import EVENTS_TOPIC, EventEndpoints, LoadReport
 from .feed import EventFeed
 from .subscription import Apply, FeedStatus, Reset
 
@@ -147,18 +146,16 @@ class ClusterFeed:
             counted=not ours,
             topic=EVENTS_TOPIC if ours else b"",
             keys=self._keys if ends.curve_key else None,
-            tap=functools.partial(self._sink.told, source),
         )
 
 
 class _OneOfMany:
-    """The `FeedSink` of one source. Batches reach the `ClusterSink` through the tap, with their numbers."""
+    """The `FeedSink` of one source."""
 
     def __init__(self, sink: ClusterSink, source: Source) -> None:
+        self.told: Callable[[Apply | Reset], None] = functools.partial(sink.told, source)
         self.status: Callable[[FeedStatus], None] = functools.partial(sink.status, source)
         self.malformed: Callable[[EventError], None] = functools.partial(sink.malformed, source)
         self.refused: Callable[[KeysRefused], None] = functools.partial(sink.refused, source)
 
-    def apply(self, events: Sequence[CacheEvent]) -> None: ...
-    def reset(self, blocks: Sequence[SnapshotBlock]) -> None: ...
     def load(self, report: LoadReport) -> None: ...

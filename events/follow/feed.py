@@ -7,7 +7,7 @@ in the loop's thread. Tens of feeds share one loop and one ZeroMQ context.
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -15,7 +15,6 @@ import zmq
 
 from ..errors import EndpointUnusable, EventError, KeysRefused, MalformedFrame
 from ..security.curve_keys import KeyPair, new_pair, protect_client
-from ..wire.cache_events import CacheEvent
 from ..wire.dialects import BatchDecoder
 from ..wire.frames import read_event, read_replay, replay_request
 from ..wire.messages import (
@@ -25,7 +24,6 @@ from ..wire.messages import (
     EventEndpoints,
     Heartbeat,
     LoadReport,
-    SnapshotBlock,
     SnapshotChunk,
     SnapshotRequest,
 )
@@ -62,11 +60,8 @@ _NO_KEYS = "no key was given, so an unlisted one was shown: give keys (homing wa
 class FeedSink(Protocol):
     """The user of a publisher's stream. All calls come from the loop's thread."""
 
-    def apply(self, events: Sequence[CacheEvent]) -> None:
-        """The next batch, without a hole before it."""
-
-    def reset(self, blocks: Sequence[SnapshotBlock]) -> None:
-        """Hold exactly these, parents first; `wire_name` gives their hashes as `apply` spells them."""
+    def told(self, instruction: Apply | Reset) -> None:
+        """The next batch, without a hole before it, or the whole set of held blocks."""
 
     def status(self, status: FeedStatus) -> None: ...
     def load(self, report: LoadReport) -> None: ...
@@ -92,20 +87,18 @@ class EventFeed:
         blocks: ResidentBlocks | None = None,
         topic: bytes = EVENTS_TOPIC,
         reach: Reach | None = None,
-        tap: Callable[[Apply | Reset], None] | None = None,
         keys: KeyPair | None = None,
     ) -> None:
         """`counted`: the publisher announces every copy (vLLM). `token_ids`: hand them on, in snapshots too. `blocks`:
         where held blocks are stored, unless `counted`; it is changed before the sink is called. None: a set of the
         feed's own.
 
-        `tap` sees what the sink's `apply` and `reset` get, before them, with numbers and times. `topic` is a prefix;
-        empty takes everything. A context that is handed in stays the caller's. `keys`: what is shown to a publisher
-        that encrypts; a fresh pair by default, which a publisher that accepts only listed clients refuses.
+        `topic` is a prefix; empty takes everything. A context that is handed in stays the caller's. `keys`: what is
+        shown to a publisher that encrypts; a fresh pair by default, which a publisher that accepts only listed clients
+        refuses.
         """
         self._endpoints = endpoints
         self._sink = sink
-        self._tap = tap
         self._keyless = keys is None
         self._keys = keys or (new_pair() if endpoints.curve_key else None)
         self._handshakes = Handshakes()
@@ -269,13 +262,9 @@ class EventFeed:
         for instruction in instructions:
             if self._timer is None and not self._readers:
                 return  # closed by a callback
-            if self._tap is not None and isinstance(instruction, Apply | Reset):
-                self._tap(instruction)
             match instruction:
-                case Apply():
-                    self._sink.apply(instruction.events)
-                case Reset(_, _, blocks):
-                    self._sink.reset(blocks)
+                case Apply() | Reset():
+                    self._sink.told(instruction)
                 case SetStatus(status):
                     self._sink.status(status)
                 case PassLoad(report):

@@ -7,7 +7,7 @@ Every event of every replica, with replica and epoch, across failures and rebuil
 import asyncio
 import functools
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator
+from collections.abc import AsyncGenerator, Callable, Collection
 from typing import Any
 
 from ..errors import EventError, KeysRefused
@@ -18,7 +18,7 @@ from ..security.curve_keys import KeyPair
 from ..wire.cache_events import Cleared
 from .plain_stream import StreamEvent, stream_events
 from .record import Recorded
-from .subscribe import BACKLOG_BATCHES, Backlog, iterate
+from .subscribe import BACKLOG_BATCHES, Arrivals, Backlog, without_loop
 
 _GONE = StreamEvent(None, None, Cleared(), resync=True)
 
@@ -29,19 +29,20 @@ class Inbox:
     def __init__(self, backlog_batches: int, call_soon: Callable[[Callable[[], None]], object]) -> None:
         self._limit = backlog_batches
         self._call_soon = call_soon
-        self._arrived = asyncio.Event()
+        self._arrivals = Arrivals()
+        #: The stream has ended: the consumer gets this error after the waiting records.
+        self.fail = self._arrivals.fail
         self._backlogs: dict[Source, Backlog] = {}
         self._left: deque[Source] = deque()
-        self._failure: Exception | None = None
 
     def joined(self, source: Source, feed: EventFeed) -> None:
         resync = functools.partial(self._call_soon, feed.resync)
-        self._backlogs[source] = Backlog(self._limit, resync, self._arrived)
+        self._backlogs[source] = Backlog(self._limit, resync, self._arrivals)
 
     def gone(self, source: Source) -> None:
         del self._backlogs[source]
         self._left.append(source)
-        self._arrived.set()
+        self._arrivals.note()
 
     def told(self, source: Source, instruction: Apply | Reset) -> None:
         self._backlogs[source].put(instruction)
@@ -52,27 +53,17 @@ class Inbox:
     def status(self, source: Source, status: FeedStatus) -> None: ...
     def malformed(self, source: Source, error: EventError) -> None: ...
 
-    def fail(self, error: Exception) -> None:
-        """The stream has ended: the consumer gets this error after the waiting records."""
-        self._failure = error
-        self._arrived.set()
-
     async def get(self) -> list[Recorded]:
         """The next records: of replicas that left, then a batch of each other. Raises the error given to `fail`."""
-        while not (records := self._take()):
-            if self._failure is not None:
-                raise self._failure
-            self._arrived.clear()
-            await self._arrived.wait()
-        return records
+        return await self._arrivals.wait_for(self._take)
 
-    def _take(self) -> list[Recorded]:
+    def _take(self) -> list[Recorded] | None:
         records = [Recorded(source.replica, _GONE, source.epoch) for source in self._left]
         self._left.clear()
         for source, backlog in self._backlogs.items():
             if (instruction := backlog.take()) is not None:
                 records += [Recorded(source.replica, item, source.epoch) for item in stream_events(instruction)]
-        return records
+        return records or None
 
 
 async def follow(
@@ -110,14 +101,4 @@ async def follow(
         await asyncio.wait([running])
 
 
-def follow_sync(
-    url: str,
-    *,
-    replicas: Collection[str] = (),
-    token_ids: bool = True,
-    keys: KeyPair | None = None,
-    refresh_s: float = REFRESH_S,
-    ask: Callable[[], Any] | None = None,
-) -> Iterator[Recorded]:
-    """The same for programs without an event loop. Messages wait in the sockets while the caller is busy."""
-    return iterate(follow(url, replicas=replicas, token_ids=token_ids, keys=keys, refresh_s=refresh_s, ask=ask))
+follow_sync = without_loop(follow)

@@ -7,22 +7,23 @@ Resyncs happen inside and are yielded as events (plain_stream.py). Leaving the l
 """
 
 import asyncio
+import functools
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import ParamSpec, TypeVar
 
 from ..errors import EventError, KeysRefused, PublisherGone
 from ..follow.feed import EventFeed
 from ..follow.subscription import Apply, FeedStatus, Reset
 from ..security.curve_keys import KeyPair
-from ..wire.cache_events import CacheEvent
-from ..wire.messages import EVENTS_TOPIC, EventEndpoints, LoadReport, SnapshotBlock
+from ..wire.messages import EVENTS_TOPIC, EventEndpoints, LoadReport
 from .plain_stream import StreamEvent, stream_events
 
 log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
+Params = ParamSpec("Params")
 
 #: Batches that may wait for a slow consumer; beyond that they are dropped and it is resynced. Not measured.
 BACKLOG_BATCHES = 100_000
@@ -30,17 +31,41 @@ BACKLOG_BATCHES = 100_000
 PATIENCE_S = 60.0
 
 
+class Arrivals:
+    """Wakes the one consumer of one or several backlogs, and ends its stream."""
+
+    def __init__(self) -> None:
+        self._arrived = asyncio.Event()
+        self._failure: Exception | None = None
+
+    def note(self) -> None:
+        """There is something to take."""
+        self._arrived.set()
+
+    def fail(self, error: Exception) -> None:
+        """The stream has ended: the consumer gets this error after what waits."""
+        self._failure = error
+        self._arrived.set()
+
+    async def wait_for(self, take: Callable[[], Item | None]) -> Item:
+        """The next that `take` finds. Raises the error given to `fail`."""
+        while (found := take()) is None:
+            if self._failure is not None:
+                raise self._failure
+            self._arrived.clear()
+            await self._arrived.wait()
+        return found
+
+
 class Backlog:
     """Bounded queue between a feed and its consumer."""
 
-    def __init__(self, limit: int, resync: Callable[[], object], arrived: asyncio.Event | None = None) -> None:
-        """`arrived` is set when something comes; several backlogs may share it."""
+    def __init__(self, limit: int, resync: Callable[[], object], arrivals: Arrivals) -> None:
         self._limit = limit
         self._resync = resync
+        self._arrivals = arrivals
         self._waiting: deque[Apply | Reset] = deque()
         self._broken = False
-        self._arrived = arrived or asyncio.Event()
-        self._failure: EventError | None = None
         #: times that the consumer was too slow
         self.overruns = 0
 
@@ -55,7 +80,7 @@ class Backlog:
         if self._broken:
             return
         self._waiting.append(instruction)
-        self._arrived.set()
+        self._arrivals.note()
         if len(self._waiting) > self._limit:
             self._waiting.clear()
             self._broken = True
@@ -63,34 +88,26 @@ class Backlog:
             log.warning("event_consumer_slow overruns=%d limit=%d", self.overruns, self._limit)
             self._resync()
 
-    def fail(self, error: EventError) -> None:
-        """The stream has ended: the consumer gets this error after the waiting batches."""
-        self._failure = error
-        self._arrived.set()
-
     def take(self) -> Apply | Reset | None:
         return self._waiting.popleft() if self._waiting else None
 
-    async def get(self) -> Apply | Reset:
-        """The next one. Raises the error given to `fail`."""
-        while not self._waiting:
-            if self._failure is not None:
-                raise self._failure
-            self._arrived.clear()
-            await self._arrived.wait()
-        return self._waiting.popleft()
-
 
 class _Sink:
-    """Batches come through the feed's tap; this sink handles refusals and silence."""
+    """Fills the backlog, and ends the stream when the publisher refuses our keys or falls silent."""
 
-    def __init__(self, fail: Callable[[EventError], None], endpoint: str, patience_s: float | None) -> None:
-        self.refused: Callable[[KeysRefused], None] = fail
-        self._fail = fail
+    def __init__(self, backlog: Backlog, arrivals: Arrivals, endpoint: str, patience_s: float | None) -> None:
+        self._backlog = backlog
+        self._fail = arrivals.fail
         self._endpoint = endpoint
         self._patience_s = patience_s
         self._giving_up: asyncio.TimerHandle | None = None
         self.status(FeedStatus.STALE)
+
+    def told(self, instruction: Apply | Reset) -> None:
+        self._backlog.put(instruction)
+
+    def refused(self, error: KeysRefused) -> None:
+        self._fail(error)
 
     def status(self, status: FeedStatus) -> None:
         """Start the timeout when the publisher falls silent; stop it when messages come."""
@@ -100,15 +117,12 @@ class _Sink:
             gone = PublisherGone(self._endpoint, self._patience_s)
             self._giving_up = asyncio.get_running_loop().call_later(self._patience_s, self._fail, gone)
 
+    def load(self, report: LoadReport) -> None: ...
+    def malformed(self, error: EventError) -> None: ...
     def close(self) -> None:
         if self._giving_up is not None:
             self._giving_up.cancel()
             self._giving_up = None
-
-    def apply(self, events: Sequence[CacheEvent]) -> None: ...
-    def reset(self, blocks: Sequence[SnapshotBlock]) -> None: ...
-    def load(self, report: LoadReport) -> None: ...
-    def malformed(self, error: EventError) -> None: ...
 
 
 async def subscribe(
@@ -129,12 +143,9 @@ async def subscribe(
     (None: waits for ever), as a publisher that was rebuilt elsewhere has other addresses.
     """
     loop = asyncio.get_running_loop()
-
-    def resync() -> None:
-        loop.call_soon(feed.resync)
-
-    backlog = Backlog(backlog_batches, resync)
-    sink = _Sink(backlog.fail, endpoints.events, patience_s)
+    arrivals = Arrivals()
+    backlog = Backlog(backlog_batches, lambda: loop.call_soon(feed.resync), arrivals)
+    sink = _Sink(backlog, arrivals, endpoints.events, patience_s)
     feed = EventFeed(
         endpoints,
         sink,
@@ -142,52 +153,36 @@ async def subscribe(
         token_ids=token_ids,
         counted=counted,
         topic=topic,
-        tap=backlog.put,
         keys=keys,
     )
     feed.start(loop)
     try:
         while True:
-            for item in stream_events(await backlog.get()):
+            for item in stream_events(await arrivals.wait_for(backlog.take)):
                 yield item
     finally:
         sink.close()
         feed.close()
 
 
-def subscribe_sync(
-    endpoints: EventEndpoints,
-    *,
-    token_ids: bool = True,
-    counted: bool = False,
-    topic: bytes = EVENTS_TOPIC,
-    heartbeat_interval_s: float = 0.2,
-    patience_s: float | None = PATIENCE_S,
-    keys: KeyPair | None = None,
-) -> Iterator[StreamEvent]:
-    """The same for programs without an event loop. Messages wait in the sockets while the caller is busy."""
-    return iterate(
-        subscribe(
-            endpoints,
-            token_ids=token_ids,
-            counted=counted,
-            topic=topic,
-            heartbeat_interval_s=heartbeat_interval_s,
-            patience_s=patience_s,
-            keys=keys,
-        )
-    )
+def without_loop(stream: Callable[Params, AsyncGenerator[Item, None]]) -> Callable[Params, Iterator[Item]]:
+    """The same stream for programs without an event loop. Messages wait in the sockets while the caller is busy."""
+
+    @functools.wraps(stream)
+    def iterate(*args: Params.args, **kwargs: Params.kwargs) -> Iterator[Item]:
+        items = stream(*args, **kwargs)
+
+        async def take() -> Item:
+            return await anext(items)
+
+        with asyncio.Runner() as runner:
+            try:
+                while True:
+                    yield runner.run(take())
+            finally:
+                runner.run(items.aclose())
+
+    return iterate
 
 
-def iterate(stream: AsyncGenerator[Item, None]) -> Iterator[Item]:
-    """Run an asynchronous stream for a program without an event loop."""
-
-    async def take() -> Item:
-        return await anext(stream)
-
-    with asyncio.Runner() as runner:
-        try:
-            while True:
-                yield runner.run(take())
-        finally:
-            runner.run(stream.aclose())
+subscribe_sync = without_loop(subscribe)

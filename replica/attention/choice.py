@@ -10,9 +10,8 @@ import torch
 from ..errors import StartupError
 from ..kernels.base import TorchCpuKernels, TorchKernels
 from ..kernels.choice import choose_kernels, compiled_problem
-from .base import KvPool
 from .flash import FLASH3_MODULES, FlashAttention, load_flash2, load_flash3
-from .paged import PagedAttention
+from .paged import KvPool, PagedAttention
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ import torch
 
 from ..kernels.base import PagedRows, TorchKernels
 from ..models.base import AttentionRule
-from .base import KvPool
-from .paged import PagedAttention, PagedStep
+from .paged import KvPool, PagedAttention, PagedStep
 
 #: Module names of FlashAttention 3, which depend on how it was installed.
 FLASH3_MODULES = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..attention.base import Batch
+from ..attention.paged import Batch
 from ..engine.step_plan import RaggedBatch
 from ..kernels.cpu.runtime.call_recording import Arena, CallRecording, NotRecorded, record
 from ..models.layers import FEW_ROWS

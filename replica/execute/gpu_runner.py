@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..attention.base import Batch, to_device
-from ..attention.paged import PagedAttention
+from ..attention.paged import Batch, PagedAttention, to_device
 from ..config import ReplicaSettings
 from ..engine.step_plan import StepPlan
 from ..kernels.base import NO_TOKEN, TorchKernels

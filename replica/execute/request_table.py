@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..attention.base import to_device
+from ..attention.paged import to_device
 from ..engine.step_plan import Int64s, SlotStart, StepPlan, block_ids
 from ..kernels.base import SamplingInputs
 

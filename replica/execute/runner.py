@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...kvcache.sizing import MemoryReading
-from ..attention.base import Batch, KvPool
 from ..attention.choice import choose_attention
-from ..attention.paged import PagedAttention
+from ..attention.paged import Batch, KvPool, PagedAttention
 from ..config import ReplicaSettings
 from ..engine.step_plan import RaggedBatch, StepPlan, lay_out
 from ..errors import StartupError

@@ -43,7 +43,7 @@ def _machine_problem() -> str | None:
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype) -> TorchKernels:
-    """TorchKernels for activations and KV of `dtype` on `device`; logs why not better ones."""
+    """Kernels for activations and KV of `dtype` on `device`; logs why not better ones."""
     on_cpu = device.type == "cpu"
     installed = importlib.util.find_spec("triton") is not None
     problem = compiled_problem(dtype) if on_cpu else triton_problem(device, installed)

@@ -10,11 +10,10 @@ from transformers import AutoConfig
 
 from ..config import ReplicaSettings
 from ..errors import TensorParallelUnsupported, UnsupportedModel
-from ..load.checkpoint import Checkpoint
 from ..parallel.rank_group import RankGroup
 from .base import Model
 from .layers import Int8Linear, Linear, int8_problem
-from .native import NativeModel, native_problem
+from .native import Checkpoint, NativeModel, native_problem
 
 logger = logging.getLogger(__name__)
 

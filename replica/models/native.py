@@ -8,15 +8,16 @@ those.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from safetensors import safe_open
 
-from ..errors import TensorParallelUnsupported
+from ..errors import TensorParallelUnsupported, WeightsMissing
 from ..kernels.base import TorchKernels
 from ..kernels.choice import choose_kernels
-from ..load.checkpoint import COLUMNS, ROWS, Checkpoint
 from ..parallel.rank_group import RankGroup
 from .base import AttentionRule, QkvAttend, Rotary
 from .layers import Int8Linear, Linear
@@ -24,6 +25,8 @@ from .spec import FAMILIES, KvShape, ModelSpec, split_problem
 
 #: Kinds whose frequencies are fixed at load. Those of longrope and dynamic depend on the batch's longest position.
 FIXED_KINDS = ("default", "linear", "llama3")
+#: Rows (outputs) or columns (inputs) of a linear layer's weight.
+ROWS, COLUMNS = 0, 1
 
 
 def native_problem(config: Any) -> str | None:
@@ -77,13 +80,57 @@ def inverse_frequencies(parameters: Mapping[str, Any], head_dim: int) -> torch.T
     return frequencies
 
 
+class Checkpoint:
+    """All tensors of a Hugging Face folder by name, converted to one dtype and device when read.
+
+    From `*.safetensors`, sharded or not; memory-mapped, so that a rank's share costs only its own bytes.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        """Open the folder's files. Raises WeightsMissing if there are none."""
+        self._dtype = dtype
+        self._device = device
+        self._file_of: dict[str, Any] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            file: Any = safe_open(path, framework="pt")
+            self._file_of.update(dict.fromkeys(file.keys(), file))
+        if not self._file_of:
+            raise WeightsMissing(f"{folder} has no *.safetensors; save the model with safe serialization")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def whole(self, name: str) -> torch.Tensor:
+        return self._converted(self._slice(name)[:])
+
+    def share(self, name: str, dim: int, index: int, parts: int) -> torch.Tensor:
+        """The `index`-th of `parts` equal parts along `dim`, which must divide. Raises WeightsMissing."""
+        tensor = self._slice(name)
+        size = tensor.get_shape()[dim]
+        assert size % parts == 0, f"{name}: {size} along {dim} does not divide into {parts} parts"
+        width = size // parts
+        return self.span(name, dim, index * width, (index + 1) * width)
+
+    def span(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+        """Elements `start` to `stop` along `dim` (0 or 1), clipped to the tensor. Raises WeightsMissing."""
+        tensor = self._slice(name)
+        return self._converted(tensor[start:stop] if dim == ROWS else tensor[:, start:stop])
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._file_of:
+            raise WeightsMissing(f"the checkpoint has no tensor {name!r}; is this folder complete?")
+        return self._file_of[name].get_slice(name)
+
+    def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device=self._device, dtype=self._dtype).contiguous()
+
+
 @dataclass(slots=True, frozen=True)
 class Share:
     """The part of the weights that one rank holds. With fewer KV heads than ranks, neighbouring ranks share one."""
 
     rank: int
     ranks: int
-    heads: int
     kv_heads: int
     kv_index: int  #: which of `kv_parts` equal parts of the KV heads
     kv_parts: int
@@ -96,7 +143,7 @@ class Share:
             raise TensorParallelUnsupported(f"{problem}; choose another --tensor-parallel-size")
         parts = min(ranks, config.num_key_value_heads)
         kv_heads = config.num_key_value_heads // parts
-        return cls(rank, ranks, config.num_attention_heads // ranks, kv_heads, rank * parts // ranks, parts)
+        return cls(rank, ranks, kv_heads, rank * parts // ranks, parts)
 
 
 @dataclass(slots=True, frozen=True)

@@ -25,7 +25,6 @@ from ...events.wire.messages import LoadReport
 from ...kvcache.hashing import BlockHash, BlockHasher, token_bytes, wire_hashes
 from ...replica.messages import (
     Abort,
-    FinishReason,
     Generate,
     ModelLimits,
     Refused,
@@ -59,7 +58,9 @@ from .request_state import (
     WAITING,
     Deliver,
     Ended,
+    Event,
     Instruction,
+    Outcome,
     Phase,
     RequestId,
     RequestState,
@@ -167,7 +168,7 @@ class RequestFlow:
             crowded_out = self._queue.crowded_out_by(request.tenant)
             if crowded_out is None:
                 raise QueueFull(held)
-            instructions.append(self._fail(self._requests[RequestId(crowded_out)], QueueFull(held), now))
+            instructions.append(self._fail(self._requests[RequestId(crowded_out)], QueueFull(held)))
         request_id = state.request_id
         self._requests[request_id] = state
         nobody_waits = not self._queue
@@ -188,7 +189,7 @@ class RequestFlow:
     def cancel(self, request_id: RequestId, now: float) -> list[Instruction]:
         """The reader left. Harmless when the request is over."""
         request = self._requests.get(request_id)
-        return [] if request is None else [*self._abort(request), self._cancel(request, None, now), *self.pump(now)]
+        return [] if request is None else [*self._abort(request), self._cancel(request), *self.pump(now)]
 
     def on_reply(self, replica: str, reply: TokenBatch | TextOutput | Refused, now: float) -> list[Instruction]:
         loads = self.placement.loads
@@ -247,24 +248,24 @@ class RequestFlow:
             request = self._requests.get(heappop(self._deadlines)[1])
             if request is not None:
                 error = DeadlineExceeded(f"the request was not done after {now - request.arrived:.1f} s")
-                instructions += [*self._abort(request), self._fail(request, error, now)]
+                instructions += [*self._abort(request), self._fail(request, error)]
         return instructions + self.pump(now)
 
-    def fail_all(self, error: Callable[[], RouterError], now: float) -> list[Instruction]:
+    def fail_all(self, error: Callable[[], RouterError]) -> list[Instruction]:
         requests = list(self._requests.values())
-        return [done for each in requests for done in (*self._abort(each), self._fail(each, error(), now))]
+        return [done for each in requests for done in (*self._abort(each), self._fail(each, error()))]
 
-    def fail_waiting(self, error: Callable[[], RouterError], now: float) -> list[Instruction]:
+    def fail_waiting(self, error: Callable[[], RouterError]) -> list[Instruction]:
         """End every request in the queue, as no replica will come for it."""
         waiting = [request for request in self._requests.values() if request.phase is WAITING]
-        return [self._fail(request, error(), now) for request in waiting]
+        return [self._fail(request, error()) for request in waiting]
 
-    def supersede(self, now: float) -> list[Instruction]:
+    def supersede(self) -> list[Instruction]:
         """Newer replicas have permanently replaced ours. Requests without a token have not failed: they may restart."""
         begun = [request for request in self._requests.values() if request.generated]
-        instructions = [done for each in begun for done in (*self._abort(each), self._fail(each, Superseded(), now))]
+        instructions = [done for each in begun for done in (*self._abort(each), self._fail(each, Superseded()))]
         for request in list(self._requests.values()):
-            instructions += [*self._abort(request), self._cancel(request, Superseded(), now)]
+            instructions += [*self._abort(request), self._cancel(request, Superseded())]
         return instructions
 
     def explain(self, request: GenerationRequest, now: float) -> Explanation:
@@ -433,10 +434,10 @@ class RequestFlow:
                 f"tokens are missing: {request.generated} arrived, the next ones start at {output.index}"
             )
             log.error("tokens_missing replica=%s trace=%s reason=%s", replica, request.request.trace_id, error.message)
-            return [*self._abort(request), self._fail(request, error, now)]
+            return [*self._abort(request), self._fail(request, error)]
         if output.finish_reason in ("error", "abort"):
             error = RequestFailed(f"replica {replica} ended the request: {output.finish_reason}")
-            return [self._fail(request, error, now)]
+            return [self._fail(request, error)]
         if request.phase is SENT:
             request.advance("start")
             self.placement.started(replica, request.wire_id)
@@ -446,7 +447,7 @@ class RequestFlow:
         if request.ttft_s is None:
             request.ttft_s = now - request.arrived
         if delta.finish_reason is not None:
-            return self._finish(request, delta, delta.finish_reason, now)
+            return self._finish(request, delta)
         return [Deliver(request.request_id, delta, request.replica)]
 
     def _on_refused(self, replica: str, refused: Refused, now: float) -> list[Instruction]:
@@ -455,7 +456,7 @@ class RequestFlow:
             return []
         error = refusal_error(request, refused, self._max_model_len)
         if not refused.retry:
-            return [self._fail(request, error, now)]
+            return [self._fail(request, error)]
         request.excluded.add(replica)
         return self._move(request, error, now)
 
@@ -471,9 +472,9 @@ class RequestFlow:
     def _move(self, request: RequestState, error: RouterError, now: float) -> list[Instruction]:
         """Continue at another replica; fail with `error` when no retry is left."""
         if nothing_left(request, self._max_model_len):
-            return self._finish(request, TokenDelta(token_ids=[], finish_reason="length"), "length", now)
+            return self._finish(request, TokenDelta(token_ids=[], finish_reason="length"))
         if not self._may_move(request):
-            return [self._fail(request, error, now)]
+            return [self._fail(request, error)]
         self._detach(request)
         request.advance("move")
         request.continuations += 1
@@ -500,27 +501,23 @@ class RequestFlow:
             instructions += self._move(request, ReplicaLost(f"replica {replica} is stuck"), now)
         return instructions
 
-    def _finish(self, request: RequestState, delta: TokenDelta, reason: FinishReason, now: float) -> list[Instruction]:
-        self._end(request)
-        request.advance("finish")
+    def _finish(self, request: RequestState, last: TokenDelta) -> list[Instruction]:
+        self._end(request, "finish", "finished")
         self.counters.finished += 1
         self.counters.predicted_cached_tokens += request.predicted_cached_tokens
         self.counters.delivered_cached_tokens += request.delivered_cached_tokens or 0
-        ended = Ended(request.request_id, request.record("finished", reason, now))
-        return [Deliver(request.request_id, delta, request.replica), ended]
+        return [Deliver(request.request_id, last, request.replica), Ended(request)]
 
-    def _fail(self, request: RequestState, error: RouterError, now: float) -> Ended:
-        self._end(request)
-        request.advance("fail")
+    def _fail(self, request: RequestState, error: RouterError) -> Ended:
+        self._end(request, "fail", "failed")
         self.counters.failed += 1
         log.warning("request_failed trace=%s reason=%s", request.request.trace_id, error.message)
-        return Ended(request.request_id, request.record("failed", None, now), error)
+        return Ended(request, error)
 
-    def _cancel(self, request: RequestState, error: RouterError | None, now: float) -> Ended:
-        self._end(request)
-        request.advance("cancel")
+    def _cancel(self, request: RequestState, error: RouterError | None = None) -> Ended:
+        self._end(request, "cancel", "cancelled")
         self.counters.cancelled += 1
-        return Ended(request.request_id, request.record("cancelled", None, now), error)
+        return Ended(request, error)
 
     def _abort(self, request: RequestState) -> list[Instruction]:
         """What tells a request's replica to stop; nothing while it waits."""
@@ -528,8 +525,8 @@ class RequestFlow:
             return []
         return [Send(request.replica, Abort(request_ids=[request.wire_id]))]
 
-    def _end(self, request: RequestState) -> None:
-        """Remove a request, wherever it is; its phase changes next."""
+    def _end(self, request: RequestState, event: Event, outcome: Outcome) -> None:
+        """Remove a request, wherever it is."""
         if request.phase is WAITING:
             self._queue.discard(request.request_id)
         else:
@@ -538,6 +535,8 @@ class RequestFlow:
             about = request.request
             self._queue.charge(priority=about.priority, tenant=about.tenant, work=request.generated)
         del self._requests[request.request_id]
+        request.advance(event)
+        request.outcome = outcome
 
     def _detach(self, request: RequestState) -> None:
         assert request.replica is not None, f"request {request.request_id} is on no replica"

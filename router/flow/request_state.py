@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple, NewType, get_args
 import msgspec
 
 from ...kvcache.hashing import BlockHash
-from ...replica.messages import FinishReason, Request
-from ..backend import FinishedRequest, GenerationRequest, TokenDelta
+from ...replica.messages import Request
+from ..backend import GenerationRequest, TokenDelta
 from ..errors import RouterError
 
 #: Identifies a request inside this router for its whole life. Its wire id changes with every replica.
@@ -30,6 +30,7 @@ class Phase(StrEnum):
 #: `Phase.SENT` takes a tenth of a microsecond in Python 3.11, a global name nearly nothing.
 WAITING, SENT, STREAMING = Phase.WAITING, Phase.SENT, Phase.STREAMING
 
+Outcome = Literal["finished", "failed", "cancelled"]
 Event = Literal["queue", "send", "start", "move", "finish", "fail", "cancel"]
 
 
@@ -65,7 +66,7 @@ _NEXT: dict[Event, dict[Phase, Phase]] = {
 
 
 class RequestState(msgspec.Struct, eq=False):
-    """A request that is not over, and what is known of it."""
+    """A request, and what is known of it."""
 
     request_id: RequestId
     request: GenerationRequest
@@ -90,6 +91,7 @@ class RequestState(msgspec.Struct, eq=False):
     uncached_tokens: int = 0  #: to compute, by the last placement
     predicted_ttft_s: float | None = None
     ttft_s: float | None = None
+    outcome: Outcome | None = None  #: None until it is over
 
     def advance(self, event: Event) -> None:
         """Change the phase as `TRANSITIONS` says; a transition that is not in the table is an AssertionError."""
@@ -100,25 +102,6 @@ class RequestState(msgspec.Struct, eq=False):
     @property
     def on_replica(self) -> bool:
         return self.phase is SENT or self.phase is STREAMING
-
-    def record(
-        self, outcome: Literal["finished", "failed", "cancelled"], reason: FinishReason | None, now: float
-    ) -> FinishedRequest:
-        return FinishedRequest(
-            trace_id=self.request.trace_id,
-            replica_id=self.replica,
-            outcome=outcome,
-            finish_reason=reason,
-            prompt_tokens=self.prompt_tokens,
-            generated_tokens=self.generated,
-            predicted_cached_tokens=self.predicted_cached_tokens,
-            delivered_cached_tokens=self.delivered_cached_tokens,
-            regret_tokens=self.regret_tokens,
-            predicted_ttft_s=self.predicted_ttft_s,
-            ttft_s=self.ttft_s,
-            duration_s=now - self.arrived,
-            continuations=self.continuations,
-        )
 
 
 class Send(msgspec.Struct, frozen=True, gc=False):
@@ -139,8 +122,7 @@ class Deliver(msgspec.Struct, frozen=True, gc=False):
 class Ended(msgspec.Struct, frozen=True, gc=False):
     """The request is over; its last delta has been delivered."""
 
-    request_id: RequestId
-    record: FinishedRequest
+    request: RequestState
     error: RouterError | None = None  #: for the reader; None: it finished, or its reader left
 
 

@@ -6,12 +6,10 @@ the replica, the connection is tried again.
 
 import asyncio
 import logging
-from collections.abc import Sequence
 
 from ...events.follow.feed import EventFeed
 from ...events.follow.handshake import Handshakes
-from ...events.wire.cache_events import CacheEvent
-from ...events.wire.messages import SnapshotBlock
+from ...events.follow.subscription import Apply, Reset
 from ...replica.messages import Abort, CacheReset, ReplicaDescription, Reply, Request, ResetCache
 from ..backend import RefusedReplica
 from ..flow.request_flow import RequestFlow
@@ -118,11 +116,8 @@ class OwnReplica(ReplicaHandle):
         self._flow.counters.malformed_frames += 1
         log.warning("reply_malformed replica=%s reason=%s", self.replica_id, reason)
 
-    def apply(self, events: Sequence[CacheEvent]) -> None:
+    def told(self, instruction: Apply | Reset) -> None:
         """The feed has changed the index already, through the `blocks` that it was given."""
-
-    def reset(self, blocks: Sequence[SnapshotBlock]) -> None:
-        """The feed has changed the index already."""
 
     def _new_feed(self) -> EventFeed:
         context, endpoints = self._context, self.description.event_endpoints

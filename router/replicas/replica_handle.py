@@ -9,7 +9,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from ...events.errors import EndpointUnusable, EventError, KeysRefused
 from ...events.follow.feed import EventFeed
@@ -17,9 +17,9 @@ from ...events.follow.subscription import FeedStatus
 from ...events.security.curve_keys import KeyPair
 from ...events.wire.messages import LoadReport
 from ...replica.messages import ReplicaDescription, Request
-from ..backend import FeedState, Observer, RefusedReplica
+from ..backend import FeedState, RefusedReplica
 from ..flow.request_flow import RequestFlow
-from ..flow.request_state import Instruction
+from ..flow.request_state import Instruction, RequestState
 from ..routing.replica_load import Rest
 from .request_link import RequestContext
 
@@ -32,6 +32,19 @@ RESET_TIMEOUT_S = 30.0
 
 #: The outcome of a cache reset; "silent": the replica has not answered.
 ResetOutcome = Literal["empty", "in use", "lost", "silent"]
+
+
+class Observer(Protocol):
+    """Observes requests and replicas for metrics. Called on the service's loop; must not block."""
+
+    def request_finished(self, request: RequestState) -> None:
+        """Once per accepted request, when it is over; it does not change any more."""
+
+    def load_reported(self, replica_id: str, report: LoadReport) -> None:
+        """A replica reported its load and totals."""
+
+    def events_gap(self, replica_id: str) -> None:
+        """A gap in a replica's event stream was noticed; it is being closed."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,7 +62,7 @@ class ServiceContext:
 
 
 class ReplicaHandle(ABC):
-    """A replica that the membership lists. With `apply` and `reset` of the subclass it is its feed's sink."""
+    """A replica that the membership lists. With `told` of the subclass it is its feed's sink."""
 
     def __init__(
         self, description: ReplicaDescription, flow: RequestFlow, context: ServiceContext, rest: Rest | None = None

@@ -25,7 +25,6 @@ from ..backend import (
     Explanation,
     FeedState,
     GenerationRequest,
-    Observer,
     RefusedReplica,
     ReplicaView,
     RouterCounters,
@@ -55,7 +54,7 @@ from .external.external_replica import ExternalReplica
 from .external.probe import ExternalTerms
 from .membership import changes, compare, own_parity, text_digests
 from .own_replica import OwnReplica
-from .replica_handle import ServiceContext
+from .replica_handle import Observer, ServiceContext
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +129,7 @@ class RouterService:
 
     def supersede(self) -> None:
         """Close, as newer replicas have replaced ours: requests end with `Superseded`, later ones too."""
-        self._run(self._flow.supersede(self._context.clock()))
+        self._run(self._flow.supersede())
         self._close(Superseded)
 
     def close(self) -> None:
@@ -209,7 +208,7 @@ class RouterService:
 
     def _refuse_waiting(self) -> None:
         if self._refusal is not None:
-            self._run(self._flow.fail_waiting(self._refusal, self._context.clock()))
+            self._run(self._flow.fail_waiting(self._refusal))
 
     @property
     def waiting(self) -> int:
@@ -333,7 +332,7 @@ class RouterService:
 
     def end_requests(self) -> None:
         """End every request with `RouterClosed`, for its client and at its replica."""
-        self._run(self._flow.fail_all(_shutting_down, self._context.clock()))
+        self._run(self._flow.fail_all(_shutting_down))
         self._send_out()
 
     def check(self) -> None:
@@ -402,9 +401,10 @@ class RouterService:
                         self._context.loop.call_soon(self._send_out)
                     self._outbox.append(instruction)
                 elif isinstance(instruction, Ended):
-                    self._streams.pop(instruction.request_id).end(instruction.record.replica_id, instruction.error)
+                    request = instruction.request
+                    self._streams.pop(request.request_id).end(request.replica, instruction.error)
                     if self._context.observer is not None:
-                        self._context.observer.request_finished(instruction.record)
+                        self._context.observer.request_finished(request)
                 else:
                     assert_never(instruction)
         finally:

@@ -8,11 +8,10 @@ replicas.
 from collections.abc import Collection, Iterable, Sequence
 from random import Random
 
-from ...events.follow.block_set import Digest
 from ...events.wire.messages import LoadReport
 from ...replica.messages import ReplicaDescription
 from ..backend import Explanation, FeedState
-from .policy.base import Candidate, Decision, Policy, Prompt
+from .policy.base import LIVE, Candidate, Decision, Policy, Prompt
 from .policy.explain import explanation_of
 from .prefix_index import PrefixIndex, ReplicaBlocks
 from .replica_load import LoadBook, Pending
@@ -21,8 +20,6 @@ from .reservations import Reservations
 
 class Placement:
     """Index, reservations, loads and feeds of the joined replicas, kept in step with each other."""
-
-    __slots__ = ("_rng", "feeds", "index", "loads", "policy", "reservations")
 
     def __init__(self, policy: Policy, *, loads: LoadBook, reservations: Reservations, rng: Random) -> None:
         self.index = PrefixIndex()
@@ -60,11 +57,11 @@ class Placement:
         self.loads.report(replica, report, now)
         self.policy.report(replica, report)
 
-    def blocks_of(self, replica: str) -> "ReplicaBlocks | _ObservedBlocks":
+    def blocks_of(self, replica: str) -> ReplicaBlocks:
         """Where the subscription that follows the replica stores its blocks: the index, and a policy's own books."""
-        blocks = ReplicaBlocks(self.index, replica)
-        keeps_books = type(self.policy).stored is not Policy.stored
-        return _ObservedBlocks(blocks, self.policy, replica) if keeps_books else blocks
+        if type(self.policy).stored is Policy.stored:
+            return ReplicaBlocks(self.index, replica)
+        return _ObservedBlocks(self.index, replica, self.policy)
 
     def stored(self, replica: str, blocks: Sequence[int]) -> None:
         self.index.add(replica, blocks)
@@ -134,36 +131,31 @@ class Placement:
 def regret_tokens(prompt: Prompt, candidates: Iterable[Candidate], decision: Decision) -> int:
     """Tokens that the chosen replica computes and the best holder would not have."""
     assert decision.chosen is not None, "nothing was chosen"
-    best = max([candidate.expected_blocks if candidate.feed is FeedState.LIVE else 0 for candidate in candidates])
+    best = max([candidate.expected_blocks if candidate.feed is LIVE else 0 for candidate in candidates])
     cached = min(best * prompt.block_size, prompt.tokens - 1)
     return decision.chosen.uncached_tokens(prompt) - (prompt.tokens - cached)
 
 
-class _ObservedBlocks:
+class _ObservedBlocks(ReplicaBlocks):
     """One replica's blocks in the index, whose changes the policy sees too."""
 
-    def __init__(self, blocks: ReplicaBlocks, policy: Policy, replica: str) -> None:
-        self._blocks = blocks
+    def __init__(self, index: PrefixIndex, replica: str, policy: Policy) -> None:
+        super().__init__(index, replica)
         self._policy = policy
-        self._replica = replica
-
-    @property
-    def digest(self) -> Digest:
-        return self._blocks.digest
 
     def store(self, parent: int | None, hashes: Sequence[int]) -> None:
-        self._blocks.store(parent, hashes)
+        super().store(parent, hashes)
         self._policy.stored(self._replica, hashes)
 
     def remove(self, hashes: Sequence[int]) -> None:
-        self._blocks.remove(hashes)
+        super().remove(hashes)
         self._policy.removed(self._replica, hashes)
 
     def clear(self) -> None:
-        self._blocks.clear()
+        super().clear()
         self._policy.reset(self._replica, ())
 
     def replace(self, blocks: Iterable[tuple[int, int | None]]) -> None:
         pairs = list(blocks)
-        self._blocks.replace(pairs)
+        super().replace(pairs)
         self._policy.reset(self._replica, [block for block, _ in pairs])

@@ -36,19 +36,6 @@ _End = tuple[int, int]
 class PrefixIndex:
     """Block hash to set of replicas; a set is an int with one bit per replica."""
 
-    __slots__ = (
-        "_bits",
-        "_capacity",
-        "_closed",
-        "_counts",
-        "_holders",
-        "_known",
-        "_names",
-        "_shared",
-        "_xors",
-        "dropped",
-    )
-
     def __init__(self) -> None:
         #: no entry is 0: a block without a holder has none
         self._holders: dict[int, int] = {}
@@ -270,8 +257,6 @@ class ReplicaBlocks:
 
     See `ResidentBlocks` (events/follow/residency.py).
     """
-
-    __slots__ = ("_index", "_replica")
 
     def __init__(self, index: PrefixIndex, replica: str) -> None:
         self._index = index

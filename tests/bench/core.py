@@ -9,6 +9,7 @@ events" is its pool's part and `take_events`, and encoding has its row, too.
 """
 
 import gc
+import tracemalloc
 from collections.abc import Callable, Sequence
 from statistics import median
 from time import thread_time_ns
@@ -29,6 +30,8 @@ BLOCK_SIZE = 16
 BLOCKS = 2_048
 NUM_TOKENS = BLOCKS * BLOCK_SIZE
 DECODED = 4_096
+#: For memory: what a block takes varies by 30 bytes with how full the index's hash table is.
+RESIDENT = 100_000
 ROOTS = (BlockHash(b"root-of-prompt-0"), BlockHash(b"root-of-prompt-1"))
 HASHER = BlockHasher(BLOCK_SIZE, seed=7)
 TOKENS = token_bytes(range(NUM_TOKENS))
@@ -210,6 +213,24 @@ def bytes_per_block() -> tuple[float, float]:
     return len(stored) / BLOCKS, len(removed) / BLOCKS
 
 
+def memory_per_block() -> tuple[float, float]:
+    """Bytes of a block that holds nothing yet, and of a cached one with its hash, tokens and index entry."""
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    cache = PrefixCache(RESIDENT + 1, BLOCK_SIZE)
+    empty = tracemalloc.get_traced_memory()[0] - before
+    for first in range(0, RESIDENT, 2_000):
+        tokens = token_bytes(range(first * BLOCK_SIZE, (first + 2_000) * BLOCK_SIZE))
+        table = cache.allocate(2_000)
+        assert table is not None
+        cache.commit(table, 0, ROOTS[0], HASHER.chain(ROOTS[0], tokens), tokens)
+        cache.release(table)
+        del table, tokens
+    full = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    return empty / RESIDENT, full / RESIDENT
+
+
 class Table:
     """Rows as they are measured: ours and the peer's in turns."""
 
@@ -287,6 +308,9 @@ def measure(table: Table, peer: Peer | None) -> Sequence[Row]:
     theirs = peer.bytes_per_block() if peer else (None, None)
     table.add_value("wire, a stored block", "bytes", stored, theirs[0], None)
     table.add_value("wire, a removed block", "bytes", removed, theirs[1], 12)
+    empty, cached = memory_per_block()
+    table.add_value("memory, a block that holds nothing", "bytes", empty, None, None)
+    table.add_value("memory, a cached block", "bytes", cached, None, 248)
     return table.rows
 
 

@@ -14,7 +14,7 @@ import multiprocessing
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -22,15 +22,16 @@ from statistics import median
 import zmq
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from homing.events import CacheEvent, EventEndpoints, EventFeed, KeysRefused, Subscription
+from homing.events import EventEndpoints, EventFeed, Subscription
 from homing.events.config import EventsSettings
+from homing.events.follow.feed import FeedSink
 from homing.events.follow.residency import SetResidency
-from homing.events.follow.subscription import FeedStatus, Reach
+from homing.events.follow.subscription import Apply, Reach, Reset
 from homing.events.publish.event_log import EventLog
 from homing.events.publish.step_changes import RemovedBlocks, Step, StoredBlocks
 from homing.events.wire.dialects import BatchDecoder
 from homing.events.wire.frames import encode_seq, events_topic, read_event
-from homing.events.wire.messages import LoadReport, SnapshotBlock, SnapshotChunk
+from homing.events.wire.messages import SnapshotChunk
 from homing.router.routing.prefix_index import PrefixIndex, ReplicaBlocks
 from tests.bench.report import Row, arguments, publish
 
@@ -59,7 +60,7 @@ def messages(count: int, *, hash_only: bool = False) -> list[Frames]:
     return [[events_topic(EPOCH), encode_seq(batch.seq), batch.payload] for batch in sent]
 
 
-class IndexSink:
+class IndexSink(FeedSink):
     """What the router does with a feed: its index is the one copy of what the replica holds."""
 
     def __init__(self) -> None:
@@ -67,13 +68,9 @@ class IndexSink:
         self.index.join("r0", 10**9, closed=True)
         self.batches = 0
 
-    def apply(self, events: Sequence[CacheEvent]) -> None:
-        self.batches += 1
+    def told(self, instruction: Apply | Reset) -> None:
+        self.batches += isinstance(instruction, Apply)
 
-    def reset(self, blocks: Sequence[SnapshotBlock]) -> None: ...
-    def status(self, status: FeedStatus) -> None: ...
-    def load(self, report: LoadReport) -> None: ...
-    def refused(self, error: KeysRefused) -> None: ...
     def malformed(self, error: Exception) -> None:
         raise error
 

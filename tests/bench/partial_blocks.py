@@ -20,7 +20,7 @@ import torch
 
 from homing.kvcache.hashing import BlockHash, BlockHasher, token_bytes
 from homing.kvcache.prefix_cache import CacheStats, PrefixCache
-from homing.replica.attention.base import KvPool
+from homing.replica.attention.paged import KvPool
 from homing.replica.config import ReplicaSettings
 from homing.replica.demo import demo_model_path
 from homing.replica.engine.step_plan import BlockCopy, PlanRow, lay_out, plan_of_rows

@@ -8,7 +8,7 @@ from typing import assert_never
 
 import msgspec
 
-from homing.cluster.control.control_messages import ClusterSpec, Doors, Listening, RankSpec
+from homing.cluster.control.control_messages import Listening, Models, RankSpec
 from homing.cluster.control.planner import ROLES, Fleet, GroupPhase, RoutedReplica
 from homing.events.wire.messages import EventEndpoints
 from homing.kvcache.prefix_cache import CachedBlock
@@ -88,14 +88,15 @@ class FakeRouter:
     Replicas that drain or warm up are left out. It refuses replicas of block size 32.
     """
 
-    def __init__(self, spec: ClusterSpec, listening: Listening) -> None:
+    def __init__(self, models: Models, listening: Listening) -> None:
         self.listening = listening
-        self._told = Path(spec.common.settings.cluster.state_dir) / "told"
+        self._told = Path(models[0].settings.cluster.state_dir) / "told"
         self._stopped = asyncio.Event()
 
     @classmethod
-    async def make(cls, spec: ClusterSpec, doors: Doors, membership: SetMembership) -> "FakeRouter":
-        router = cls(spec, Listening(doors.port or 12345, doors.direct_port or (54321 if doors.shared else 0)))
+    async def make(cls, models: Models, wanted: Listening, membership: SetMembership, seat: int) -> "FakeRouter":
+        several = models[0].settings.cluster.routers > 1
+        router = cls(models, Listening(wanted.port or 12345, wanted.direct_port or (54321 if several else 0)))
         await router.ask(membership)
         return router
 

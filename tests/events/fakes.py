@@ -3,7 +3,7 @@
 import asyncio
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -11,12 +11,12 @@ import zmq
 
 from homing.events import CacheEvent, CacheMirror, EventError, KeysRefused
 from homing.events.config import EventsSettings
-from homing.events.follow.subscription import FeedStatus
+from homing.events.follow.subscription import Apply, FeedStatus, Reset
 from homing.events.publish.publisher import EventPublisher
 from homing.events.security.curve_keys import ServerKeys
 from homing.events.wire.dialects import snapshot_pairs
 from homing.events.wire.frames import END_SEQ, encode_seq
-from homing.events.wire.messages import CacheCounters, LoadReport, SnapshotBlock
+from homing.events.wire.messages import CacheCounters, LoadReport
 
 BLOCK_SIZE = 4
 
@@ -90,14 +90,14 @@ class FoldingSink:
     def live(self) -> bool:
         return bool(self.statuses) and self.statuses[-1] is FeedStatus.LIVE
 
-    def apply(self, events: Sequence[CacheEvent]) -> None:
-        self.events.extend(events)
-        for event in events:
+    def told(self, instruction: Apply | Reset) -> None:
+        if isinstance(instruction, Reset):
+            self.resets += 1
+            self.mirror.replace(snapshot_pairs(instruction.blocks))
+            return
+        self.events.extend(instruction.events)
+        for event in instruction.events:
             self.mirror.apply(event)
-
-    def reset(self, blocks: Sequence[SnapshotBlock]) -> None:
-        self.resets += 1
-        self.mirror.replace(snapshot_pairs(blocks))
 
     def status(self, status: FeedStatus) -> None:
         self.statuses.append(status)

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -12,10 +12,10 @@ import torch
 import zmq
 
 from homing.events.config import EventsSettings
-from homing.events.follow.feed import EventFeed
-from homing.events.follow.subscription import FeedStatus
-from homing.events.wire.cache_events import CacheEvent, Cleared, Removed, Stored
-from homing.events.wire.messages import LOAD_TOPIC, LoadReport, SnapshotBlock
+from homing.events.follow.feed import EventFeed, FeedSink
+from homing.events.follow.subscription import Apply, FeedStatus, Reset
+from homing.events.wire.cache_events import Cleared, Removed, Stored
+from homing.events.wire.messages import LOAD_TOPIC, LoadReport
 from homing.kvcache.config import KvCacheSettings
 from homing.kvcache.hashing import BlockHash, wire_hash
 from homing.kvcache.parity import canary_hash
@@ -227,15 +227,18 @@ def test_two_routers_get_their_own_tokens_only(replica: Served) -> None:
     assert [len(client.tokens(1)) for client in (first, second)] == [6, 3]
 
 
-class RouterView:
+class RouterView(FeedSink):
     """A sink that is a plain set."""
 
     def __init__(self) -> None:
         self.held: set[int] = set()
         self.live = False
 
-    def apply(self, events: Sequence[CacheEvent]) -> None:
-        for event in events:
+    def told(self, instruction: Apply | Reset) -> None:
+        if isinstance(instruction, Reset):
+            self.held = {int(block.block_hash) for block in instruction.blocks}
+            return
+        for event in instruction.events:
             if isinstance(event, Stored):
                 self.held |= set(event.hashes)
             elif isinstance(event, Removed):
@@ -243,13 +246,8 @@ class RouterView:
             elif isinstance(event, Cleared):
                 self.held.clear()
 
-    def reset(self, blocks: Sequence[SnapshotBlock]) -> None:
-        self.held = {int(block.block_hash) for block in blocks}
-
     def status(self, status: FeedStatus) -> None:
         self.live = status is FeedStatus.LIVE
-
-    def load(self, report: LoadReport) -> None: ...
 
     def malformed(self, error: Exception) -> None:
         raise error

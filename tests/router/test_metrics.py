@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from homing.events.wire.messages import CacheCounters, LoadReport
-from homing.router.backend import ClusterView, ModelView, RouterCounters
+from homing.router.backend import ClusterView, ModelView, ReplicaView, RouterCounters
 from homing.router.metrics import FAMILIES, RouterMetrics
 
 from .http.fakes import replica_view
@@ -151,13 +151,20 @@ def test_a_model_that_was_taken_away_has_no_gauges():
     assert value("homing_replicas_serving", {"model": "demo"}) is not None
 
 
-def test_every_total_has_a_field_to_come_from():
+def test_every_copied_value_has_a_field_to_come_from():
     """A renamed field must not silence its metric."""
-    fields = {kind: {each.name for each in msgspec.structs.fields(kind)} for kind in (RouterCounters, CacheCounters)}
-    copied = {labels: {each.field for each in FAMILIES if each.field and each.labels == labels} for labels in LABELS}
+    sources = (RouterCounters, CacheCounters, ModelView, ReplicaView)
+    fields = {kind: {each.name for each in msgspec.structs.fields(kind)} for kind in sources}
+    copied = {
+        (kind, labels): {each.field for each in FAMILIES if each.field and (each.kind, each.labels) == (kind, labels)}
+        for kind in ("counter", "gauge")
+        for labels in LABELS
+    }
 
-    assert copied["model",] <= fields[RouterCounters]
-    assert copied["model", "replica"] == fields[CacheCounters]
+    assert copied["counter", ("model",)] <= fields[RouterCounters]
+    assert copied["counter", ("model", "replica")] == fields[CacheCounters]
+    assert copied["gauge", ("model",)] <= fields[ModelView]
+    assert copied["gauge", ("model", "replica")] <= fields[ReplicaView]
 
 
 def test_the_documented_table_is_the_real_one():

@@ -1,36 +1,64 @@
-"""`homing analyze LOG`: opens the log, runs the analysis, and reports the result."""
+"""`homing analyze LOG`: opens the log, runs the analysis, and reports the result; or writes the log as a trace."""
 
 import gzip
 import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from io import BufferedReader
 from itertools import chain
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar, cast
 
+from ....kvcache.hashing import BlockHash, wire_hashes
 from ....router.errors import TokenizerUnavailable
 from ....router.text.tokenizer import TextModel
-from ...config import Settings
+from ...config import Settings, nearest
 from ...errors import LogUnreadable, ModelUnavailable, SettingsError
 from ...model_source import find_model
 from ..plots import check_plot_path, write_plot
 from ..recorded_trace import MOONCAKE_BLOCK_TOKENS
-from .capacity import KvCapacity, block_bytes_of_config
+from .capacity import KvCapacity, block_bytes_of_config, parse_size
 from .log_analysis import LogAnalysis
-from .options import Options
 from .order import SampledPrompt, advise
 from .prompts import Prompt, PromptSource, TextPrompts, TracePrompts
-from .records import LogReader, TextRequest
+from .records import FORMATS, Format, LogReader, TextRequest, detect_format
 from .report import Findings, as_json, page, text
 
 #: Requests whose order of parts is looked at; a share of a thousandth of them still shows.
 SAMPLE = 1000
 GZIP_MAGIC = b"\x1f\x8b"
 PROGRESS_S = 0.5
+DEFAULT_REPLICAS = (1, 2, 4, 8)
+MAX_REPLICAS = 256
+#: Names of blocks keep so many bits, so that a reader can put the number of a round above them.
+_NAME_BITS = 60
+#: Apart, where the log names no time.
+_PAUSE_S = 1.0
+
+Value = TypeVar("Value")
+
+
+@dataclass(slots=True, frozen=True)
+class Options:
+    log: str  #: a path, or - for standard input
+    log_format: Format | None = None
+    block_size: int | None = None  #: None: 512 for traces, the setting for requests
+    sizes: Sequence[int] = ()  #: empty: chosen by what the log holds
+    replicas: Sequence[int] = DEFAULT_REPLICAS
+    tokenizer: Path | None = None  #: None: the model's
+    sized_model: bool = False  #: whether a model was named, so that its KV is worth a figure
+    block_bytes: int | None = None
+    gpu_bytes: int | None = None
+    prefill_rate: float | None = None
+    skip_malformed: bool = False
+    as_json: bool = False
+    plots: Sequence[Path] = ()
+    show_snippets: bool = True
 
 
 class Sample:
@@ -47,7 +75,7 @@ class Sample:
         if not prompt.parts:
             return
         self._seen += 1
-        sampled = SampledPrompt(prompt.parts, prompt.logged.tokens, shared_tokens)
+        sampled = SampledPrompt(prompt.parts, prompt.tokens, shared_tokens)
         if len(self.prompts) < self._size:
             self.prompts.append(sampled)
         elif (place := self._rng.randrange(self._seen)) < self._size:
@@ -113,7 +141,7 @@ def _analyzed(
     analysis, sample = LogAnalysis(block_size, options.replicas), Sample(SAMPLE, random.Random(0))
     with closing(prompt_source(options, settings, block_size, has_text=has_text)) as source:
         for prompt in source.prompts(chain([first], records)):
-            sample.offer(prompt, analysis.observe(prompt.logged))
+            sample.offer(prompt, analysis.observe(prompt))
             progress.step()
     progress.done()
     report = analysis.report()
@@ -178,3 +206,85 @@ def _raw(log: str, stdin: BufferedReader | None) -> BufferedReader:
     if log != "-":
         return Path(log).open("rb")
     return stdin or open(sys.stdin.fileno(), "rb", closefd=False)
+
+
+def format_of(log: str) -> Format | None:
+    """The format that the log's first line shows; None of an empty log. Raises LogUnreadable."""
+    with opened(log, None) as lines:
+        return next((detect_format(line) for line in lines if line.strip()), None)
+
+
+def write_trace(options: Options, settings: Settings, out: TextIO, *, output_tokens: int) -> None:
+    """Write the log's requests as lines of a Mooncake trace. Raises ClusterError.
+
+    Logs of requests do not tell how long the answers were: all get `output_tokens`. Time begins with the first request;
+    one that was logged late counts as arriving with the one before it.
+    """
+    block_size = options.block_size or settings.kvcache.block_size
+    reader = LogReader(options.log_format, skip_malformed=options.skip_malformed)
+    first_s: float | None = None
+    now_s = 0.0
+    with (
+        opened(options.log, None) as log,
+        closing(prompt_source(options, settings, block_size, has_text=True)) as source,
+    ):
+        for number, prompt in enumerate(source.prompts(reader.read(log))):
+            at_s = number * _PAUSE_S if prompt.arrival_s is None else prompt.arrival_s
+            first_s = at_s if first_s is None else first_s
+            now_s = max(now_s, at_s - first_s)
+            hashes = cast("Sequence[BlockHash]", prompt.blocks)  # prompts of text name their blocks by hash
+            line = {
+                "timestamp": now_s * 1000,
+                "input_length": prompt.tokens,
+                "output_length": output_tokens,
+                "hash_ids": [name >> (64 - _NAME_BITS) for name in wire_hashes(b"".join(hashes))],
+            }
+            out.write(json.dumps(line) + "\n")
+
+
+def options_of(arguments: Namespace) -> Options:
+    """Options of a parsed command. Raises SettingsError, which names the flag."""
+    return Options(
+        log=arguments.log,
+        log_format=_given(arguments.format, _format),
+        block_size=_given(arguments.block_tokens, lambda text: _size(text, "--block-size")),
+        sizes=_given(arguments.sizes, lambda text: _sizes(text, "--sizes")) or (),
+        replicas=_given(arguments.replica_counts, _replicas) or DEFAULT_REPLICAS,
+        tokenizer=_given(arguments.tokenizer, lambda text: Path(text).expanduser()),
+        sized_model=arguments.model is not None,
+        block_bytes=_given(arguments.bytes_per_block, lambda text: _size(text, "--bytes-per-block")),
+        gpu_bytes=_given(arguments.kv_memory, lambda text: _size(text, "--kv-memory")),
+        prefill_rate=_given(arguments.prefill_rate, lambda text: float(_size(text, "--prefill-rate"))),
+        skip_malformed=arguments.skip_malformed,
+        as_json=arguments.json,
+        plots=tuple(Path(text).expanduser() for text in arguments.plot),
+        show_snippets=not arguments.no_snippets,
+    )
+
+
+def _given(text: str | None, convert: Callable[[str], Value]) -> Value | None:
+    return None if text is None else convert(text)
+
+
+def _format(text: str) -> Format:
+    if text not in FORMATS:
+        raise SettingsError(f"--format: {text!r} is none of {', '.join(FORMATS)}{nearest(text, FORMATS)}")
+    return text
+
+
+def _size(text: str, flag: str) -> int:
+    size = parse_size(text, flag)
+    if size < 1:
+        raise SettingsError(f"{flag}: {text!r} must be at least 1")
+    return size
+
+
+def _sizes(text: str, flag: str) -> tuple[int, ...]:
+    return tuple(sorted({_size(word, flag) for word in text.split(",")}))
+
+
+def _replicas(text: str) -> tuple[int, ...]:
+    counts = _sizes(text, "--replicas")
+    if counts[-1] > MAX_REPLICAS:
+        raise SettingsError(f"--replicas: at most {MAX_REPLICAS}, not {counts[-1]}")
+    return counts

@@ -34,7 +34,7 @@ class LoggedPrompt:
 class WindowRow:
     """Distinct blocks that were used within a sliding window of time, looked at with each request."""
 
-    seconds: float
+    window_s: float
     peak_blocks: int
     mean_blocks: float
 
@@ -43,8 +43,8 @@ class WindowRow:
 class BreakRow:
     """Requests that found so many blocks of their prompt known, and then a block that was not."""
 
-    first_blocks: int
-    last_blocks: int
+    from_blocks: int
+    to_blocks: int
     requests: int
 
 

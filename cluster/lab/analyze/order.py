@@ -48,8 +48,6 @@ class Part:
 
 @dataclass(slots=True, frozen=True)
 class SampledPrompt:
-    """One prompt of the sample."""
-
     parts: tuple[Part, ...]
     tokens: int
     shared_tokens: int  #: leading tokens that some earlier request of the whole log had
@@ -72,7 +70,6 @@ class OrderFinding:
 
     @property
     def advice(self) -> str:
-        """What to do about it."""
         if self.part.startswith("tools") and self.kind in ("order", "text"):
             return "Send the tools always in one order (by name, say) and written alike."
         return _ADVICE[self.kind]
@@ -94,8 +91,6 @@ class _Piece:
 
 @dataclass(slots=True, eq=False)
 class _Text:
-    """A prompt as one text with its pieces."""
-
     prompt: SampledPrompt
     text: str
     starts: list[int]  #: where each part begins
@@ -209,8 +204,6 @@ def _findings(texts: list[_Text]) -> Iterator[OrderFinding]:
 
 @dataclass(slots=True, frozen=True)
 class _Parting:
-    """Where the texts of a group part."""
-
     place: int
     together: list[_Text]  #: those that go together up to there
 
@@ -251,10 +244,12 @@ def _members_of_dearest(group: list[_Text], place: int) -> list[_Text]:
 
 
 def _finding(members: list[_Text], parting: _Parting) -> OrderFinding | None:
-    common = _common_pieces(parting)
+    texts = parting.together
+    holders = _holders(texts, parting.place + 1)  # pieces that begin behind the difference
+    common = {word for word, count in holders.items() if count >= MOST * len(texts)}
     if sum(map(len, common)) < MIN_COMMON:
         return None
-    head = parting.together[0].text[: parting.place]
+    head = texts[0].text[: parting.place]
     then = []
     for text in members:
         before = _common_length([text.text, head])
@@ -262,9 +257,9 @@ def _finding(members: list[_Text], parting: _Parting) -> OrderFinding | None:
         then.append(max(text.prompt.shared_tokens, min(text.prompt.tokens - 1.0, text.tokens(before + moved))))
     now = [text.prompt.shared_tokens for text in members]
     gains = [after - before for before, after in zip(now, then, strict=True)]
-    first = parting.together[0]
+    first = texts[0]
     part = bisect_right(first.starts, parting.place) - 1
-    snippets = [_snippet(text, parting.place, common) for text in parting.together]
+    snippets = [_snippet(text, parting.place, common) for text in texts]
     return OrderFinding(
         kind=_kind(parting, common, snippets),
         part=first.prompt.parts[part].label,
@@ -277,13 +272,6 @@ def _finding(members: list[_Text], parting: _Parting) -> OrderFinding | None:
         then_tokens=sum(then) / len(members),
         saved_tokens=int(sum(gains) - max(gains)),  # the first one computes it in any order
     )
-
-
-def _common_pieces(parting: _Parting) -> set[str]:
-    """Pieces that begin behind the difference and that most of the texts hold there."""
-    texts = parting.together
-    holders = _holders(texts, parting.place + 1)
-    return {word for word, count in holders.items() if count >= MOST * len(texts)}
 
 
 def _holders(texts: list[_Text], place: int) -> Counter[str]:

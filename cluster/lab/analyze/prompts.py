@@ -25,11 +25,10 @@ _NO_MODEL = BlockHash(bytes(16))
 
 
 @dataclass(slots=True, frozen=True)
-class Prompt:
-    """One request, ready for both analyses; without text there are no parts."""
+class Prompt(LoggedPrompt):
+    """One request, ready for both analyses."""
 
-    logged: LoggedPrompt
-    parts: tuple[Part, ...] = ()
+    parts: tuple[Part, ...] = ()  #: empty without text
 
 
 def prefix_names(numbers: dict[tuple[int, int], int], block_ids: Iterable[int]) -> list[int]:
@@ -65,7 +64,7 @@ class TracePrompts:
                     f"{self._block_size}; say how many tokens an id stands for, such as --block-size {likely}"
                 )
             blocks = prefix_names(self._names, request.full_blocks(self._block_size))
-            yield Prompt(LoggedPrompt(request.input_tokens, blocks, request.arrival_s))
+            yield Prompt(request.input_tokens, blocks, request.arrival_s)
 
     def close(self) -> None:
         """Nothing was loaded."""
@@ -98,7 +97,7 @@ class TextPrompts:
             if key not in self._roots:
                 self._roots[key] = tenant_root(_NO_MODEL, salt=canonical(*(word.encode() for word in key)))
             blocks = self._hasher.chain(self._roots[key], token_bytes(token_ids))
-            yield Prompt(LoggedPrompt(len(token_ids), blocks, request.arrival_s), _parts(request.prompt))
+            yield Prompt(len(token_ids), blocks, request.arrival_s, _parts(request.prompt))
 
     def close(self) -> None:
         """Let go of the tokenizer's threads."""

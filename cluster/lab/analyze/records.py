@@ -66,16 +66,12 @@ class _Line(_Body):
 _decode_line = msgspec.json.Decoder(_Line).decode
 
 
-class _LineError(Exception):
-    """Why a line cannot be read; names the field."""
-
-
 def detect_format(line: bytes) -> Format:
     """The format that a log's first readable line shows. Raises LogUnreadable."""
     try:
         keys = msgspec.json.decode(line, type=dict[str, msgspec.Raw]).keys()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _LineError(f"no JSON object: {error}") from error
+        raise TraceError(f"no JSON object: {error}") from error
     if "hash_ids" in keys:
         return "mooncake"
     if keys & {"messages", "prompt", "body"}:
@@ -105,7 +101,7 @@ class LogReader:
                     yield trace_request(line)
                 else:
                     yield from _requests(line, number)
-            except (_LineError, TraceError) as error:
+            except TraceError as error:
                 if not self._skip_malformed:
                     raise LogUnreadable(
                         f"line {number}: {error} (--skip-malformed counts such lines and goes on)"
@@ -117,14 +113,14 @@ def _requests(text: bytes, number: int) -> list[TextRequest]:
     try:
         line = _decode_line(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _LineError(str(error)) from error
+        raise TraceError(str(error)) from error
     body = line.body or line
     arrival = _arrival_s(line)
     model, salt = body.model or "", body.cache_salt or ""
     try:
         return [TextRequest(prompt, model, salt, arrival, number) for prompt in _prompts(body)]
     except InvalidRequest as error:
-        raise _LineError(error.message) from error
+        raise TraceError(error.message) from error
 
 
 def _prompts(body: _Body) -> list[TemplateInput | str | list[int]]:
@@ -134,7 +130,7 @@ def _prompts(body: _Body) -> list[TemplateInput | str | list[int]]:
         options = TokenizeBody(messages=messages, tools=tools, chat_template_kwargs=body.chat_template_kwargs)
         return [conversation(options).template_input()]
     if body.prompt is None:
-        raise _LineError("neither field 'messages' nor field 'prompt' is there")
+        raise TraceError("neither field 'messages' nor field 'prompt' is there")
     return [each if isinstance(each, str) else each.tolist() for each in prompts(body.prompt, 1 << 32)]
 
 
@@ -143,7 +139,7 @@ def _message(given: dict[str, Any], index: int) -> MessageBody:
     try:
         return msgspec.convert(known, MessageBody)
     except msgspec.ValidationError as error:
-        raise _LineError(f"field 'messages[{index}]': {error}") from error
+        raise TraceError(f"field 'messages[{index}]': {error}") from error
 
 
 def _arrival_s(line: _Line) -> float | None:
@@ -153,7 +149,7 @@ def _arrival_s(line: _Line) -> float | None:
             try:
                 return datetime.fromisoformat(value).timestamp()
             except ValueError as error:
-                raise _LineError(f"field {name!r}: {value!r} is no time in ISO 8601") from error
+                raise TraceError(f"field {name!r}: {value!r} is no time in ISO 8601") from error
         if value is not None:
             return value * next((factor for bound, factor in _TIME_UNITS if abs(value) >= bound), 1.0)
     return None

@@ -38,7 +38,6 @@ class Affine:
         self._blocks = 0
 
     def choose(self, blocks: Sequence[Hashable], caches: Sequence[ReuseStack]) -> int:
-        """Index of the replica that takes this request."""
         work = self._work = self._work or [0] * len(caches)
         self._requests += 1
         self._blocks += len(blocks)
@@ -51,8 +50,6 @@ class Affine:
 
 
 class ReplicaCaches:
-    """The caches of some replicas under one rule."""
-
     def __init__(self, replicas: int, rule: RoundRobin | Affine) -> None:
         self._counts = PlaceCounts()
         self._caches = [ReuseStack(self._counts) for _ in range(replicas)]

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..plots import Line, LineChart, Page, Table
 from .capacity import KvCapacity
-from .log_analysis import HEADROOM, USEFUL_SHARE, BreakRow, LogReport
+from .log_analysis import HEADROOM, USEFUL_SHARE, LogReport
 from .order import OrderFinding
 from .reuse_stack import HitCurve
 
@@ -17,8 +17,6 @@ NO_TEXT = "this log has no text: advice on prompt order needs requests with mess
 
 @dataclass(slots=True, frozen=True)
 class Findings:
-    """The results for one log."""
-
     source: str
     log_format: str
     tokenizer: str | None  #: whose; None: the log has ids already
@@ -69,9 +67,9 @@ def _head(found: Findings) -> list[str]:
 
 def _windows(found: Findings) -> list[str]:
     log = found.log
-    rows = [[_duration(row.seconds), f"{row.peak_blocks:,}", f"{row.mean_blocks:,.0f}"] for row in log.windows]
+    rows = [[_duration(row.window_s), f"{row.peak_blocks:,}", f"{row.mean_blocks:,.0f}"] for row in log.windows]
     rows.append(["whole log", f"{log.distinct_blocks:,}", ""])
-    return ["working set: distinct blocks used within", *_columns([["", "peak", "mean"], *rows])]
+    return ["working set: distinct blocks used within", *columns([["", "peak", "mean"], *rows])]
 
 
 def _recommendation(found: Findings) -> list[str]:
@@ -97,7 +95,7 @@ def _recommendation(found: Findings) -> list[str]:
 def _sizes(found: Findings) -> list[str]:
     return [
         "prompt tokens found in caches (LRU), by blocks of one replica",
-        *_columns([_size_header(found), *_size_rows(found)]),
+        *columns([_size_header(found), *_size_rows(found)]),
         f"({ESTIMATE})" if found.log.replicas else "",
     ]
 
@@ -123,28 +121,23 @@ def _size_rows(found: Findings) -> list[list[str]]:
 
 def _breaks(found: Findings) -> list[str]:
     log = found.log
-    rows = [[_blocks_of(row), f"{row.requests:,}", _percent(row.requests / log.requests)] for row in log.breaks]
+    rows = []
+    for row in log.breaks:
+        last = f" to {row.to_blocks:,}" if row.to_blocks > row.from_blocks else ""
+        rows.append([f"{row.from_blocks:,}{last}", f"{row.requests:,}", _percent(row.requests / log.requests)])
     if log.known_entirely:
         rows.append(["all of them", f"{log.known_entirely:,}", _percent(log.known_entirely / log.requests)])
-    lines = ["where sharing ends: known blocks at the head of a prompt", *_columns([["blocks", "requests", ""], *rows])]
+    lines = ["where sharing ends: known blocks at the head of a prompt", *columns([["blocks", "requests", ""], *rows])]
     if any(size < log.largest_prompt_blocks for size in found.sizes):
         return ["* less than the largest prompt, which could not run", "", *lines]
     return lines
 
 
-def _blocks_of(row: BreakRow) -> str:
-    same = row.first_blocks == row.last_blocks
-    return f"{row.first_blocks:,}" if same else f"{row.first_blocks:,} to {row.last_blocks:,}"
-
-
 def _advice(found: Findings) -> list[str]:
     if found.advice is None:
         return [f"prompt order: {NO_TEXT}"]
-    if not found.advice:
-        return [
-            f"prompt order: nothing found that varies early and breaks sharing ({found.sampled:,} requests looked at)"
-        ]
-    lines = [f"prompt order: what varies early and breaks sharing ({found.sampled:,} requests looked at)"]
+    what = "what" if found.advice else "nothing found that"
+    lines = [f"prompt order: {what} varies early and breaks sharing ({found.sampled:,} requests looked at)"]
     for number, finding in enumerate(found.advice, 1):
         shown = ", ".join(f"“{snippet}”" for snippet in finding.snippets) if found.show_snippets else "not shown"
         texts = f", {finding.groups} different texts" if finding.groups > 1 else ""
@@ -195,10 +188,7 @@ def as_json(found: Findings) -> dict[str, Any]:
         "potential_saved_tokens": log.saved_tokens(),
         "potential_saved_share": log.share(log.curve.endless),
         "potential_saved_s": log.saved_tokens() / found.prefill_rate if found.prefill_rate else None,
-        "working_set": [
-            {"window_s": row.seconds, "peak_blocks": row.peak_blocks, "mean_blocks": row.mean_blocks}
-            for row in log.windows
-        ],
+        "working_set": [asdict(row) for row in log.windows],
         "useful_blocks": log.useful_blocks,
         "recommended_blocks": log.recommended_blocks,
         "recommended_share": log.share(log.curve.hits(log.recommended_blocks)),
@@ -217,10 +207,7 @@ def as_json(found: Findings) -> dict[str, Any]:
             }
             for size in found.sizes
         ],
-        "sharing_ends": [
-            {"from_blocks": row.first_blocks, "to_blocks": row.last_blocks, "requests": row.requests}
-            for row in log.breaks
-        ],
+        "sharing_ends": [asdict(row) for row in log.breaks],
         "known_entirely": log.known_entirely,
         "advice": None if found.advice is None else [_finding_json(found, each) for each in found.advice],
         "advice_requests": found.sampled,
@@ -247,7 +234,7 @@ def page(found: Findings) -> Page:
     marks[f"recommended: {log.recommended_blocks:,}"] = log.recommended_blocks
     if log.windows:
         widest = log.windows[-1]
-        marks[f"working set of {_duration(widest.seconds)}: {widest.peak_blocks:,}"] = widest.peak_blocks
+        marks[f"working set of {_duration(widest.window_s)}: {widest.peak_blocks:,}"] = widest.peak_blocks
     families = {count: family for family, count in enumerate(dict.fromkeys(row.replicas for row in log.replicas), 1)}
 
     def shares(name: str, curve: HitCurve, family: int, *, dashed: bool = False) -> Line:
@@ -283,7 +270,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 3600:,.1f} h"
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Cells in columns that are as wide as they need to be, all to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

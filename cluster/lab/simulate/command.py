@@ -24,18 +24,16 @@ from ...client import get_json, router_urls
 from ...config import ClusterSettings, Settings
 from ...control.autoscale import terms_of
 from ...errors import SettingsError
-from ..analyze.command import opened
-from ..analyze.log_trace import format_of, write_trace
-from ..analyze.options import Options
+from ..analyze.command import Options, format_of, opened, write_trace
+from ..analyze.report import columns
 from ..plots import Line, LineChart, Page, PointChart, Table, check_plot_path, write_plot
 from ..recorded_trace import MOONCAKE_BLOCK_TOKENS, TraceError, read_trace
 from .delivery import Channel
-from .replica import ReplicaLimits
+from .replica import MockerModel, RateModel, ReplicaLimits, StepTimes
 from .results import Result
 from .runs import Setup, capacity_per_s, run
 from .scaling import run_scaled
 from .scenarios import Staged, find, recovery_s, stage
-from .step_times import MockerModel, RateModel, StepTimes
 from .workload import Arrival, Chats, WorkloadFacts, compress, conversations, facts, from_trace, repeated
 
 #: Ours, what it must not lose to, the peers that do best somewhere, and the bound.
@@ -49,8 +47,6 @@ _BAR_EVERY_S = 0.25
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Order:
-    """What the command line asks for."""
-
     trace: Path | None = None
     scenario: str | None = None
     policies: tuple[str, ...] = tuple(DEFAULT_POLICIES.split(","))
@@ -151,11 +147,8 @@ def table(outcome: Outcome) -> str:
         rows[0] += ["lost", "resyncs"]
         for row, result in zip(rows[1:], outcome.results, strict=True):
             row += [str(result.lost_messages), str(result.resyncs)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    )
+    width = max(len(row[0]) for row in rows)
+    return "\n".join(columns([[row[0].ljust(width), *row[1:]] for row in rows]))
 
 
 def page(outcome: Outcome) -> Page:
@@ -373,10 +366,4 @@ def _cells(result: Result) -> list[str]:
 def order_of(arguments: dict[str, Any]) -> Order:
     """From parsed flags; those that were not given keep their defaults."""
     names = Order.__dataclass_fields__
-    given = {name: value for name, value in arguments.items() if name in names and value is not None}
-    if "policies" in given:
-        given["policies"] = tuple(word.strip() for word in str(given["policies"]).split(","))
-    for name in ("trace", "json", "plot", "tokenizer"):
-        if name in given:
-            given[name] = Path(given[name])
-    return Order(**given)
+    return Order(**{name: value for name, value in arguments.items() if name in names and value is not None})

@@ -49,8 +49,6 @@ Heard = Callable[[SimulatedRouter], None]
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Channel:
-    """From replicas to routers."""
-
     delay_s: float = 0.0
     loss: float = 0.0  #: share of published messages that a router never gets
     resync_s: float = 0.02  #: from a request for a replay or snapshot, once at the replica, to its answer
@@ -156,8 +154,6 @@ class Direct:
 
 @dataclass(slots=True)
 class _Link:
-    """One router's end of one replica's stream."""
-
     router: SimulatedRouter
     subscription: Subscription = field(default_factory=Subscription)
     decoder: BatchDecoder = field(default_factory=BatchDecoder)
@@ -194,7 +190,6 @@ class Streamed:
         self.replays = self.snapshots = 0  #: that routers asked for
 
     def follow(self, router: SimulatedRouter, replica: SimulatedReplica) -> None:
-        """A router that knows nothing begins to follow a replica."""
         router.join(replica, self._queue.now)
         self.follow_on(router, replica)
 
@@ -211,7 +206,6 @@ class Streamed:
         self._start_ticking(publisher)
 
     def forget(self, replica: str) -> None:
-        """A replica is gone; what is still on its way from it does not arrive."""
         del self._publishers[replica]
 
     def send(self, replica: str, changes: Sequence[Change], updates: Sequence[Update], report: LoadReport) -> None:  # noqa: ARG002

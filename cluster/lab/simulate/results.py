@@ -76,8 +76,6 @@ def _count(sums: dict[int, list[float]], index: int, value: float, weight: float
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """Everything counted in one run."""
-
     ttft: Durations = field(default_factory=Durations)
     latency: Durations = field(default_factory=Durations)  #: to the last token
     ttft_over_time: Windows = field(default_factory=Windows)
@@ -98,8 +96,6 @@ class Tally:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Result:
-    """One run, as it is reported."""
-
     policy: str
     replicas: int
     routers: int

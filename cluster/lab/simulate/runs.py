@@ -13,10 +13,9 @@ from ....replica.engine.throughput import SmoothedRates
 from ....router.routing.policy import registry
 from ...errors import SettingsError
 from .delivery import Channel
-from .replica import ReplicaLimits, SimulatedReplica
+from .replica import MockerModel, ReplicaLimits, SimulatedReplica, StepTimes
 from .results import Result
 from .simulation import Fault, Simulation
-from .step_times import MockerModel, StepTimes
 from .workload import Arrival
 
 #: Least-loaded over one cache that all replicas share: hits cost no balance and balance no hits. No router can do that;
@@ -26,8 +25,6 @@ ORACLE = "oracle"
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Setup:
-    """What is simulated, but for the requests."""
-
     limits: ReplicaLimits
     policy: str = "expected-ttft"
     replicas: int = 8

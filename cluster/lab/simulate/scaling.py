@@ -19,8 +19,6 @@ LOOK_S = 1.0
 
 @dataclass(slots=True, frozen=True)
 class Scaled:
-    """One run whose number of replicas changed."""
-
     result: Result
     replica_s: float
     steps: int

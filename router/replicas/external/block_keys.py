@@ -33,8 +33,6 @@ def cache_salt(root: bytes) -> str:
 class ExternalBlocks:
     """The blocks of one engine under our hashes. `stored` and `removed` return what changes in the index."""
 
-    __slots__ = ("_handles", "_hasher", "_held", "_model_root", "_replica", "unknown_removals", "unplaced")
-
     def __init__(self, replica: str, hasher: BlockHasher, model_root: BlockHash) -> None:
         self._replica = replica
         self._hasher = hasher

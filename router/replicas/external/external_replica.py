@@ -7,13 +7,12 @@ its event stream is followed anew.
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import assert_never
 
 from ....events.follow.feed import EventFeed
-from ....events.wire.cache_events import CacheEvent, Cleared, Removed, Stored
-from ....events.wire.messages import SnapshotBlock
+from ....events.follow.subscription import Apply, Reset
+from ....events.wire.cache_events import Cleared, Removed, Stored
 from ....kvcache.hashing import tenant_root
 from ....replica.messages import (
     Abort,
@@ -251,9 +250,14 @@ class ExternalReplica(ReplicaHandle):
 
     # From the feed
 
-    def apply(self, events: Sequence[CacheEvent]) -> None:
+    def told(self, instruction: Apply | Reset) -> None:
+        if isinstance(instruction, Reset):
+            # External engines have no snapshots: what they hold is unknown until they store it anew.
+            assert not instruction.blocks, f"a snapshot of {len(instruction.blocks)} blocks of an external engine"
+            self._forget_blocks()
+            return
         try:
-            for event in events:
+            for event in instruction.events:
                 match event:
                     case Stored():
                         self._placement.stored(self.replica_id, self._blocks.stored(event))
@@ -264,15 +268,13 @@ class ExternalReplica(ReplicaHandle):
                     case Removed():
                         self._placement.removed(self.replica_id, self._blocks.removed(event.hashes))
                     case Cleared():
-                        self.reset(())
+                        self._forget_blocks()
                     case _:
                         assert_never(event)
         except ParityMismatch as error:
             self._refuse(error)
             self._context.run(self._drop("parity"))
 
-    def reset(self, blocks: Sequence[SnapshotBlock]) -> None:
-        """External engines have no snapshots: what they hold is unknown until they store it anew."""
-        assert not blocks, f"a snapshot of {len(blocks)} blocks of an external engine"
+    def _forget_blocks(self) -> None:
         self._blocks.clear()
         self._placement.reset(self.replica_id, ())

@@ -91,8 +91,6 @@ class EventTooLongError(Exception):
 class EventStreamParser:
     """Splits the server-sent events of one answer, which may arrive in any pieces. Ignores all fields but `data`."""
 
-    __slots__ = ("_data", "_rest")
-
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []

@@ -19,13 +19,12 @@ the best.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 from random import Random
 
-from ..replica_load import ReplicaLoad
+from ....events.wire.messages import PrefillCost
 from .base import Candidate, Decision, Policy, Prompt, Score, expected_ttft_s
 
 #: Estimates closer than this are equal: half a millisecond is below the jitter of any step. Not tuned by measurement.
@@ -41,23 +40,8 @@ BUSY_MEMORY = 100
 BUSY_LIMIT = 1 - 1 / BUSY_MEMORY
 SESSIONS_KEPT = 65_536
 
-
-class SessionReplicas:
-    """The replica that each of the most recent sessions was sent to last."""
-
-    def __init__(self, limit: int = SESSIONS_KEPT) -> None:
-        self._limit = limit
-        self._replicas: OrderedDict[str, str] = OrderedDict()
-
-    def get(self, session: str | None) -> str | None:
-        """The session's replica, which may be gone; None for an unknown session."""
-        return self._replicas.get(session) if session is not None else None
-
-    def remember(self, session: str, replica: str) -> None:
-        self._replicas[session] = replica
-        self._replicas.move_to_end(session)
-        if len(self._replicas) > self._limit:
-            self._replicas.popitem(last=False)
+#: Seconds that others lose, by the replica's prefill cost and the tokens that it would have to compute.
+OthersS = Callable[[PrefillCost, int], float]
 
 
 class ExpectedTtft(Policy):
@@ -67,20 +51,28 @@ class ExpectedTtft(Policy):
     #: False: every prompt counts as uncached everywhere.
     sees_cache = True
 
-    def __init__(self) -> None:
+    def __init__(self, sessions_kept: int = SESSIONS_KEPT) -> None:
         #: How often a replica has prefills queued when a request comes (b), and how often all have (a), on average over
         #: recent decisions.
         self._each_busy = self._all_busy = 0.0
-        self._sessions = SessionReplicas()
+        self._sessions_kept = sessions_kept
+        #: The replica, which may be gone, that each of the most recent sessions was sent to last.
+        self._sessions: OrderedDict[str | None, str] = OrderedDict()
 
     def consider(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
         total = prompt.tokens
         counted = [each.uncached_tokens(prompt) if self.sees_cache else total for each in candidates]
+        least = min(counted, default=0)  # what the best holder would have to compute
         busy_factor = min(self._all_busy, BUSY_LIMIT) / (1 - min(self._each_busy, BUSY_LIMIT))
-        scale = _Scale(prompt, min(counted, default=0), busy_factor)
-        equals = self._equals(scale, candidates, counted)
+
+        def others_s(cost: PrefillCost, uncached: int) -> float:
+            if uncached == least:
+                return 0.0
+            return busy_factor * (cost.seconds(total - uncached, uncached) - cost.seconds(total - least, least))
+
+        equals = self._equals(prompt, candidates, counted, others_s)
         chosen = _first(equals, self._sessions.get(prompt.session), rng) if equals else None
-        table = partial(self._table, scale, candidates, counted)
+        table = partial(self._table, prompt, candidates, counted, others_s)
         return Decision(self.name, prompt, chosen, table, partial(_why_least, chosen, equals))
 
     def decide(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
@@ -91,24 +83,32 @@ class ExpectedTtft(Policy):
             none_idle = all(self.obstacle(prompt, candidate) is not None for candidate in free)
             self._all_busy += (none_idle - self._all_busy) / BUSY_MEMORY
         if prompt.session is not None and decision.row is not None:
-            self._sessions.remember(prompt.session, decision.row.candidate.replica_id)
+            self._sessions[prompt.session] = decision.row.candidate.replica_id
+            self._sessions.move_to_end(prompt.session)
+            if len(self._sessions) > self._sessions_kept:
+                self._sessions.popitem(last=False)
         return decision
 
-    def _table(self, scale: "_Scale", candidates: Sequence[Candidate], counted: Sequence[int]) -> list[Score]:
+    def _table(
+        self, prompt: Prompt, candidates: Sequence[Candidate], counted: Sequence[int], others_s: OthersS
+    ) -> list[Score]:
         rows = []
         for candidate, uncached in zip(candidates, counted, strict=True):
-            ttft_s, others_s = scale.ttft_s(candidate.load, uncached), scale.others_s(candidate.load, uncached)
-            obstacle = self.obstacle(scale.prompt, candidate)
-            rows.append(Score(candidate, uncached, ttft_s, obstacle, others_s, ttft_s + others_s))
+            ttft_s = expected_ttft_s(prompt, candidate.load, uncached)
+            lost_s = others_s(candidate.load.prefill_cost, uncached)
+            obstacle = self.obstacle(prompt, candidate)
+            rows.append(Score(candidate, uncached, ttft_s, obstacle, lost_s, ttft_s + lost_s))
         return rows
 
-    def _equals(self, scale: "_Scale", candidates: Sequence[Candidate], counted: Sequence[int]) -> list[Score]:
+    def _equals(
+        self, prompt: Prompt, candidates: Sequence[Candidate], counted: Sequence[int], others_s: OthersS
+    ) -> list[Score]:
         """The candidates without an obstacle that cost no more than the best, within the estimate's error.
 
         A candidate whose queue alone, or whose TTFT, takes longer than the best cost so far is skipped early.
         """
         found: list[Score] = []
-        prompt, now = scale.prompt, scale.prompt.now
+        now = prompt.now
         least = limit = inf
         for candidate, uncached in zip(candidates, counted, strict=True):
             load = candidate.load
@@ -116,38 +116,17 @@ class ExpectedTtft(Policy):
                 continue
             if self.obstacle(prompt, candidate) is not None:
                 continue
-            ttft_s = scale.ttft_s(load, uncached)
+            ttft_s = expected_ttft_s(prompt, load, uncached)
             if ttft_s > limit:
                 continue
-            others_s = scale.others_s(load, uncached)
-            cost_s = ttft_s + others_s
+            lost_s = others_s(load.prefill_cost, uncached)
+            cost_s = ttft_s + lost_s
             if cost_s < least:
                 least = cost_s
                 limit = least + min(least * TIE_RATIO, TIE_MOST_S) + TIE_S
             if cost_s <= limit:
-                found.append(Score(candidate, uncached, ttft_s, None, others_s, cost_s))
+                found.append(Score(candidate, uncached, ttft_s, None, lost_s, cost_s))
         return [row for row in found if row.cost_s <= limit]
-
-
-@dataclass(slots=True, frozen=True)
-class _Scale:
-    """How the candidates of one decision are rated."""
-
-    prompt: Prompt
-    least: int  #: tokens that the best holder would have to compute
-    busy_factor: float  #: seconds that others lose by a second of extra work
-
-    def ttft_s(self, load: ReplicaLoad, uncached: int) -> float:
-        prompt = self.prompt
-        cached = prompt.tokens - uncached
-        return expected_ttft_s(load, cached, uncached, prompt.blocks + 1 - cached // prompt.block_size, prompt.now)
-
-    def others_s(self, load: ReplicaLoad, uncached: int) -> float:
-        if uncached == self.least:
-            return 0.0
-        cost, tokens = load.prefill_cost, self.prompt.tokens
-        extra = cost.seconds(tokens - uncached, uncached) - cost.seconds(tokens - self.least, self.least)
-        return self.busy_factor * extra
 
 
 def _first(equals: Sequence[Score], preferred: str | None, rng: Random) -> Score:

@@ -1,6 +1,5 @@
 """The calls of one answer: reads the text and writes the deltas of calls."""
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -75,8 +74,9 @@ class CallScanner(Scanner):
 
     def schema_of(self, parameter: str) -> Mapping[str, Any]:
         """The schema of a parameter of the open call; empty if none is known."""
-        properties = (self.tools[self.name] or {}).get("properties")
-        found = properties.get(parameter) if isinstance(properties, Mapping) else None
+        found: Any = self.tools[self.name]
+        for key in ("properties", parameter):
+            found = found.get(key) if isinstance(found, Mapping) else None
         return found if isinstance(found, Mapping) else {}
 
 
@@ -89,5 +89,6 @@ def string(text: str) -> str:
     return found
 
 
-def dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+def quoted(text: str) -> str:
+    """A JSON string."""
+    return msgspec.json.encode(text).decode()  # json.dumps takes four times as long

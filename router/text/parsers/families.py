@@ -19,16 +19,16 @@ class ToolFamily:
     """How a family of models writes tool calls."""
 
     name: str
-    #: All literals of the format: the detokenizer must not skip those that are special tokens.
-    markers: tuple[str, ...]
     #: Reads one call or one list of calls, from its opener on; None: `harmony` reads the whole answer.
     read: Callable[[CallScanner], Steps[None]] | None = None
     #: What opens a call or a list of calls, wherever it stands.
     openers: tuple[str, ...] = ()
-    #: What opens a call only where the content begins.
-    bare: tuple[str, ...] = ()
     #: What ends a call: swallowed after arguments that broke.
     closers: tuple[str, ...] = ()
+    #: What opens a call only where the content begins.
+    bare: tuple[str, ...] = ()
+    #: Other literals of the format that may be special tokens.
+    others: tuple[str, ...] = ()
     #: Whether a call also ends reasoning that the model left open.
     ends_reasoning: bool = False
     #: How many characters the template admits in a call's id; 0: any number.
@@ -37,8 +37,13 @@ class ToolFamily:
     aliases: tuple[str, ...] = ()
     #: The family of a model whose template contains all parts of one of these...
     templates: tuple[tuple[str, ...], ...] = ()
-    #: ... or, where no template tells, of a model of one of these types.
+    #: ... or, where there is no template, of a model of one of these types.
     model_types: tuple[str, ...] = ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The literals of the format: the detokenizer must not skip those that are special tokens."""
+        return (*self.openers, *self.closers, *self.others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,70 +67,56 @@ class ReasoningFamily:
 TOOL_FAMILIES = (
     ToolFamily(
         "harmony",
-        MARKERS,
+        others=MARKERS,
         aliases=("openai", "gpt-oss", "gpt_oss"),
         templates=(("<|channel|>", "<|message|>"),),
         model_types=("gpt_oss",),
     ),
     ToolFamily(
         "qwen3_coder",
-        ("<tool_call>", "</tool_call>"),
         formats.qwen3_coder,
-        openers=("<tool_call>", "<function="),
-        closers=("</tool_call>",),
+        ("<tool_call>", "<function="),
+        ("</tool_call>",),
         ends_reasoning=True,
-        aliases=("qwen3_xml", "qwen3_coder_xml"),
+        aliases=("qwen3_xml",),
         templates=(("<tool_call>", "<function="),),
         model_types=("qwen3_next", "qwen3_5", "qwen3_5_moe"),
     ),
     ToolFamily(
         "glm",
-        ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         formats.glm,
-        openers=("<tool_call>",),
-        closers=("</tool_call>",),
+        ("<tool_call>",),
+        ("</tool_call>",),
+        others=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         aliases=("glm45", "glm47"),
         templates=(("<tool_call>", "<arg_key>"),),
         model_types=("glm4_moe",),
     ),
     ToolFamily(
         "hermes",
-        ("<tool_call>", "</tool_call>"),
         formats.hermes,
-        openers=("<tool_call>",),
-        closers=("</tool_call>",),
+        ("<tool_call>",),
+        ("</tool_call>",),
         aliases=("qwen", "qwen25"),
         templates=(("<tool_call>",),),
         model_types=("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
     ),
     ToolFamily(
         "deepseek",
-        (
-            "<｜tool▁calls▁begin｜>",
-            "<｜tool▁calls▁end｜>",
-            "<｜tool▁call▁begin｜>",
-            "<｜tool▁call▁end｜>",
-            "<｜tool▁sep｜>",
-        ),
         formats.deepseek,
-        openers=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
-        closers=("<｜tool▁call▁end｜>",),
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+        ("<｜tool▁call▁end｜>",),
+        others=("<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"),
         aliases=("deepseek_v3", "deepseek_v31", "deepseekv3", "deepseekv31"),
         templates=(("<｜tool▁calls▁begin｜>",),),
         model_types=("deepseek_v3",),
     ),
     ToolFamily(
         "kimi",
-        (
-            "<|tool_calls_section_begin|>",
-            "<|tool_calls_section_end|>",
-            "<|tool_call_begin|>",
-            "<|tool_call_argument_begin|>",
-            "<|tool_call_end|>",
-        ),
         formats.kimi,
-        openers=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
-        closers=("<|tool_call_end|>",),
+        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+        ("<|tool_call_end|>",),
+        others=("<|tool_calls_section_end|>", "<|tool_call_argument_begin|>"),
         ends_reasoning=True,
         aliases=("kimi_k2",),
         templates=(("<|tool_calls_section_begin|>",),),
@@ -133,28 +124,27 @@ TOOL_FAMILIES = (
     ),
     ToolFamily(
         "mistral",
-        ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
         formats.mistral,
-        openers=("[TOOL_CALLS]",),
+        ("[TOOL_CALLS]",),
+        others=("[CALL_ID]", "[ARGS]"),
         id_length=9,
         templates=(("[TOOL_CALLS]",),),
         model_types=("mistral", "mixtral", "mistral3", "ministral3"),
     ),
     ToolFamily(
         "pythonic",
-        ("<|python_start|>", "<|python_end|>"),
         formats.pythonic,
-        openers=("<|python_start|>",),
+        ("<|python_start|>",),
         bare=("[",),
+        others=("<|python_end|>",),
         aliases=("llama4_pythonic",),
         templates=(("[func_name1(",), ("<|python_start|>",)),
         model_types=("llama4",),
     ),
     ToolFamily(
         "llama3",
-        ("<|python_tag|>",),
         formats.llama3,
-        openers=("<|python_tag|>",),
+        ("<|python_tag|>",),
         bare=("{",),
         aliases=("llama3_json", "llama4_json"),
         templates=(("<|python_tag|>",), ('{"name": function name, "parameters":',)),
@@ -171,13 +161,7 @@ REASONING_FAMILIES = (
         templates=(("<|channel|>", "<|message|>"),),
         model_types=("gpt_oss",),
     ),
-    ReasoningFamily(
-        "mistral",
-        "[THINK]",
-        "[/THINK]",
-        ("[THINK]", "[/THINK]"),
-        templates=(("[THINK]",),),
-    ),
+    ReasoningFamily("mistral", "[THINK]", "[/THINK]", ("[THINK]", "[/THINK]"), templates=(("[THINK]",),)),
     ReasoningFamily(
         "think",
         "<think>",

@@ -3,6 +3,10 @@
 It calls `start` when a call's name is known, `arguments` with pieces of the JSON text of its arguments, and `end`. JSON
 is passed on as the model wrote it. XML and Python have no JSON text: it is built from the schema's types, parameter by
 parameter.
+
+Sources: the models' chat templates, as vLLM has them in `examples/tool_chat_template_*.jinja` (hermes, llama3.1_json,
+llama4_pythonic, mistral, deepseekv3, deepseekv31, qwen3coder) and as Qwen3 and GLM-4.5 have them; vLLM's `tool_parsers`
+with their tests (mistral: version 11); the docstrings of SGLang's `function_call` (deepseek, glm4_moe, kimik2).
 """
 
 import ast
@@ -15,8 +19,8 @@ from typing import Any
 
 import msgspec
 
-from .calls import CallScanner, dumps, string
-from .scanner import Malformed, Markers, Steps
+from .calls import CallScanner, quoted, string
+from .scanner import Ended, Malformed, Markers, Steps
 
 #: An object without a marker is a call only if it has no other keys. Otherwise it is an answer in JSON.
 _CALL_KEYS = {"name", "arguments", "parameters", "type", "id"}
@@ -224,36 +228,39 @@ def _json_call(p: CallScanner, *, only_call_keys: bool = False) -> Steps[None]:
 def _parameter(p: CallScanner, before: str, key: str, end: Markers) -> Steps[None]:
     """Pass on one parameter, whose text ends at `end`: strings as they arrive, other values when they are complete."""
     schema = p.schema_of(key)
-    before += dumps(key) + ": "
+    before += quoted(key) + ": "
     parts: list[str] = []
     if types_of(schema) <= {"string"}:
         p.arguments(before + '"')
-        found = yield from p.stream(end, lambda text: p.arguments(dumps(text)[1:-1]))
-        closing = '"'
+        found = yield from p.stream(end, lambda text: p.arguments(quoted(text)[1:-1]))
+        closing = "" if found is None else '"'
     else:
         p.arguments(before)
         found = yield from p.stream(end, parts.append)
         closing = "".join(parts) if found is None else json_value(schema, "".join(parts))
     if found is None:
-        p.arguments("".join(parts))
-        raise Malformed
+        p.arguments(closing)
+        raise Ended
     p.forget()
     p.arguments(closing)
 
 
 def types_of(schema: Mapping[str, Any]) -> set[str]:
     """The JSON types that a schema admits; empty if it names none, and all behind a reference."""
-    named = schema.get("type")
-    found = {named} if isinstance(named, str) else {each for each in named or () if isinstance(each, str)}
-    for key in ("anyOf", "oneOf", "allOf"):
-        for option in schema.get(key) or ():
-            found |= types_of(option)
-    if not found:
-        found = (
-            set(_JSON_TYPES.values())
-            if "$ref" in schema
-            else {_JSON_TYPES[type(each)] for each in schema.get("enum", ())}
-        )
+    found: set[str] = set()
+    left: list[Any] = [schema]
+    while left:
+        each = left.pop()
+        if not isinstance(each, Mapping):
+            continue
+        named, values = each.get("type"), each.get("enum")
+        found |= {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
+        if named is None and isinstance(values, list):
+            found |= {_JSON_TYPES[type(value)] for value in values}
+        if "$ref" in each:
+            found |= set(_JSON_TYPES.values())
+        for key in ("anyOf", "oneOf", "allOf"):
+            left += each[key] if isinstance(each.get(key), list) else ()
     return found | {"integer"} if "number" in found else found
 
 
@@ -267,7 +274,7 @@ def json_value(schema: Mapping[str, Any], text: str) -> str:
             bare = json.dumps(ast.literal_eval(bare), ensure_ascii=False, allow_nan=False)
             found = _type_of(bare)
     if found is None or ("string" in types and (found == "string" or found not in types)):
-        return dumps(text)
+        return quoted(text)
     return bare
 
 
@@ -285,12 +292,14 @@ def _python_arguments(text: str) -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes that Python does not know
             call = ast.parse("f" + text, mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
+        if not isinstance(call, ast.Call) or call.args or not all(each.arg for each in call.keywords):
             raise Malformed
-        found = {each.arg: _literal(each.value) for each in call.keywords}
-        return json.dumps(found, ensure_ascii=False, allow_nan=False)
+        values = {each.arg: _literal(each.value) for each in call.keywords}
+        found = json.dumps(values, ensure_ascii=False, allow_nan=False)
+        found.encode()  # a lone surrogate is no text
     except _PARSER_ERRORS as error:
         raise Malformed from error
+    return found
 
 
 def _literal(node: ast.expr) -> Any:

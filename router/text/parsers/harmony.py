@@ -5,6 +5,9 @@
 
 (one line). The recipient may also stand before `<|channel|>`. Text on `final`, and on `commentary` without a recipient
 (a preamble), is content. What is addressed to anything but a tool of the request stays text, header included.
+
+Source: `docs/format.md` of openai/harmony. Its package `openai-harmony` reads token ids and needs its own vocabulary,
+which it downloads; here is the text.
 """
 
 import re

@@ -7,7 +7,7 @@ from .calls import CallScanner, MakeId, Tools
 from .deltas import Delta
 from .families import ReasoningFamily, ToolFamily
 from .harmony import harmony
-from .scanner import Malformed, Markers, Steps
+from .scanner import Ended, Malformed, Markers, Steps
 
 
 class AnswerParser:
@@ -95,7 +95,7 @@ class AnswerParser:
         p.open, p.at = False, 0
         try:
             yield from self._family.read(p)
-        except Malformed:
+        except Malformed as error:
             if not p.open and p.text:
                 # Back to the opener, or to the end of the last complete call. What follows may hold a call.
                 give = p.content if p.started > before else sink
@@ -103,7 +103,7 @@ class AnswerParser:
                 give(p.text[:first])
                 p.text, p.at = p.text[first:], 0
                 return p.started > before
-            p.at = len(p.text) if p.closed else 0
+            p.at = len(p.text) if isinstance(error, Ended) else 0
         yield from p.optional(*self._family.closers)
         yield from p.space()
         p.forget()

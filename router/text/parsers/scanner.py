@@ -22,7 +22,11 @@ _SCALAR_END = re.compile(r"[\s,\]})<]")
 
 
 class Malformed(Exception):  # noqa: N818 - control flow inside this folder
-    """The text does not continue as the format demands, or has ended."""
+    """The text does not continue as the format demands."""
+
+
+class Ended(Malformed):
+    """The text has ended before it could."""
 
 
 class Markers:
@@ -37,7 +41,7 @@ class Markers:
         whole = "|".join(map(re.escape, markers))
         self._search = re.compile(rf"{space}(?:({whole})|(?:{partial})?\Z)").search
         self._firsts = tuple({marker[0] for marker in markers})
-        self._lead = bool(lead)
+        self._lead = bool(lead and markers)
 
     def find(self, text: str, at: int) -> re.Match[str] | None:
         """The match, whose group 1 is the marker if it is complete; None if all of the text lies before any marker."""
@@ -109,9 +113,10 @@ class Scanner:
     def expect(self, *literals: str) -> Steps[str]:
         """Consume the one of these that comes next."""
         found = yield from self.choose(*literals)
-        if found is None:
-            raise Malformed
-        return found
+        if found is not None:
+            return found
+        rest = self.text[self.at :]
+        raise Ended if any(literal.startswith(rest) for literal in literals) else Malformed
 
     def optional(self, *literals: str) -> Steps[str | None]:
         """Consume the one of these that comes next, with white space before it; nothing if none does."""
@@ -135,8 +140,10 @@ class Scanner:
             if places:
                 self.at += min(places)
                 return window[: min(places)]
-            if self.closed or len(window) == most:
+            if len(window) == most:
                 raise Malformed
+            if self.closed:
+                raise Ended
             yield
 
     def value(self, emit: Callable[[str], None] | None = None, quotes: str = '"') -> Steps[str]:
@@ -146,7 +153,7 @@ class Scanner:
         """
         while len(self.text) <= self.at:
             if self.closed:
-                raise Malformed
+                raise Ended
             yield
         scalar = self.text[self.at] not in "{[(" + quotes
         i, depth, quote, done, broken = self.at, 0, "", False, False
@@ -172,12 +179,13 @@ class Scanner:
                     done = not depth
                 if done or broken:
                     break
-            broken = broken or (self.closed and not done)
             if emit is not None and min(i, len(text)) > self.at:
                 emit(text[self.at : i])
                 self.text, self.at, i = text[i:], 0, max(0, i - len(text))
             if broken:
                 raise Malformed
+            if self.closed and not done:
+                raise Ended
             if done and emit is not None:
                 return ""
             if done:

@@ -6,7 +6,6 @@ from pathlib import Path
 from homing.cluster.config import Settings, load_settings
 from homing.cluster.control.actors import ReplicaRank, RouterProcess
 from homing.cluster.control.control_messages import (
-    ClusterSpec,
     Failed,
     Listening,
     ModelSpec,
@@ -125,7 +124,7 @@ def test_a_panic_while_serving_is_told() -> None:
 def test_a_router_process_answers_the_controller_until_it_stops(tmp_path: Path) -> None:
     """Its one method for questions runs on the router's own event loop; its death is noticed by `watch`."""
     settings = load_settings({"served_model_name": "fox", "state_dir": str(tmp_path)}, {})
-    spec = ClusterSpec((ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=""),))
+    spec = (ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=""),)
     process = RouterProcess(FakeRouter.make, spec)
     assert process.listening() is None
 
@@ -140,7 +139,7 @@ def test_a_router_process_answers_the_controller_until_it_stops(tmp_path: Path) 
 def test_a_router_that_cannot_start_says_why(tmp_path: Path) -> None:
     """As a value: a traceback through Ray is not for the user."""
     settings = load_settings({"served_model_name": "fox", "state_dir": str(tmp_path / "nowhere")}, {})
-    spec = ClusterSpec((ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=""),))
+    spec = (ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=""),)
 
     failed = RouterProcess(FakeRouter.make, spec).start(0, 0, SetMembership(("fox",), (), 7, number=1), 0)
 

@@ -9,7 +9,7 @@ import pytest
 
 from homing.cluster.config import load_settings
 from homing.cluster.control.assembly import TORCH_ENVIRONMENT, make_router, on_process_exit, share_of_gpu
-from homing.cluster.control.control_messages import ClusterSpec, Doors, ModelSpec
+from homing.cluster.control.control_messages import Listening, ModelSpec
 from homing.kvcache.config import KvCacheSettings
 from homing.router.control import CountInFlight, MeasureDemand, SetMembership
 
@@ -38,10 +38,9 @@ print((process.memory_info().rss - before) >> 20)
 
 async def test_a_router_answers_the_controller_from_its_start_to_its_stop() -> None:
     """Through the whole of it, with the HTTP server that it listens with."""
-    settings = load_settings({"served_model_name": "fox"}, {})
+    settings = load_settings({"served_model_name": "fox", "host": "127.0.0.1"}, {})
     fox = ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host="")
-    doors = Doors("127.0.0.1", 0, 0, shared=False, seat=0)
-    router = await make_router(ClusterSpec((fox,)), doors, SetMembership(("fox",), (), 7, number=5))
+    router = await make_router((fox,), Listening(0, 0), SetMembership(("fox",), (), 7, number=5), 0)
     try:
         assert router.listening.port
         assert await router.ask(SetMembership(("fox", "owl"), (), 7, number=7)) is None

@@ -16,7 +16,7 @@ import pytest
 from homing.cluster import local_ray
 from homing.cluster.cli.control import ControllerClient
 from homing.cluster.config import changed_settings, load_settings
-from homing.cluster.control.control_messages import CONTROLLER, SUPERVISOR, ClusterSpec, ClusterStatus, ModelSpec
+from homing.cluster.control.control_messages import CONTROLLER, SUPERVISOR, ClusterStatus, ModelSpec
 
 from .. import fakes
 
@@ -76,7 +76,7 @@ class Cluster:
         actor = ray.remote(Controller).options(
             name=CONTROLLER, num_cpus=0, max_concurrency=100, max_restarts=-1, max_task_retries=-1
         )
-        self.controller: Any = actor.remote(ClusterSpec(self.models))
+        self.controller: Any = actor.remote(tuple(self.models))
         self.running = self.controller.run.remote()
 
     def ask(self, question: str, *words: object, **named: object) -> Any:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from homing.cluster.config import Settings, load_settings
-from homing.cluster.control.control_messages import ClusterSpec, Listening, ModelSpec
+from homing.cluster.control.control_messages import Listening, Models, ModelSpec
 from homing.cluster.control.router_processes import RouterProcesses
 from homing.router.backend import AbsentReplica
 from homing.router.control import (
@@ -49,9 +49,9 @@ class FakeActor:
         return await answer if asyncio.iscoroutine(answer) else answer
 
 
-def spec() -> ClusterSpec:
+def spec() -> Models:
     settings: Settings = load_settings({"served_model_name": "fox", "routers": 2}, {})
-    return ClusterSpec((ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=""),))
+    return (ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=""),)
 
 
 @asynccontextmanager
@@ -59,7 +59,7 @@ async def running(*answers: Answers) -> AsyncIterator[tuple[RouterProcesses, lis
     """Two routers, which answer so."""
     actors = [FakeActor(each) for each in answers]
 
-    async def start_router(seat: int, spec: ClusterSpec) -> FakeActor:
+    async def start_router(seat: int, models: Models) -> FakeActor:
         return actors[seat]
 
     supervisor = SimpleNamespace(start_router=SimpleNamespace(remote=start_router))
@@ -81,7 +81,7 @@ async def never() -> None:
 async def test_each_router_gets_each_membership_under_a_rising_number() -> None:
     """The first one as it starts. The cluster's seed goes with it."""
     async with running(lambda _: None, lambda _: None) as (routers, actors):
-        await routers.publish(spec().models, ())
+        await routers.publish(spec(), ())
 
         for actor in actors:
             first, second = actor.asked
@@ -147,5 +147,5 @@ async def test_a_warm_up_ends_when_all_have_ended_it_or_one_needs_the_replica_or
         async with running(*answers) as (routers, actors):
             assert await routers.warm_up("r1", 30.0) == refusal
 
-            share = spec().common.settings.router.warm_up_share / 2
+            share = spec()[0].settings.router.warm_up_share / 2
             assert actors[0].asked[-1] == WarmUp("r1", share, 30.0)

@@ -10,7 +10,7 @@ import pytest
 from homing.events import CacheMirror, PublisherGone, subscribe, subscribe_sync
 from homing.events.follow.subscription import Apply, Reset
 from homing.events.publish.publisher import EventPublisher
-from homing.events.sdk.subscribe import Backlog
+from homing.events.sdk.subscribe import Arrivals, Backlog
 
 from ..fakes import BLOCK_SIZE, block, store
 
@@ -56,7 +56,8 @@ def test_a_program_without_a_loop_follows_too(make_publisher: Publishers) -> Non
 async def test_a_consumer_that_is_too_slow_is_resynced_and_not_fed_with_a_hole() -> None:
     """Memory is bounded; what it sees next is a whole set again."""
     asked: list[bool] = []
-    backlog = Backlog(2, lambda: asked.append(True))
+    arrivals = Arrivals()
+    backlog = Backlog(2, lambda: asked.append(True), arrivals)
     for seq in range(5):
         backlog.put(Apply(seq, 1.0, []))
     assert (len(backlog), len(asked), backlog.overruns) == (0, 1, 1)
@@ -64,13 +65,14 @@ async def test_a_consumer_that_is_too_slow_is_resynced_and_not_fed_with_a_hole()
     backlog.put(Reset(7, 4, []))
     backlog.put(Apply(5, 1.0, []))
 
-    assert [await backlog.get(), await backlog.get()] == [Reset(7, 4, []), Apply(5, 1.0, [])]
+    assert [await arrivals.wait_for(backlog.take) for _ in range(2)] == [Reset(7, 4, []), Apply(5, 1.0, [])]
 
 
 async def test_a_consumer_that_waits_is_woken() -> None:
     """The usual case: nothing is there yet."""
-    backlog = Backlog(2, lambda: pytest.fail("no resync is due"))
-    waiting = asyncio.ensure_future(backlog.get())
+    arrivals = Arrivals()
+    backlog = Backlog(2, lambda: pytest.fail("no resync is due"), arrivals)
+    waiting = asyncio.ensure_future(arrivals.wait_for(backlog.take))
     await asyncio.sleep(0)
 
     backlog.put(Apply(0, 1.0, []))

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from homing.replica.attention.base import Batch, KvPool
+from homing.replica.attention.paged import Batch, KvPool
 from homing.replica.models.base import AttentionRule
 
 

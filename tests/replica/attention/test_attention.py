@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from homing.replica.attention.base import Batch, KvPool
-from homing.replica.attention.paged import PagedAttention
+from homing.replica.attention.paged import Batch, KvPool, PagedAttention
 from homing.replica.engine.step_plan import PlanRow, lay_out, plan_of_rows
 from homing.replica.kernels.base import TorchCpuKernels, TorchKernels
 from homing.replica.kernels.cpu.cpu_kernels import CompiledKernels

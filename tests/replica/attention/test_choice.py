@@ -4,9 +4,8 @@ import msgspec
 import pytest
 import torch
 
-from homing.replica.attention.base import KvPool
 from homing.replica.attention.choice import Facts, choose, choose_attention, problems
-from homing.replica.attention.paged import PagedAttention
+from homing.replica.attention.paged import KvPool, PagedAttention
 from homing.replica.errors import StartupError
 from homing.replica.models.spec import KvShape, ModelSpec
 

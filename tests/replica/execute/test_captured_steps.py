@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from homing.replica.attention.base import Batch
+from homing.replica.attention.paged import Batch
 from homing.replica.config import ReplicaSettings
 from homing.replica.engine.step_plan import PlanRow, lay_out, plan_of_rows
 from homing.replica.execute.captured_steps import MOST_SHAPES, CapturedSteps, DecodeShape, decode_shape

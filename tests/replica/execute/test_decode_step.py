@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from homing.replica.attention.base import KvPool
-from homing.replica.attention.paged import PagedAttention
+from homing.replica.attention.paged import KvPool, PagedAttention
 from homing.replica.config import ReplicaSettings
 from homing.replica.execute.gpu_runner import DecodeStep
 from homing.replica.execute.request_table import RequestTable

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from homing.events.follow.subscription import FeedStatus
 from homing.kvcache.hashing import tenant_root, token_array, wire_hash, wire_hashes
 from homing.replica.messages import Abort, Generate, Refused, TokenBatch, TokenOutput
-from homing.router.backend import FinishedRequest, GenerationRequest, RouterCounters, TokenDelta
+from homing.router.backend import GenerationRequest, RouterCounters, TokenDelta
 from homing.router.config import RouterSettings
 from homing.router.errors import (
     DeadlineExceeded,
@@ -35,6 +35,7 @@ from homing.router.flow.request_state import (
     Instruction,
     Phase,
     RequestId,
+    RequestState,
     Send,
     Transition,
 )
@@ -65,7 +66,7 @@ class World:
         self.replicas: dict[str, FakeReplica] = {}
         self.on_wire: dict[str, list[Generate | Abort]] = defaultdict(list)
         self.deltas: dict[RequestId, list[TokenDelta]] = defaultdict(list)
-        self.records: dict[RequestId, FinishedRequest] = {}
+        self.records: dict[RequestId, RequestState] = {}
         self.errors: dict[RequestId, RouterError] = {}
         self.held: list[RequestId] = []
         for index in range(replicas):
@@ -119,11 +120,11 @@ class World:
                 case Deliver(request_id, delta, _):
                     assert request_id not in self.records, "a delta after the end"
                     self.deltas[request_id].append(delta)
-                case Ended(request_id, record, error):
-                    assert request_id not in self.records, "a request ends once"
-                    self.records[request_id] = record
+                case Ended(request, error):
+                    assert request.request_id not in self.records, "a request ends once"
+                    self.records[request.request_id] = request
                     if error is not None:
-                        self.errors[request_id] = error
+                        self.errors[request.request_id] = error
 
     def tokens(self, request_id: RequestId) -> list[int]:
         return [token for delta in self.deltas[request_id] for token in delta.token_ids]
@@ -535,7 +536,7 @@ def test_what_was_generated_counts_as_service() -> None:
         world.step("r0")
     world.settle()
 
-    first = {tenant: min(world.records[request_id].duration_s for request_id in waiting[tenant]) for tenant in waiting}
+    first = {tenant: min(world.records[each].ttft_s or 0.0 for each in waiting[tenant]) for tenant in waiting}
     assert first[b"brief"] <= first[b"long"]
 
 
@@ -581,7 +582,7 @@ def test_a_shutdown_ends_every_request_by_name(world: World) -> None:
     """No reader may wait for ever."""
     request_ids = [world.submit(request_of(PROMPT, seed=seed)) for seed in range(30)]
 
-    world.run(world.flow.fail_all(lambda: RouterClosed("bye"), world.now))
+    world.run(world.flow.fail_all(lambda: RouterClosed("bye")))
 
     assert all(isinstance(world.errors[request_id], RouterClosed) for request_id in request_ids)
 
@@ -593,7 +594,7 @@ def test_only_who_has_no_token_may_begin_anew_when_its_model_is_replaced() -> No
     world.step("r0")
     sent = world.submit(request_of([*PROMPT, 1], seed=2))
 
-    world.run(world.flow.supersede(world.now))
+    world.run(world.flow.supersede())
 
     assert isinstance(world.errors[begun], Superseded)
     assert isinstance(world.errors[sent], Superseded)
@@ -617,7 +618,7 @@ def test_a_burst_of_siblings_neither_scatters_nor_herds(capsys: pytest.CaptureFi
     sent_whole = sum(record.predicted_cached_tokens == 0 for record in world.records.values())
     computed = sum(replica.full_prefills for replica in world.replicas.values())
     by_replica = [
-        sum(world.records[request_id].replica_id == name for request_id in request_ids) for name in world.replicas
+        sum(world.records[request_id].replica == name for request_id in request_ids) for name in world.replicas
     ]
     with capsys.disabled():
         print(f"\n100 siblings on 4 replicas: {by_replica} requests, {sent_whole} sent whole, {computed} full prefills")
@@ -856,7 +857,7 @@ def sent(world: World, **fields: object) -> RequestId:
 
 
 def fail_all(world: World, request_id: RequestId) -> None:
-    world.run(world.flow.fail_all(lambda: RouterClosed("bye"), world.now))
+    world.run(world.flow.fail_all(lambda: RouterClosed("bye")))
 
 
 def cancel(world: World, request_id: RequestId) -> None:

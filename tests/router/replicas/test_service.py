@@ -11,9 +11,10 @@ import pytest
 
 from homing.events.wire.messages import LoadReport
 from homing.replica.messages import CacheReset, Generate, Pin, Refused, ResetCache
-from homing.router.backend import FeedState, FinishedRequest, GenerationRequest, ReplicaView, TokenDelta
+from homing.router.backend import FeedState, GenerationRequest, ReplicaView, TokenDelta
 from homing.router.config import RouterSettings
 from homing.router.errors import CacheInUse, DeadlineExceeded, NoReplica, PromptTooLong, ReplicaLost, RouterClosed
+from homing.router.flow.request_state import RequestState
 from homing.router.replicas.membership import text_digests
 from homing.router.replicas.service import RouterService
 from homing.router.routing.replica_load import Rest
@@ -27,11 +28,11 @@ class Watcher:
     """Keeps what the service tells its observer."""
 
     def __init__(self) -> None:
-        self.finished: list[FinishedRequest] = []
+        self.finished: list[RequestState] = []
         self.reports = 0
 
-    def request_finished(self, record: FinishedRequest) -> None:
-        self.finished.append(record)
+    def request_finished(self, request: RequestState) -> None:
+        self.finished.append(request)
 
     def load_reported(self, replica_id: str, report: LoadReport) -> None:
         self.reports += 1
@@ -116,7 +117,7 @@ async def test_a_request_ends_with_its_tokens_and_is_observed(pair: Cluster) -> 
     replica, deltas = await pair.ask(request)
 
     assert tokens(deltas) == answer(request)
-    assert [record.replica_id for record in pair.watcher.finished] == [replica]
+    assert [record.replica for record in pair.watcher.finished] == [replica]
     assert pair.watcher.reports > 0
 
 

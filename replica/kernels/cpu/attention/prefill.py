@@ -2,7 +2,8 @@
 
 A tile of queries, with all heads of a group side by side, iterates over the keys in blocks with a running softmax, so
 that the scores of a whole row are never in memory. Blocks start at the same tokens for every query: a query's result
-depends neither on the others of its step nor on how its prompt was split.
+depends neither on the others of its step nor on how its prompt was split. A thread processes several consecutive tiles
+together, which share a block's reordered values and copied keys.
 """
 
 import functools
@@ -24,6 +25,8 @@ from .prefill_loops import KEYS, LOWEST, QUERIES, scores_of, sums_of, weights_of
 
 #: Tokens of a block. 64 and 256 were as fast on a Zen 4.
 BLOCK = 128
+#: Tiles of queries that share a block.
+TILES = 8
 #: Words of a query's state: its greatest score, its weights' sum, its last token.
 STATE = 3
 #: Stands for no window: no row has as many tokens.
@@ -48,14 +51,14 @@ class Sizes:
 
     @property
     def tile(self) -> int:
-        """Queries, sums and state."""
+        """Of one tile: queries, sums and state."""
         return QUERIES * (self.key_words + self.width + STATE) * WORD
 
     @property
     def scratch(self) -> int:
-        """A tile, and a block's scores, values, factors and keys."""
+        """The tiles, and a block's scores, values, factors and keys."""
         block = BLOCK * (QUERIES + self.key_words) + BLOCK // self.numbers * self.width + QUERIES
-        return self.tile + block * WORD
+        return TILES * self.tile + block * WORD
 
 
 def fits(q: torch.Tensor, rule: AttentionRule) -> bool:
@@ -103,15 +106,20 @@ def _compiled(storage: Storage, sizes: Sizes, dot: Dot):
         for head in range(kv_heads):
             for row in range(rows):
                 queries, length = np.int64(firsts[row + 1] - firsts[row]), np.int64(lengths[row])
+                first = stop = np.int64(0)
+                for tile in range(tiles_of(queries, group)):
+                    cost = _cost(tile, queries, length, group, window)
+                    if (2 * done + cost) * threads // (2 * whole) == thread:
+                        first = first if stop else np.int64(tile)
+                        stop = np.int64(tile + 1)
+                    done += cost
                 query = given[0] + (firsts[row] * given[11] + head * group * key_dim) * size
                 found = given[6] + (firsts[row] * given[12] + head * group * value_dim) * size
                 places = query, given[11] * size, found, given[12] * size, own
                 pages = given[1], given[2], given[3] + row * given[13] * 4
-                for tile in range(tiles_of(queries, group)):
-                    cost = _cost(tile, queries, length, group, window)
-                    if (2 * done + cost) * threads // (2 * whole) == thread:
-                        attend(np.int64(tile), places, pages, (kv_heads, head, page), (queries, length, window), scale)
-                    done += cost
+                for tile in range(first, stop, TILES):
+                    some = tile, min(tile + TILES, stop)
+                    attend(some, places, pages, (kv_heads, head, page), (queries, length, window), scale)
 
     return prefill
 
@@ -140,7 +148,7 @@ def _attend(storage: Storage, sizes: Sizes, dot: Dot):
     kind, narrow, size, value_dim = storage.kind, storage.narrow, storage.size, sizes.value_dim
     group, numbers, key_words, width = sizes.group, sizes.numbers, sizes.key_words, sizes.width
     key_size, value_size, bits = key_words * WORD, value_dim * size, np.uint16 if numbers == 2 else np.uint32
-    scores_at = sizes.tile
+    tile_size, scores_at = sizes.tile, sizes.tile * TILES
     values_at = scores_at + BLOCK * QUERIES * WORD
     rescale_at = values_at + BLOCK // numbers * width * WORD
     keys_at = rescale_at + QUERIES * WORD
@@ -208,22 +216,28 @@ def _attend(storage: Storage, sizes: Sizes, dot: Dot):
                 out[i] = narrow(sums[lane, i] * inverse)
 
     @njit(error_model="numpy")
-    def attend(tile, places, pages, shape, row, scale):
+    def attend(tiles, places, pages, shape, row, scale):
         query, query_step, found, found_step, own = places
         keys, values, table = pages
         kv_heads, head, page = shape
         queries, length, window = row
         held = own + scores_at, own + keys_at, own + values_at, own + rescale_at
-        begin_tile(own, query, query_step, tile, queries, length)
-        first, last = _ends(tile, queries, length, group)
-        begin = max(np.int64(0), first + 1 - window)
-        blocks = carray(pointer(table), (last // page + 1,), np.int32)
-        for block in range(begin - begin % BLOCK, last + 1, BLOCK):
-            tokens = min(last + 1 - block, BLOCK)
+        for tile in range(tiles[0], tiles[1]):
+            begin_tile(own + (tile - tiles[0]) * tile_size, query, query_step, tile, queries, length)
+        begin = max(np.int64(0), _ends(tiles[0], queries, length, group)[0] + 1 - window)
+        end = _ends(tiles[1] - 1, queries, length, group)[1] + 1
+        blocks = carray(pointer(table), ((end + page - 1) // page,), np.int32)
+        for block in range(begin - begin % BLOCK, end, BLOCK):
+            tokens = min(end - block, BLOCK)
             gather(values + head * value_size, kv_heads * value_size, blocks, page, block, tokens, held[2])
             copy(keys + head * key_size, kv_heads * key_size, blocks, page, block, tokens, held[1])
-            add_block(own, held, block, (first, last, window), queries * group - tile * QUERIES, scale)
-        end_tile(own, found, found_step, tile, queries)
+            for tile in range(tiles[0], tiles[1]):
+                first, last = _ends(tile, queries, length, group)
+                if block <= last and block + BLOCK > first + 1 - window:
+                    at, lanes = own + (tile - tiles[0]) * tile_size, queries * group - tile * QUERIES
+                    add_block(at, held, block, (first, last, window), lanes, scale)
+        for tile in range(tiles[0], tiles[1]):
+            end_tile(own + (tile - tiles[0]) * tile_size, found, found_step, tile, queries)
 
     return attend
 
@@ -233,7 +247,8 @@ def _add_block(storage: Storage, sizes: Sizes, dot: Dot):
     numbers, width, key_size = sizes.numbers, sizes.width, sizes.key_words * WORD
     sums_at = QUERIES * sizes.key_words * WORD
     state_at = sums_at + QUERIES * width * WORD
-    score, weigh, add = scores_of(dot, sizes.key_words), weights_of(numbers), sums_of(dot, width)
+    score, add = scores_of(dot, sizes.key_words), sums_of(dot, width)
+    weigh, weigh_visible = weights_of(numbers, masked=False), weights_of(numbers, masked=True)
     high, low = np.uint32(0x7F800000), np.uint32(0x7F80 if numbers == 2 else 0xFFFFFFFF)
 
     @njit(error_model="numpy")
@@ -272,11 +287,13 @@ def _add_block(storage: Storage, sizes: Sizes, dot: Dot):
         count = min((last - block) // KEYS * KEYS + KEYS, BLOCK)
         for key in range(0, count, KEYS):
             score(keys + key * key_size, np.int64(key_size), tile, scores + key * QUERIES * WORD)
-        weigh(scores, count, scale, tile + state_at, rescale, block, window)
-        all_visible = block + count - 1 <= first and block > last - window
-        if not all_visible and not are_finite(ordered, count):
-            add_visible(scores, ordered, block, count, rescale, tile + sums_at, tile + state_at, window)
-            return
+        if block + count - 1 <= first and block > last - window:
+            weigh(scores, count, scale, tile + state_at, rescale, block, window)
+        else:
+            weigh_visible(scores, count, scale, tile + state_at, rescale, block, window)
+            if not are_finite(ordered, count):
+                add_visible(scores, ordered, block, count, rescale, tile + sums_at, tile + state_at, window)
+                return
         for lane in range(0, min(QUERIES, lanes), ROWS):
             for chunk in range(0, width, OUTPUTS):
                 sums, values = tile + sums_at + (lane * width + chunk) * WORD, ordered + chunk * WORD

@@ -85,14 +85,14 @@ def sums_of(dot: Dot, words: int) -> Any:
     return add
 
 
-def weights_of(numbers: int) -> Any:
+def weights_of(numbers: int, masked: bool) -> Any:
     """(scores, count, scale, state, rescale, first, window): replace the scores of `count` keys by their weights.
 
     A weight is 2^(score * scale) divided by that of the greatest score. All but `scale`, a positive float32, are int64.
     At `state` are, for each query, its greatest score so far, times scale, and the sum of its weights, both float32,
     which are updated, and its last key as int32. The factor for all earlier weights is written to `rescale`. A word
-    holds the weights of `numbers` consecutive keys. The scores' first key is number `first`, and a query sees the
-    `window` keys up to its last.
+    holds the weights of `numbers` consecutive keys. If `masked`, the scores' first key is number `first`, and a query
+    sees the `window` keys up to its last; else it sees all.
     """
 
     @intrinsic
@@ -103,7 +103,7 @@ def weights_of(numbers: int) -> Any:
             tops, totals = (_read(builder, places[at:][:VECTORS], FLOATS) for at in (0, VECTORS))
             lasts = _read(builder, places[2 * VECTORS :], WORDS)
             width = v.splat(builder, builder.trunc(window, INT32))
-            visible = [(builder.sub(last, width), last) for last in lasts]
+            visible = [(builder.sub(last, width), last) for last in lasts] if masked else None
             scored = _Scores(builder, scores, first, visible)
             factor = v.splat(builder, scale)
 
@@ -139,9 +139,9 @@ def weights_of(numbers: int) -> Any:
 
 
 class _Scores:
-    """A block's scores. `visible` are, for each vector of queries, the key before the visible ones and the last one."""
+    """A block's scores. `visible`: for each vector of queries, the key before the visible ones and the last of them."""
 
-    def __init__(self, builder: Any, start: Any, first: Any, visible: list[tuple[Any, Any]]) -> None:
+    def __init__(self, builder: Any, start: Any, first: Any, visible: list[tuple[Any, Any]] | None) -> None:
         self._builder, self._start, self._first, self._visible = builder, start, first, visible
 
     def place(self, key: Any, vector: int) -> Any:
@@ -167,6 +167,8 @@ class _Scores:
         return _read(self._builder, [self.place(key, vector) for vector in range(VECTORS)], FLOATS)
 
     def _or_hidden(self, key: Any, values: list[Any], hidden: float) -> list[Any]:
+        if self._visible is None:
+            return values
         builder, found = self._builder, []
         number = v.splat(builder, builder.trunc(builder.add(self._first, key), INT32))
         for value, (before, last) in zip(values, self._visible, strict=True):

@@ -10,6 +10,7 @@ import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -125,7 +126,7 @@ def description(value: Any) -> str:
     )
     cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
     closed = ", ".join(f"{name}={description(cell.cell_contents)}" for name, cell in cells)
-    return f"{value.__module__}.{value.__qualname__}({closed})"
+    return f"{value.__module__}.{value.__code__.co_qualname}({closed})"  # `_name_by_content` changes __qualname__
 
 
 @functools.cache
@@ -143,8 +144,24 @@ def _fingerprint() -> str:
 
 
 def _compile(function: Callable[..., None], signature: Any) -> Kernel:
+    _name_by_content(function)
     compiled: Kernel = cfunc(signature, fastmath=FAST_MATH, error_model="numpy")(function)
     return compiled
+
+
+def _name_by_content(value: Any) -> None:
+    """Give a function and what it closes over names that state what they were specialized for.
+
+    numba tells functions of equal names apart by a number that each process counts from 0. So two processes may store
+    different functions under one symbol; where both are loaded, the linker takes the first for either.
+    """
+    if isinstance(value, Dispatcher):
+        _name_by_content(value.py_func)
+    elif hasattr(value, "__code__") and "<locals>" in value.__qualname__:
+        digest = sha256(description(value).encode()).hexdigest()[:16]
+        value.__qualname__ = f"{value.__code__.co_qualname}_{digest}"
+        for cell in value.__closure__ or ():
+            _name_by_content(cell.cell_contents)
 
 
 def _machine_code(compiled: Any) -> MachineCode:

@@ -16,9 +16,7 @@ import pytest
 from homing.cluster.cli.main import run
 from homing.cluster.config import load_settings
 from homing.cluster.errors import ClusterError, LogUnreadable, ModelUnavailable, PlotFailed, SettingsError
-from homing.cluster.lab.analyze.command import Progress, Sample, analyze
-from homing.cluster.lab.analyze.log_analysis import LoggedPrompt
-from homing.cluster.lab.analyze.options import Options
+from homing.cluster.lab.analyze.command import Options, Progress, Sample, analyze
 from homing.cluster.lab.analyze.order import Part
 from homing.cluster.lab.analyze.prompts import Prompt
 from homing.replica.demo import demo_model_path
@@ -272,7 +270,7 @@ def test_a_sample_holds_each_prompt_with_the_same_chance():
     for seed in range(2000):
         sample = Sample(5, random.Random(seed))
         for number in range(20):
-            sample.offer(Prompt(LoggedPrompt(number, ()), (Part("prompt", "x"),)), 0)
+            sample.offer(Prompt(number, (), parts=(Part("prompt", "x"),)), 0)
         for prompt in sample.prompts:
             taken[prompt.tokens] += 1
 

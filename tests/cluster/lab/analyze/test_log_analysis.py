@@ -57,7 +57,7 @@ def test_windows_slide_with_the_requests():
     """Distinct blocks of the last minute, at the worst moment."""
     report = analyzed(prompt("ab", at=0), prompt("cd", at=50), prompt("ab", at=70), prompt("x", at=1000))
 
-    assert [(row.seconds, row.peak_blocks) for row in report.windows] == [(60, 4), (300, 4), (900, 4)]
+    assert [(row.window_s, row.peak_blocks) for row in report.windows] == [(60, 4), (300, 4), (900, 4)]
     assert report.windows[0].mean_blocks == pytest.approx((2 + 4 + 4 + 1) / 4)
     assert report.span_s == 1000
 

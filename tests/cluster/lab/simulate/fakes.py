@@ -3,9 +3,8 @@
 from typing import Any
 
 from homing.cluster.lab.simulate.delivery import Channel
-from homing.cluster.lab.simulate.replica import ReplicaLimits
+from homing.cluster.lab.simulate.replica import RateModel, ReplicaLimits
 from homing.cluster.lab.simulate.runs import Setup
-from homing.cluster.lab.simulate.step_times import RateModel
 from homing.cluster.lab.simulate.workload import Arrival
 
 #: 1,000 prompt tokens a second and 10 ms a decode step: times can be worked out by hand.

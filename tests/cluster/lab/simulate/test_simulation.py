@@ -6,11 +6,10 @@ from dataclasses import asdict
 import pytest
 
 from homing.cluster.lab.simulate.delivery import Channel
-from homing.cluster.lab.simulate.replica import ReplicaLimits
+from homing.cluster.lab.simulate.replica import MockerModel, ReplicaLimits, StepTimes
 from homing.cluster.lab.simulate.results import Result
 from homing.cluster.lab.simulate.runs import ORACLE, policy_names, run, simulation_of
 from homing.cluster.lab.simulate.simulation import Fault, Simulation
-from homing.cluster.lab.simulate.step_times import MockerModel, StepTimes
 from homing.cluster.lab.simulate.workload import Arrival, Chats, Siblings, compress, conversations, siblings
 
 from .fakes import MODEL, arrival, setup_of

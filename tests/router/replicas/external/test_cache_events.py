@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import zmq
 
+from homing.events.follow.subscription import Apply
 from homing.events.wire.cache_events import CacheEvent, Cleared, Removed, Stored
 from homing.router.backend import RouterCounters
 from homing.router.config import RouterSettings
@@ -70,7 +71,7 @@ def stored(*hashes: int) -> Stored:
 def test_the_index_follows_each_type_of_event(events: list[CacheEvent], held: int) -> None:
     """The counterpart of the test below: known types have their effect."""
     with joined() as (replica, placement):
-        replica.apply(events)
+        replica.told(Apply(0, 1.0, events))
 
         assert placement.index.count("r0") == held
 
@@ -78,9 +79,9 @@ def test_the_index_follows_each_type_of_event(events: list[CacheEvent], held: in
 def test_an_unknown_type_of_event_is_an_error_and_clears_nothing() -> None:
     """A new type that is not handled here must not be taken for `Cleared`."""
     with joined() as (replica, placement):
-        replica.apply([stored(1, 2)])
+        replica.told(Apply(0, 1.0, [stored(1, 2)]))
 
         with pytest.raises(AssertionError, match="Moved"):
-            replica.apply([Moved([1])])  # type: ignore[list-item]
+            replica.told(Apply(1, 1.0, [Moved([1])]))  # type: ignore[list-item]
 
         assert placement.index.count("r0") == 2

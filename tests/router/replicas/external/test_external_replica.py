@@ -9,9 +9,10 @@ import pytest
 from homing.events.wire.messages import LoadReport
 from homing.kvcache.hashing import tenant_root
 from homing.replica.messages import Pin, ReplicaDescription
-from homing.router.backend import FinishedRequest, ReplicaView, TokenDelta
+from homing.router.backend import ReplicaView, TokenDelta
 from homing.router.config import RouterSettings
 from homing.router.errors import InvalidGeneration, RequestFailed
+from homing.router.flow.request_state import RequestState
 from homing.router.replicas.external.block_keys import cache_salt
 from homing.router.replicas.external.probe import ExternalTerms
 from homing.router.replicas.membership import text_digests
@@ -31,12 +32,12 @@ class Watcher:
     """Keeps what the service tells its observer."""
 
     def __init__(self) -> None:
-        self.finished: list[FinishedRequest] = []
+        self.finished: list[RequestState] = []
         self.reports: list[LoadReport] = []
         self.gaps = 0
 
-    def request_finished(self, record: FinishedRequest) -> None:
-        self.finished.append(record)
+    def request_finished(self, request: RequestState) -> None:
+        self.finished.append(request)
 
     def load_reported(self, replica_id: str, report: LoadReport) -> None:
         self.reports.append(report)

@@ -15,13 +15,16 @@ from homing.router.routing.policy.expected_ttft import (
     TIE_S,
     ExpectedTtft,
     LeastLoaded,
-    SessionReplicas,
 )
 from homing.router.routing.policy.explain import explanation_of
 from homing.router.routing.replica_load import ReplicaLoad
 
 from ...fakes import BLOCK, load_of
 from .cases import PROMPT, candidate, chosen
+
+
+def prompt_of(session: str) -> Prompt:
+    return Prompt(tokens=1000, blocks=62, block_size=BLOCK, session=session)
 
 
 def busy_policy(decisions: int) -> ExpectedTtft:
@@ -245,7 +248,7 @@ def test_unlike_prompts_go_to_the_replica_with_the_emptier_cache() -> None:
 
 def test_a_session_stays_where_it_was_among_equals_only() -> None:
     """A hint must not cost time."""
-    policy, prompt = ExpectedTtft(), Prompt(tokens=1000, blocks=62, block_size=BLOCK, session="s")
+    policy, prompt = ExpectedTtft(), prompt_of("s")
     home = chosen(policy, [candidate("r0"), candidate("r1")], prompt)
     assert home is not None
 
@@ -258,10 +261,15 @@ def test_a_session_stays_where_it_was_among_equals_only() -> None:
 
 def test_the_oldest_session_is_forgotten_first() -> None:
     """Memory is bounded, however many sessions there are; a session that comes again is recent."""
-    sessions = SessionReplicas(limit=2)
+    policy = ExpectedTtft(sessions_kept=2)
     for session in ("a", "b", "a", "c"):
-        sessions.remember(session, f"replica of {session}")
+        policy.decide(prompt_of(session), [candidate(f"home of {session}")], Random(0))
 
-    found = [sessions.get(session) for session in ("a", "b", "c", None)]
+    replicas = [candidate(f"home of {session}") for session in ("a", "b", "c")]
+    found = {}
+    for session in ("a", "b", "c"):
+        decisions = [policy.consider(prompt_of(session), replicas, Random(seed)) for seed in range(20)]
+        found[session] = {each.chosen.replica_id for each in decisions if each.chosen}
 
-    assert found == ["replica of a", None, "replica of c", None]
+    assert (found["a"], found["c"]) == ({"home of a"}, {"home of c"})
+    assert len(found["b"]) > 1

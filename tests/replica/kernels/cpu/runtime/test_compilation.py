@@ -1,9 +1,12 @@
 """Kernels that were read are the kernels that were compiled."""
 
+import multiprocessing
 import threading
 
+import msgspec
 import pytest
 import torch
+from llvmlite import binding as llvm
 from numba import njit
 
 from homing.replica.kernels.cpu.linear.product import compiled as product
@@ -11,7 +14,7 @@ from homing.replica.kernels.cpu.linear.tile import tile
 from homing.replica.kernels.cpu.pointwise import _add_rms_norm as norm
 from homing.replica.kernels.cpu.pointwise import _silu_mul as activation
 from homing.replica.kernels.cpu.runtime import compilation
-from homing.replica.kernels.cpu.runtime.code_store import CodeStore
+from homing.replica.kernels.cpu.runtime.code_store import DIGEST_BYTES, CodeStore, MachineCode
 from homing.replica.kernels.cpu.runtime.compilation import StoredKernel, description, load_or_compile
 from homing.replica.kernels.cpu.runtime.scalars import storage_of
 from homing.replica.kernels.cpu.runtime.thread_team import run
@@ -67,6 +70,29 @@ def fill_as_another_would(store, source):
     """Compiles under a turn that is held already."""
     unlocked = CodeStore(store.folder, lock_timeout_s=0.0)
     assert not isinstance(load_or_compile(source, unlocked), StoredKernel)
+
+
+def test_kernels_that_two_processes_stored_share_no_specialized_function(tmp_path):
+    """Both processes number their functions alike. A linker that took one kernel's for the other's gave NaN."""
+    store = CodeStore(tmp_path)
+    for source in [source_of(norm, storage, True) for storage in (FLOAT32, BFLOAT16)]:
+        process = multiprocessing.get_context("fork").Process(target=load_or_compile, args=(source, store))
+        process.start()
+        process.join()
+
+    first, second = (exported(file.read_bytes()) for file in tmp_path.glob("*.kernel"))
+
+    assert any("locals" in name for name in first)
+    assert not [name for name in first & second if "locals" in name]
+
+
+def exported(content):
+    """The functions that the linker would also use for other kernels."""
+    code = msgspec.msgpack.decode(content[DIGEST_BYTES:], type=MachineCode)
+    functions = llvm.parse_bitcode(code.bitcode).functions
+    return {
+        each.name for each in functions if not each.is_declaration and each.linkage.name not in ("internal", "private")
+    }
 
 
 def test_without_a_store_kernels_are_compiled():

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from homing.replica.kernels.base import TorchKernels
-from homing.replica.kernels.cpu.attention.bfloat16_pairs import fits
-from homing.replica.kernels.cpu.attention.decode import decode
+from homing.replica.kernels.cpu.attention.decode import decode, fills_vectors
 from homing.replica.kernels.cpu.runtime.scalars import storage_of
 from homing.replica.models.base import AttentionRule
 
@@ -60,5 +59,5 @@ def test_softcap_and_sinks_equal_plain_torch(shape):
 )
 def test_heads_and_pages_must_fill_vectors(sizes, fit):
     """Others are computed number by number, and float32 always."""
-    assert fits(storage_of(BFLOAT16), *sizes) is fit
-    assert not fits(storage_of(torch.float32), *sizes)
+    assert fills_vectors(storage_of(BFLOAT16), *sizes) is fit
+    assert not fills_vectors(storage_of(torch.float32), *sizes)

@@ -1,0 +1,85 @@
+"""Which parsers a model gets."""
+
+import pytest
+
+from homing.router.text.parsers.families import (
+    REASONING_FAMILIES,
+    TOOL_FAMILIES,
+    UnknownFamily,
+    choose_reasoning,
+    choose_tools,
+)
+
+#: What templates of models contain, and the parsers of tool calls and reasoning that they get.
+TEMPLATES = {
+    "Qwen2.5": ('<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args>}\\n</tool_call>', "hermes", None),
+    "Qwen3": ("content.split('</think>') <tool_call>\\n{\\\"name\\\": ", "hermes", "think"),
+    "Qwen3-Coder": ("<tool_call>\\n<function=example_function_name>\\n<parameter=", "qwen3_coder", None),
+    "Qwen3.5": ("<|im_start|>assistant\\n<think>\\n <tool_call>\\n<function=", "qwen3_coder", "think"),
+    "GLM-4.5": ("'\\n<tool_call>' + tc.name <arg_key>{{ k }}</arg_key> </think>", "glm", "think"),
+    "DeepSeek-V3": ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "deepseek", None),
+    "DeepSeek-R1": ("<｜tool▁calls▁begin｜> content.split('</think>')", "deepseek", "think"),
+    "Kimi-K2": ("<|tool_calls_section_begin|>", "kimi", None),
+    "Mistral-7B": ("[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral", None),
+    "Magistral": ("[THINK] [TOOL_CALLS]", "mistral", "mistral"),
+    "Llama-3.1": ("<|python_tag|>", "llama3", None),
+    "Llama-3.2": ('Respond in the format {"name": function name, "parameters": dictionary', "llama3", None),
+    "Llama-4": ("Use exact format: [func_name1(param1=value1), func_name2(...)]", "pythonic", None),
+    "gpt-oss": ("<|start|>assistant<|channel|>analysis<|message|>", "harmony", "harmony"),
+    "without tools": ("{{ message.content }}", None, None),
+}
+
+
+def name_of(family) -> str | None:
+    return family and family.name
+
+
+@pytest.mark.parametrize("model", TEMPLATES)
+def test_a_template_tells_the_family(model):
+    """A model writes what its template shows."""
+    template, tools, reasoning = TEMPLATES[model]
+
+    assert name_of(choose_tools(template, "llama")) == tools
+    assert name_of(choose_reasoning(template, "llama")) == reasoning
+
+
+def test_without_a_template_the_type_of_the_model_tells():
+    """A template that shows no tools is no reason to look for calls, so the type counts only where there is none."""
+    assert name_of(choose_tools("", "qwen3")) == "hermes"
+    assert name_of(choose_tools("", "gpt_oss")) == "harmony"
+    assert choose_tools("", "gpt2") is None
+    assert choose_reasoning("", "gpt2") is None
+
+
+def test_a_setting_comes_before_the_template():
+    """By the name of a family or by the name that vLLM or SGLang gives it."""
+    template = TEMPLATES["Qwen3"][0]
+
+    assert name_of(choose_tools(template, "", "qwen3_coder")) == "qwen3_coder"
+    assert name_of(choose_tools(template, "", "llama3_json")) == "llama3"
+    assert name_of(choose_reasoning(template, "", "deepseek_r1")) == "think"
+    assert choose_tools(template, "", "none") is None
+    assert choose_reasoning(template, "", "none") is None
+
+
+def test_an_unknown_setting_is_an_error_with_the_nearest_spelling():
+    """And with all names that there are."""
+    with pytest.raises(UnknownFamily, match=r"--tool-call-parser: no parser 'hermess'; did you mean 'hermes'\?"):
+        choose_tools("", "", "hermess")
+    with pytest.raises(UnknownFamily, match=r"--reasoning-parser: no parser 'thinking'; did you mean 'think'\?"):
+        choose_reasoning("", "", "thinking")
+
+
+def test_names_are_unique():
+    """A setting names one family."""
+    for families in (TOOL_FAMILIES, REASONING_FAMILIES):
+        names = [name for family in families for name in (family.name, *family.aliases)]
+        assert len(names) == len(set(names))
+
+
+def test_a_prompt_that_ends_with_an_opener_begins_reasoning():
+    """Where thinking is turned off, templates close it again."""
+    think = choose_reasoning("", "", "think")
+
+    assert think.opened_by("<|im_start|>assistant\n<think>\n")
+    assert not think.opened_by("<|im_start|>assistant\n<think>\n\n</think>\n\n")
