@@ -9,7 +9,7 @@ import pytest
 from homing.replica.messages import PositionLogprobs
 from homing.router.backend import TokenDelta
 from homing.router.config import RouterSettings
-from homing.router.errors import QueueFull
+from homing.router.errors import NoReplica
 from homing.router.http.caller import MAX_SESSION_CHARS, session
 from homing.router.http.front import Front
 from homing.router.metrics import RouterMetrics
@@ -126,8 +126,8 @@ async def test_a_prompt_over_the_tenants_limit_is_the_callers_fault(client: http
 
 
 async def test_what_the_backend_refuses_is_not_paid_for(client: httpx.AsyncClient, backend: FakeBackend):
-    """A full queue is not the tenant's fault."""
-    backend.refusal = QueueFull(10, retry_after_s=1.2)
+    """A cluster that starts is not the tenant's fault."""
+    backend.refusal = NoReplica("none", retry_after_s=1.2)
     refused = await ask(client, "hasty")
     backend.refusal = None
 
