@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "events": (),
     "kvcache": (),
     "replica": ("events", "kvcache"),
-    "router": ("events", "kvcache", "replica.messages"),
+    "router": ("events", "kvcache", "replica.messages", "replica.structured.grammar"),
     "cluster": ("events", "kvcache", "replica", "router"),
 }
 #: Which other folders of its own package each folder may import, with what lies below them. Everybody may import the
@@ -41,7 +41,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "kvcache/eviction": (),
     "replica/attention": ("replica/engine", "replica/kernels", "replica/models"),
     "replica/demo": (),
-    "replica/engine": (),
+    "replica/engine": ("replica/structured",),
     "replica/execute": (
         "replica/attention",
         "replica/engine",
@@ -49,6 +49,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
         "replica/load",
         "replica/models",
         "replica/parallel",
+        "replica/structured",
     ),
     "replica/kernels": ("replica/engine", "replica/models"),
     "replica/kernels/cpu": ("replica/kernels", "replica/models"),
@@ -58,7 +59,8 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "replica/kernels/triton": ("replica/engine", "replica/kernels", "replica/models"),
     "replica/load": ("replica/engine", "replica/kernels/cpu/runtime", "replica/models"),
     "replica/models": ("replica/kernels", "replica/load", "replica/parallel"),
-    "replica/parallel": ("replica/engine", "replica/execute", "replica/load"),
+    "replica/parallel": ("replica/engine", "replica/execute", "replica/load", "replica/structured"),
+    "replica/structured": (),
     "router/flow": ("router/routing",),
     "router/http": ("router/tenants", "router/text"),
     "router/http/dialects": ("router/http", "router/text"),

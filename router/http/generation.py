@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ...kvcache.hashing import token_bytes
-from ...replica.messages import Pin, PositionLogprobs, SamplingParams
+from ...replica.messages import Constraint, Pin, PositionLogprobs, SamplingParams
 from ..backend import GenerationRequest, TokenDelta, TokenStream
 from ..errors import RequestFailed, RouterError, Superseded
 from ..text.answer import AnswerText, Block, Ending, TextDelta, TokenAt, parsed
@@ -67,6 +67,7 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     parser: Callable[[], AnswerParser] | None = None
     markers: Sequence[str] = ()  #: special tokens that the parser needs to see
     session: str | None = None  #: that the body names; one that a header names comes first
+    constraint: Constraint | None = None  #: what each choice must match; checked already
     discard: bool = False  #: `max_tokens: 0`: one token is generated to score the prompt, and not shown
 
 
@@ -87,6 +88,7 @@ def generation_request(
         deadline=deadline,
         tokens_per_delta=job.tokens_per_delta,
         pins=() if index else tuple([Pin(pin.num_tokens, pin.ttl_s, tenant.digest) for pin in prompt.pins]),
+        constraint=job.constraint,
     )
 
 

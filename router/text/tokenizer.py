@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from ...kvcache.hashing import token_array, token_bytes
+from .constraints import ConstraintChecker
 from .detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, is_byte_level, piece_table
 from .export import TokenizerParts, load_parts
 from .template import ChatTemplate, TemplateInput
@@ -47,6 +48,7 @@ class TextModel:
         self.model_type = model_type
         self._cutter = Cutter(parts.tokenizer)
         self.cache = TokenCache(cache_bytes)
+        self.constraints = ConstraintChecker()
         self._pool = ThreadPoolExecutor(ENCODER_THREADS, thread_name_prefix="encode")
         self._pieces = piece_table(self._backend)
         self._byte_level = is_byte_level(self._backend)
@@ -65,6 +67,7 @@ class TextModel:
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self.constraints.close()
 
     @property
     def templates(self) -> str:

@@ -20,12 +20,6 @@ from .schema import Body, CacheControl, MessageBody, Positive, TokenizeBody, Usa
 from .validate import conversation_job, decoded_arguments, mark
 
 
-class ResponseFormat(msgspec.Struct):
-    """The field `response_format`; only plain text is supported."""
-
-    type: str
-
-
 class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
     """The request body."""
 
@@ -35,7 +29,7 @@ class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -48,15 +42,8 @@ async def job(front: Front, served: Served, body: ChatBody, salt: bytes) -> Job:
     """What `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
     if body.max_tokens == 0:
         raise InvalidRequest("field 'max_tokens': expected int >= 1", param="max_tokens")
-    if body.response_format and body.response_format.type != "text":
-        raise InvalidRequest(
-            "field 'response_format': only {'type': 'text'} is supported; structured output is not supported yet",
-            param="response_format",
-        )
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("field 'top_logprobs': requires 'logprobs': true", param="top_logprobs")
-    if body.tool_choice not in (None, "auto", "none"):
-        raise InvalidRequest("field 'tool_choice': only 'auto' and 'none' are supported", param="tool_choice")
     newer = body.max_completion_tokens is not None
     return await conversation_job(
         front,
@@ -95,6 +82,7 @@ def conversation(body: ChatBody | TokenizeBody) -> Conversation:
         tools=[_tool(each, f"tools[{index}]") for index, each in enumerate(body.tools or ())],
         tool_choice=_tool_choice(chat) if chat else ToolChoice(),
         reasoning=typed.Reasoning(effort=chat.reasoning_effort) if chat else typed.Reasoning(),
+        output={"response_format": chat.response_format} if chat and chat.response_format else {},
         session=chat.prompt_cache_key if chat and isinstance(chat.prompt_cache_key, str) else None,
         mark=mark(chat.cache_control, "cache_control") if chat else None,
         add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
@@ -104,7 +92,17 @@ def conversation(body: ChatBody | TokenizeBody) -> Conversation:
 
 
 def _tool_choice(body: ChatBody) -> ToolChoice:
-    return ToolChoice("none" if body.tool_choice == "none" else "auto", parallel=body.parallel_tool_calls is not False)
+    parallel, given = body.parallel_tool_calls is not False, body.tool_choice or "auto"
+    match given:
+        case "auto" | "none" | "required":
+            return ToolChoice(given, None, parallel)
+        case {"type": "function", "function": {"name": str(name)}}:
+            return ToolChoice("required", name, parallel)
+        case _:
+            raise InvalidRequest(
+                "field 'tool_choice': expected auto, none, required or {'type': 'function', 'function': {'name': ...}}",
+                param="tool_choice",
+            )
 
 
 def _tool(given: Mapping[str, Any], param: str) -> Tool:

@@ -1,15 +1,16 @@
 """From a decoded body and its encoded prompts to a `Job`: limits that involve two fields, the model or the settings.
 
-Pure. Every refusal names the field. What only one dialect checks is in its module.
+Pure, but for the check of constraints. Every refusal names the field. What only one dialect checks is in its module.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from ....replica.messages import SamplingParams
+from ....replica.messages import Constraint, SamplingParams
 from ...errors import ContextTooLong, InvalidRequest, PromptTooLong
+from ...text.constraints import FIELDS, HERMES, Asked, requested, tool_calls
 from ...text.conversation import CacheMark, Conversation
 from ...text.parsers.parser import AnswerParser
 from ..front import Front, Served
@@ -37,6 +38,7 @@ def job(
     best_of: int | None = None,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
+    constraint: Constraint | None = None,
 ) -> Job:
     """What the body requests of these prompts.
 
@@ -99,6 +101,7 @@ def job(
         timeout_s=body.timeout,
         # Streams need each token, and a stop string must be noticed at once.
         tokens_per_delta=1 if body.stream or body.stop else WHOLE_RESPONSE_TOKENS,
+        constraint=constraint,
         discard=wanted == 0,
     )
 
@@ -126,6 +129,8 @@ async def conversation_job(
     if clamp:
         room = max(1, served.limits.max_model_len - len(token_ids))
         wanted = room if wanted is None else min(wanted, room)
+    tail = served.text.decode(token_ids[-TAIL_TOKENS:]) if served.thoughts else ""
+    opened = served.thoughts is not None and served.thoughts.opened_by(tail)
     made = job(
         front,
         served,
@@ -136,21 +141,24 @@ async def conversation_job(
         wanted=wanted,
         wanted_param=wanted_param,
         logprobs=logprobs,
+        constraint=await constraint(served, body, conversation.output, conversation, opened=opened),
     )
-    return msgspec.structs.replace(
-        made, session=conversation.session, **_parsing(front, served, conversation, token_ids)
-    )
+    parser, markers = parsing if (parsing := _parsing(front, served, conversation, opened=opened)) else (None, ())
+    return msgspec.structs.replace(made, session=conversation.session, parser=parser, markers=markers)
 
 
-def _parsing(front: Front, served: Served, conversation: Conversation, token_ids: Sequence[int]) -> dict[str, Any]:
-    """The parser of each choice, and the special tokens that it needs; nothing if all of the answer is text."""
+def _parsing(
+    front: Front, served: Served, conversation: Conversation, *, opened: bool
+) -> tuple[Callable[[], AnswerParser], Sequence[str]] | None:
+    """What makes the parser of each choice, and the special tokens that it needs; None: all of the answer is text.
+
+    `opened`: the answer begins inside of reasoning.
+    """
     calls, thoughts, choice = served.calls, served.thoughts, conversation.tool_choice
-    tools = (
-        {} if calls is None or choice.mode == "none" else {tool.name: tool.parameters for tool in conversation.tools}
-    )
-    if thoughts is None and not tools:
-        return {}
-    opened = thoughts is not None and thoughts.opened_by(served.text.decode(token_ids[-TAIL_TOKENS:]))
+    shown = () if calls is None or choice.mode == "none" else conversation.tools
+    if thoughts is None and not shown:
+        return None
+    tools = {tool.name: tool.parameters for tool in shown}
 
     def parser() -> AnswerParser:
         base = front.random_bits(95)
@@ -163,8 +171,7 @@ def _parsing(front: Front, served: Served, conversation: Conversation, token_ids
             parallel=choice.parallel,
         )
 
-    markers = (*(calls.markers if calls and tools else ()), *(thoughts.markers if thoughts else ()))
-    return {"parser": parser, "markers": markers}
+    return parser, (*(calls.markers if calls and tools else ()), *(thoughts.markers if thoughts else ()))
 
 
 def mark(control: CacheControl | None, param: str) -> CacheMark | None:
@@ -180,6 +187,43 @@ def decoded_arguments(arguments: Any, param: str) -> Any:
         return msgspec.json.decode(arguments.encode() or b"{}")
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"field {param!r}: 'arguments' is not valid JSON", param=param) from error
+
+
+async def constraint(
+    served: Served,
+    body: Body,
+    fields: Mapping[str, Any],
+    conversation: Conversation | None = None,
+    *,
+    opened: bool = False,
+) -> Constraint | None:
+    """What the answer must match, if a body, its `fields` of other names, or the tools ask for it.
+
+    `opened`: the answer begins inside of reasoning, behind which the constraint begins. Raises InvalidRequest.
+    """
+    after: tuple[int, ...] = ()
+    if opened and served.thoughts is not None:
+        after = tuple(served.text.encode_now([served.thoughts.closer], special_tokens=False)[0])
+    given = {name: getattr(body, name) for name in FIELDS if name != "response_format"}
+    asked = requested({**given, **fields}, after)
+    if conversation is not None and (conversation.tools or conversation.tool_choice.mode == "required"):
+        asked = _calls(served, conversation, after, asked)
+    return None if asked is None else await served.text.constraints.check(asked)
+
+
+def _calls(served: Served, conversation: Conversation, after: tuple[int, ...], asked: Asked | None) -> Asked | None:
+    """What the tools ask of the answer: calls, if these are required, or else that calls follow strict schemas."""
+    choice = conversation.tool_choice
+    if choice.mode == "required" and (served.calls is None or served.calls.name != "hermes"):
+        raise InvalidRequest(
+            "field 'tool_choice': only 'auto' and 'none' are supported for how this model writes tool calls",
+            param="tool_choice",
+        )
+    if served.calls is None or served.calls.name != "hermes" or (asked is not None and choice.mode != "required"):
+        return asked
+    wanted = choice.mode if choice.name is None else {"function": {"name": choice.name}}
+    definitions = [tool.definition for tool in conversation.tools]
+    return tool_calls(definitions, wanted, HERMES, parallel=choice.parallel, after=after)
 
 
 def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:

@@ -14,7 +14,6 @@ from schemathesis import GenerationMode
 
 from homing.router.config import RouterSettings
 from homing.router.http.endpoints import ENDPOINTS, find, openapi_document
-from homing.router.http.errors import ErrorBody
 from homing.router.http.protocol.exchange import Request
 from homing.router.server import RouterServer
 

@@ -13,15 +13,17 @@ from openai.types.chat.chat_completion import ChoiceLogprobs
 
 from homing.kvcache.hashing import token_array
 from homing.replica.messages import PositionLogprobs, TokenLogprob
+from homing.router.config import RouterSettings
 from homing.router.errors import ReplicaLost
 from homing.router.http.dialects.chat import CHAT as DIALECT
 from homing.router.http.dialects.schema import LOWEST_LOGPROB
 from homing.router.http.front import Front
+from homing.router.server import RouterServer
 from homing.router.text.answer import TokenAt
 from homing.router.text.template import TemplateInput
 from homing.router.text.tokenizer import TextModel
 
-from ..conftest import ANSWER
+from ..conftest import ANSWER, LoadedText
 from ..fakes import FakeBackend, reply
 
 MESSAGES = [{"role": "user", "content": "Tell me a story about a fox."}]
@@ -309,3 +311,79 @@ async def test_a_body_may_begin_with_a_byte_order_mark(client: httpx.AsyncClient
 
     assert [answer.status_code for answer in answers] == [200, 400, 400, 400]
     assert answers[1].json()["error"]["param"] == "messages"
+
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture
+def reads_calls(settings: RouterSettings) -> RouterSettings:
+    return msgspec.structs.replace(settings, tool_call_parser="hermes", reasoning_parser="think")
+
+
+@pytest.fixture
+async def agent(reads_calls: RouterSettings, backend: FakeBackend, text_model: TextModel):
+    """OpenAI's client of a server whose model calls tools."""
+    server = RouterServer(reads_calls, backend, texts=LoadedText(text_model), grace_s=1.0)
+    port = await server.start("127.0.0.1", 0)
+    address, http = f"http://127.0.0.1:{port}/v1", httpx.AsyncClient(verify=False)
+    async with AsyncOpenAI(base_url=address, api_key="k1", max_retries=0, http_client=http) as client:
+        yield client
+    await server.stop()
+
+
+async def test_calls_and_reasoning_are_fields_of_the_message(agent: AsyncOpenAI, backend, text_model: TextModel):
+    """Streamed or not; id, type and name of a call are in its first chunk only, as clients add up what they get."""
+    says = f"<think>It rains.</think>\n\nLet me see.\n{CALL}"
+    backend.script = reply(list(text_model.encode_now([says], special_tokens=False)[0]))
+    asked = {"model": "demo", "messages": MESSAGES, "tools": [WEATHER]}
+
+    whole = await agent.chat.completions.create(**asked)
+    chunks = [chunk async for chunk in await agent.chat.completions.create(**asked, stream=True)]
+
+    [choice] = whole.choices
+    ChatCompletion.model_validate(whole.model_dump(exclude_unset=True), strict=True)
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
+    assert choice.message.reasoning_content == "It rains."
+    [call] = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Ulm"})
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk.model_dump(exclude_unset=True), strict=True)
+    assert "".join(delta.content or "" for delta in deltas) == "Let me see."
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "It rains."
+    first, *others = [delta.tool_calls[0] for delta in deltas if delta.tool_calls]
+    assert (first.index, first.type, first.function.name) == (0, "function", "weather")
+    assert first.id
+    assert json.loads("".join(each.function.arguments for each in [first, *others])) == {"city": "Ulm"}
+    assert all(set(each.model_dump(exclude_unset=True)) == {"index", "function"} for each in others)
+    assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "tool_calls"
+
+
+async def test_an_answer_of_calls_alone_has_no_content(agent: AsyncOpenAI, backend, text_model: TextModel):
+    """OpenAI's content is then null."""
+    backend.script = reply(list(text_model.encode_now([CALL], special_tokens=False)[0]))
+
+    answer = await agent.chat.completions.create(model="demo", messages=MESSAGES, tools=[WEATHER])
+
+    assert answer.choices[0].message.content is None
+    assert answer.choices[0].message.tool_calls is not None
+
+
+async def test_a_required_call_constrains_the_answer(agent: AsyncOpenAI, backend: FakeBackend, text_model: TextModel):
+    """By name or at will; a tool that is not there is the caller's fault."""
+    backend.script = reply(list(text_model.encode_now([CALL], special_tokens=False)[0]))
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice in ("required", named, "auto"):
+        await agent.chat.completions.create(model="demo", messages=MESSAGES, tools=[WEATHER], tool_choice=choice)
+
+    kinds = [request.constraint and request.constraint.kind for request in backend.requests]
+    assert kinds == ["structural_tag", "structural_tag", None]
+    with pytest.raises(openai.BadRequestError, match="no tool 'other'"):
+        await agent.chat.completions.create(
+            model="demo",
+            messages=MESSAGES,
+            tools=[WEATHER],
+            tool_choice={"type": "function", "function": {"name": "other"}},
+        )
