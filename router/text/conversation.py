@@ -101,6 +101,8 @@ class Reasoning(msgspec.Struct, frozen=True):
     effort: str | None = None
 
     def template_arguments(self) -> dict[str, Any]:
+        if self.effort is None and self.enabled is None:
+            return {}
         arguments: dict[str, Any] = {}
         if self.effort is not None and self.effort != "none":
             arguments["reasoning_effort"] = self.effort
@@ -130,7 +132,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
         shown = self.tools if self.tool_choice.mode != "none" else ()
         return TemplateInput(
             [each.as_dict() for each in self.messages],
-            tools=[each.definition for each in shown] or None,
+            tools=[each.definition for each in shown] if shown else None,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
             template_arguments={**self.reasoning.template_arguments(), **self.template_arguments},
@@ -138,5 +140,8 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
     def marks(self) -> list[tuple[int, CacheMark]]:
         """Every mark with the index of its message; -1: up to the tools."""
-        tools = [(-1, tool.mark) for tool in self.tools if tool.mark is not None]
-        return tools + [(index, mark) for index, message in enumerate(self.messages) for mark in message.marks]
+        marks = [(-1, tool.mark) for tool in self.tools if tool.mark is not None]
+        for index, message in enumerate(self.messages):
+            if message.marks:
+                marks += [(index, mark) for mark in message.marks]
+        return marks

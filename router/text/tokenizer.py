@@ -132,8 +132,7 @@ class TextModel:
 
     def detokenizer(self, markers: Sequence[str] = ()) -> Detokenizer:
         """A new incremental decoder; special tokens have no text, except these markers of reasoning and tool calls."""
-        ids = [self._backend.token_to_id(marker) for marker in markers]
-        shown = self._special.intersection(ids)
+        shown = self._special.intersection(map(self._backend.token_to_id, markers)) if markers else frozenset()
         if self._byte_level:
             return ByteDetokenizer(self._with_markers(shown) if shown else self._texts)
         if not shown:

@@ -62,6 +62,7 @@ async def job(front: Front, served: Served, body: CompletionBody, salt: bytes) -
         encoded = await served.text.encode(texts, special_tokens=True)
     if not all(encoded):
         raise InvalidRequest("field 'prompt': a prompt has no tokens", param="prompt")
+    asked = validate.requested_output(body, {"response_format": body.response_format})
     mark = validate.mark(body.cache_control, "cache_control")
     return validate.job(
         front,
@@ -77,7 +78,7 @@ async def job(front: Front, served: Served, body: CompletionBody, salt: bytes) -
         best_of=body.best_of,
         logprobs=scored,
         prompt_logprobs=body.logprobs if body.echo else None,
-        constraint=await validate.constraint(served, body, {"response_format": body.response_format}),
+        constraint=None if asked is None else await served.text.constraints.check(asked),
     )
 
 

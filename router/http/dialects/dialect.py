@@ -101,6 +101,7 @@ class StreamWriter:
     def __init__(self, exchange: Exchange, builder: ResponseBuilder) -> None:
         self._exchange = exchange
         self._builder = builder
+        self._text, self._send = builder.text, exchange.send  # bound once: they run for each token
         self._begun = False
 
     def add(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> None:
@@ -111,7 +112,7 @@ class StreamWriter:
             if data := self._builder.events(choice, shown, first=first):
                 self._exchange.send(data)
         elif shown.text:
-            self._exchange.send(self._builder.text(choice, shown.text))
+            self._send(self._text(choice, shown.text))
 
     def end(self, generation: Generation) -> None:
         self._exchange.send(self._builder.end(generation.choices, generation.summary()))

@@ -4,6 +4,7 @@ Pure, but for the check of constraints. Every refusal names the field. What only
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -14,10 +15,13 @@ from ...text.constraints import FIELDS, HERMES, Asked, requested, tool_calls
 from ...text.conversation import CacheMark, Conversation
 from ...text.parsers.parser import AnswerParser
 from ..front import Front, Served
-from ..generation import SEED_MASK, EncodedPrompt, Job
+from ..generation import SEED_MASK, EncodedPrompt, Job, PinRequest
 from . import pins
 from .schema import Body, CacheControl
 
+_OUTPUT_FIELDS = [name for name in FIELDS if name != "response_format"]
+_output_fields = attrgetter(*_OUTPUT_FIELDS)
+_NO_OUTPUT_FIELDS = (None,) * len(_OUTPUT_FIELDS)
 #: The longest opener of reasoning has fewer, with the white space behind it.
 TAIL_TOKENS = 16
 #: Tokens delivered together if the response is not streamed. When a replica dies, at most this many are lost and
@@ -123,14 +127,20 @@ async def conversation_job(
 
     Raises as `job` does, and TemplateRefusal.
     """
-    rendered = conversation.template_input()
-    token_ids = await served.text.encode_chat(rendered, tenant=salt)
-    kept = await pins.requested(served.text, conversation, rendered, token_ids, salt, front.settings)
+    rendered, text = conversation.template_input(), served.text
+    token_ids = await text.encode_chat(rendered, tenant=salt)
+    kept: tuple[PinRequest, ...] = ()
+    if conversation.mark is not None or conversation.marks():
+        kept = await pins.requested(text, conversation, rendered, token_ids, salt, front.settings)
     if clamp:
         room = max(1, served.limits.max_model_len - len(token_ids))
         wanted = room if wanted is None else min(wanted, room)
-    tail = served.text.decode(token_ids[-TAIL_TOKENS:]) if served.thoughts else ""
-    opened = served.thoughts is not None and served.thoughts.opened_by(tail)
+    thoughts = served.thoughts
+    after: tuple[int, ...] = ()
+    opened = thoughts is not None and thoughts.opened_by(text.decode(token_ids[-TAIL_TOKENS:]))
+    if opened and thoughts is not None:
+        after = tuple(text.encode_now([thoughts.closer], special_tokens=False)[0])
+    asked = _calls(served, conversation, after, requested_output(body, conversation.output, after))
     made = job(
         front,
         served,
@@ -141,9 +151,12 @@ async def conversation_job(
         wanted=wanted,
         wanted_param=wanted_param,
         logprobs=logprobs,
-        constraint=await constraint(served, body, conversation.output, conversation, opened=opened),
+        constraint=None if asked is None else await text.constraints.check(asked),
     )
-    parser, markers = parsing if (parsing := _parsing(front, served, conversation, opened=opened)) else (None, ())
+    parsing = _parsing(front, served, conversation, opened=opened)
+    if parsing is None and conversation.session is None:
+        return made
+    parser, markers = parsing or (None, ())
     return msgspec.structs.replace(made, session=conversation.session, parser=parser, markers=markers)
 
 
@@ -189,31 +202,22 @@ def decoded_arguments(arguments: Any, param: str) -> Any:
         raise InvalidRequest(f"field {param!r}: 'arguments' is not valid JSON", param=param) from error
 
 
-async def constraint(
-    served: Served,
-    body: Body,
-    fields: Mapping[str, Any],
-    conversation: Conversation | None = None,
-    *,
-    opened: bool = False,
-) -> Constraint | None:
-    """What the answer must match, if a body, its `fields` of other names, or the tools ask for it.
+def requested_output(body: Body, fields: Mapping[str, Any], after: tuple[int, ...] = ()) -> Asked | None:
+    """What the answer must match, by the fields that all bodies have and by `fields`. Raises InvalidRequest.
 
-    `opened`: the answer begins inside of reasoning, behind which the constraint begins. Raises InvalidRequest.
+    `after`: the tokens that end the reasoning in which the answer begins.
     """
-    after: tuple[int, ...] = ()
-    if opened and served.thoughts is not None:
-        after = tuple(served.text.encode_now([served.thoughts.closer], special_tokens=False)[0])
-    given = {name: getattr(body, name) for name in FIELDS if name != "response_format"}
-    asked = requested({**given, **fields}, after)
-    if conversation is not None and (conversation.tools or conversation.tool_choice.mode == "required"):
-        asked = _calls(served, conversation, after, asked)
-    return None if asked is None else await served.text.constraints.check(asked)
+    given = _output_fields(body)
+    if not fields and given == _NO_OUTPUT_FIELDS:
+        return None
+    return requested({**dict(zip(_OUTPUT_FIELDS, given, strict=True)), **fields}, after)
 
 
 def _calls(served: Served, conversation: Conversation, after: tuple[int, ...], asked: Asked | None) -> Asked | None:
     """What the tools ask of the answer: calls, if these are required, or else that calls follow strict schemas."""
     choice = conversation.tool_choice
+    if not conversation.tools and choice.mode != "required":
+        return asked
     if choice.mode == "required" and (served.calls is None or served.calls.name != "hermes"):
         raise InvalidRequest(
             "field 'tool_choice': only 'auto' and 'none' are supported for how this model writes tool calls",
