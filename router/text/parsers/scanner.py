@@ -54,7 +54,7 @@ class Markers:
 
 
 class Scanner:
-    """The text that has arrived and is not consumed. Who raises `Malformed` has consumed nothing."""
+    """The text that has arrived and is not consumed. Who raises `Malformed` has consumed only what it passed on."""
 
     __slots__ = ("at", "closed", "text")
 
