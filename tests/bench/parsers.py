@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=50)
     options = parser.parse_args()
     rows = [Row(name, "us", median_us(*state, options.repeats), GOAL_US) for name, state in STATES.items()]
+    rows.append(Row("create and finish a parser: hermes, think", "us", creation_us(), None))
     publish(rows, options.out, ["msgspec"])
 
 
@@ -68,6 +69,15 @@ def median_us(tools: str, reasoning: str, text: str, repeats: int) -> float:
         parser.finish()
         taken.append((thread_time_ns() - started) / 1_000 / len(pieces))
     return median(taken)
+
+
+def creation_us(count: int = 10_000) -> float:
+    """What an answer costs without its tokens."""
+    tools, reasoning = choose_tools("", "", "hermes"), choose_reasoning("", "", "think")
+    started = thread_time_ns()
+    for _ in range(count):
+        AnswerParser(tools, reasoning, TOOLS, "call_{}".format).finish()
+    return (thread_time_ns() - started) / 1_000 / count
 
 
 if __name__ == "__main__":

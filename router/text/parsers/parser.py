@@ -2,12 +2,16 @@
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 
 from .calls import CallScanner, MakeId, Tools
 from .deltas import Delta
 from .families import ReasoningFamily, ToolFamily
 from .harmony import harmony
 from .scanner import Ended, Malformed, Markers, Steps
+
+#: Made once for each pair of families: that takes longer than parsing a short answer.
+_markers = cache(Markers)
 
 
 class AnswerParser:
@@ -31,7 +35,12 @@ class AnswerParser:
         `starts_in_reasoning`: the prompt ends inside of reasoning. `parallel`: whether more than the first call is
         returned; the others are dropped, as vLLM does.
         """
-        self._scanner = CallScanner(tools, make_id, parallel=parallel, id_length=calls.id_length if calls else 0)
+        self._scanner = CallScanner(
+            tools if calls is not None else {},
+            make_id,
+            parallel=parallel,
+            id_length=calls.id_length if calls is not None else 0,
+        )
         self._family = calls if tools and calls is not None and calls.read is not None else None
         self._thoughts = thoughts
         if "harmony" in (calls and calls.name, thoughts and thoughts.name):
@@ -58,10 +67,10 @@ class AnswerParser:
     def _run(self, starts_in_reasoning: bool) -> Steps[None]:
         p, family, thoughts = self._scanner, self._family, self._thoughts
         openers = family.openers if family is not None else ()
-        in_content, thinking = Markers(*openers, lead=r"\s"), False
+        in_content, thinking = _markers(*openers, lead=r"\s"), False
         if thoughts is not None:
             ends = openers if family is not None and family.ends_reasoning else ()
-            in_reasoning = Markers(thoughts.closer, *ends, lead=r"\n")
+            in_reasoning = _markers(thoughts.closer, *ends, lead=r"\n")
             thinking = (yield from p.optional(thoughts.opener)) is not None or starts_in_reasoning
         yield from self._begin(thinking=thinking)
         while True:

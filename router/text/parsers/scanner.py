@@ -54,7 +54,7 @@ class Markers:
 
 
 class Scanner:
-    """The text that has arrived and is not consumed. Who raises `Malformed` has consumed nothing."""
+    """The text that has arrived and is not consumed. Who raises `Malformed` has consumed only what it passed on."""
 
     __slots__ = ("at", "closed", "text")
 
@@ -155,40 +155,43 @@ class Scanner:
             if self.closed:
                 raise Ended
             yield
+        outside = _OUTSIDE[quotes].search
         scalar = self.text[self.at] not in "{[(" + quotes
+        search = _SCALAR_END.search if scalar else outside
         i, depth, quote, done, broken = self.at, 0, "", False, False
         while True:
             text = self.text
-            while i < len(text):
-                match = (_SCALAR_END if scalar else _INSIDE[quote] if quote else _OUTSIDE[quotes]).search(text, i)
+            size = len(text)
+            while i < size and not done and not broken:
+                match = search(text, i)
                 if match is None:
-                    i = len(text)
+                    i = size
                     break
-                character, i = match[0], match.end()
-                if scalar or character == "<":
+                i = match.end()
+                character = text[i - 1]
+                if quote and character == "\\":
+                    i += 1  # the next character, which may not have arrived
+                elif quote:
+                    quote, search, done = "", outside, not depth
+                elif scalar or character == "<":
                     i -= 1
                     done = scalar and i > self.at
                     broken = not done
-                elif character == "\\":
-                    i += 1  # the next character, which may not have arrived
-                elif quote or character in quotes:
-                    quote = "" if quote else character
-                    done = not quote and not depth
+                elif character in quotes:
+                    quote, search = character, _INSIDE[character].search
+                elif character in "{[(":
+                    depth += 1
                 else:
-                    depth += 1 if character in "{[(" else -1
+                    depth -= 1
                     done = not depth
-                if done or broken:
-                    break
-            if emit is not None and min(i, len(text)) > self.at:
+            if emit is not None and size > self.at and i > self.at:
                 emit(text[self.at : i])
-                self.text, self.at, i = text[i:], 0, max(0, i - len(text))
+                self.text, self.at, i = text[i:], 0, max(0, i - size)
+            if done:
+                found, self.at = (text[self.at : i], i) if emit is None else ("", 0)
+                return found
             if broken:
                 raise Malformed
-            if self.closed and not done:
+            if self.closed:
                 raise Ended
-            if done and emit is not None:
-                return ""
-            if done:
-                found, self.at = text[self.at : i], i
-                return found
             yield
