@@ -27,6 +27,9 @@ KEY = "none"
 #: Only catches hangs: everything here takes seconds.
 PATIENCE_S = 120.0
 
+#: Twice what any test fills. The default's 8,192 blocks take a replica two seconds of CPU to allocate.
+KV_BLOCKS = 2048
+
 #: Of about a thousand tokens each, and different from the first token on.
 LONG_PROMPTS = tuple(f"{number}. This is a long prompt that nobody else sends. " * 80 for number in range(10))
 
@@ -44,9 +47,10 @@ def until(ask: Callable[[], T | None], what: str, patience_s: float = PATIENCE_S
 
 
 def environment(state: Path) -> dict[str, str]:
-    """Ours without foreign settings; notes go to `state`."""
+    """Ours without foreign settings, and with a small KV pool; notes go to `state`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HOMING_")}
-    return kept | {"HOMING_STATE_DIR": str(state), "HF_HUB_OFFLINE": "1"}
+    ours = {"HOMING_STATE_DIR": str(state), "HOMING_NUM_KV_BLOCKS": str(KV_BLOCKS), "HF_HUB_OFFLINE": "1"}
+    return kept | ours
 
 
 def homing(state: Path, *words: str) -> "subprocess.CompletedProcess[str]":
