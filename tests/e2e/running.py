@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 import msgspec
 import psutil
-from openai import OpenAI
 
 from .parent_death import end_with_us
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 HOMING = [sys.executable, "-P", "-m", "homing.cluster.cli.main"]
 #: Tenants share no cached blocks, and the key says who is who.
@@ -130,14 +132,16 @@ class Serving:
         return count
 
     @staticmethod
-    def streamed(client: OpenAI, body: dict[str, Any]) -> str:
+    def streamed(client: "OpenAI", body: dict[str, Any]) -> str:
         """The text of a completion of `demo`, as OpenAI's client gets it piece by piece."""
         stream = client.completions.create(model="demo", prompt=body["prompt"], stream=True, extra_body=body)
         return "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
 
     @contextlib.contextmanager
-    def client(self) -> Iterator[OpenAI]:
+    def client(self) -> "Iterator[OpenAI]":
         """OpenAI's own client."""
+        from openai import OpenAI  # takes a second, also of tests that only import this file
+
         with (
             one_client() as http,
             OpenAI(base_url=f"{self.url}/v1", api_key=KEY, http_client=http, max_retries=0) as client,

@@ -247,7 +247,7 @@ async def test_unknown_paths_and_methods_have_the_shape_too(client: httpx.AsyncC
 @pytest.mark.parametrize(
     ("refusal", "status", "retry_after"),
     [
-        (QueueFull(9, retry_after_s=7), 429, "7"),
+        (QueueFull(9), 429, "1"),
         (NoReplica("none"), 503, None),
         (DeadlineExceeded("late"), 504, None),
         (RequestFailed("replica a refused the request: the model's logits are NaN"), 500, None),
