@@ -1,4 +1,5 @@
-"""The messages between router and replica over ZeroMQ: the only module of the replica that the router imports.
+"""The messages between router and replica over ZeroMQ: what the router imports of the replica, besides the module that
+makes grammars of constraints (structured/grammar.py).
 
 Types only: no sockets, no torch. Encoding is msgpack; the reader counts and drops a frame that does not decode.
 
@@ -53,6 +54,23 @@ class Pin(msgspec.Struct, frozen=True, array_like=True):
     tenant: bytes  #: 16 bytes: whose budget pays; a digest, never a key
 
 
+ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
+
+
+class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the generated text must match. The router has checked it; a replica compiles it before it admits a request.
+
+    A grammar's state follows from the generated tokens alone, so another replica can continue the request.
+    """
+
+    kind: ConstraintKind
+    #: A JSON schema, a JSON list of choices and a structural tag as JSON; a regular expression; a grammar in Lark or
+    #: GBNF; nothing for a JSON object.
+    source: str = ""
+    #: The constraint begins behind these generated tokens, such as those that end a model's reasoning; empty: at once.
+    after: tuple[int, ...] = ()
+
+
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_defaults=True):
     """Run one sequence. Ids rise within a router's connection and are never reused."""
 
@@ -68,6 +86,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_d
     #: after the first token, outputs may wait until they hold this many: for answers that are not streamed
     tokens_per_output: int = 1
     warm_up: bool = False  #: sent by the router itself to fill the cache; not counted as a query
+    constraint: Constraint | None = None  #: from the first token behind the prompt on
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):

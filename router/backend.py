@@ -11,7 +11,7 @@ import msgspec
 
 from ..events.follow.subscription import FeedStatus
 from ..events.wire.messages import EventEndpoints
-from ..replica.messages import FinishReason, ModelLimits, Pin, PositionLogprobs, SamplingParams
+from ..replica.messages import Constraint, FinishReason, ModelLimits, Pin, PositionLogprobs, SamplingParams
 from .errors import RouterError
 
 
@@ -45,6 +45,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float | None = None  #: monotonic seconds; None: `request_timeout_s` from now
     tokens_per_delta: int = 1  #: after the first token, deltas may wait until they hold so many
     pins: tuple[Pin, ...] = ()  #: prefixes of the prompt to keep where it runs
+    constraint: Constraint | None = None  #: what the answer must match; checked already
 
 
 class TextOutput(msgspec.Struct, frozen=True, array_like=True):

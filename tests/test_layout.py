@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "events": (),
     "kvcache": (),
     "replica": ("events", "kvcache"),
-    "router": ("events", "kvcache", "replica.messages"),
+    "router": ("events", "kvcache", "replica.messages", "replica.structured.grammar"),
     "cluster": ("events", "kvcache", "replica", "router"),
 }
 #: Which other folders of its own package each folder may import, with what lies below them. Everybody may import the
@@ -59,6 +59,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "replica/load": ("replica/engine", "replica/kernels/cpu/runtime", "replica/models"),
     "replica/models": ("replica/kernels", "replica/load", "replica/parallel"),
     "replica/parallel": ("replica/engine", "replica/execute", "replica/load"),
+    "replica/structured": (),
     "router/flow": ("router/routing",),
     "router/http": ("router/tenants", "router/text"),
     "router/http/openai": ("router/http", "router/text"),

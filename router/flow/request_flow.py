@@ -560,4 +560,5 @@ def _generate(request: RequestState) -> Generate:
         trace_id=about.trace_id,
         pins=about.pins,
         tokens_per_output=about.tokens_per_delta,
+        constraint=about.constraint,
     )

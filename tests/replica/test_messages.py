@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from homing.replica.messages import TokenBatch, TokenOutput
+from homing.replica.messages import Constraint, Generate, Request, SamplingParams, TokenBatch, TokenOutput
 
 
 @pytest.mark.parametrize("token_id", [-1, 1 << 32, -(1 << 62)])
@@ -20,3 +20,16 @@ def test_tokens_come_as_they_were_sent() -> None:
     batch = TokenBatch(step=1, outputs=[TokenOutput(1, 0, [0, (1 << 32) - 1])])
 
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=TokenBatch) == batch
+
+
+def test_a_constraint_reaches_the_replica_as_it_was_checked() -> None:
+    """And a router of an earlier version, which sends none, is still understood."""
+    sampling = SamplingParams(max_tokens=3)
+    constraint = Constraint(kind="json_schema", source='{"type": "integer"}', after=(5, 6))
+    plain = Generate(
+        request_id=1, token_ids=b"\0" * 4, prompt_tokens=1, root=b"\0" * 16, block_hashes=b"", sampling=sampling
+    )
+
+    for request in (plain, msgspec.structs.replace(plain, constraint=constraint)):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request) == request
+    assert b"constraint" not in msgspec.msgpack.encode(plain)

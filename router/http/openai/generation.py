@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ....kvcache.hashing import token_bytes
-from ....replica.messages import Pin, PositionLogprobs, SamplingParams
+from ....replica.messages import Constraint, Pin, PositionLogprobs, SamplingParams
 from ...backend import GenerationRequest, TokenDelta, TokenStream
 from ...errors import RequestFailed, RouterError, Superseded
 from ...text.answer import AnswerText, Ending, TextDelta, TokenAt
@@ -53,6 +53,7 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     priority: int = 0
     timeout_s: float | None = None
     tokens_per_delta: int = 1  #: more if the response is not streamed
+    constraint: Constraint | None = None  #: what each choice must match; checked already
     discard: bool = False  #: `max_tokens: 0`: one token is generated to score the prompt, and not shown
 
 
@@ -73,6 +74,7 @@ def generation_request(
         deadline=deadline,
         tokens_per_delta=job.tokens_per_delta,
         pins=() if index else tuple([Pin(pin.num_tokens, pin.ttl_s, tenant.digest) for pin in prompt.pins]),
+        constraint=job.constraint,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ....kvcache.hashing import token_array
-from ....replica.messages import FinishReason, Generate, PositionLogprobs, TokenLogprob
+from ....replica.messages import Constraint, FinishReason, Generate, PositionLogprobs, TokenLogprob
 
 _DONE = b"[DONE]"
 _SEED_MASK = (1 << 63) - 1
@@ -47,8 +47,18 @@ def completion_body(model: str, generate: Generate, cache_salt: str | None) -> b
         "logprobs": sampling.logprobs,
         "return_tokens_as_token_ids": None if sampling.logprobs is None else True,
         "cache_salt": cache_salt,
+        "structured_outputs": generate.constraint and structured_outputs(generate.constraint),
     }
     return msgspec.json.encode(body | {name: value for name, value in optional.items() if value is not None})
+
+
+def structured_outputs(constraint: Constraint) -> dict[str, Any]:
+    """The constraint in vLLM's field of this name. What it begins behind, the engine knows from its own settings."""
+    kind, source = constraint.kind, constraint.source
+    if kind == "json_object":
+        return {kind: True}
+    name = "json" if kind == "json_schema" else kind
+    return {name: msgspec.json.decode(source) if kind in ("json_schema", "choice") else source}
 
 
 class _Logprobs(msgspec.Struct, frozen=True):

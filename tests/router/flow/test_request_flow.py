@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from homing.events.follow.subscription import FeedStatus
 from homing.kvcache.hashing import tenant_root, token_array, wire_hash, wire_hashes
-from homing.replica.messages import Abort, Generate, Refused, TokenBatch, TokenOutput
+from homing.replica.messages import Abort, Constraint, Generate, Refused, TokenBatch, TokenOutput
 from homing.router.backend import GenerationRequest, RouterCounters, TokenDelta
 from homing.router.config import RouterSettings
 from homing.router.errors import (
@@ -285,6 +285,22 @@ def test_a_lost_replicas_request_goes_on_with_what_was_generated(world: World) -
     world.settle()
     assert world.tokens(request_id) == answer(request)
     assert world.records[request_id].continuations == 1
+
+
+def test_a_constraint_goes_with_its_request_to_every_replica(world: World) -> None:
+    """The next replica computes the state of its grammar from the tokens behind the prompt."""
+    constraint = Constraint(kind="regex", source="a+")
+    request_id = world.submit(msgspec.structs.replace(request_of(PROMPT, max_tokens=40), constraint=constraint))
+    home = world.home(request_id)
+    first = world.sent(home)
+    for _ in range(3):
+        world.step(home)
+
+    world.lose(home)
+
+    second = world.sent(world.home(request_id))
+    assert (first.constraint, second.constraint) == (constraint, constraint)
+    assert (second.prompt_tokens, len(second.token_ids) // 4) == (100, 103)
 
 
 def test_only_the_first_delta_carries_cached_tokens_wherever_it_comes_from(world: World) -> None:

@@ -4,14 +4,15 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from random import Random
 
+import msgspec
 import pytest
 
 from homing.events.wire.messages import LoadReport
 from homing.kvcache.hashing import tenant_root
-from homing.replica.messages import Pin, ReplicaDescription
+from homing.replica.messages import Constraint, Pin, ReplicaDescription
 from homing.router.backend import ReplicaView, TokenDelta
 from homing.router.config import RouterSettings
-from homing.router.errors import InvalidGeneration, RequestFailed
+from homing.router.errors import InvalidGeneration, RequestFailed, RouterError
 from homing.router.flow.request_state import RequestState
 from homing.router.replicas.external.block_keys import cache_salt
 from homing.router.replicas.external.probe import ExternalTerms
@@ -213,6 +214,24 @@ async def test_an_engine_killed_in_mid_stream_is_survived(pair: Cluster) -> None
     assert pair.engines[other].bodies[-1]["prompt"] == [*PROMPT, first.token_ids[0]]
     assert pair.engines[other].bodies[-1]["max_tokens"] == 7
     await until(lambda: pair.replica(home).state == "joining")
+    await pair.engines[home].start()
+
+
+async def test_a_constrained_answer_cannot_go_on_at_an_engine(pair: Cluster) -> None:
+    """Its grammar would begin anew in the middle of the answer, which would then match nothing."""
+    for engine in pair.engines.values():
+        engine.behaves.gate.clear()
+    constraint = Constraint(kind="regex", source="a+")
+    stream = pair.service.generate(msgspec.structs.replace(request_of(PROMPT), constraint=constraint))
+    reading = Reading(stream)
+    await anext(reading)
+    home = stream.replica_id or ""
+    assert pair.engines[home].bodies[-1]["structured_outputs"] == {"regex": "a+"}
+
+    await pair.engines[home].stop()
+
+    with pytest.raises(RouterError, match="cannot continue a constrained answer"):
+        await anext(reading)
     await pair.engines[home].start()
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from homing.kvcache.hashing import token_bytes
-from homing.replica.messages import Generate, PositionLogprobs, SamplingParams, TokenLogprob
+from homing.replica.messages import Constraint, Generate, PositionLogprobs, SamplingParams, TokenLogprob
 from homing.router.replicas.external.wire import (
     MAX_EVENT_BYTES,
     EventStreamParser,
@@ -18,6 +18,7 @@ from homing.router.replicas.external.wire import (
     completion_body,
     error_message,
     read_piece,
+    structured_outputs,
 )
 
 
@@ -73,6 +74,22 @@ def test_parameters_arrive_in_the_engines_words() -> None:
     assert content["logit_bias"] == {"5": -1.5}
     assert (content["top_k"], content["stop_token_ids"], content["ignore_eos"]) == (20, [3], True)
     assert (content["logprobs"], content["return_tokens_as_token_ids"], content["cache_salt"]) == (0, True, "s")
+
+
+@pytest.mark.parametrize(
+    ("constraint", "field"),
+    [
+        (Constraint(kind="json_schema", source='{"type": "integer"}'), {"json": {"type": "integer"}}),
+        (Constraint(kind="json_object"), {"json_object": True}),
+        (Constraint(kind="regex", source="a+"), {"regex": "a+"}),
+        (Constraint(kind="choice", source='["a", "b"]'), {"choice": ["a", "b"]}),
+        (Constraint(kind="grammar", source="start: /a/"), {"grammar": "start: /a/"}),
+        (Constraint(kind="structural_tag", source='{"format": 1}'), {"structural_tag": '{"format": 1}'}),
+    ],
+)
+def test_a_constraint_is_passed_on_in_vllms_words(constraint: Constraint, field: dict[str, Any]) -> None:
+    """An engine that is not ours has a compiler of its own."""
+    assert structured_outputs(constraint) == field
 
 
 def test_a_piece_has_ids_logprobs_and_usage() -> None:

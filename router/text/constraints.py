@@ -1,0 +1,327 @@
+"""From the fields of a request that ask for structured output to a checked `Constraint`.
+
+`requested` and `tool_calls` are pure. `ConstraintChecker` compiles a constraint against an alphabet of single bytes,
+which finds nearly everything that a replica's compiler would refuse, without a vocabulary. What it costs is bounded by
+the size and nesting of the source, by llguidance's own limits and by a deadline; a thread cannot be stopped, so one
+that is over the deadline goes on until those limits end it.
+"""
+
+import asyncio
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ...replica.messages import Constraint, ConstraintKind
+from ...replica.structured.grammar import GrammarError, grammar_of, new_matcher
+from ..errors import InvalidRequest, QueueFull
+
+#: The fields that `requested` reads.
+FIELDS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "guided_whitespace_pattern",
+)
+#: OpenAI's limit for all names and values of a schema is 120,000 characters.
+MAX_SOURCE_CHARACTERS = 128 * 1024
+#: Brackets in brackets. A level of a schema takes two; a compiler's stack is finite.
+MAX_NESTING = 100
+#: Usual schemas take 1 to 30 ms. Measured: 2,000 optional properties take 0.35 s.
+DEADLINE_S = 2.0
+CHECKS_KEPT = 1024
+CHECK_THREADS = 2
+
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_BRACKET = re.compile(r"[\[\](){}]")
+
+
+class Asked(NamedTuple):
+    """A constraint, and the field that asks for it."""
+
+    constraint: Constraint
+    param: str
+
+
+def requested(fields: Mapping[str, Any], after: tuple[int, ...] = ()) -> Asked | None:
+    """What these `FIELDS` of a body ask for; absent ones may be missing or None. Raises InvalidRequest.
+
+    `after`: the tokens that end the reasoning of a model that reasons.
+    """
+    asked: list[Asked] = []
+
+    def ask(kind: ConstraintKind, source: str, param: str) -> None:
+        asked.append(Asked(Constraint(kind=kind, source=source, after=after), param))
+
+    whitespace = fields.get("guided_whitespace_pattern")
+    if (response_format := fields.get("response_format")) is not None:
+        _ask_response_format(response_format, ask)
+    if (structured := fields.get("structured_outputs")) is not None:
+        _ask_structured(structured, "structured_outputs.", ask)
+    guided = {name.removeprefix("guided_"): fields[name] for name in FIELDS[2:6] if fields.get(name) is not None}
+    if guided:
+        _ask_structured({**guided, "whitespace_pattern": whitespace}, "guided_", ask)
+    if len(asked) > 1:
+        raise InvalidRequest(
+            f"field {asked[1].param!r}: cannot be combined with {asked[0].param!r}", param=asked[1].param
+        )
+    return asked[0] if asked else None
+
+
+def _ask_response_format(form: Any, ask: Callable[[ConstraintKind, str, str], None]) -> None:
+    kind = form.get("type") if isinstance(form, dict) else None
+    match kind:
+        case "text":
+            return
+        case "json_object":
+            ask("json_object", "", "response_format")
+        case "json_schema":
+            given = form.get("json_schema")
+            param = "response_format.json_schema"
+            if not isinstance(given, dict):
+                raise InvalidRequest(f"field {param!r}: expected an object with a 'schema'", param=param)
+            lenient = given.get("strict") is False
+            ask("json_schema", _schema(given.get("schema"), f"{param}.schema", lenient=lenient), f"{param}.schema")
+        case "structural_tag":
+            ask("structural_tag", _encoded(form), "response_format")
+        case _:
+            raise InvalidRequest(
+                f"field 'response_format.type': {kind!r} is not one of text, json_object, json_schema and "
+                "structural_tag",
+                param="response_format.type",
+            )
+
+
+def _ask_structured(form: Any, prefix: str, ask: Callable[[ConstraintKind, str, str], None]) -> None:
+    """The fields of vLLM's `structured_outputs`; the older `guided_*` are the same with another prefix."""
+    if not isinstance(form, dict):
+        raise InvalidRequest("field 'structured_outputs': expected an object", param="structured_outputs")
+    for name, value in form.items():
+        param = prefix + name
+        if value is None or value is False:
+            continue
+        if name == "json":
+            ask("json_schema", _schema(value, param, whitespace=form.get("whitespace_pattern")), param)
+        elif name == "json_object":
+            ask("json_object", "", param)
+        elif name in ("regex", "grammar"):
+            if not isinstance(value, str) or not value:
+                raise InvalidRequest(f"field {param!r}: expected a text", param=param)
+            ask("regex" if name == "regex" else "grammar", value, param)
+        elif name == "choice":
+            ask("choice", _encoded(value), param)
+        elif name == "structural_tag":
+            ask("structural_tag", value if isinstance(value, str) else _encoded(value), param)
+        elif name not in _IGNORED:
+            raise InvalidRequest(f"field {param!r} is unknown", param=param)
+
+
+#: Options of vLLM's compilers that have no counterpart, or are read elsewhere.
+_IGNORED = frozenset(
+    "whitespace_pattern disable_fallback disable_any_whitespace disable_additional_properties _backend "
+    "_backend_was_auto".split()
+)
+
+
+def _encoded(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _schema(schema: Any, param: str, *, lenient: bool = False, whitespace: Any = None) -> str:
+    """A schema as JSON. `lenient`: ignore keywords that are not supported."""
+    if isinstance(schema, str):
+        try:
+            schema = msgspec.json.decode(schema)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise InvalidRequest(f"field {param!r}: is not valid JSON: {error}", param=param) from error
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"field {param!r}: expected a JSON schema, which is an object", param=param)
+    options = {"lenient": True} if lenient else {}
+    if isinstance(whitespace, str):
+        options["whitespace_pattern"] = whitespace  # type: ignore[assignment]
+    return _encoded({**schema, "x-guidance": options} if options else schema)
+
+
+# Tool calls
+
+
+class CallMarkers(NamedTuple):
+    """How a family of models writes a call whose content is a JSON object."""
+
+    begin: str  #: such as "<tool_call>\n"
+    end: str
+    separator: str = "\n"  #: between two calls
+    name: str = "name"  #: the key of the function's name
+    arguments: str = "arguments"
+
+
+#: Hermes, and Qwen 2.5 and 3.
+HERMES = CallMarkers("<tool_call>\n", "\n</tool_call>")
+
+
+def tool_calls(
+    tools: Sequence[Mapping[str, Any]],
+    tool_choice: str | Mapping[str, Any] | None,
+    markers: CallMarkers,
+    *,
+    parallel: bool = True,
+    after: tuple[int, ...] = (),
+) -> Asked | None:
+    """What `tool_choice` and strict tools demand, for a family of models; None: nothing. Raises InvalidRequest.
+
+    "required" and a named tool allow calls only. Otherwise text is free, and the calls in it follow the schemas if one
+    of the tools is strict. The schemas of other tools may have keywords that are not supported; these are ignored.
+    """
+    functions = [tool["function"] for tool in tools]
+    forced = tool_choice == "required" or isinstance(tool_choice, Mapping)
+    if isinstance(tool_choice, Mapping):
+        named = tool_choice.get("function")
+        name = named.get("name") if isinstance(named, Mapping) else None
+        functions = [each for each in functions if each["name"] == name]
+        if not functions:
+            raise InvalidRequest(f"field 'tool_choice': there is no tool {name!r} in 'tools'", param="tool_choice")
+        parallel = False
+    elif tool_choice == "required" and not functions:
+        raise InvalidRequest("field 'tool_choice': 'required' needs 'tools'", param="tool_choice")
+    elif not forced and (tool_choice == "none" or not any(each.get("strict") is True for each in functions)):
+        return None
+    form: dict[str, Any] = {
+        "tags": [_call_tag(each, markers) for each in functions],
+        "at_least_one": forced,
+        "stop_after_first": not parallel,
+    }
+    if forced:
+        form |= {"type": "tags_with_separator", "separator": markers.separator}
+    else:
+        form |= {"type": "triggered_tags", "triggers": [markers.begin.strip() or markers.begin]}
+    source = _encoded({"type": "structural_tag", "format": form})
+    return Asked(Constraint(kind="structural_tag", source=source, after=after), "tools")
+
+
+def _call_tag(function: Mapping[str, Any], markers: CallMarkers) -> dict[str, Any]:
+    path = f"#/properties/{markers.arguments}"
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {
+            markers.name: {"const": function["name"]},
+            markers.arguments: _moved(function.get("parameters") or {"type": "object"}, path),
+        },
+        "required": [markers.name, markers.arguments],
+        "additionalProperties": False,
+    }
+    if function.get("strict") is not True:
+        schema["x-guidance"] = {"lenient": True}
+    return {
+        "type": "tag",
+        "begin": markers.begin,
+        "content": {"type": "json_schema", "json_schema": schema},
+        "end": markers.end,
+    }
+
+
+def _moved(schema: Any, path: str) -> Any:
+    """A schema that is now at `path`: its references to its own parts follow."""
+    if isinstance(schema, list):
+        return [_moved(each, path) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        name: path + value[1:]
+        if name == "$ref" and isinstance(value, str) and value.startswith("#")
+        else _moved(value, path)
+        for name, value in schema.items()
+    }
+
+
+# The check
+
+
+def nesting(source: str) -> int:
+    """The most brackets that are open at once, outside of quoted texts."""
+    depth = deepest = 0
+    for bracket in _BRACKET.findall(_STRING.sub("", source)):
+        depth = depth + 1 if bracket in "[({" else max(0, depth - 1)
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def compile_problem(constraint: Constraint) -> str | None:
+    """Why a constraint cannot be compiled, or None. Takes as long as llguidance's limits allow."""
+    try:
+        new_matcher(_byte_tokenizer(), grammar_of(constraint))
+    except GrammarError as error:
+        return str(error)
+    except ValueError as error:  # of llguidance, on arguments that it cannot even read
+        return str(error)[:300]
+    return None
+
+
+class _Bytes:
+    """An alphabet in the form that llguidance asks for."""
+
+    tokens = (*(bytes([each]) for each in range(256)), b"<end>")
+    eos_token_id = 256
+    bos_token_id = None
+    special_token_ids = (eos_token_id,)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def _byte_tokenizer() -> Any:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    return LLTokenizer(TokenizerWrapper(_Bytes()), slices=[])
+
+
+class ConstraintChecker:
+    """Checks constraints in threads of its own, and remembers the outcomes. To be used on one event loop."""
+
+    def __init__(
+        self, *, deadline_s: float = DEADLINE_S, problem: Callable[[Constraint], str | None] = compile_problem
+    ) -> None:
+        self._deadline_s = deadline_s
+        self._problem = problem
+        #: By digest of the source, as a source may be long; the one used last is at the end.
+        self._known: OrderedDict[tuple[str, bytes], str | None] = OrderedDict()
+        self._pool = ThreadPoolExecutor(CHECK_THREADS, thread_name_prefix="constraint")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def check(self, asked: Asked) -> Constraint:
+        """The constraint, if replicas can serve it. Raises InvalidRequest, and QueueFull if no thread is free."""
+        constraint, param = asked
+        problem = await self._find(constraint)
+        if problem is not None:
+            raise InvalidRequest(f"field {param!r}: cannot be used as a constraint: {problem}", param=param)
+        return constraint
+
+    async def _find(self, constraint: Constraint) -> str | None:
+        source = constraint.source
+        if len(source) > MAX_SOURCE_CHARACTERS:
+            return f"it has {len(source)} characters, the limit is {MAX_SOURCE_CHARACTERS}"
+        key = constraint.kind, sha256(source.encode(errors="surrogatepass")).digest()
+        if key in self._known:
+            self._known.move_to_end(key)
+            return self._known[key]
+        if (deep := nesting(source)) > MAX_NESTING:
+            return f"it is nested {deep} levels deep, the limit is {MAX_NESTING}"
+        work = self._pool.submit(self._problem, constraint)
+        try:
+            problem = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(work)), self._deadline_s)
+        except TimeoutError:
+            if work.cancel():
+                raise QueueFull(CHECK_THREADS) from None
+            problem = f"it is too complex: compiling it takes more than {self._deadline_s:g} s"
+        self._known[key] = problem
+        if len(self._known) > CHECKS_KEPT:
+            self._known.popitem(last=False)
+        return problem

@@ -1,0 +1,252 @@
+"""Which constraint the fields of a request ask for, and which ones are refused, soon and by name."""
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from homing.replica.messages import Constraint
+from homing.replica.structured.grammar import grammar_of, new_matcher
+from homing.router.errors import InvalidRequest, QueueFull
+from homing.router.text.constraints import (
+    HERMES,
+    MAX_SOURCE_CHARACTERS,
+    Asked,
+    ConstraintChecker,
+    _byte_tokenizer,
+    nesting,
+    requested,
+    tool_calls,
+)
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
+
+
+@pytest.fixture
+def checker():
+    made = ConstraintChecker()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "source", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", "", "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+            "json_schema",
+            SCHEMA,
+            "response_format.json_schema.schema",
+        ),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, "json_schema", SCHEMA, "structured_outputs.json"),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json_schema", SCHEMA, "structured_outputs.json"),
+        ({"structured_outputs": {"json_object": True}}, "json_object", "", "structured_outputs.json_object"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ["a", "b"], "structured_outputs.choice"),
+        ({"guided_json": SCHEMA}, "json_schema", SCHEMA, "guided_json"),
+        ({"guided_choice": ["a"]}, "choice", ["a"], "guided_choice"),
+    ],
+)
+def test_every_spelling_becomes_one_constraint(fields: dict[str, Any], kind: str, source: object, param: str) -> None:
+    """Of OpenAI, of vLLM, and of its older releases. Properties keep their order, as they are written in it."""
+    asked = requested(fields, after=(7,))
+
+    assert asked is not None
+    assert (asked.constraint.kind, asked.param, asked.constraint.after) == (kind, param, (7,))
+    assert (json.dumps(json.loads(asked.constraint.source)) if source else asked.constraint.source) == (
+        json.dumps(source) if source else ""
+    )
+
+
+def test_texts_are_taken_as_they_are() -> None:
+    assert requested({"guided_regex": "a+"}) == Asked(Constraint(kind="regex", source="a+"), "guided_regex")
+    lark = requested({"structured_outputs": {"grammar": "start: /a/"}})
+    assert lark is not None
+    assert lark.constraint == Constraint(kind="grammar", source="start: /a/")
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"response_format": {"type": "text"}}, {"response_format": None}, {"structured_outputs": {}}]
+)
+def test_nothing_asked_is_no_constraint(fields: dict[str, Any]) -> None:
+    assert requested(fields) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"structured_outputs": {"poem": "a"}}, "structured_outputs.poem"),
+        ({"structured_outputs": []}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_regex": 5}, "guided_regex"),
+    ],
+)
+def test_a_malformed_field_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"field '{param}'") as refused:
+        requested(fields)
+    assert refused.value.param == param
+
+
+def test_a_schema_that_is_not_strict_may_have_keywords_that_nobody_guides() -> None:
+    """OpenAI takes such a schema as a wish; a strict one is a promise."""
+    json_schema = {"name": "x", "schema": {"type": "array", "items": {}, "uniqueItems": True}}
+
+    def compile_with(strict: object) -> None:
+        asked = requested(
+            {"response_format": {"type": "json_schema", "json_schema": {**json_schema, "strict": strict}}}
+        )
+        assert asked is not None
+        new_matcher(_byte_tokenizer(), grammar_of(asked.constraint))
+
+    compile_with(False)
+    with pytest.raises(ValueError, match="uniqueItems"):
+        compile_with(True)
+
+
+# Tool calls
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"$ref": "#/$defs/city"}},
+            "required": ["city"],
+            "additionalProperties": False,
+            "$defs": {"city": {"type": "string", "maxLength": 20}},
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+def allows(asked: Asked | None, text: str) -> bool:
+    assert asked is not None
+    matcher = new_matcher(_byte_tokenizer(), grammar_of(asked.constraint))
+    return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
+
+
+def test_required_tools_are_called_and_nothing_is_said() -> None:
+    asked = tool_calls([WEATHER, CLOCK], "required", HERMES)
+
+    assert allows(asked, CALL)
+    assert allows(asked, CALL + '\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>')
+    assert not allows(asked, "Let me see.")
+    assert not allows(asked, CALL.replace("city", "town"))
+    assert not allows(tool_calls([WEATHER], "required", HERMES, parallel=False), f"{CALL}\n{CALL}")
+
+
+def test_a_named_tool_is_called_once() -> None:
+    asked = tool_calls([WEATHER, CLOCK], {"type": "function", "function": {"name": "weather"}}, HERMES)
+
+    assert allows(asked, CALL)
+    assert not allows(asked, f"{CALL}\n{CALL}")
+    assert not allows(asked, '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>')
+    with pytest.raises(InvalidRequest, match="no tool 'poem'"):
+        tool_calls([WEATHER], {"type": "function", "function": {"name": "poem"}}, HERMES)
+
+
+def test_strict_tools_guide_calls_and_leave_text_free() -> None:
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+    asked = tool_calls([strict], "auto", HERMES)
+
+    assert allows(asked, f"I look it up. {CALL}")
+    assert allows(asked, "It is sunny.")
+    assert not allows(asked, CALL.replace("Oslo", "O" * 21))
+    assert tool_calls([WEATHER], "auto", HERMES) is None
+    assert tool_calls([strict], "none", HERMES) is None
+
+
+# The check
+
+#: 2 ** 16 combinations.
+BRANCHES = [{"anyOf": [{"type": "object", "properties": {f"k{i}{j}": {}}} for j in "ab"]} for i in range(16)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "message"),
+    [
+        ("json_schema", '{"not": {}}', "not"),
+        ("regex", "(a", "unclosed group"),
+        ("grammar", "start: " + "(" * 50_000, "50000 levels deep"),
+        ("json_schema", "[" * 1000, "1000 levels deep"),
+        ("regex", "a" * (MAX_SOURCE_CHARACTERS + 1), "the limit is"),
+        ("json_schema", json.dumps({"allOf": BRANCHES}), "schema too large"),
+    ],
+)
+async def test_a_constraint_that_cannot_be_served_is_refused_by_name(
+    checker: ConstraintChecker, kind: Any, source: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"field 'guided': cannot be used as a constraint: .*{message}") as refused:
+        await checker.check(Asked(Constraint(kind=kind, source=source), "guided"))
+    assert refused.value.http_status == 400
+    assert refused.value.param == "guided"
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("regex", "((a{1,500}){1,500}){1,500}"),
+        ("regex", "(a|b)*a(a|b){30}"),
+        ("regex", "(x+x+)+y"),
+        ("grammar", 'start: a\na: a a | "x" |'),
+        ("json_schema", '{"type": "string", "minLength": 1000000000}'),
+        ("json_schema", '{"type": "array", "minItems": 1000000, "items": {}}'),
+        ("json_schema", json.dumps({"enum": [f"value {i}" for i in range(5000)]})),
+    ],
+)
+async def test_checking_a_hostile_constraint_ends(checker: ConstraintChecker, kind: Any, source: str) -> None:
+    """Each of these is exponential somewhere. That the compiler takes them is its affair, that it returns is ours."""
+    asked = Asked(Constraint(kind=kind, source=source), "x")
+
+    assert await checker.check(asked) == asked.constraint
+
+
+async def test_an_outcome_is_remembered() -> None:
+    """An agent sends the same schema with every step."""
+    calls: list[Constraint] = []
+    checker = ConstraintChecker(problem=lambda constraint: calls.append(constraint))
+    good = Asked(Constraint(kind="regex", source="a"), "x")
+
+    assert [await checker.check(good) for _ in range(3)] == [good.constraint] * 3
+    assert len(calls) == 1
+    checker.close()
+
+
+async def test_what_compiles_too_long_is_refused_and_what_never_began_may_come_again() -> None:
+    """A thread cannot be stopped: while slow ones hold all of them, nobody knows whether the next is any good."""
+    release = threading.Event()
+
+    def slow(_constraint: Constraint) -> None:
+        release.wait(10)
+
+    checker = ConstraintChecker(deadline_s=0.05, problem=slow)
+    asked = [Asked(Constraint(kind="regex", source=source), "x") for source in "abc"]
+
+    first, second, third = await asyncio.gather(*map(checker.check, asked), return_exceptions=True)
+    release.set()
+
+    assert isinstance(first, InvalidRequest)
+    assert "too complex" in str(first)
+    assert isinstance(second, InvalidRequest)
+    assert isinstance(third, QueueFull)
+    checker.close()
+
+
+def test_brackets_in_quoted_texts_do_not_nest() -> None:
+    """Descriptions may have smileys."""
+    assert nesting('{"description": ":( :( :( [[[ \\" (", "a": [1]}') == 2
+    assert nesting("(a(b)c)[d]") == 2
+    assert nesting("") == 0
