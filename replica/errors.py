@@ -45,6 +45,10 @@ class NonFiniteLogits(RequestError):
     """The model's fault: it computed NaN or infinity for this request, from which no token can be drawn."""
 
 
+class ConstraintFailed(RequestError):
+    """The grammar of this request exceeded its limits in mid-answer, or allowed no token of the vocabulary."""
+
+
 class StepFailed(ReplicaError):
     """A forward pass raised; its requests end with an error, the engine continues."""
 

@@ -26,14 +26,16 @@ from ..events.security.curve_keys import ServerKeys
 from ..events.wire.messages import LoadReport
 from ..kvcache.config import KvCacheSettings
 from ..kvcache.eviction import eviction_policy
-from ..kvcache.hashing import BlockHasher
+from ..kvcache.hashing import TOKEN_BYTES, BlockHasher, token_array
 from ..kvcache.pins import PinLimits
 from ..kvcache.prefix_cache import CachedBlock, PrefixCache
 from .config import ReplicaSettings
 from .engine.engine import Engine, StepResult
 from .engine.overlapped import OverlappedEngine
+from .engine.request import RequestKey
 from .errors import EngineBroken, ReplicaError, RequestError
 from .execute.gpu_runner import GpuRunner, RunnerLoader, load_runner
+from .kernels.choice import choose_kernels
 from .load.cpu_threads import ThreadTuner, thread_choice
 from .load.fingerprint import cache_identity, parity
 from .load.startup import measure_rates, number_of_blocks, resolve_limits
@@ -51,6 +53,7 @@ from .messages import (
 from .parallel.step_broadcast import RankPlace
 from .parallel.worker import load_rank_0
 from .request_socket import RequestSocket, SendResult
+from .structured.guide import Guide, GuideCompiler
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +98,8 @@ def start_replica(
         spec = runner.spec
         num_blocks = number_of_blocks(kvcache, settings, spec, executor, runner.device)
         limits = resolve_limits(settings, spec, runner.device, num_blocks=num_blocks, block_size=block_size)
+        guides = GuideCompiler(model_dir, spec.vocab_size, spec.eos_token_ids)
+        stack.callback(guides.close)
         executor.allocate_kv(num_blocks)
         rates = measure_rates(executor, limits, block_size)
 
@@ -124,6 +129,7 @@ def start_replica(
             executor=executor,
             rates=rates,
             epoch=epoch,
+            mask=mask_of(runner.device),
         )
         requests = RequestSocket(host, ipc_dir, epoch, keys)
         stack.callback(requests.close)
@@ -154,7 +160,18 @@ def start_replica(
         publisher.report(engine.load())
         log.info("replica_ready replica=%s blocks=%d", replica_id, num_blocks)
         idle_ms = int(events.heartbeat_interval_s * 1000)
-        return ReplicaServer(description, engine, cache, publisher, requests, threads, idle_ms, stack.pop_all())
+        return ReplicaServer(description, engine, cache, publisher, requests, threads, guides, idle_ms, stack.pop_all())
+
+
+def mask_of(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+    """What masks logits on this device; compiled now, as a request should not have to wait for that."""
+    mask = choose_kernels(device, torch.float32).mask
+    mask(*(torch.zeros(1, *shape, dtype=dtype, device=device) for shape, dtype in _MASKED))
+    return mask
+
+
+#: Shapes and dtypes of one row of logits, its number and its mask.
+_MASKED = (((32,), torch.float32), ((), torch.int64), ((1,), torch.int32))
 
 
 class ReportThrottle:
@@ -201,6 +218,7 @@ class ReplicaServer:
         publisher: EventPublisher,
         requests: RequestSocket,
         threads: ThreadTuner,
+        guides: GuideCompiler,
         idle_ms: int,
         resources: ExitStack,
     ) -> None:
@@ -208,6 +226,9 @@ class ReplicaServer:
         self.description = description
         self._engine, self._cache, self._publisher, self._requests = engine, cache, publisher, requests
         self._threads = threads
+        self._guides = guides
+        #: Requests whose constraints are being compiled, by source and id.
+        self._compiling: dict[RequestKey, Generate] = {}
         self._idle_ms = idle_ms
         self._resources = resources
         self._throttle = ReportThrottle()
@@ -246,7 +267,7 @@ class ReplicaServer:
         self._ask(self._engine.drain)
 
     def idle(self) -> bool:
-        return self._ask(lambda: not self._engine.has_work)
+        return self._ask(lambda: not self._engine.has_work and not self._compiling)
 
     def residents(self) -> list[CachedBlock]:
         return self._ask(lambda: list(self._cache.residents()))
@@ -298,19 +319,59 @@ class ReplicaServer:
 
     def _handle(self, source: str, request: Request) -> None:
         match request:
-            case Generate(request_id=request_id):
-                try:
-                    self._engine.add(source, request)
-                except RequestError as error:
-                    log.info("request_refused router=%s trace=%s error=%s", source, request.trace_id, error)
-                    message, retry = str(error), error.retry
-                    self._send(
-                        source, Refused(request_id=request_id, reason=error.reason, message=message, retry=retry)
-                    )
+            case Generate(constraint=None):
+                self._admit(source, request)
+            case Generate():
+                self._compile(source, request)
             case ResetCache(ask_id=ask_id):
                 self._send(source, CacheReset(ask_id=ask_id, done=self._cache.reset()))
             case _:
+                for request_id in request.request_ids:
+                    self._compiling.pop(RequestKey(source, request_id), None)
                 self._engine.abort(source, request.request_ids)
+
+    def _admit(self, source: str, request: Generate, guide: Guide | None = None) -> None:
+        try:
+            self._engine.add(source, request, guide)
+        except RequestError as error:
+            self._refuse(source, request, error)
+
+    def _refuse(self, source: str, request: Generate, error: RequestError) -> None:
+        log.info("request_refused router=%s trace=%s error=%s", source, request.trace_id, error)
+        refused = Refused(request_id=request.request_id, reason=error.reason, message=str(error), retry=error.retry)
+        self._send(source, refused)
+
+    def _compile(self, source: str, request: Generate) -> None:
+        """Compile a request's constraint in another thread, and admit it then."""
+        assert request.constraint is not None, f"request {request.request_id} has no constraint"
+        # Bytes that are no whole number of ids are refused by the engine, with all else that is wrong.
+        whole = len(request.token_ids) // TOKEN_BYTES * TOKEN_BYTES
+        generated = token_array(request.token_ids[request.prompt_tokens * TOKEN_BYTES : whole])
+        key = RequestKey(source, request.request_id)
+        self._compiling[key] = request
+
+        def compiled(made: "Future[Guide]") -> None:
+            with self._lock:
+                if self._closed:
+                    return
+                self._commands.put(lambda: self._compiled(key, request, made))
+            self._waker.poke()
+
+        self._guides.start(request.constraint, generated).add_done_callback(compiled)
+
+    def _compiled(self, key: RequestKey, request: Generate, made: "Future[Guide]") -> None:
+        if self._compiling.get(key) is not request:  # it was aborted, or its router is lost
+            return
+        del self._compiling[key]
+        error = made.exception()
+        if error is None:
+            self._admit(key.source, request, made.result())
+        elif isinstance(error, RequestError):
+            self._refuse(key.source, request, error)
+        else:
+            log.error("constraint_failed trace=%s", request.trace_id, exc_info=error)
+            message = f"constraint: {type(error).__name__}: {error}"
+            self._send(key.source, Refused(request_id=request.request_id, reason="internal", message=message))
 
     def _publish(self, result: StepResult) -> None:
         """Events go first: a router that sees a request end should soon see its blocks, too."""
@@ -330,14 +391,16 @@ class ReplicaServer:
         """Send a reply. If its router is gone or stopped reading, it has lost tokens: end its requests."""
         sent = self._requests.send(source, reply)
         if sent is not SendResult.SENT:
+            for key in [each for each in self._compiling if each.source == source]:
+                del self._compiling[key]
             ended = self._engine.forget(source)
             log.warning("router_lost router=%s delivery=%s requests=%d", source, sent.value, ended)
 
     def _refuse_all(self, error: ReplicaError | None) -> None:
         """Hand all requests back at the end, so that routers retry them elsewhere at once."""
         message = f"replica {self.description.replica_id} ends: {error or 'it was stopped'}"
-        for request in list(self._engine.scheduler.requests()):
-            source, request_id = request.key
+        running = [request.key for request in self._engine.scheduler.requests()]
+        for source, request_id in (*running, *self._compiling):
             self._requests.send(source, Refused(request_id=request_id, reason="draining", message=message, retry=True))
 
     def _run_commands(self) -> None:

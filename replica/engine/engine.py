@@ -11,6 +11,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, takewhile
 from typing import Protocol
 
@@ -21,10 +22,20 @@ from ...events.wire.messages import CacheCounters, LoadReport
 from ...kvcache.hashing import BlockHasher
 from ...kvcache.prefix_cache import PrefixCache
 from ...kvcache.sizing import MemoryReading
-from ..errors import Draining, InvalidRequest, NonFiniteLogits, RankLost, ReplicaError, StepFailed
+from ..errors import (
+    ConstraintFailed,
+    Draining,
+    InvalidRequest,
+    NonFiniteLogits,
+    RankLost,
+    ReplicaError,
+    RequestError,
+    StepFailed,
+)
 from ..messages import FinishReason, Generate, PositionLogprobs, Refused, TokenOutput
+from ..structured.guide import Guide, TokenMasks, token_masks
 from .request import RequestKey, RequestPhase, RequestState, admit
-from .sampler import Sampled, SamplingRow, banned_before, prompt_logprobs, sample
+from .sampler import Sampled, SamplingRow, banned_before, mask_logits, prompt_logprobs, sample
 from .scheduler import Drafter, LogitsLayout, ScheduledRow, Scheduler, SchedulerLimits, logits_layout, plan_of_step
 from .step_plan import StepPlan
 from .throughput import SmoothedRates
@@ -76,8 +87,12 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         wall_clock: Callable[[], float] = time.time,
         drafter: Drafter | None = None,
+        mask: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = mask_logits,
     ) -> None:
-        """`drafter` proposes tokens, so that one step may draw several; the tokens drawn do not depend on it."""
+        """`drafter` proposes tokens, so that one step may draw several; the tokens drawn do not depend on it.
+
+        `mask` does what `sampler.mask_logits` does, on the device of the logits.
+        """
         self.scheduler = Scheduler(limits, cache, hasher, drafter)
         self.rates = rates
         self.draining = False
@@ -89,6 +104,7 @@ class Engine:
         self._executor = executor
         self._epoch = epoch
         self._clock, self._wall_clock = clock, wall_clock
+        self._mask = mask
         self._steps = 0
         self._generated_tokens = 0
         self._prefilled_tokens = 0
@@ -98,14 +114,17 @@ class Engine:
     def has_work(self) -> bool:
         return len(self.scheduler) > 0
 
-    def add(self, source: str, request: Generate) -> None:
-        """Accept a request. Raises RequestError; the engine is then unchanged, except that the id counts as seen."""
+    def add(self, source: str, request: Generate, guide: Guide | None = None) -> None:
+        """Accept a request, with the guide of its constraint if it has one.
+
+        Raises RequestError; the engine is then unchanged, except that the id counts as seen.
+        """
         self._accepted[source] = max(request.request_id, self._accepted.get(source, request.request_id))
         if self.draining:
             raise Draining("this replica is draining and takes no new requests")
         if self.scheduler.get(RequestKey(source, request.request_id)):
             raise InvalidRequest(f"request_id: {request.request_id} is running already")
-        self.scheduler.add(admit(source, request, self._vocab_size, self._hasher.block_size))
+        self.scheduler.add(admit(source, request, self._vocab_size, self._hasher.block_size, guide))
 
     def abort(self, source: str, request_ids: Iterable[int]) -> None:
         """End these requests and free their blocks. Ignores unknown ids: such a request may have just ended."""
@@ -200,7 +219,11 @@ class Engine:
             for count in range(1 + len(row.drafts))
         ]
         split = len(sampling)
-        samples = iter(sample(logits[:split], sampling) if split else ())
+        # A row with a guide has no drafts; those of other rows need no mask.
+        guides = [row.request.guide for row in layout.samplers for _ in range(1 + len(row.drafts))]
+        masks = token_masks(guides, self._vocab_size)
+        restrict = None if masks is None else partial(self._restrict, masks)
+        samples = iter(sample(logits[:split], sampling, restrict) if split else ())
         drawn = [_confirmed([*islice(samples, 1 + len(row.drafts))], row.drafts) for row in layout.samplers]
         echoes = _prompt_logprobs(logits[split:], layout)
 
@@ -219,14 +242,21 @@ class Engine:
             if row.request.phase is RequestPhase.RUNNING:
                 self._advance(row.request, tokens, result)
 
+    def _restrict(self, masks: TokenMasks, logits: torch.Tensor) -> None:
+        rows, bits = torch.from_numpy(masks.rows), torch.from_numpy(masks.bits)
+        self._mask(logits, rows.to(logits.device), bits.to(logits.device))
+
     def _end_non_finite(self, request: RequestState, result: StepResult) -> None:
-        """End one request whose logits are not finite, with an error; other requests are not affected."""
-        if request.phase is RequestPhase.FINISHED:
-            return
         error = NonFiniteLogits(
             f"the model's logits after token {len(request.tokens)} are NaN or infinite: they exceeded the range of its "
             "dtype (float16 has the smallest: use --dtype bfloat16 or float32), or its weights are damaged"
         )
+        self._end_with(error, request, result)
+
+    def _end_with(self, error: RequestError, request: RequestState, result: StepResult) -> None:
+        """End one request with an error; other requests are not affected."""
+        if request.phase is RequestPhase.FINISHED:
+            return
         log.error("request_failed request=%s reason=%r", request.key, str(error))
         self.scheduler.finish(request)
         source, request_id = request.key
@@ -255,6 +285,11 @@ class Engine:
             if place:
                 self.scheduler.accept(request)
             request.append(sampled.token_id, self._hasher)
+            if request.guide is not None:
+                request.guide.accept((sampled.token_id,))
+                if request.guide.problem:
+                    self._end_with(ConstraintFailed(f"constraint: {request.guide.problem}"), request, result)
+                    return
             self._generated_tokens += not request.warm_up
             request.unsent.append(sampled.token_id)
             if sampled.logprobs:
@@ -290,6 +325,8 @@ class Engine:
             token_id in params.stop_token_ids or (not params.ignore_eos and token_id in self._eos_token_ids)
         ):
             return token_id, "stop"
+        if request.guide is not None and request.guide.ended:
+            return None, "stop"
         full = len(request.tokens) >= self.scheduler.limits.max_model_len
         return None, "length" if full or generated >= params.max_tokens else None
 

@@ -4,6 +4,9 @@ It launches a step on the assumption that no request ends, then processes the to
 that turns out to have ended has one row too many in flight, whose token is dropped. Its blocks may be reused at once,
 since the device runs steps in order. Blocks are committed, and events published, when a step has landed.
 
+A grammar's mask depends on the token before it. So a step with guided rows is launched up to its logits; while it runs,
+the previous step lands, guides follow its tokens, and their masks reach the device before the logits are there.
+
 Some requests need the host between two steps (penalties, biases, bans, logprobs, pins that are due). While one of them
 is running or waiting, all steps run one by one as in `Engine`; so do all steps of an engine with a drafter, because
 only a finished step shows which drafts are right.
@@ -16,6 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ..errors import RankLost
+from ..structured.guide import TokenMasks, token_masks
 from .engine import Engine, Executor, StepResult
 from .request import RequestPhase, RequestState
 from .sampler import Sampled
@@ -31,17 +35,20 @@ class PendingTokens(Protocol):
 class AsyncExecutor(Executor, Protocol):
     """An executor that can also start a step without waiting for it."""
 
-    def launch(self, plan: StepPlan) -> PendingTokens:
-        """Start a plan with slots on all ranks. Raises RankLost."""
+    def launch(self, plan: StepPlan) -> PendingTokens | None:
+        """Start a plan with slots on all ranks; None: it is masked, and draws with `draw`. Raises RankLost."""
+
+    def draw(self, masks: TokenMasks | None) -> PendingTokens:
+        """Draw the tokens of the masked step that was launched last, in the order of its `drawn`. Raises RankLost."""
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class StepInFlight:
     step: int
     rows: list[ScheduledRow]
     preemptions: list[int]  #: of each row's request at launch
     samplers: list[ScheduledRow]
-    pending: PendingTokens
+    pending: PendingTokens | None  #: None: the step has not drawn yet
     started: float
 
 
@@ -123,14 +130,18 @@ class OverlappedEngine(Engine):
             self.expire_pins()
             rows = self.scheduler.schedule()
         result = StepResult(step=previous.step if previous else self._steps, rows=len(rows))
-        launch_error = self._try_launch(rows) if rows else None
+        launched = self._try_launch(rows) if rows else None
         if previous is not None:
             self._land(previous, result)
-        if launch_error is not None:
-            self._fail(rows, launch_error, result)
+        if isinstance(launched, StepInFlight) and launched.pending is None:
+            launched = self._try_draw(launched)
+        if isinstance(launched, Exception):
+            self._fail(rows, launched, result)
+        else:
+            self._in_flight = launched
         return result
 
-    def _try_launch(self, rows: list[ScheduledRow]) -> Exception | None:
+    def _try_launch(self, rows: list[ScheduledRow]) -> StepInFlight | Exception:
         """Launch these rows; returns the error if that failed."""
         self._steps += 1
         started = self._clock()
@@ -145,8 +156,18 @@ class OverlappedEngine(Engine):
             raise
         except Exception as error:
             return error
-        self._in_flight = StepInFlight(self._steps, rows, preemptions, layout.samplers, pending, started)
-        return None
+        return StepInFlight(self._steps, rows, preemptions, layout.samplers, pending, started)
+
+    def _try_draw(self, step: StepInFlight) -> StepInFlight | Exception:
+        """Let a masked step draw, now that guides know the tokens before it; returns the error if that failed."""
+        try:
+            masks = token_masks([row.request.guide for row in step.samplers], self._vocab_size)
+            step.pending = self._launcher.draw(masks)
+        except RankLost:
+            raise
+        except Exception as error:
+            return error
+        return step
 
     def _plan(self, rows: list[ScheduledRow], layout: LogitsLayout) -> StepPlan:
         slots, starting = self.slots.assign(row.request for row in rows)
@@ -155,6 +176,7 @@ class OverlappedEngine(Engine):
             plan_of_step(self._steps, rows, layout.logits_at),
             slots=slots,
             drawn=[slot_of[id(row.request)] for row in layout.samplers],
+            masked=any(row.request.guide is not None for row in layout.samplers),
             fed=[index for index, row in enumerate(rows) if row.end > len(row.request.tokens)],
             started=[
                 SlotStart(
@@ -172,6 +194,7 @@ class OverlappedEngine(Engine):
 
     def _land(self, step: StepInFlight, result: StepResult) -> None:
         """Process a step's tokens. A step that failed ends its own requests."""
+        assert step.pending is not None, f"step {step.step} lands before it has drawn"
         try:
             tokens = step.pending.tokens()
         except RankLost:

@@ -15,6 +15,7 @@ from ...kvcache.hashing import HASH_BYTES, TOKEN_BYTES, BlockHash, BlockHasher, 
 from ...kvcache.pool import Block
 from ..errors import InvalidRequest
 from ..messages import Generate, Pin, PositionLogprobs, SamplingParams
+from ..structured.guide import Guide
 
 #: Most alternatives beside a token's own logprob. OpenAI allows 20 (chat) and 5 (completions).
 MAX_LOGPROBS = 100
@@ -58,6 +59,8 @@ class RequestState:
     tokens_per_output: int = 1
     #: Sent by the router to fill the cache; excluded from the counts of queries, hits and generated tokens.
     warm_up: bool = False
+    #: What the answer must match; it has followed the generated tokens.
+    guide: Guide | None = None
 
     phase: RequestPhase = RequestPhase.WAITING
     blocks: list[Block] = field(default_factory=list)
@@ -170,8 +173,12 @@ class RequestState:
         assert all(block.ref_count > 0 for block in self.blocks), f"{name}: holds a block without a reference"
 
 
-def admit(source: str, request: Generate, vocab_size: int, block_size: int) -> RequestState:
-    """The state of a new request. Raises InvalidRequest, which names the field and its limits."""
+def admit(source: str, request: Generate, vocab_size: int, block_size: int, guide: Guide | None = None) -> RequestState:
+    """The state of a new request. Raises InvalidRequest, which names the field and its limits.
+
+    `guide`: made of the request's constraint, if it has one.
+    """
+    assert (guide is None) == (request.constraint is None), f"{request.constraint} with the guide {guide}"
     size = len(request.token_ids)
     _check(size > 0 and size % TOKEN_BYTES == 0, f"token_ids: {size} bytes are not a whole number of 4-byte ids")
     tokens = token_array(request.token_ids)
@@ -203,6 +210,7 @@ def admit(source: str, request: Generate, vocab_size: int, block_size: int) -> R
         pins=request.pins,
         tokens_per_output=request.tokens_per_output,
         warm_up=request.warm_up,
+        guide=guide,
     )
 
 

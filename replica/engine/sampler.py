@@ -8,13 +8,13 @@ Another batch computes the same logits with other rounding errors, which must no
 distribution over the whole vocabulary they would: every error shifts all later borders, and in the tail borders lie
 closer than errors. So a token is chosen in steps, each among few groups and each with a number of its own.
 
-Order: repetition, frequency and presence penalty, logit bias, banned ids, the mask of allowed ids; then temperature,
+Order: repetition, frequency and presence penalty, logit bias, banned ids, the masks of grammars; then temperature,
 top-k, top-p of what top-k left, min-p. A token that ties with the last one kept is kept too, so that no set depends on
 how ties are sorted.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,8 +43,6 @@ class SamplingRow:
     prompt_ids: Sequence[int]  #: read for the repetition penalty only
     generated_ids: Sequence[int]  #: read for penalties only
     banned_ids: Sequence[int] = ()  #: such as the stop ids before `min_tokens`
-    #: [vocab] True for each token that may follow, at least for one; None: any. The extension point for grammars.
-    allowed: torch.Tensor | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,10 +59,28 @@ def banned_before(params: SamplingParams, position: int, eos_token_ids: Sequence
     return (*eos_token_ids, *params.stop_token_ids)
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
-    """Draw one token per row of `logits` [len(rows), vocab], float32; `logits` is not changed."""
+def mask_logits(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
+    """Set what `bits` does not allow in `rows` of `logits` [N, vocab] float32 to -inf, in place.
+
+    rows [R] int64; bits [R, ceil(vocab / 32)] int32: bit i % 32 of word i // 32 allows token i.
+    """
+    places = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = ((bits[:, :, None] >> places) & 1).flatten(1)[:, : logits.shape[1]]
+    logits.index_copy_(0, rows, logits[rows].masked_fill_(allowed == 0, -math.inf))
+
+
+def sample(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], restrict: Callable[[torch.Tensor], None] | None = None
+) -> list[Sampled]:
+    """Draw one token per row of `logits` [len(rows), vocab], float32; `logits` is not changed.
+
+    `restrict` masks the tokens that may not be drawn, in place of a copy of the logits.
+    """
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
     edited = _edited(logits, rows)
+    if restrict is not None:
+        edited = logits.clone() if edited is logits else edited
+        restrict(edited)
     tokens, greatest = _likeliest(edited) if rows else (logits.new_empty(0, dtype=torch.int64), [])
     # Edits may overflow at the caller's request; only the model's own logits must be finite.
     suspects = (index for index, value in enumerate(greatest) if not math.isfinite(value))
@@ -131,7 +147,7 @@ def _edited(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     for index, row in enumerate(rows):
         params = row.params
         penalised = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-        if penalised or params.logit_bias or len(row.banned_ids) or row.allowed is not None:
+        if penalised or params.logit_bias or len(row.banned_ids):
             edited = logits.clone() if edited is logits else edited
             _edit(edited[index], row)
     return edited
@@ -153,8 +169,6 @@ def _edit(logits: torch.Tensor, row: SamplingRow) -> None:
         logits[biased] += torch.tensor(list(params.logit_bias.values()), device=device, dtype=logits.dtype)
     if row.banned_ids:
         logits[torch.tensor(row.banned_ids, device=device)] = -math.inf
-    if row.allowed is not None:
-        logits.masked_fill_(~row.allowed.to(device), -math.inf)
 
 
 # --- drawing ---

@@ -297,7 +297,9 @@ class Scheduler:
         single: list[ScheduledRow] = []
         wide: list[ScheduledRow] = []
         for row in rows:
-            drafts = self._drafts(row.request, spare, drafter) if row.decodes and row.samples else ()
+            # Drafts would need a mask each, of states that are given up if one of them is wrong.
+            guessed = row.decodes and row.samples and row.request.guide is None
+            drafts = self._drafts(row.request, spare, drafter) if guessed else ()
             spare -= len(drafts)
             (single if row.decodes and not drafts else wide).append(replace(row, drafts=drafts))
         return [*single, *wide]

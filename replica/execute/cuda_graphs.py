@@ -6,7 +6,7 @@ replayed. Which size a batch gets is pure.
 
 import gc
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -29,17 +29,17 @@ class NotCaptured(Exception):  # noqa: N818
 
 
 class EagerSteps:
-    """Decode steps by batch size, replayed by calling them."""
+    """Parts of decode steps by name and batch size, replayed by calling them."""
 
     def __init__(self) -> None:
-        self._replays: dict[int, Callable[[], None]] = {}
+        self._replays: dict[Hashable, Callable[[], None]] = {}
 
-    def capture(self, size: int, run: Callable[[], None]) -> None:
+    def capture(self, key: Hashable, run: Callable[[], None]) -> None:
         """Keep `run` for replays; may call it several times now, on any contents. Raises NotCaptured."""
-        self._replays[size] = run
+        self._replays[key] = run
 
-    def replay(self, size: int) -> None:
-        self._replays[size]()
+    def replay(self, key: Hashable) -> None:
+        self._replays[key]()
 
     def clear(self) -> None:
         """Free all captured steps and their memory."""
@@ -47,13 +47,13 @@ class EagerSteps:
 
 
 class CudaGraphs(EagerSteps):
-    """Decode steps as CUDA graphs that share one memory pool. Not run on a GPU yet."""
+    """Parts of decode steps as CUDA graphs that share one memory pool. Not run on a GPU yet."""
 
     def __init__(self) -> None:
         super().__init__()
         self._pool: Any = None
 
-    def capture(self, size: int, run: Callable[[], None]) -> None:
+    def capture(self, key: Hashable, run: Callable[[], None]) -> None:
         """Run twice on another stream to load and compile all libraries and kernels, then capture."""
         stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -75,7 +75,7 @@ class CudaGraphs(EagerSteps):
             torch.cuda.set_stream(current)  # a failed capture leaves its own stream current
             raise NotCaptured(f"{type(error).__name__}: {error}") from error
         self._pool = graph.pool()
-        self._replays[size] = graph.replay
+        self._replays[key] = graph.replay
 
     def clear(self) -> None:
         super().clear()

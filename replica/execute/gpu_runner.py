@@ -21,6 +21,7 @@ from ..kernels.choice import choose_kernels
 from ..models.base import Model
 from ..models.loading import DTYPES
 from ..parallel.rank_group import RankGroup
+from ..structured.guide import TokenMasks
 from .cuda_graphs import CudaGraphs, EagerSteps, NotCaptured, graph_sizes, padded_size
 from .request_table import RequestTable, TableMirror
 from .runner import CudaMemory, ModelRunner, resolve_device
@@ -64,6 +65,8 @@ class DecodeStep:
 
     Its only input besides the table is the slots in `rows`. It allocates only through torch and reads nothing back to
     the host, so that a CUDA graph can hold it. A batch of less than `most` rows uses the front of the buffers.
+
+    In two halves, so that masks which depend on the previous step's tokens can reach the device in between.
     """
 
     def __init__(
@@ -81,6 +84,10 @@ class DecodeStep:
         self._model, self._attention, self._kernels, self._table = model, attention, kernels, table
         self._block_size = block_size
         self._group = group
+        #: [most, vocab] Of the last step; none on ranks that draw nothing.
+        self.logits: torch.Tensor | None = None
+        if group is None or group.rank == 0:
+            self.logits = torch.zeros(most, model.spec.vocab_size, dtype=torch.float32, device=device)
         #: Slots of the rows; 0 behind the last one.
         self.rows = torch.zeros(most, dtype=torch.int64, device=device)
         #: The tokens drawn last; `NO_TOKEN` where the logits were not finite.
@@ -89,7 +96,12 @@ class DecodeStep:
 
     def run(self, size: int) -> None:
         """Compute and draw one token for each of the first `size` rows."""
-        table, rows, tokens = self._table, self.rows[:size], self.tokens[:size]
+        self.compute(size)
+        self.draw(size)
+
+    def compute(self, size: int) -> None:
+        """The logits of the first `size` rows."""
+        table, rows = self._table, self.rows[:size]
         starts = table.seq_lens[rows]
         seq_lens = torch.where(rows > 0, starts + 1, 0).int()
         tables, positions = table.block_tables[rows], starts.long()
@@ -98,11 +110,22 @@ class DecodeStep:
         self._attention.begin_decode(torch.where(rows > 0, slots, 0), tables, seq_lens)
         logits = self._model.forward(table.last_tokens[rows], positions, self._attention, self._every[:size])
         if logits is not None:
-            self._kernels.sample(logits.float(), table.sampling(rows, seq_lens), tokens)
+            assert self.logits is not None, "logits on a rank that draws nothing"
+            self.logits[:size].copy_(logits)
+        table.seq_lens.index_copy_(0, rows, seq_lens)
+
+    def draw(self, size: int) -> None:
+        """One token for each of the first `size` rows, from their logits."""
+        table, rows, tokens = self._table, self.rows[:size], self.tokens[:size]
+        if self.logits is not None:
+            self._kernels.sample(self.logits[:size], table.sampling(rows, table.seq_lens[rows]), tokens)
         if self._group is not None:
             self._group.broadcast(tokens)
         table.last_tokens.index_copy_(0, rows, tokens.clamp(min=0))  # the next step may run on any token
-        table.seq_lens.index_copy_(0, rows, seq_lens)
+
+
+#: Draws the tokens of a launched step, where masks allow them.
+_Draw = Callable[[TokenMasks | None], torch.Tensor]
 
 
 @dataclass(slots=True, frozen=True)
@@ -136,11 +159,13 @@ class GpuRunner(ModelRunner):
         self._graphs: EagerSteps = graphs or (CudaGraphs() if self.device.type == "cuda" else EagerSteps())
         self._sizes = graph_sizes(self._most_rows)
         self._state: _DeviceState | None = None
+        #: Draws the tokens of a masked step that was launched.
+        self._undrawn: _Draw | None = None
 
     def close(self) -> None:
         """Also frees the graphs and the request table."""
         self._graphs.clear()
-        self._state = None
+        self._state = self._undrawn = None
         super().close()
 
     def _allocate(self, num_blocks: int) -> None:
@@ -163,7 +188,8 @@ class GpuRunner(ModelRunner):
         if problem is None:
             try:
                 for size in reversed(self._sizes):  # the largest first: the others fit into its memory
-                    self._graphs.capture(size, partial(decode.run, size))
+                    self._graphs.capture(("compute", size), partial(decode.compute, size))
+                    self._graphs.capture(("draw", size), partial(decode.draw, size))
                 log.info("graphs_captured sizes=%d largest=%d", len(self._sizes), self._most_rows)
                 return
             except NotCaptured as error:
@@ -172,29 +198,56 @@ class GpuRunner(ModelRunner):
         self._graphs.clear()
         self._graphs = EagerSteps()
         for size in self._sizes:
-            self._graphs.capture(size, partial(decode.run, size))
+            self._graphs.capture(("compute", size), partial(decode.compute, size))
+            self._graphs.capture(("draw", size), partial(decode.draw, size))
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> DrawnTokens:
-        """Start a step whose rows have slots. All ranks must be called with the same plan."""
+    def launch(self, plan: StepPlan) -> DrawnTokens | None:
+        """Start a step whose rows have slots. All ranks must be called with the same plan.
+
+        If the plan is masked, rank 0 returns None: it draws when `draw` is called, before the next launch. Other ranks
+        wait for its tokens on the device.
+        """
         state = self._state
         assert state is not None, "launch before allocate_kv"
+        self._undrawn = None  # of a step that failed before it could draw
         state.table.apply(state.mirror.delta(plan))
-        if plan.drawn == plan.slots and plan.q_lens == [1] * len(plan.slots) and not plan.copies:
-            return DrawnTokens(self._replay(plan, state.decode))
-        return DrawnTokens(self._run(plan, state))
+        decodes = plan.drawn == plan.slots and plan.q_lens == [1] * len(plan.slots) and not plan.copies
+        draw = self._replay(plan, state.decode) if decodes else self._run(plan, state)
+        if plan.masked and (self._group is None or self._group.rank == 0):
+            self._undrawn = draw
+            return None
+        return DrawnTokens(draw(None))
 
-    def _replay(self, plan: StepPlan, decode: DecodeStep) -> torch.Tensor:
+    @torch.inference_mode()
+    def draw(self, masks: TokenMasks | None) -> DrawnTokens:
+        """Draw the tokens of the step that was launched last, where masks allow them; rows are those of its `drawn`."""
+        draw, self._undrawn = self._undrawn, None
+        assert draw is not None, "no step waits for its masks"
+        return DrawnTokens(draw(masks))
+
+    def _restrict(self, logits: torch.Tensor, masks: TokenMasks | None) -> None:
+        if masks is not None:
+            self._kernels.mask(logits, to_device(masks.rows, self.device), to_device(masks.bits, self.device))
+
+    def _replay(self, plan: StepPlan, decode: DecodeStep) -> _Draw:
         count = len(plan.slots)
         size = padded_size(count, self._sizes)
         assert size is not None, f"{count} rows, {self._most_rows} at most"
         rows = np.zeros(size, dtype=np.int64)
         rows[:count] = plan.slots
         decode.rows[:size].copy_(to_device(rows, self.device))
-        self._graphs.replay(size)
-        return decode.tokens[:count]
+        self._graphs.replay(("compute", size))
 
-    def _run(self, plan: StepPlan, state: _DeviceState) -> torch.Tensor:
+        def draw(masks: TokenMasks | None) -> torch.Tensor:
+            if decode.logits is not None:
+                self._restrict(decode.logits, masks)
+            self._graphs.replay(("draw", size))
+            return decode.tokens[:count]
+
+        return draw
+
+    def _run(self, plan: StepPlan, state: _DeviceState) -> _Draw:
         """Run a step of any shape, not from a graph."""
         assert self.pool is not None, "launch before allocate_kv"
         table, ragged = state.table, self._lay_out(plan)
@@ -211,12 +264,17 @@ class GpuRunner(ModelRunner):
         logits = self._model.forward(batch.token_ids, batch.positions, state.attention, batch.logits_at)
         lengths = to_device(np.asarray(ragged.kv_lens, dtype=np.int64), self.device)
         table.seq_lens.index_copy_(0, slots, lengths.int())
-        tokens = torch.zeros(len(drawn), dtype=torch.int64, device=self.device)
-        if len(drawn):
-            if logits is not None:
-                inputs = table.sampling(drawn, table.seq_lens[drawn])
-                self._kernels.sample(logits[: len(drawn)].float(), inputs, tokens)
-            if self._group is not None:
-                self._group.broadcast(tokens)
-            table.last_tokens.index_copy_(0, drawn, tokens.clamp(min=0))
-        return tokens
+
+        def draw(masks: TokenMasks | None) -> torch.Tensor:
+            tokens = torch.zeros(len(drawn), dtype=torch.int64, device=self.device)
+            if len(drawn):
+                if logits is not None:
+                    chosen = logits[: len(drawn)].float()
+                    self._restrict(chosen, masks)
+                    self._kernels.sample(chosen, table.sampling(drawn, table.seq_lens[drawn]), tokens)
+                if self._group is not None:
+                    self._group.broadcast(tokens)
+                table.last_tokens.index_copy_(0, drawn, tokens.clamp(min=0))
+            return tokens
+
+        return draw

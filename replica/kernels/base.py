@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from ..engine.sampler import SamplingRow, sample
+from ..engine.sampler import SamplingRow, mask_logits, sample
 from ..messages import SamplingParams
 from ..models.base import AttentionRule, Rotary
 
@@ -144,6 +144,10 @@ class TorchKernels:
         """silu(gate) * up of [T, 2 * F]."""
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
+
+    def mask(self, logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
+        """Set what `bits` does not allow in `rows` of `logits` to -inf, in place, as `sampler.mask_logits`."""
+        mask_logits(logits, rows, bits)
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs, out: torch.Tensor) -> None:
         """Draw a token for each row of `logits` [rows, vocab] float32 into `out` [rows] int64, as `sampler.sample`.

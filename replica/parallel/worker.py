@@ -21,6 +21,7 @@ from ..errors import RankLost, StartupError
 from ..execute.gpu_runner import DrawnTokens, GpuRunner, RunnerLoader, load_runner
 from ..execute.runner import ModelRunner, resolve_device
 from ..load.cpu_threads import ThreadTuner, thread_choice
+from ..structured.guide import TokenMasks
 from .rank_group import RankGroup
 from .step_broadcast import ALLOCATE, JOIN_TIMEOUT_S, LAUNCH, READ, STEP, STOP, RankPlace, StepBroadcast, WorkerLink
 
@@ -74,10 +75,18 @@ class RankGroupExecutor:
         self._broadcast.send(STEP, msgspec.msgpack.encode(plan))
         return _run_step(self._runner.forward, plan, rank=0)
 
-    def launch(self, plan: StepPlan) -> DrawnTokens:
+    def launch(self, plan: StepPlan) -> DrawnTokens | None:
         assert isinstance(self._runner, GpuRunner), type(self._runner)
         self._broadcast.send(LAUNCH, msgspec.msgpack.encode(plan))
         return _run_step(self._runner.launch, plan, rank=0)
+
+    def draw(self, masks: TokenMasks | None) -> DrawnTokens:
+        """Only rank 0 needs the masks. Raises RankLost for any failure: the other ranks wait for its tokens."""
+        assert isinstance(self._runner, GpuRunner), type(self._runner)
+        try:
+            return self._runner.draw(masks)
+        except Exception as error:
+            raise RankLost(f"rank 0 could not draw: {error}") from error
 
     def close(self) -> None:
         self._broadcast.close()

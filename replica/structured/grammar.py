@@ -14,9 +14,9 @@ import msgspec
 
 from ..messages import Constraint
 
-#: Runs of white space between the parts of a JSON text. Without a bound a model can continue one until it runs out of
-#: tokens. 32 is an indentation of eight levels.
-WHITESPACE = r"[\x20\n\r\t]{1,32}"
+#: White space between the parts of a JSON text: a blank, or a new line and its indentation. JSON allows any, and with
+#: that a small model writes line breaks until it runs out of tokens.
+WHITESPACE = r"(\x20|\r?\n[\x20\t]{0,24})"
 #: What ends a grammar that llguidance would take too long for; its other limits are fine as they are.
 MAX_GRAMMAR_SYMBOLS = 50_000
 

@@ -94,6 +94,7 @@ def launch_all(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, page: in
     column = torch.zeros(rows)
     inputs = SamplingInputs(column, column.int(), column.double(), column, column.long(), column.long())
     sampling.sample(torch.empty(rows, vocab), inputs, column.long())
+    sampling.mask(torch.empty(rows, vocab), column.long(), torch.zeros(rows, -(-vocab // 32), dtype=torch.int32))
 
 
 def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:

@@ -196,7 +196,8 @@ def _graph_bits(name: str, made: Callable[[], GpuRunner]) -> Figure:
         if graphs is not None:
             assert runner._state is not None
             for size in runner._sizes:
-                graphs.capture(size, partial(runner._state.decode.run, size))
+                graphs.capture(("compute", size), partial(runner._state.decode.compute, size))
+                graphs.capture(("draw", size), partial(runner._state.decode.draw, size))
             runner._graphs = graphs
         tokens = [runner.launch(plan).tokens() for plan in _decode_plans(rows=5, context=40, block_size=16, steps=4)]
         assert runner.pool is not None

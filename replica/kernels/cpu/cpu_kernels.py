@@ -21,6 +21,7 @@ class CompiledKernels(TorchCpuKernels):
     add_rms_norm = staticmethod(pointwise.add_rms_norm)
     rotate_and_store = staticmethod(pointwise.rotate_and_store)
     silu_mul = staticmethod(pointwise.silu_mul)
+    mask = staticmethod(pointwise.mask)
 
     def decode(self, q: torch.Tensor, rows: PagedRows, plan: Any, rule: AttentionRule, out: torch.Tensor) -> None:  # noqa: ARG002
         decode(q, rows, rule, out)

@@ -1,4 +1,4 @@
-"""The small operations around the matrix products: row gathering, norm, rotation and KV store, activation.
+"""The small operations around the matrix products: row gathering, norm, rotation and KV store, activation, masks.
 
 torch has them all, but its operations cannot be recorded (runtime/call_recording.py).
 """
@@ -115,6 +115,35 @@ def _silu_mul(storage: Storage):
                 out[i] = narrow(gate / (np.float32(1) + exponential(-gate)) * widen(ups[i]))
 
     return silu_mul
+
+
+def mask(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
+    count, words = bits.shape
+    vocab = logits.shape[1]
+    run(_mask(), (logits, rows, bits), (count, words, vocab, logits.stride(0)), threads_for(4 * count * vocab))
+
+
+@functools.cache
+def _mask():
+    @kernel
+    def mask(data, number, threads):
+        given = carray(data, (7,), np.int64)
+        words, vocab = given[4], given[5]
+        rows = carray(pointer(given[1]), (given[3],), np.int64)
+        bits = carray(pointer(given[2]), (given[3] * words,), np.int32)
+        first, stop = share(given[3] * words, number, threads)
+        for place in range(first, stop):
+            word = bits[place]
+            if word == -1:  # most words allow all of their tokens, or none
+                continue
+            row, start = place // words, place % words * 32
+            width = min(32, vocab - start)
+            logits = carray(pointer(given[0] + (rows[row] * given[6] + start) * 4), (width,), np.float32)
+            for i in range(width):
+                if not (word >> i) & 1:
+                    logits[i] = -np.inf
+
+    return mask
 
 
 def rotary_table(

@@ -48,6 +48,27 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, out: torch.Tensor) -> N
     )  # fmt: skip
 
 
+def mask(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
+    vocab, words = logits.shape[1], bits.shape[1]
+    if not len(rows):
+        return
+    grid = len(rows), triton.cdiv(vocab, BLOCK)
+    _mask[grid](logits, rows, bits, vocab, logits.stride(0), words, WORDS=BLOCK // 32)
+
+
+@triton.jit
+def _mask(logits, rows, bits, vocab, stride, words, WORDS: tl.constexpr):
+    """A block of one row: it reads an eighth of a byte for each token, and writes only what is not allowed."""
+    place = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + place)
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    held = tl.load(bits + place * words + word, mask=word < words, other=0)
+    bit = tl.arange(0, 32)
+    i = word[:, None] * 32 + bit[None, :]
+    forbidden = ((held[:, None] >> bit[None, :]) & 1) == 0
+    tl.store(logits + row * stride + i, float("-inf"), mask=forbidden & (i < vocab))
+
+
 @triton.jit
 def _block_maxima(logits, maxima, places, vocab, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)

@@ -10,7 +10,7 @@ from ..base import PagedRows, TorchKernels
 from .decode import DecodePlan, decode, plan_decode
 from .pointwise import add_rms_norm, rotate_and_store, silu_mul
 from .prefill import prefill
-from .sampling import sample
+from .sampling import mask, sample
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ class TritonKernels(TorchKernels):
     add_rms_norm = staticmethod(add_rms_norm)
     rotate_and_store = staticmethod(rotate_and_store)
     silu_mul = staticmethod(silu_mul)
+    mask = staticmethod(mask)
     sample = staticmethod(sample)
 
     def decode(

@@ -317,12 +317,12 @@ SAMPLINGS: list[dict[str, float]] = [
 class EveryBatchPadded:
     """Graphs that have one size only, the largest."""
 
-    def capture(self, size: int, run: Callable[[], None]) -> None:
-        self.most = max(size, getattr(self, "most", 0))
-        self.runs = {**getattr(self, "runs", {}), size: run}
+    def capture(self, key: tuple[str, int], run: Callable[[], None]) -> None:
+        self.most = max(key[1], getattr(self, "most", 0))
+        self.runs = {**getattr(self, "runs", {}), key: run}
 
-    def replay(self, size: int) -> None:
-        self.runs[self.most]()
+    def replay(self, key: tuple[str, int]) -> None:
+        self.runs[key[0], self.most]()
 
     def clear(self) -> None:
         self.runs = {}
@@ -389,17 +389,17 @@ def test_resident_steps_give_the_tokens_of_plain_steps(provider, model, checkpoi
 class Refusing:
     """Graphs that take the larger sizes only, as a device does whose step reads something back."""
 
-    captured: list[int] = field(default_factory=list)
+    captured: list[tuple[str, int]] = field(default_factory=list)
     cleared: int = 0
 
-    def capture(self, size: int, run: Callable[[], None]) -> None:
+    def capture(self, key: tuple[str, int], run: Callable[[], None]) -> None:
         run()
-        if size < 4:
+        if key[1] < 4:
             raise NotCaptured("operation not permitted when stream is capturing")
-        self.captured.append(size)
+        self.captured.append(key)
 
-    def replay(self, size: int) -> None:
-        raise AssertionError(f"size {size} was replayed from a graph that is no use")
+    def replay(self, key: tuple[str, int]) -> None:
+        raise AssertionError(f"{key} was replayed from a graph that is no use")
 
     def clear(self) -> None:
         self.cleared += 1
@@ -415,7 +415,7 @@ def test_steps_that_no_graph_takes_are_called(checkpoint, prompts, caplog):
     ahead = answers(OverlappedEngine, runner, prompts, 14)
 
     assert ahead == answers(Engine, runner_of(ModelRunner, folder, 14), prompts, 14)
-    assert graphs.captured == [4]
+    assert graphs.captured == [("compute", 4), ("draw", 4)]
     assert graphs.cleared == 2
     assert "graphs_unusable reason='operation not permitted when stream is capturing'" in caplog.text
 

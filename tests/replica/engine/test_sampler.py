@@ -8,7 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from homing.replica.engine.sampler import SamplingRow, banned_before, philox, prompt_logprobs, sample, uniforms
+from homing.replica.engine.sampler import (
+    SamplingRow,
+    banned_before,
+    mask_logits,
+    philox,
+    prompt_logprobs,
+    sample,
+    uniforms,
+)
 from homing.replica.messages import SamplingParams
 
 torch.set_num_threads(1)
@@ -257,11 +265,11 @@ def test_only_allowed_tokens_are_drawn(temperature):
     """A grammar leaves few tokens, mostly unlikely ones; rows without a mask in the same batch are as before."""
     logits = torch.zeros(2, 6)
     logits[:, 2] = 30.0
-    allowed = torch.tensor([True, False, False, False, True, False])
-    masked = SamplingRow(SamplingParams(max_tokens=9, temperature=temperature), 0, (), (), allowed=allowed)
-    free = SamplingRow(SamplingParams(max_tokens=9, temperature=temperature), 0, (), ())
+    bits = torch.tensor([[0b010001]], dtype=torch.int32)
 
-    first, second = sample(logits, [masked, free])
+    first, second = sample(
+        logits, [row(temperature=temperature)] * 2, lambda edited: mask_logits(edited, torch.tensor([0]), bits)
+    )
 
     assert first.token_id in (0, 4)
     assert second.token_id == 2

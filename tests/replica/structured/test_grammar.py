@@ -64,8 +64,10 @@ def test_a_grammar_accepts_what_the_constraint_describes(
 
 def test_white_space_between_the_parts_of_json_is_bounded() -> None:
     """A small model would write blanks until it runs out of tokens."""
-    assert complete("json_schema", POINT, "{" + " " * 32 + '"x":1}')
-    assert taken("json_schema", POINT, "{" + " " * 33) is None
+    assert complete("json_schema", POINT, "{\n" + " " * 24 + '"x":1}')
+    assert taken("json_schema", POINT, "{\n" + " " * 25) is None
+    assert taken("json_schema", POINT, "{\n\n") is None
+    assert taken("json_schema", POINT, "{  ") is None
 
 
 def tag(name: str = "f") -> dict[str, Any]:

@@ -1,0 +1,161 @@
+"""Guides answers along their grammars: compiles a constraint once, follows each answer, fills the masks of a batch.
+
+Compiled grammars are kept by source. A guide's state depends on the generated tokens alone, so replaying them on
+another replica leads to the same state. Compiling may take long and runs in threads; guides belong to the engine's.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import InvalidRequest
+from ..messages import Constraint
+from .grammar import GrammarError, grammar_of, new_matcher
+
+log = logging.getLogger(__name__)
+
+#: Compiled grammars to keep. One has some hundred KB, and more as its lexer meets more texts.
+GRAMMARS_KEPT = 64
+COMPILER_THREADS = 2
+WORD_BITS = 32
+
+
+class Guide:
+    """Follows one answer. Begins behind the first occurrence of `after` in it, or at once if that is empty."""
+
+    __slots__ = ("_after", "_matcher", "_tail")
+
+    def __init__(self, matcher: Any, after: Sequence[int] = ()) -> None:
+        self._matcher = matcher
+        self._after = list(after)
+        #: The latest tokens while `after` has not occurred; None: the grammar applies.
+        self._tail: list[int] | None = [] if after else None
+
+    @property
+    def active(self) -> bool:
+        """Whether the grammar applies to the next token."""
+        return self._tail is None
+
+    @property
+    def ended(self) -> bool:
+        """The grammar allows nothing more, or has failed."""
+        return bool(self._matcher.is_stopped())
+
+    @property
+    def problem(self) -> str:
+        """Why the grammar has failed: a token that it does not allow, or llguidance's limits; empty if it has not."""
+        return str(self._matcher.get_error()).partition("\n")[0] if self._matcher.is_error() else ""
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """Follow these generated tokens."""
+        for place, token_id in enumerate(token_ids):
+            if self._tail is None:
+                self._matcher.consume_tokens(list(token_ids[place:]))
+                return
+            self._tail = [*self._tail, token_id][-len(self._after) :]
+            if self._tail == self._after:
+                self._tail = None
+
+    def fill(self, words: npt.NDArray[np.int32]) -> None:
+        """Write the mask of the next token, one bit per token id; `words` is contiguous."""
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+
+
+@dataclass(slots=True, frozen=True)
+class TokenMasks:
+    """What grammars allow in some rows of a batch."""
+
+    rows: npt.NDArray[np.int64]  #: [R]
+    bits: npt.NDArray[np.int32]  #: [R, ceil(vocabulary / 32)]: bit i % 32 of word i // 32 allows token i
+
+
+def token_masks(guides: Sequence[Guide | None], vocab_size: int) -> TokenMasks | None:
+    """The masks for the next tokens of a batch, by row; None: every row may draw every token."""
+    active = [(row, guide) for row, guide in enumerate(guides) if guide is not None and guide.active]
+    if not active:
+        return None
+    bits = np.empty((len(active), -(-vocab_size // WORD_BITS)), dtype=np.int32)
+    for words, (_, guide) in zip(bits, active, strict=True):
+        guide.fill(words)
+    return TokenMasks(np.array([row for row, _ in active], dtype=np.int64), bits)
+
+
+class GuideCompiler:
+    """Makes guides for one model. `start` and `close` may be called from any thread."""
+
+    def __init__(self, model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """Starts to load the tokenizer in a thread; it takes 0.3 s for 131,000 tokens."""
+        self._vocab_size, self._eos_token_ids = vocab_size, list(eos_token_ids)
+        self._pool = ThreadPoolExecutor(COMPILER_THREADS, thread_name_prefix="grammar")
+        self._tokenizer: Future[tuple[Any, dict[str, int]]] = self._pool.submit(self._load, model_dir)
+        #: By kind and source; the one used last is at the end.
+        self._grammars: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._lock = Lock()
+
+    def start(self, constraint: Constraint, generated: Sequence[int]) -> "Future[Guide]":
+        """Make a guide that has followed the tokens generated so far. It raises InvalidRequest if it cannot."""
+        return self._pool.submit(self.compile, constraint, generated)
+
+    def compile(self, constraint: Constraint, generated: Sequence[int] = ()) -> Guide:
+        """As `start`, in this thread. Raises InvalidRequest."""
+        try:
+            guide = Guide(self._matcher(constraint), constraint.after)
+        except GrammarError as error:
+            raise InvalidRequest(f"constraint: {error}") from error
+        guide.accept(generated)
+        if guide.problem:
+            raise InvalidRequest(f"constraint: the tokens generated so far do not match it: {guide.problem}")
+        return guide
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _matcher(self, constraint: Constraint) -> Any:
+        key = constraint.kind, constraint.source
+        with self._lock:
+            known = self._grammars.get(key)
+            if known is not None:
+                self._grammars.move_to_end(key)
+                return known.deep_copy()
+        tokenizer, special = self._tokenizer.result()
+        made = new_matcher(tokenizer, grammar_of(constraint, special))
+        with self._lock:
+            self._grammars[key] = made
+            if len(self._grammars) > GRAMMARS_KEPT:
+                self._grammars.popitem(last=False)
+            return made.deep_copy()
+
+    def _load(self, model_dir: Path) -> tuple[Any, dict[str, int]]:
+        """The tokenizer as llguidance wants it, and the ids of the tokens that text cannot spell."""
+        from llguidance import LLTokenizer
+
+        try:
+            text = _tokenizer_json(model_dir)
+            special = {
+                token["content"]: token["id"]
+                for token in msgspec.json.decode(text).get("added_tokens") or ()
+                if token.get("special")
+            }
+            tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None)
+        except Exception as error:  # whatever it is, all other requests can be served
+            log.warning("structured_output_unusable reason=%r", f"{type(error).__name__}: {error}")
+            raise InvalidRequest(f"constraint: this model's tokenizer cannot be guided: {error}") from error
+        return tokenizer, special
+
+
+def _tokenizer_json(model_dir: Path) -> str:
+    file = model_dir / "tokenizer.json"
+    if file.is_file():
+        return file.read_text()
+    from transformers import AutoTokenizer
+
+    return str(AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True).backend_tokenizer.to_str())
