@@ -156,6 +156,8 @@ def _tokenizer_json(model_dir: Path) -> str:
     file = model_dir / "tokenizer.json"
     if file.is_file():
         return file.read_text()
+    if not any((model_dir / name).is_file() for name in ("tekken.json", "tokenizer.model", "vocab.json")):
+        raise FileNotFoundError(f"there is no tokenizer in {model_dir}")
     from transformers import AutoTokenizer
 
     return str(AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True).backend_tokenizer.to_str())

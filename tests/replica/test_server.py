@@ -1,10 +1,12 @@
 """A whole replica on real sockets, with a small random model; transformers' `generate` says what is right."""
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,17 +21,19 @@ from homing.events.wire.messages import LOAD_TOPIC, LoadReport
 from homing.kvcache.config import KvCacheSettings
 from homing.kvcache.hashing import BlockHash, wire_hash
 from homing.kvcache.parity import canary_hash
+from homing.replica import demo
 from homing.replica.config import ReplicaSettings
 from homing.replica.engine.step_plan import StepPlan
 from homing.replica.errors import EngineBroken, ReplicaError, StartupError
 from homing.replica.execute.runner import ModelRunner
-from homing.replica.messages import Pin
+from homing.replica.messages import Constraint, Generate, Pin
 from homing.replica.parallel.rank_group import RankGroup
 from homing.replica.server import MAX_FAILURES, start_replica
 
 from .clients import PATIENCE_S, SEED, Client, Served, served
 from .fakes import generate
 
+DEMO = Path(demo.__file__).parent / "model"
 Reference = Callable[[Path, list[list[int]], int], list[list[int]]]
 
 
@@ -184,6 +188,60 @@ def test_a_request_that_cannot_run_is_refused_by_name(replica: Served) -> None:
 
     assert (client.refused[1].reason, client.refused[2].reason) == ("prompt_too_long", "invalid")
     assert "top_p" in client.refused[2].message
+
+
+@pytest.fixture(scope="module")
+def demo_replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """With a tokenizer, which a constraint needs."""
+    with served(DEMO, tmp_path_factory.mktemp("ipc")) as running:
+        yield running
+
+
+def guided(client: Client, number: int, constraint: Constraint, **sampling: Any) -> Generate:
+    return msgspec.structs.replace(generate(number, [5, 6, 7], client.hasher, **sampling), constraint=constraint)
+
+
+def test_constrained_requests_are_answered_beside_others(demo_replica: Served) -> None:
+    """Compiled in another thread, so that they may be admitted after requests that came later."""
+    client = demo_replica.client(b"guided")
+    digits = Constraint(kind="regex", source="[0-9]{6}")
+
+    client.send(guided(client, 1, digits, max_tokens=20))
+    client.ask(2, [5, 6, 7], max_tokens=3)
+    client.send(guided(client, 3, digits, max_tokens=20))
+    client.wait(1, 2, 3)
+
+    assert client.tokens(1) == client.tokens(3)
+    assert (client.outputs[1][-1].finish_reason, client.outputs[1][-1].stop_token_id) == ("stop", None)
+    assert len(client.tokens(2)) == 3
+    assert demo_replica.server.idle()
+
+
+def test_a_constraint_that_cannot_be_compiled_is_refused_by_name(demo_replica: Served) -> None:
+    """A router of another version may let it pass."""
+    client = demo_replica.client(b"refused")
+
+    client.send(guided(client, 1, Constraint(kind="regex", source="(a")))
+    client.wait(1)
+
+    assert (client.refused[1].reason, client.refused[1].retry) == ("invalid", False)
+    assert client.refused[1].message == "constraint: unclosed group"
+
+
+def test_an_abort_reaches_a_request_whose_constraint_is_being_compiled(demo_replica: Served) -> None:
+    """Otherwise it would begin after its client has left."""
+    client = demo_replica.client(b"aborted")
+    slow = Constraint(kind="json_schema", source=json.dumps({"enum": [f"value {each}" for each in range(4000)]}))
+
+    client.send(guided(client, 1, slow, max_tokens=4000))
+    client.abort(1)
+    client.send(guided(client, 2, Constraint(kind="choice", source='["yes"]')))
+    client.wait(2)
+
+    while not demo_replica.server.idle():
+        time.sleep(0.01)
+    assert 1 not in client.outputs
+    assert 1 not in client.refused
 
 
 def test_a_draining_replica_finishes_and_refuses_what_comes_later(replica: Served, loads: LoadListener) -> None:

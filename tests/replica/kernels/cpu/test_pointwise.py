@@ -1,4 +1,4 @@
-"""Gathered rows are copies, bit for bit, and rotary tables equal float64."""
+"""Gathered rows are copies, bit for bit, rotary tables equal float64, and masks hide what they do not allow."""
 
 import pytest
 import torch
@@ -40,3 +40,23 @@ def test_rotary_tables_equal_float64(implementation, dtype, device):
     torch.testing.assert_close(cos.double(), angles.cos(), rtol=0, atol=tolerance)
     torch.testing.assert_close(sin.double(), angles.sin(), rtol=0, atol=tolerance)
     assert cos.dtype == sin.dtype == dtype
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("vocab", [1, 31, 32, 97, 5000])
+def test_masks_hide_what_they_do_not_allow_in_their_rows_alone(implementation, vocab, device):
+    """Words that allow all, none and some tokens, and one that is longer than the vocabulary."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(5, vocab, generator=generator).to(device)
+    allowed = torch.rand(3, vocab, generator=generator) < 0.5
+    allowed[1] = torch.arange(vocab) // 32 % 2 == 0
+    words = -(-vocab // 32)
+    padded = torch.nn.functional.pad(allowed, (0, words * 32 - vocab), value=True).view(3, words, 32)
+    bits = (padded.long() << torch.arange(32)).sum(-1).int()
+    rows = torch.tensor([3, 0, 4])
+    wanted = logits.cpu().clone()
+    wanted[rows] = wanted[rows].masked_fill(~allowed, float("-inf"))
+
+    implementation().mask(logits, rows.to(device), bits.to(device))
+
+    assert torch.equal(logits.cpu(), wanted)
