@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ...kvcache.hashing import token_array, token_bytes
+from .constraints import ConstraintChecker
 from .detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, is_byte_level, piece_table
 from .export import TokenizerParts, load_parts
 from .template import ChatTemplate, Conversation
@@ -44,6 +45,7 @@ class TextModel:
         self._template = ChatTemplate(parts.chat_template, parts.special_tokens)
         self._cutter = Cutter(parts.tokenizer)
         self.cache = TokenCache(cache_bytes)
+        self.constraints = ConstraintChecker()
         self._pool = ThreadPoolExecutor(ENCODER_THREADS, thread_name_prefix="encode")
         self._pieces = piece_table(self._backend)
         self._byte_level = is_byte_level(self._backend)
@@ -60,6 +62,7 @@ class TextModel:
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self.constraints.close()
 
     # Text to ids
 

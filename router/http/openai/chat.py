@@ -17,12 +17,6 @@ from .generation import EncodedPrompt, Job, RunningChoice
 from .schema import Body, FinishReason, MessageBody, Positive, TokenizeBody, Usage, finite
 
 
-class ResponseFormat(msgspec.Struct):
-    """The field `response_format`; only plain text is supported."""
-
-    type: str
-
-
 class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
     """The request body."""
 
@@ -32,7 +26,7 @@ class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -46,15 +40,11 @@ async def job(front: Front, served: Served, body: ChatBody, salt: bytes) -> Job:
     """What `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
     if body.max_tokens == 0:
         raise InvalidRequest("field 'max_tokens': expected int >= 1", param="max_tokens")
-    if body.response_format and body.response_format.type != "text":
-        raise InvalidRequest(
-            "field 'response_format': only {'type': 'text'} is supported; structured output is not supported yet",
-            param="response_format",
-        )
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("field 'top_logprobs': requires 'logprobs': true", param="top_logprobs")
     if body.tool_choice not in (None, "auto", "none"):
         raise InvalidRequest("field 'tool_choice': only 'auto' and 'none' are supported", param="tool_choice")
+    constraint = await validate.constraint(served, body, body.response_format)
     asked = conversation(body, None if body.tool_choice == "none" else body.tools)
     token_ids = await served.text.encode_chat(asked, tenant=salt)
     kept = await pins.requested(served.text, asked, body.messages, body.cache_control, token_ids, salt, front.settings)
@@ -69,6 +59,7 @@ async def job(front: Front, served: Served, body: ChatBody, salt: bytes) -> Job:
         wanted=body.max_completion_tokens if newer else body.max_tokens,
         wanted_param="max_completion_tokens" if newer else "max_tokens",
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        constraint=constraint,
     )
 
 

@@ -61,6 +61,12 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stop_token_ids: Annotated[list[NonNegative], Meta(max_length=256)] | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_whitespace_pattern: Any = None
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     cache_control: CacheControl | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  #: messages to replicas hold 64 bits
@@ -70,6 +76,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
+    guided_decoding_backend: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
 
@@ -149,8 +156,8 @@ def finite(logprob: float) -> float:
 
 
 _NOT_YET = {
-    "structured output": "structured_outputs guided_json guided_regex guided_choice guided_grammar "
-    "guided_decoding_backend guided_whitespace_pattern json_schema regex ebnf grammar structural_tag",
+    "structured output by another name than response_format or structured_outputs": "json_schema regex ebnf grammar "
+    "structural_tag",
     "calling functions": "functions function_call",
     "a LoRA adapter": "lora lora_name lora_path lora_request adapter adapter_id",
     "speculative decoding": "prediction speculative_config speculative_model num_speculative_tokens",

@@ -1,12 +1,14 @@
 """From a decoded body and its encoded prompts to a `Job`: limits that involve two fields, the model or the settings.
 
-Pure. Every refusal names the field. What only one dialect checks is in its module.
+Pure, but for the check of constraints. Every refusal names the field. What only one dialect checks is in its module.
 """
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
-from ....replica.messages import SamplingParams
+from ....replica.messages import Constraint, SamplingParams
 from ...errors import ContextTooLong, InvalidRequest, PromptTooLong
+from ...text.constraints import FIELDS, requested
 from ..front import Front, Served
 from .generation import SEED_MASK, EncodedPrompt, Job
 from .schema import Body
@@ -29,6 +31,7 @@ def job(
     best_of: int | None = None,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
+    constraint: Constraint | None = None,
 ) -> Job:
     """What the body requests of these prompts.
 
@@ -91,8 +94,16 @@ def job(
         timeout_s=body.timeout,
         # Streams need each token, and a stop string must be noticed at once.
         tokens_per_delta=1 if body.stream or body.stop else WHOLE_RESPONSE_TOKENS,
+        constraint=constraint,
         discard=wanted == 0,
     )
+
+
+async def constraint(served: Served, body: Body, response_format: Any) -> Constraint | None:
+    """What the answer must match, if the body asks for it. Raises InvalidRequest."""
+    fields = {name: getattr(body, name) for name in FIELDS if name != "response_format"}
+    asked = requested({**fields, "response_format": response_format})
+    return None if asked is None else await served.text.constraints.check(asked)
 
 
 def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:

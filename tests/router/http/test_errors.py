@@ -55,7 +55,14 @@ BAD_CHATS = [
     ({"stop": ["a"] * 17}, "stop"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "yaml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
+    ({"response_format": "json_object"}, "response_format"),
+    ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json"),
+    ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs.regex"),
+    ({"guided_grammar": "start: missing"}, "guided_grammar"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"stream_options": {"include_usag": True}}, "stream_options.include_usag"),
     ({"temprature": 1}, "temprature"),
@@ -86,16 +93,9 @@ BAD_COMPLETIONS = [
 ]
 
 
-SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
 #: What comes later: each field, and a word of what it wants.
 NOT_YET = [
-    ({"response_format": SCHEMA}, "response_format", "structured output"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "structured output"),
-    ({"structured_outputs": {"choice": ["a", "b"]}}, "structured_outputs", "structured output"),
-    *(
-        ({f"guided_{kind}": "x"}, f"guided_{kind}", "structured output")
-        for kind in ("json", "regex", "choice", "grammar")
-    ),
+    ({"ebnf": "root ::= a"}, "ebnf", "structured output"),
     ({"tool_choice": "required"}, "tool_choice", "only 'auto' and 'none'"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "only 'auto' and 'none'"),
     ({"functions": [{"name": "f"}]}, "functions", "calling functions"),
