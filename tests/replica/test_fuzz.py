@@ -15,7 +15,7 @@ import zmq
 from homing.events.publish.publisher import MAX_QUESTION_BYTES
 from homing.events.wire.frames import replay_request
 from homing.events.wire.messages import SnapshotChunk, SnapshotRequest
-from homing.replica.messages import Abort, Generate, Pin, ResetCache, SamplingParams
+from homing.replica.messages import Abort, Constraint, Generate, Pin, ResetCache, SamplingParams
 from homing.replica.request_socket import MAX_REQUEST_BYTES
 
 from .clients import PATIENCE_S, Client, Served, served
@@ -76,6 +76,7 @@ def nonsense(request_id: int, rng: random.Random) -> Generate:
         priority=rng.choice([0, -(2**31), 2**63 - 1]),
         pins=rng.choice([(), (Pin(-1, 1.0, b""),), (Pin(10**12, float("nan"), b"x" * 99),)]),
         tokens_per_output=rng.choice([-1, 0, 1, 10**9]),
+        constraint=rng.choice([None, None, Constraint(kind="regex", source="(", after=(-1, 10**12))]),
     )
 
 
