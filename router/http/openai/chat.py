@@ -26,7 +26,6 @@ class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -44,7 +43,7 @@ async def job(front: Front, served: Served, body: ChatBody, salt: bytes) -> Job:
         raise InvalidRequest("field 'top_logprobs': requires 'logprobs': true", param="top_logprobs")
     if body.tool_choice not in (None, "auto", "none"):
         raise InvalidRequest("field 'tool_choice': only 'auto' and 'none' are supported", param="tool_choice")
-    constraint = await validate.constraint(served, body, body.response_format)
+    constraint = await validate.constraint(served, body)
     asked = conversation(body, None if body.tool_choice == "none" else body.tools)
     token_ids = await served.text.encode_chat(asked, tenant=salt)
     kept = await pins.requested(served.text, asked, body.messages, body.cache_control, token_ids, salt, front.settings)

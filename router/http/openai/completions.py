@@ -33,7 +33,6 @@ class CompletionBody(Body, kw_only=True, forbid_unknown_fields=True):
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     suffix: str | None = None
-    response_format: dict[str, Any] | None = None
 
 
 async def job(front: Front, served: Served, body: CompletionBody, salt: bytes) -> Job:
@@ -75,7 +74,7 @@ async def job(front: Front, served: Served, body: CompletionBody, salt: bytes) -
         best_of=body.best_of,
         logprobs=scored,
         prompt_logprobs=body.logprobs if body.echo else None,
-        constraint=await validate.constraint(served, body, body.response_format),
+        constraint=await validate.constraint(served, body),
     )
 
 

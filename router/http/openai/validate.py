@@ -4,7 +4,6 @@ Pure, but for the check of constraints. Every refusal names the field. What only
 """
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from ....replica.messages import Constraint, SamplingParams
 from ...errors import ContextTooLong, InvalidRequest, PromptTooLong
@@ -99,10 +98,10 @@ def job(
     )
 
 
-async def constraint(served: Served, body: Body, response_format: Any) -> Constraint | None:
+async def constraint(served: Served, body: Body) -> Constraint | None:
     """What the answer must match, if the body asks for it. Raises InvalidRequest."""
-    fields = {name: getattr(body, name) for name in FIELDS if name != "response_format"}
-    asked = requested({**fields, "response_format": response_format})
+    fields = {name: value for name in FIELDS if (value := getattr(body, name)) is not None}
+    asked = requested(fields) if fields else None
     return None if asked is None else await served.text.constraints.check(asked)
 
 

@@ -91,9 +91,11 @@ def test_two_ranks_that_launch_ahead_draw_what_one_rank_draws_step_by_step(
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
-def test_two_ranks_follow_a_grammar_like_one(folder: Path, tmp_path: Path, overlap: str) -> None:
+def test_two_ranks_follow_a_grammar_like_one(
+    folder: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, overlap: str
+) -> None:
     """Rank 0 alone has guides and masks; a step that waits for its masks must not leave the other rank behind."""
-    port, spelling = free_port(), with_tokenizer(folder, tmp_path / "model")
+    port, spelling = free_port(), with_tokenizer(folder, tmp_path_factory.mktemp("model"))
     constraint = Constraint(kind="regex", source="[a-z]{4} [0-9]{3}")
 
     def drawn(client: Client) -> list[list[int]]:
