@@ -9,7 +9,7 @@ COMPAT ?= .venv-compat
 PIP_FLAGS ?=
 # Flags handed to `homing serve`, pytest and the like.
 ARGS ?=
-# Processes that run tests. One of them runs all tests that start clusters, one after the other.
+# Processes that run tests, a file at a time; files that share one cluster run in one of them.
 JOBS ?= 2
 PYTEST_JOBS := --numprocesses=$(JOBS) --dist=loadfile --durations=20
 # The folders whose tests need no model, kernel or cluster are the others.

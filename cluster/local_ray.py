@@ -61,12 +61,13 @@ def start_local(settings: Settings, folder: Path) -> None:
 
     ranks = sum(each.ranks for each in settings.each_model)
     cpus = sum(each.ranks * each.cluster.cpus_per_rank for each in settings.each_model)
-    with _own_process_groups():
+    debug = settings.cluster.log_level == "debug"
+    with _own_process_groups(), _without_unused_processes(follow_logs=debug):
         ray.init(
             num_cpus=max(os.cpu_count() or 1, int(cpus + 0.999) + 1),
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=settings.cluster.log_level == "debug",
+            log_to_driver=debug,
             logging_level=logging.ERROR,
             namespace=f"homing-{settings.cluster.name}",
             _temp_dir=str(folder / "ray"),
@@ -195,6 +196,26 @@ def _own_process_groups() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = original
+
+
+@contextlib.contextmanager
+def _without_unused_processes(*, follow_logs: bool) -> Iterator[None]:
+    """Start neither Ray's autoscaler nor its dashboard, nor what follows log files unless they are followed.
+
+    They take a second of CPU each while a cluster starts. Ray 2.60 starts the dashboard's process also with
+    `include_dashboard=False`, and has no setting for the others.
+    """
+    from ray._private.node import Node
+
+    names = ["start_monitor", "start_api_server", *([] if follow_logs else ["start_log_monitor"])]
+    originals = {name: getattr(Node, name) for name in names}
+    for name in names:
+        setattr(Node, name, lambda _node, **_options: None)
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(Node, name, original)
 
 
 def _survive_raylet_exit() -> None:

@@ -104,21 +104,27 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return tmp_path_factory.mktemp(re.sub(r"\W", "_", request.node.name)[:16])
 
 
+@functools.cache
+def _shares_the_cluster(path: Path) -> bool:
+    """Whether tests of this file use the cluster of tests/e2e/conftest.py, which is one for each worker."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return "(cluster: Serving" in text and "def cluster(" not in text
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "LoadFileScheduling | None":
-    """With `--dist loadfile`: one worker runs all files with tests that start clusters, one after the other, first.
+    """With `--dist loadfile`: one worker runs all files that share one cluster; files that start clusters come first.
 
-    Each of them uses several processes, and they share clusters. (An `xdist_group` would do, but has no effect with
-    xdist 3.8 and pytest 9.2.)
+    (An `xdist_group` would do, but has no effect with xdist 3.8 and pytest 9.2.)
     """
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    class ClustersAndFiles(LoadFileScheduling):
+    class SharedClusterAndFiles(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path: str = super()._split_scope(nodeid)
-            return "clusters" if _starts_clusters(config.rootpath / path) else path
+            return "shared cluster" if _shares_the_cluster(config.rootpath / path) else path
 
     config.option.loadscopereorder = False  # in the order of the tests, not by their number
-    return ClustersAndFiles(config, log)
+    return SharedClusterAndFiles(config, log)

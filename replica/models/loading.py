@@ -1,12 +1,15 @@
 """Selects the provider and the dtype of a folder's model, and reads the values that both providers need."""
 
+import contextlib
+import importlib
 import logging
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
 import torch
-from transformers import AutoConfig
 
 from ..config import ReplicaSettings
 from ..errors import TensorParallelUnsupported, UnsupportedModel
@@ -22,6 +25,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def load_model(settings: ReplicaSettings, model_dir: Path, group: RankGroup | None, *, device: torch.device) -> Model:
     """Load with the native decoder where it can run the model, else through transformers. Raises ModelError."""
+    _import_validators()
+    from transformers import AutoConfig
+
     try:  # transformers fills in its defaults and converts old spellings
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -46,6 +52,24 @@ def load_model(settings: ReplicaSettings, model_dir: Path, group: RankGroup | No
     from .hf import TransformersModel  # imports transformers' modelling code, which the native provider does not need
 
     return TransformersModel(config, model_dir, eos, dtype, device)
+
+
+def _import_validators() -> None:
+    """Import transformers' validators of configurations without its activations, which are for modelling code.
+
+    They import `torch._dynamo`, DTensor and sympy: a third of the CPU time until a replica serves. Without the table of
+    activations the validators skip one check; `native_problem` and the modelling code make it themselves.
+    """
+    name = "transformers.activations"
+    if name in sys.modules:
+        return
+    sys.modules[name] = stand_in = ModuleType(name)
+    stand_in.ACT2FN = {}  # type: ignore[attr-defined]
+    try:
+        with contextlib.suppress(ImportError):  # a version of transformers that needs more: it gets everything
+            importlib.import_module("transformers.utils.type_validators")
+    finally:
+        del sys.modules[name]
 
 
 def _linear(settings: ReplicaSettings, device: torch.device) -> type[Linear | Int8Linear]:

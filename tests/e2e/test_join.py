@@ -14,7 +14,7 @@ import pytest
 from homing.cluster.registry import wait_gone
 
 from .nodes import Nodes, below, two_nodes
-from .running import LONG_PROMPTS, homing, serving
+from .running import LONG_PROMPTS, homing, serving, until
 
 pytestmark = pytest.mark.cluster
 
@@ -81,7 +81,7 @@ def test_a_joined_cluster_serves_on_both_nodes_and_leaves_them_as_they_were(
     assert len(ranks) == 2
     assert len(guarding) == 1, "the end of any of these nodes would end the cluster"
     assert wait_gone(family, 10) == []
-    assert nodes.alive() == 2
+    until(lambda: nodes.alive() == 2 or None, "both nodes are alive")
 
 
 @pytest.mark.parametrize("token", [secrets.token_hex(16), None], ids=["wrong", "none"])

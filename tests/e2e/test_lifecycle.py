@@ -85,13 +85,13 @@ def test_a_signal_to_the_whole_group_with_nobody_reading_leaves_nothing(tmp_path
 
 def test_without_events_the_router_knows_of_no_prefix_and_the_background_ends_by_stop(tmp_path: Path) -> None:
     """The proof that the stream is what the router learns from: cut it off, and it sees no overlap anywhere."""
-    started = homing(tmp_path, "serve", "--detach", "--port", "0", "--no-publish-events")
-    assert started.returncode == 0, started.stdout + started.stderr
-    note = json.loads((tmp_path / "default.json").read_text())
-    running = Serving(tmp_path, note["url"], note["pid"])
-    family, folder = running.family(), Path(note["run_dir"])
-    assert folder.is_dir()
-    try:
+    try:  # also what is cut while it starts in the background must end
+        started = homing(tmp_path, "serve", "--detach", "--port", "0", "--no-publish-events")
+        assert started.returncode == 0, started.stdout + started.stderr
+        note = json.loads((tmp_path / "default.json").read_text())
+        running = Serving(tmp_path, note["url"], note["pid"])
+        family, folder = running.family(), Path(note["run_dir"])
+        assert folder.is_dir()
         assert "curl" in started.stdout
         unseen(running)
         astray(running)

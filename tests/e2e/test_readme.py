@@ -104,7 +104,7 @@ def test_make_serve_serves_and_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> N
     """The first command of the README, ended as in a terminal: the signal goes to the whole process group."""
     before = orphaned_folders()
     with subprocess.Popen(
-        ["make", "serve", "ARGS=--port 0"],
+        ["make", "serve", "ARGS=--port 0 --replicas 1"],
         cwd=ROOT,
         env=environment(tmp_path),
         stdout=subprocess.PIPE,

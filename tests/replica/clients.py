@@ -4,7 +4,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
@@ -24,9 +24,11 @@ from homing.replica.messages import (
     TokenBatch,
     TokenOutput,
 )
-from homing.replica.server import ReplicaServer, start_replica
 
 from .fakes import generate
+
+if TYPE_CHECKING:
+    from homing.replica.server import ReplicaServer
 
 SEED = 99
 #: Catches hangs only.
@@ -94,7 +96,7 @@ class Client:
 class Served:
     """A running replica."""
 
-    def __init__(self, server: ReplicaServer, hasher: BlockHasher) -> None:
+    def __init__(self, server: "ReplicaServer", hasher: BlockHasher) -> None:
         self.server, self.description, self.hasher = server, server.description, hasher
         self.error: BaseException | None = None
         self.clients: list[Client] = []
@@ -135,6 +137,8 @@ def served(
     """Start a replica of this model; it has ended, with nothing left behind, when the block is left."""
     replica_settings = ReplicaSettings(**{"dtype": "float32", "device": "cpu", "cpu_threads": 1, **(settings or {})})
     kvcache_settings = KvCacheSettings(**{"block_size": 8, "num_kv_blocks": 65, **(kvcache or {})})
+    from homing.replica.server import start_replica  # imports torch, which tests of routers do not need
+
     server = start_replica(
         replica_settings,
         kvcache_settings,

@@ -21,7 +21,6 @@ from homing.events.wire.messages import LOAD_TOPIC, LoadReport
 from homing.kvcache.config import KvCacheSettings
 from homing.kvcache.hashing import BlockHash, wire_hash
 from homing.kvcache.parity import canary_hash
-from homing.replica import demo
 from homing.replica.config import ReplicaSettings
 from homing.replica.engine.step_plan import StepPlan
 from homing.replica.errors import EngineBroken, ReplicaError, StartupError
@@ -32,8 +31,8 @@ from homing.replica.server import MAX_FAILURES, start_replica
 
 from .clients import PATIENCE_S, SEED, Client, Served, served
 from .fakes import generate
+from .toys import with_tokenizer
 
-DEMO = Path(demo.__file__).parent / "model"
 Reference = Callable[[Path, list[list[int]], int], list[list[int]]]
 
 
@@ -191,9 +190,10 @@ def test_a_request_that_cannot_run_is_refused_by_name(replica: Served) -> None:
 
 
 @pytest.fixture(scope="module")
-def demo_replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def spelling_replica(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """With a tokenizer, which a constraint needs."""
-    with served(DEMO, tmp_path_factory.mktemp("ipc")) as running:
+    spelling = with_tokenizer(folder, tmp_path_factory.mktemp("model"))
+    with served(spelling, tmp_path_factory.mktemp("ipc")) as running:
         yield running
 
 
@@ -201,9 +201,9 @@ def guided(client: Client, number: int, constraint: Constraint, **sampling: Any)
     return msgspec.structs.replace(generate(number, [5, 6, 7], client.hasher, **sampling), constraint=constraint)
 
 
-def test_constrained_requests_are_answered_beside_others(demo_replica: Served) -> None:
+def test_constrained_requests_are_answered_beside_others(spelling_replica: Served) -> None:
     """Compiled in another thread, so that they may be admitted after requests that came later."""
-    client = demo_replica.client(b"guided")
+    client = spelling_replica.client(b"guided")
     digits = Constraint(kind="regex", source="[0-9]{6}")
 
     client.send(guided(client, 1, digits, max_tokens=20))
@@ -214,12 +214,12 @@ def test_constrained_requests_are_answered_beside_others(demo_replica: Served) -
     assert client.tokens(1) == client.tokens(3)
     assert (client.outputs[1][-1].finish_reason, client.outputs[1][-1].stop_token_id) == ("stop", None)
     assert len(client.tokens(2)) == 3
-    assert demo_replica.server.idle()
+    assert spelling_replica.server.idle()
 
 
-def test_a_constraint_that_cannot_be_compiled_is_refused_by_name(demo_replica: Served) -> None:
+def test_a_constraint_that_cannot_be_compiled_is_refused_by_name(spelling_replica: Served) -> None:
     """A router of another version may let it pass."""
-    client = demo_replica.client(b"refused")
+    client = spelling_replica.client(b"refused")
 
     client.send(guided(client, 1, Constraint(kind="regex", source="(a")))
     client.wait(1)
@@ -228,9 +228,9 @@ def test_a_constraint_that_cannot_be_compiled_is_refused_by_name(demo_replica: S
     assert client.refused[1].message == "constraint: unclosed group"
 
 
-def test_an_abort_reaches_a_request_whose_constraint_is_being_compiled(demo_replica: Served) -> None:
+def test_an_abort_reaches_a_request_whose_constraint_is_being_compiled(spelling_replica: Served) -> None:
     """Otherwise it would begin after its client has left."""
-    client = demo_replica.client(b"aborted")
+    client = spelling_replica.client(b"aborted")
     slow = Constraint(kind="json_schema", source=json.dumps({"enum": [f"value {each}" for each in range(4000)]}))
 
     client.send(guided(client, 1, slow, max_tokens=4000))
@@ -238,7 +238,7 @@ def test_an_abort_reaches_a_request_whose_constraint_is_being_compiled(demo_repl
     client.send(guided(client, 2, Constraint(kind="choice", source='["yes"]')))
     client.wait(2)
 
-    while not demo_replica.server.idle():
+    while not spelling_replica.server.idle():
         time.sleep(0.01)
     assert 1 not in client.outputs
     assert 1 not in client.refused

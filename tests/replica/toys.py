@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from homing.replica.config import ReplicaSettings
@@ -61,6 +62,20 @@ def without_numbers(folder: Path, token: int, made: Path) -> Path:
     tensors = load_file(file)
     tensors["model.embed_tokens.weight"][token] = math.nan
     save_file(tensors, file, {"format": "pt"})
+    return made
+
+
+def with_tokenizer(folder: Path, made: Path) -> Path:
+    """The same model with a tokenizer: ASCII's printable characters from id 3 on, pairs of letters behind them."""
+    shutil.copytree(folder, made, dirs_exist_ok=True)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    signs = [chr(code) for code in range(33, 127)] + ["Ġ"]
+    words = ["<pad>", "<s>", "</s>", *signs, *(a + b for a in letters for b in letters)][: BASE["vocab_size"]]
+    tokenizer = Tokenizer(models.BPE(vocab={word: place for place, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(words[:3])
+    tokenizer.save(str(made / "tokenizer.json"))
     return made
 
 

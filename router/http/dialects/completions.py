@@ -34,7 +34,6 @@ class CompletionBody(Body, kw_only=True, forbid_unknown_fields=True):
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     suffix: str | None = None
-    response_format: dict[str, Any] | None = None
 
 
 async def job(front: Front, served: Served, body: CompletionBody, salt: bytes) -> Job:

@@ -67,6 +67,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stop_token_ids: Annotated[list[NonNegative], Meta(max_length=256)] | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    response_format: dict[str, Any] | None = None
     structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None

@@ -1,5 +1,6 @@
 """The controller on a real Ray, with fake ranks: deaths are detected, sent to the routers, and repaired."""
 
+import contextlib
 import dataclasses
 import io
 import os
@@ -17,6 +18,7 @@ from homing.cluster import local_ray
 from homing.cluster.cli.control import ControllerClient
 from homing.cluster.config import changed_settings, load_settings
 from homing.cluster.control.control_messages import CONTROLLER, SUPERVISOR, ClusterStatus, ModelSpec
+from homing.cluster.registry import wait_gone
 
 from .. import fakes
 
@@ -36,6 +38,20 @@ def until(ask: Callable[[], T | None], what: str) -> T:
     raise AssertionError(f"never: {what}")
 
 
+#: Children of this process that are not the present test's: a cluster that several files share, actors that still end.
+OTHERS: set[psutil.Process] = set()
+
+
+def processes(title: str = "") -> list[psutil.Process]:
+    """Those of the Ray below that have this in their names."""
+    found = []
+    for process in set(local_ray.children()) - OTHERS:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if title in process.name() and not OTHERS.intersection(process.parents()):
+                found.append(process)
+    return found
+
+
 @pytest.fixture(scope="module")
 def own_ray() -> Iterator[None]:
     import ray
@@ -43,16 +59,28 @@ def own_ray() -> Iterator[None]:
     ray.cloudpickle.register_pickle_by_value(fakes)
     folder = local_ray.run_folder()
     before = dict(os.environ)
+    OTHERS.update(local_ray.children())
     try:
         local_ray.start_local(load_settings({"replicas": "2", "tensor_parallel_size": "2"}, {}), folder)
         yield
     finally:
-        local_ray.leave(20)
+        ours = processes()
+        ray.shutdown()
+        for left in wait_gone(ours, 20):
+            left.kill()
         shutil.rmtree(folder, ignore_errors=True)
         # A local Ray tells its processes by the environment that it is one; later tests start Rays of other kinds.
         os.environ.clear()
         os.environ.update(before)
         ray.cloudpickle.unregister_pickle_by_value(fakes)
+
+
+def test_only_processes_of_ray_that_homing_uses_are_started(own_ray: None) -> None:
+    """Each of the others would take a second of CPU from the replicas that start, and could end the cluster."""
+    commands = [" ".join(process.cmdline()) for process in processes()]
+
+    assert any("raylet" in command for command in commands)
+    assert [words for words in commands if "monitor.py" in words or "dashboard.py" in words] == []
 
 
 class Cluster:
@@ -120,6 +148,7 @@ class Cluster:
 @pytest.fixture
 def start(own_ray: None, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     clusters: list[Cluster] = []
+    OTHERS.update(processes("ReplicaRank"), processes("RouterProcess"), processes("Controller"))
 
     def begin(*models: dict[str, str], **flags: str) -> Cluster:
         clusters.append(Cluster(tmp_path, *(models or (flags,))))
@@ -159,7 +188,7 @@ def test_a_killed_router_comes_back_on_its_port_and_knows_the_members(start: Cal
     cluster = start(replicas="1")
     members = cluster.told("r0")
     url = until(lambda: cluster.status().url, "the router listens")
-    router = next(process for process in local_ray.children() if "RouterProcess" in process.name())
+    router = processes("RouterProcess")[0]
     lines = len(fakes.memberships(cluster.folder))
 
     router.kill()
@@ -175,7 +204,7 @@ def test_several_routers_share_a_port_and_each_is_told(start: Callable[..., Clus
     members = cluster.told("r0")
     status = until(lambda: found if (found := cluster.status()).url else None, "all listen")
     assert len(status.router_urls) == 3
-    routers = [process for process in local_ray.children() if "RouterProcess" in process.name()]
+    routers = processes("RouterProcess")
     lines = len(fakes.memberships(cluster.folder))
 
     routers[0].kill()
@@ -204,18 +233,12 @@ def test_a_replica_that_takes_too_long_to_start_says_so(start: Callable[..., Clu
     assert failing.last_error == "not ready after 1 s (loading the model)"
 
 
-def routers() -> set[psutil.Process]:
-    """Processes that are routers by now."""
-    return {process for process in local_ray.children() if "RouterProcess" in process.name()}
-
-
 def test_a_router_that_hangs_is_replaced(start: Callable[..., Cluster]) -> None:
     """The kernel keeps giving it connections: with two routers, every second client would wait."""
-    before = routers()  # those of other tests may still be ending
     cluster = start(replicas="1", routers="2", health_interval_s="0.1", health_timeout_s="2")
     members = cluster.told("r0")
     url = until(lambda: cluster.status().url, "all listen")
-    router = (routers() - before).pop()
+    router = processes("RouterProcess")[0]
     lines = len(fakes.memberships(cluster.folder))
 
     router.suspend()
@@ -324,9 +347,9 @@ def test_a_killed_controller_comes_back_and_takes_over_what_runs(start: Callable
     cluster.settled()
     before = cluster.told("r0", "r1")
     url = until(lambda: cluster.status().url, "all listen")
-    routers = {process.pid for process in local_ray.children() if "RouterProcess" in process.name()}
+    routers = set(processes("RouterProcess"))
 
-    controller = next(process for process in local_ray.children() if "Controller" in process.name())
+    controller = processes("Controller")[0]
     controller.kill()
     status = cluster.settled()
     until(lambda: True if cluster.status().url == url else None, "the routers are known again")
@@ -336,7 +359,7 @@ def test_a_killed_controller_comes_back_and_takes_over_what_runs(start: Callable
 
     assert {name: after[name] for name in before} == before
     assert status.models[0].wanted == 2
-    assert {process.pid for process in local_ray.children() if "RouterProcess" in process.name()} == routers
+    assert set(processes("RouterProcess")) == routers
     os.kill(after["r2"][1][0], signal.SIGKILL)
     assert cluster.told("r0", "r1", "r2", but_not=after["r2"][0])["r0"] == before["r0"]
 
@@ -407,7 +430,7 @@ def test_a_killed_controller_takes_over_the_replicas_of_all_models(start: Callab
     versions = {group.model: group.version for group in cluster.settled().replicas}
     before = fakes.memberships(cluster.folder)[-1]
 
-    controller = next(process for process in local_ray.children() if "Controller" in process.name())
+    controller = processes("Controller")[0]
     controller.kill()
     status = cluster.settled()
     until(lambda: cluster.status().url, "the routers are known again")
@@ -435,7 +458,7 @@ def test_models_come_and_go_and_a_killed_controller_knows_which(start: Callable[
     cluster.settled()
     cluster.told("fox-r0", "fox-r1", "ox-r0")
     assert "no model 'org/owl' is served here (served: fox, ox)" in cluster.ask("scale", "org/owl", 2).message
-    controller = next(process for process in local_ray.children() if "Controller" in process.name())
+    controller = processes("Controller")[0]
     controller.kill()
     status = cluster.settled()
     until(lambda: cluster.status().url, "the routers are known again")

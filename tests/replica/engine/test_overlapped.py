@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -24,7 +25,8 @@ from homing.replica.engine.throughput import SmoothedRates
 from homing.replica.execute.cuda_graphs import NotCaptured
 from homing.replica.execute.gpu_runner import GpuRunner
 from homing.replica.execute.runner import ModelRunner
-from homing.replica.messages import Pin, TokenOutput
+from homing.replica.messages import Constraint, Pin, TokenOutput
+from homing.replica.structured.guide import TokenMasks
 
 from ..fakes import VOCAB, FakeClock, FakeExecutor, FakeModel, generate, request_state, undisturbed
 
@@ -51,8 +53,27 @@ class FakeLauncher(FakeExecutor):
 
     last: dict[int, int] = field(default_factory=dict)
     fail_landing: int = 0
+    fail_drawing: int = 0
+    undrawn: FakeLaunched | None = None
+    #: The masks of each step that waited for them.
+    masks: list[TokenMasks | None] = field(default_factory=list)
 
-    def launch(self, plan: StepPlan) -> FakeLaunched:
+    def launch(self, plan: StepPlan) -> FakeLaunched | None:
+        launched = self._launch(plan)
+        if not plan.masked:
+            return launched
+        self.undrawn = launched
+        return None
+
+    def draw(self, masks: TokenMasks | None) -> FakeLaunched:
+        self.masks.append(masks)
+        if self.fail_drawing:
+            self.fail_drawing -= 1
+            raise self.error("the fake device cannot draw as it was told to")
+        assert self.undrawn is not None, "no step waits for its masks"
+        return self.undrawn
+
+    def _launch(self, plan: StepPlan) -> FakeLaunched:
         if self.fail_next:
             self.fail_next -= 1
             raise self.error("the fake model fails as it was told to")
@@ -302,6 +323,58 @@ def test_whatever_the_schedule_everybody_gets_the_tokens_of_an_undisturbed_run(
     assert {number: rig.tokens(number) for number in expected} == expected
     assert all(wanted[: len(rig.tokens(number))] == rig.tokens(number) for number, wanted in aborted.items())
     assert rig.cache.free_blocks + rig.cache.pinned_idle_blocks == rig.cache.total_blocks
+
+
+class FollowingGuide:
+    """A guide that allows every token, and keeps what it followed."""
+
+    active, ended, problem = True, False, ""
+
+    def __init__(self) -> None:
+        self.followed: list[int] = []
+        self.filled_after: list[int] = []
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        self.followed += token_ids
+
+    def fill(self, words: np.ndarray) -> None:
+        self.filled_after.append(len(self.followed))
+        words[:] = -1
+
+
+def add_guided(rig: Rig, number: int, tokens: list[int], **options) -> FollowingGuide:
+    guide = FollowingGuide()
+    request = generate(number, tokens, rig.hasher, **options)
+    rig.engine.add("a", msgspec.structs.replace(request, constraint=Constraint(kind="json_object")), guide)
+    return guide
+
+
+def test_a_mask_is_filled_when_its_guide_knows_all_tokens_before_it() -> None:
+    """One mask for each token, in the step that draws it, though steps are launched ahead; neighbours are as before."""
+    rig = Rig()
+    rig.add(2, [4, 5], max_tokens=9)
+    guide = add_guided(rig, 1, [1, 2, 3], max_tokens=6)
+
+    rig.run()
+
+    assert rig.tokens(1) == guide.followed == undisturbed([1, 2, 3], 6)
+    assert rig.tokens(2) == undisturbed([4, 5], 9)
+    assert guide.filled_after == list(range(6))
+    assert [masks.rows.tolist() for masks in rig.launcher.masks if masks] == [[1]] * 6
+
+
+def test_a_step_that_cannot_draw_ends_its_own_requests_alone() -> None:
+    """As any other step that fails."""
+    rig = Rig()
+    rig.launcher.fail_drawing = 1
+    add_guided(rig, 1, [1, 2, 3], max_tokens=6)
+
+    rig.run()
+    rig.add(2, [4, 5], max_tokens=3)
+    rig.run()
+
+    assert rig.refused == [1]
+    assert rig.tokens(2) == undisturbed([4, 5], 3)
 
 
 # With a real model.

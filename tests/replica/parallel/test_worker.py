@@ -10,16 +10,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from homing.replica import demo
 from homing.replica.errors import RankLost
 from homing.replica.messages import Constraint
 from homing.replica.parallel.step_broadcast import RankPlace
 
 from ..clients import PATIENCE_S, Client, served
 from ..fakes import generate
+from ..toys import with_tokenizer
 from .gang_rank import SECRET
 
-DEMO = Path(demo.__file__).parent / "model"
 RANK = Path(__file__).with_name("gang_rank.py")
 
 
@@ -92,9 +91,11 @@ def test_two_ranks_that_launch_ahead_draw_what_one_rank_draws_step_by_step(
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
-def test_two_ranks_follow_a_grammar_like_one(tmp_path: Path, overlap: str) -> None:
+def test_two_ranks_follow_a_grammar_like_one(
+    folder: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, overlap: str
+) -> None:
     """Rank 0 alone has guides and masks; a step that waits for its masks must not leave the other rank behind."""
-    port = free_port()
+    port, spelling = free_port(), with_tokenizer(folder, tmp_path_factory.mktemp("model"))
     constraint = Constraint(kind="regex", source="[a-z]{4} [0-9]{3}")
 
     def drawn(client: Client) -> list[list[int]]:
@@ -104,9 +105,9 @@ def test_two_ranks_follow_a_grammar_like_one(tmp_path: Path, overlap: str) -> No
         client.wait(*range(4))
         return [client.tokens(number) for number in range(4)]
 
-    with rank_process(DEMO, 1, port, overlap), served(DEMO, tmp_path, **rank_0(port, overlap)) as two:
+    with rank_process(spelling, 1, port, overlap), served(spelling, tmp_path, **rank_0(port, overlap)) as two:
         together = drawn(two.client())
-    with served(DEMO, tmp_path, settings={"overlap_steps": "off"}) as one:
+    with served(spelling, tmp_path, settings={"overlap_steps": "off"}) as one:
         alone = drawn(one.client())
 
     assert together == alone

@@ -1,7 +1,6 @@
 """Chat templates: what transformers renders, with or without torch at hand."""
 
 import pytest
-from transformers import AutoTokenizer
 
 from homing.router.errors import TemplateRefusal
 from homing.router.text.template import ChatTemplate, TemplateInput
@@ -37,6 +36,8 @@ CHATS = [
 @pytest.mark.parametrize("chat", CHATS)
 def test_a_prompt_is_the_one_that_transformers_renders(template, chat):
     """Other routers write their own renderer, and keep breaking this."""
+    from transformers import AutoTokenizer  # imports torch, too: seconds for every process that collects tests
+
     reference = AutoTokenizer.from_pretrained(str(DEMO))
     ours = ChatTemplate(TEMPLATES[template], reference.special_tokens_map)
 

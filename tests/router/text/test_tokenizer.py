@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
 from homing.router.errors import TemplateRefusal, TokenizerUnavailable
 from homing.router.text.template import TemplateInput
@@ -23,6 +22,8 @@ message = st.fixed_dictionaries({"role": roles, "content": contents})
 
 @pytest.fixture(scope="module")
 def reference():
+    from transformers import AutoTokenizer  # imports torch, too: seconds for every process that collects tests
+
     return AutoTokenizer.from_pretrained(str(DEMO))
 
 
