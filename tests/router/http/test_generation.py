@@ -39,6 +39,8 @@ async def ask(port: int, path: str, body: dict[str, Any]) -> bytes:
         ("/v1/chat/completions", CHAT | {"n": 2, "logprobs": True}),
         ("/v1/completions", {"prompt": [300, 301], "max_tokens": 5}),
         ("/v1/completions", {"prompt": ["a fox", "an owl"], "max_tokens": 5, "stream": True}),
+        ("/v1/responses", {"input": "a fox", "stream": True}),
+        ("/v1/messages", CHAT | {"stream": True}),
     ],
 )
 async def test_a_request_leaves_nothing_to_the_garbage_collector(

@@ -1,12 +1,19 @@
 """Properties of an answer's text: stop strings, against a search in the whole text, and the tokens behind the text."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from homing.replica.messages import PositionLogprobs, TokenLogprob
 from homing.router.backend import TokenDelta
-from homing.router.text.answer import AnswerText, StopFinder
+from homing.router.text.answer import AnswerText, Block, StopFinder, TextDelta, extend, parsed
+from homing.router.text.parsers.deltas import Content, Reasoning, ToolCallArguments, ToolCallStart
+from homing.router.text.parsers.families import choose_tools
+from homing.router.text.parsers.parser import AnswerParser
 from homing.router.text.tokenizer import TextModel
+
+CALL = 'See:\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
 def with_logprobs(ids: list[int]) -> list[PositionLogprobs]:
@@ -104,3 +111,45 @@ def test_the_longest_of_stop_strings_that_end_together_counts():
     assert finder.push("xab") == "x"
     assert finder.stopped_by == "ab"
     assert finder.push("more") == ""
+
+
+def test_neighbours_of_one_kind_are_one_block():
+    """Whatever the pieces: a whole answer is shown in blocks."""
+    blocks: list[Block] = []
+    for deltas in (
+        [Reasoning("It "), Reasoning("rains.")],
+        [Content(""), Content("Let "), Content("me see.")],
+        [ToolCallStart(0, "c1", "weather"), ToolCallArguments(0, "{")],
+        [ToolCallArguments(0, "}"), ToolCallStart(1, "c2", "weather")],
+    ):
+        extend(blocks, TextDelta("", deltas=deltas))
+    extend(blocks, TextDelta("Done."))
+
+    assert [(block.kind, block.id, block.text) for block in blocks] == [
+        ("reasoning", "", "It rains."),
+        ("text", "", "Let me see."),
+        ("tool_call", "c1", "{}"),
+        ("tool_call", "c2", ""),
+        ("text", "", "Done."),
+    ]
+
+
+@given(st.lists(st.integers(0, len(CALL)), max_size=8))
+def test_parsed_text_ends_with_calls_wherever_it_is_cut(cuts: list[int]):
+    """Text alone keeps the fast path of streams: it has no deltas."""
+    parser = AnswerParser(choose_tools("", "", "hermes"), None, {"f": None}, str)
+    places = [0, *sorted(cuts), len(CALL)]
+    pieces = [CALL[a:b] for a, b in itertools.pairwise(places)]
+    calls, found = 0, []
+    for index, piece in enumerate(pieces):
+        ending = "stop" if index == len(pieces) - 1 else None
+        found.append(parsed(parser, TextDelta(piece, ending), calls=calls > 0))
+        calls += sum(type(each) is ToolCallStart for each in found[-1].deltas)
+
+    blocks: list[Block] = []
+    for shown in found:
+        extend(blocks, shown)
+        if not any(type(each) is not Content for each in shown.deltas):
+            assert not shown.deltas
+    assert [(block.kind, block.text) for block in blocks] == [("text", "See:"), ("tool_call", '{"a": 1}')]
+    assert found[-1].ending == "tool_calls"

@@ -1,0 +1,68 @@
+"""What a chat template is given of a conversation."""
+
+from homing.router.text.conversation import (
+    CacheMark,
+    Conversation,
+    Message,
+    Reasoning,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    function_tool,
+)
+
+USER = Message("user", "Weather?")
+WEATHER = function_tool("weather", None, {"type": "object"})
+
+
+def test_absent_fields_are_left_out_of_messages():
+    """Templates print what they find."""
+    call = Message("assistant", None, tool_calls=[ToolCall("weather", {"city": "Ulm"}, "c1")])
+    result = Message("tool", "rain", name="weather", tool_call_id="c1")
+
+    rendered = Conversation(messages=[USER, call, result]).template_input()
+
+    assert rendered.messages == [
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}
+            ],
+        },
+        {"role": "tool", "content": "rain", "name": "weather", "tool_call_id": "c1"},
+    ]
+
+
+def test_tools_that_may_not_be_called_are_not_shown():
+    """A model that sees tools calls them."""
+    shown = Conversation(messages=[USER], tools=[WEATHER])
+    hidden = Conversation(messages=[USER], tools=[WEATHER], tool_choice=ToolChoice("none"))
+
+    assert shown.template_input().tools == [WEATHER.definition]
+    assert hidden.template_input().tools is None
+
+
+def test_reasoning_becomes_arguments_of_the_template_that_others_overrule():
+    """`chat_template_kwargs` are the caller's last word; without a wish the template decides."""
+
+    def arguments(reasoning: Reasoning, **given: object) -> object:
+        asked = Conversation(messages=[USER], reasoning=reasoning, template_arguments=given)
+        return asked.template_input().template_arguments
+
+    assert arguments(Reasoning()) == {}
+    assert arguments(Reasoning(True, "high")) == {"reasoning_effort": "high", "enable_thinking": True}
+    assert arguments(Reasoning(effort="none")) == {"enable_thinking": False}
+    assert arguments(Reasoning(False), enable_thinking=True) == {"enable_thinking": True}
+
+
+def test_marks_name_their_message():
+    """A mark on a tool stands before all messages."""
+    mark = CacheMark("tools[0].cache_control")
+    tool = Tool(WEATHER.name, WEATHER.definition, mark)
+    marked = Message("user", "Weather?", marks=[CacheMark("messages[1].cache_control", 60.0, 4)])
+
+    found = Conversation(messages=[USER, marked], tools=[tool]).marks()
+
+    assert found == [(-1, mark), (1, marked.marks[0])]
