@@ -25,11 +25,16 @@ def request_id(given: str | None, random_bits: Callable[[int], int]) -> str:
 
 
 def session(headers: Mapping[str, str]) -> str | None:
-    """The conversation that the request belongs to, if a header names it; a long name is replaced by its digest."""
+    """The conversation that the request belongs to, if a header names it."""
     for name in SESSION_HEADERS:
         if value := headers.get(name):
-            return value if len(value) <= MAX_SESSION_CHARS else sha256(value.encode()).hexdigest()
+            return bounded(value)
     return None
+
+
+def bounded(session: str) -> str:
+    """A session's name; a digest of it if it is long."""
+    return session if len(session) <= MAX_SESSION_CHARS else sha256(session.encode()).hexdigest()
 
 
 class Caller:

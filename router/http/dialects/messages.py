@@ -37,6 +37,10 @@ _ERROR_TYPES = {
 BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
 
+class Mark(CacheControl, forbid_unknown_fields=False):
+    """`cache_control`, with whatever else a client's version says in it."""
+
+
 class ThinkingOptions(msgspec.Struct):
     """The field `thinking`."""
 
@@ -82,6 +86,7 @@ class CountBody(Body, kw_only=True, forbid_unknown_fields=False):
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None
     metadata: Metadata | None = None
+    cache_control: Mark | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -93,7 +98,7 @@ class MessagesBody(CountBody, kw_only=True, forbid_unknown_fields=False):
 
 class _Text(msgspec.Struct):
     text: str
-    cache_control: CacheControl | None = None
+    cache_control: Mark | None = None
 
 
 class _ToolUse(msgspec.Struct):
@@ -104,7 +109,7 @@ class _ToolUse(msgspec.Struct):
 
 class _ToolResult(msgspec.Struct):
     tool_use_id: str
-    content: str | list[dict[str, Any]] = ""
+    content: str | list[dict[str, Any]] | None = None
 
 
 class _SearchResult(msgspec.Struct):
@@ -118,7 +123,7 @@ class _ToolParam(msgspec.Struct):
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
-    cache_control: CacheControl | None = None
+    cache_control: Mark | None = None
 
 
 async def job(front: Front, served: Served, body: MessagesBody, salt: bytes) -> Job:
@@ -231,7 +236,7 @@ class _Collector:
                 yield from self._flush()
                 result = converted(block, _ToolResult, place)
                 inner = _Collector("tool", self._settings)
-                inner.add(result.content, f"{place}.content")
+                inner.add(result.content or "", f"{place}.content")
                 mark = self._block_mark(block, place)
                 marks = [] if mark is None else [mark]
                 yield Message("tool", "\n".join(inner.texts), tool_call_id=result.tool_use_id, marks=marks)
@@ -277,7 +282,7 @@ class _Collector:
     def _block_mark(self, block: dict[str, Any], param: str) -> CacheMark | None:
         given = block.get("cache_control")
         param = f"{param}.cache_control"
-        return None if given is None else _mark(converted(given, CacheControl, param), param, self._settings)
+        return None if given is None else _mark(converted(given, Mark, param), param, self._settings)
 
     def _flush(self) -> Iterator[Message]:
         if self.texts or self._calls or self._thoughts:

@@ -14,6 +14,7 @@ from ...errors import ContextTooLong, InvalidRequest, PromptTooLong
 from ...text.constraints import FIELDS, HERMES, Asked, requested, tool_calls
 from ...text.conversation import CacheMark, Conversation
 from ...text.parsers.parser import AnswerParser
+from ..caller import bounded
 from ..front import Front, Served
 from ..generation import SEED_MASK, EncodedPrompt, Job, PinRequest
 from . import pins
@@ -157,7 +158,8 @@ async def conversation_job(
     if parsing is None and conversation.session is None:
         return made
     parser, markers = parsing or (None, ())
-    return msgspec.structs.replace(made, session=conversation.session, parser=parser, markers=markers)
+    session = bounded(conversation.session) if conversation.session else None
+    return msgspec.structs.replace(made, session=session, parser=parser, markers=markers)
 
 
 def _parsing(

@@ -145,7 +145,13 @@ async def test_tokens_are_counted_as_the_request_has_them(claude: AsyncAnthropic
 async def test_cache_control_pins_the_prompt_up_to_it(client, backend: FakeBackend, answer_ids, text_model: TextModel):
     """What was written to the cache is counted apart; a time beyond the server's is lowered."""
     backend.script = reply(answer_ids, cached=3, pinned=16)
-    system = [{"type": "text", "text": "You tell stories of animals.", "cache_control": KEEP | {"ttl": "1h"}}]
+    system = [
+        {
+            "type": "text",
+            "text": "You tell stories of animals.",
+            "cache_control": KEEP | {"ttl": "1h", "scope": "global"},
+        }
+    ]
 
     usage = (await client.post(PATH, json=ASKED | {"system": system})).json()["usage"]
 
@@ -176,9 +182,10 @@ async def test_sessions_and_keys_are_those_that_clients_send(client: httpx.Async
     """Claude Code names its session in a header, other clients a user in the body; keys come in `x-api-key`."""
     await client.post(PATH, json=ASKED, headers={"x-claude-code-session-id": "s1", "x-api-key": "a"})
     await client.post(PATH, json=ASKED | {"metadata": {"user_id": "u1"}}, headers={"authorization": "Bearer a"})
+    await client.post(PATH, json=ASKED | {"metadata": {"user_id": "u" * 1000}})
 
-    one, two = backend.requests
-    assert (one.session, two.session) == ("s1", "u1")
+    one, two, long = backend.requests
+    assert (one.session, two.session, len(long.session)) == ("s1", "u1", 64)
     assert one.tenant == two.tenant
 
 
