@@ -83,6 +83,10 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             extra={"allowed": "auto, none, or a family in docs/api.md"},
         ),
     ] = AUTO
+    strict_fields: Annotated[
+        bool,
+        Meta(description="refuse requests with unknown fields; otherwise these are ignored and named in a header"),
+    ] = False
     drop_billing_line: Annotated[
         bool,
         Meta(

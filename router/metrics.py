@@ -118,6 +118,7 @@ FAMILIES = (
         (),
         ("homing_client_disconnects", "Clients that left before their response ended."),
         ("homing_streams_broken", "Streams that ended in an error event."),
+        ("homing_fields_ignored", "Unknown fields in the bodies of requests."),
         ("homing_billing_lines_dropped", "System prompts of Claude Code without their changing first line."),
     ),
     *_families("counter", ("reason",), ("homing_clients_cut", "Clients disconnected because they did not read.")),
@@ -239,7 +240,7 @@ class RouterMetrics(Collector):
         self._durations: dict[str, Histogram] = {}
         self._models: dict[str, ModelMetrics] = {}
         self._limiters: Sequence[RateLimiter] = ()
-        self._disconnects = self._streams_broken = self._billing_lines = 0
+        self._disconnects = self._streams_broken = self._billing_lines = self._fields_ignored = 0
         self._cut: Counter[Labels] = Counter()
         self._view: ClusterView | None = None
         self._seen: dict[str, RouterCounters] = {}  #: by model, as of the last view
@@ -271,6 +272,9 @@ class RouterMetrics(Collector):
     def client_gone(self) -> None:
         """Count a client that left before its response ended."""
         self._disconnects += 1
+
+    def fields_ignored(self, count: int) -> None:
+        self._fields_ignored += count
 
     def billing_line_dropped(self) -> None:
         self._billing_lines += 1
@@ -323,6 +327,7 @@ class RouterMetrics(Collector):
             "homing_client_disconnects": {(): self._disconnects},
             "homing_clients_cut": self._cut,
             "homing_streams_broken": {(): self._streams_broken},
+            "homing_fields_ignored": {(): self._fields_ignored},
             "homing_billing_lines_dropped": {(): self._billing_lines},
             "homing_tenant_refusals": {
                 (each.tenant, limit): count for each in self._limiters for limit, count in each.refusals.items()

@@ -43,7 +43,7 @@ class Caller:
     Each step updates the rate-limit headers of the response. Tenants without limits are not counted.
     """
 
-    __slots__ = ("_charged", "_exchange", "_limiter", "_now", "request_id", "session", "tenant")
+    __slots__ = ("_charged", "_exchange", "_limiter", "_notes", "_now", "request_id", "session", "tenant")
 
     def __init__(self, front: Front, exchange: Exchange) -> None:
         """Identify the tenant by its API key. Raises MissingKey and UnknownKey."""
@@ -55,6 +55,12 @@ class Caller:
         self._limiter = front.limiters.get(self.tenant.digest)
         self._now = front.monotonic
         self._charged: Sequence[int] | None = None
+        self._notes: list[tuple[str, str]] = []  #: headers of the response beside the limits
+
+    def note(self, header: str, names: Sequence[str]) -> None:
+        """Put names that the client sent into a header of the response."""
+        self._notes.append((header, ", ".join([each for each in names if _PRINTABLE.fullmatch(each)])))
+        self._exchange.extra_headers = [*self._exchange.extra_headers, self._notes[-1]]
 
     def check(self) -> None:
         """Raise RateLimited if the tenant could not begin even the smallest request now."""
@@ -89,7 +95,7 @@ class Caller:
 
     def _show_limits(self, limiter: RateLimiter) -> float:
         """Put the current state of the tenant's rates in OpenAI's headers. Returns the time."""
-        now, headers = self._now(), []
+        now, headers = self._now(), list(self._notes)
         for name, status in limiter.status(now).items():
             headers += [
                 (f"x-ratelimit-limit-{name}", str(status.per_minute)),

@@ -28,7 +28,7 @@ from .dialects.messages import (
 )
 from .dialects.messages import conversation as messages_conversation
 from .dialects.responses import RESPONSES, Response, ResponsesBody
-from .dialects.schema import ENCODER, NonNegative, TokenizeBody, decode
+from .dialects.schema import ENCODER, NonNegative, TokenizeBody, decode, decode_leniently
 from .dialects.validate import check_token_ids
 from .errors import ErrorBody
 from .front import Front
@@ -125,10 +125,21 @@ def respond(exchange: Exchange, value: object) -> None:
     exchange.respond(ENCODER.encode(value))
 
 
+def decode_body(front: Front, caller: Caller, data: bytes, dialect: Dialect[BodyType]) -> BodyType:
+    """A request's body. Unknown fields are refused or ignored, as the setting says. Raises InvalidRequest."""
+    if front.settings.strict_fields:
+        return decode(data, dialect.decoder)
+    body, ignored = decode_leniently(data, dialect.decoder)
+    if ignored:
+        front.metrics.fields_ignored(len(ignored))
+        caller.note("x-homing-ignored-fields", ignored)
+    return body
+
+
 async def generate(dialect: Dialect[BodyType], front: Front, exchange: Exchange) -> None:
     caller = Caller(front, exchange)
     caller.check()
-    body = decode(exchange.request.body, dialect.decoder)
+    body = decode_body(front, caller, exchange.request.body, dialect)
     served = await front.served(body.model)
     job = await dialect.job(front, served, body, caller.tenant.cache_salt(body.cache_salt))
     builder = dialect.builder(served, body, f"{front.random_bits(96):024x}", int(front.wall()))
@@ -154,7 +165,7 @@ async def explain(front: Front, exchange: Exchange) -> None:
     caller.check()
     data = exchange.request.body
     dialect: Dialect[Any] = COMPLETION if decode(data, _KIND).messages is UNSET else CHAT
-    body = decode(data, dialect.decoder)
+    body = decode_body(front, caller, data, dialect)
     job = await dialect.job(front, await front.served(body.model), body, caller.tenant.cache_salt(body.cache_salt))
     caller.charge([len(prompt.token_ids) for prompt in job.prompts])
     respond(exchange, job.served.backend.explain(generation_request(job, job.prompts[0], caller)))

@@ -22,6 +22,8 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 _NAMED_S = {"5m": 300.0, "1h": 3600.0}
 ENCODER = msgspec.json.Encoder()
+#: Unknown fields of one body that are ignored; each of them costs decoding the body again.
+MAX_IGNORED = 32
 #: JSON has no infinity. Tokens that cannot be sampled get this logprob, as in vLLM.
 LOWEST_LOGPROB = -9999.0
 
@@ -197,7 +199,19 @@ EXPECTED = {
 
 #: `Expected ... - at `$.logit_bias[...]``; for the keys of maps, `at `key` in `$.logit_bias``.
 _PATH = re.compile(r"`\$\.?([^`]*)`$")
+_STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 _FIELD_OF_OBJECT = re.compile(r"Object (contains unknown|missing required) field `([^`]*)`")
+
+
+class UnknownField(InvalidRequest):
+    """A field that no server is known to have."""
+
+    def __init__(self, where: str, name: str) -> None:
+        """`where`: the path of the object that has the field `name`; empty for the body."""
+        path = f"{where}.{name}" if where else name
+        super().__init__(f"field {path!r} is unknown", param=path)
+        self.where = where
+        self.name = name
 
 
 def decode(data: bytes, decoder: "msgspec.json.Decoder[Decoded]") -> Decoded:
@@ -215,6 +229,34 @@ def decode(data: bytes, decoder: "msgspec.json.Decoder[Decoded]") -> Decoded:
         if data.startswith(BOM_UTF8):  # written by clients on Windows; RFC 8259 allows readers to ignore it
             return decode(data.removeprefix(BOM_UTF8), decoder)
         raise InvalidJson(f"the body is not valid JSON: {error}") from error
+
+
+def decode_leniently(data: bytes, decoder: "msgspec.json.Decoder[Decoded]") -> tuple[Decoded, list[str]]:
+    """As `decode`, without the fields that are unknown, whose names are returned as well.
+
+    A field that other servers support is refused even so: its request would be served wrongly.
+    """
+    ignored: list[str] = []
+    while True:
+        try:
+            return decode(data, decoder), ignored
+        except UnknownField as error:
+            if len(ignored) == MAX_IGNORED:
+                raise
+            ignored.append(error.param or "")
+            data = _without(data, error)
+
+
+def _without(data: bytes, error: UnknownField) -> bytes:
+    """A body without the field that `error` is about. Raises it if the body is too strange to find the field."""
+    try:
+        body = place = msgspec.json.decode(data.removeprefix(BOM_UTF8))
+        for key, index in _STEP.findall(error.where):
+            place = place[int(index) if index else key]
+        del place[error.name]
+        return ENCODER.encode(body)
+    except (KeyError, IndexError, TypeError, msgspec.DecodeError, RecursionError):
+        raise error from None
 
 
 def converted(given: Any, kind: type[Decoded], param: str) -> Decoded:
@@ -237,7 +279,7 @@ def from_msgspec(error: msgspec.ValidationError, within: str = "") -> InvalidReq
         elif wanted := NOT_YET.get(field[2]):
             what = f"requests {wanted}, which is not supported yet"
         else:
-            what = "is unknown"
+            return UnknownField(where, field[2])
         return InvalidRequest(f"field {name!r} {what}", param=name)
     reason = text.split(" - at ")[0].replace("`", "").replace(" | null", "")
     reason = f"{reason[0].lower()}{reason[1:]}"

@@ -71,7 +71,7 @@ def backend(limits: ModelLimits, answer_ids: list[int]) -> Iterator[FakeBackend]
 
 @pytest.fixture
 def settings() -> RouterSettings:
-    return RouterSettings(max_choices=8, max_body_bytes=64 * 1024, default_max_tokens=64)
+    return RouterSettings(max_choices=8, max_body_bytes=64 * 1024, default_max_tokens=64, strict_fields=True)
 
 
 @pytest.fixture

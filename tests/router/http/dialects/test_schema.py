@@ -14,7 +14,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.shared import ErrorObject
 from pydantic import BaseModel
 
+from homing.router.config import RouterSettings
 from homing.router.errors import ReplicaLost
+from homing.router.http.front import Front
 
 from ..fakes import FakeBackend, reply
 
@@ -190,3 +192,51 @@ async def test_the_event_that_ends_a_broken_stream(client, backend: FakeBackend,
     last = json.loads([block for block in response.text.split("\n\n") if block][-1].removeprefix("data: "))
 
     check(ErrorObject, last["error"])
+
+
+class TestUnknownFields:
+    """Other servers ignore them, and clients send back what those add to messages."""
+
+    @pytest.fixture
+    def settings(self) -> RouterSettings:
+        return RouterSettings(default_max_tokens=64)
+
+    async def test_they_are_ignored_named_and_counted(self, client: httpx.AsyncClient, front: Front, backend):
+        messages = [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "ho", "provider_specific_fields": {"a": [1]}, "reasoning": None},
+            {"role": "user", "content": "hi"},
+        ]
+        body = {"messages": messages, "mood": 1, "stream_options": {"x": 1}, "logit_bias": {"5": 1}, "\r\nx": 1}
+
+        lenient = await client.post("/v1/chat/completions", json=body)
+        plain = await client.post("/v1/chat/completions", json={"messages": messages[:1]})
+
+        assert lenient.status_code == 200
+        named = lenient.headers["x-homing-ignored-fields"].split(", ")
+        assert sorted(named) == [
+            *("messages[1].provider_specific_fields", "messages[1].reasoning", "mood", "stream_options.x")
+        ]
+        assert "x-homing-ignored-fields" not in plain.headers
+        assert backend.requests[0].sampling.logit_bias == {5: 1.0}
+        assert "homing_fields_ignored_total 5.0" in front.metrics.render().decode()
+
+    @pytest.mark.parametrize("field", ["lora_path", "ebnf", "temperature"])
+    async def test_known_fields_are_refused_as_ever(self, client: httpx.AsyncClient, field: str):
+        body = {"messages": [{"role": "user", "content": "hi"}], "mood": 1, field: "x"}
+
+        response = await client.post("/v1/chat/completions", json=body)
+
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == field
+
+    @pytest.mark.parametrize("field", ['"a`b": 1', '"x": ' + "[" * 5000 + "]" * 5000])
+    async def test_those_that_cannot_be_removed_are_refused(self, client: httpx.AsyncClient, field: str):
+        body = '{"messages": [{"role": "user", "content": "hi"}], ' + field + "}"
+
+        assert (await client.post("/v1/chat/completions", content=body.encode())).status_code == 400
+
+    async def test_their_number_is_limited(self, client: httpx.AsyncClient):
+        body = {"messages": [{"role": "user", "content": "hi"}]} | {f"x{index}": 1 for index in range(33)}
+
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 400
