@@ -42,7 +42,7 @@ from homing.replica.server import mask_of
 from homing.replica.structured.guide import Guide, GuideCompiler, TokenMasks, token_masks
 
 VOCABULARY, SMALL_VOCABULARY = 131_072, 32_000
-ROWS, CONTEXT, ROUNDS, STEPS = 16, 200, 16, 6
+ROWS, CONTEXT, ROUNDS, STEPS = 16, 32, 12, 5
 BLOCK_SIZE = 16
 ROOT = BlockHash(bytes(16))
 HASHER = BlockHasher(BLOCK_SIZE, seed=7)

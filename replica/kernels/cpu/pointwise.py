@@ -119,8 +119,8 @@ def _silu_mul(storage: Storage):
 
 def mask(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
     count, words = bits.shape
-    vocab = logits.shape[1]
-    run(_mask(), (logits, rows, bits), (count, words, vocab, logits.stride(0)), threads_for(4 * count * vocab))
+    numbers = count, words, logits.shape[1], logits.stride(0)
+    run(_mask(), (logits, rows, bits), numbers, threads_for(bits.nbytes))  # a row of 131,000 tokens is for one thread
 
 
 @functools.cache

@@ -90,9 +90,8 @@ def test_two_ranks_that_launch_ahead_draw_what_one_rank_draws_step_by_step(
     assert ahead == plain
 
 
-@pytest.mark.parametrize("overlap", ["off", "on"])
 def test_two_ranks_follow_a_grammar_like_one(
-    folder: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, overlap: str
+    folder: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Rank 0 alone has guides and masks; a step that waits for its masks must not leave the other rank behind."""
     port, spelling = free_port(), with_tokenizer(folder, tmp_path_factory.mktemp("model"))
@@ -105,7 +104,7 @@ def test_two_ranks_follow_a_grammar_like_one(
         client.wait(*range(4))
         return [client.tokens(number) for number in range(4)]
 
-    with rank_process(spelling, 1, port, overlap), served(spelling, tmp_path, **rank_0(port, overlap)) as two:
+    with rank_process(spelling, 1, port, "on"), served(spelling, tmp_path, **rank_0(port, "on")) as two:
         together = drawn(two.client())
     with served(spelling, tmp_path, settings={"overlap_steps": "off"}) as one:
         alone = drawn(one.client())
