@@ -10,6 +10,7 @@ from .running import Serving
 
 pytestmark = pytest.mark.cluster
 MODEL = "demo"
+GREEDY = {"temperature": 0}
 QUESTION = "Tell me a story about a fox."
 MESSAGES = [{"role": "user", "content": QUESTION}]
 
@@ -98,3 +99,29 @@ def test_langchains_completion_model_sends_several_prompts(cluster: Serving) -> 
 
     assert [len(batch) for batch in answers.generations] == [1, 1]
     assert answers.generations[0][0].text == model.invoke("The fox")
+
+
+def test_litellm_sends_its_own_answer_back(cluster: Serving, litellm) -> None:
+    """With fields of its own inside the message."""
+    asked = {"model": f"openai/{MODEL}", "api_base": f"{cluster.url}/v1", "api_key": "none", "max_tokens": 10}
+    first = litellm.completion(messages=MESSAGES, **asked).choices[0].message
+    turns = [*MESSAGES, first.model_dump() | {"provider_specific_fields": {"a": 1}}, *MESSAGES]
+
+    assert litellm.completion(messages=turns, **asked).usage.completion_tokens > 0
+
+
+def test_anthropics_client_and_openais_responses_read_the_same_answer(cluster: Serving) -> None:
+    """One model behind three APIs: the prompt is the same, and so is the answer."""
+    from anthropic import Anthropic
+
+    with Anthropic(base_url=cluster.url, api_key="none") as claude:
+        message = claude.messages.create(model=MODEL, messages=MESSAGES, max_tokens=20, extra_body=GREEDY)
+        with claude.messages.stream(model=MODEL, messages=MESSAGES, max_tokens=20, extra_body=GREEDY) as stream:
+            streamed = "".join(stream.text_stream)
+        counted = claude.messages.count_tokens(model=MODEL, messages=MESSAGES)
+    with cluster.client() as client:
+        response = client.responses.create(model=MODEL, input=QUESTION, temperature=0, max_output_tokens=20)
+
+    assert message.content[0].text == streamed == response.output_text == story(cluster)
+    usage = message.usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == counted.input_tokens == response.usage.input_tokens
