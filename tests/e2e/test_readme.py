@@ -34,19 +34,22 @@ def named(word: str) -> list[list[str]]:
 
 
 @pytest.mark.cluster
-def test_the_curl_line_gets_a_story(cluster: Serving) -> None:
-    """The first request that anybody sends."""
-    (words,) = named("curl")
+def test_the_curl_lines_get_a_story_and_json(cluster: Serving) -> None:
+    """The first requests that anybody sends."""
+    answers = []
+    for words in named("curl"):
+        done = subprocess.run(
+            [word.replace(ADDRESS, cluster.url) for word in [*words, "--silent", "--noproxy", "*"]],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        answers.append(json.loads(done.stdout)["choices"][0]["message"]["content"])
 
-    done = subprocess.run(
-        [word.replace(ADDRESS, cluster.url) for word in [*words, "--silent", "--noproxy", "*"]],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-
-    assert "fox" in json.loads(done.stdout)["choices"][0]["message"]["content"]
+    story, structured = answers
+    assert "fox" in story
+    assert json.loads(structured)["color"] == "red"
 
 
 @pytest.mark.cluster
