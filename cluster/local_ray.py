@@ -19,7 +19,7 @@ import psutil
 from .config import Settings
 from .errors import ClusterError, DoesNotFit
 from .host import DEFAULT_TOKEN
-from .registry import wait_gone
+from .registry import RUN_FOLDER_PREFIX, wait_gone
 
 #: The smallest that Ray accepts; homing sends nothing through the object store.
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
@@ -42,7 +42,7 @@ def run_folder() -> Path:
     Ray makes its own folder inside, and the sockets in it, accessible to everybody.
     """
     base = "/tmp" if Path("/tmp").is_dir() else None
-    return Path(tempfile.mkdtemp(prefix="homing-", dir=base))
+    return Path(tempfile.mkdtemp(prefix=RUN_FOLDER_PREFIX, dir=base))
 
 
 def sockets_folder(folder: Path) -> Path:

@@ -1,11 +1,15 @@
 """The registry of clusters that this user runs on this machine: one small file per name, written by `homing serve`.
 
 An entry is valid only while the process that wrote it runs; a stale one is removed together with that process's folder.
+The folder may be any that `--state-dir` names, so nothing is believed or removed unless this user wrote it.
 Knows files and processes, nothing of Ray.
 """
 
+import errno
 import os
+import re
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -16,10 +20,14 @@ from typing import Literal
 import msgspec
 import psutil
 
-from .errors import AlreadyRunning, NotRunning
+from .errors import AlreadyRunning, NotRunning, SettingsError
 
 #: Process ids are reused: the writer of an entry is the process that started within this of the recorded time.
 START_TOLERANCE_S = 1.0
+#: Begins the name of each folder that a cluster makes for its sockets and files.
+RUN_FOLDER_PREFIX = "homing-"
+#: The prefix, and what `tempfile.mkdtemp` appends.
+_RUN_FOLDER_NAME = re.compile(re.escape(RUN_FOLDER_PREFIX) + r"[a-z0-9_]{8}")
 
 
 class RegistryEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,11 +68,12 @@ class ClusterRegistry:
         return self.folder / f"{name}.log"
 
     def read(self, name: str) -> RegistryEntry | None:
-        """The entry, valid or stale; None also for one that another version wrote."""
+        """The entry, valid or stale; None for a file that is no entry of this name, or that others can write."""
         try:
-            return msgspec.json.decode(self.path(name).read_bytes(), type=RegistryEntry)
-        except (FileNotFoundError, msgspec.DecodeError):
+            entry = msgspec.json.decode(_read_own(self.path(name)), type=RegistryEntry)
+        except (OSError, msgspec.DecodeError):
             return None
+        return entry if entry.name == name else None
 
     def live(self, name: str) -> RegistryEntry | None:
         """The entry of a cluster that runs; None: there is none."""
@@ -98,9 +107,11 @@ class ClusterRegistry:
             self.path(entry.name).unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
-        """Remove an entry, and the folder of the process that wrote it."""
+        """Remove an entry, and the folder of the process that wrote it; a file that is no entry stays."""
         entry = self.read(name)
-        if entry is not None and entry.run_dir:
+        if entry is None:
+            return
+        if entry.run_dir and _is_run_folder(Path(entry.run_dir)):
             shutil.rmtree(entry.run_dir, ignore_errors=True)
         self.path(name).unlink(missing_ok=True)
 
@@ -117,6 +128,9 @@ class ClusterRegistry:
                         "end it with homing stop, or start another one with --name"
                     )
                 self.remove(entry.name)
+            path = self.path(entry.name)
+            if path.is_symlink() or (path.exists() and self.read(entry.name) is None):
+                raise SettingsError(f"{path} is not an entry that this user wrote; remove it, or choose --state-dir")
             raise AlreadyRunning(f"another homing is starting as {entry.name!r} right now")
         finally:
             new_file.unlink()
@@ -126,6 +140,25 @@ class ClusterRegistry:
         with os.fdopen(handle, "wb") as file:
             file.write(msgspec.json.encode(entry))
         return Path(path)
+
+
+def _read_own(path: Path) -> bytes:
+    """The content of a regular file that only this user can write. Raises OSError; follows no link."""
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+            raise PermissionError(errno.EPERM, "others can write it", str(path))
+        return file.read()
+
+
+def _is_run_folder(folder: Path) -> bool:
+    """Whether this is, by name and owner, a folder that a cluster of this user made; a link to one is not."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    named = folder.is_absolute() and _RUN_FOLDER_NAME.fullmatch(folder.name) is not None
+    return named and stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
 def describe_running(entries: Sequence[RegistryEntry]) -> str:

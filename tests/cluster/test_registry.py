@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from homing.cluster.errors import AlreadyRunning, NotRunning
+from homing.cluster.errors import AlreadyRunning, NotRunning, SettingsError
 from homing.cluster.registry import ClusterRegistry, RegistryEntry, own_entry
 
 
@@ -38,7 +38,7 @@ def test_a_name_is_held_while_its_cluster_runs(registry: ClusterRegistry) -> Non
 
 def test_a_stale_entry_is_removed_with_the_folder_of_its_process(registry: ClusterRegistry, tmp_path: Path) -> None:
     """A killed cluster must not block its name, nor leave its folder for ever."""
-    left = tmp_path / "homing-left"
+    left = tmp_path / "homing-k_ill3d0"
     left.mkdir()
     registry.folder.mkdir()
     registry.write(dead_entry(left))
@@ -46,6 +46,55 @@ def test_a_stale_entry_is_removed_with_the_folder_of_its_process(registry: Clust
     with pytest.raises(NotRunning):
         registry.running("default")
     assert not left.exists()
+
+
+@pytest.mark.parametrize("folder", ["documents", "homing-mine", "relative/homing-k_ill3d0", "homing-l1nked00"])
+def test_no_folder_is_removed_that_a_cluster_did_not_make(
+    registry: ClusterRegistry, tmp_path: Path, folder: str
+) -> None:
+    """`--state-dir` may name a folder with files of others; an entry in it may name any folder."""
+    named = tmp_path / folder.removeprefix("relative/")
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    named.symlink_to(kept) if named.name == "homing-l1nked00" else named.mkdir()
+    entry = dead_entry(Path(os.path.relpath(named)) if folder.startswith("relative/") else named)
+    registry.make_folder()
+    registry.write(entry)
+
+    with pytest.raises(NotRunning):
+        registry.running("default")
+
+    assert kept.is_dir()
+    assert named.is_dir()
+
+
+@pytest.mark.parametrize("kind", ["another program's", "another name's", "writable by others", "a link"])
+def test_a_file_that_is_not_our_entry_is_neither_believed_nor_removed(
+    registry: ClusterRegistry, tmp_path: Path, kind: str
+) -> None:
+    """It could name a process to end and a folder to remove."""
+    registry.make_folder()
+    run_dir = tmp_path / "homing-k_ill3d0"
+    run_dir.mkdir()
+    path, content = registry.path("default"), msgspec.json.encode(dead_entry(run_dir))
+    if kind == "a link":
+        (tmp_path / "elsewhere.json").write_bytes(content)
+        path.symlink_to(tmp_path / "elsewhere.json")
+    else:
+        other = content.replace(b'"default"', b'"blue"')
+        path.write_bytes({"another program's": b"{}", "another name's": other}.get(kind, content))
+        path.chmod(0o666 if kind == "writable by others" else 0o600)
+
+    with pytest.raises(NotRunning):
+        registry.running("default")
+    with (
+        pytest.raises(SettingsError, match="not an entry that this user wrote"),
+        registry.claim(own_entry("default", "demo", None)),
+    ):
+        pass
+
+    assert path.exists()
+    assert run_dir.is_dir()
 
 
 def test_other_users_cannot_write_entries(registry: ClusterRegistry) -> None:
