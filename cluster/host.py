@@ -42,7 +42,7 @@ class MachineInfo:
     gpus_usable: int  #: by torch
     disks: tuple[DiskInfo, ...]
     shared_memory_bytes: int | None  #: size of /dev/shm
-    open_files: int  #: soft limit
+    open_files: int  #: hard limit; routers raise their soft one to it
     clock_synchronized: bool | None
     token_mode: int | None  #: permissions of Ray's token file; None: there is none
 
@@ -58,7 +58,7 @@ def inspect_machine(disks: Mapping[str, Path]) -> MachineInfo:
         gpus_usable=_gpus_usable(),
         disks=tuple(DiskInfo(use, str(folder), _free_bytes(folder)) for use, folder in disks.items()),
         shared_memory_bytes=shutil.disk_usage(shared_memory).total if shared_memory.is_dir() else None,
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         clock_synchronized=_clock_synchronized(),
         token_mode=stat.S_IMODE(token.stat().st_mode) if token.is_file() else None,
     )

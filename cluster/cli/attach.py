@@ -36,7 +36,7 @@ from ..errors import ModelUnavailable, SettingsError, StartFailed
 from ..model_source import find_model
 from ..preflight import check_front, check_tokenizer, prepare
 from ..registry import ClusterRegistry, RegistryEntry, own_entry
-from ..runtime import fast_loop, set_up_logging
+from ..runtime import fast_loop, raise_open_files_limit, set_up_logging
 from .console import Console, program
 
 POLL_S = 0.05
@@ -64,6 +64,7 @@ def serve_backends(settings: Settings, out: TextIO, *, detached: bool = False) -
         check_tokenizer(model_dir)
         limits = model_limits(model_dir, settings)
         set_up_logging(settings.cluster.log_level)
+        raise_open_files_limit()
         router = AttachedRouter(settings, engines, api_key, model_dir, limits, console, registry, entry)
         with asyncio.Runner(loop_factory=fast_loop) as runner:
             return runner.run(router.run(detached=detached))

@@ -22,6 +22,7 @@ from ..host import DiskInfo, MachineInfo, inspect_machine
 from ..model_source import DEMO, find_model
 from ..preflight import check_folder, check_front, check_keys, exposures, with_api_keys
 from ..registry import ClusterRegistry, RegistryEntry
+from ..runtime import FEW_OPEN_FILES
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -29,8 +30,6 @@ MIB = 1 << 20
 DISK_ERROR_BYTES, DISK_WARNING_BYTES = GIB // 4, 5 * GIB
 #: Ray's object store; the smallest that it accepts.
 SHARED_MEMORY_BYTES = 80 * MIB
-#: Two for each client and some for each replica; Ray's own processes take thousands.
-OPEN_FILES = 4096
 #: Default KV memory of a rank on CPU (docs/settings.md, `kv_cache_bytes`).
 CPU_KV_BYTES = 512 * MIB
 SEE_STATUS = "homing status shows what each replica waits for"
@@ -135,9 +134,9 @@ def _shared_memory(host: MachineInfo, settings: Settings) -> Finding:  # noqa: A
 
 
 def _files(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG001
-    if 0 <= host.open_files < OPEN_FILES:
-        message = f"a process may open {host.open_files} files: many clients would be refused"
-        return Finding("file limits", "warning", message, "ulimit -n 65536, or LimitNOFILE= of the service")
+    if 0 <= host.open_files < FEW_OPEN_FILES:
+        message = f"a process may open at most {host.open_files} files: many clients would be refused"
+        return Finding("file limits", "warning", message, "as root: ulimit -Hn 65536; or LimitNOFILE= of the service")
     return Finding("file limits", "ok", f"{host.open_files} open files")
 
 

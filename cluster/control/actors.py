@@ -21,7 +21,7 @@ from ...kvcache.prefix_cache import CachedBlock
 from ...replica.messages import ReplicaDescription
 from ...replica.parallel.step_broadcast import SECRET_BYTES
 from ...router.control import Answer, AnyQuestion, SetMembership
-from ..runtime import fast_loop, set_up_logging
+from ..runtime import fast_loop, raise_open_files_limit, set_up_logging
 from .control_messages import Failed, Listening, Models, RankSpec, Rendezvous, Started
 
 log = logging.getLogger(__name__)
@@ -171,6 +171,7 @@ class RouterProcess:
 
     def __init__(self, make_router: MakeRouter, models: Models) -> None:
         set_up_logging(models[0].settings.cluster.log_level)
+        raise_open_files_limit()
         self._models = models
         self._make_router = make_router
         self._router: Router | None = None

@@ -1,5 +1,6 @@
 """What the processes of ranks and routers do, without Ray."""
 
+import resource
 import threading
 from pathlib import Path
 
@@ -134,6 +135,21 @@ def test_a_router_process_answers_the_controller_until_it_stops(tmp_path: Path) 
     assert process.ask(CountInFlight("r0")) == 0
     process.stop()
     assert process.watch() == Failed("stopped")
+
+
+def test_a_router_may_open_more_files_than_it_was_started_with(tmp_path: Path) -> None:
+    """Each client is a file: at the usual soft limit of 1,024 one client's idle connections lock out all others."""
+    settings = load_settings({"served_model_name": "fox", "state_dir": str(tmp_path)}, {})
+    spec = (ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=""),)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
+    try:
+        RouterProcess(FakeRouter.make, spec)
+        raised, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert raised == (65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536))
 
 
 def test_a_router_that_cannot_start_says_why(tmp_path: Path) -> None:
