@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,14 @@ RAY_ENVIRONMENT = {
     "RAY_LOG_TO_DRIVER_EVENT_LEVEL": "ERROR",
     "TOKENIZERS_PARALLELISM": "false",
 }
+#: For a local Ray, unless the operator has set them: what happens when the machine runs out of memory.
+#:
+#: Ray 2.60's memory monitor looks at the whole machine. From 95 % on it kills actors until enough memory would be free:
+#: first those that Ray can restart, which are our controller and supervisor of 0.05 GB each, then the newest. When
+#: another program took the memory, the whole cluster ended. So it is off, and the kernel decides when memory has really
+#: run out. Ray also asks the kernel to take workers before every other process of the machine; without that, the
+#: largest process ends, ours or not. Of ours that is a rank, and a replica is rebuilt.
+MEMORY_ENVIRONMENT = {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_oom_score_adjustment": "0"}
 
 
 def run_folder() -> Path:
@@ -52,9 +60,16 @@ def sockets_folder(folder: Path) -> Path:
     return sockets
 
 
+def set_local_environment(environ: MutableMapping[str, str]) -> None:
+    """Set what a local Ray reads when it is imported; an operator's own variables of memory stay."""
+    for name, value in MEMORY_ENVIRONMENT.items():
+        environ.setdefault(name, value)
+    environ.update(RAY_ENVIRONMENT)
+
+
 def start_local(settings: Settings, folder: Path) -> None:
     """Start a local Ray in `folder`. Logical CPUs are as many as the ranks need: they only steer placement."""
-    os.environ.update(RAY_ENVIRONMENT)
+    set_local_environment(os.environ)
     _survive_raylet_exit()
     _adopt_orphans()
     import ray

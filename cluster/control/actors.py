@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError
 
 from ...kvcache.prefix_cache import CachedBlock
 from ...replica.messages import ReplicaDescription
@@ -237,6 +237,8 @@ def describe(error: BaseException) -> str:
 
 def death(error: BaseException) -> str:
     """The reason of a failed call in one line; Ray reports a dead process in a paragraph."""
+    if isinstance(error, OutOfMemoryError) or "low on memory" in str(error):
+        return "Ray's memory monitor killed the process, as its node is low on memory (RAY_memory_usage_threshold)"
     return "the process died" if isinstance(error, RayActorError) else describe(error)
 
 

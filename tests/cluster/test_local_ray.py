@@ -7,7 +7,7 @@ import pytest
 
 from homing.cluster.config import load_settings
 from homing.cluster.errors import ClusterError
-from homing.cluster.local_ray import join, make_token_private, run_folder, sockets_folder
+from homing.cluster.local_ray import join, make_token_private, run_folder, set_local_environment, sockets_folder
 
 
 def test_an_address_where_nothing_listens_is_reported_at_once_with_the_remedy() -> None:
@@ -40,3 +40,15 @@ def test_the_folder_for_sockets_is_there_before_any_process_uses_it(tmp_path: Pa
 
     assert folder.stat().st_mode & 0o777 == 0o700
     assert sockets_folder(tmp_path) == folder
+
+
+def test_no_memory_monitor_chooses_what_dies_unless_the_operator_wants_one() -> None:
+    """Ray's kills restartable actors first: controller and supervisor, of 50 MB each, and with them the cluster."""
+    ours: dict[str, str] = {}
+    set_local_environment(ours)
+    own = {"RAY_memory_monitor_refresh_ms": "250", "RAY_USAGE_STATS_ENABLED": "1"}
+    set_local_environment(own)
+
+    assert (ours["RAY_memory_monitor_refresh_ms"], ours["RAY_worker_oom_score_adjustment"]) == ("0", "0")
+    assert own["RAY_memory_monitor_refresh_ms"] == "250"
+    assert own["RAY_USAGE_STATS_ENABLED"] == "0"

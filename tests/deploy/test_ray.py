@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from ray.autoscaler._private.util import prepare_config, validate_config
 
+from homing.cluster.local_ray import MEMORY_ENVIRONMENT
+
 from .files import PORT_FLAG, ROOT, pinned, read_yaml
 
 NAMES = ["aws", "gcp", "bare"]
@@ -41,6 +43,15 @@ def test_nobody_takes_part_without_the_token(name: str) -> None:
 
     assert any("RAY_AUTH_MODE=token" in words for words in told)
     assert [path for path in config["file_mounts"] if path.endswith(".ray/auth_token")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_memory_monitor_chooses_what_dies(name: str) -> None:
+    """Ray's would end the supervisor first, and with it all replicas."""
+    config = read_yaml(f"ray/{name}.yaml")
+    told = "\n".join([*config["setup_commands"], *config.get("docker", {}).get("run_options", [])])
+
+    assert all(f"{variable}={value}" in told for variable, value in MEMORY_ENVIRONMENT.items())
 
 
 @pytest.mark.parametrize("name", NAMES)

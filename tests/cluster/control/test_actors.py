@@ -4,8 +4,11 @@ import resource
 import threading
 from pathlib import Path
 
+import pytest
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError
+
 from homing.cluster.config import Settings, load_settings
-from homing.cluster.control.actors import ReplicaRank, RouterProcess
+from homing.cluster.control.actors import ReplicaRank, RouterProcess, death
 from homing.cluster.control.control_messages import (
     Failed,
     Listening,
@@ -161,3 +164,16 @@ def test_a_router_that_cannot_start_says_why(tmp_path: Path) -> None:
 
     assert isinstance(failed, Failed)
     assert "FileNotFoundError" in failed.message
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ActorDiedError(), "the process died"),
+        (OutOfMemoryError("Memory on the node was 30 GB / 31 GB. " * 20), "low on memory"),
+    ],
+)
+def test_the_reason_of_a_death_names_memory_where_ray_killed_for_it(error: RayError, reason: str) -> None:
+    """An operator who reads "the process died" looks for a crash; Ray's own paragraph hides what to change."""
+    assert reason in death(error)
+    assert len(death(error)) < 120
