@@ -10,8 +10,8 @@ import itertools
 import re
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -31,11 +31,11 @@ from ...events import (
     Removed,
     Stored,
     StreamEvent,
-    describe,
     read_lines,
     to_line,
 )
 from ...events.errors import BadKeys
+from ...events.follow.block_set import CacheMirror
 from ...events.follow.cluster_feed import ClusterFeed, Source
 from ...events.follow.subscription import Apply, Counters, FeedStatus, Reset
 from ...events.sdk.plain_stream import stream_events
@@ -51,6 +51,8 @@ from .status import count
 KINDS = (*EVENT_NAMES, "reset", "joined", "gone", "status", "malformed", "refused")
 
 Write = Callable[[str], None]
+#: Seconds since 1970; None: not known.
+Clock = Callable[[], float | None]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -158,24 +160,30 @@ def watch(settings: Settings, out: TextIO, options: WatchOptions, *, url: str | 
 
 
 def replay(path: Path, out: TextIO, options: WatchOptions) -> int:
-    """Print a recording; returns the exit code. Raises SettingsError for a file that is not a recording."""
-    only, seen = options.shown.replicas, set()
+    """Print a recording as `watch` would have; returns the exit code.
+
+    Raises SettingsError for a file that is not a recording.
+    """
+    session = ReplaySession(options, partial(print, file=out, flush=True))
+    seen = set()
     try:
         with path.open("rb") as lines:
-            for record in read_lines(lines):
-                seen.add(record.replica)
-                item = options.shown.select(record.item)
-                if item is None or (only and record.replica not in only):
-                    continue
-                shown = record._replace(item=item)
-                line = to_line(shown).decode() if options.as_json else describe(record.replica, item)
-                print(line, file=out, flush=True)
+            for place, batch in itertools.groupby(read_lines(lines), _place):
+                seen.add(place[0])
+                if not options.shown.replicas or place[0] in options.shown.replicas:
+                    session.batch(list(batch))
     except BrokenPipeError:
         raise
     except (OSError, BadRecord) as error:
         raise SettingsError(f"cannot replay {path}: {error}") from error
-    check_replicas(only, seen, str(path))
+    session.close()
+    check_replicas(options.shown.replicas, seen, str(path))
     return 0
+
+
+def _place(record: Recorded) -> tuple[str, int | None, int | None, bool]:
+    """The same for the events of one batch."""
+    return record.replica, record.epoch, record.item.seq, record.item.resync
 
 
 def listed(view: Any) -> set[str]:
@@ -190,14 +198,17 @@ def check_replicas(named: Collection[str], known: Collection[str], where: str) -
 class JsonPrinter:
     """Lines for programs, in the format of recordings."""
 
-    def __init__(self, write: Write, shown: EventFilter) -> None:
-        self._write, self._shown = write, shown
+    def __init__(self, write: Write, shown: EventFilter, clock: Clock = time.time) -> None:
+        self._write, self._shown, self._clock = write, shown, clock
 
     def events(self, source: Source, instruction: Apply | Reset) -> None:
         """A line for each event; a reset is a `cleared` and then all chains that are held, marked `resync`."""
-        for item in stream_events(instruction):
-            if (kept := self._shown.select(item)) is not None:
-                self._write(to_line(Recorded(source.replica, kept, source.epoch)).decode())
+        self.records([Recorded(source.replica, item, source.epoch) for item in stream_events(instruction)])
+
+    def records(self, records: Sequence[Recorded]) -> None:
+        for record in records:
+            if (kept := self._shown.select(record.item)) is not None:
+                self._write(to_line(record._replace(item=kept)).decode())
 
     def remark(self, source: Source, kind: str, text: str = "") -> None:
         if self._shown.shows(kind):
@@ -205,21 +216,25 @@ class JsonPrinter:
             self._write(remark(source.replica, source.epoch, kind, **fields).decode())
 
     def rates(self, source: Source, report: Mapping[str, float | None]) -> None:
-        self._write(remark(source.replica, source.epoch, "rates", ts=time.time(), **report).decode())
+        self._write(remark(source.replica, source.epoch, "rates", ts=self._clock(), **report).decode())
 
 
 class TextPrinter:
     """Lines for a person; successive events of one kind in a batch are one line."""
 
-    def __init__(self, write: Write, shown: EventFilter) -> None:
-        self._write, self._shown = write, shown
+    def __init__(self, write: Write, shown: EventFilter, clock: Clock = time.time) -> None:
+        self._write, self._shown, self._clock = write, shown, clock
 
     def events(self, source: Source, instruction: Apply | Reset) -> None:
         """What was stored, removed or cleared; of a reset, how much is held."""
         if isinstance(instruction, Reset):
             self.remark(source, "reset", f"holds {count(len(instruction.blocks), 'block')}")
             return
-        kept = [item.event for each in stream_events(instruction) if (item := self._shown.select(each)) is not None]
+        self.items(source, stream_events(instruction))
+
+    def items(self, source: Source, items: Iterable[StreamEvent]) -> None:
+        """The events of one batch."""
+        kept = [item.event for each in items if (item := self._shown.select(each)) is not None]
         for kind, run in itertools.groupby(kept, type):
             self._line(source, f"{kind.__name__.lower():<8} {_summary(list(run))}")
 
@@ -237,7 +252,82 @@ class TextPrinter:
         )
 
     def _line(self, source: Source, text: str) -> None:
-        self._write(f"{time.strftime('%H:%M:%S')}  {source.replica:<5} {text}".rstrip())
+        now_s = self._clock()
+        clock = "--:--:--" if now_s is None else time.strftime("%H:%M:%S", time.localtime(now_s))
+        self._write(f"{clock}  {source.replica:<5} {text}".rstrip())
+
+
+@dataclass(slots=True)
+class _Replayed:
+    """One replica of a recording, as far as it has been read."""
+
+    rates: EventRates = field(default_factory=EventRates)
+    held: CacheMirror = field(default_factory=CacheMirror)
+    counters: Counters = field(default_factory=Counters)
+    seq: int | None = None
+
+
+class ReplaySession:
+    """Prints a recording, batch by batch; its clock is that of the recorded events."""
+
+    def __init__(self, options: WatchOptions, write: Write) -> None:
+        self._options = options
+        self._printer = (JsonPrinter if options.as_json else TextPrinter)(write, options.shown, lambda: self._now_s)
+        self._now_s: float | None = None
+        self._replicas: dict[Source, _Replayed] = {}
+        self._reported_s: float | None = None
+
+    def batch(self, records: Sequence[Recorded]) -> None:
+        """The events of one batch, or of one resync, of one replica."""
+        first = records[0].item
+        source = Source(records[0].replica, records[0].epoch or 0)
+        replica = self._replicas.setdefault(source, _Replayed())
+        if first.ts is not None:
+            self._now_s = max(first.ts, self._now_s or first.ts)
+            self._report(self._now_s)
+        events = [record.item.event for record in records]
+        for event in events:
+            replica.held.apply(event)
+        if first.resync:
+            replica.counters.snapshots += 1
+        elif first.seq is not None and first.ts is not None:
+            replica.counters.gaps += replica.seq is not None and first.seq > replica.seq + 1
+            replica.rates.add(Apply(first.seq, first.ts, events), first.ts)
+        replica.seq = first.seq
+        if self._options.rates_s is None:
+            self._print(source, records)
+
+    def close(self) -> None:
+        """Report the rates since the last report."""
+        if self._now_s is not None and self._reported_s is not None and self._now_s > self._reported_s:
+            self._rates(self._now_s - self._reported_s)
+
+    def _report(self, now_s: float) -> None:
+        if (interval_s := self._options.rates_s) is None:
+            return
+        if self._reported_s is None:
+            self._reported_s = now_s
+        while now_s - self._reported_s >= interval_s:
+            self._rates(interval_s)
+            self._reported_s += interval_s
+
+    def _rates(self, seconds: float) -> None:
+        for source, replica in self._replicas.items():
+            report = replica.rates.take(seconds, len(replica.held.parents), replica.counters)
+            self._printer.rates(source, report | {"lag_s": None})  # a recording does not say when it arrived
+
+    def _print(self, source: Source, records: Sequence[Recorded]) -> None:
+        if isinstance(self._printer, JsonPrinter):
+            self._printer.records(records)
+        elif records[0].item.resync:
+            blocks = sum(len(event.hashes) for event in _stored(records))
+            self._printer.remark(source, "reset", f"holds {count(blocks, 'block')}")
+        else:
+            self._printer.items(source, [record.item for record in records])
+
+
+def _stored(records: Sequence[Recorded]) -> Iterator[Stored]:
+    return (record.item.event for record in records if isinstance(record.item.event, Stored))
 
 
 class WatchSession:

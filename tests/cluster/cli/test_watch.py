@@ -35,6 +35,7 @@ from homing.events.config import EventsSettings
 from homing.events.follow.cluster_feed import ClusterFeed, Source
 from homing.events.follow.subscription import Apply, Counters, FeedStatus, Reset
 from homing.events.publish.publisher import EventPublisher
+from homing.events.sdk.plain_stream import stream_events
 from homing.events.wire.messages import SnapshotBlock
 
 SOURCE = Source("r0", 2**64 - 7)
@@ -172,10 +173,49 @@ def test_a_recorded_file_is_printed_through_the_same_filters(recording: Path) ->
     """What happened last night is looked at as what happens now."""
     out = io.StringIO()
 
-    assert run(["watch", "--replay", str(recording), "--replica", "r1", "--event", "stored"], out) == 0
+    assert run(["watch", "--replay", str(recording), "--replica", "r1", "--event", "removed"], out) == 0
 
-    assert out.getvalue().endswith("r1 #4 stored 2 blocks at the start of a prompt (2 tokens) (resync)\n")
+    assert out.getvalue().endswith("  r1    removed  1 block: 0000000000000001\n")
     assert out.getvalue().count("\n") == 1
+
+
+def test_a_replay_prints_what_watch_has_printed(tmp_path: Path) -> None:
+    """Two formats of one thing are two things to learn; the time is that of the event, a resync has none."""
+    instructions = [
+        Reset(7, 4, [SnapshotBlock(1, None, [5]), SnapshotBlock(2, 1, [6])]),
+        Apply(5, 60.0, [Stored(2, [3, 4], [7, 8], 1), Stored(4, [5], [9], 1), Removed([3]), Cleared()]),
+    ]
+    live: list[str] = []
+    lines = []
+    for instruction in instructions:
+        TextPrinter(live.append, EventFilter(), lambda: 60.0).events(SOURCE, instruction)
+        lines += [to_line(Recorded("r0", item, SOURCE.epoch)) for item in stream_events(instruction)]
+    (tmp_path / "record").write_bytes(b"\n".join(lines))
+    out = io.StringIO()
+
+    run(["watch", "--replay", str(tmp_path / "record")], out)
+
+    assert out.getvalue().splitlines() == [live[0].replace(live[0][:8], "--:--:--"), *live[1:]]
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_replay_reports_rates_over_recorded_time(tmp_path: Path, flags: list[str]) -> None:
+    """A recording of an hour is read in a second; its rates are those of the hour."""
+    batches = [(0, 100.0, Stored(None, [1, 2])), (1, 101.0, Stored(2, [3, 4])), (3, 103.0, Removed([4]))]
+    lines = [to_line(Recorded("r0", StreamEvent(seq, ts, event), 7)) for seq, ts, event in batches]
+    (tmp_path / "record").write_bytes(b"\n".join(lines))
+    out = io.StringIO()
+
+    run(["watch", "--replay", str(tmp_path / "record"), "--rates", "2", *flags], out)
+
+    first, last = out.getvalue().splitlines()
+    if flags:
+        assert json.loads(first)["stored_per_s"] == 2.0
+        assert json.loads(last)["ts"] == 103.0
+        assert (json.loads(last)["removed_per_s"], json.loads(last)["gaps"]) == (1.0, 1)
+    else:
+        assert " ".join(first.split()[1:4]) == "r0 stored 2.0/s"
+        assert "lag       -  holds 3 blocks  gaps 1" in last
 
 
 def test_a_replay_as_json_is_the_recording(recording: Path) -> None:
