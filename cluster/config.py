@@ -90,7 +90,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = 10.0
     stop_timeout_s: Annotated[
         float, Meta(gt=0, description="time for an orderly shutdown before processes are killed")
-    ] = 20.0
+    ] = 8.0
     state_dir: Annotated[
         str,
         Meta(description="folder that lists running clusters; empty: $XDG_STATE_HOME/homing or ~/.local/state/homing"),

@@ -4,6 +4,7 @@
     ├── StartFailed          a replica or the router could not start; carries its own message
     ├── StopFailed           the cluster did not end in time
     ├── UpdateAbandoned      no replica could start with the changed settings; the old replicas still serve
+    ├── RayLost              a process of the local Ray has ended; everything ends with it
     ├── NotRunning           no cluster of this name runs on this machine
     └── UserError            the command or its settings are wrong (exit code 2)
         ├── SettingsError      an unknown or malformed setting; names it, its source and the nearest spelling
@@ -13,6 +14,7 @@
         ├── DoesNotFit         the settings ask for more GPUs than the machine has
         ├── NoSuchModel        no such model is served, or several are and none was named
         ├── NoSuchReplica      no such replica exists
+        ├── NoSuchLog          no part of the cluster has this name, or nothing was logged
         ├── LogUnreadable      a line of a request log is malformed; names the line and the field
         └── PlotFailed         unknown suffix, unwritable file, or matplotlib is missing
 
@@ -36,6 +38,9 @@ class StopFailed(ClusterError): ...
 
 
 class UpdateAbandoned(ClusterError): ...
+
+
+class RayLost(ClusterError): ...
 
 
 class NotRunning(ClusterError): ...
@@ -66,6 +71,9 @@ class NoSuchModel(UserError): ...
 
 
 class NoSuchReplica(UserError): ...
+
+
+class NoSuchLog(UserError): ...
 
 
 class LogUnreadable(UserError): ...

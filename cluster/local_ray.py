@@ -153,6 +153,15 @@ def address() -> str:
     return found
 
 
+def local_processes() -> dict[str, psutil.Process]:
+    """By Ray's names (raylet, gcs_server), the processes of the local Ray that `start_local` has started."""
+    from ray._private import worker
+
+    node = worker._global_node
+    found = {} if node is None else node.all_processes
+    return {name: psutil.Process(each[0].process.pid) for name, each in found.items() if each}
+
+
 def leave(timeout_s: float) -> None:
     """Disconnect. A local Ray ends with this process: wait for all processes below, then kill them."""
     import ray

@@ -30,6 +30,26 @@ RUN_FOLDER_PREFIX = "homing-"
 _RUN_FOLDER_NAME = re.compile(re.escape(RUN_FOLDER_PREFIX) + r"[a-z0-9_]{8}")
 
 
+class ProcessMark(msgspec.Struct, frozen=True):
+    """A process, so that another one that has got its number later is not taken for it."""
+
+    pid: int
+    started: float  #: seconds since 1970
+
+    @classmethod
+    def of(cls, process: psutil.Process) -> "ProcessMark":
+        return cls(process.pid, process.create_time())
+
+    def process(self) -> psutil.Process | None:
+        """The process; None when it has ended."""
+        try:
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.started) < START_TOLERANCE_S
+            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+        except psutil.NoSuchProcess:
+            return None
+
+
 class RegistryEntry(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     pid: int
@@ -42,15 +62,11 @@ class RegistryEntry(msgspec.Struct, frozen=True, kw_only=True):
     ray_token: bool = False  #: whether that Ray cluster requires a token
     run_dir: str | None = None  #: removed when the cluster ends
     log: str | None = None  #: of a detached cluster
+    ray: tuple[ProcessMark, ...] = ()  #: processes of a local Ray, with which all others of the cluster end
 
     def process(self) -> psutil.Process | None:
         """The process that wrote this; None when it has ended."""
-        try:
-            process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.started) < START_TOLERANCE_S
-            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
-        except psutil.NoSuchProcess:
-            return None
+        return ProcessMark(self.pid, self.started).process()
 
 
 class ClusterRegistry:
@@ -66,6 +82,10 @@ class ClusterRegistry:
 
     def log_path(self, name: str) -> Path:
         return self.folder / f"{name}.log"
+
+    def log_folder(self, name: str) -> Path:
+        """Of the logs of the cluster's parts, which outlive it."""
+        return self.folder / f"{name}.logs"
 
     def read(self, name: str) -> RegistryEntry | None:
         """The entry, valid or stale; None for a file that is no entry of this name, or that others can write."""
@@ -107,10 +127,11 @@ class ClusterRegistry:
             self.path(entry.name).unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
-        """Remove an entry, and the folder of the process that wrote it; a file that is no entry stays."""
+        """Remove an entry, with what the process that wrote it left: its Ray and its folder. Other files stay."""
         entry = self.read(name)
         if entry is None:
             return
+        kill([process for mark in entry.ray if (process := mark.process()) is not None])
         if entry.run_dir and _is_run_folder(Path(entry.run_dir)):
             shutil.rmtree(entry.run_dir, ignore_errors=True)
         self.path(name).unlink(missing_ok=True)
@@ -173,17 +194,25 @@ def own_entry(name: str, model: str, log: str | None) -> RegistryEntry:
     return RegistryEntry(name=name, pid=os.getpid(), started=started, phase="starting", model=model, log=log)
 
 
+def kill(processes: Sequence[psutil.Process]) -> None:
+    """Kill those of these processes that belong to this user."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if process.uids().real == os.getuid():
+                process.kill()
+
+
 def wait_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
     """Wait until these processes have ended; returns those that have not."""
     deadline = time.monotonic() + timeout_s
-    alive = [process for process in processes if _alive(process)]
+    alive = [process for process in processes if is_alive(process)]
     while alive and time.monotonic() < deadline:
         time.sleep(0.05)
-        alive = [process for process in alive if _alive(process)]
+        alive = [process for process in alive if is_alive(process)]
     return alive
 
 
-def _alive(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -111,7 +111,9 @@ class AttachedRouter:
 
     async def run(self, *, detached: bool) -> int:
         """Serve until a signal; the second signal ends the process at once."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_IGN:  # nohup
+                continue
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         self.console.step("tokenizer", f"loading {self.model_dir.name}")
         texts = TextModels(partial(TextModel.load, cache_bytes=self.settings.router.token_cache_bytes))

@@ -4,7 +4,6 @@
 as it would in the foreground.
 """
 
-import contextlib
 import subprocess
 import sys
 import time
@@ -16,11 +15,13 @@ import psutil
 
 from ..config import Settings, state_folder
 from ..errors import AlreadyRunning, StopFailed
-from ..registry import ClusterRegistry, describe_running, wait_gone
+from ..registry import ClusterRegistry, RegistryEntry, describe_running, kill, wait_gone
 
 POLL_S = 0.1
 #: Beyond the time that the serving process allows itself for an orderly end.
-GRACE_S = 15.0
+GRACE_S = 1.0
+#: From SIGKILL until a process has freed its memory.
+KILL_TIMEOUT_S = 5.0
 
 
 def detach(settings: Settings, words: Sequence[str], out: TextIO) -> int:
@@ -64,35 +65,35 @@ def _follow(daemon: "subprocess.Popen[bytes]", registry: ClusterRegistry, name: 
 
 
 def stop(settings: Settings, out: TextIO, *, force: bool) -> int:
-    """End the cluster of this name. Raises NotRunning, or StopFailed when it does not end in time."""
+    """End the cluster of this name; what has not ended in time is killed, with `force` at once. Raises NotRunning."""
     registry, name = ClusterRegistry(state_folder(settings)), settings.cluster.name
     entry = registry.running(name)
     began = time.monotonic()
     # A second signal would kill it at once, so one that is stopping already is only waited for.
-    timeout_s, ask = settings.cluster.stop_timeout_s + GRACE_S, entry.phase != "stopping"
-    process = entry.process()
-    alive = _end(process, timeout_s, ask=ask, force=force) if process else []
-    if alive:
-        pids = ", ".join(str(left.pid) for left in alive)
-        raise StopFailed(f"cluster {name!r} did not end in time (pids {pids}); kill it with homing stop --force")
+    ask, timeout_s = entry.phase != "stopping", settings.cluster.stop_timeout_s + GRACE_S
+    killed = _end(entry, ask=ask and not force, timeout_s=0 if force else timeout_s)
     registry.remove(name)
-    print(f"stopped {name} (pid {entry.pid}) in {time.monotonic() - began:.1f} s", file=out)
+    how = f"; killed {killed} processes that had not ended" if killed else ""
+    print(f"stopped {name} (pid {entry.pid}) in {time.monotonic() - began:.1f} s{how}", file=out)
     if others := registry.others(name):
         print(f"still running: {describe_running(others)}", file=out)
     return 0
 
 
-def _end(process: psutil.Process, timeout_s: float, *, ask: bool, force: bool) -> list[psutil.Process]:
+def _end(entry: RegistryEntry, *, ask: bool, timeout_s: float) -> int:
+    """Returns how many processes were killed. Raises StopFailed for those that even that does not end."""
+    process = entry.process()
+    if process is None:
+        return 0
     try:
         family = [process, *process.children(recursive=True)]
         if ask:
             process.terminate()
     except psutil.NoSuchProcess:
-        return []
-    alive = wait_gone(family, timeout_s)
-    if not alive or not force:
-        return alive
-    for left in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            left.kill()
-    return wait_gone(alive, 5)
+        return 0
+    family += [each for mark in entry.ray if (each := mark.process()) is not None and each not in family]
+    left = wait_gone(family, timeout_s)
+    kill(left)
+    if alive := wait_gone(left, KILL_TIMEOUT_S):
+        raise StopFailed(f"these processes cannot be killed: pids {', '.join(str(each.pid) for each in alive)}")
+    return len(left)

@@ -426,7 +426,17 @@ COMMANDS = {
     "stop": Command(
         "end a running cluster",
         _calls("daemon.stop"),
-        (*FIND_CLUSTER, _argument("--force", None, "kill what does not end in time")),
+        (*FIND_CLUSTER, _argument("--force", None, "kill it at once, without an orderly end")),
+    ),
+    "logs": Command(
+        "print what replicas, routers and controller have logged, also after the end of the cluster",
+        _calls("logs.logs"),
+        (
+            _argument("part", "PART", "a replica such as r0, router or controller (default: all)", nargs="?"),
+            *FIND_CLUSTER,
+            _argument("--lines", int, "print only the last N; 0: all that is kept (default: 200)", default=200),
+            (("-f", "--follow"), {"action": "store_true", "help": "also print what is added, until interrupted"}),
+        ),
     ),
     "keys": Command(
         "create keys that encrypt what replicas, routers and subscribers exchange",

@@ -10,24 +10,29 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 import msgspec
+import psutil
 
 from .. import local_ray
 from ..client import get_json, is_ready
 from ..config import Settings, state_folder
 from ..control.control_messages import CONTROLLER, SUPERVISOR, ClusterStatus, ModelSpec
-from ..errors import ClusterError, StartFailed
+from ..errors import ClusterError, RayLost, StartFailed
 from ..model_source import find_model
 from ..preflight import check_bounds, check_folder, check_front, check_keys, prepare
-from ..registry import ClusterRegistry, RegistryEntry, own_entry
+from ..registry import ClusterRegistry, ProcessMark, RegistryEntry, is_alive, kill, own_entry, wait_gone
 from .console import Console, program
 
 POLL_S = 0.2
+#: For routers to end their streams with an error.
+LAST_WORDS_S = 1.5
+STATUS_TIMEOUT_S = 60.0
 
 
 def serve(settings: Settings, out: TextIO, *, detached: bool = False) -> int:
@@ -56,6 +61,10 @@ def _local_model(settings: Settings) -> Path:
     return folder
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal asked for the end while Ray was starting, which cannot be done in order."""
+
+
 class ServeRun:
     """One `homing serve`: Ray, and on it the supervisor and the controller, which start everything else."""
 
@@ -65,29 +74,68 @@ class ServeRun:
         self._registry = registry
         self._folder = None if settings.cluster.ray_address else local_ray.run_folder()
         self._entry = msgspec.structs.replace(entry, run_dir=str(self._folder) if self._folder else None)
+        self._ray: dict[str, psutil.Process] = {}  #: processes of a local Ray, without which nothing can go on
+        self._starting_ray = False
         self._stopping = threading.Event()
+        self._signal = 0  #: that asked for the end
 
     def run(self, folders: Sequence[Path | None], *, detached: bool) -> int:
         """Serve the models in these folders until a signal; returns the exit code."""
-        address = self._settings.cluster.ray_address
         self._registry.write(self._entry)
         self._handle_signals()
         try:
-            self._console.step("ray", f"joining {address}" if address else "starting a local cluster")
-            local_ray.start_local(self._settings, self._folder) if self._folder else local_ray.join(self._settings)
-            self._handle_signals()  # Ray takes over SIGTERM when it starts
-            token = local_ray.requires_token()
-            self._entry = msgspec.structs.replace(self._entry, ray_address=local_ray.address(), ray_token=token)
-            self._console.step("ray", "ready")
+            self._start_ray()
             self._start(folders)
-            return self._serve(detached=detached)
-        finally:
-            local_ray.leave(self._settings.cluster.stop_timeout_s)
-            if self._folder:
-                shutil.rmtree(self._folder, ignore_errors=True)  # Ray may still remove files in it
+            code = self._serve(detached=detached)
+        except Interrupted:
+            self._end_now(128 + self._signal)
+        except RayLost as error:
+            print(f"homing: {error}", file=sys.stderr)
+            self._end_now(error.exit_code)
+        except BaseException:
+            self._leave()
+            raise
+        self._leave()
+        return code
+
+    def _end_now(self, code: int) -> NoReturn:
+        """End without Ray's own shutdown, which hangs or crashes when one of its processes is missing."""
+        wait_gone(local_ray.children(), LAST_WORDS_S if self._ray else 0)
+        local_ray.kill_children()
+        self._registry.remove(self._entry.name)  # and the folder
+        sys.stderr.flush()
+        os._exit(code)
+
+    def _start_ray(self) -> None:
+        address = self._settings.cluster.ray_address
+        self._console.step("ray", f"joining {address}" if address else "starting a local cluster")
+        self._starting_ray = True
+        local_ray.start_local(self._settings, self._folder) if self._folder else local_ray.join(self._settings)
+        self._starting_ray = False
+        self._handle_signals()  # Ray takes over SIGTERM when it starts
+        if self._stopping.is_set():  # where Ray has caught what the signal raised
+            raise Interrupted
+        if self._folder:
+            self._ray = local_ray.local_processes()
+        self._entry = msgspec.structs.replace(
+            self._entry,
+            ray_address=local_ray.address(),
+            ray_token=local_ray.requires_token(),
+            ray=tuple(ProcessMark.of(process) for process in self._ray.values()),
+        )
+        self._registry.write(self._entry)
+        self._console.step("ray", "ready")
+
+    def _leave(self) -> None:
+        local_ray.leave(self._settings.cluster.stop_timeout_s / 4)
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)  # Ray may still remove files in it
 
     def _handle_signals(self) -> None:
-        """The first SIGINT or SIGTERM is a request to stop; the second ends everything at once."""
+        """The first signal is a request to stop, the end of the terminal (SIGHUP) too; the second ends all at once."""
 
         def on_signal(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature of signal
             if self._stopping.is_set():
@@ -95,16 +143,21 @@ class ServeRun:
                 self._registry.remove(self._entry.name)
                 print("killed", file=sys.stderr)
                 os._exit(130)
+            self._signal = number
             self._stopping.set()
+            if self._starting_ray:
+                self._console.farewell("stopping: Ray was still starting")
+                raise Interrupted
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, on_signal)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                signal.signal(number, on_signal)
 
     def _serve(self, *, detached: bool) -> int:
         try:
             status = self._until_ready()
             if status is None:
-                return 0
+                return 128 + self._signal
             self._entry = msgspec.structs.replace(
                 self._entry, phase="ready", url=status.url or "", router_urls=status.router_urls
             )
@@ -112,7 +165,8 @@ class ServeRun:
             self._console.last_notice = max((notice.seq for notice in status.notices), default=0)
             self._console.banner(status, self._settings, detached=detached)
             while not self._stopping.wait(POLL_S):
-                self._console.happened(self._status().notices)
+                if status := self._status():
+                    self._console.happened(status.notices)
             return 0
         finally:
             self._registry.write(msgspec.structs.replace(self._entry, phase="stopping"))
@@ -129,8 +183,16 @@ class ServeRun:
         node = ray.get_runtime_context().get_node_id()
         sockets = str(local_ray.sockets_folder(self._folder)) if self._folder else None
         seed, host = secrets.randbits(64), "127.0.0.1" if self._folder else None
+        log_dir = str(self._registry.log_folder(self._entry.name)) if self._folder else None
         models = tuple(
-            ModelSpec(settings=each, seed=seed, model_dir=str(folder) if folder else None, run_dir=sockets, host=host)
+            ModelSpec(
+                settings=each,
+                seed=seed,
+                model_dir=str(folder) if folder else None,
+                run_dir=sockets,
+                host=host,
+                log_dir=log_dir,
+            )
             for each, folder in zip(self._settings.each_model, folders, strict=True)
         )
         options = {
@@ -151,6 +213,8 @@ class ServeRun:
         """Wait until all replicas serve and the router listens; None: stopped meanwhile. Raises StartFailed."""
         while not self._stopping.wait(POLL_S):
             status = self._status()
+            if status is None:
+                break
             self._console.progress(status)
             for replica in status.replicas:
                 if replica.failures:
@@ -174,8 +238,11 @@ class ServeRun:
         wanted = sum(model.wanted for model in status.models)
         return len(joined) == wanted and (not wanted or is_ready(url))
 
-    def _status(self) -> ClusterStatus:
-        """Ask the controller. Raises ClusterError when it has ended: nothing can be kept running without it."""
+    def _status(self) -> ClusterStatus | None:
+        """Ask the controller; None: stopped meanwhile.
+
+        Raises ClusterError when the controller has ended, as nothing can be kept running without it, and RayLost.
+        """
         import ray
 
         try:
@@ -183,18 +250,38 @@ class ServeRun:
             if ended:
                 ray.get(ended[0])
             asked = self._controller.status.remote(self._console.last_notice)
-            status: ClusterStatus = ray.get(asked, timeout=60)
+            deadline = time.monotonic() + STATUS_TIMEOUT_S
+            while not ray.wait([asked], timeout=POLL_S)[0]:
+                self._check_ray()
+                if self._stopping.is_set():
+                    return None
+                if time.monotonic() > deadline:
+                    raise ClusterError(f"the controller has not answered for {STATUS_TIMEOUT_S:g} s")
+            status: ClusterStatus = ray.get(asked)
         except ray.exceptions.RayError as error:
+            self._check_ray()
             reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             raise ClusterError(f"the controller has ended: {reason}") from error
+        self._check_ray()
         return status
+
+    def _check_ray(self) -> None:
+        """Raises RayLost when a process of the local Ray has ended: Ray restarts none, and cannot go on without it."""
+        if lost := self._lost():
+            raise RayLost(f"Ray's {lost[0]} (pid {self._ray[lost[0]].pid}) has ended, and with it this cluster")
+
+    def _lost(self) -> list[str]:
+        return [name for name, process in self._ray.items() if not is_alive(process)]
 
     def _stop(self) -> None:
         """Stop everything in order; what is left is killed when Ray ends."""
         import ray
 
         self._console.farewell("stopping")
+        if self._lost():  # Ray cannot carry a call any more; with the raylet all others end, routers with last words
+            kill([process for name, process in self._ray.items() if name == "raylet"])
+            return
         try:
-            ray.get(self._controller.stop.remote(), timeout=self._settings.cluster.stop_timeout_s)
+            ray.get(self._controller.stop.remote(), timeout=self._settings.cluster.stop_timeout_s * 3 / 4)
         except ray.exceptions.RayError as error:
             self._console.farewell(f"  not stopped in order: {type(error).__name__}; killing what is left")

@@ -21,6 +21,7 @@ from ...kvcache.prefix_cache import CachedBlock
 from ...replica.messages import ReplicaDescription
 from ...replica.parallel.step_broadcast import SECRET_BYTES
 from ...router.control import Answer, AnyQuestion, SetMembership
+from ..logs import keep_log
 from ..runtime import fast_loop, raise_open_files_limit, set_up_logging
 from .control_messages import Failed, Listening, Models, RankSpec, Rendezvous, Started
 
@@ -109,6 +110,7 @@ class ReplicaRank:
 
     def start(self, spec: RankSpec) -> Started | Failed:
         """Load the model and serve. A failure is returned: users need its message, not a traceback through Ray."""
+        keep_log(spec.model.log_dir, f"{spec.replica_id}.{spec.rank}" if spec.rank else spec.replica_id)
         begun: Future[Started | Failed] = Future()
         threading.Thread(target=self._live, args=(spec, begun), name="rank", daemon=True).start()
         self._started = begun.result()
@@ -180,6 +182,7 @@ class RouterProcess:
 
     def start(self, port: int, direct_port: int, membership: SetMembership, seat: int) -> Listening | Failed:
         """Listen on `port` (0: any), with these replicas behind, as router number `seat`."""
+        keep_log(self._models[0].log_dir, f"router-{seat}")
         try:
             wanted = Listening(port, direct_port)
             self._router = self._do(self._make_router(self._models, wanted, membership, seat))

@@ -174,6 +174,13 @@ async def make_router(models: Models, wanted: Listening, membership: SetMembersh
         await versions.until_exact()
     else:
         loading = asyncio.create_task(_load_texts(server, models))
+    # Ray ends this process within a second of its raylet; clients are told before that, and not cut off in silence.
+    loop = asyncio.get_running_loop()
+
+    def end_requests() -> None:
+        loop.call_soon_threadsafe(versions.end_requests)
+
+    on_process_exit(os.getppid(), end_requests)
     port = await server.start(host, wanted.port, shared=shared)
     direct = await server.start(host, wanted.direct_port) if shared else 0
     return HomingRouter(versions, server, Listening(port, direct), loading)

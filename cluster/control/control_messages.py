@@ -20,6 +20,7 @@ class ModelSpec:
     model_dir: str | None  #: the model's folder on every node; None: each node finds it by itself
     run_dir: str | None  #: folder for sockets on a single node; None: several nodes, which use TCP
     host: str | None  #: address to bind; None: each node's own
+    log_dir: str | None = None  #: folder of the log files on a single node; None: Ray keeps the logs
 
     @property
     def name(self) -> str:

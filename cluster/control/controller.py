@@ -18,6 +18,7 @@ import ray
 
 from ...replica.messages import ReplicaDescription
 from ...router.control import Member
+from ..logs import keep_log
 from ..runtime import set_up_logging
 from .autoscale import Autoscaler, expected_wait_s, terms_of
 from .control_messages import (
@@ -74,6 +75,7 @@ class Controller:
 
     def __init__(self, models: Models) -> None:
         set_up_logging(models[0].settings.cluster.log_level)
+        keep_log(models[0].log_dir, "controller")
         #: the settings of replicas; each version belongs to one model
         self._versions = dict(enumerate(models, start=1))
         self._fleets = Fleets.of([(model.name, model.settings.cluster) for model in models])

@@ -59,12 +59,13 @@ def test_two_ranks_answer_like_one_and_ctrl_c_leaves_nothing(cluster: Serving, t
     assert wait_gone(family, 0) == []
     assert not folder.exists()
     assert shared_memory(family) == []
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["default.logs"]
+    assert "replica_ready replica=r0" in homing(tmp_path, "logs", "controller").stdout
     assert "Traceback" not in "".join(running.output)
 
 
 def test_a_signal_to_the_whole_group_with_nobody_reading_leaves_nothing(tmp_path: Path) -> None:
-    """`timeout`, supervisors and shells signal groups, and `homing serve | tee` dies from both ends."""
+    """`timeout`, supervisors and shells signal groups, and a terminal that closes dies from both ends (SIGHUP)."""
     command = [*HOMING, "serve", "--port", "0", "--replicas", "1"]
     with subprocess.Popen(
         command, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0
@@ -74,13 +75,56 @@ def test_a_signal_to_the_whole_group_with_nobody_reading_leaves_nothing(tmp_path
         shared = [each for each in below if os.getpgid(each.pid) == process.pid]
         assert process.stdout is not None
         process.stdout.close()
-        os.killpg(process.pid, signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGHUP)
         process.wait(PATIENCE_S)
 
     assert shared == []
     assert wait_gone(below, 0) == []
     assert not Path(note["run_dir"]).exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["default.logs"]
+
+
+def test_ctrl_c_while_ray_starts_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    """Nothing for ten seconds, and then the exit code of success, looks like a command that ignores its user."""
+    before = orphaned_folders()
+    command = [*HOMING, "serve", "--port", "0", "--replicas", "1"]
+    with subprocess.Popen(
+        command, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        output = process.stdout
+        assert output is not None
+        until(lambda: True if "starting a local cluster" in output.readline() else None, "Ray starts")
+        below = until(lambda: psutil.Process(process.pid).children(recursive=True) or None, "its first process")
+        process.send_signal(signal.SIGINT)
+        rest = output.read()
+        code = process.wait(PATIENCE_S)
+
+    assert code == 128 + signal.SIGINT
+    assert rest == "stopping: Ray was still starting\n"
+    assert wait_gone(below, 0) == []
     assert list(tmp_path.iterdir()) == []
+    assert orphaned_folders() <= before
+
+
+@pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
+def test_a_process_of_ray_that_dies_ends_everything_at_once_with_the_reason(tmp_path: Path, victim: str) -> None:
+    """Ray restarts neither; clients are told, and whoever restarts the cluster need not wait for a minute."""
+    with serving(tmp_path, "--replicas", "1") as running:
+        family, folder = running.family(), Path(running.note()["run_dir"])
+        assert running.process is not None
+        body = {"prompt": "A story", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with running.http.stream("POST", f"{running.url}/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            next(each for each in family if each.name() == victim).kill()
+            last = [line for line in lines if line][-1]
+        assert running.process.wait(20) == 1
+
+    assert "shutting_down" in last
+    assert f"homing: Ray's {victim} (pid " in "".join(running.output)
+    assert wait_gone(family, 0) == []
+    assert not folder.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["default.logs"]
 
 
 def test_without_events_the_router_knows_of_no_prefix_and_the_background_ends_by_stop(tmp_path: Path) -> None:
@@ -103,7 +147,7 @@ def test_without_events_the_router_knows_of_no_prefix_and_the_background_ends_by
     assert wait_gone(family, 0) == []
     assert not folder.exists()
     assert shared_memory(family) == []
-    assert [path.name for path in tmp_path.iterdir()] == ["default.log"]
+    assert {path.name for path in tmp_path.iterdir()} == {"default.log", "default.logs"}
     assert homing(tmp_path, "stop").returncode == 1
     assert "no cluster 'default' is running" in homing(tmp_path, "status").stderr
 

@@ -1,0 +1,52 @@
+"""`homing logs`: what the parts of a cluster have logged, while it runs and afterwards."""
+
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from ..config import Settings, nearest, state_folder
+from ..errors import NoSuchLog
+from ..logs import LogLine, LogTail, belongs, parts, read_log
+from ..registry import ClusterRegistry
+
+POLL_S = 0.2
+
+
+def logs(
+    settings: Settings,
+    out: TextIO,
+    *,
+    part: str | None,
+    lines: int,
+    follow: bool,
+    pause: Callable[[float], None] = time.sleep,
+) -> int:
+    """Print the last `lines` (0: all) of a part, or of all; with `follow` also what is added, until interrupted.
+
+    Raises NoSuchLog.
+    """
+    folder = ClusterRegistry(state_folder(settings)).log_folder(settings.cluster.name)
+    known = parts(folder)
+    selected = [each for each in known if part is None or belongs(each, part)]
+    if not selected and not (follow and part is None):
+        raise NoSuchLog(_missing(settings, part, known))
+    tail = LogTail(folder)
+    several = part is None or len(selected) > 1
+    for line in read_log(folder, selected)[-lines:]:
+        _print(line, out, several=several)
+    while follow:
+        pause(POLL_S)
+        for line in tail.read(part):
+            _print(line, out, several=several)
+    return 0
+
+
+def _missing(settings: Settings, part: str | None, known: list[str]) -> str:
+    if known:
+        return f"no log of {part!r}{nearest(part or '', known)} (there are: {', '.join(known)})"
+    name = settings.cluster.name
+    return f"cluster {name!r} has logged nothing here; a joined Ray cluster keeps its logs itself: ray logs"
+
+
+def _print(line: LogLine, out: TextIO, *, several: bool) -> None:
+    print(f"{line.part:<10} {line.text}" if several else line.text, file=out, flush=True)

@@ -1,0 +1,143 @@
+"""The log files of a cluster: one for each of its parts, in the state folder, bounded, and kept after the end.
+
+Written by the processes of a local cluster, read by `homing logs`. Knows files and lines, nothing of Ray.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+log = logging.getLogger(__name__)
+
+#: Of one file; each part keeps the file before as well.
+FILE_BYTES = 1 << 20
+#: The oldest files beyond these are removed: replicas that come and go have new names.
+FILES_KEPT = 64
+FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(message)s"
+TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
+_TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} ")
+SUFFIX, OLD_SUFFIX = ".log", ".log.1"
+
+
+class LogFile(RotatingFileHandler):
+    """The log of one part, which only its user can read: messages may quote prompts or paths."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, maxBytes=FILE_BYTES, backupCount=1, encoding="utf-8")
+        self.setFormatter(logging.Formatter(FORMAT, TIME_FORMAT))
+
+    def _open(self) -> Any:
+        def private(path: str, flags: int) -> int:
+            return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=private)
+
+
+def keep_log(folder: str | None, part: str) -> None:
+    """Also write this process's log lines to the file of `part`. Does nothing without a folder.
+
+    A folder that cannot be written is reported, and changes nothing else.
+    """
+    if folder is None:
+        return
+    try:
+        Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        if Path(folder).lstat().st_uid != os.getuid():
+            raise PermissionError(f"{folder} belongs to another user")
+        root, handler = logging.getLogger(), LogFile(Path(folder) / f"{part}{SUFFIX}")
+        for old in [each for each in root.handlers if isinstance(each, LogFile)]:
+            root.removeHandler(old)
+            old.close()
+        root.addHandler(handler)
+        _remove_oldest(Path(folder))
+    except OSError as error:
+        log.warning("log_not_kept part=%s reason=%r", part, str(error))
+
+
+def _remove_oldest(folder: Path) -> None:
+    newest_first = sorted(_files(folder), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in newest_first[FILES_KEPT:]:
+        path.unlink(missing_ok=True)
+
+
+def _files(folder: Path) -> list[Path]:
+    found = [path for path in folder.iterdir() if path.name.endswith((SUFFIX, OLD_SUFFIX))]
+    return [path for path in found if path.is_file() and not path.is_symlink()]
+
+
+class LogLine(msgspec.Struct, frozen=True):
+    time: str  #: empty only where the beginning of a file has been cut off
+    part: str
+    text: str  #: without its newline, with the lines of a traceback
+
+
+def parts(folder: Path) -> list[str]:
+    """The parts that have a log, such as controller, router-0 and r0."""
+    if not folder.is_dir():
+        return []
+    return sorted({path.name.removesuffix(".1").removesuffix(SUFFIX) for path in _files(folder)})
+
+
+def belongs(part: str, wanted: str) -> bool:
+    """Whether `wanted` (a part, `router` for all of them, or a replica for all its ranks) selects this part."""
+    return part == wanted or part.startswith(f"{wanted}.") or (wanted == "router" and part.startswith("router-"))
+
+
+def read_log(folder: Path, selected: Sequence[str]) -> list[LogLine]:
+    """The lines of these parts, in the order of time."""
+    found: list[LogLine] = []
+    for part in selected:
+        for suffix in (OLD_SUFFIX, SUFFIX):
+            path = folder / f"{part}{suffix}"
+            if path.is_file() and not path.is_symlink():
+                found += split(part, path.read_text(errors="replace").splitlines())
+    return sorted(found, key=lambda line: line.time)
+
+
+def split(part: str, lines: Iterable[str]) -> Iterator[LogLine]:
+    """Log lines; a line without a time belongs to the one before."""
+    time, texts = "", list[str]()
+    for line in lines:
+        if match := _TIME.match(line):
+            if texts:
+                yield LogLine(time, part, "\n".join(texts))
+            time, texts = match[0].rstrip(), []
+        texts.append(line)
+    if texts:
+        yield LogLine(time, part, "\n".join(texts))
+
+
+class LogTail:
+    """What is appended to the files of a folder after this object was made; follows files that are rotated or new."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._places = {path.stat().st_ino: path.stat().st_size for path in _files(folder)} if folder.is_dir() else {}
+
+    def read(self, wanted: str | None) -> list[LogLine]:
+        """The new lines of the selected parts (None: all), in the order of time."""
+        found: list[LogLine] = []
+        for part in parts(self._folder):
+            if wanted is not None and not belongs(part, wanted):
+                continue
+            for suffix in (OLD_SUFFIX, SUFFIX):
+                found += split(part, self._appended(self._folder / f"{part}{suffix}"))
+        return sorted(found, key=lambda line: line.time)
+
+    def _appended(self, path: Path) -> list[str]:
+        try:
+            with path.open("rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                begin = self._places.get(inode, 0)
+                file.seek(begin)
+                whole, newline, _ = file.read().rpartition(b"\n")  # the rest is still being written
+        except FileNotFoundError:
+            return []
+        self._places[inode] = begin + len(whole) + len(newline)
+        return whole.decode(errors="replace").splitlines()

@@ -1,0 +1,83 @@
+"""`homing stop` ends a cluster in bounded time, whatever its processes do."""
+
+import io
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from homing.cluster.cli.main import run
+from homing.cluster.errors import NotRunning
+from homing.cluster.registry import ClusterRegistry, ProcessMark, RegistryEntry, is_alive
+
+#: Starts a child, and like it ends only by SIGKILL.
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if sys.argv[1] == "parent":
+    subprocess.Popen([sys.executable, "-c", sys.argv[2], "child"])
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def stubborn() -> Iterator[psutil.Process]:
+    """A process with a child, both of which ignore SIGTERM."""
+    command = [sys.executable, "-c", STUBBORN, "parent", STUBBORN]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.readline()
+        yield psutil.Process(process.pid)
+        process.kill()
+
+
+def entry_of(process: psutil.Process, run_dir: Path, ray: tuple[ProcessMark, ...] = ()) -> RegistryEntry:
+    run_dir.mkdir()
+    mark = ProcessMark.of(process)
+    return RegistryEntry(
+        name="default", pid=mark.pid, started=mark.started, phase="ready", run_dir=str(run_dir), ray=ray
+    )
+
+
+@pytest.mark.parametrize("flags", [[], ["--force"]])
+def test_what_does_not_end_by_itself_is_killed(stubborn: psutil.Process, tmp_path: Path, flags: list[str]) -> None:
+    """A stop that fails leaves ports taken and memory used; a second command for that is one too many."""
+    registry = ClusterRegistry(tmp_path)
+    registry.write(entry_of(stubborn, tmp_path / "homing-k_ill3d0"))
+    (tmp_path / "settings.yaml").write_text("cluster: {stop_timeout_s: 0.2}")
+    family = [stubborn, *stubborn.children()]
+    out, began = io.StringIO(), time.monotonic()
+
+    code = run(["stop", "--config", str(tmp_path / "settings.yaml"), "--state-dir", str(tmp_path), *flags], out)
+
+    assert code == 0
+    assert time.monotonic() - began < 10
+    assert "killed 2 processes that had not ended" in out.getvalue()
+    assert not any(map(is_alive, family))
+    assert not (tmp_path / "homing-k_ill3d0").exists()
+
+
+def test_ray_of_a_cluster_that_was_killed_is_removed_by_the_next_command(
+    stubborn: psutil.Process, tmp_path: Path
+) -> None:
+    """By the number and the start time in the entry: another process that has the number now is left alone."""
+    registry = ClusterRegistry(tmp_path)
+    (child,) = stubborn.children()
+    other = ProcessMark(child.pid, child.create_time() - 60)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as dead:
+        marks = (ProcessMark.of(stubborn), other)
+        registry.write(entry_of(psutil.Process(dead.pid), tmp_path / "homing-k_ill3d0", marks))
+        dead.kill()
+
+    with pytest.raises(NotRunning):
+        registry.running("default")
+
+    stubborn.wait(10)
+    assert is_alive(child)
+    child.kill()

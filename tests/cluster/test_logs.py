@@ -1,0 +1,106 @@
+"""Log files of a cluster's parts: private, bounded, in the order of time."""
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from homing.cluster.logs import FILE_BYTES, FILES_KEPT, LogFile, LogTail, belongs, keep_log, parts, read_log
+
+log = logging.getLogger("homing.test")
+
+
+@pytest.fixture(autouse=True)
+def root_logger() -> Iterator[None]:
+    """A process has one log; that of the tests stays as it was."""
+    root = logging.getLogger()
+    before = list(root.handlers)
+    yield
+    for handler in root.handlers:
+        if isinstance(handler, LogFile):
+            handler.close()
+    root.handlers = before
+
+
+def line(second: int, text: str) -> str:
+    return f"2026-11-22 10:00:{second:02d}.000 INFO    {text}\n"
+
+
+def test_what_a_process_logs_is_in_the_file_of_its_part(tmp_path: Path) -> None:
+    """And only its user can read it: messages may quote prompts."""
+    folder = tmp_path / "state" / "default.logs"
+
+    keep_log(str(folder), "router-0")
+    log.warning("router_ready port=%d", 8000)
+
+    assert parts(folder) == ["router-0"]
+    assert read_log(folder, ["router-0"])[0].text.endswith("WARNING router_ready port=8000")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / "router-0.log").stat().st_mode & 0o777 == 0o600
+
+
+def test_logs_are_bounded(tmp_path: Path) -> None:
+    """A part that complains a thousand times a second must not fill the disk, nor must replicas that come and go."""
+    for number in range(FILES_KEPT + 10):
+        (tmp_path / f"r{number}.log").write_text("")
+        os.utime(tmp_path / f"r{number}.log", (number, number))
+
+    keep_log(str(tmp_path), "controller")
+    for _ in range(3 * FILE_BYTES // 1000):
+        log.warning("x" * 1000)
+
+    sizes = [path.stat().st_size for path in tmp_path.iterdir()]
+    assert len(sizes) <= FILES_KEPT + 1
+    assert FILE_BYTES < sum(sizes) <= 2 * FILE_BYTES
+    assert "r0" not in parts(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_changes_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A replica serves without its log."""
+    (tmp_path / "file").write_text("")
+
+    keep_log(str(tmp_path / "file" / "logs"), "r0")
+    keep_log(None, "r0")
+
+    assert "log_not_kept part=r0" in caplog.text
+
+
+def test_lines_of_several_parts_are_in_the_order_of_time(tmp_path: Path) -> None:
+    """With the file before, and with tracebacks in one piece."""
+    (tmp_path / "r0.log.1").write_text(line(1, "a"))
+    (tmp_path / "r0.log").write_text(line(3, "c") + "Traceback\n  File\n" + line(5, "e"))
+    (tmp_path / "router-0.log").write_text(line(2, "b") + line(4, "d"))
+
+    found = read_log(tmp_path, parts(tmp_path))
+
+    assert [each.text.split()[3] for each in found] == ["a", "b", "c", "d", "e"]
+    assert found[2].text.endswith("c\nTraceback\n  File")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "selected"),
+    [("r1", ["r1", "r1.1"]), ("router", ["router-0", "router-1"]), ("router-1", ["router-1"]), ("r", [])],
+)
+def test_a_name_selects_all_processes_of_a_replica_and_all_routers(wanted: str, selected: list[str]) -> None:
+    """Ranks and routers are parts that users do not count."""
+    known = ["controller", "r1", "r1.1", "r10", "router-0", "router-1"]
+
+    assert [part for part in known if belongs(part, wanted)] == selected
+
+
+def test_a_tail_reads_what_is_added_also_to_new_and_rotated_files(tmp_path: Path) -> None:
+    """Once each, and no half line."""
+    (tmp_path / "r0.log").write_text(line(1, "old"))
+    tail = LogTail(tmp_path)
+    with (tmp_path / "r0.log").open("a") as file:
+        file.write(line(2, "a") + "2026-11-22 half")
+    (tmp_path / "r1.log").write_text(line(3, "b"))
+
+    first = [each.text.split()[-1] for each in tail.read(None)]
+    (tmp_path / "r0.log").rename(tmp_path / "r0.log.1")
+    (tmp_path / "r0.log").write_text(line(4, "c"))
+    second = [each.text.split()[-1] for each in tail.read("r0")]
+
+    assert (first, second) == (["a", "b"], ["c"])
