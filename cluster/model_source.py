@@ -3,15 +3,24 @@
 Loads nothing: imports neither torch nor transformers.
 """
 
+import importlib.util
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 from ..replica.config import ReplicaSettings
 from ..replica.demo import demo_model_path
+from ..replica.models.spec import FAMILIES
 from .errors import ModelUnavailable
 
 DEMO = "demo"
 #: Files needed for serving; the hub's other weight formats are not downloaded.
 WANTED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+#: The same weights again, in the format of the model's authors.
+UNWANTED_FILES = ["consolidated*", "original/*"]
+#: Quantized weights that transformers converts to plain ones while it loads them.
+CONVERTED = ("mxfp4", "fp8")
 
 
 def find_model(settings: ReplicaSettings) -> Path:
@@ -31,13 +40,65 @@ def find_model(settings: ReplicaSettings) -> Path:
     return folder
 
 
+def check_runnable(folder: Path) -> None:
+    """Raise ModelUnavailable for a model whose config.json already says that no replica can run it."""
+    path = folder / "config.json"
+    config = _json(path)
+    if any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors")):
+        raise ModelUnavailable(f"{folder} holds GGUF files, which homing cannot read; {_UNQUANTIZED}")
+    text = config.get("text_config") or {}  # of models that also accept images
+    quantized = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else {})
+    if isinstance(quantized, dict) and quantized:
+        method = str(quantized.get("quant_method") or "an unnamed method")
+        if method not in CONVERTED:
+            raise ModelUnavailable(
+                f"{path}: the weights are quantized ({method}), which homing cannot run; {_UNQUANTIZED}"
+            )
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind not in FAMILIES and kind not in _transformers_types():
+        raise ModelUnavailable(
+            f"{path}: model_type {kind!r} is unknown to homing and to the installed transformers; "
+            "choose another model (docs/models.md lists those that were tested)"
+        )
+
+
+_UNQUANTIZED = "choose the original model, on a CPU with --quantization int8 to save memory"
+
+
+def _transformers_types() -> frozenset[str]:
+    """The model types of the installed transformers; read from its tables, as importing them takes seconds."""
+    spec = importlib.util.find_spec("transformers")
+    folders = [] if spec is None else [Path(each) for each in spec.submodule_search_locations or ()]
+    tables = [path.read_text() for each in folders for path in (each / "models" / "auto").glob("*.py")]
+    return frozenset(found for table in tables for found in re.findall(r'"([\w.-]+)",\s*"\w+Config"', table))
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether the model's files hold a template for chats."""
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
+    return bool(_json(folder / "tokenizer_config.json").get("chat_template"))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty where it cannot be read, which others report."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def _download(model: str, revision: str | None) -> Path:
     # Imported here: the hub's client takes a while and only this path needs it.
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=WANTED_FILES))
+        check_runnable(Path(hf_hub_download(model, "config.json", revision=revision)).parent)  # before the weights
+        return Path(
+            snapshot_download(model, revision=revision, allow_patterns=WANTED_FILES, ignore_patterns=UNWANTED_FILES)
+        )
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ModelUnavailable(

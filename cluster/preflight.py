@@ -25,6 +25,7 @@ from ..router.text.export import check_vocabulary
 from .config import Settings
 from .control.autoscale import terms_of
 from .errors import ModelUnavailable, PortTaken, SettingsError
+from .model_source import check_runnable
 
 _REMEDIES = {
     errno.EADDRINUSE: "choose another port with --port (0 takes any free one)",
@@ -94,6 +95,7 @@ def check_bounds(settings: Settings, where: str) -> None:
 
 def check_folder(folder: Path, settings: Settings) -> None:
     """Check that replicas and router can serve the model in this folder. Raises ModelUnavailable and SettingsError."""
+    check_runnable(folder)
     check_tokenizer(folder)
     try:
         check_model(folder, settings.replica, settings.kvcache)

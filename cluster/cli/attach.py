@@ -33,7 +33,7 @@ from ..client import read_key
 from ..config import Settings, state_folder
 from ..control.control_messages import ClusterStatus
 from ..errors import ModelUnavailable, SettingsError, StartFailed
-from ..model_source import find_model
+from ..model_source import find_model, has_chat_template
 from ..preflight import check_front, check_tokenizer, prepare
 from ..registry import ClusterRegistry, RegistryEntry, own_entry
 from ..runtime import fast_loop, raise_open_files_limit, set_up_logging
@@ -169,7 +169,7 @@ class AttachedRouter:
         settle()
         self.registry.write(msgspec.structs.replace(self.entry, phase="ready", url=url))
         status = ClusterStatus(replicas=(), url=url, router_error=None, notices=(), router_urls=())
-        self.console.banner(status, self.settings, detached=detached)
+        self.console.banner(status, self.settings, detached=detached, chats=has_chat_template(self.model_dir))
         while not self._stop.is_set():
             self._show(service)
             await self._pause(POLL_S * 10)

@@ -18,7 +18,8 @@ from ..config import Settings, state_folder
 from ..control.control_messages import ClusterStatus, Notice
 from ..preflight import exposures
 
-REQUEST = {"messages": [{"role": "user", "content": "Tell me a story about a fox."}], "temperature": 0}
+CHAT = {"messages": [{"role": "user", "content": "Tell me a story about a fox."}], "temperature": 0}
+COMPLETION = {"prompt": "Once upon a time", "max_tokens": 64, "temperature": 0}
 
 
 class Console:
@@ -71,9 +72,10 @@ class Console:
                 self.last_notice = notice.seq
                 self.line(f"{time.strftime('%H:%M:%S')} {notice.level:<7} {notice.text}")
 
-    def banner(self, status: ClusterStatus, settings: Settings, *, detached: bool) -> None:
+    def banner(self, status: ClusterStatus, settings: Settings, *, detached: bool, chats: bool = True) -> None:
+        """`chats`: the first model has a chat template; without one, chats are refused."""
         name = _address_flags(settings)
-        body = json.dumps({"model": settings.each_model[0].served_name, **REQUEST})
+        body = json.dumps({"model": settings.each_model[0].served_name, **(CHAT if chats else COMPLETION)})
         served = ", ".join(f"{each.served_name} on {_replicas(each)}" for each in settings.each_model)
         model = f" --served-model-name {shlex.quote(settings.models[0].served_name)}" if settings.models else ""
         program, url = self._program, status.url
@@ -84,18 +86,20 @@ class Console:
             api_key = " --api-key-file FILE"
         if settings.events.events_curve_keys:
             curve_keys = f" --events-curve-keys {settings.events.events_curve_keys}"
+        prompt = '"Tell me a story about a fox."' if chats else '--raw "Once upon a time"'
+        path = "chat/completions" if chats else "completions"
         rule = "─" * min(100, shutil.get_terminal_size().columns)
         rows = [
             ("api", f"{url}/v1   (OpenAI-compatible)"),
             *[("metrics", f"{each}/metrics") for each in status.router_urls or (url,)],
             ("status", f"{program} status{name}"),
-            ("explain", f'{program} explain{name}{model}{api_key} "Tell me a story about a fox."'),
+            ("explain", f"{program} explain{name}{model}{api_key} {prompt}"),
             ("watch", f"{program} watch{name}{curve_keys}"),
             ("stop", f"{program} stop{name}" if detached else f"Ctrl-C, or: {program} stop{name}"),
         ]
         self.line(f"{rule}\nhoming is ready: {served}\n")
         self.line("\n".join(f"  {word:<8} {text}" for word, text in rows))
-        self.line(f"\n  try it:\n\ncurl {url}/v1/chat/completions {headers} -d '{body}'\n{rule}")
+        self.line(f"\n  try it:\n\ncurl {url}/v1/{path} {headers} -d '{body}'\n{rule}")
 
 
 def program() -> str:

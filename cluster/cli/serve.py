@@ -24,7 +24,7 @@ from ..client import get_json, is_ready
 from ..config import Settings, state_folder
 from ..control.control_messages import CONTROLLER, SUPERVISOR, ClusterStatus, ModelSpec
 from ..errors import ClusterError, RayLost, StartFailed
-from ..model_source import find_model
+from ..model_source import find_model, has_chat_template
 from ..preflight import check_bounds, check_folder, check_front, check_keys, prepare
 from ..registry import ClusterRegistry, ProcessMark, RegistryEntry, is_alive, kill, own_entry, wait_gone
 from .console import Console, program
@@ -86,7 +86,8 @@ class ServeRun:
         try:
             self._start_ray()
             self._start(folders)
-            code = self._serve(detached=detached)
+            chats = folders[0] is None or has_chat_template(folders[0])
+            code = self._serve(detached=detached, chats=chats)
         except Interrupted:
             self._end_now(128 + self._signal)
         except RayLost as error:
@@ -153,7 +154,7 @@ class ServeRun:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 signal.signal(number, on_signal)
 
-    def _serve(self, *, detached: bool) -> int:
+    def _serve(self, *, detached: bool, chats: bool) -> int:
         try:
             status = self._until_ready()
             if status is None:
@@ -163,7 +164,7 @@ class ServeRun:
             )
             self._registry.write(self._entry)
             self._console.last_notice = max((notice.seq for notice in status.notices), default=0)
-            self._console.banner(status, self._settings, detached=detached)
+            self._console.banner(status, self._settings, detached=detached, chats=chats)
             while not self._stopping.wait(POLL_S):
                 if status := self._status():
                     self._console.happened(status.notices)

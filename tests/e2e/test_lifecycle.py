@@ -232,7 +232,8 @@ def test_a_replica_that_cannot_start_ends_the_command_with_its_own_words(tmp_pat
     before = orphaned_folders()
     model = Path(shutil.copytree(demo_model_path(), tmp_path / "model"))
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"model_type": "no-such-family"}))
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    (model / "config.json").write_text(json.dumps(config | {"rope_parameters": dynamic}))
 
     failed = homing(tmp_path / "state", "serve", str(model), "--port", "0", "--replicas", "1")
 

@@ -64,6 +64,16 @@ def test_every_command_of_the_banner_finds_the_cluster() -> None:
         assert (arguments.name, arguments.state_dir) == ("blue", "/srv/state folder")
 
 
+def test_the_example_works_for_a_model_without_a_chat_template() -> None:
+    """Its first request must not be a 400."""
+    out = io.StringIO()
+
+    Console(out).banner(STATUS, Settings(), detached=False, chats=False)
+
+    assert re.search(r"curl http://127.0.0.1:8000/v1/completions .*\"prompt\": ", out.getvalue())
+    assert 'homing explain --raw "Once upon a time"' in out.getvalue()
+
+
 def test_several_models_are_all_named_and_the_commands_choose_one() -> None:
     """What stands there is copied: without a model's name it would be refused."""
     fox, owl = (load_settings({"served_model_name": name, "replicas": "3"}, {}) for name in ("fox", "forest/owl"))

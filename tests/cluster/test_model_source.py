@@ -1,0 +1,123 @@
+"""Which models are refused by their configuration alone, and which files of a repository are fetched."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from homing.cluster.cli.doctor import examine_settings
+from homing.cluster.config import load_settings
+from homing.cluster.errors import ModelUnavailable
+from homing.cluster.model_source import check_runnable, find_model, has_chat_template
+from homing.cluster.preflight import check_folder
+from homing.replica.config import ReplicaSettings
+from homing.replica.demo import demo_model_path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the demo model."""
+    return Path(shutil.copytree(demo_model_path(), tmp_path / "model"))
+
+
+def change(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "compressed-tensors"])
+def test_a_quantized_checkpoint_is_refused_with_the_reason(folder: Path, method: str) -> None:
+    """It would fail after 45 s with the advice to install a package that does not help; doctor says the same."""
+    change(folder, quantization_config={"quant_method": method, "bits": 4})
+    settings = load_settings({"model": str(folder), "port": "0"}, {})
+
+    with pytest.raises(ModelUnavailable, match=rf"config.json: the weights are quantized \({method}\).*original model"):
+        check_folder(folder, settings)
+    (finding,) = [each for each in examine_settings(settings, None) if each.check == "model"]
+    assert (finding.level, f"({method})" in finding.message) == ("error", True)
+
+
+def test_what_transformers_converts_is_not_refused(folder: Path) -> None:
+    """gpt-oss comes in mxfp4 only."""
+    change(folder, quantization_config={"quant_method": "mxfp4"})
+
+    check_runnable(folder)
+
+
+def test_gguf_files_are_refused_by_their_name(folder: Path) -> None:
+    """Whoever has them has a whole model, and would look for what is missing."""
+    (folder / "model.safetensors").rename(folder / "model.Q4_K_M.gguf")
+
+    with pytest.raises(ModelUnavailable, match="holds GGUF files"):
+        check_folder(folder, load_settings({}, {}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "known"), [("no-such-family", False), ("llama", True), ("phi3", True), ("bloom", True)]
+)
+def test_an_unknown_model_type_is_refused_before_ray_starts(folder: Path, kind: str, known: bool) -> None:
+    """Of those that transformers knows, loading tells which can be served."""
+    change(folder, model_type=kind)
+
+    if known:
+        check_runnable(folder)
+    else:
+        with pytest.raises(ModelUnavailable, match=r"config.json: model_type 'no-such-family' is unknown"):
+            check_runnable(folder)
+
+
+def test_a_chat_template_is_found_wherever_it_is_kept(folder: Path) -> None:
+    """In a file of its own, or among the tokenizer's settings; the banner shows a completion without one."""
+    assert has_chat_template(folder)
+    (folder / "chat_template.jinja").unlink()
+    assert not has_chat_template(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "{{ messages }}"}))
+    assert has_chat_template(folder)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """A hub of one repository; returns the names of what was fetched."""
+    fetched: list[str] = []
+
+    def serve(folder: Path) -> list[str]:
+        from huggingface_hub.utils import filter_repo_objects
+
+        def one(_: str, name: str, **__: object) -> str:
+            fetched.append(name)
+            return str(folder / name)
+
+        def many(_: str, *, allow_patterns: list[str], ignore_patterns: list[str], **__: object) -> str:
+            names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+            fetched.extend(filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+            return str(folder)
+
+        monkeypatch.setattr("huggingface_hub.hf_hub_download", one)
+        monkeypatch.setattr("huggingface_hub.snapshot_download", many)
+        return fetched
+
+    return serve
+
+
+def test_weights_are_fetched_once(folder: Path, hub: Callable[..., list[str]]) -> None:
+    """Repositories with the authors' own format beside the usual one would take twice the time and the disk."""
+    (folder / "consolidated.safetensors").touch()
+    (folder / "original").mkdir()
+    (folder / "original" / "consolidated.00.safetensors").touch()
+    fetched = hub(folder)
+
+    assert find_model(ReplicaSettings(model="org/fox")) == folder
+    assert [name for name in fetched if name.endswith("safetensors")] == ["model.safetensors"]
+
+
+def test_a_model_that_cannot_run_is_not_fetched(folder: Path, hub: Callable[..., list[str]]) -> None:
+    """Gigabytes, for a message that its first file already allows."""
+    change(folder, quantization_config={"quant_method": "awq"})
+    fetched = hub(folder)
+
+    with pytest.raises(ModelUnavailable, match=r"\(awq\)"):
+        find_model(ReplicaSettings(model="org/fox"))
+    assert fetched == ["config.json"]
