@@ -17,6 +17,7 @@ from ... import __version__
 from ..config import Settings, state_folder
 from ..control.control_messages import ClusterStatus, Notice
 from ..preflight import exposures
+from .words import count
 
 CHAT = {"messages": [{"role": "user", "content": "Tell me a story about a fox."}], "temperature": 0}
 COMPLETION = {"prompt": "Once upon a time", "max_tokens": 64, "temperature": 0}
@@ -102,6 +103,11 @@ class Console:
         self.line(f"\n  try it:\n\ncurl {url}/v1/{path} {headers} -d '{body}'\n{rule}")
 
 
+def runs(name: str, source: str) -> str:
+    """A served model by its name, with the model that runs under it where that has another one."""
+    return name if source == name else f"{name} ({source})"
+
+
 def program() -> str:
     """How to call this command from this prompt: by its bare name only where the shell finds it."""
     return called(Path(sys.executable), shutil.which("homing"), Path.cwd())
@@ -131,4 +137,4 @@ def _shape(settings: Settings) -> str:
 
 def _replicas(settings: Settings) -> str:
     backends = settings.router.backend
-    return f"{len(backends.split(','))} backends" if backends else f"{settings.cluster.replicas} replicas"
+    return count(len(backends.split(",")), "backend") if backends else count(settings.cluster.replicas, "replica")

@@ -13,33 +13,39 @@ from typing import Any, TextIO
 from .. import local_ray
 from ..config import Settings, added_settings, changed_settings, state_folder
 from ..control.control_messages import CONTROLLER, ClusterStatus, Failed, ModelSpec
-from ..errors import ClusterError, NoSuchModel, NoSuchReplica, NotRunning, StartFailed, UpdateAbandoned
+from ..errors import ClusterError, NoSuchModel, NoSuchReplica, NotRunning, SettingsError, StartFailed, UpdateAbandoned
 from ..model_source import find_model
 from ..preflight import check_bounds, check_folder
 from ..registry import ClusterRegistry
 from .console import Console
+from .words import count
 
 POLL_S = 0.2
 ANSWER_TIMEOUT_S = 60.0
 
 
-def scale(settings: Settings, out: TextIO, *, model_name: str | None, wanted: int, wait: bool) -> int:
-    """Change the number of replicas of this model (None: the only one); returns when they serve.
+def scale(
+    settings: Settings, out: TextIO, *, model_name: str | None, asked_model: str | None, wanted: int, wait: bool
+) -> int:
+    """Change the number of replicas of this model, named in either way (None: the only one); returns when they serve.
 
     Raises NotRunning, NoSuchModel and StartFailed.
     """
+    if model_name and asked_model and model_name != asked_model:
+        raise SettingsError(f"the model is given twice: {model_name} and --served-model-name {asked_model}")
+    model_name = model_name or asked_model
     with _visit(settings):
         client = ControllerClient(out)
         name = choose_model([each.name for each in client.status().models], model_name)
         client.order("scale", name, wanted)
-        return client.follow([name], wait=wait, done=f"{wanted} replicas")
+        return client.follow([name], wait=wait, done=count(wanted, "replica"))
 
 
 def choose_model(names: Sequence[str], model: str | None) -> str:
     """`model`, or the only one that is served. Raises NoSuchModel."""
     served = ", ".join(names)
     if model is None and len(names) > 1:
-        raise NoSuchModel(f"several models are served: {served}; name one before the number")
+        raise NoSuchModel(f"several models are served: {served}; name one with --served-model-name")
     if model is not None and model not in names:
         raise NoSuchModel(f"no model {model!r} is served here (served: {served})")
     return model or names[0]
@@ -63,14 +69,30 @@ def update(settings: Settings, out: TextIO, *, wait: bool, **changes: Any) -> in
     """
     with _visit(settings):
         client = ControllerClient(out)
-        orders = update_orders({model.name: model for model in client.ask("current")}, **changes)
+        running = {model.name: model for model in client.ask("current")}
+        orders = update_orders(running, **changes)
         if not orders:
             print("nothing changes (to replace every replica: --restart)", file=out)
             return 0
         for verb, subject in orders:
             client.order(verb, subject)
         names = [subject if isinstance(subject, str) else subject.name for _, subject in orders]
-        return client.follow(names, wait=wait, done="updated", updating=True)
+        return client.follow(names, wait=wait, done=updated(running, orders), updating=True)
+
+
+def updated(running: Mapping[str, ModelSpec], orders: Sequence[tuple[str, ModelSpec | str]]) -> str:
+    """What these orders have done, for a person: a name stays when another model runs under it."""
+    done = []
+    for verb, subject in orders:
+        if isinstance(subject, str):
+            done.append(f"removed {subject}")
+        elif verb == "add":
+            done.append(f"added {subject.name}")
+        elif subject.settings.replica.model != running[subject.name].settings.replica.model:
+            done.append(f"updated; the name {subject.name} now stands for {subject.settings.replica.model}")
+        else:
+            done.append("updated")
+    return ", ".join(dict.fromkeys(done))
 
 
 def update_orders(
@@ -159,6 +181,7 @@ class ControllerClient:
         while True:
             status = self.status()
             self._console.happened(status.notices)
+            everything = status.replicas
             status = dataclasses.replace(
                 status,
                 models=tuple(model for model in status.models if model.name in models),
@@ -175,7 +198,8 @@ class ControllerClient:
             if status.settled:
                 break
             time.sleep(POLL_S)
-        names = sorted(replica.replica_id for replica in status.replicas if replica.phase == "ready")
+        # Where nothing is left of these models, others still serve.
+        names = sorted(each.replica_id for each in status.replicas or everything if each.phase == "ready")
         self._console.line(f"{done}; serving: {', '.join(names) or 'no replica'}")
         return 0
 

@@ -7,8 +7,9 @@ from typing import Any, TextIO
 
 from ..client import post_json, router_urls
 from ..config import Settings
-from ..errors import SettingsError
-from .status import by_name, count, table
+from ..errors import ClusterError, SettingsError
+from .status import by_name, table
+from .words import count
 
 NUMBERS = ("held", "expected", "to compute", "queued", "running", "waiting", "first token")
 COLUMNS = ("", "replica", "events", *NUMBERS, "why")
@@ -21,7 +22,12 @@ def explain(
 
     `api_key` selects the tenant: tenants share no cached blocks.
     """
-    found = post_json(f"{router_urls(settings, url)[0]}/explain", body, api_key=api_key)
+    try:
+        found = post_json(f"{router_urls(settings, url)[0]}/explain", body, api_key=api_key)
+    except ClusterError as error:
+        if "model" in body or "field 'model'" not in str(error):
+            raise
+        raise SettingsError(f"{error}; name one with --served-model-name") from error
     print(json.dumps(found, indent=2) if as_json else render(found), file=out)
     return 0
 

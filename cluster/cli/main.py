@@ -22,6 +22,40 @@ from ..errors import ClusterError, SettingsError
 LOOKUP = ("name", "state_dir")
 
 
+#: What users of vLLM type, and what homing has in its place; the nearest spelling would often mean something else.
+VLLM_FLAGS = {
+    "--enable-chunked-prefill": "it is always on",
+    "--enable-prefix-caching": "it is on (off: --no-prefix-caching)",
+    "--no-enable-prefix-caching": "here --no-prefix-caching",
+    **dict.fromkeys(("-tp", "--tp"), "here --tensor-parallel-size"),
+    **dict.fromkeys(("-dp", "--data-parallel-size"), "here --replicas"),
+    **dict.fromkeys(("-pp", "--pipeline-parallel-size"), "there is no pipeline parallelism: --tensor-parallel-size"),
+    "--max-num-seqs": "here --max-running-requests",
+    "--max-num-batched-tokens": "here --max-batched-tokens",
+    "--num-gpu-blocks-override": "here --num-kv-blocks",
+    "--kv-cache-memory-bytes": "here --kv-cache-bytes",
+    "--prefix-caching-hash-algo": "here --hash-algorithm",
+    "--kv-events-config": "events are published without it (off: --no-publish-events)",
+    "--attention-config": "here --attention-backend",
+    "--tokenizer": "the tokenizer is the one in the model's folder",
+    "--load-format": "weights are read from safetensors files",
+    "--chat-template": "the chat template is the one in the model's folder",
+    "--trust-remote-code": "code of a model's repository is never run",
+    "--download-dir": "set HF_HOME",
+    "--hf-token": "set HF_TOKEN",
+    "--swap-space": "preempted requests are computed again",
+    "--enforce-eager": "CUDA graphs need no flag",
+    "--seed": "each request has a seed of its own",
+    "--api-key": "here --api-keys-file, as everybody on the machine can read command lines",
+    "--ssl-certfile": "here --tls-cert-file",
+    "--ssl-keyfile": "here --tls-key-file",
+    "--allowed-origins": "here --cors-origins",
+    "--uvicorn-log-level": "here --log-level",
+    "--enable-log-requests": "here --access-log",
+    "--distributed-executor-backend": "replicas always run on Ray",
+}
+
+
 class Parser(argparse.ArgumentParser):
     """An argparse parser that raises SettingsError."""
 
@@ -85,7 +119,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         known = commands[arguments.command].flags() if arguments.command else []
         word = unknown[0].partition("=")[0]
         where = f"{arguments.command}: " if arguments.command else ""
-        raise SettingsError(f"{where}unknown argument {word}{nearest(word, known)}")
+        serving = arguments.command in COMMANDS and COMMANDS[arguments.command].all_settings
+        hint = f"; {VLLM_FLAGS[word]}" if serving and word in VLLM_FLAGS else nearest(word, known)
+        raise SettingsError(f"{where}unknown argument {word}{hint}")
     arguments.words = words
     return arguments
 
@@ -280,12 +316,13 @@ SERVE = (
     (("--background",), {"action": "store_true", "help": argparse.SUPPRESS}),
 )
 STATUS = (URL, *FIND_CLUSTER, _argument("--json", None, "print the response of /cluster, for programs", dest="as_json"))
+CHOOSE_MODEL = _argument(
+    SETTINGS["served_model_name"].flag, "NAME", "name of the model, if several are served", dest="asked_model"
+)
 EXPLAIN = (
     _argument("prompt", "PROMPT", "sent as one user message; with --raw without a chat template", nargs="?"),
     _argument("--raw", None, "no chat template: the prompt of a completion"),
-    _argument(
-        SETTINGS["served_model_name"].flag, "NAME", "name of the model, if several are served", dest="asked_model"
-    ),
+    CHOOSE_MODEL,
     _argument("--body", "FILE", "JSON body of a chat or completion request, instead of a prompt"),
     _argument(
         "--api-key-file", "FILE", "file with the tenant's API key (-: standard input); tenants share no cached blocks"
@@ -391,8 +428,9 @@ COMMANDS = {
         "change the number of replicas of a running cluster",
         _calls("control.scale"),
         (
-            _argument("model_name", "MODEL", "name of the model, if several are served", nargs="?"),
+            _argument("model_name", "MODEL", "the same as --served-model-name", nargs="?"),
             _argument("wanted", "N", "number of replicas", type=_count),
+            CHOOSE_MODEL,
             NO_WAIT,
             *FIND_CLUSTER,
         ),

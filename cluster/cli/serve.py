@@ -22,12 +22,12 @@ import psutil
 from .. import local_ray
 from ..client import get_json, is_ready
 from ..config import Settings, state_folder
-from ..control.control_messages import CONTROLLER, SUPERVISOR, ClusterStatus, ModelSpec
+from ..control.control_messages import CONTROLLER, SUPERVISOR, ClusterStatus, ModelSpec, ModelStatus
 from ..errors import ClusterError, RayLost, StartFailed
 from ..model_source import find_model, has_chat_template
 from ..preflight import check_bounds, check_folder, check_front, check_keys, prepare
 from ..registry import ClusterRegistry, ProcessMark, RegistryEntry, is_alive, kill, own_entry, wait_gone
-from .console import Console, program
+from .console import Console, program, runs
 
 POLL_S = 0.2
 #: For routers to end their streams with an error.
@@ -44,7 +44,7 @@ def serve(settings: Settings, out: TextIO, *, detached: bool = False) -> int:
     console.opening(settings)
     registry, name = ClusterRegistry(state_folder(settings)), settings.cluster.name
     log = str(registry.log_path(name)) if detached else None
-    entry = own_entry(name, ", ".join(each.replica.model for each in settings.each_model), log)
+    entry = own_entry(name, ", ".join(runs(each.served_name, each.replica.model) for each in settings.each_model), log)
     with registry.claim(entry):
         check_front(settings.router)
         local = not settings.cluster.ray_address  # otherwise each node finds the models by itself
@@ -52,6 +52,10 @@ def serve(settings: Settings, out: TextIO, *, detached: bool = False) -> int:
         # Ray 2.60 prints a paragraph to `sys.stdout` about every killed worker, whatever its settings say.
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             return ServeRun(settings, console, registry, entry).run(folders, detached=detached)
+
+
+def described_models(models: Sequence[ModelStatus]) -> str:
+    return ", ".join(runs(each.name, each.source) for each in models)
 
 
 def _local_model(settings: Settings) -> Path:
@@ -168,10 +172,17 @@ class ServeRun:
             while not self._stopping.wait(POLL_S):
                 if status := self._status():
                     self._console.happened(status.notices)
+                    self._register_models(status)
             return 0
         finally:
             self._registry.write(msgspec.structs.replace(self._entry, phase="stopping"))
             self._stop()
+
+    def _register_models(self, status: ClusterStatus) -> None:
+        """Keep the entry true when an update has changed what runs under the names."""
+        if (models := described_models(status.models)) != self._entry.model:
+            self._entry = msgspec.structs.replace(self._entry, model=models)
+            self._registry.write(self._entry)
 
     def _start(self, folders: Sequence[Path | None]) -> None:
         import ray

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ..client import get_json, get_text, router_urls
 from ..config import Settings, state_folder
 from ..registry import ClusterRegistry, describe_running
+from .words import count
 
 COLUMNS = ("replica", "state", "events", "ranks", "node", "running", "waiting", "kv used", "cached", "hit rate")
 QUERIES, HITS = "homing_prefix_cache_queries_tokens_total", "homing_prefix_cache_hits_tokens_total"
@@ -25,9 +26,12 @@ def status(settings: Settings, out: TextIO, *, url: str | None, as_json: bool) -
         print(file=out)
         return 0
     rates = hit_rates(get_text(f"{found}/metrics"))
-    name = None if url else settings.cluster.name
-    print(render(name, found, views, rates, routers, now=time.time()), file=out)
-    if not url and (others := ClusterRegistry(state_folder(settings)).others(settings.cluster.name)):
+    name, models, registry = None, "", ClusterRegistry(state_folder(settings))
+    if not url:
+        name = settings.cluster.name
+        models = registry.running(name).model
+    print(render(name, found, views, rates, routers, models=models, now=time.time()), file=out)
+    if not url and (others := registry.others(settings.cluster.name)):
         print(f"also running: {describe_running(others)}", file=out)
     return 0
 
@@ -49,14 +53,16 @@ def render(
     rates: Mapping[str, float],
     routers: Sequence[str] = (),
     *,
+    models: str = "",
     now: float,
 ) -> str:
     """The whole page: the replicas as the first router sees them, and the counters of each router.
 
-    `name`: None when the cluster was given by its address. `now`: seconds since 1970.
+    `name`: None when the cluster was given by its address. `models`: what runs under the served names, if known.
+    `now`: seconds since 1970.
     """
     view = views[0]
-    models = ", ".join(model["name"] for model in view["models"]) or "no replica"
+    models = (view["models"] and models) or ", ".join(model["name"] for model in view["models"]) or "no replica"
     title = " · ".join([*([url] if name is None else [name, url]), models, f"policy {view['policy']}"])
     rows = [_row(replica, rates.get(replica["replica_id"])) for replica in sorted(view["replicas"], key=by_name)]
     blank = ["-"] * (len(COLUMNS) - 2)
@@ -89,10 +95,6 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Colle
         ).rstrip()
 
     return [line(columns), *(line(row) for row in rows)]
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def by_name(replica: Mapping[str, Any]) -> tuple[str, int, str]:

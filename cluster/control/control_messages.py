@@ -101,6 +101,7 @@ class ModelStatus:
     version: int  #: of the settings that they are started with
     settled: bool  #: whether the wanted state is reached
     abandoned: str  #: why the last update was abandoned
+    source: str = ""  #: the model that runs under this name: a folder, or its name on the hub
 
 
 @dataclass(slots=True, frozen=True)

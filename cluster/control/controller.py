@@ -120,7 +120,14 @@ class Controller:
             router_error=self._routers.error,
             notices=tuple(notice for notice in self._notices if notice.seq > since),
             models=tuple(
-                ModelStatus(model, fleet.wanted, fleet.version, fleet.settled, fleet.abandoned)
+                ModelStatus(
+                    model,
+                    fleet.wanted,
+                    fleet.version,
+                    fleet.settled,
+                    fleet.abandoned,
+                    self._versions[fleet.version].settings.replica.model,
+                )
                 for model, fleet in self._fleets.by_model.items()
                 if fleet.groups or not fleet.leaving
             ),

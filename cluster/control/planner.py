@@ -347,11 +347,12 @@ class Fleet:
         outdated = [group for group in self.groups.values() if self._outdated(group)]
         for group in outdated:
             if group.phase is not GroupPhase.READY and (group.leaving or self.fallback is None):
-                self._retire(group, "out of date", now)
+                self._retire(group, _why_replaced(group), now)
         ready = self._in(GroupPhase.READY)
         enough = len(ready) > self.wanted if self.settings.surge else len(self.groups) <= self.wanted <= len(ready)
         if candidates := [group for group in ready if enough and self._outdated(group)]:
-            self._retire(min(candidates, key=self._merit), "out of date", now)
+            group = min(candidates, key=self._merit)
+            self._retire(group, _why_replaced(group), now)
 
     def _merit(self, group: RankGroup) -> tuple[bool, bool, float, int]:
         """The lowest ends first: those that do not serve, then outdated ones, then the least worth of the cache."""
@@ -402,6 +403,10 @@ def restart_pause_s(cluster: ClusterSettings, failures: int) -> float:
     if failures <= 1:
         return 0.0
     return min(cluster.restart_backoff_limit_s, cluster.restart_backoff_s * 2.0 ** min(failures - 2, 32))
+
+
+def _why_replaced(group: RankGroup) -> str:
+    return "replaced by hand" if group.leaving else "out of date"
 
 
 def replica_worths(caches: Iterable[CacheWorth]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from homing.cluster.cli.console import Console, called
+from homing.cluster.cli.console import Console, called, runs
 from homing.cluster.cli.main import parse
 from homing.cluster.config import Settings, load_settings
 from homing.cluster.control.control_messages import ClusterStatus
@@ -72,6 +72,14 @@ def test_the_example_works_for_a_model_without_a_chat_template() -> None:
 
     assert re.search(r"curl http://127.0.0.1:8000/v1/completions .*\"prompt\": ", out.getvalue())
     assert 'homing explain --raw "Once upon a time"' in out.getvalue()
+
+
+def test_one_replica_is_not_called_replicas() -> None:
+    """And what runs under another name is shown beside it."""
+    assert "homing is ready: fox on 1 replica\n" in banner(
+        load_settings({"replicas": "1", "served_model_name": "fox"}, {})
+    )
+    assert (runs("demo", "demo"), runs("fox", "./ox")) == ("demo", "fox (./ox)")
 
 
 def test_several_models_are_all_named_and_the_commands_choose_one() -> None:

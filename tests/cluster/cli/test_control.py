@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from homing.cluster.cli.control import choose_model, failed_since, update_orders
+from homing.cluster.cli.control import choose_model, failed_since, update_orders, updated
 from homing.cluster.config import load_settings
 from homing.cluster.control.control_messages import ClusterStatus, ModelSpec, ReplicaStatus
 from homing.cluster.errors import NoSuchModel, SettingsError
@@ -27,7 +27,7 @@ def test_the_only_model_needs_no_name() -> None:
 def test_with_several_models_one_must_be_named() -> None:
     """Whoever scales the wrong one pays for it."""
     assert choose_model(["fox", "owl"], "owl") == "owl"
-    with pytest.raises(NoSuchModel, match="several models are served: fox, owl; name one"):
+    with pytest.raises(NoSuchModel, match="several models are served: fox, owl; name one with --served-model-name"):
         choose_model(["fox", "owl"], None)
 
 
@@ -85,6 +85,18 @@ def test_an_update_that_would_leave_something_out_is_refused(tmp_path: Path) -> 
             tmp_path,
             file=written(tmp_path / "less", MODELS + '  - {name: ox, model: x, autoscale: "4:5"}\n'),
         )
+
+
+def test_an_update_says_what_it_has_done(tmp_path: Path) -> None:
+    """A name stays when another model runs under it: without a word nothing would show what answers."""
+    started = load_settings({}, {}, written(tmp_path)).models
+    specs = [ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=None) for settings in started]
+    running = {spec.name: spec for spec in specs}
+    other = update_orders(running, flags={"served_model_name": "fox", "model": "org/ox"})
+
+    assert updated(running, other) == "updated; the name fox now stands for org/ox"
+    assert updated(running, update_orders(running, restart=True)) == "updated"
+    assert updated(running, update_orders(running, remove=["owl"])) == "removed owl"
 
 
 def cluster(**failures: int) -> ClusterStatus:

@@ -1,10 +1,11 @@
 """The command line: every setting is a flag, and every mistake is one line that helps."""
 
 import io
+import re
 
 import pytest
 
-from homing.cluster.cli.main import build_parser, parse, run, settings_of
+from homing.cluster.cli.main import VLLM_FLAGS, build_parser, parse, run, settings_of
 from homing.cluster.config import SETTINGS
 from homing.cluster.errors import SettingsError
 
@@ -47,6 +48,32 @@ def test_a_mistake_is_named(words: list[str], expected: str) -> None:
         settings_of(parse(words))
 
     assert expected in str(caught.value)
+
+
+def test_flags_of_vllm_are_answered_by_ours() -> None:
+    """The nearest spelling was often the opposite: --no-prefix-caching for --enable-prefix-caching."""
+    said = {}
+    for words in VLLM_FLAGS:
+        with pytest.raises(SettingsError) as caught:
+            parse(["serve", "m", words, "2"])
+        said[words] = str(caught.value)
+
+    assert said["-tp"] == "serve: unknown argument -tp; here --tensor-parallel-size"
+    assert said["--max-num-seqs"].endswith("here --max-running-requests")
+    assert "did you mean" not in "".join(said.values())
+    named = {word for hint in VLLM_FLAGS.values() for word in re.findall(r"--[a-z-]+", hint)}
+    assert named <= {*build_parser()[1]["serve"].flags()}
+    assert not VLLM_FLAGS.keys() & {*build_parser()[1]["serve"].flags()}
+
+
+def test_every_command_for_one_of_several_models_takes_the_same_flag() -> None:
+    """Three ways to name one thing are two to look up."""
+    flag = SETTINGS["served_model_name"].flag
+
+    assert all(flag in build_parser()[1][command].flags() for command in ("scale", "explain", "update"))
+    assert parse(["scale", flag, "fox", "3"]).asked_model == "fox"
+    with pytest.raises(SettingsError, match="given twice: owl and --served-model-name fox"):
+        run(["scale", "owl", "3", flag, "fox"], io.StringIO())
 
 
 def test_no_mistake_is_told_with_the_name_of_the_program() -> None:
