@@ -13,6 +13,8 @@ from .errors import ClusterError, NotRunning, SettingsError
 from .registry import ClusterRegistry
 
 TIMEOUT_S = 10.0
+#: Tells the requests of homing's own commands from those of clients.
+USER_AGENT = "homing"
 
 
 def router_urls(settings: Settings, url: str | None = None) -> tuple[str, ...]:
@@ -64,6 +66,7 @@ def is_ready(url: str) -> bool:
 
 def _open(request: urllib.request.Request) -> str:
     url = request.full_url
+    request.add_header("user-agent", USER_AGENT)
     # Proxies of the environment must not see requests to the cluster.
     https = urllib.request.HTTPSHandler(context=ssl_context(url))
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), https)

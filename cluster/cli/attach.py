@@ -37,7 +37,7 @@ from ..model_source import find_model, has_chat_template
 from ..preflight import check_front, check_tokenizer, prepare
 from ..registry import ClusterRegistry, RegistryEntry, own_entry
 from ..runtime import fast_loop, raise_open_files_limit, set_up_logging
-from .console import Console, program
+from .console import Console, program, runs
 
 POLL_S = 0.05
 
@@ -57,7 +57,9 @@ def serve_backends(settings: Settings, out: TextIO, *, detached: bool = False) -
     console = Console(out, program=program())
     console.opening(settings)
     registry, name = ClusterRegistry(state_folder(settings)), settings.cluster.name
-    entry = own_entry(name, settings.replica.model, str(registry.log_path(name)) if detached else None)
+    entry = own_entry(
+        name, runs(settings.served_name, settings.replica.model), str(registry.log_path(name)) if detached else None
+    )
     with registry.claim(entry):
         check_front(settings.router)
         model_dir = find_model(settings.replica)

@@ -79,7 +79,7 @@ def _versions(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG001
     if host.python < (3, 11):
         return Finding("environment", "error", f"Python {python} is too old", "use Python 3.11 or newer")
     if missing := [name for name, version in host.packages.items() if version is None]:
-        remedy = "pip install homing, or make setup"
+        remedy = f"make setup in a checkout, else: pip install {' '.join(missing)}"
         return Finding("environment", "error", f"not installed: {', '.join(missing)}", remedy)
     versions = ", ".join(f"{name} {host.packages[name]}" for name in ("ray", "torch", "transformers"))
     return Finding("environment", "ok", f"Python {python}, {versions}")

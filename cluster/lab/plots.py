@@ -119,7 +119,7 @@ def check_plot_path(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401 - asked for, not used
     except ImportError as error:
-        raise PlotFailed("plots need matplotlib, which is not installed: pip install 'homing[plot]'") from error
+        raise PlotFailed("plots need matplotlib, which is not installed: pip install 'matplotlib>=3.9'") from error
 
 
 def write_plot(path: Path, page: Page) -> None:

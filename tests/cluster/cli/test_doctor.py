@@ -140,3 +140,10 @@ def test_the_command_looks_at_this_machine(tmp_path: Path) -> None:
     assert code == int(any(finding["level"] == "error" for finding in findings))
     assert {"environment", "ports", "model", "keys", "clock", "cluster"} <= {finding["check"] for finding in findings}
     assert all(finding["remedy"] for finding in findings if finding["level"] == "warning")
+
+
+def test_the_remedy_for_a_missing_package_can_be_followed() -> None:
+    """No index has homing itself."""
+    (found,) = faults(replace(WELL, packages=dict.fromkeys(PACKAGES, "1") | {"ray": None}))
+
+    assert found.remedy == "make setup in a checkout, else: pip install ray"

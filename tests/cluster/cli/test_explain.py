@@ -1,13 +1,18 @@
 """The table of `homing explain`."""
 
+import io
 import json
 import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from homing.cluster.cli.explain import render, request_body
-from homing.cluster.errors import SettingsError
+from homing.cluster.cli.main import run
+from homing.cluster.errors import ClusterError, SettingsError
 
 SCORE = {
     "replica_id": "r0",
@@ -91,3 +96,37 @@ def test_a_file_that_is_no_json_is_told_so(tmp_path: Path) -> None:
 
     with pytest.raises(SettingsError, match="is not valid JSON"):
         request_body(None, str(body), None, raw=False)
+
+
+def test_with_several_models_the_flag_that_names_one_is_in_the_message(refusing: str) -> None:
+    """The router answers in terms of its API, whose user is not the one who types."""
+    words = ["explain", "--url", refusing, "hi"]
+
+    with pytest.raises(SettingsError, match=r"say which: fox, owl; name one with --served-model-name"):
+        run(words, io.StringIO())
+    with pytest.raises(ClusterError) as caught:
+        run([*words, "--served-model-name", "ox"], io.StringIO())
+    assert not isinstance(caught.value, SettingsError)
+
+
+@pytest.fixture
+def refusing() -> Iterator[str]:
+    """The address of a router that serves several models."""
+
+    class Refusal(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(400)
+            self.end_headers()
+            message = "field 'model': several models are served here, say which: fox, owl"
+            self.wfile.write(json.dumps({"error": {"message": message}}).encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Refusal)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()

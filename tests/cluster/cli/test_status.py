@@ -56,6 +56,9 @@ def test_every_replica_is_a_line_with_its_load_and_hit_rate() -> None:
 
     lines = render("default", "http://h:1", [view], {"r0": 0.75}, now=112.4).splitlines()
 
+    assert lines[0] == "default · http://h:1 · demo · policy expected-ttft"
+    updated = render("default", "http://h:1", [view], {}, models="demo (./ox)", now=112.4)
+    assert updated.startswith("default · http://h:1 · demo (./ox) · policy")  # an update keeps the name
     assert lines[3].split() == ["r0", "serving", "live", "2", "127.0.0.1", "3", "4", "25%", "40", "blocks", "75%"]
     assert lines[4].split()[-1] == "-"
     assert lines[5].split() == ["r3", "rebuilding", *["-"] * 8]

@@ -469,3 +469,12 @@ def advance_quietly(fleet: Fleet, now: float) -> None:
 
 
 test_any_order_of_facts_keeps_routers_and_gangs_right = FleetMachine.TestCase
+
+
+def test_a_replica_that_is_replaced_by_hand_drains_for_that_reason(fleet: Fleet) -> None:
+    """Its settings are those of the others: "out of date" would send the reader to look for an update."""
+    bring_up(fleet)
+    fleet.drain("r0", replace=True, now=1)
+    drains = [action for action in advance(fleet, 2) if isinstance(action, Drain)]
+
+    assert drains == [Drain("r0", 1, "replaced by hand")]

@@ -104,4 +104,4 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path):
         check=True,
     )
 
-    assert "pip install 'homing[plot]'" in done.stdout
+    assert "pip install 'matplotlib>=3.9'" in done.stdout
