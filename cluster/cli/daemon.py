@@ -4,6 +4,7 @@
 as it would in the foreground.
 """
 
+import os
 import subprocess
 import sys
 import time
@@ -33,8 +34,9 @@ def detach(settings: Settings, words: Sequence[str], out: TextIO) -> int:
     log = registry.log_path(name)
     # -P: a file in the current folder must not replace a module of the daemon's.
     command = [sys.executable, "-P", "-m", "homing.cluster.cli.main", *words, "--background"]
-    with log.open("wb") as output:
-        log.chmod(0o600)
+    # Ours alone: a link in a folder that others can write must not choose which file is emptied.
+    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as output:
+        os.fchmod(output.fileno(), 0o600)
         daemon = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
