@@ -9,6 +9,7 @@ import ctypes
 import logging
 import os
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
@@ -42,9 +43,6 @@ RAY_ENVIRONMENT = {
 #: run out. Ray also asks the kernel to take workers before every other process of the machine; without that, the
 #: largest process ends, ours or not. Of ours that is a rank, and a replica is rebuilt.
 MEMORY_ENVIRONMENT = {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_oom_score_adjustment": "0"}
-
-#: From which level on the C++ part of Ray logs to standard error and to its files.
-OWN_LOG_LEVEL = "RAY_BACKEND_LOG_LEVEL"
 
 
 def run_folder() -> Path:
@@ -80,8 +78,6 @@ def start_local(settings: Settings, folder: Path) -> None:
     ranks = sum(each.ranks for each in settings.each_model)
     cpus = sum(each.ranks * each.cluster.cpus_per_rank for each in settings.each_model)
     debug = settings.cluster.log_level == "debug"
-    if not debug:  # at its end Ray writes lines to standard error, about calls that nobody waits for any more
-        os.environ.setdefault(OWN_LOG_LEVEL, "fatal")
     with _own_process_groups(), _without_unused_processes(follow_logs=debug):
         ray.init(
             num_cpus=max(os.cpu_count() or 1, int(cpus + 0.999) + 1),
@@ -177,6 +173,18 @@ def leave(timeout_s: float) -> None:
     kill_children()
 
 
+def silence_native_stderr() -> None:
+    """Discard what libraries write to the descriptor of standard error from now on; Python's own `sys.stderr` stays.
+
+    At its end Ray's C++ part writes lines there, about calls that nobody waits for any more.
+    """
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    sys.stderr = open(kept, "w", buffering=1)  # noqa: SIM115 - for the rest of the process
+
+
 def children() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
@@ -210,7 +218,7 @@ def _own_process_groups() -> Iterator[None]:
     """Start Ray's processes in process groups of their own: a signal to our group must not end them under the replicas.
 
     `timeout`, supervisors and shells signal whole groups. Ray 2.60 has no setting for it, so the class by which it
-    starts processes is replaced meanwhile. They get no `OWN_LOG_LEVEL` either: that is for this process alone.
+    starts processes is replaced meanwhile.
     """
     from ray._private import services
 
@@ -218,9 +226,7 @@ def _own_process_groups() -> Iterator[None]:
 
     class OwnGroup(original):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            inherited = kwargs.pop("env", None) or os.environ
-            env = {name: value for name, value in inherited.items() if name != OWN_LOG_LEVEL}
-            super().__init__(*args, **kwargs, env=env, process_group=0)
+            super().__init__(*args, **kwargs, process_group=0)
 
     services.ConsolePopen = OwnGroup
     try:

@@ -290,6 +290,8 @@ class ServeRun:
         import ray
 
         self._console.farewell("stopping")
+        if self._settings.cluster.log_level != "debug":
+            local_ray.silence_native_stderr()
         if self._lost():  # Ray cannot carry a call any more; with the raylet all others end, routers with last words
             kill([process for name, process in self._ray.items() if name == "raylet"])
             return

@@ -1,6 +1,8 @@
 """Starting and joining Ray: early errors, private folders and tokens."""
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,3 +54,20 @@ def test_no_memory_monitor_chooses_what_dies_unless_the_operator_wants_one() -> 
     assert (ours["RAY_memory_monitor_refresh_ms"], ours["RAY_worker_oom_score_adjustment"]) == ("0", "0")
     assert own["RAY_memory_monitor_refresh_ms"] == "250"
     assert own["RAY_USAGE_STATS_ENABLED"] == "0"
+
+
+NOISE = """
+import os, sys
+from homing.cluster.local_ray import silence_native_stderr
+print("before", file=sys.stderr)
+silence_native_stderr()
+os.write(2, b"noise of a library\\n")
+print("after", file=sys.stderr)
+"""
+
+
+def test_lines_of_rays_own_at_the_end_are_discarded_and_ours_are_not() -> None:
+    """They look like errors, and are about calls that nobody waits for."""
+    done = subprocess.run([sys.executable, "-c", NOISE], capture_output=True, text=True, timeout=60, check=True)
+
+    assert done.stderr == "before\nafter\n"
