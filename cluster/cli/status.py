@@ -126,7 +126,7 @@ def _row(replica: dict[str, Any], rate: float | None) -> tuple[str, ...]:
 def _totals(view: dict[str, Any]) -> str:
     counters = view["counters"]
     return (
-        f"{counters['requests']} requests, {counters['finished']} finished, {view['in_flight']} running, "
+        f"{count(counters['requests'], 'request')}, {counters['finished']} finished, {view['in_flight']} running, "
         f"{view['waiting']} waiting, {counters['failed']} failed, {counters['cancelled']} cancelled, "
         f"{counters['continued']} continued elsewhere; "
         f"{counters['delivered_cached_tokens']} prompt tokens came from caches"

@@ -123,7 +123,7 @@ def test_several_routers_tell_each_what_they_did() -> None:
     page = render("default", "http://h:1", views, {}, ["http://h:2", "http://h:3"], now=0.0)
 
     assert "http://h:2: 0 requests" in page
-    assert "http://h:3: 1 requests" in page
+    assert "http://h:3: 1 request," in page
 
 
 def test_several_models_have_a_line_each_and_their_replicas_stand_together() -> None:
