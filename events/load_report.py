@@ -94,6 +94,10 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     queued_prefill_s: float | None = None  #: to compute `queued_prefill_tokens`, by that cost; None: not known
     queued_prefill: PrefillWork | None = None  #: those tokens by parts; None: not known
     prefill_sums: list[float] | None = None  #: `PrefillSums` of all steps since the start; None: not measured
+    #: free blocks that the waiting requests will take, as of their arrival; None: not known
+    waiting_blocks: int | None = None
+    #: running requests by what they have generated: none, 1, 2 to 3, 4 to 7, ... tokens; trailing zeros are left out
+    running_generated: list[int] = []
 
 
 #: Share of its weight that a step keeps with every later one: the last 100 count. Not tuned.

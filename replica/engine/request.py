@@ -80,6 +80,8 @@ class RequestState:
     cached_now: int = 0
     #: Tokens that the cache had on arrival: for the load report while the request waits.
     expected_cached: int = 0
+    #: Free blocks that it takes when it starts, as of its arrival.
+    needed_blocks: int = 0
     #: Free blocks when the request last did not fit; None if it was not tried or has run since.
     refused_at_free: int | None = None
     #: Whether an output was sent; the first one carries more fields.

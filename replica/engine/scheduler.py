@@ -140,6 +140,8 @@ class SchedulerBacklog:
     waiting: int
     queued_prefill: PrefillWork
     decode_context_tokens: int
+    waiting_blocks: int
+    running_generated: list[int]
 
 
 class Scheduler:
@@ -183,7 +185,7 @@ class Scheduler:
         assert request.key not in self._requests, f"request {request.key} added twice"
         self._arrivals += 1
         request.arrival = self._arrivals
-        request.expected_cached = self._match(request).tokens
+        self._expect(request)
         self._requests[request.key] = request
         insort(self._waiting, request, key=_by_urgency)
 
@@ -260,6 +262,8 @@ class Scheduler:
             waiting=len(self._waiting),
             queued_prefill=work_of(spans),
             decode_context_tokens=sum(request.computed for request in decoding),
+            waiting_blocks=sum(request.needed_blocks for request in self._waiting),
+            running_generated=_by_length(self._running),
         )
 
     def check(self) -> None:
@@ -330,7 +334,7 @@ class Scheduler:
             victim.preemptions += 1
             self._leave(victim)
             victim.phase = RequestPhase.WAITING
-            victim.expected_cached = self._match(victim).tokens
+            self._expect(victim)
             insort(self._waiting, victim, key=_by_urgency)
             if victim is request:
                 return False
@@ -408,6 +412,13 @@ class Scheduler:
                 copy = BlockCopy(source.block_id, target.block_id, match.partial.tokens)
         return self._row(request, budget, copy)
 
+    def _expect(self, request: RequestState) -> None:
+        """Note what a request that begins to wait would find and take now."""
+        match = self._match(request)
+        request.expected_cached = match.tokens
+        used = sum(block.ref_count > 0 for block in match.blocks)
+        request.needed_blocks = -(-request.num_tokens // self._hasher.block_size) - used
+
     def _match(self, request: RequestState) -> PrefixMatch:
         if not request.may_use_cache:
             return _NO_MATCH
@@ -435,3 +446,12 @@ class Scheduler:
         tokens = request.token_bytes(start * size, full * size)
         self._cache.commit(request.blocks[start:full], start, parent, request.hashes[start:full], tokens)
         request.committed_blocks = full
+
+
+def _by_length(requests: Iterable[RequestState]) -> list[int]:
+    """How many of the requests have generated no token, 1, 2 to 3, 4 to 7, and so on."""
+    lengths = [request.generated.bit_length() for request in requests]
+    counts = [0] * (1 + max(lengths, default=-1))
+    for length in lengths:
+        counts[length] += 1
+    return counts

@@ -503,6 +503,7 @@ class RequestFlow:
 
     def _finish(self, request: RequestState, last: TokenDelta) -> list[Instruction]:
         self._end(request, "finish", "finished")
+        self.placement.finished(request.generated)
         self.counters.finished += 1
         self.counters.predicted_cached_tokens += request.predicted_cached_tokens
         self.counters.delivered_cached_tokens += request.delivered_cached_tokens or 0

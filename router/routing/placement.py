@@ -15,7 +15,7 @@ from .policy.base import LIVE, Candidate, Decision, Policy, Prompt
 from .policy.explain import explanation_of
 from .prefix_index import PrefixIndex, ReplicaBlocks
 from .replica_load import LoadBook, Pending
-from .reservations import Reservations
+from .reservations import Reservations, common_prefix
 
 
 class Placement:
@@ -27,6 +27,7 @@ class Placement:
         self.loads = loads
         self.reservations = reservations
         self._rng = rng
+        self._in_flight: dict[str, dict[int, Sequence[int]]] = {}  #: by replica and request: the prompt's blocks
         self.feeds: dict[str, FeedState] = {}  #: how far the events of each joined replica can be trusted
 
     def __contains__(self, replica: object) -> bool:
@@ -43,6 +44,7 @@ class Placement:
         self.index.join(description.replica_id, description.num_blocks, closed=not description.foreign)
         self.loads.join(description, now)
         self.policy.join(description)
+        self._in_flight[description.replica_id] = {}
         self.feeds[description.replica_id] = FeedState.SYNCING
 
     def leave(self, replica: str) -> None:
@@ -51,7 +53,7 @@ class Placement:
         self.loads.leave(replica)
         self.reservations.leave(replica)
         self.policy.leave(replica)
-        del self.feeds[replica]
+        del self.feeds[replica], self._in_flight[replica]
 
     def report(self, replica: str, report: LoadReport, now: float) -> None:
         self.loads.report(replica, report, now)
@@ -81,7 +83,15 @@ class Placement:
         """Every joined replica as it stands for a prompt whose full blocks are `keys`."""
         held = self.index.match(keys)
         expected = self.reservations.extend(held, keys)
-        feeds = self.feeds
+        feeds, blocks = self.feeds, len(keys)
+        used: dict[str, int] = {}
+        loads = dict(zip(self.loads.replicas(), self.loads.views(now), strict=True))
+        spares = [load.free_blocks - load.queued_blocks for load in loads.values()]
+        if spares and min(spares) <= blocks:
+            for replica, spare in zip(loads, spares, strict=True):
+                used[replica] = self._used_blocks(replica, keys)
+                # Requests ahead take what is free, and evict what it holds; of a prompt its last blocks first.
+                expected[replica] = min(expected[replica], used[replica] + max(0, spare))
         return [
             Candidate(
                 replica_id=replica,
@@ -89,10 +99,23 @@ class Placement:
                 load=load,
                 held_blocks=held[replica],
                 expected_blocks=expected[replica],
+                used_blocks=used.get(replica, 0) if used else 0,
                 excluded=replica in excluded,
             )
-            for replica, load in zip(self.loads.replicas(), self.loads.views(now), strict=True)
+            for replica, load in loads.items()
         ]
+
+    def _used_blocks(self, replica: str, keys: Sequence[int]) -> int:
+        """How many leading blocks of a prompt the requests in flight there use."""
+        if not len(keys):
+            return 0
+        first, used = keys[0], 0
+        for chain in self._in_flight[replica].values():
+            if len(chain) > used and chain[0] == first and (used == 0 or chain[used] == keys[used]):
+                used = common_prefix(chain, keys, used)
+                if used == len(keys):
+                    break
+        return used
 
     def decide(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Decision:
         return self.policy.decide(prompt, candidates, self._rng)
@@ -107,9 +130,11 @@ class Placement:
         assert chosen is not None, "a decision without a replica cannot be booked"
         uncached = decision.uncached_tokens
         prefill_s = chosen.load.prefill_cost.seconds(decision.prompt.tokens - uncached, uncached)
-        pending = Pending(uncached, len(keys) + 1 - chosen.held_blocks, prefill_s)
+        needed = len(keys) + 1 - self._used_blocks(chosen.replica_id, keys)
+        pending = Pending(uncached, needed, prefill_s)
         self.loads.dispatched(chosen.replica_id, request_id, pending, now)
         self.reservations.reserve(request_id, chosen.replica_id, keys, chosen.held_blocks, now)
+        self._in_flight[chosen.replica_id][request_id] = keys
         self.policy.booked(chosen.replica_id, request_id, decision.prompt)
 
     def started(self, replica: str, request_id: int) -> None:
@@ -119,7 +144,12 @@ class Placement:
     def ended(self, replica: str, request_id: int) -> None:
         self.reservations.release(request_id)
         self.loads.ended(replica, request_id)
+        self._in_flight.get(replica, {}).pop(request_id, None)
         self.policy.ended(replica, request_id)
+
+    def finished(self, tokens: int) -> None:
+        """A request ended by itself after generating so many tokens, over all its replicas."""
+        self.loads.finished(tokens)
 
     def check(self) -> None:
         self.index.check()

@@ -17,6 +17,7 @@ import msgspec
 
 from ...events.wire.messages import CacheCounters, LoadReport, PrefillCost
 from ...replica.messages import ReplicaDescription
+from .output_lengths import TYPICAL_TOKENS, OutputLengths
 from .prefill_costs import CostPool
 
 #: A replica without progress for so many of its longest possible steps is stuck. Not tuned: a step's length is
@@ -33,7 +34,7 @@ class Pending(msgspec.Struct, frozen=True, gc=False):
     """A request sent to a replica that no report includes yet."""
 
     uncached_tokens: int
-    blocks: int
+    blocks: int  #: free ones that it takes
     prefill_s: float  #: to compute those tokens there
 
 
@@ -57,6 +58,10 @@ class ReplicaLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     warming: bool = False
     silent: bool = False
     pinned_blocks: int = 0
+    #: blocks that requests which wait there, or are on the way, need beyond `free_blocks`
+    queued_blocks: int = 0
+    #: running requests that end in a decode step, by what they have generated; with none, those on the way
+    ends_per_step: float = 1 / TYPICAL_TOKENS
 
     @property
     def requests(self) -> int:
@@ -80,6 +85,8 @@ class _Replica:
     pending_tokens: int = 0
     busy_until: float = 0.0
     pending_blocks: int = 0
+    ends_per_step: float = 0.0
+    output_tokens: float = TYPICAL_TOKENS  #: of a new request, as of the last report
     in_flight: set[int] = field(default_factory=set)
     #: The last view; None after a change. Most requests change one replica and read all.
     view: ReplicaLoad | None = None
@@ -101,6 +108,7 @@ class LoadBook:
         self._silence_s = silence_s
         self._replicas: dict[str, _Replica] = {}
         self._pool = CostPool()
+        self._lengths = OutputLengths()
         self._priced_at = -inf
 
     def __contains__(self, replica: str) -> bool:
@@ -129,6 +137,8 @@ class LoadBook:
             entry.moved_at = now
         entry.heard_at = now
         entry.view = None
+        entry.output_tokens = self._lengths.remaining()[0]
+        entry.ends_per_step = self._lengths.ends_per_step(report.running_generated, report.running)
         if report.prefill_sums is not None:
             self._pool.report(replica, report.prefill_sums, report.prefill_tokens_per_s, now)
         accepted = report.accepted.get(self._router_id)
@@ -169,6 +179,10 @@ class LoadBook:
             if (sent := entry.arrive(request_id)) is not None:  # no report will include it to correct this
                 entry.busy_until -= sent.prefill_s
             entry.in_flight.discard(request_id)
+
+    def finished(self, tokens: int) -> None:
+        """A request ended by itself after generating so many tokens."""
+        self._lengths.finished(tokens)
 
     def rest(self, replica: str, rest: Rest | None) -> None:
         entry = self._replicas[replica]
@@ -247,6 +261,7 @@ class LoadBook:
 def _view(entry: _Replica, silent: bool) -> ReplicaLoad:
     about, report = entry.description, entry.report or _idle(entry.description)
     free_blocks = max(0, report.free_blocks - entry.pending_blocks)
+    queued_blocks = max(0, entry.pending_blocks - report.free_blocks) + _waiting_blocks(report)
     return ReplicaLoad(
         running=report.running,
         waiting=report.waiting + len(entry.pending),
@@ -265,7 +280,17 @@ def _view(entry: _Replica, silent: bool) -> ReplicaLoad:
         warming=entry.rest == "warming",
         silent=silent,
         pinned_blocks=report.pinned_blocks,
+        queued_blocks=queued_blocks,
+        ends_per_step=entry.ends_per_step or max(1, len(entry.pending)) / entry.output_tokens,
     )
+
+
+def _waiting_blocks(report: LoadReport) -> int:
+    """What the waiting requests need, as if they were like the running ones if the replica does not say."""
+    if report.waiting_blocks is not None:
+        return max(0, report.waiting_blocks)
+    used = max(0, report.total_blocks - report.free_blocks)
+    return max(0, report.waiting) * used // max(1, report.running)
 
 
 def _longest_step_s(entry: _Replica) -> float:

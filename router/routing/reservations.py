@@ -88,7 +88,7 @@ class Reservations:
             if expected and replica in found:
                 position, end = found[replica], len(hashes)
                 while position < end and (owner := expected.get(hashes[position])) is not None:
-                    position = _common(owner.chain, hashes, position)
+                    position = common_prefix(owner.chain, hashes, position)
                 found[replica] = position
         return found
 
@@ -107,7 +107,7 @@ class Reservations:
             assert not strays, f"{replica}: {len(strays)} blocks are expected of no request"
 
 
-def _common(one: Sequence[int], other: Sequence[int], same: int) -> int:
+def common_prefix(one: Sequence[int], other: Sequence[int], same: int) -> int:
     """Length of the common prefix of two chains that agree at place `same`, and so at all before it."""
     low, high = same, min(len(one), len(other))
     while high - low > 1:

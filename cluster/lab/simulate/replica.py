@@ -98,6 +98,7 @@ class Work:
     committed: int = 0
     expected_cached: int = 0
     refused_at_free: int | None = None
+    needed_blocks: int = 0  #: free blocks that it takes, as of its arrival
     predicted: int | None = None  #: cached tokens that the router foresaw
     regret_tokens: int = 0  #: cached tokens of the best holder, at the decision, beyond those here
     decoding_since: int = -1  #: decode clock at which `generated` was `generated_then`
@@ -151,6 +152,7 @@ class SimulatedReplica:
         self._step_s = 0.0
         self._rows: list[tuple[Work, int]] = []
         self._waiting_work = _NO_WORK
+        self._waiting_blocks = 0
         self._context_base = 0  # context tokens of the decoding requests, less the clock for each
 
     # From the prefix cache
@@ -241,7 +243,17 @@ class SimulatedReplica:
             accepted=self._accepted.copy(),
             prefill_cost=cost,
             prefill_sums=rates.prefill_sums,
+            waiting_blocks=self._waiting_blocks,
+            running_generated=self._running_generated(),
         )
+
+    def _running_generated(self) -> list[int]:
+        lengths = [self._generated(work).bit_length() for work in self._decoding.values()]
+        lengths += [work.generated.bit_length() for work in self._prefilling]
+        counts = [0] * (1 + max(lengths, default=-1))
+        for length in lengths:
+            counts[length] += 1
+        return counts
 
     def residents(self) -> Iterator[CachedBlock]:
         """What it announces as its own: nothing of a cache that it shares."""
@@ -259,6 +271,8 @@ class SimulatedReplica:
         assert len(held) + free == self.cache.total_blocks, f"{len(held)} held and {free} free of all blocks"
         waiting = work_of(map(_awaited, self._waiting))
         assert waiting == self._waiting_work, f"{self._waiting_work} is counted as waiting, {waiting} waits"
+        needed = sum(work.needed_blocks for work in self._waiting)
+        assert needed == self._waiting_blocks, f"{self._waiting_blocks} blocks are counted as needed, {needed} are"
         assert self.next_at is not None or not self.requests, f"{self.requests} requests and nothing due"
 
     # Steps
@@ -300,8 +314,16 @@ class SimulatedReplica:
 
     def _enqueue(self, work: Work) -> None:
         work.prefill_tokens = work.arrival.tokens + work.generated
-        work.expected_cached = self._match(work).tokens * self.limits.block_tokens
+        match = self._match(work)
+        work.expected_cached = match.tokens * self.limits.block_tokens
+        used = sum([block.ref_count > 0 for block in match.blocks])
+        work.needed_blocks = self._table(work) - used
+        self._waiting_blocks += work.needed_blocks
         self._waiting_work = _added(self._waiting_work, work_of([_awaited(work)]))
+
+    def _table(self, work: Work) -> int:
+        """Blocks for one token more than there is: the one that will be drawn."""
+        return -(-(work.prefill_tokens + 1) // self.limits.block_tokens)
 
     def _match(self, work: Work) -> PrefixMatch:
         hashes = work.hashes
@@ -313,8 +335,7 @@ class SimulatedReplica:
         if work.refused_at_free is not None and free <= work.refused_at_free and (self._prefilling or self._decoding):
             return False
         match = self._match(work)
-        # One token more than there is: the one that will be drawn.
-        table = -(-(work.prefill_tokens + 1) // self.limits.block_tokens)
+        table = self._table(work)
         # A cache that is shared with other replicas (the oracle's) is larger than this one's memory.
         fits = self.cache.total_blocks == self.limits.blocks or table <= self.limits.blocks - sum(
             [len(running.blocks) for running in (*self._prefilling, *self._decoding.values())]
@@ -330,6 +351,7 @@ class SimulatedReplica:
         if work.cached_tokens is None:
             work.cached_tokens = work.cached
         self._waiting_work = _added(self._waiting_work, work_of([_awaited(work)]), -1)
+        self._waiting_blocks -= work.needed_blocks
         self._prefilling.append(work)
         return True
 

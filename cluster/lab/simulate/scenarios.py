@@ -12,7 +12,7 @@ from .delivery import Channel
 from .replica import ReplicaLimits
 from .runs import Setup, capacity_per_s
 from .simulation import Fault, Simulation
-from .workload import Arrival, Chats, Siblings, compress, conversations, facts, siblings
+from .workload import Agents, Arrival, Chats, Siblings, agents, compress, conversations, facts, siblings
 
 
 def _chats() -> Iterator[Arrival]:
@@ -34,6 +34,7 @@ class Scenario:
     replicas: int = 8
     routers: int = 1
     blocks: int = 2048
+    block_tokens: int = 512
     faults: Sequence[Fault] = ()
 
 
@@ -82,6 +83,14 @@ SCENARIOS = {
         ),
         load=None,
         blocks=65536,
+        block_tokens=16,
+    ),
+    "agents": Scenario(
+        "38 programs in long conversations, on caches that hold a few of them: requests wait for memory",
+        lambda: agents(Agents(conversations=38)),
+        load=None,
+        replicas=4,
+        blocks=512,
     ),
     "no-reuse": Scenario("no two prompts share anything", _drawn(groups=1, prefix_tokens=0, tail_tokens=8192)),
 }
@@ -90,7 +99,7 @@ SCENARIOS = {
 def stage(scenario: Scenario, *, policy: str, seed: int = 0, channel: Channel | None = None) -> Staged:
     """Scale the workload to its load, and the faults to its span."""
     setup = Setup(
-        limits=ReplicaLimits(blocks=scenario.blocks, block_tokens=16 if scenario.load is None else 512),
+        limits=ReplicaLimits(blocks=scenario.blocks, block_tokens=scenario.block_tokens),
         policy=policy,
         replicas=scenario.replicas,
         routers=scenario.routers,

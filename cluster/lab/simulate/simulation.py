@@ -240,6 +240,7 @@ class Simulation:
         for work in progress.finished:
             router = self._by_name[work.router]
             router.placement.ended(replica.replica_id, work.request_id)
+            router.placement.finished(work.generated)
             self.tally.finished += 1
             self.tally.latency.add(self.now - work.arrived_s)
             self._pump(router)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
+from math import exp, log
 from random import Random
 
 from ..recorded_trace import MOONCAKE_BLOCK_TOKENS, TraceRequest
@@ -123,6 +124,91 @@ class _Chat:
     name: str
     tokens: int
     blocks: list[int]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Agents:
+    """Long conversations of programs: each answer leads to a tool call, whose result is the next turn.
+
+    Ranges are uniform. The figures are those of recorded traffic of coding agents: long system parts with tools, short
+    pauses, contexts that grow until they are cut down to a summary.
+    """
+
+    requests: int = 2000
+    seed: int = 0
+    block_tokens: int = 512
+    conversations: int = 40  #: at once; the load
+    kinds: int = 8  #: of agents, each with a system part that all its conversations share
+    system_tokens: tuple[int, int] = (14_000, 23_000)
+    turn_tokens: tuple[int, int] = (500, 3_000)  #: that a turn adds, the former answer included
+    turns: tuple[int, int] = (20, 60)
+    output_tokens: int = 489  #: mean; log-normal with a sigma of 1
+    context_tokens: int = 60_000  #: beyond it the conversation is cut down to a summary
+    summary_tokens: tuple[int, int] = (1_000, 3_000)
+    sub_agents: float = 0.04  #: share of turns that are left to a sub-agent, which starts from the system part
+    sub_turns: tuple[int, int] = (5, 15)
+    first_token_s: float = 1.0  #: how long an answer takes is part of the workload: it does not react to waiting
+    token_s: float = 0.02
+
+
+def agents(drawn: Agents) -> Iterator[Arrival]:
+    """Turns in order of time. A conversation that ends is followed by another at once."""
+    rng = Random(f"agents {drawn.seed}")
+    names = count(1)
+    systems: list[tuple[int, list[int]]] = []
+    for _ in range(drawn.kinds):
+        tokens = rng.randint(*drawn.system_tokens)
+        systems.append((tokens, [next(names) for _ in range(tokens // drawn.block_tokens)]))
+    order = count()
+    numbers = count()
+
+    def opened(kind: int, turns: tuple[int, int], parent: _Agent | None) -> _Agent:
+        tokens, blocks = systems[kind]
+        return _Agent(f"agent{next(numbers)}", kind, tokens, list(blocks), rng.randint(*turns), parent)
+
+    due: list[tuple[float, int, _Agent]] = []
+    for _ in range(drawn.conversations):
+        agent = opened(rng.randrange(drawn.kinds), drawn.turns, None)
+        agent.turns = rng.randint(1, agent.turns)  # they are somewhere in their course
+        agent.grow(min(drawn.context_tokens - agent.tokens, agent.turns * sum(drawn.turn_tokens) // 2), names, drawn)
+        heappush(due, (rng.uniform(0.0, 30.0), next(order), agent))
+    for _ in range(drawn.requests):
+        at_s, _, agent = heappop(due)
+        agent.grow(rng.randint(*drawn.turn_tokens), names, drawn)
+        if agent.tokens > drawn.context_tokens:
+            agent.tokens, agent.blocks = systems[agent.kind][0], list(systems[agent.kind][1])
+            agent.grow(rng.randint(*drawn.summary_tokens), names, drawn)
+        output = max(1, round(rng.lognormvariate(log(drawn.output_tokens) - 0.5, 1.0)))
+        yield Arrival(at_s, agent.tokens, output, tuple(agent.blocks), session=agent.name)
+        at_s += drawn.first_token_s + output * drawn.token_s + _tool_s(rng)
+        agent.turns -= 1
+        if agent.turns <= 0:
+            agent = agent.parent or opened(rng.randrange(drawn.kinds), drawn.turns, None)
+        elif agent.parent is None and rng.random() < drawn.sub_agents:
+            agent = opened(agent.kind, drawn.sub_turns, agent)
+        heappush(due, (at_s, next(order), agent))
+
+
+def _tool_s(rng: Random) -> float:
+    """A tool call's time: 86 % below a second, 95 % below ten, the rest up to three minutes."""
+    share = rng.random()
+    low, high = (0.05, 1.0) if share < 0.86 else (1.0, 10.0) if share < 0.95 else (10.0, 180.0)
+    return exp(rng.uniform(log(low), log(high)))
+
+
+@dataclass(slots=True)
+class _Agent:
+    name: str
+    kind: int
+    tokens: int
+    blocks: list[int]
+    turns: int  #: left
+    parent: "_Agent | None"  #: goes on when this one ends
+
+    def grow(self, tokens: int, names: Iterator[int], drawn: Agents) -> None:
+        self.tokens += tokens
+        while len(self.blocks) < self.tokens // drawn.block_tokens:
+            self.blocks.append(next(names))
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -22,8 +22,6 @@ LIVE, STALE = FeedState.LIVE, FeedState.STALE
 
 #: Requests that an engine may have waiting before it counts as saturated: enough to fill the next step.
 QUEUE_AHEAD = 4
-#: Tokens that a request is assumed to generate when the wait for a slot is estimated. Not measured.
-TYPICAL_OUTPUT_TOKENS = 128
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -49,7 +47,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     feed: FeedState
     load: ReplicaLoad
     held_blocks: int
-    expected_blocks: int  #: at least `held_blocks`
+    expected_blocks: int  #: cached when its turn comes: more than `held_blocks`, or less if there is no room for them
+    used_blocks: int = 0  #: of the prompt's first blocks, those that requests in flight there use, where room is short
     excluded: bool = False  #: has refused this very request
 
     def uncached_tokens(self, prompt: Prompt) -> int:
@@ -182,7 +181,7 @@ class Policy(ABC):
 
         def score(candidate: Candidate) -> Score:
             uncached = candidate.uncached_tokens(prompt)
-            seconds = expected_ttft_s(prompt, candidate.load, uncached)
+            seconds = expected_ttft_s(prompt, candidate, uncached)
             return Score(candidate, uncached, seconds, self.obstacle(prompt, candidate), 0.0, seconds)
 
         row = None if chosen is None else score(chosen)
@@ -196,25 +195,35 @@ def is_full(prompt: Prompt, candidate: Candidate) -> bool:
     return load.requests >= load.max_running_requests or load.free_blocks < prompt.blocks + 1 - cached
 
 
-def expected_ttft_s(prompt: Prompt, load: ReplicaLoad, uncached: int) -> float:
+def missing_blocks(prompt: Prompt, candidate: Candidate) -> int:
+    """Blocks that requests there must release before this one can start; 0 or less: none.
+
+    Those that are sent there already come first. An idle cached block counts as free and is needed like any other.
+    """
+    load = candidate.load
+    # One more is being written.
+    return prompt.blocks + 1 - candidate.used_blocks + load.queued_blocks - load.free_blocks
+
+
+def expected_ttft_s(prompt: Prompt, candidate: Candidate, uncached: int) -> float:
     """Seconds until the first token, if the request is sent there now and `uncached` of its tokens are computed.
 
     The sum of: the rest of the queued prefill work; the prefill of this prompt's uncached tokens, by the replica's
     measured cost; one decode step for each prefill step, if anything decodes there; the wait for a slot and for free
     blocks, by the rate at which running requests end.
     """
+    load = candidate.load
     queued, cached = load.queued_prefill_tokens, prompt.tokens - uncached
     prefill = load.prefill_cost.seconds(cached, uncached)
     if queued and load.busy_until > prompt.now:
         prefill += load.busy_until - prompt.now
-    if not load.running:
+    missing = missing_blocks(prompt, candidate)
+    if not load.running and missing <= 0:
         return prefill
     seconds = prefill + ceil((queued + uncached) / load.max_batched_tokens) * load.decode_step_s
-    new_blocks = prompt.blocks + 1 - cached // prompt.block_size  # one more is being written
-    if new_blocks <= load.free_blocks and load.running + load.waiting < load.max_running_requests:
+    slots = load.running + load.waiting + 1 - load.max_running_requests
+    if missing <= 0 and slots <= 0:
         return seconds
-    turn_s = TYPICAL_OUTPUT_TOKENS * load.decode_step_s / load.running  # between the ends of two requests
-    slots = load.requests + 1 - load.max_running_requests
     used = max(1, load.total_blocks - load.free_blocks)
-    missing = new_blocks - load.free_blocks
-    return seconds + max(0.0, slots, missing / used * load.running) * turn_s
+    ends = max(slots, missing / used * (load.running or load.waiting))
+    return seconds + ends / load.ends_per_step * load.decode_step_s

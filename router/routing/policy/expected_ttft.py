@@ -94,7 +94,7 @@ class ExpectedTtft(Policy):
     ) -> list[Score]:
         rows = []
         for candidate, uncached in zip(candidates, counted, strict=True):
-            ttft_s = expected_ttft_s(prompt, candidate.load, uncached)
+            ttft_s = expected_ttft_s(prompt, candidate, uncached)
             lost_s = others_s(candidate.load.prefill_cost, uncached)
             obstacle = self.obstacle(prompt, candidate)
             rows.append(Score(candidate, uncached, ttft_s, obstacle, lost_s, ttft_s + lost_s))
@@ -116,7 +116,7 @@ class ExpectedTtft(Policy):
                 continue
             if self.obstacle(prompt, candidate) is not None:
                 continue
-            ttft_s = expected_ttft_s(prompt, load, uncached)
+            ttft_s = expected_ttft_s(prompt, candidate, uncached)
             if ttft_s > limit:
                 continue
             lost_s = others_s(load.prefill_cost, uncached)

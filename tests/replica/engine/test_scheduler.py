@@ -521,6 +521,8 @@ def test_the_backlog_counts_uncached_prompt_tokens_and_decode_context() -> None:
         context=2 * 2,
     )
     assert backlog.decode_context_tokens == 4
+    assert backlog.waiting_blocks == 1  # [1, 2] is in use already
+    assert backlog.running_generated == [1, 0, 1]  # no token, and two
 
 
 class Schedules(RuleBasedStateMachine):

@@ -12,7 +12,7 @@ from homing.router.routing.policy.registry import make_policy
 from homing.router.routing.replica_load import LoadBook
 from homing.router.routing.reservations import Reservations
 
-from ..fakes import BLOCK, description_of
+from ..fakes import BLOCK, description_of, report_of
 
 PROMPT = Prompt(tokens=1000, blocks=62, block_size=BLOCK)
 KEYS = range(62)
@@ -95,3 +95,50 @@ def test_what_a_subscription_stores_reaches_index_and_policy_alike(policy: str) 
 
     assert chosen == {"r1"}
     assert placement.index.count("r1") == placement.blocks_of("r1").digest.blocks == 40
+
+
+def test_requests_that_wait_for_memory_keep_others_away(placement: Placement) -> None:
+    """The holder has no room for long: an empty replica computes the prompt in the meantime."""
+    placement.stored("r0", KEYS)
+    full = {"free_blocks": 70, "waiting": 2, "running": 3, "step": 1}
+
+    placement.report("r0", report_of(**full, waiting_blocks=0), 0.0)
+    assert place(placement, 1) == "r0"
+    placement.ended("r0", 1)
+
+    placement.report("r0", report_of(**full | {"step": 2}, waiting_blocks=900), 0.0)
+    assert place(placement, 2) == "r1"
+
+
+def test_what_will_be_evicted_is_no_hit(placement: Placement) -> None:
+    """Requests ahead take the free blocks; only what running ones share, and what still fits, is found later."""
+    placement.stored("r0", KEYS)
+    holder, _ = placement.candidates(KEYS, (), 0.0)
+    assert (holder.held_blocks, holder.expected_blocks) == (62, 62)
+
+    placement.report("r0", report_of(step=1, free_blocks=70, waiting_blocks=60, waiting=1, running=1), 0.0)
+    assert placement.candidates(KEYS, (), 0.0)[0].expected_blocks == 10
+
+    placement.book(1, placement.decide(PROMPT, [holder]), KEYS[:40], 0.0)
+    crowded, _ = placement.candidates(KEYS, (), 0.0)
+    assert (crowded.used_blocks, crowded.expected_blocks) == (40, 40)
+
+
+def test_a_replica_that_reports_no_waiting_blocks_is_estimated(placement: Placement) -> None:
+    """Foreign engines do not say: their waiting requests count like the running ones."""
+    placement.report("r0", report_of(step=1, free_blocks=0, total_blocks=100, running=4, waiting=2), 0.0)
+
+    assert placement.loads.view("r0", 0.0).queued_blocks == 50
+
+
+def test_waits_follow_the_measured_lengths_of_answers(placement: Placement) -> None:
+    """Long answers free memory late."""
+    report = {"free_blocks": 0, "total_blocks": 100, "running": 4, "waiting": 1, "waiting_blocks": 30}
+    placement.report("r0", report_of(step=1, **report), 0.0)
+    before = placement.loads.view("r0", 0.0).ends_per_step
+
+    for _ in range(1000):
+        placement.finished(1280)
+    placement.report("r0", report_of(step=2, **report), 0.0)
+
+    assert placement.loads.view("r0", 0.0).ends_per_step == pytest.approx(before / 10, rel=0.1)

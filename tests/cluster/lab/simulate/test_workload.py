@@ -2,11 +2,15 @@
 
 from itertools import pairwise
 
+import pytest
+
 from homing.cluster.lab.recorded_trace import read_trace
 from homing.cluster.lab.simulate.workload import (
+    Agents,
     Arrival,
     Chats,
     Siblings,
+    agents,
     compress,
     conversations,
     facts,
@@ -79,3 +83,38 @@ def test_facts_add_up() -> None:
     about = facts(recorded())
 
     assert (about.requests, about.span_s) == (2, 2.0)
+
+
+def test_agents_grow_share_their_systems_and_are_cut_down() -> None:
+    """Equal seeds give equal traffic; names stand for whole prefixes; no context outgrows its limit."""
+    drawn = Agents(requests=1500, seed=3, conversations=30, kinds=4)
+    turns = list(agents(drawn))
+    most = drawn.context_tokens + 1
+
+    assert turns == list(agents(drawn))
+    assert all(before.at_s <= after.at_s for before, after in pairwise(turns))
+    assert all(14_000 < turn.tokens < most and len(turn.blocks) == turn.tokens // 512 for turn in turns)
+    assert len({turn.blocks[0] for turn in turns}) == 4
+    assert len({turn.session for turn in turns}) > 30 + 15, "no sub-agents, and nobody follows one that ended"
+    parents = {block: parent for turn in turns for parent, block in pairwise((None, *turn.blocks))}
+    assert all(parents[block] == parent for turn in turns for parent, block in pairwise((None, *turn.blocks)))
+    by_session: dict[str | None, list[int]] = {}
+    for turn in turns:
+        by_session.setdefault(turn.session, []).append(turn.tokens)
+    steps = [after - before for tokens in by_session.values() for before, after in pairwise(tokens)]
+    assert all(500 <= step <= 3000 or step < -20_000 for step in steps)
+    assert any(step < 0 for step in steps)
+
+
+def test_agents_pause_as_recorded() -> None:
+    """Most tools answer at once, some take minutes: from the time between turns, less what the answer takes."""
+    turns = list(agents(Agents(requests=3000, seed=1, conversations=20, sub_agents=0.0)))
+    last: dict[str | None, Arrival] = {}
+    pauses = []
+    for turn in turns:
+        if (before := last.get(turn.session)) is not None:
+            pauses.append(turn.at_s - before.at_s - 1.0 - 0.02 * before.output_tokens)
+        last[turn.session] = turn
+
+    assert sum(pause < 1.0 for pause in pauses) / len(pauses) == pytest.approx(0.86, abs=0.02)
+    assert sum(pause < 10.0 for pause in pauses) / len(pauses) == pytest.approx(0.95, abs=0.02)
