@@ -8,6 +8,8 @@ replicas.
 from collections.abc import Collection, Iterable, Sequence
 from random import Random
 
+from msgspec.structs import replace
+
 from ...events.wire.messages import LoadReport
 from ...replica.messages import ReplicaDescription
 from ..backend import Explanation, FeedState
@@ -83,34 +85,34 @@ class Placement:
         """Every joined replica as it stands for a prompt whose full blocks are `keys`."""
         held = self.index.match(keys)
         expected = self.reservations.extend(held, keys)
-        feeds, blocks = self.feeds, len(keys)
+        loads = self.loads.views(now)
         used: dict[str, int] = {}
-        loads = dict(zip(self.loads.replicas(), self.loads.views(now), strict=True))
-        spares = [load.free_blocks - load.queued_blocks for load in loads.values()]
-        if spares and min(spares) <= blocks:
-            for replica, spare in zip(loads, spares, strict=True):
+        if self.loads.crowded:
+            for replica, load in zip(self.loads.replicas(), loads, strict=True):
                 used[replica] = self._used_blocks(replica, keys)
                 # Requests ahead take what is free, and evict what it holds; of a prompt its last blocks first.
-                expected[replica] = min(expected[replica], used[replica] + max(0, spare))
-        return [
+                expected[replica] = min(expected[replica], used[replica] + max(0, load.spare_blocks))
+        feeds = self.feeds
+        found = [
             Candidate(
                 replica_id=replica,
                 feed=feeds[replica],
                 load=load,
                 held_blocks=held[replica],
                 expected_blocks=expected[replica],
-                used_blocks=used.get(replica, 0) if used else 0,
                 excluded=replica in excluded,
             )
-            for replica, load in loads.items()
+            for replica, load in zip(self.loads.replicas(), loads, strict=True)
         ]
+        return [replace(each, used_blocks=used[each.replica_id]) for each in found] if used else found
 
     def _used_blocks(self, replica: str, keys: Sequence[int]) -> int:
         """How many leading blocks of a prompt the requests in flight there use."""
-        if not len(keys):
+        chains = self._in_flight[replica]
+        if not chains or not len(keys):
             return 0
         first, used = keys[0], 0
-        for chain in self._in_flight[replica].values():
+        for chain in chains.values():
             if len(chain) > used and chain[0] == first and (used == 0 or chain[used] == keys[used]):
                 used = common_prefix(chain, keys, used)
                 if used == len(keys):
@@ -144,7 +146,8 @@ class Placement:
     def ended(self, replica: str, request_id: int) -> None:
         self.reservations.release(request_id)
         self.loads.ended(replica, request_id)
-        self._in_flight.get(replica, {}).pop(request_id, None)
+        if (chains := self._in_flight.get(replica)) is not None:
+            chains.pop(request_id, None)
         self.policy.ended(replica, request_id)
 
     def finished(self, tokens: int) -> None:

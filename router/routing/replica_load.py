@@ -26,6 +26,9 @@ STALLED_STEPS = 4
 #: Seconds between two fits of the pooled prefill costs: they change slowly, and each fit voids all views.
 PRICED_EVERY_S = 1.0
 
+#: With less than this share of its blocks to spare a replica is crowded; few prompts are that long. Not tuned.
+CROWDED = 0.5
+
 #: Why a replica takes no new requests: it is about to leave, or its cache is being filled.
 Rest = Literal["draining", "warming"]
 
@@ -48,6 +51,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     decode_context_tokens: int
     free_blocks: int  #: allocatable, less what is on the way
     cached_free_blocks: int
+    spare_blocks: int  #: free ones that no waiting request and none on the way needs; below 0, so many are missing
     total_blocks: int
     prefill_tokens_per_s: float
     decode_step_s: float
@@ -58,9 +62,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     warming: bool = False
     silent: bool = False
     pinned_blocks: int = 0
-    #: blocks that requests which wait there, or are on the way, need beyond `free_blocks`
-    queued_blocks: int = 0
-    #: running requests that end in a decode step, by what they have generated; with none, those on the way
+    #: running requests that end in a decode step, in the mean, by what they have generated
     ends_per_step: float = 1 / TYPICAL_TOKENS
 
     @property
@@ -85,8 +87,8 @@ class _Replica:
     pending_tokens: int = 0
     busy_until: float = 0.0
     pending_blocks: int = 0
-    ends_per_step: float = 0.0
-    output_tokens: float = TYPICAL_TOKENS  #: of a new request, as of the last report
+    waiting_blocks: int = 0  #: as of the last report
+    ends_per_step: float = 1 / TYPICAL_TOKENS
     in_flight: set[int] = field(default_factory=set)
     #: The last view; None after a change. Most requests change one replica and read all.
     view: ReplicaLoad | None = None
@@ -109,6 +111,8 @@ class LoadBook:
         self._replicas: dict[str, _Replica] = {}
         self._pool = CostPool()
         self._lengths = OutputLengths()
+        #: Replicas whose memory is short, as of their last view: a decision looks closer while there are any.
+        self.crowded: set[str] = set()
         self._priced_at = -inf
 
     def __contains__(self, replica: str) -> bool:
@@ -121,6 +125,7 @@ class LoadBook:
 
     def leave(self, replica: str) -> None:
         del self._replicas[replica]
+        self.crowded.discard(replica)
         self._pool.leave(replica)
 
     def replicas(self) -> tuple[str, ...]:
@@ -137,8 +142,10 @@ class LoadBook:
             entry.moved_at = now
         entry.heard_at = now
         entry.view = None
-        entry.output_tokens = self._lengths.remaining()[0]
-        entry.ends_per_step = self._lengths.ends_per_step(report.running_generated, report.running)
+        entry.waiting_blocks = _waiting_blocks(report)
+        # Where nothing runs yet, what waits is about to.
+        running = max(1, report.running or report.waiting)
+        entry.ends_per_step = self._lengths.ends_per_step(report.running_generated, running)
         if report.prefill_sums is not None:
             self._pool.report(replica, report.prefill_sums, report.prefill_tokens_per_s, now)
         accepted = report.accepted.get(self._router_id)
@@ -221,7 +228,7 @@ class LoadBook:
         silent = self._is_silent(entry, now)
         view = entry.view
         if view is None or view.silent != silent:
-            view = entry.view = _view(entry, silent)
+            view = self._renew(entry, silent)
         return view
 
     def views(self, now: float) -> list[ReplicaLoad]:
@@ -232,9 +239,17 @@ class LoadBook:
             # A replica with recent progress is neither silent nor stuck, and nearly all have some.
             view, silent = entry.view, now - entry.moved_at > silence_s and self._is_silent(entry, now)
             if view is None or view.silent != silent:
-                view = entry.view = _view(entry, silent)
+                view = self._renew(entry, silent)
             found.append(view)
         return found
+
+    def _renew(self, entry: _Replica, silent: bool) -> ReplicaLoad:
+        view = entry.view = _view(entry, silent)
+        if view.spare_blocks < CROWDED * view.total_blocks:
+            self.crowded.add(entry.description.replica_id)
+        elif self.crowded:
+            self.crowded.discard(entry.description.replica_id)
+        return view
 
     def _price(self, now: float) -> None:
         if now - self._priced_at < PRICED_EVERY_S:
@@ -261,7 +276,6 @@ class LoadBook:
 def _view(entry: _Replica, silent: bool) -> ReplicaLoad:
     about, report = entry.description, entry.report or _idle(entry.description)
     free_blocks = max(0, report.free_blocks - entry.pending_blocks)
-    queued_blocks = max(0, entry.pending_blocks - report.free_blocks) + _waiting_blocks(report)
     return ReplicaLoad(
         running=report.running,
         waiting=report.waiting + len(entry.pending),
@@ -280,8 +294,8 @@ def _view(entry: _Replica, silent: bool) -> ReplicaLoad:
         warming=entry.rest == "warming",
         silent=silent,
         pinned_blocks=report.pinned_blocks,
-        queued_blocks=queued_blocks,
-        ends_per_step=entry.ends_per_step or max(1, len(entry.pending)) / entry.output_tokens,
+        spare_blocks=report.free_blocks - entry.pending_blocks - entry.waiting_blocks,
+        ends_per_step=entry.ends_per_step,
     )
 
 

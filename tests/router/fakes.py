@@ -118,6 +118,7 @@ def load_of(**fields: object) -> ReplicaLoad:
         "max_batched_tokens": 512,
     }
     merged = values | fields
+    merged.setdefault("spare_blocks", merged["free_blocks"])
     merged.setdefault("prefill_cost", PrefillCost(0.0, 1 / merged["prefill_tokens_per_s"], 0.0))
     merged.setdefault("busy_until", merged["queued_prefill_tokens"] / merged["prefill_tokens_per_s"])
     return ReplicaLoad(**merged)

@@ -195,16 +195,6 @@ def is_full(prompt: Prompt, candidate: Candidate) -> bool:
     return load.requests >= load.max_running_requests or load.free_blocks < prompt.blocks + 1 - cached
 
 
-def missing_blocks(prompt: Prompt, candidate: Candidate) -> int:
-    """Blocks that requests there must release before this one can start; 0 or less: none.
-
-    Those that are sent there already come first. An idle cached block counts as free and is needed like any other.
-    """
-    load = candidate.load
-    # One more is being written.
-    return prompt.blocks + 1 - candidate.used_blocks + load.queued_blocks - load.free_blocks
-
-
 def expected_ttft_s(prompt: Prompt, candidate: Candidate, uncached: int) -> float:
     """Seconds until the first token, if the request is sent there now and `uncached` of its tokens are computed.
 
@@ -217,11 +207,13 @@ def expected_ttft_s(prompt: Prompt, candidate: Candidate, uncached: int) -> floa
     prefill = load.prefill_cost.seconds(cached, uncached)
     if queued and load.busy_until > prompt.now:
         prefill += load.busy_until - prompt.now
-    missing = missing_blocks(prompt, candidate)
-    if not load.running and missing <= 0:
+    has_room = load.spare_blocks > prompt.blocks  # one more is being written
+    if has_room and not load.running:
         return prefill
     seconds = prefill + ceil((queued + uncached) / load.max_batched_tokens) * load.decode_step_s
     slots = load.running + load.waiting + 1 - load.max_running_requests
+    # Blocks that requests there must release first. An idle cached block is needed like any other free one.
+    missing = 0 if has_room else prompt.blocks + 1 - candidate.used_blocks - load.spare_blocks
     if missing <= 0 and slots <= 0:
         return seconds
     used = max(1, load.total_blocks - load.free_blocks)

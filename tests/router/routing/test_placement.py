@@ -128,7 +128,7 @@ def test_a_replica_that_reports_no_waiting_blocks_is_estimated(placement: Placem
     """Foreign engines do not say: their waiting requests count like the running ones."""
     placement.report("r0", report_of(step=1, free_blocks=0, total_blocks=100, running=4, waiting=2), 0.0)
 
-    assert placement.loads.view("r0", 0.0).queued_blocks == 50
+    assert placement.loads.view("r0", 0.0).spare_blocks == -50
 
 
 def test_waits_follow_the_measured_lengths_of_answers(placement: Placement) -> None:
