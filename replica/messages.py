@@ -20,6 +20,10 @@ RefusalReason = Literal["prompt_too_long", "draining", "invalid", "internal"]
 #: The range of `kvcache.hashing.token_bytes`, which carries the tokens of a request that another replica continues.
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
+#: A request waits while another one computes at least this many tokens that it needs, too: in one step they would be
+#: computed twice. For fewer tokens the wait costs more; a step's fixed cost is about this many tokens on a CPU.
+WORTH_WAITING_TOKENS = 128
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are drawn. The router has filled in defaults, the seed and the token limit.

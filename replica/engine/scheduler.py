@@ -26,15 +26,12 @@ from ...kvcache.hashing import BlockHasher
 from ...kvcache.pool import Block
 from ...kvcache.prefix_cache import PrefixCache, PrefixMatch
 from ..errors import PromptTooLong
+from ..messages import WORTH_WAITING_TOKENS
 from .request import RequestKey, RequestPhase, RequestState
 from .step_plan import BlockCopy, PlanRow, StepPlan, plan_of_rows
 
 #: Prompt logprobs need the logits of every position: [chunk, vocab] float32, 156 MB at a vocabulary of 152k.
 PROMPT_LOGPROBS_CHUNK = 256
-
-#: A request waits while another one computes at least this many tokens that it needs, too: in one step they would be
-#: computed twice. For fewer tokens the wait costs more; a step's fixed cost is about this many tokens on a CPU.
-WORTH_WAITING_TOKENS = 128
 
 #: (a request's tokens, maximum count) -> guesses at the next token ids, or (). The sampler checks them, so the tokens
 #: generated do not depend on them. The extension point for speculative decoding.

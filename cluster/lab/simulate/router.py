@@ -33,7 +33,12 @@ class SimulatedRouter:
             request_endpoint="",
             event_endpoints=EventEndpoints(events="", replay="", state="", snapshot=""),
             parity=Parity(
-                tokenizer_digest="", template_digest="", block_size=0, hash_algorithm="", model_root=b"", canary=b""
+                tokenizer_digest="",
+                template_digest="",
+                block_size=replica.limits.block_tokens,
+                hash_algorithm="",
+                model_root=b"",
+                canary=b"",
             ),
             model=ModelLimits(name="", path="", vocab_size=1, max_model_len=1, eos_token_ids=()),
             num_blocks=replica.limits.blocks,
