@@ -22,10 +22,10 @@ LIVE, STALE = FeedState.LIVE, FeedState.STALE
 
 #: Requests that an engine may have waiting before it counts as saturated: enough to fill the next step.
 QUEUE_AHEAD = 4
-#: Error of the free blocks when a request's turn comes, as a share of those in use. Simulated on agent traffic
-#: (docs/simulate.md), geometric means over 16 cells of mean TTFT and p99: 0 gave 0.208 and 2.48 s, 0.02 0.188 and
-#: 2.06 s, 0.05 0.184 and 2.04 s.
-UNCERTAIN = 0.05
+#: Error of the free blocks when a request's turn comes, as a share of those in use. Simulated on agent traffic (16 cells
+#: of docs/simulate.md): geometric means of mean TTFT and p99 were 0.208 and 2.48 s with 0, 0.184 and 2.04 s with 0.05,
+#: 0.159 and 1.44 s with 0.1.
+UNCERTAIN = 0.1
 #: With so many times that error to spare the wait for blocks is left out; it is below a hundredth of it.
 NEGLIGIBLE = 5
 
@@ -214,13 +214,12 @@ def expected_ttft_s(prompt: Prompt, candidate: Candidate, uncached: int) -> floa
     prefill = load.prefill_cost.seconds(cached, uncached)
     if queued and load.busy_until > prompt.now:
         prefill += load.busy_until - prompt.now
-    room = load.spare_blocks - prompt.blocks
-    if room > 0 and not load.running:  # one more block is being written
+    if not load.running and load.spare_blocks > prompt.blocks:  # one more block is being written
         return prefill
     seconds = prefill + ceil((queued + uncached) / load.max_batched_tokens) * load.decode_step_s
     slots = load.running + load.waiting + 1 - load.max_running_requests
     used = max(1, load.total_blocks - load.free_blocks)
-    spread = UNCERTAIN * used
+    spread, room = UNCERTAIN * used, load.spare_blocks - prompt.blocks
     if room > NEGLIGIBLE * spread and slots <= 0:
         return seconds
     # Blocks that requests there must release first. An idle cached block is needed like any other free one.
