@@ -22,9 +22,9 @@ LIVE, STALE = FeedState.LIVE, FeedState.STALE
 
 #: Requests that an engine may have waiting before it counts as saturated: enough to fill the next step.
 QUEUE_AHEAD = 4
-#: Error of the free blocks when a request's turn comes, as a share of those in use. Simulated on agent traffic (16 cells
-#: of docs/simulate.md): geometric means of mean TTFT and p99 were 0.208 and 2.48 s with 0, 0.184 and 2.04 s with 0.05,
-#: 0.159 and 1.44 s with 0.1.
+#: Error of the free blocks when a request's turn comes, as a share of those in use. Simulated on 16 cells of agent
+#: traffic (docs/simulate.md): geometric means of mean TTFT and p99 were 0.208 and 2.48 s with 0, 0.184 and 2.04 s with
+#: 0.05, 0.159 and 1.44 s with 0.1.
 UNCERTAIN = 0.1
 #: With so many times that error to spare the wait for blocks is left out; it is below a hundredth of it.
 NEGLIGIBLE = 5
@@ -224,6 +224,6 @@ def expected_ttft_s(prompt: Prompt, candidate: Candidate, uncached: int) -> floa
         return seconds
     # Blocks that requests there must release first. An idle cached block is needed like any other free one.
     missing = 1 - room - candidate.used_blocks
-    missing = missing + spread if missing > 0 else spread * exp(missing / spread)
-    ends = max(slots, missing / used * (load.running or load.waiting))
+    likely = missing + spread if missing > 0 else spread * exp(missing / spread)
+    ends = max(slots, likely / used * (load.running or load.waiting))
     return seconds + ends / load.ends_per_step * load.decode_step_s

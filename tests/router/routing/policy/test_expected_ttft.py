@@ -4,11 +4,12 @@ from collections import Counter
 from collections.abc import Sequence
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from homing.router.backend import FeedState
-from homing.router.routing.policy.base import Candidate, Prompt, Score
+from homing.router.routing.policy.base import Candidate, Prompt, Score, expected_ttft_s
 from homing.router.routing.policy.expected_ttft import (
     TIE_MOST_S,
     TIE_RATIO,
@@ -273,3 +274,21 @@ def test_the_oldest_session_is_forgotten_first() -> None:
 
     assert (found["a"], found["c"]) == ({"home of a"}, {"home of c"})
     assert len(found["b"]) > 1
+
+
+def test_of_two_holders_the_one_with_memory_to_spare_is_chosen() -> None:
+    """Before any block is missing: the estimate of what is free when the turn comes is not exact."""
+    about = {"running": 4, "total_blocks": 1000}
+    candidates = [
+        candidate("r0", 62, free_blocks=70, cached_free_blocks=62, **about),
+        candidate("r1", 62, free_blocks=400, cached_free_blocks=62, **about),
+    ]
+
+    assert chosen(ExpectedTtft(), candidates) == "r1"
+
+
+def test_a_small_load_on_an_empty_replica_is_no_shortage() -> None:
+    """The error is a share of the blocks in use, which are few: a prompt of nearly all memory waits for nothing."""
+    empty = candidate("r0", free_blocks=64, total_blocks=66, running=1)
+
+    assert expected_ttft_s(PROMPT, empty, 1000) == pytest.approx(0.1, abs=0.01)
