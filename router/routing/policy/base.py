@@ -23,8 +23,8 @@ LIVE, STALE = FeedState.LIVE, FeedState.STALE
 #: Requests that an engine may have waiting before it counts as saturated: enough to fill the next step.
 QUEUE_AHEAD = 4
 #: Error of the free blocks when a request's turn comes, as a share of those in use. Simulated on 16 cells of agent
-#: traffic (docs/simulate.md): geometric means of mean TTFT and p99 were 0.208 and 2.48 s with 0, 0.184 and 2.04 s with
-#: 0.05, 0.159 and 1.44 s with 0.1.
+#: traffic (docs/simulate.md): geometric means of mean TTFT and p99 were 0.208 and 2.48 s with 0, 0.179 and 1.96 s with
+#: 0.05, 0.171 and 1.55 s with 0.1.
 UNCERTAIN = 0.1
 #: With so many times that error to spare the wait for blocks is left out; it is below a hundredth of it.
 NEGLIGIBLE = 5
