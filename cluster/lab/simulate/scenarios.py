@@ -86,8 +86,8 @@ SCENARIOS = {
         block_tokens=16,
     ),
     "agents": Scenario(
-        "38 programs in long conversations, on caches that hold a few of them: requests wait for memory",
-        lambda: agents(Agents(conversations=38)),
+        "36 programs in long conversations, on caches that hold a few of them: requests wait for memory",
+        lambda: agents(Agents(conversations=36)),
         load=None,
         replicas=4,
         blocks=512,

@@ -52,8 +52,8 @@ class ExpectedTtft(Policy):
     sees_cache = True
 
     def __init__(self, sessions_kept: int = SESSIONS_KEPT) -> None:
-        #: How often a replica has prefills queued when a request comes (b), and how often all have (a), on average over
-        #: recent decisions.
+        #: How often a replica has prefills queued, or no room, when a request comes (b), and how often all are so (a),
+        #: on average over recent decisions.
         self._each_busy = self._all_busy = 0.0
         self._sessions_kept = sessions_kept
         #: The replica, which may be gone, that each of the most recent sessions was sent to last.
@@ -78,7 +78,12 @@ class ExpectedTtft(Policy):
     def decide(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
         decision = self.consider(prompt, candidates, rng)
         if candidates:
-            free = [candidate for candidate in candidates if not candidate.load.queued_prefill_tokens]
+            # Without room for the prompt a replica is as busy: extra work delays all that holds its memory.
+            free = [
+                each
+                for each in candidates
+                if not each.load.queued_prefill_tokens and each.load.spare_blocks + each.used_blocks > prompt.blocks
+            ]
             self._each_busy += (1 - len(free) / len(candidates) - self._each_busy) / BUSY_MEMORY
             none_idle = all(self.obstacle(prompt, candidate) is not None for candidate in free)
             self._all_busy += (none_idle - self._all_busy) / BUSY_MEMORY
