@@ -131,6 +131,10 @@ class BodyTooLarge(RouterError, status=413, code="body_too_large"):
     """The HTTP body exceeds `max_body_bytes`."""
 
 
+class NotJson(RouterError, status=415, code="unsupported_media_type"):
+    """A body of another type, or a request that a web page could send without asking the server first."""
+
+
 class HeadTooLarge(RouterError, status=431, code="head_too_large"):
     """The HTTP head exceeds 64 KiB."""
 

@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Generator
 from types import coroutine
 from typing import Any
 
-from ..errors import RouterError, Superseded
+from ..errors import NotJson, RouterError, Superseded
 from .caller import REQUEST_ID, request_id
 from .endpoints import error_body_of, find, label
 from .errors import fail
@@ -19,9 +19,12 @@ from .generation import ClientGoneError
 from .protocol.access import AccessLog
 from .protocol.connection import HttpConnection
 from .protocol.cors import CorsPolicy
-from .protocol.exchange import Exchange, Headers, Request
+from .protocol.exchange import JSON, Exchange, Headers, Request
 
 log = logging.getLogger(__name__)
+
+#: What homing's own commands call themselves: their polling would fill the access log.
+OWN_AGENT = "homing"
 
 
 class App:
@@ -69,7 +72,9 @@ class App:
 
     async def _run(self, exchange: Exchange) -> None:
         try:
-            await find(exchange.request)(self._front, exchange)
+            handler = find(exchange.request)
+            _require_json(exchange.request)
+            await handler(self._front, exchange)
         except ClientGoneError:
             return
         except Superseded:
@@ -87,8 +92,20 @@ class App:
         metrics.http_request(label(exchange.request.path), exchange.status, duration_s)
         if exchange.gone:
             metrics.client_gone()
-        if self._access is not None:
+        if self._access is not None and exchange.request.headers.get("user-agent") != OWN_AGENT:
             self._access.write(exchange, duration_s)
+
+
+def _require_json(request: Request) -> None:
+    """Raise NotJson for what any web page could send to this server: browsers ask only before they send JSON."""
+    if request.method != "POST":
+        return
+    given = request.headers.get("content-type")
+    if given is None and "origin" not in request.headers:
+        return  # no browser: a POST of a page names its origin
+    kind = (given or "").partition(";")[0].strip().lower()
+    if kind != JSON:
+        raise NotJson(f"content-type {kind!r}: expected {JSON!r}")
 
 
 def start(work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:

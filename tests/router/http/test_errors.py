@@ -334,3 +334,22 @@ async def test_a_stream_that_crashes_ends_in_an_error_event(client, backend: Fak
     events = response.text.strip().split("\n\n")
     assert json.loads(events[0].removeprefix("data: "))["choices"]
     assert json.loads(events[-1].removeprefix("data: "))["error"]["message"].startswith("internal error")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"content-type": "application/json; charset=utf-8"}, 200),
+        ({"content-type": "text/plain"}, 415),
+        ({"content-type": "application/x-www-form-urlencoded", "origin": "http://elsewhere.example"}, 415),
+        ({"origin": "http://elsewhere.example"}, 415),
+        ({}, 200),
+    ],
+)
+async def test_what_a_browser_sends_unasked_is_refused(client, headers, status):
+    """Any page may post text or nothing to a server without a key; JSON it may only after a preflight."""
+    response = await client.post("/tokenize", content=b'{"prompt": "a"}', headers=headers)
+
+    assert response.status_code == status
+    if status != 200:
+        assert check_shape(response)["code"] == "unsupported_media_type"
