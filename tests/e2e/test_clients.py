@@ -1,5 +1,6 @@
 """Clients that people use, as they are: what they send is taken, and what they read is there."""
 
+import asyncio
 import logging
 import warnings
 from collections.abc import Iterator
@@ -19,7 +20,8 @@ MESSAGES = [{"role": "user", "content": QUESTION}]
 def litellm(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     """litellm without its price list from the internet; it warns of things that are its own."""
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), asyncio.Runner() as runner:
+        asyncio.set_event_loop(runner.get_loop())  # it would make one, and never close it
         warnings.simplefilter("ignore")
         import litellm as module
 
