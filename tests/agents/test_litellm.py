@@ -1,0 +1,65 @@
+"""litellm, under which many agents and gateways run: its own answers come back to us."""
+
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from .scripted import NAME, Engine
+from .tasks import ANSWER, CITIES, FOX, LOOP, QUESTION, TOOL, Fox, weather
+
+
+@pytest.fixture
+def litellm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """litellm without its price list from the internet; it warns of things that are its own."""
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import litellm as module
+
+        module.telemetry = False
+        logging.getLogger("LiteLLM").setLevel(logging.ERROR)
+        yield module
+
+
+@pytest.mark.parametrize("provider", ["openai", "anthropic"])
+def test_its_own_answers_are_taken_back(engine: Engine, litellm: Any, provider: str) -> None:
+    """Three turns with tools, streamed in between; the messages go back as litellm made them."""
+    engine.play(*LOOP)
+    given = {
+        "model": f"{provider}/{NAME}",
+        "api_base": f"{engine.url}/v1" if provider == "openai" else engine.url,
+        "api_key": "k",
+        "tools": [TOOL],
+        "max_tokens": 500,
+    }
+    messages: list = [{"role": "user", "content": QUESTION}]
+    asked = []
+    for turn in range(len(LOOP)):
+        if turn % 2:
+            chunks = list(litellm.completion(messages=messages, stream=True, **given))
+            message = litellm.stream_chunk_builder(chunks).choices[0].message
+        else:
+            message = litellm.completion(messages=messages, **given).choices[0].message
+        messages.append(message)
+        for made in message.tool_calls or ():
+            asked.append(json.loads(made.function.arguments)["city"])
+            messages.append({"role": "tool", "tool_call_id": made.id, "content": weather(asked[-1])})
+
+    assert asked == list(CITIES)
+    assert message.content == ANSWER
+
+
+def test_a_schema_and_responses(engine: Engine, litellm: Any) -> None:
+    """A pydantic class as the format, and the Responses API."""
+    given = {"model": f"openai/{NAME}", "api_base": f"{engine.url}/v1", "api_key": "k"}
+    engine.play(FOX)
+
+    answer = litellm.completion(messages=[{"role": "user", "content": "Who?"}], response_format=Fox, **given)
+    response = litellm.responses(input="Who?", **given)
+
+    assert Fox.model_validate_json(answer.choices[0].message.content) == Fox(name="Ida", age=3)
+    assert response.output[0].content[0].text == FOX
