@@ -59,6 +59,13 @@ class TemplateRefusal(InvalidRequest, code="invalid_messages"):
     """The chat template rejects these messages, or the model has no template."""
 
 
+class ThreadUnsupported(InvalidRequest, code="thread_unsupported_request"):
+    """A request of Messages relies on messages that the server would keep; its clients then send all of them."""
+
+    def __init__(self) -> None:
+        super().__init__("thread: this server keeps no messages; send the whole conversation", param="thread")
+
+
 class PromptOverLimit(InvalidRequest, code="prompt_over_limit"):
     """The prompt is longer than its tenant may send."""
 

@@ -12,7 +12,6 @@ from langchain_openai import ChatOpenAI
 from .scripted import NAME, Engine, call
 from .tasks import ANSWER, CITIES, FOX, LOOP, QUESTION, Fox, weather
 
-
 Make = Callable[..., ChatOpenAI]
 
 

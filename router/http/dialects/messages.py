@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from ...config import RouterSettings
-from ...errors import ContextTooLong, InvalidRequest, PromptTooLong, RouterError
+from ...errors import ContextTooLong, InvalidRequest, PromptTooLong, RouterError, ThreadUnsupported
 from ...text.answer import Block, TextDelta
 from ...text.conversation import CacheMark, Conversation, Message, Reasoning, Tool, ToolCall, ToolChoice, function_tool
 from ..front import Front, Served
@@ -94,6 +94,7 @@ class MessagesBody(CountBody, kw_only=True, forbid_unknown_fields=False):
     """The request body."""
 
     stop_sequences: Annotated[list[str], Meta(max_length=16)] | None = None
+    thread: Any = None
 
 
 class _Text(msgspec.Struct):
@@ -128,6 +129,8 @@ class _ToolParam(msgspec.Struct):
 
 async def job(front: Front, served: Served, body: MessagesBody, salt: bytes) -> Job:
     """What `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
+    if body.thread is not None:  # ignored, the next request would bring nothing but its newest message
+        raise ThreadUnsupported
     if not body.max_tokens:
         raise InvalidRequest("max_tokens: a number of at least 1 is required", param="max_tokens")
     if body.n not in (None, 1):
@@ -356,6 +359,7 @@ class MessagesErrorDetail(msgspec.Struct, frozen=True):
 
     type: str
     message: str
+    details: dict[str, Any] | UnsetType = UNSET
 
 
 class MessagesError(msgspec.Struct, frozen=True):
@@ -371,7 +375,9 @@ def error_of(error: RouterError) -> MessagesError:
     kind = _ERROR_TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
     if isinstance(error, PromptTooLong | ContextTooLong):
         message = f"prompt is too long: {message}"
-    return MessagesError(MessagesErrorDetail(kind, message))
+    # Anthropic's client goes on without a thread if it finds these.
+    details = {"error_code": error.code, "unsupported": ["thread"]} if isinstance(error, ThreadUnsupported) else UNSET
+    return MessagesError(MessagesErrorDetail(kind, message, details))
 
 
 def messages_error_body(error: RouterError) -> bytes:
