@@ -50,6 +50,7 @@ class Recording:
 
     turns: Sequence[str] = ()  #: by the number of the assistant's earlier turns
     aside: str | None = None  #: to a prompt without tools, such as one that asks for a title; None: the turn
+    any_constraint: bool = False  #: play the answer even if a constraint does not allow it
 
     def answer(self, prompt: str) -> str:
         """What a model would go on with. An AssertionError if nothing was recorded for it."""
@@ -104,7 +105,7 @@ class ScriptedReplica(FakeReplica):
         self.prompts.append(self.tokenizer.decode(list(token_array(message.token_ids)), skip_special_tokens=False))
         text = self.recording.answer(self.prompts[-1])
         ids = [*self.tokenizer.encode(text, add_special_tokens=False).ids, END]
-        if message.constraint is not None:
+        if message.constraint is not None and not self.recording.any_constraint:
             self.guides.compile(message.constraint, ids)
         return _Playing(message, ids, self._cached_tokens(message))
 
@@ -132,11 +133,11 @@ class Engine:
     _replica: ScriptedReplica
     _submit: Callable[[Callable[[], object]], object]
 
-    def play(self, *turns: str, aside: str | None = None) -> None:
+    def play(self, *turns: str, aside: str | None = None, any_constraint: bool = False) -> None:
         """Answer with these from now on, and forget what was asked before."""
 
         def change() -> None:
-            self._replica.recording = Recording(turns, aside)
+            self._replica.recording = Recording(turns, aside, any_constraint)
             self._replica.prompts, self._replica.faults = [], []
 
         self._submit(change)

@@ -1,9 +1,11 @@
 """litellm, under which many agents and gateways run: its own answers come back to us."""
 
+import asyncio
 import json
 import logging
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -14,15 +16,21 @@ from .tasks import ANSWER, CITIES, FOX, LOOP, QUESTION, TOOL, Fox, weather
 
 @pytest.fixture
 def litellm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """litellm without its price list from the internet; it warns of things that are its own."""
+    """litellm without its price list from the internet; it warns of things that are its own.
+
+    Its synchronous calls ask for the thread's event loop, which they would create and never close.
+    """
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    with warnings.catch_warnings():
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    with warnings.catch_warnings(), closing(loop):
         warnings.simplefilter("ignore")
         import litellm as module
 
         module.telemetry = False
         logging.getLogger("LiteLLM").setLevel(logging.ERROR)
         yield module
+        asyncio.set_event_loop(None)
 
 
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
