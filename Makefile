@@ -101,7 +101,8 @@ compat: $(COMPAT)/.ready ## Test the event stream against vLLM itself (installed
 	@$(COMPAT)/bin/python -c 'import vllm.distributed.kv_events' 2>/dev/null || { echo "vLLM's event code cannot be imported from $(COMPAT); remove it and try again"; exit 1; }
 	@$(COMPAT)/bin/python -m pytest -m compat tests/events/compat $(ARGS)
 
-clients: $(VENV)/.dev ## Try vllm bench serve, guidellm, aiperf and lm-eval against a cluster (OUT=DIR keeps their output)
+clients: $(VENV)/.dev ## Try Codex, OpenCode, agent frameworks, and load generators against a cluster (OUT=DIR keeps their output)
+	@$(BIN)/python -m tests.agents.run --pip-flags "$(PIP_FLAGS)"
 	@$(BIN)/python -m tests.clients.run --pip-flags "$(PIP_FLAGS)" $(if $(OUT),--keep $(OUT)) $(ARGS)
 
 bench-core: $(if $(PEER),$(COMPAT)/.ready,$(VENV)/.dev) ## Cost of hashing, pool, prefix cache and events (PEER=1: beside vLLM's, OUT=FILE: JSON)

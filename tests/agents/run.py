@@ -1,0 +1,70 @@
+"""Installs the frameworks and programs that are too heavy for the test run, and tests them: `make clients`.
+
+Run as `python -m tests.agents.run [NAME...]`. Frameworks get a virtual environment each, programs a folder for npm.
+What cannot be installed is said, and the exit code is 1.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from ..clients.environments import Environment, NotInstallableError
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+#: By environment: which tests of test_frameworks.py it is for.
+FRAMEWORKS = {
+    "openai-agents": "openai_agents or pydantic_ai",
+    "instructor": "instructor",
+    "llama-index": "llama_index",
+}
+PROGRAMS = "npm"
+
+
+def tested(python: Path, arguments: list[str], **environment: str) -> bool:
+    """Whether these tests pass, with nothing in the environment that names another server."""
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    environ = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **environment}
+    return subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode == 0
+
+
+def framework(name: str, folder: Path, pip_flags: str) -> bool:
+    environment = Environment(name, folder / name)
+    environment.make(pip_flags)
+    return tested(environment.bin / "python", ["tests/agents/test_frameworks.py", "-k", FRAMEWORKS[name]])
+
+
+def programs(folder: Path) -> bool:
+    at = folder / PROGRAMS
+    at.mkdir(parents=True, exist_ok=True)
+    shutil.copy(HERE / "npm" / "package.json", at / "package.json")
+    print(f"installing Codex, OpenCode and the AI SDK into {at} (800 MB)", flush=True)
+    npm = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--silent"]
+    if shutil.which("npm") is None or subprocess.run(npm, cwd=at, check=False).returncode:
+        raise NotInstallableError("npm cannot install them")
+    return tested(Path(sys.executable), ["tests/agents/test_programs.py"], NPM_CLIENTS=str(at))
+
+
+def main() -> int:
+    """Install, test, sum up."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[[], *FRAMEWORKS, PROGRAMS], help="only these")
+    parser.add_argument("--environments", type=Path, default=Path(".venv-clients"))
+    parser.add_argument("--pip-flags", default="")
+    given = parser.parse_args()
+    folder, verdicts = given.environments.resolve(), {}
+    for name in given.names or [*FRAMEWORKS, PROGRAMS]:
+        try:
+            passed = programs(folder) if name == PROGRAMS else framework(name, folder, given.pip_flags)
+            verdicts[name] = "passed" if passed else "failed"
+        except NotInstallableError as error:
+            verdicts[name] = f"not installed: {error}"
+    print("\n".join(f"{name}: {verdict}" for name, verdict in verdicts.items()))
+    return int(any(verdict != "passed" for verdict in verdicts.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
