@@ -26,13 +26,14 @@ PROGRAMS = "npm"
 
 def tested(python: Path, arguments: list[str], **environment: str) -> bool:
     """Whether these tests pass, with nothing in the environment that names another server."""
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    leaks = ["-W", "ignore::ResourceWarning", "-W", "ignore::pytest.PytestUnraisableExceptionWarning"]  # of theirs
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *leaks, *arguments]
     environ = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **environment}
     return subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode == 0
 
 
 def framework(name: str, folder: Path, pip_flags: str) -> bool:
-    environment = Environment(name, folder / name)
+    environment = Environment(name, folder / name, requirements=HERE / "requirements")
     environment.make(pip_flags)
     return tested(environment.bin / "python", ["tests/agents/test_frameworks.py", "-k", FRAMEWORKS[name]])
 

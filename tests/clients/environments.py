@@ -26,6 +26,7 @@ class Environment:
     name: str
     folder: Path
     with_dependencies: bool = True  #: False: its requirements name all that is needed
+    requirements: Path = REQUIREMENTS  #: the folder with NAME.txt
 
     @property
     def bin(self) -> Path:
@@ -43,7 +44,7 @@ class Environment:
         self._lay_below()
         flags = [*pip_flags.split(), *([] if self.with_dependencies else ["--no-deps"])]
         pip = [str(self.bin / "pip"), "install", "--disable-pip-version-check", "--quiet", *flags]
-        _run([*pip, "--requirement", str(REQUIREMENTS / f"{self.name}.txt")])
+        _run([*pip, "--requirement", str(self.requirements / f"{self.name}.txt")])
         stamp.write_text(wanted)
 
     def version(self, package: str) -> str:
@@ -52,7 +53,7 @@ class Environment:
         return _run([str(self.bin / "python"), "-c", ask]).strip()
 
     def _wanted(self) -> str:
-        own = (REQUIREMENTS / f"{self.name}.txt").read_text()
+        own = (self.requirements / f"{self.name}.txt").read_text()
         return own if self.with_dependencies else own + SHARED.read_text()
 
     def _lay_below(self) -> None:
