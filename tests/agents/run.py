@@ -46,6 +46,8 @@ def programs(folder: Path) -> bool:
     npm = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--silent"]
     if shutil.which("npm") is None or subprocess.run(npm, cwd=at, check=False).returncode:
         raise NotInstallableError("npm cannot install them")
+    # OpenCode's own script puts the program for this machine in place; npm may be set to run none.
+    subprocess.run(["node", "postinstall.mjs"], cwd=at / "node_modules" / "opencode-ai", check=True)
     return tested(Path(sys.executable), ["tests/agents/test_programs.py"], NPM_CLIENTS=str(at))
 
 
