@@ -9,6 +9,8 @@ Two families:
 The rules of evolution are those of docs/events.md.
 """
 
+from typing import Annotated
+
 import msgspec
 
 from ..load_report import CacheCounters as CacheCounters
@@ -18,6 +20,9 @@ from ..load_report import PrefillWork as PrefillWork
 
 #: A block's name on the stream: the last 8 bytes of its hash as an unsigned int, or all of its bytes (`hash_format`).
 WireHash = int | bytes
+
+#: A sequence number inside of a payload. The next one must fit the 8 bytes of a frame.
+SequenceNumber = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 EVENTS_TOPIC = b"kv-events"
 HEARTBEAT_TOPIC = b"heartbeat"
@@ -76,7 +81,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """Proof of what is resident after event `seq`: equal digests mean that a subscriber is exact."""
 
     epoch: int  #: random per publisher start
-    seq: int | None  #: last sequence number sent; None before the first
+    seq: SequenceNumber | None  #: last sequence number sent; None before the first
     blocks: int  #: distinct resident blocks
     digest: int  #: XOR of their `wire_hash`es
     ts: float
@@ -98,7 +103,7 @@ class SnapshotChunk(msgspec.Struct, frozen=True, kw_only=True):
     """A part of the cached set as it was after event `seq` of `epoch`; parents come before their children."""
 
     epoch: int
-    seq: int | None
+    seq: SequenceNumber | None
     index: int
     last: bool
     blocks: list[SnapshotBlock]
