@@ -130,8 +130,17 @@ class TextModel:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def detokenizer(self, markers: Sequence[str] = ()) -> Detokenizer:
-        """A new incremental decoder; special tokens have no text, except these markers of reasoning and tool calls."""
+    def detokenizer(self, markers: Sequence[str] = (), *, special: bool = False) -> Detokenizer:
+        """A new incremental decoder; special tokens have no text, except these markers of reasoning and tool calls.
+
+        `special`: all special tokens have their names as text.
+        """
+        if special:
+            return (
+                ByteDetokenizer(self._with_markers(self._special))
+                if self._byte_level
+                else WindowDetokenizer(self.decode)
+            )
         shown = self._special.intersection(map(self._backend.token_to_id, markers)) if markers else frozenset()
         if self._byte_level:
             return ByteDetokenizer(self._with_markers(shown) if shown else self._texts)

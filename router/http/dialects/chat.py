@@ -41,7 +41,7 @@ async def job(front: Front, served: Served, body: ChatBody, salt: bytes) -> Job:
     """What `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
     if body.max_tokens == 0:
         raise InvalidRequest("field 'max_tokens': expected int >= 1", param="max_tokens")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("field 'top_logprobs': requires 'logprobs': true", param="top_logprobs")
     newer = body.max_completion_tokens is not None
     return await conversation_job(
@@ -119,6 +119,9 @@ def _tool(given: Mapping[str, Any], param: str) -> Tool:
 
 
 def _message(body: MessageBody, index: int) -> Message:
+    if body.content is None and body.role in ("user", "system", "developer"):
+        param = f"messages[{index}].content"  # templates would write null as a word
+        raise InvalidRequest(f"field {param!r}: is required in a message of the role {body.role}", param=param)
     return Message(
         body.role,
         body.text(index),

@@ -33,7 +33,7 @@ class ChunkBuilder(ResponseBuilder):
         self._model_text = served.text
         self._common = {"id": response_id, "created": created, "model": served.limits.name}
         self._include_usage = bool(options and options.include_usage)
-        self._continuous_usage = bool(options and options.continuous_usage_stats)
+        self._continuous_usage = bool(options and options.continuous_usage_stats and options.include_usage is not False)
         #: By choice: what precedes and follows the text in a chunk with nothing but text.
         self._templates: dict[int, tuple[bytes, bytes]] = {}
 

@@ -73,6 +73,11 @@ def job(
         raise InvalidRequest(
             f"field 'min_tokens': {min_tokens} exceeds the output limit of {max_tokens}", param="min_tokens"
         )
+    if body.seed is not None and not -(2**63) <= body.seed < 2**64:
+        raise InvalidRequest(f"field 'seed': {body.seed} does not fit into 64 bits", param="seed")
+    options = body.stream_options
+    if options is not None and not body.stream and (options.include_usage or options.continuous_usage_stats):
+        raise InvalidRequest("field 'stream_options': is only allowed with 'stream': true", param="stream_options")
     check_token_ids(body.stop_token_ids or (), served.limits.vocab_size, "stop_token_ids")
     check_token_ids(body.logit_bias or (), served.limits.vocab_size, "logit_bias")
     seed = front.random_bits(64) if body.seed is None else body.seed
@@ -94,18 +99,19 @@ def job(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
-    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    given = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
+    stops = tuple([stop for stop in given if stop])
     return Job(
         served=served,
         prompts=prompts,
         choices_per_prompt=count,
         sampling=sampling,
         salt=salt,
-        stops=stops if any(stops) else (),
+        stops=stops,
         priority=body.priority or 0,
         timeout_s=body.timeout,
         # Streams need each token, and a stop string must be noticed at once.
-        tokens_per_delta=1 if body.stream or body.stop else WHOLE_RESPONSE_TOKENS,
+        tokens_per_delta=1 if body.stream or stops else WHOLE_RESPONSE_TOKENS,
         constraint=constraint,
         discard=wanted == 0,
     )
@@ -235,9 +241,11 @@ def _calls(served: Served, conversation: Conversation, after: tuple[int, ...], a
 def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:
     """Raise InvalidRequest if the model does not have all of these ids."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-        raise no_such_token(vocab_size, param)
+        wrong = next(each for each in token_ids if not 0 <= each < vocab_size)
+        raise no_such_token(vocab_size, param, wrong)
 
 
-def no_such_token(vocab_size: int, param: str) -> InvalidRequest:
+def no_such_token(vocab_size: int, param: str, token_id: int | None = None) -> InvalidRequest:
     """The refusal of a token id that does not exist."""
-    return InvalidRequest(f"field {param!r}: token ids must be between 0 and {vocab_size - 1}", param=param)
+    which = "" if token_id is None else f"there is no token {token_id}; "
+    return InvalidRequest(f"field {param!r}: {which}token ids must be between 0 and {vocab_size - 1}", param=param)
