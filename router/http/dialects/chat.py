@@ -16,7 +16,17 @@ from ..front import Front, Served
 from ..generation import Job, RunningChoice
 from .chunks import ChunkBuilder, ChunkUsage
 from .dialect import Dialect
-from .schema import Body, CacheControl, MessageBody, Positive, TokenizeBody, Usage, converted, finite
+from .schema import (
+    Body,
+    CacheControl,
+    MessageBody,
+    Positive,
+    PromptLogprobs,
+    TokenizeBody,
+    Usage,
+    converted,
+    finite,
+)
 from .validate import conversation_job, decoded_arguments, mark
 
 
@@ -220,6 +230,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     message: ChatMessage
     finish_reason: Ending
     logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,6 +242,8 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
@@ -249,6 +262,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     delta: ChatDelta
     finish_reason: Ending | None = None
     logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -260,6 +274,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: ChunkUsage = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatBuilder(ChunkBuilder):
@@ -274,22 +289,42 @@ class ChatBuilder(ChunkBuilder):
 
     def choices(self, choices: Sequence[RunningChoice]) -> list[ChatChoice]:
         return [
-            ChatChoice(each.index, _answer(each), each.ending or "stop", self.logprobs(each.tokens)) for each in choices
+            ChatChoice(
+                each.index,
+                _answer(each),
+                each.ending or "stop",
+                self.logprobs(each.tokens),
+                self._ids(each, each.tokens),
+            )
+            for each in choices
         ]
+
+    def extras(self, choices: Sequence[RunningChoice]) -> dict[str, Any]:
+        return {"prompt_token_ids": self._prompt_ids(choices[0]), "prompt_logprobs": self._scores(choices[0])}
+
+    def events(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> bytes:
+        if first and self._token_ids and choice.index == 0:
+            self._common["prompt_token_ids"] = self._prompt_ids(choice)
+            try:
+                return super().events(choice, shown, first=True)
+            finally:
+                del self._common["prompt_token_ids"]
+        return super().events(choice, shown, first=first)
 
     def parts(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> list[ChatChunkChoice]:
         index, scored = choice.index, self.logprobs(shown.tokens)
+        ids = self._ids(choice, shown.tokens)
         if not shown.deltas:
             delta = ChatDelta(shown.text if shown.text or first else UNSET, "assistant" if first else UNSET)
-            return [ChatChunkChoice(index, delta, shown.ending, scored)]
+            return [ChatChunkChoice(index, delta, shown.ending, scored, ids)]
         deltas = [_delta(each) for each in shown.deltas]
         if first or scored:
             deltas.insert(0, ChatDelta("" if first else UNSET, "assistant" if first else UNSET))
         if shown.ending:
             deltas.append(ChatDelta())
         parts = [ChatChunkChoice(index, each) for each in deltas]
-        if scored:
-            parts[0] = ChatChunkChoice(index, deltas[0], None, scored)
+        if scored or ids:
+            parts[0] = ChatChunkChoice(index, deltas[0], None, scored, ids)
         if shown.ending:
             parts[-1] = ChatChunkChoice(index, deltas[-1], shown.ending)
         return parts
@@ -306,6 +341,8 @@ class ChatBuilder(ChunkBuilder):
 
     def _scored(self, each: TokenLogprob) -> tuple[str, list[int], float]:
         piece = self._model_text.piece(each.token_id)
+        if self._by_id:
+            return f"token_id:{each.token_id}", list(piece), finite(each.logprob)
         return piece.decode(errors="replace"), list(piece), finite(each.logprob)
 
 

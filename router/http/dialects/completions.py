@@ -7,7 +7,7 @@ from math import inf
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from ....replica.messages import PositionLogprobs
 from ...errors import InvalidRequest
@@ -19,7 +19,7 @@ from . import validate
 from .chunks import ChunkBuilder, ChunkUsage
 from .dialect import Dialect
 from .pins import whole_prompt
-from .schema import Body, NonNegative, finite
+from .schema import Body, NonNegative, PromptLogprobs, finite
 
 #: A prompt as text or token ids, or several of them; `prompts` tells them apart, because msgspec can decode only one
 #: array type in a union.
@@ -60,6 +60,11 @@ async def job(front: Front, served: Served, body: CompletionBody, salt: bytes) -
     encoded = [each for each in given if not isinstance(each, str)]
     if texts:
         encoded = await served.text.encode(texts, special_tokens=True)
+    if body.truncate_prompt_tokens is not None:
+        whole = encoded
+        encoded = [validate.truncated(each, body, served.limits.max_model_len) for each in whole]
+        if encoded != whole:
+            texts = []  # they are longer than what is left
     if not all(encoded):
         raise InvalidRequest("field 'prompt': a prompt has no tokens", param="prompt")
     asked = validate.requested_output(body, {"response_format": body.response_format})
@@ -130,6 +135,9 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     text: str
     finish_reason: Ending | None = None
     logprobs: CompletionLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,7 +168,8 @@ class CompletionBuilder(ChunkBuilder):
 
     def parts(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> list[CompletionChoice]:
         text = self._echoed(choice.prompt) + shown.text if first else shown.text
-        return [CompletionChoice(choice.index, text, shown.ending, self.logprobs(shown.tokens))]
+        ids, prompt = self._ids(choice, shown.tokens), self._prompt_ids(choice) if first else UNSET
+        return [CompletionChoice(choice.index, text, shown.ending, self.logprobs(shown.tokens), ids, prompt)]
 
     def _choice(self, index: int, choice: RunningChoice) -> CompletionChoice:
         echo = self._echoed(choice.prompt)
@@ -168,7 +177,15 @@ class CompletionBuilder(ChunkBuilder):
         if self._top is not None and self._echo:
             moved = [TokenAt(each.token_id, each.offset + len(echo), each.logprobs) for each in tokens]
             tokens = [*self._echoed_tokens(choice.prompt, echo, choice.prompt_logprobs or ()), *moved]
-        return CompletionChoice(index, echo + choice.text, choice.ending or "stop", self.logprobs(tokens))
+        return CompletionChoice(
+            index,
+            echo + choice.text,
+            choice.ending or "stop",
+            self.logprobs(tokens),
+            self._ids(choice, choice.tokens),
+            self._prompt_ids(choice),
+            self._scores(choice),
+        )
 
     def _echoed(self, prompt: EncodedPrompt) -> str:
         """The prompt's text, if it is to be echoed; special tokens among its ids are shown, as their names are."""
@@ -208,7 +225,7 @@ class CompletionBuilder(ChunkBuilder):
         return CompletionLogprobs(
             text_offset=[token.offset for token in tokens],
             token_logprobs=[finite(token.logprobs.chosen.logprob) if token.logprobs else None for token in tokens],
-            tokens=[unique_name(self._model_text.piece(token.token_id)) for token in tokens],
+            tokens=[self._name(token.token_id) for token in tokens],
             top_logprobs=[self._alternatives(token.logprobs, self._top) for token in tokens],
         )
 
@@ -218,8 +235,11 @@ class CompletionBuilder(ChunkBuilder):
             return None
         names: dict[str, float] = {}
         for each in [*position.top[:top], position.chosen]:
-            names.setdefault(unique_name(self._model_text.piece(each.token_id)), finite(each.logprob))
+            names.setdefault(self._name(each.token_id), finite(each.logprob))
         return names
+
+    def _name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._by_id else unique_name(self._model_text.piece(token_id))
 
 
 def _mean_logprob(choice: RunningChoice) -> float:

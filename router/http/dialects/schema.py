@@ -6,11 +6,13 @@ field is part of its type; what involves two fields, the model or the settings i
 
 import re
 from codecs import BOM_UTF8
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from ....replica.messages import PositionLogprobs
 from ...errors import InvalidJson, InvalidRequest
 from ..protocol.exchange import GenerationSummary
 
@@ -69,6 +71,13 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stop_token_ids: Annotated[list[NonNegative], Meta(max_length=256)] | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None  #: -1: to the model's context
+    truncation_side: Literal["left", "right"] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -174,6 +183,35 @@ def usage_of(summary: GenerationSummary) -> Usage:
 def finite(logprob: float) -> float:
     """`logprob`, but at least `LOWEST_LOGPROB`."""
     return max(logprob, LOWEST_LOGPROB)
+
+
+class NamedLogprob(msgspec.Struct, frozen=True):
+    """One token of `prompt_logprobs`, in vLLM's shape; the rank is 1 for the likeliest, and null if it is unknown."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+#: By position and token id; the first token has none.
+PromptLogprobs = list[dict[int, NamedLogprob] | None]
+
+
+def prompt_logprobs(positions: Sequence[PositionLogprobs | None], name: Callable[[int], str]) -> PromptLogprobs:
+    """The field of this name. `name`: the text of a token."""
+    found: PromptLogprobs = []
+    for position in positions:
+        if position is None:
+            found.append(None)
+            continue
+        entries = {
+            each.token_id: NamedLogprob(finite(each.logprob), rank, name(each.token_id))
+            for rank, each in enumerate(position.top, 1)
+        }
+        chosen = position.chosen
+        entries.setdefault(chosen.token_id, NamedLogprob(finite(chosen.logprob), None, name(chosen.token_id)))
+        found.append(entries)
+    return found
 
 
 _NOT_YET = {

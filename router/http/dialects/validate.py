@@ -14,6 +14,7 @@ from ...errors import ContextTooLong, InvalidRequest, PromptTooLong
 from ...text.constraints import FIELDS, HERMES, Asked, requested, tool_calls
 from ...text.conversation import CacheMark, Conversation
 from ...text.parsers.parser import AnswerParser
+from ...text.tokenizer import TokenIds
 from ..caller import bounded
 from ..front import Front, Served
 from ..generation import SEED_MASK, EncodedPrompt, Job, PinRequest
@@ -78,6 +79,8 @@ def job(
     options = body.stream_options
     if options is not None and not body.stream and (options.include_usage or options.continuous_usage_stats):
         raise InvalidRequest("field 'stream_options': is only allowed with 'stream': true", param="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("field 'prompt_logprobs': cannot be streamed", param="prompt_logprobs")
     check_token_ids(body.stop_token_ids or (), served.limits.vocab_size, "stop_token_ids")
     check_token_ids(body.logit_bias or (), served.limits.vocab_size, "logit_bias")
     seed = front.random_bits(64) if body.seed is None else body.seed
@@ -97,7 +100,7 @@ def job(
         ignore_eos=bool(body.ignore_eos),
         logit_bias=body.logit_bias or {},
         logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs=_most(prompt_logprobs, body.prompt_logprobs),
     )
     given = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
     stops = tuple([stop for stop in given if stop])
@@ -114,7 +117,35 @@ def job(
         tokens_per_delta=1 if body.stream or stops else WHOLE_RESPONSE_TOKENS,
         constraint=constraint,
         discard=wanted == 0,
+        show_special=body.skip_special_tokens is False,
+        show_stop=bool(body.include_stop_str_in_output),
+        keep_tokens=bool(body.return_token_ids),
     )
+
+
+def _most(*counts: int | None) -> int | None:
+    return max([count for count in counts if count is not None], default=None)
+
+
+def truncated(token_ids: TokenIds, body: Body, max_model_len: int) -> TokenIds:
+    """The ids of a prompt without those beyond `truncate_prompt_tokens`. Raises InvalidRequest."""
+    wanted = body.truncate_prompt_tokens
+    if wanted is None:
+        return token_ids
+    if wanted > max_model_len or wanted == 0:
+        raise InvalidRequest(
+            f"field 'truncate_prompt_tokens': {wanted} is not between 1 and the context of {max_model_len} tokens",
+            param="truncate_prompt_tokens",
+        )
+    # The shortest answer has one token.
+    kept = max_model_len - 1 if wanted == -1 else wanted
+    if len(token_ids) <= kept:
+        return token_ids
+    if body.cache_control is not None:
+        raise InvalidRequest(
+            "field 'truncate_prompt_tokens': cannot be combined with 'cache_control'", param="truncate_prompt_tokens"
+        )
+    return token_ids[:kept] if body.truncation_side == "right" else token_ids[-kept:]
 
 
 async def conversation_job(
@@ -136,6 +167,7 @@ async def conversation_job(
     """
     rendered, text = conversation.template_input(), served.text
     token_ids = await text.encode_chat(rendered, tenant=salt)
+    token_ids = truncated(token_ids, body, served.limits.max_model_len)
     kept: tuple[PinRequest, ...] = ()
     if conversation.mark is not None or conversation.marks():
         kept = await pins.requested(text, conversation, rendered, token_ids, salt, front.settings)
