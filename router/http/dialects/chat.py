@@ -285,7 +285,7 @@ class ChatBuilder(ChunkBuilder):
     def __init__(self, served: Served, body: ChatBody, response_id: str, created: int) -> None:
         super().__init__(served, body, f"chatcmpl-{response_id}", created)
         self._logprobs = bool(body.logprobs)
-        self._top = body.top_logprobs or 0
+        self._top = len(body.logprob_token_ids or ()) or body.top_logprobs or 0
 
     def choices(self, choices: Sequence[RunningChoice]) -> list[ChatChoice]:
         return [

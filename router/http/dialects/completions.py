@@ -158,7 +158,7 @@ class CompletionBuilder(ChunkBuilder):
 
     def __init__(self, served: Served, body: CompletionBody, response_id: str, created: int) -> None:
         super().__init__(served, body, f"cmpl-{response_id}", created)
-        self._top = body.logprobs
+        self._top = body.logprobs if body.logprobs is None else len(body.logprob_token_ids or ()) or body.logprobs
         self._echo = bool(body.echo)
         self._kept = body.n or 1
         self._drawn = body.best_of or self._kept

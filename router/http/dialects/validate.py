@@ -83,6 +83,10 @@ def job(
         raise InvalidRequest("field 'prompt_logprobs': cannot be streamed", param="prompt_logprobs")
     check_token_ids(body.stop_token_ids or (), served.limits.vocab_size, "stop_token_ids")
     check_token_ids(body.logit_bias or (), served.limits.vocab_size, "logit_bias")
+    check_token_ids(body.allowed_token_ids or (), served.limits.vocab_size, "allowed_token_ids")
+    check_token_ids(body.logprob_token_ids or (), served.limits.vocab_size, "logprob_token_ids")
+    if body.logprob_token_ids and logprobs is None:
+        raise InvalidRequest("field 'logprob_token_ids': requires 'logprobs'", param="logprob_token_ids")
     seed = front.random_bits(64) if body.seed is None else body.seed
     temperature, top_p, top_k, repetition = body.temperature, body.top_p, body.top_k, body.repetition_penalty
     sampling = SamplingParams(
@@ -101,6 +105,9 @@ def job(
         logit_bias=body.logit_bias or {},
         logprobs=logprobs,
         prompt_logprobs=_most(prompt_logprobs, body.prompt_logprobs),
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        bad_words=_bad_words(served, body.bad_words) if body.bad_words else (),
+        logprob_token_ids=tuple(body.logprob_token_ids or ()),
     )
     given = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
     stops = tuple([stop for stop in given if stop])
@@ -121,6 +128,13 @@ def job(
         show_stop=bool(body.include_stop_str_in_output),
         keep_tokens=bool(body.return_token_ids),
     )
+
+
+def _bad_words(served: Served, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each word at the beginning of a text, and behind a blank."""
+    spellings = [spelling for word in words for spelling in (word, f" {word.lstrip()}")]
+    encoded = served.text.encode_now(spellings, special_tokens=False)
+    return tuple(dict.fromkeys([tuple(ids) for ids in encoded if ids]))
 
 
 def _most(*counts: int | None) -> int | None:

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from homing.kvcache.hashing import token_array
+from homing.replica.messages import PositionLogprobs, TokenLogprob
 from homing.router.backend import GenerationRequest, TokenDelta
 from homing.router.text.tokenizer import TextModel
 
@@ -152,6 +153,10 @@ async def test_a_prompt_beyond_the_context_is_truncated_to_it(client: httpx.Asyn
         ({"truncate_prompt_tokens": 2, "cache_control": {"type": "ephemeral"}}, "truncate_prompt_tokens"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [5, 99999]}, "allowed_token_ids"),
+        ({"logprob_token_ids": [5]}, "logprob_token_ids"),
+        ({"bad_words": [""]}, "bad_words[0]"),
     ],
 )
 async def test_what_cannot_be_is_refused(client, backend: FakeBackend, path: str, fields: dict[str, Any], param: str):
@@ -160,3 +165,28 @@ async def test_what_cannot_be_is_refused(client, backend: FakeBackend, path: str
 
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
     assert backend.requests == []
+
+
+async def test_restrictions_reach_the_replica_as_ids(client: httpx.AsyncClient, backend: FakeBackend, text_model):
+    """Bad words in both spellings: at the beginning of a text, and behind a blank."""
+    await ask(client, COMPLETIONS, allowed_token_ids=[9, 5], bad_words=["fox"], logprobs=1, logprob_token_ids=[7, 8])
+
+    sampling = backend.requests[0].sampling
+    assert (sampling.allowed_token_ids, sampling.logprob_token_ids) == ((9, 5), (7, 8))
+    assert {text_model.decode(word) for word in sampling.bad_words} == {"fox", " fox"}
+
+
+@PATHS
+async def test_all_ids_that_were_asked_for_are_scored(client: httpx.AsyncClient, backend, answer_ids, path: str):
+    """However many alternatives are requested."""
+    top = [TokenLogprob(each, -1.0 - each) for each in (5, 6, 7)]
+    scored = PositionLogprobs(TokenLogprob(answer_ids[0], -0.5), top)
+    backend.script = lambda _: [TokenDelta(token_ids=answer_ids[:1], logprobs=[scored], finish_reason="length")]
+    asked = {"logprobs": True} if path == CHAT else {"logprobs": 0}
+
+    body = await ask(client, path, logprob_token_ids=[5, 6, 7], return_tokens_as_token_ids=True, **asked)
+
+    found = body["choices"][0]["logprobs"]
+    names = found["content"][0]["top_logprobs"] if path == CHAT else found["top_logprobs"][0]
+    shown = [each["token"] for each in names] if path == CHAT else list(names)
+    assert shown[:3] == ["token_id:5", "token_id:6", "token_id:7"]
