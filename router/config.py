@@ -67,6 +67,13 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         str, Meta(description="YAML file of the accepted API keys; empty: any key is accepted, and each is a tenant")
     ] = ""
     default_max_tokens: Annotated[int, Meta(ge=1, description="output limit of a request that sets none")] = 512
+    generation_config: Annotated[
+        bool,
+        Meta(
+            description="sample as the model's generation_config.json says where a request says nothing: temperature, "
+            "top_p, top_k, min_p and repetition_penalty"
+        ),
+    ] = True
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest HTTP body")] = 16 * 1024 * 1024
     tool_call_parser: Annotated[
         ToolParserName,

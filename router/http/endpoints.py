@@ -67,6 +67,12 @@ class Version(msgspec.Struct):
     version: str
 
 
+class Load(msgspec.Struct):
+    """GET /load: requests that run or wait."""
+
+    server_load: int
+
+
 class Ready(Status):
     """GET /ready: how many replicas serve, in all and of each model."""
 
@@ -242,6 +248,22 @@ async def ready(front: Front, exchange: Exchange) -> None:
     respond(exchange, Ready("ready", sum(serving.values()), serving))
 
 
+async def ping(_front: Front, exchange: Exchange) -> None:
+    exchange.respond(b"", content_type="text/plain")
+
+
+async def load(front: Front, exchange: Exchange) -> None:
+    view = front.backend.view()
+    respond(exchange, Load(view.in_flight + view.waiting))
+
+
+async def tokenizer_info(front: Front, exchange: Exchange) -> None:
+    """What clients need to know of the tokenizer of the only model; the names are those of `tokenizer_config.json`."""
+    Caller(front, exchange)
+    served = await front.served(None)
+    respond(exchange, {**served.text.info, "model_max_length": served.limits.max_model_len})
+
+
 async def metrics(front: Front, exchange: Exchange) -> None:
     front.metrics.observe_cluster(front.backend.view())
     exchange.respond(front.metrics.render(), content_type=CONTENT_TYPE)
@@ -335,6 +357,7 @@ ENDPOINTS = (
     ),
     Endpoint("POST", "/tokenize", tokenize, "text or chat to token ids", Tokenized, (TokenizeBody,)),
     Endpoint("POST", "/detokenize", detokenize, "token ids to text", Detokenized, (DetokenizeBody,)),
+    Endpoint("GET", "/tokenizer_info", tokenizer_info, "special tokens and chat template of the model"),
     Endpoint("POST", "/explain", explain, "the routing decision for a body", Explanation, (CompletionBody, ChatBody)),
     Endpoint(
         "POST",
@@ -347,6 +370,9 @@ ENDPOINTS = (
     ),
     Endpoint("GET", "/cluster", cluster, "the cluster as the router sees it", ClusterView),
     Endpoint("GET", "/health", health, "the process responds", Status),
+    Endpoint("GET", "/ping", ping, "the process responds", media="text/plain"),
+    Endpoint("POST", "/ping", ping, "the process responds", media="text/plain"),
+    Endpoint("GET", "/load", load, "how many requests run or wait", Load),
     Endpoint("GET", "/ready", ready, "a request for some model would be served now", Ready),
     Endpoint("GET", "/metrics", metrics, "metrics for Prometheus", media="text/plain"),
     Endpoint("GET", "/version", version, "the package's version", Version),

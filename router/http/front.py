@@ -18,7 +18,7 @@ from ..metrics import ModelMetrics, RouterMetrics
 from ..tenants.api_keys import Tenants
 from ..tenants.rate_limits import RateLimiter, UsageRecord
 from ..text.parsers.families import ReasoningFamily, ToolFamily, choose_reasoning, choose_tools
-from ..text.tokenizer import TextModel
+from ..text.tokenizer import SamplingDefaults, TextModel
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ class Served(msgspec.Struct, frozen=True, gc=False):
     backend: ModelBackend  #: takes the requests that were tokenized with `text`
     calls: ToolFamily | None = None  #: how it writes tool calls; None: as text
     thoughts: ReasoningFamily | None = None  #: how it marks reasoning
+    defaults: SamplingDefaults = SamplingDefaults()  #: of requests that say nothing
 
 
 class Front:
@@ -137,7 +138,8 @@ class Front:
             shown = text.templates, text.model_type
             calls = choose_tools(*shown, self.settings.tool_call_parser)
             thoughts = choose_reasoning(*shown, self.settings.reasoning_parser)
-            served = self._served[limits.name] = Served(limits, text, metrics, backend, calls, thoughts)
+            defaults = text.sampling_defaults if self.settings.generation_config else SamplingDefaults()
+            served = self._served[limits.name] = Served(limits, text, metrics, backend, calls, thoughts, defaults)
         return served
 
     async def load_texts(self) -> None:

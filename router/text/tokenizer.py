@@ -9,14 +9,16 @@ Short texts are encoded in place, because a hop to a thread costs more than they
 """
 
 import asyncio
+import logging
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from ...kvcache.hashing import token_array, token_bytes
 from .constraints import ConstraintChecker
@@ -25,12 +27,24 @@ from .export import TokenizerParts, load_parts
 from .template import ChatTemplate, TemplateInput
 from .token_cache import Cutter, TokenCache
 
+log = logging.getLogger(__name__)
+
 #: Texts up to this many characters are encoded in place: about 0.2 ms, as much as a hop to a thread and back costs
 #: under load.
 INLINE_CHARACTERS = 1024
 ENCODER_THREADS = 2
 
 TokenIds: TypeAlias = "array[int]"
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True):
+    """What the model's `generation_config.json` says of sampling, for requests that say nothing."""
+
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
 
 
 class TextModel:
@@ -46,6 +60,13 @@ class TextModel:
         self._backend.no_padding()
         self._template = ChatTemplate(parts.chat_template, parts.special_tokens)
         self.model_type = model_type
+        self.sampling_defaults = SamplingDefaults()
+        #: How `tokenizer_config.json` names special tokens and the chat template.
+        self.info: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **parts.special_tokens,
+            "chat_template": parts.chat_template,
+        }
         self._cutter = Cutter(parts.tokenizer)
         self.cache = TokenCache(cache_bytes)
         self.constraints = ConstraintChecker()
@@ -63,6 +84,7 @@ class TextModel:
         """Read the tokenizer of a local folder. Blocks for seconds. Raises TokenizerUnavailable."""
         model = cls(load_parts(folder), cache_bytes=cache_bytes, model_type=_model_type(folder))
         model._template.prepare()
+        model.sampling_defaults = sampling_defaults(folder)
         return model
 
     def close(self) -> None:
@@ -171,3 +193,15 @@ def _model_type(folder: Path) -> str:
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return ""
     return str(config.get("model_type") or "")
+
+
+def sampling_defaults(folder: Path) -> SamplingDefaults:
+    """Those of a model's folder; none if there is no such file or it cannot be used."""
+    file = folder / "generation_config.json"
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=SamplingDefaults)
+    except FileNotFoundError:
+        return SamplingDefaults()
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        log.warning("generation_config_unusable path=%s reason=%r", file, str(error))
+        return SamplingDefaults()

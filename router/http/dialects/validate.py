@@ -88,14 +88,19 @@ def job(
     if body.logprob_token_ids and logprobs is None:
         raise InvalidRequest("field 'logprob_token_ids': requires 'logprobs'", param="logprob_token_ids")
     seed = front.random_bits(64) if body.seed is None else body.seed
-    temperature, top_p, top_k, repetition = body.temperature, body.top_p, body.top_k, body.repetition_penalty
+    defaults = served.defaults
+    temperature = defaults.temperature if body.temperature is None else body.temperature
+    top_p = defaults.top_p if body.top_p is None else body.top_p
+    top_k = defaults.top_k if body.top_k is None else body.top_k
+    min_p = defaults.min_p if body.min_p is None else body.min_p
+    repetition = defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty
     sampling = SamplingParams(
         max_tokens=max_tokens,
         seed=seed & SEED_MASK,
         temperature=1.0 if temperature is None else temperature,
         top_p=1.0 if top_p is None else top_p,
         top_k=0 if top_k is None or top_k < 0 else top_k,
-        min_p=body.min_p or 0.0,
+        min_p=min_p or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=1.0 if repetition is None else repetition,

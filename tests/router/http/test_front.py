@@ -5,10 +5,15 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from homing.router.http.front import TextModels
+from homing.router.http.front import Front, TextModels
+from homing.router.metrics import RouterMetrics
 from homing.router.replicas.membership import TextDigests, TextSource
+from homing.router.text.tokenizer import SamplingDefaults, sampling_defaults
+
+from .conftest import LoadedText, serving
 
 FOX, FOX_LATER, OWL = (
     TextSource(path, TextDigests(tokenizer, "")) for path, tokenizer in (("fox", "1"), ("fox", "2"), ("owl", "1"))
@@ -60,3 +65,42 @@ async def test_what_was_loaded_ahead_waits_for_its_first_replica(texts: TextMode
     texts.keep([OWL])
 
     assert not texts.loaded(FOX)
+
+
+@pytest.mark.parametrize("used", [True, False])
+async def test_sampling_defaults_are_the_models_where_a_request_is_silent(settings, backend, text_model, used: bool):
+    """As other servers do; a setting turns it off."""
+    chosen = msgspec.structs.replace(settings, generation_config=used)
+    front = Front(chosen, backend, RouterMetrics(), texts=LoadedText(text_model))
+    before = text_model.sampling_defaults
+    text_model.sampling_defaults = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.05)
+    try:
+        async with serving(front) as client:
+            for fields in ({}, {"temperature": 0, "top_p": 1, "top_k": 0, "repetition_penalty": 1}):
+                await client.post("/v1/completions", json={"prompt": "a"} | fields)
+    finally:
+        text_model.sampling_defaults = before
+
+    silent, explicit = (
+        (each.temperature, each.top_p, each.top_k, each.repetition_penalty)
+        for each in (request.sampling for request in backend.requests)
+    )
+    assert silent == ((0.6, 0.9, 20, 1.05) if used else (1.0, 1.0, 0, 1.0))
+    assert explicit == (0.0, 1.0, 0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        (None, SamplingDefaults()),
+        ('{"temperature": 0.7, "top_k": 20, "do_sample": true}', SamplingDefaults(temperature=0.7, top_k=20)),
+        ('{"top_p": 7}', SamplingDefaults()),
+        ("{", SamplingDefaults()),
+    ],
+)
+def test_sampling_defaults_come_from_the_models_folder(tmp_path: Path, content: str | None, wanted: SamplingDefaults):
+    """A file that cannot be used is as good as none."""
+    if content is not None:
+        (tmp_path / "generation_config.json").write_text(content)
+
+    assert sampling_defaults(tmp_path) == wanted
