@@ -210,14 +210,21 @@ def _card(front: Front, limits: ModelLimits) -> ModelCard:
 
 
 async def models(front: Front, exchange: Exchange) -> None:
-    """The models that have had a replica."""
+    """The models that have had a replica, and after them their aliases."""
     Caller(front, exchange)
-    respond(exchange, ModelList([_card(front, limits) for limits in front.backend.models()]))
+    cards = {limits.name: _card(front, limits) for limits in front.backend.models()}
+    only = next(iter(cards)) if len(cards) == 1 else None
+    aliases = [
+        msgspec.structs.replace(cards[name], id=alias)
+        for alias, given in front.aliases.items()
+        if alias not in cards and (name := given or only) in cards
+    ]
+    respond(exchange, ModelList([*cards.values(), *aliases]))
 
 
 async def model(front: Front, exchange: Exchange) -> None:
     Caller(front, exchange)
-    limits = front.backend.choose(exchange.request.path.removeprefix(f"{MODELS}/")).model()
+    limits = front.model_named(exchange.request.path.removeprefix(f"{MODELS}/")).model()
     if limits is None:
         raise NoReplica("no replica has joined yet", retry_after_s=1.0)
     respond(exchange, _card(front, limits))

@@ -109,7 +109,9 @@ class Front:
         self.settings = settings
         self.backend = backend
         self.metrics = metrics
-        self.texts = texts or TextModels(partial(TextModel.load, cache_bytes=settings.token_cache_bytes))
+        self.texts = texts or TextModels(
+            partial(TextModel.load, cache_bytes=settings.token_cache_bytes, chat_template=settings.chat_template)
+        )
         self.tenants = tenants or Tenants()
         named = self.tenants.named()
         records = usage([tenant.digest for tenant in named]) if usage is not None else {}
@@ -123,10 +125,22 @@ class Front:
         self.random_bits = random_bits or Random().getrandbits
         self.started_at = int(wall())
         self._served: dict[str, Served] = {}  #: by name, as of the last request
+        #: The model of each alias; None: the only one.
+        self.aliases: dict[str, str | None] = {
+            alias.strip(): name.strip() or None
+            for alias, _, name in (each.partition("=") for each in settings.model_aliases.split(","))
+            if alias.strip()
+        }
+
+    def model_named(self, name: str | None) -> ModelBackend:
+        """The backend of the model with this name or alias. Raises ModelNotFound and NoReplica."""
+        if name in self.aliases:
+            name = self.aliases[name]
+        return self.backend.choose(name)
 
     async def served(self, name: str | None) -> Served:
         """The model that a client calls `name`. Raises ModelNotFound, NoReplica and TokenizerUnavailable."""
-        backend = self.backend.choose(name)
+        backend = self.model_named(name)
         limits = backend.model()
         if limits is None:
             raise NoReplica("no replica has joined yet", retry_after_s=1.0)

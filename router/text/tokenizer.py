@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from ...kvcache.hashing import token_array, token_bytes
+from ..errors import TokenizerUnavailable
 from .constraints import ConstraintChecker
 from .detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, is_byte_level, piece_table
 from .export import TokenizerParts, load_parts
@@ -80,9 +81,18 @@ class TextModel:
         self._marked_texts: dict[frozenset[int], dict[int, bytes]] = {}
 
     @classmethod
-    def load(cls, folder: Path, *, cache_bytes: int) -> "TextModel":
-        """Read the tokenizer of a local folder. Blocks for seconds. Raises TokenizerUnavailable."""
-        model = cls(load_parts(folder), cache_bytes=cache_bytes, model_type=_model_type(folder))
+    def load(cls, folder: Path, *, cache_bytes: int, chat_template: str = "") -> "TextModel":
+        """Read the tokenizer of a local folder. Blocks for seconds. Raises TokenizerUnavailable.
+
+        `chat_template`: a file with the template to use instead of the folder's.
+        """
+        parts = load_parts(folder)
+        if chat_template:
+            try:
+                parts = msgspec.structs.replace(parts, chat_template=Path(chat_template).read_text())
+            except (OSError, UnicodeDecodeError) as error:
+                raise TokenizerUnavailable(f"cannot read the chat template {chat_template}: {error}") from error
+        model = cls(parts, cache_bytes=cache_bytes, model_type=_model_type(folder))
         model._template.prepare()
         model.sampling_defaults = sampling_defaults(folder)
         return model
