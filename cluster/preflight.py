@@ -38,7 +38,7 @@ def exposures(settings: Settings) -> list[str]:
     router = settings.router
     if _is_loopback(router.host):
         return []
-    if not router.api_keys_file:
+    if not router.api_keys_file and not router.api_key:
         return [
             f"anybody who can reach {router.host}:{router.port} can send requests, reset caches and read the cluster's "
             "state: give --api-keys-file, or keep --host on 127.0.0.1"

@@ -73,6 +73,13 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     api_keys_file: Annotated[
         str, Meta(description="YAML file of the accepted API keys; empty: any key is accepted, and each is a tenant")
     ] = ""
+    api_key: Annotated[
+        str,
+        Meta(
+            description="the one API key that is accepted, beside those of api_keys_file; other users of the machine "
+            "see flags, so set it as HOMING_API_KEY; empty: none"
+        ),
+    ] = ""
     default_max_tokens: Annotated[int, Meta(ge=1, description="output limit of a request that sets none")] = 512
     generation_config: Annotated[
         bool,
