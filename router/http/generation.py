@@ -14,7 +14,7 @@ from ...kvcache.hashing import token_bytes
 from ...replica.messages import Constraint, Pin, PositionLogprobs, SamplingParams
 from ..backend import GenerationRequest, TokenDelta, TokenStream
 from ..errors import RequestFailed, RouterError, Superseded
-from ..text.answer import AnswerText, Block, Ending, TextDelta, TokenAt, parsed
+from ..text.answer import AnswerText, Block, Ending, TextDelta, TokenAnswerText, TokenAt, parsed
 from ..text.parsers.deltas import Reasoning, ToolCallStart
 from ..text.parsers.parser import AnswerParser
 from .caller import Caller
@@ -203,7 +203,8 @@ class Generation:
                     stream = served.backend.generate(request)
                     parser = job.parser() if job.parser is not None else None
                     detokenizer = served.text.detokenizer(job.markers, special=job.show_special)
-                    answer = AnswerText(detokenizer, job.stops, show_stop=job.show_stop, keep_tokens=job.keep_tokens)
+                    kind = TokenAnswerText if job.keep_tokens else AnswerText
+                    answer = kind(detokenizer, job.stops, show_stop=job.show_stop)
                     self.choices.append(RunningChoice(self, len(self.choices), prompt, stream, answer, parser=parser))
         except BaseException:
             self._cancel()

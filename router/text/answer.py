@@ -45,22 +45,13 @@ class AnswerText:
     stop string on.
     """
 
-    __slots__ = ("_decoded", "_detokenizer", "_pending", "_push", "_show_stop", "_shown", "_stops")
+    __slots__ = ("_decoded", "_detokenizer", "_pending", "_show_stop", "_shown", "_stops")
 
-    def __init__(
-        self,
-        detokenizer: Detokenizer,
-        stops: Sequence[str] = (),
-        *,
-        show_stop: bool = False,
-        keep_tokens: bool = False,
-    ) -> None:
-        """`show_stop`: the text includes what ended it. `keep_tokens`: tokens come even without logprobs."""
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = (), *, show_stop: bool = False) -> None:
+        """`show_stop`: the text includes what ended it."""
         self._detokenizer = detokenizer
         self._stops = StopFinder(stops, show_stop=show_stop) if stops else None
         self._show_stop = show_stop
-        #: Bound once: it runs for each token.
-        self._push = self._push_kept if keep_tokens else detokenizer.push
         self._decoded = 0  #: characters that the detokenizer returned
         self._shown = 0  #: characters shown
         self._pending: list[TokenAt] = []  #: tokens whose text is held back
@@ -76,7 +67,7 @@ class AnswerText:
         if delta.text is not None:
             text = delta.text
         elif delta.logprobs is None:
-            text = self._push(ids)
+            text = self._detokenizer.push(ids)
         else:
             text = self._push_scored(ids, delta.logprobs)
         ending: Ending | None = None
@@ -95,9 +86,6 @@ class AnswerText:
         self._shown += len(text)
         return TextDelta(text, ending, self._release(everything=bool(ending) and not stopped) if self._pending else ())
 
-    def _push_kept(self, ids: Sequence[int]) -> str:
-        return self._push_scored(ids, [None] * len(ids))
-
     def _push_scored(self, ids: Sequence[int], logprobs: Sequence[PositionLogprobs | None]) -> str:
         """The text of tokens with logprobs. A token is shown together with the start of its text."""
         parts: list[str] = []
@@ -111,6 +99,17 @@ class AnswerText:
         ready = [token for token in self._pending if everything or token.offset < self._shown]
         self._pending = self._pending[len(ready) :]
         return ready
+
+
+class TokenAnswerText(AnswerText):
+    """The same, and tokens come with the text although there are no logprobs of them."""
+
+    __slots__ = ()
+
+    def push(self, delta: TokenDelta) -> TextDelta:
+        if delta.logprobs is None:
+            delta = msgspec.structs.replace(delta, logprobs=[None] * len(delta.token_ids))
+        return super().push(delta)
 
 
 class Block(msgspec.Struct):

@@ -41,11 +41,11 @@ TokenIds: TypeAlias = "array[int]"
 class SamplingDefaults(msgspec.Struct, frozen=True):
     """What the model's `generation_config.json` says of sampling, for requests that say nothing."""
 
-    temperature: Annotated[float, Meta(ge=0)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
 
 
 class TextModel:
@@ -209,7 +209,8 @@ def sampling_defaults(folder: Path) -> SamplingDefaults:
     """Those of a model's folder; none if there is no such file or it cannot be used."""
     file = folder / "generation_config.json"
     try:
-        return msgspec.json.decode(file.read_bytes(), type=SamplingDefaults)
+        given = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+        return msgspec.convert({name: value for name, value in given.items() if value is not None}, SamplingDefaults)
     except FileNotFoundError:
         return SamplingDefaults()
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -24,6 +24,12 @@ from .schema import Body, CacheControl
 _OUTPUT_FIELDS = [name for name in FIELDS if name != "response_format"]
 _output_fields = attrgetter(*_OUTPUT_FIELDS)
 _NO_OUTPUT_FIELDS = (None,) * len(_OUTPUT_FIELDS)
+_TOKEN_FIELDS = (
+    "prompt_logprobs allowed_token_ids bad_words logprob_token_ids skip_special_tokens include_stop_str_in_output "
+    "return_token_ids"
+).split()
+_token_fields = attrgetter(*_TOKEN_FIELDS)
+_NO_TOKEN_FIELDS = (None,) * len(_TOKEN_FIELDS)
 #: The longest opener of reasoning has fewer, with the white space behind it.
 TAIL_TOKENS = 16
 #: Tokens delivered together if the response is not streamed. When a replica dies, at most this many are lost and
@@ -74,49 +80,44 @@ def job(
         raise InvalidRequest(
             f"field 'min_tokens': {min_tokens} exceeds the output limit of {max_tokens}", param="min_tokens"
         )
-    if body.seed is not None and not -(2**63) <= body.seed < 2**64:
-        raise InvalidRequest(f"field 'seed': {body.seed} does not fit into 64 bits", param="seed")
     options = body.stream_options
     if options is not None and not body.stream and (options.include_usage or options.continuous_usage_stats):
         raise InvalidRequest("field 'stream_options': is only allowed with 'stream': true", param="stream_options")
-    if body.prompt_logprobs is not None and body.stream:
-        raise InvalidRequest("field 'prompt_logprobs': cannot be streamed", param="prompt_logprobs")
-    check_token_ids(body.stop_token_ids or (), served.limits.vocab_size, "stop_token_ids")
-    check_token_ids(body.logit_bias or (), served.limits.vocab_size, "logit_bias")
-    check_token_ids(body.allowed_token_ids or (), served.limits.vocab_size, "allowed_token_ids")
-    check_token_ids(body.logprob_token_ids or (), served.limits.vocab_size, "logprob_token_ids")
-    if body.logprob_token_ids and logprobs is None:
-        raise InvalidRequest("field 'logprob_token_ids': requires 'logprobs'", param="logprob_token_ids")
-    seed = front.random_bits(64) if body.seed is None else body.seed
-    defaults = served.defaults
-    temperature = defaults.temperature if body.temperature is None else body.temperature
-    top_p = defaults.top_p if body.top_p is None else body.top_p
-    top_k = defaults.top_k if body.top_k is None else body.top_k
-    min_p = defaults.min_p if body.min_p is None else body.min_p
-    repetition = defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty
+    if body.stop_token_ids:
+        check_token_ids(body.stop_token_ids, served.limits.vocab_size, "stop_token_ids")
+    if body.logit_bias:
+        check_token_ids(body.logit_bias, served.limits.vocab_size, "logit_bias")
+    seed = body.seed
+    if seed is None:
+        seed = front.random_bits(64)
+    elif not -(2**63) <= seed < 2**64:
+        raise InvalidRequest(f"field 'seed': {seed} does not fit into 64 bits", param="seed")
+    stops: tuple[str, ...] = ()
+    defaults, top_k = served.defaults, body.top_k
+    if top_k is None:
+        top_k = defaults.top_k
+    if body.stop:
+        stops = (body.stop,) if isinstance(body.stop, str) else tuple([stop for stop in body.stop if stop])
     sampling = SamplingParams(
         max_tokens=max_tokens,
         seed=seed & SEED_MASK,
-        temperature=1.0 if temperature is None else temperature,
-        top_p=1.0 if top_p is None else top_p,
-        top_k=0 if top_k is None or top_k < 0 else top_k,
-        min_p=min_p or 0.0,
+        temperature=defaults.temperature if body.temperature is None else body.temperature,
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        top_k=0 if top_k < 0 else top_k,
+        min_p=defaults.min_p if body.min_p is None else body.min_p,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if repetition is None else repetition,
+        repetition_penalty=(
+            defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty
+        ),
         min_tokens=min_tokens,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         logit_bias=body.logit_bias or {},
         logprobs=logprobs,
-        prompt_logprobs=_most(prompt_logprobs, body.prompt_logprobs),
-        allowed_token_ids=tuple(body.allowed_token_ids or ()),
-        bad_words=_bad_words(served, body.bad_words) if body.bad_words else (),
-        logprob_token_ids=tuple(body.logprob_token_ids or ()),
+        prompt_logprobs=prompt_logprobs,
     )
-    given = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
-    stops = tuple([stop for stop in given if stop])
-    return Job(
+    made = Job(
         served=served,
         prompts=prompts,
         choices_per_prompt=count,
@@ -129,6 +130,29 @@ def job(
         tokens_per_delta=1 if body.stream or stops else WHOLE_RESPONSE_TOKENS,
         constraint=constraint,
         discard=wanted == 0,
+    )
+    # One comparison for all fields that nearly no request has: each of them alone would cost as much.
+    return made if _token_fields(body) == _NO_TOKEN_FIELDS else _with_token_fields(made, body)
+
+
+def _with_token_fields(job: Job, body: Body) -> Job:
+    """What the fields about single tokens ask for. Raises InvalidRequest."""
+    served, sampling = job.served, job.sampling
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("field 'prompt_logprobs': cannot be streamed", param="prompt_logprobs")
+    check_token_ids(body.allowed_token_ids or (), served.limits.vocab_size, "allowed_token_ids")
+    check_token_ids(body.logprob_token_ids or (), served.limits.vocab_size, "logprob_token_ids")
+    if body.logprob_token_ids and sampling.logprobs is None:
+        raise InvalidRequest("field 'logprob_token_ids': requires 'logprobs'", param="logprob_token_ids")
+    return msgspec.structs.replace(
+        job,
+        sampling=msgspec.structs.replace(
+            sampling,
+            prompt_logprobs=_most(sampling.prompt_logprobs, body.prompt_logprobs),
+            allowed_token_ids=tuple(body.allowed_token_ids or ()),
+            bad_words=_bad_words(served, body.bad_words) if body.bad_words else (),
+            logprob_token_ids=tuple(body.logprob_token_ids or ()),
+        ),
         show_special=body.skip_special_tokens is False,
         show_stop=bool(body.include_stop_str_in_output),
         keep_tokens=bool(body.return_token_ids),
