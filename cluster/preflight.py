@@ -38,7 +38,7 @@ def exposures(settings: Settings) -> list[str]:
     router = settings.router
     if _is_loopback(router.host):
         return []
-    if not router.api_keys_file:
+    if not router.api_keys_file and not router.api_key:
         return [
             f"anybody who can reach {router.host}:{router.port} can send requests, reset caches and read the cluster's "
             "state: give --api-keys-file, or keep --host on 127.0.0.1"
@@ -127,8 +127,20 @@ def check_keys(settings: EventsSettings) -> None:
 
 def prepare(settings: Settings) -> Settings:
     """Settings as routers and replicas need them: models have names, paths are absolute. Raises SettingsError."""
-    models = tuple(with_api_keys(each) for each in settings.models)
-    return msgspec.structs.replace(with_api_keys(_named(settings)), models=models)
+    models = tuple(with_chat_template(with_api_keys(each)) for each in settings.models)
+    return msgspec.structs.replace(with_chat_template(with_api_keys(_named(settings))), models=models)
+
+
+def with_chat_template(settings: Settings) -> Settings:
+    """Settings with an absolute `chat_template`, for the same reason. Raises SettingsError if there is no such file."""
+    path = settings.router.chat_template
+    if not path:
+        return settings
+    file = Path(path).expanduser().absolute()
+    if not file.is_file():
+        raise SettingsError(f"chat_template: there is no file {file}")
+    router = msgspec.structs.replace(settings.router, chat_template=str(file))
+    return msgspec.structs.replace(settings, router=router)
 
 
 def with_api_keys(settings: Settings) -> Settings:

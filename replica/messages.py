@@ -48,6 +48,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None  #: number of alternatives beside the sampled token's own logprob; None: no logprobs
     #: the same for the prompt's tokens (`echo`); such a request takes no cached blocks
     prompt_logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] = ()  #: no other token is sampled; empty: all are allowed
+    bad_words: tuple[tuple[int, ...], ...] = ()  #: sequences of tokens that are not generated
+    logprob_token_ids: tuple[int, ...] = ()  #: with `logprobs`: the alternatives are these tokens, not the likeliest
 
 
 class Pin(msgspec.Struct, frozen=True, array_like=True):

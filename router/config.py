@@ -26,6 +26,13 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     host: Annotated[str, Meta(description="address that the HTTP server binds")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP server; 0: any free one")] = 8000
     served_model_name: Annotated[str, Meta(description="name in /v1/models; empty: the model's own")] = ""
+    model_aliases: Annotated[
+        str,
+        Meta(
+            description="more names for the model, separated by commas; with several models ALIAS=NAME says of which; "
+            "empty: none"
+        ),
+    ] = ""
     policy: Annotated[
         PolicyName,
         Meta(description="how a replica is chosen", extra={"allowed": "the policies that `homing serve --help` lists"}),
@@ -66,7 +73,21 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     api_keys_file: Annotated[
         str, Meta(description="YAML file of the accepted API keys; empty: any key is accepted, and each is a tenant")
     ] = ""
+    api_key: Annotated[
+        str,
+        Meta(
+            description="the one API key that is accepted, beside those of api_keys_file; other users of the machine "
+            "see flags, so set it as HOMING_API_KEY; empty: none"
+        ),
+    ] = ""
     default_max_tokens: Annotated[int, Meta(ge=1, description="output limit of a request that sets none")] = 512
+    generation_config: Annotated[
+        bool,
+        Meta(
+            description="sample as the model's generation_config.json says where a request says nothing: temperature, "
+            "top_p, top_k, min_p and repetition_penalty"
+        ),
+    ] = True
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest HTTP body")] = 16 * 1024 * 1024
     tool_call_parser: Annotated[
         ToolParserName,
@@ -94,6 +115,9 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "request, so that what follows it can be cached"
         ),
     ] = True
+    chat_template: Annotated[
+        str, Meta(description="file with a chat template to use instead of the model's own; empty: the model's own")
+    ] = ""
     token_cache_bytes: Annotated[
         int, Meta(ge=0, description="memory for the token ids of earlier chat messages; 0: keep none")
     ] = 32 * 1024 * 1024

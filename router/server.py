@@ -75,7 +75,7 @@ class RouterServer:
             backend,
             self.metrics,
             texts=texts,
-            tenants=read_tenants(settings.api_keys_file),
+            tenants=read_tenants(settings.api_keys_file, settings.api_key),
             usage=usage.records if usage is not None else None,
         )
         self._settings = settings

@@ -118,7 +118,10 @@ class AttachedRouter:
                 continue
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         self.console.step("tokenizer", f"loading {self.model_dir.name}")
-        texts = TextModels(partial(TextModel.load, cache_bytes=self.settings.router.token_cache_bytes))
+        router = self.settings.router
+        texts = TextModels(
+            partial(TextModel.load, cache_bytes=router.token_cache_bytes, chat_template=router.chat_template)
+        )
         service = None
         try:
             service = self._service(await texts.get(text_source(self.model_dir)))

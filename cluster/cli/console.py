@@ -82,7 +82,7 @@ class Console:
         program, url = self._program, status.url
         headers = "-H 'content-type: application/json'"
         api_key = curve_keys = ""
-        if settings.router.api_keys_file:
+        if settings.router.api_keys_file or settings.router.api_key:
             headers += " -H 'authorization: Bearer KEY'"
             api_key = " --api-key-file FILE"
         if settings.events.events_curve_keys:

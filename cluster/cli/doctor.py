@@ -209,7 +209,7 @@ def _access(settings: Settings) -> Finding:
     if opened := exposures(settings):
         message, _, remedy = opened[0].partition(": ")
         return Finding("keys", "warning", message, remedy)
-    return Finding("keys", "ok", "API keys are required" if router.api_keys_file else "loopback only")
+    return Finding("keys", "ok", "API keys are required" if router.api_keys_file or router.api_key else "loopback only")
 
 
 def _refused(check: str, error: ClusterError, remedy: str) -> Finding:

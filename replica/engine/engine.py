@@ -267,11 +267,12 @@ class Engine:
     def _sampling_row(self, request: RequestState, drafts: Sequence[int]) -> SamplingRow:
         params, generated = request.sampling, request.generated + len(drafts)
         penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        followed = penalised or params.bad_words
         return SamplingRow(
             params=params,
             position=generated,
             prompt_ids=request.tokens[: request.prompt_tokens] if penalised else (),
-            generated_ids=request.tokens[request.prompt_tokens :] + array("I", drafts) if penalised else (),
+            generated_ids=request.tokens[request.prompt_tokens :] + array("I", drafts) if followed else (),
             banned_ids=banned_before(params, generated, self._eos_token_ids),
         )
 

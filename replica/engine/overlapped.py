@@ -94,6 +94,8 @@ def needs_host(request: RequestState) -> bool:
     params = request.sampling
     return bool(
         params.logit_bias
+        or params.allowed_token_ids
+        or params.bad_words
         or params.logprobs is not None
         or params.prompt_logprobs is not None
         or params.repetition_penalty != 1.0

@@ -228,9 +228,16 @@ def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
     _check(isfinite(params.frequency_penalty), f"frequency_penalty: {params.frequency_penalty}")
     repetition = params.repetition_penalty
     _check(isfinite(repetition) and repetition > 0, f"repetition_penalty: {repetition} is not above 0")
-    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+    for name, ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", params.logit_bias),
+        ("allowed_token_ids", params.allowed_token_ids),
+        ("logprob_token_ids", params.logprob_token_ids),
+        *(("bad_words", word) for word in params.bad_words),
+    ):
         wrong = [token for token in ids if not 0 <= token < vocab_size]
         _check(not wrong, f"{name}: {wrong[:3]} are not token ids below {vocab_size}")
+    _check(all(params.bad_words), "bad_words: a word has no tokens")
     _check(all(map(isfinite, params.logit_bias.values())), "logit_bias: a bias is not finite")
     for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         _check(count is None or 0 <= count <= MAX_LOGPROBS, f"{name}: {count} is not between 0 and {MAX_LOGPROBS}")

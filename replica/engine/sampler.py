@@ -8,9 +8,9 @@ Another batch computes the same logits with other rounding errors, which must no
 distribution over the whole vocabulary they would: every error shifts all later borders, and in the tail borders lie
 closer than errors. So a token is chosen in steps, each among few groups and each with a number of its own.
 
-Order: repetition, frequency and presence penalty, logit bias, banned ids, the masks of grammars; then temperature,
-top-k, top-p of what top-k left, min-p. A token that ties with the last one kept is kept too, so that no set depends on
-how ties are sorted.
+Order: repetition, frequency and presence penalty, logit bias, allowed ids, banned ids and words, the masks of
+grammars; then temperature, top-k, top-p of what top-k left, min-p. A token that ties with the last one kept is kept
+too, so that no set depends on how ties are sorted.
 """
 
 import math
@@ -41,7 +41,7 @@ class SamplingRow:
     params: SamplingParams
     position: int  #: tokens generated so far, over all replicas that worked on the request
     prompt_ids: Sequence[int]  #: read for the repetition penalty only
-    generated_ids: Sequence[int]  #: read for penalties only
+    generated_ids: Sequence[int]  #: read for penalties and bad words only
     banned_ids: Sequence[int] = ()  #: such as the stop ids before `min_tokens`
 
 
@@ -132,10 +132,20 @@ def _sampled_logprobs(
         return {}
     chosen = [ids[index] for index in wanted]
     found = prompt_logprobs(logits[list(wanted)], chosen, max(wanted.values()))
-    return {
+    scored = {
         index: PositionLogprobs(chosen=entry.chosen, top=entry.top[:count])
         for (index, count), entry in zip(wanted.items(), found, strict=True)
     }
+    for index, entry in scored.items():
+        if listed := rows[index].params.logprob_token_ids:
+            scored[index] = PositionLogprobs(chosen=entry.chosen, top=_listed_logprobs(logits[index], listed))
+    return scored
+
+
+def _listed_logprobs(logits: torch.Tensor, ids: Sequence[int]) -> list[TokenLogprob]:
+    """The logprobs of these tokens under one row of logits, best first."""
+    values = logits.float().log_softmax(-1)[torch.tensor(ids, device=logits.device)].tolist()
+    return sorted(map(TokenLogprob, ids, values), key=lambda each: -each.logprob)
 
 
 # --- edits of single logits ---
@@ -147,7 +157,7 @@ def _edited(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     for index, row in enumerate(rows):
         params = row.params
         penalised = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-        if penalised or params.logit_bias or len(row.banned_ids):
+        if penalised or params.logit_bias or len(row.banned_ids) or params.allowed_token_ids or params.bad_words:
             edited = logits.clone() if edited is logits else edited
             _edit(edited[index], row)
     return edited
@@ -167,8 +177,21 @@ def _edit(logits: torch.Tensor, row: SamplingRow) -> None:
     if params.logit_bias:
         biased = torch.tensor(list(params.logit_bias), device=device)
         logits[biased] += torch.tensor(list(params.logit_bias.values()), device=device, dtype=logits.dtype)
-    if row.banned_ids:
-        logits[torch.tensor(row.banned_ids, device=device)] = -math.inf
+    if params.allowed_token_ids:
+        allowed = torch.tensor(params.allowed_token_ids, device=device)
+        kept = logits[allowed]
+        logits.fill_(-math.inf)
+        logits[allowed] = kept
+    banned = [*row.banned_ids, *_word_ends(params.bad_words, row.generated_ids)] if params.bad_words else row.banned_ids
+    if banned:
+        logits[torch.tensor(banned, device=device)] = -math.inf
+
+
+def _word_ends(words: Sequence[Sequence[int]], generated_ids: Sequence[int]) -> list[int]:
+    """The last tokens of the words whose other tokens were generated just now."""
+    longest = max(map(len, words)) - 1
+    latest = tuple(generated_ids[-longest:]) if longest else ()
+    return [word[-1] for word in words if latest[len(latest) - len(word) + 1 :] == tuple(word[:-1])]
 
 
 # --- drawing ---

@@ -67,6 +67,12 @@ class Version(msgspec.Struct):
     version: str
 
 
+class Load(msgspec.Struct):
+    """GET /load: requests that run or wait."""
+
+    server_load: int
+
+
 class Ready(Status):
     """GET /ready: how many replicas serve, in all and of each model."""
 
@@ -204,14 +210,21 @@ def _card(front: Front, limits: ModelLimits) -> ModelCard:
 
 
 async def models(front: Front, exchange: Exchange) -> None:
-    """The models that have had a replica."""
+    """The models that have had a replica, and after them their aliases."""
     Caller(front, exchange)
-    respond(exchange, ModelList([_card(front, limits) for limits in front.backend.models()]))
+    cards = {limits.name: _card(front, limits) for limits in front.backend.models()}
+    only = next(iter(cards)) if len(cards) == 1 else None
+    aliases = [
+        msgspec.structs.replace(cards[name], id=alias)
+        for alias, given in front.aliases.items()
+        if alias not in cards and (name := given or only) in cards
+    ]
+    respond(exchange, ModelList([*cards.values(), *aliases]))
 
 
 async def model(front: Front, exchange: Exchange) -> None:
     Caller(front, exchange)
-    limits = front.backend.choose(exchange.request.path.removeprefix(f"{MODELS}/")).model()
+    limits = front.model_named(exchange.request.path.removeprefix(f"{MODELS}/")).model()
     if limits is None:
         raise NoReplica("no replica has joined yet", retry_after_s=1.0)
     respond(exchange, _card(front, limits))
@@ -240,6 +253,22 @@ async def ready(front: Front, exchange: Exchange) -> None:
     if not all(map(front.texts.loaded, front.backend.texts())):
         raise NoReplica("the model's tokenizer is still loading", retry_after_s=1.0)
     respond(exchange, Ready("ready", sum(serving.values()), serving))
+
+
+async def ping(_front: Front, exchange: Exchange) -> None:
+    exchange.respond(b"", content_type="text/plain")
+
+
+async def load(front: Front, exchange: Exchange) -> None:
+    view = front.backend.view()
+    respond(exchange, Load(view.in_flight + view.waiting))
+
+
+async def tokenizer_info(front: Front, exchange: Exchange) -> None:
+    """What clients need to know of the tokenizer of the only model; the names are those of `tokenizer_config.json`."""
+    Caller(front, exchange)
+    served = await front.served(None)
+    respond(exchange, {**served.text.info, "model_max_length": served.limits.max_model_len})
 
 
 async def metrics(front: Front, exchange: Exchange) -> None:
@@ -335,6 +364,7 @@ ENDPOINTS = (
     ),
     Endpoint("POST", "/tokenize", tokenize, "text or chat to token ids", Tokenized, (TokenizeBody,)),
     Endpoint("POST", "/detokenize", detokenize, "token ids to text", Detokenized, (DetokenizeBody,)),
+    Endpoint("GET", "/tokenizer_info", tokenizer_info, "special tokens and chat template of the model"),
     Endpoint("POST", "/explain", explain, "the routing decision for a body", Explanation, (CompletionBody, ChatBody)),
     Endpoint(
         "POST",
@@ -347,6 +377,9 @@ ENDPOINTS = (
     ),
     Endpoint("GET", "/cluster", cluster, "the cluster as the router sees it", ClusterView),
     Endpoint("GET", "/health", health, "the process responds", Status),
+    Endpoint("GET", "/ping", ping, "the process responds", media="text/plain"),
+    Endpoint("POST", "/ping", ping, "the process responds", media="text/plain"),
+    Endpoint("GET", "/load", load, "how many requests run or wait", Load),
     Endpoint("GET", "/ready", ready, "a request for some model would be served now", Ready),
     Endpoint("GET", "/metrics", metrics, "metrics for Prometheus", media="text/plain"),
     Endpoint("GET", "/version", version, "the package's version", Version),

@@ -18,7 +18,7 @@ from ..metrics import ModelMetrics, RouterMetrics
 from ..tenants.api_keys import Tenants
 from ..tenants.rate_limits import RateLimiter, UsageRecord
 from ..text.parsers.families import ReasoningFamily, ToolFamily, choose_reasoning, choose_tools
-from ..text.tokenizer import TextModel
+from ..text.tokenizer import SamplingDefaults, TextModel
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ class Served(msgspec.Struct, frozen=True, gc=False):
     backend: ModelBackend  #: takes the requests that were tokenized with `text`
     calls: ToolFamily | None = None  #: how it writes tool calls; None: as text
     thoughts: ReasoningFamily | None = None  #: how it marks reasoning
+    defaults: SamplingDefaults = SamplingDefaults()  #: of requests that say nothing
 
 
 class Front:
@@ -108,7 +109,9 @@ class Front:
         self.settings = settings
         self.backend = backend
         self.metrics = metrics
-        self.texts = texts or TextModels(partial(TextModel.load, cache_bytes=settings.token_cache_bytes))
+        self.texts = texts or TextModels(
+            partial(TextModel.load, cache_bytes=settings.token_cache_bytes, chat_template=settings.chat_template)
+        )
         self.tenants = tenants or Tenants()
         named = self.tenants.named()
         records = usage([tenant.digest for tenant in named]) if usage is not None else {}
@@ -122,10 +125,22 @@ class Front:
         self.random_bits = random_bits or Random().getrandbits
         self.started_at = int(wall())
         self._served: dict[str, Served] = {}  #: by name, as of the last request
+        #: The model of each alias; None: the only one.
+        self.aliases: dict[str, str | None] = {
+            alias.strip(): name.strip() or None
+            for alias, _, name in (each.partition("=") for each in settings.model_aliases.split(","))
+            if alias.strip()
+        }
+
+    def model_named(self, name: str | None) -> ModelBackend:
+        """The backend of the model with this name or alias. Raises ModelNotFound and NoReplica."""
+        if name in self.aliases:
+            name = self.aliases[name]
+        return self.backend.choose(name)
 
     async def served(self, name: str | None) -> Served:
         """The model that a client calls `name`. Raises ModelNotFound, NoReplica and TokenizerUnavailable."""
-        backend = self.backend.choose(name)
+        backend = self.model_named(name)
         limits = backend.model()
         if limits is None:
             raise NoReplica("no replica has joined yet", retry_after_s=1.0)
@@ -137,7 +152,8 @@ class Front:
             shown = text.templates, text.model_type
             calls = choose_tools(*shown, self.settings.tool_call_parser)
             thoughts = choose_reasoning(*shown, self.settings.reasoning_parser)
-            served = self._served[limits.name] = Served(limits, text, metrics, backend, calls, thoughts)
+            defaults = text.sampling_defaults if self.settings.generation_config else SamplingDefaults()
+            served = self._served[limits.name] = Served(limits, text, metrics, backend, calls, thoughts, defaults)
         return served
 
     async def load_texts(self) -> None:

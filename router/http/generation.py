@@ -14,7 +14,7 @@ from ...kvcache.hashing import token_bytes
 from ...replica.messages import Constraint, Pin, PositionLogprobs, SamplingParams
 from ..backend import GenerationRequest, TokenDelta, TokenStream
 from ..errors import RequestFailed, RouterError, Superseded
-from ..text.answer import AnswerText, Block, Ending, TextDelta, TokenAt, parsed
+from ..text.answer import AnswerText, Block, Ending, TextDelta, TokenAnswerText, TokenAt, parsed
 from ..text.parsers.deltas import Reasoning, ToolCallStart
 from ..text.parsers.parser import AnswerParser
 from .caller import Caller
@@ -68,6 +68,9 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     markers: Sequence[str] = ()  #: special tokens that the parser needs to see
     session: str | None = None  #: that the body names; one that a header names comes first
     constraint: Constraint | None = None  #: what each choice must match; checked already
+    show_special: bool = False  #: special tokens are part of the text
+    show_stop: bool = False  #: so are the stop string or stop token that ends it
+    keep_tokens: bool = False  #: report token ids although no logprobs are requested
     discard: bool = False  #: `max_tokens: 0`: one token is generated to score the prompt, and not shown
 
 
@@ -106,6 +109,7 @@ class RunningChoice(msgspec.Struct, eq=False):
     pinned: int | None = None
     last_token_at: float | None = None
     ending: Ending | None = None
+    stop_token_id: int | None = None  #: the token that ended the answer
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     parser: AnswerParser | None = None
     calls: int = 0  #: tool calls so far
@@ -142,6 +146,8 @@ class RunningChoice(msgspec.Struct, eq=False):
                 if self.parser is not None:
                     shown = self._parsed(self.parser, shown, len(delta.token_ids))
             self.ending = shown.ending
+            if shown.ending:
+                self.stop_token_id = delta.stop_token_id
             generation.writer.add(self, shown, first=last is None)
             if shown.ending:
                 generation.choice_ended()
@@ -196,8 +202,9 @@ class Generation:
                     request = generation_request(job, prompt, self._caller, index, deadline)
                     stream = served.backend.generate(request)
                     parser = job.parser() if job.parser is not None else None
-                    detokenizer = served.text.detokenizer(job.markers)
-                    answer = AnswerText(detokenizer, job.stops)
+                    detokenizer = served.text.detokenizer(job.markers, special=job.show_special)
+                    kind = TokenAnswerText if job.keep_tokens else AnswerText
+                    answer = kind(detokenizer, job.stops, show_stop=job.show_stop)
                     self.choices.append(RunningChoice(self, len(self.choices), prompt, stream, answer, parser=parser))
         except BaseException:
             self._cancel()

@@ -23,6 +23,8 @@ from .rate_limits import TenantLimits
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
 UNLIMITED = TenantLimits()
+#: The tenant with the key of the setting `api_key`.
+OWN_TENANT = "api-key"
 #: Bytes of a tenant's digest and of a cache salt.
 DIGEST_BYTES = 16
 #: Longer keys of unnamed tenants are not cached: a key may fill an HTTP head of 64 KiB, and thousands are cached.
@@ -105,10 +107,14 @@ class Tenants:
         raise UnknownKey("this API key is unknown")
 
 
-def read_tenants(path: str) -> Tenants:
-    """The tenants of a YAML file; without a path, every key is a tenant. Raises KeysFileInvalid."""
+def read_tenants(path: str, api_key: str = "") -> Tenants:
+    """The tenants of a YAML file, and the one with `api_key`; without either, every key is a tenant.
+
+    Raises KeysFileInvalid.
+    """
+    own = KeyEntry(key_sha256=sha256(api_key.encode()).hexdigest(), tenant=OWN_TENANT, admin=True) if api_key else None
     if not path:
-        return Tenants()
+        return Tenants(KeysFile(keys=[own]) if own else None)
     file = Path(path).expanduser()
     try:
         content = yaml.safe_load(file.read_text())
@@ -117,14 +123,15 @@ def read_tenants(path: str) -> Tenants:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise KeysFileInvalid(f"the keys file {file} is not YAML: {error}") from error
     try:
-        return tenants_of(content)
+        return tenants_of(content, own)
     except KeysFileInvalid as error:
         raise KeysFileInvalid(f"keys file {file}: {error.message}") from error
 
 
-def tenants_of(content: Any) -> Tenants:
-    """The tenants of a file's content. Raises KeysFileInvalid, which names the entry."""
-    return Tenants(_converted(content, KeysFile, ""))
+def tenants_of(content: Any, own: KeyEntry | None = None) -> Tenants:
+    """The tenants of a file's content, and of one more key. Raises KeysFileInvalid, which names the entry."""
+    keys = _converted(content, KeysFile, "")
+    return Tenants(msgspec.structs.replace(keys, keys=[*keys.keys, own]) if own else keys)
 
 
 def _converted(given: Any, kind: type[Struct], place: str) -> Struct:

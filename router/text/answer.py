@@ -24,7 +24,7 @@ class TokenAt:
 
     token_id: int
     offset: int
-    logprobs: PositionLogprobs | None  #: None: the first token of a prompt
+    logprobs: PositionLogprobs | None  #: None: the first token of a prompt, or none were requested
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
@@ -45,11 +45,13 @@ class AnswerText:
     stop string on.
     """
 
-    __slots__ = ("_decoded", "_detokenizer", "_pending", "_shown", "_stops")
+    __slots__ = ("_decoded", "_detokenizer", "_pending", "_show_stop", "_shown", "_stops")
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = (), *, show_stop: bool = False) -> None:
+        """`show_stop`: the text includes what ended it."""
         self._detokenizer = detokenizer
-        self._stops = StopFinder(stops) if stops else None
+        self._stops = StopFinder(stops, show_stop=show_stop) if stops else None
+        self._show_stop = show_stop
         self._decoded = 0  #: characters that the detokenizer returned
         self._shown = 0  #: characters shown
         self._pending: list[TokenAt] = []  #: tokens whose text is held back
@@ -70,6 +72,8 @@ class AnswerText:
             text = self._push_scored(ids, delta.logprobs)
         ending: Ending | None = None
         if delta.finish_reason is not None:
+            if self._show_stop and delta.stop_token_id is not None:
+                text += self._detokenizer.push([delta.stop_token_id])
             text += self._detokenizer.flush()
             ending = "length" if delta.finish_reason == "length" else "stop"
         stops, stopped = self._stops, False
@@ -82,7 +86,7 @@ class AnswerText:
         self._shown += len(text)
         return TextDelta(text, ending, self._release(everything=bool(ending) and not stopped) if self._pending else ())
 
-    def _push_scored(self, ids: Sequence[int], logprobs: Sequence[PositionLogprobs]) -> str:
+    def _push_scored(self, ids: Sequence[int], logprobs: Sequence[PositionLogprobs | None]) -> str:
         """The text of tokens with logprobs. A token is shown together with the start of its text."""
         parts: list[str] = []
         for token_id, position in zip(ids, logprobs, strict=False):
@@ -95,6 +99,17 @@ class AnswerText:
         ready = [token for token in self._pending if everything or token.offset < self._shown]
         self._pending = self._pending[len(ready) :]
         return ready
+
+
+class TokenAnswerText(AnswerText):
+    """The same, and tokens come with the text although there are no logprobs of them."""
+
+    __slots__ = ()
+
+    def push(self, delta: TokenDelta) -> TextDelta:
+        if delta.logprobs is None:
+            delta = msgspec.structs.replace(delta, logprobs=[None] * len(delta.token_ids))
+        return super().push(delta)
 
 
 class Block(msgspec.Struct):
@@ -147,11 +162,12 @@ class StopFinder:
     Text is held back only while it may be the beginning of a stop string.
     """
 
-    __slots__ = ("_held", "_stops", "stopped_by")
+    __slots__ = ("_held", "_show_stop", "_stops", "stopped_by")
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """`stops` are not empty strings."""
+    def __init__(self, stops: Sequence[str], *, show_stop: bool = False) -> None:
+        """`stops` are not empty strings. `show_stop`: the text is cut behind the one that is found."""
         self._stops = stops
+        self._show_stop = show_stop
         self._held = ""
         self.stopped_by: str | None = None  #: once set, no more text comes
 
@@ -164,9 +180,9 @@ class StopFinder:
         # The stop string that is complete first wins; of those that end together, the longest.
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            _, start, self.stopped_by = min(found)
+            end, start, self.stopped_by = min(found)
             self._held = ""
-            return text[:start]
+            return text[: end if self._show_stop else start]
         # Hold the longest end of the text that begins a stop string.
         longest = 0
         for stop in self._stops:

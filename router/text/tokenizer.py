@@ -9,21 +9,26 @@ Short texts are encoded in place, because a hop to a thread costs more than they
 """
 
 import asyncio
+import logging
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from ...kvcache.hashing import token_array, token_bytes
+from ..errors import TokenizerUnavailable
 from .constraints import ConstraintChecker
 from .detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, is_byte_level, piece_table
 from .export import TokenizerParts, load_parts
 from .template import ChatTemplate, TemplateInput
 from .token_cache import Cutter, TokenCache
+
+log = logging.getLogger(__name__)
 
 #: Texts up to this many characters are encoded in place: about 0.2 ms, as much as a hop to a thread and back costs
 #: under load.
@@ -31,6 +36,16 @@ INLINE_CHARACTERS = 1024
 ENCODER_THREADS = 2
 
 TokenIds: TypeAlias = "array[int]"
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True):
+    """What the model's `generation_config.json` says of sampling, for requests that say nothing."""
+
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
 
 
 class TextModel:
@@ -46,6 +61,13 @@ class TextModel:
         self._backend.no_padding()
         self._template = ChatTemplate(parts.chat_template, parts.special_tokens)
         self.model_type = model_type
+        self.sampling_defaults = SamplingDefaults()
+        #: How `tokenizer_config.json` names special tokens and the chat template.
+        self.info: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **parts.special_tokens,
+            "chat_template": parts.chat_template,
+        }
         self._cutter = Cutter(parts.tokenizer)
         self.cache = TokenCache(cache_bytes)
         self.constraints = ConstraintChecker()
@@ -59,10 +81,20 @@ class TextModel:
         self._marked_texts: dict[frozenset[int], dict[int, bytes]] = {}
 
     @classmethod
-    def load(cls, folder: Path, *, cache_bytes: int) -> "TextModel":
-        """Read the tokenizer of a local folder. Blocks for seconds. Raises TokenizerUnavailable."""
-        model = cls(load_parts(folder), cache_bytes=cache_bytes, model_type=_model_type(folder))
+    def load(cls, folder: Path, *, cache_bytes: int, chat_template: str = "") -> "TextModel":
+        """Read the tokenizer of a local folder. Blocks for seconds. Raises TokenizerUnavailable.
+
+        `chat_template`: a file with the template to use instead of the folder's.
+        """
+        parts = load_parts(folder)
+        if chat_template:
+            try:
+                parts = msgspec.structs.replace(parts, chat_template=Path(chat_template).read_text())
+            except (OSError, UnicodeDecodeError) as error:
+                raise TokenizerUnavailable(f"cannot read the chat template {chat_template}: {error}") from error
+        model = cls(parts, cache_bytes=cache_bytes, model_type=_model_type(folder))
         model._template.prepare()
+        model.sampling_defaults = sampling_defaults(folder)
         return model
 
     def close(self) -> None:
@@ -130,8 +162,17 @@ class TextModel:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def detokenizer(self, markers: Sequence[str] = ()) -> Detokenizer:
-        """A new incremental decoder; special tokens have no text, except these markers of reasoning and tool calls."""
+    def detokenizer(self, markers: Sequence[str] = (), *, special: bool = False) -> Detokenizer:
+        """A new incremental decoder; special tokens have no text, except these markers of reasoning and tool calls.
+
+        `special`: all special tokens have their names as text.
+        """
+        if special:
+            return (
+                ByteDetokenizer(self._with_markers(self._special))
+                if self._byte_level
+                else WindowDetokenizer(self.decode)
+            )
         shown = self._special.intersection(map(self._backend.token_to_id, markers)) if markers else frozenset()
         if self._byte_level:
             return ByteDetokenizer(self._with_markers(shown) if shown else self._texts)
@@ -162,3 +203,16 @@ def _model_type(folder: Path) -> str:
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return ""
     return str(config.get("model_type") or "")
+
+
+def sampling_defaults(folder: Path) -> SamplingDefaults:
+    """Those of a model's folder; none if there is no such file or it cannot be used."""
+    file = folder / "generation_config.json"
+    try:
+        given = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+        return msgspec.convert({name: value for name, value in given.items() if value is not None}, SamplingDefaults)
+    except FileNotFoundError:
+        return SamplingDefaults()
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        log.warning("generation_config_unusable path=%s reason=%r", file, str(error))
+        return SamplingDefaults()

@@ -97,6 +97,7 @@ def test_keys_in_clear_text_are_a_warning_and_encrypted_ones_are_none() -> None:
     """A key that is read on its way opens what it should have kept shut."""
     assert "--tls-cert-file" in words(host="0.0.0.0", api_keys_file="keys.yaml")
     assert words(host="0.0.0.0", api_keys_file="keys.yaml", tls_cert_file="cert.pem") == ""
+    assert "--tls-cert-file" in words(host="0.0.0.0", api_key="k")
 
 
 def test_the_warning_is_among_the_first_lines() -> None:

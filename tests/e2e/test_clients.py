@@ -4,7 +4,9 @@ import asyncio
 import logging
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
+import httpx
 import pytest
 
 from .running import Serving
@@ -127,3 +129,21 @@ def test_anthropics_client_and_openais_responses_read_the_same_answer(cluster: S
     assert message.content[0].text == streamed == response.output_text == story(cluster)
     usage = message.usage
     assert usage.input_tokens + usage.cache_read_input_tokens == counted.input_tokens == response.usage.input_tokens
+
+
+def test_fields_of_vllm_reach_the_engine(cluster: Serving) -> None:
+    """Allowed ids, bad words, chosen logprobs and those of the prompt, which the engine computes."""
+    asked = {"model": MODEL, "prompt": QUESTION, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+    with httpx.Client(base_url=cluster.url, timeout=60) as http:
+
+        def choice(**fields: object) -> Any:
+            return http.post("/v1/completions", json=asked | fields).raise_for_status().json()["choices"][0]
+
+        plain = choice(prompt_logprobs=1)
+        allowed = choice(allowed_token_ids=[300, 301], ignore_eos=True, logprobs=0, logprob_token_ids=[300, 301, 302])
+        other = choice(bad_words=[plain["text"].split()[0]])
+
+    assert len(plain["prompt_logprobs"]) == len(plain["prompt_token_ids"])
+    assert set(allowed["token_ids"]) <= {300, 301}
+    assert all(len(each) == 3 for each in allowed["logprobs"]["top_logprobs"])
+    assert plain["text"].split()[0] not in other["text"]

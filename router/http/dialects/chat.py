@@ -16,7 +16,17 @@ from ..front import Front, Served
 from ..generation import Job, RunningChoice
 from .chunks import ChunkBuilder, ChunkUsage
 from .dialect import Dialect
-from .schema import Body, CacheControl, MessageBody, Positive, TokenizeBody, Usage, converted, finite
+from .schema import (
+    Body,
+    CacheControl,
+    MessageBody,
+    Positive,
+    PromptLogprobs,
+    TokenizeBody,
+    Usage,
+    converted,
+    finite,
+)
 from .validate import conversation_job, decoded_arguments, mark
 
 
@@ -41,7 +51,7 @@ async def job(front: Front, served: Served, body: ChatBody, salt: bytes) -> Job:
     """What `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
     if body.max_tokens == 0:
         raise InvalidRequest("field 'max_tokens': expected int >= 1", param="max_tokens")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("field 'top_logprobs': requires 'logprobs': true", param="top_logprobs")
     newer = body.max_completion_tokens is not None
     return await conversation_job(
@@ -119,6 +129,9 @@ def _tool(given: Mapping[str, Any], param: str) -> Tool:
 
 
 def _message(body: MessageBody, index: int) -> Message:
+    if body.content is None and body.role in ("user", "system", "developer"):
+        param = f"messages[{index}].content"  # templates would write null as a word
+        raise InvalidRequest(f"field {param!r}: is required in a message of the role {body.role}", param=param)
     return Message(
         body.role,
         body.text(index),
@@ -217,6 +230,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     message: ChatMessage
     finish_reason: Ending
     logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -228,6 +242,8 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
@@ -246,6 +262,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     delta: ChatDelta
     finish_reason: Ending | None = None
     logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -257,6 +274,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: ChunkUsage = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatBuilder(ChunkBuilder):
@@ -267,26 +285,46 @@ class ChatBuilder(ChunkBuilder):
     def __init__(self, served: Served, body: ChatBody, response_id: str, created: int) -> None:
         super().__init__(served, body, f"chatcmpl-{response_id}", created)
         self._logprobs = bool(body.logprobs)
-        self._top = body.top_logprobs or 0
+        self._top = len(body.logprob_token_ids or ()) or body.top_logprobs or 0
 
     def choices(self, choices: Sequence[RunningChoice]) -> list[ChatChoice]:
         return [
-            ChatChoice(each.index, _answer(each), each.ending or "stop", self.logprobs(each.tokens)) for each in choices
+            ChatChoice(
+                each.index,
+                _answer(each),
+                each.ending or "stop",
+                self.logprobs(each.tokens),
+                self._ids(each, each.tokens),
+            )
+            for each in choices
         ]
+
+    def extras(self, choices: Sequence[RunningChoice]) -> dict[str, Any]:
+        return {"prompt_token_ids": self._prompt_ids(choices[0]), "prompt_logprobs": self._scores(choices[0])}
+
+    def events(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> bytes:
+        if first and self._token_ids and choice.index == 0:
+            self._common["prompt_token_ids"] = self._prompt_ids(choice)
+            try:
+                return super().events(choice, shown, first=True)
+            finally:
+                del self._common["prompt_token_ids"]
+        return super().events(choice, shown, first=first)
 
     def parts(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> list[ChatChunkChoice]:
         index, scored = choice.index, self.logprobs(shown.tokens)
+        ids = self._ids(choice, shown.tokens)
         if not shown.deltas:
             delta = ChatDelta(shown.text if shown.text or first else UNSET, "assistant" if first else UNSET)
-            return [ChatChunkChoice(index, delta, shown.ending, scored)]
+            return [ChatChunkChoice(index, delta, shown.ending, scored, ids)]
         deltas = [_delta(each) for each in shown.deltas]
         if first or scored:
             deltas.insert(0, ChatDelta("" if first else UNSET, "assistant" if first else UNSET))
         if shown.ending:
             deltas.append(ChatDelta())
         parts = [ChatChunkChoice(index, each) for each in deltas]
-        if scored:
-            parts[0] = ChatChunkChoice(index, deltas[0], None, scored)
+        if scored or ids:
+            parts[0] = ChatChunkChoice(index, deltas[0], None, scored, ids)
         if shown.ending:
             parts[-1] = ChatChunkChoice(index, deltas[-1], shown.ending)
         return parts
@@ -303,6 +341,8 @@ class ChatBuilder(ChunkBuilder):
 
     def _scored(self, each: TokenLogprob) -> tuple[str, list[int], float]:
         piece = self._model_text.piece(each.token_id)
+        if self._by_id:
+            return f"token_id:{each.token_id}", list(piece), finite(each.logprob)
         return piece.decode(errors="replace"), list(piece), finite(each.logprob)
 
 

@@ -2,18 +2,19 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from ...errors import RouterError
-from ...text.answer import TextDelta
+from ...text.answer import TextDelta, TokenAt
 from ..errors import error_body
 from ..front import Served
 from ..generation import RunningChoice
 from ..protocol.exchange import GenerationSummary
 from .dialect import MARK, ResponseBuilder
-from .schema import ENCODER, Body, Usage, usage, usage_of
+from .schema import ENCODER, Body, PromptLogprobs, Usage, prompt_logprobs, usage, usage_of
 
 #: What a chunk has under `usage`: counts, a null (they come later), or nothing (they were not requested).
 ChunkUsage = Usage | UnsetType | None
@@ -31,9 +32,12 @@ class ChunkBuilder(ResponseBuilder):
     def __init__(self, served: Served, body: Body, response_id: str, created: int) -> None:
         options = body.stream_options
         self._model_text = served.text
-        self._common = {"id": response_id, "created": created, "model": served.limits.name}
+        self._common: dict[str, Any] = {"id": response_id, "created": created, "model": served.limits.name}
+        self._token_ids = bool(body.return_token_ids)
+        self._by_id = bool(body.return_tokens_as_token_ids)
+        self._prompt_logprobs = body.prompt_logprobs
         self._include_usage = bool(options and options.include_usage)
-        self._continuous_usage = bool(options and options.continuous_usage_stats)
+        self._continuous_usage = bool(options and options.continuous_usage_stats and options.include_usage is not False)
         #: By choice: what precedes and follows the text in a chunk with nothing but text.
         self._templates: dict[int, tuple[bytes, bytes]] = {}
 
@@ -41,12 +45,34 @@ class ChunkBuilder(ResponseBuilder):
     def choices(self, choices: Sequence[RunningChoice]) -> Sequence[object]:
         """The choices of a body that is not streamed."""
 
+    def extras(self, choices: Sequence[RunningChoice]) -> dict[str, Any]:  # noqa: ARG002
+        """More fields of such a body."""
+        return {}
+
     @abstractmethod
     def parts(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> Sequence[object]:
         """What a choice shows next, one part for each chunk."""
 
+    def _ids(self, choice: RunningChoice, tokens: Sequence[TokenAt]) -> list[int] | UnsetType:
+        """The ids of these tokens, and of the one that ended the answer, if ids were requested."""
+        if not self._token_ids:
+            return UNSET
+        last = [] if choice.stop_token_id is None else [choice.stop_token_id]
+        return [token.token_id for token in tokens] + last
+
+    def _prompt_ids(self, choice: RunningChoice) -> list[int] | UnsetType:
+        return list(choice.prompt.token_ids) if self._token_ids else UNSET
+
+    def _scores(self, choice: RunningChoice) -> PromptLogprobs | UnsetType:
+        """The prompt's logprobs, if they were requested by this name."""
+        if self._prompt_logprobs is None:
+            return UNSET
+        name = self._model_text.piece
+        return prompt_logprobs(choice.prompt_logprobs or (), lambda each: name(each).decode(errors="replace"))
+
     def whole(self, choices: Sequence[RunningChoice], used: GenerationSummary) -> bytes:
-        return ENCODER.encode(self.whole_type(**self._common, choices=self.choices(choices), usage=usage_of(used)))
+        common = {**self._common, **self.extras(choices)}
+        return ENCODER.encode(self.whole_type(**common, choices=self.choices(choices), usage=usage_of(used)))
 
     def text(self, choice: RunningChoice, text: str) -> bytes:
         """Encode a chunk once and cut it at its text: encoding each chunk anew takes 2 us."""

@@ -7,7 +7,7 @@ from math import inf
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from ....replica.messages import PositionLogprobs
 from ...errors import InvalidRequest
@@ -19,7 +19,7 @@ from . import validate
 from .chunks import ChunkBuilder, ChunkUsage
 from .dialect import Dialect
 from .pins import whole_prompt
-from .schema import Body, Positive, finite
+from .schema import Body, NonNegative, PromptLogprobs, finite
 
 #: A prompt as text or token ids, or several of them; `prompts` tells them apart, because msgspec can decode only one
 #: array type in a union.
@@ -30,7 +30,7 @@ class CompletionBody(Body, kw_only=True, forbid_unknown_fields=True):
     """The request body."""
 
     prompt: PromptField
-    best_of: Positive | None = None
+    best_of: NonNegative | None = None  #: 0: as without it
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     suffix: str | None = None
@@ -39,9 +39,10 @@ class CompletionBody(Body, kw_only=True, forbid_unknown_fields=True):
 async def job(front: Front, served: Served, body: CompletionBody, salt: bytes) -> Job:
     """What `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
     kept, scored = body.n or 1, body.logprobs
-    if body.best_of is not None and body.best_of < kept:
+    best_of = body.best_of or None
+    if best_of is not None and best_of < kept:
         raise InvalidRequest(f"field 'best_of': must be at least n, which is {kept}", param="best_of")
-    if body.best_of is not None and body.best_of > kept:
+    if best_of is not None and best_of > kept:
         if body.stream:
             raise InvalidRequest(
                 "field 'best_of': cannot be streamed, because the best choices are only known at the end",
@@ -59,6 +60,11 @@ async def job(front: Front, served: Served, body: CompletionBody, salt: bytes) -
     encoded = [each for each in given if not isinstance(each, str)]
     if texts:
         encoded = await served.text.encode(texts, special_tokens=True)
+    if body.truncate_prompt_tokens is not None:
+        whole = encoded
+        encoded = [validate.truncated(each, body, served.limits.max_model_len) for each in whole]
+        if encoded != whole:
+            texts = []  # they are longer than what is left
     if not all(encoded):
         raise InvalidRequest("field 'prompt': a prompt has no tokens", param="prompt")
     asked = validate.requested_output(body, {"response_format": body.response_format})
@@ -74,7 +80,7 @@ async def job(front: Front, served: Served, body: CompletionBody, salt: bytes) -
         ],
         prompt_param="prompt",
         wanted=body.max_tokens,
-        best_of=body.best_of,
+        best_of=best_of,
         logprobs=scored,
         prompt_logprobs=body.logprobs if body.echo else None,
         constraint=None if asked is None else await served.text.constraints.check(asked),
@@ -129,6 +135,9 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     text: str
     finish_reason: Ending | None = None
     logprobs: CompletionLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,7 +158,7 @@ class CompletionBuilder(ChunkBuilder):
 
     def __init__(self, served: Served, body: CompletionBody, response_id: str, created: int) -> None:
         super().__init__(served, body, f"cmpl-{response_id}", created)
-        self._top = body.logprobs
+        self._top = body.logprobs if body.logprobs is None else len(body.logprob_token_ids or ()) or body.logprobs
         self._echo = bool(body.echo)
         self._kept = body.n or 1
         self._drawn = body.best_of or self._kept
@@ -159,31 +168,47 @@ class CompletionBuilder(ChunkBuilder):
 
     def parts(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> list[CompletionChoice]:
         text = self._echoed(choice.prompt) + shown.text if first else shown.text
-        return [CompletionChoice(choice.index, text, shown.ending, self.logprobs(shown.tokens))]
+        ids, prompt = self._ids(choice, shown.tokens), self._prompt_ids(choice) if first else UNSET
+        return [CompletionChoice(choice.index, text, shown.ending, self.logprobs(shown.tokens), ids, prompt)]
 
     def _choice(self, index: int, choice: RunningChoice) -> CompletionChoice:
         echo = self._echoed(choice.prompt)
         tokens: Sequence[TokenAt] = choice.tokens
         if self._top is not None and self._echo:
             moved = [TokenAt(each.token_id, each.offset + len(echo), each.logprobs) for each in tokens]
-            tokens = [*self._echoed_tokens(choice.prompt, choice.prompt_logprobs or ()), *moved]
-        return CompletionChoice(index, echo + choice.text, choice.ending or "stop", self.logprobs(tokens))
-
-    def _echoed(self, prompt: EncodedPrompt) -> str:
-        """The prompt's text, if it is to be echoed."""
-        if not self._echo:
-            return ""
-        return (
-            self._model_text.decode(prompt.token_ids, skip_special_tokens=True) if prompt.text is None else prompt.text
+            tokens = [*self._echoed_tokens(choice.prompt, echo, choice.prompt_logprobs or ()), *moved]
+        return CompletionChoice(
+            index,
+            echo + choice.text,
+            choice.ending or "stop",
+            self.logprobs(tokens),
+            self._ids(choice, choice.tokens),
+            self._prompt_ids(choice),
+            self._scores(choice),
         )
 
-    def _echoed_tokens(self, prompt: EncodedPrompt, logprobs: Sequence[PositionLogprobs | None]) -> list[TokenAt]:
-        """The prompt's tokens with the offsets of their text; none if an engine reported no logprobs of them."""
-        detokenizer, offset, tokens = self._model_text.detokenizer(), 0, []
-        for token_id, position in zip(prompt.token_ids, logprobs, strict=bool(logprobs)):
-            tokens.append(TokenAt(token_id, offset, position))
-            offset += len(detokenizer.push([token_id]))
-        return tokens
+    def _echoed(self, prompt: EncodedPrompt) -> str:
+        """The prompt's text, if it is to be echoed; special tokens among its ids are shown, as their names are."""
+        if not self._echo:
+            return ""
+        return self._model_text.decode(prompt.token_ids) if prompt.text is None else prompt.text
+
+    def _echoed_tokens(
+        self, prompt: EncodedPrompt, text: str, logprobs: Sequence[PositionLogprobs | None]
+    ) -> list[TokenAt]:
+        """The prompt's tokens with the offsets of their text; none if an engine reported no logprobs of them.
+
+        Special tokens that the tokenizer added around `text` have no room in it.
+        """
+        detokenizer, ends = self._model_text.detokenizer(special=True), [0]
+        parts = [detokenizer.push([token_id]) for token_id in prompt.token_ids]
+        for part in parts:
+            ends.append(ends[-1] + len(part))
+        added = max(0, "".join(parts).find(text))
+        return [
+            TokenAt(token_id, min(max(0, start - added), len(text)), position)
+            for token_id, start, position in zip(prompt.token_ids, ends, logprobs, strict=False)
+        ]
 
     def _best(self, choices: Sequence[RunningChoice]) -> Sequence[RunningChoice]:
         """The `n` best of each prompt's choices, best first; all of them in order if no more were generated."""
@@ -200,7 +225,7 @@ class CompletionBuilder(ChunkBuilder):
         return CompletionLogprobs(
             text_offset=[token.offset for token in tokens],
             token_logprobs=[finite(token.logprobs.chosen.logprob) if token.logprobs else None for token in tokens],
-            tokens=[unique_name(self._model_text.piece(token.token_id)) for token in tokens],
+            tokens=[self._name(token.token_id) for token in tokens],
             top_logprobs=[self._alternatives(token.logprobs, self._top) for token in tokens],
         )
 
@@ -210,8 +235,11 @@ class CompletionBuilder(ChunkBuilder):
             return None
         names: dict[str, float] = {}
         for each in [*position.top[:top], position.chosen]:
-            names.setdefault(unique_name(self._model_text.piece(each.token_id)), finite(each.logprob))
+            names.setdefault(self._name(each.token_id), finite(each.logprob))
         return names
+
+    def _name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._by_id else unique_name(self._model_text.piece(token_id))
 
 
 def _mean_logprob(choice: RunningChoice) -> float:

@@ -6,11 +6,13 @@ field is part of its type; what involves two fields, the model or the settings i
 
 import re
 from codecs import BOM_UTF8
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from ....replica.messages import PositionLogprobs
 from ...errors import InvalidJson, InvalidRequest
 from ..protocol.exchange import GenerationSummary
 
@@ -65,10 +67,20 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     seed: int | None = None
-    stop: str | Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=16)] | None = None
+    stop: str | Annotated[list[str], Meta(max_length=16)] | None = None  #: empty strings stop nothing
     stop_token_ids: Annotated[list[NonNegative], Meta(max_length=256)] | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    allowed_token_ids: Annotated[list[NonNegative], Meta(min_length=1)] | None = None
+    bad_words: Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=128)] | None = None
+    logprob_token_ids: Annotated[list[NonNegative], Meta(max_length=128)] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None  #: -1: to the model's context
+    truncation_side: Literal["left", "right"] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -176,6 +188,35 @@ def finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
 
 
+class NamedLogprob(msgspec.Struct, frozen=True):
+    """One token of `prompt_logprobs`, in vLLM's shape; the rank is 1 for the likeliest, and null if it is unknown."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+#: By position and token id; the first token has none.
+PromptLogprobs = list[dict[int, NamedLogprob] | None]
+
+
+def prompt_logprobs(positions: Sequence[PositionLogprobs | None], name: Callable[[int], str]) -> PromptLogprobs:
+    """The field of this name. `name`: the text of a token."""
+    found: PromptLogprobs = []
+    for position in positions:
+        if position is None:
+            found.append(None)
+            continue
+        entries = {
+            each.token_id: NamedLogprob(finite(each.logprob), rank, name(each.token_id))
+            for rank, each in enumerate(position.top, 1)
+        }
+        chosen = position.chosen
+        entries.setdefault(chosen.token_id, NamedLogprob(finite(chosen.logprob), None, name(chosen.token_id)))
+        found.append(entries)
+    return found
+
+
 _NOT_YET = {
     "structured output by another name than response_format or structured_outputs": "json_schema regex ebnf grammar "
     "structural_tag",
@@ -190,6 +231,9 @@ _NOT_YET = {
 #: Fields that other servers support and this one does not yet, with what they request.
 NOT_YET = {name: what for what, names in _NOT_YET.items() for name in names.split()}
 
+#: Values of such fields that request nothing, besides null, false and empty lists.
+HARMLESS = {"modalities": ["text"], "function_call": "none"}
+
 #: The allowed values of fields for which msgspec's error does not list them, by the end of the field's path.
 EXPECTED = {
     "cache_control.ttl": "give seconds above 0, or one of '5m' and '1h'",
@@ -199,8 +243,20 @@ EXPECTED = {
 
 #: `Expected ... - at `$.logit_bias[...]``; for the keys of maps, `at `key` in `$.logit_bias``.
 _PATH = re.compile(r"`\$\.?([^`]*)`$")
+_BIAS = "`$.logit_bias"
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 _FIELD_OF_OBJECT = re.compile(r"Object (contains unknown|missing required) field `([^`]*)`")
+
+
+class UnsupportedField(InvalidRequest):
+    """A field that other servers support and this one does not yet."""
+
+    def __init__(self, where: str, name: str) -> None:
+        """`where`: the path of the object that has the field `name`; empty for the body."""
+        path = f"{where}.{name}" if where else name
+        super().__init__(f"field {path!r} requests {NOT_YET[name]}, which is not supported yet", param=path)
+        self.where = where
+        self.name = name
 
 
 class UnknownField(InvalidRequest):
@@ -220,15 +276,36 @@ def decode(data: bytes, decoder: "msgspec.json.Decoder[Decoded]") -> Decoded:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
         try:
-            msgspec.json.decode(data)
+            body = msgspec.json.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as malformed:
             # The wrong field came before the place where the JSON is malformed.
             raise InvalidJson(f"the body is not valid JSON: {malformed}") from malformed
-        raise from_msgspec(error) from error
+        refusal = _wrong_bias(body) if _BIAS in str(error) else from_msgspec(error)
+        if isinstance(refusal, UnsupportedField) and not refusal.where and _is_harmless(body, refusal.name):
+            del body[refusal.name]
+            return decode(ENCODER.encode(body), decoder)
+        raise refusal from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         if data.startswith(BOM_UTF8):  # written by clients on Windows; RFC 8259 allows readers to ignore it
             return decode(data.removeprefix(BOM_UTF8), decoder)
         raise InvalidJson(f"the body is not valid JSON: {error}") from error
+
+
+def _is_harmless(body: dict[str, Any], name: str) -> bool:
+    """Whether the value of a field that is not supported requests nothing."""
+    return body[name] in (None, False, [], HARMLESS.get(name))
+
+
+def _wrong_bias(body: dict[str, Any]) -> InvalidRequest:
+    """The refusal of the first wrong entry of `logit_bias`: msgspec names neither its key nor its value."""
+    given = body["logit_bias"]
+    for key, value in given.items() if isinstance(given, dict) else ():
+        what = f"field 'logit_bias': token id {key!r} has the bias {value!r}; "
+        if not key.removeprefix("-").isdecimal():
+            return InvalidRequest(f"{what}the id must be an integer", param="logit_bias")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
+            return InvalidRequest(f"{what}a bias is a number between -100 and 100", param="logit_bias")
+    return InvalidRequest("field 'logit_bias': expected an object of token ids and biases", param="logit_bias")
 
 
 def decode_leniently(data: bytes, decoder: "msgspec.json.Decoder[Decoded]") -> tuple[Decoded, list[str]]:
@@ -276,8 +353,8 @@ def from_msgspec(error: msgspec.ValidationError, within: str = "") -> InvalidReq
         name = f"{where}.{field[2]}" if where else field[2]
         if field[1] == "missing required":
             what = "is required"
-        elif wanted := NOT_YET.get(field[2]):
-            what = f"requests {wanted}, which is not supported yet"
+        elif field[2] in NOT_YET:
+            return UnsupportedField(where, field[2])
         else:
             return UnknownField(where, field[2])
         return InvalidRequest(f"field {name!r} {what}", param=name)

@@ -14,6 +14,7 @@ from ...errors import ContextTooLong, InvalidRequest, PromptTooLong
 from ...text.constraints import FIELDS, HERMES, Asked, requested, tool_calls
 from ...text.conversation import CacheMark, Conversation
 from ...text.parsers.parser import AnswerParser
+from ...text.tokenizer import TokenIds
 from ..caller import bounded
 from ..front import Front, Served
 from ..generation import SEED_MASK, EncodedPrompt, Job, PinRequest
@@ -23,6 +24,12 @@ from .schema import Body, CacheControl
 _OUTPUT_FIELDS = [name for name in FIELDS if name != "response_format"]
 _output_fields = attrgetter(*_OUTPUT_FIELDS)
 _NO_OUTPUT_FIELDS = (None,) * len(_OUTPUT_FIELDS)
+_TOKEN_FIELDS = (
+    "prompt_logprobs allowed_token_ids bad_words logprob_token_ids skip_special_tokens include_stop_str_in_output "
+    "return_token_ids"
+).split()
+_token_fields = attrgetter(*_TOKEN_FIELDS)
+_NO_TOKEN_FIELDS = (None,) * len(_TOKEN_FIELDS)
 #: The longest opener of reasoning has fewer, with the white space behind it.
 TAIL_TOKENS = 16
 #: Tokens delivered together if the response is not streamed. When a replica dies, at most this many are lost and
@@ -73,20 +80,36 @@ def job(
         raise InvalidRequest(
             f"field 'min_tokens': {min_tokens} exceeds the output limit of {max_tokens}", param="min_tokens"
         )
-    check_token_ids(body.stop_token_ids or (), served.limits.vocab_size, "stop_token_ids")
-    check_token_ids(body.logit_bias or (), served.limits.vocab_size, "logit_bias")
-    seed = front.random_bits(64) if body.seed is None else body.seed
-    temperature, top_p, top_k, repetition = body.temperature, body.top_p, body.top_k, body.repetition_penalty
+    options = body.stream_options
+    if options is not None and not body.stream and (options.include_usage or options.continuous_usage_stats):
+        raise InvalidRequest("field 'stream_options': is only allowed with 'stream': true", param="stream_options")
+    if body.stop_token_ids:
+        check_token_ids(body.stop_token_ids, served.limits.vocab_size, "stop_token_ids")
+    if body.logit_bias:
+        check_token_ids(body.logit_bias, served.limits.vocab_size, "logit_bias")
+    seed = body.seed
+    if seed is None:
+        seed = front.random_bits(64)
+    elif not -(2**63) <= seed < 2**64:
+        raise InvalidRequest(f"field 'seed': {seed} does not fit into 64 bits", param="seed")
+    stops: tuple[str, ...] = ()
+    defaults, top_k = served.defaults, body.top_k
+    if top_k is None:
+        top_k = defaults.top_k
+    if body.stop:
+        stops = (body.stop,) if isinstance(body.stop, str) else tuple([stop for stop in body.stop if stop])
     sampling = SamplingParams(
         max_tokens=max_tokens,
         seed=seed & SEED_MASK,
-        temperature=1.0 if temperature is None else temperature,
-        top_p=1.0 if top_p is None else top_p,
-        top_k=0 if top_k is None or top_k < 0 else top_k,
-        min_p=body.min_p or 0.0,
+        temperature=defaults.temperature if body.temperature is None else body.temperature,
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        top_k=0 if top_k < 0 else top_k,
+        min_p=defaults.min_p if body.min_p is None else body.min_p,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if repetition is None else repetition,
+        repetition_penalty=(
+            defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty
+        ),
         min_tokens=min_tokens,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
@@ -94,21 +117,78 @@ def job(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
-    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    return Job(
+    made = Job(
         served=served,
         prompts=prompts,
         choices_per_prompt=count,
         sampling=sampling,
         salt=salt,
-        stops=stops if any(stops) else (),
+        stops=stops,
         priority=body.priority or 0,
         timeout_s=body.timeout,
         # Streams need each token, and a stop string must be noticed at once.
-        tokens_per_delta=1 if body.stream or body.stop else WHOLE_RESPONSE_TOKENS,
+        tokens_per_delta=1 if body.stream or stops else WHOLE_RESPONSE_TOKENS,
         constraint=constraint,
         discard=wanted == 0,
     )
+    # One comparison for all fields that nearly no request has: each of them alone would cost as much.
+    return made if _token_fields(body) == _NO_TOKEN_FIELDS else _with_token_fields(made, body)
+
+
+def _with_token_fields(job: Job, body: Body) -> Job:
+    """What the fields about single tokens ask for. Raises InvalidRequest."""
+    served, sampling = job.served, job.sampling
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("field 'prompt_logprobs': cannot be streamed", param="prompt_logprobs")
+    check_token_ids(body.allowed_token_ids or (), served.limits.vocab_size, "allowed_token_ids")
+    check_token_ids(body.logprob_token_ids or (), served.limits.vocab_size, "logprob_token_ids")
+    if body.logprob_token_ids and sampling.logprobs is None:
+        raise InvalidRequest("field 'logprob_token_ids': requires 'logprobs'", param="logprob_token_ids")
+    return msgspec.structs.replace(
+        job,
+        sampling=msgspec.structs.replace(
+            sampling,
+            prompt_logprobs=_most(sampling.prompt_logprobs, body.prompt_logprobs),
+            allowed_token_ids=tuple(body.allowed_token_ids or ()),
+            bad_words=_bad_words(served, body.bad_words) if body.bad_words else (),
+            logprob_token_ids=tuple(body.logprob_token_ids or ()),
+        ),
+        show_special=body.skip_special_tokens is False,
+        show_stop=bool(body.include_stop_str_in_output),
+        keep_tokens=bool(body.return_token_ids),
+    )
+
+
+def _bad_words(served: Served, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each word at the beginning of a text, and behind a blank."""
+    spellings = [spelling for word in words for spelling in (word, f" {word.lstrip()}")]
+    encoded = served.text.encode_now(spellings, special_tokens=False)
+    return tuple(dict.fromkeys([tuple(ids) for ids in encoded if ids]))
+
+
+def _most(*counts: int | None) -> int | None:
+    return max([count for count in counts if count is not None], default=None)
+
+
+def truncated(token_ids: TokenIds, body: Body, max_model_len: int) -> TokenIds:
+    """The ids of a prompt without those beyond `truncate_prompt_tokens`. Raises InvalidRequest."""
+    wanted = body.truncate_prompt_tokens
+    if wanted is None:
+        return token_ids
+    if wanted > max_model_len or wanted == 0:
+        raise InvalidRequest(
+            f"field 'truncate_prompt_tokens': {wanted} is not between 1 and the context of {max_model_len} tokens",
+            param="truncate_prompt_tokens",
+        )
+    # The shortest answer has one token.
+    kept = max_model_len - 1 if wanted == -1 else wanted
+    if len(token_ids) <= kept:
+        return token_ids
+    if body.cache_control is not None:
+        raise InvalidRequest(
+            "field 'truncate_prompt_tokens': cannot be combined with 'cache_control'", param="truncate_prompt_tokens"
+        )
+    return token_ids[:kept] if body.truncation_side == "right" else token_ids[-kept:]
 
 
 async def conversation_job(
@@ -130,6 +210,7 @@ async def conversation_job(
     """
     rendered, text = conversation.template_input(), served.text
     token_ids = await text.encode_chat(rendered, tenant=salt)
+    token_ids = truncated(token_ids, body, served.limits.max_model_len)
     kept: tuple[PinRequest, ...] = ()
     if conversation.mark is not None or conversation.marks():
         kept = await pins.requested(text, conversation, rendered, token_ids, salt, front.settings)
@@ -235,9 +316,11 @@ def _calls(served: Served, conversation: Conversation, after: tuple[int, ...], a
 def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:
     """Raise InvalidRequest if the model does not have all of these ids."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-        raise no_such_token(vocab_size, param)
+        wrong = next(each for each in token_ids if not 0 <= each < vocab_size)
+        raise no_such_token(vocab_size, param, wrong)
 
 
-def no_such_token(vocab_size: int, param: str) -> InvalidRequest:
+def no_such_token(vocab_size: int, param: str, token_id: int | None = None) -> InvalidRequest:
     """The refusal of a token id that does not exist."""
-    return InvalidRequest(f"field {param!r}: token ids must be between 0 and {vocab_size - 1}", param=param)
+    which = "" if token_id is None else f"there is no token {token_id}; "
+    return InvalidRequest(f"field {param!r}: {which}token ids must be between 0 and {vocab_size - 1}", param=param)

@@ -201,6 +201,10 @@ class ExternalReplica(ReplicaHandle):
             message = "this replica does not return logprobs of the prompt (echo)"
             self._reply(Refused(request_id=generate.request_id, reason="invalid", message=message))
             return True
+        if generate.sampling.bad_words:
+            message = "this replica takes no bad_words"  # engines want texts and cut them into tokens themselves
+            self._reply(Refused(request_id=generate.request_id, reason="invalid", message=message))
+            return True
         if generate.constraint is not None and len(generate.token_ids) // 4 > generate.prompt_tokens:
             message = "this replica cannot continue a constrained answer: its grammar would begin anew"
             self._reply(Refused(request_id=generate.request_id, reason="invalid", message=message, retry=True))

@@ -45,6 +45,8 @@ def completion_body(model: str, generate: Generate, cache_salt: str | None) -> b
         "stop_token_ids": sampling.stop_token_ids or None,
         "logit_bias": sampling.logit_bias or None,
         "logprobs": sampling.logprobs,
+        "allowed_token_ids": sampling.allowed_token_ids or None,
+        "logprob_token_ids": sampling.logprob_token_ids or None,
         "return_tokens_as_token_ids": None if sampling.logprobs is None else True,
         "cache_salt": cache_salt,
         "structured_outputs": generate.constraint and structured_outputs(generate.constraint),

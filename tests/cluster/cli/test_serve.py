@@ -8,7 +8,7 @@ import pytest
 
 from homing.cluster.config import Settings
 from homing.cluster.errors import SettingsError
-from homing.cluster.preflight import with_api_keys
+from homing.cluster.preflight import with_api_keys, with_chat_template
 from homing.router.config import RouterSettings
 
 
@@ -37,3 +37,15 @@ def test_a_wrong_keys_file_is_a_setting_s_mistake(tmp_path: Path) -> None:
 
     with pytest.raises(SettingsError, match=r"api_keys_file: .*keys\[0\].*key_sha256"):
         with_api_keys(settings_with(str(path)))
+
+
+def test_the_chat_template_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routers may run in another folder; a wrong path is told before anything starts."""
+    monkeypatch.chdir(tmp_path)
+    settings = msgspec.structs.replace(Settings(), router=RouterSettings(chat_template="own.jinja"))
+    with pytest.raises(SettingsError, match=r"chat_template: there is no file .*own\.jinja"):
+        with_chat_template(settings)
+    (tmp_path / "own.jinja").touch()
+
+    assert with_chat_template(settings).router.chat_template == str(tmp_path / "own.jinja")
+    assert with_chat_template(Settings()) == Settings()

@@ -433,6 +433,10 @@ WRONG_SAMPLING = {
     "stop_token_ids": {"stop_token_ids": (VOCAB,)},
     "logit_bias: .* token ids": {"logit_bias": {-1: 1.0}},
     "logit_bias: .* finite": {"logit_bias": {1: float("inf")}},
+    "allowed_token_ids": {"allowed_token_ids": (1, VOCAB)},
+    "logprob_token_ids": {"logprob_token_ids": (-1,)},
+    "bad_words: .* token ids": {"bad_words": ((1, VOCAB),)},
+    "bad_words: a word": {"bad_words": ((),)},
     "logprobs": {"logprobs": 1000},
     "prompt_logprobs": {"prompt_logprobs": -1},
 }

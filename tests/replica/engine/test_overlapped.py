@@ -232,17 +232,25 @@ def test_failed_step_ends_its_requests_alone(rig, where):
     assert rig.tokens(2) == undisturbed([4, 5], 6)
 
 
-def test_request_that_needs_the_host_makes_steps_plain_while_it_lives(rig):
+@pytest.mark.parametrize(
+    ("restriction", "wanted"),
+    [
+        ({"logit_bias": {7: 100.0}}, [7, 7, 7]),
+        ({"allowed_token_ids": (7,)}, [7, 7, 7]),
+        ({"logit_bias": {7: 100.0, 8: 99.0}, "bad_words": ((7, 7),)}, [7, 8, 7]),
+    ],
+)
+def test_request_that_needs_the_host_makes_steps_plain_while_it_lives(rig, restriction, wanted):
     """Penalties read the token that is still on the device; others go on with what they have."""
     rig.add(1, [1, 2, 3], max_tokens=12, ignore_eos=True)
     for _ in range(3):
         rig.step()
-    rig.add(2, [4, 5], max_tokens=3, ignore_eos=True, logit_bias={7: 100.0})
+    rig.add(2, [4, 5], max_tokens=3, ignore_eos=True, **restriction)
 
     rig.run()
 
     assert rig.tokens(1) == undisturbed([1, 2, 3], 12)
-    assert rig.tokens(2) == [7, 7, 7]
+    assert rig.tokens(2) == wanted
     assert [bool(plan.slots) for plan in rig.launcher.model.plans].count(False) == 3
 
 

@@ -316,6 +316,48 @@ def test_empty_batch_is_nothing():
     assert prompt_logprobs(torch.empty(0, VOCAB), [], 2) == []
 
 
+def test_only_allowed_ids_are_drawn():
+    """Greedily the likeliest of them; a ban counts more."""
+    logits = logits_of(9)
+
+    assert set(draw(logits, 200, allowed_token_ids=(3, 7), temperature=2.0)) <= {3, 7}
+    best = max((3, 7), key=lambda token: float(logits[0, token]))
+    assert draw(logits, 1, allowed_token_ids=(3, 7), temperature=0) == [best]
+    [sampled] = sample(logits, [row(allowed_token_ids=(3, 7), banned=(best,), temperature=0)])
+    assert {sampled.token_id} == {3, 7} - {best}
+
+
+@pytest.mark.parametrize(
+    ("generated", "banned"),
+    [((), {5}), ((1,), {5, 2}), ((1, 2), {5, 3}), ((9, 1, 2), {5, 3}), ((1, 2, 9), {5}), ((2,), {5})],
+)
+def test_a_bad_word_is_cut_before_its_last_token(generated: tuple[int, ...], banned: set[int]):
+    """Of each word that the answer is about to end."""
+    logits = torch.zeros(1, VOCAB)
+    words = ((5,), (1, 2), (1, 2, 3))
+
+    drawn = {
+        sample(logits, [row(position, (), generated, bad_words=words)])[0].token_id for position in range(8 * VOCAB)
+    }
+
+    assert drawn == set(range(VOCAB)) - banned
+
+
+def test_logprobs_are_of_the_ids_that_are_asked_for():
+    """Best first, and beside them the token's own; other rows have their likeliest ids."""
+    logits = logits_of(10, rows=2)
+
+    listed, plain = sample(logits, [row(logprobs=0, logprob_token_ids=(4, 9, 11)), row(logprobs=1)])
+
+    wanted = logits.log_softmax(-1)
+    assert listed.logprobs
+    assert plain.logprobs
+    assert sorted(each.token_id for each in listed.logprobs.top) == [4, 9, 11]
+    assert [each.logprob for each in listed.logprobs.top] == pytest.approx(sorted(wanted[0, [4, 9, 11]].tolist())[::-1])
+    assert listed.logprobs.chosen.token_id == listed.token_id
+    assert [each.token_id for each in plain.logprobs.top] == [int(logits[1].argmax())]
+
+
 # --- uniform numbers
 
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from http.client import HTTPConnection
 
+import httpx
 import msgspec
 import pytest
 import schemathesis
@@ -16,6 +17,7 @@ from homing.router.config import RouterSettings
 from homing.router.http.endpoints import ENDPOINTS, find, openapi_document
 from homing.router.http.protocol.exchange import Request
 from homing.router.server import RouterServer
+from homing.router.text.tokenizer import TextModel
 
 from .conftest import LoadedText
 from .fakes import FakeBackend
@@ -97,3 +99,27 @@ def test_whatever_is_sent_is_answered_in_the_documents_shape(label: str, port: i
             run = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
             run(given(case=found.as_strategy(generation_mode=mode))(send))()
     backend.streams.clear()
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST"])
+async def test_a_ping_is_answered_with_nothing(client: httpx.AsyncClient, method: str):
+    """As SageMaker's health check wants."""
+    response = await client.request(method, "/ping")
+
+    assert (response.status_code, response.content) == (200, b"")
+
+
+async def test_the_load_counts_running_and_waiting_requests(client: httpx.AsyncClient, backend: FakeBackend):
+    """In vLLM's shape."""
+    await client.post("/v1/completions", json={"prompt": "a"})
+
+    assert (await client.get("/load")).json() == {"server_load": len(backend.streams)}
+
+
+async def test_tokenizer_info_has_what_lm_eval_reads(client: httpx.AsyncClient, text_model: TextModel):
+    """Special tokens by role, and the chat template."""
+    info = (await client.get("/tokenizer_info")).json()
+
+    assert info["eos_token"].encode() in map(text_model.piece, range(8))
+    assert "messages" in info["chat_template"]
+    assert info["model_max_length"] == 256

@@ -11,6 +11,7 @@ from homing.replica.messages import PositionLogprobs
 from homing.router.backend import TokenDelta
 from homing.router.errors import DeadlineExceeded, NoReplica, QueueFull, RequestFailed, RouterError
 
+from .conftest import ANSWER
 from .fakes import FakeBackend, scored
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -49,9 +50,14 @@ BAD_CHATS = [
     ({"min_tokens": 10, "max_tokens": 5}, "min_tokens"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"99999": 1}}, "logit_bias"),
-    ({"logit_bias": {"1": 101}}, "logit_bias[...]"),
+    ({"logit_bias": {"1": 101}}, "logit_bias"),
     ({"stop_token_ids": [99999]}, "stop_token_ids"),
-    ({"stop": ["a", ""]}, "stop[1]"),
+    ({"stop": ["a", 1]}, "stop[1]"),
+    ({"seed": 2**64}, "seed"),
+    ({"seed": -(2**63) - 1}, "seed"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "system", "content": None}]}, "messages[0].content"),
     ({"stop": ["a"] * 17}, "stop"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -153,6 +159,47 @@ async def test_what_comes_later_is_refused_by_field_and_by_what_is_missing(clien
     assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
     assert what in error["message"]
     assert backend.requests == []
+
+
+HARMLESS = [
+    {"modalities": ["text"]},
+    {"function_call": "none"},
+    {"functions": []},
+    {"use_beam_search": False},
+    {"prediction": None, "audio": None},
+    {"top_logprobs": 0},
+    {"stop": ""},
+    {"stop": [""]},
+    {"seed": 2**64 - 1},
+]
+
+
+@pytest.mark.parametrize("changes", HARMLESS)
+async def test_a_value_that_requests_nothing_is_accepted(client: httpx.AsyncClient, backend: FakeBackend, changes):
+    """Clients send the defaults of OpenAI's fields; the answer is the same as without them."""
+    response = await client.post(CHAT, json={"messages": MESSAGES} | changes)
+
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0]["message"]["content"] == ANSWER
+
+
+@pytest.mark.parametrize(
+    ("bias", "words"),
+    [
+        ({"5": 1, "x": 1}, ["'x'", "integer"]),
+        ({"5": 1, "-6": 101}, ["'-6'", "101", "100"]),
+        ({"5": "a"}, ["'5'", "'a'"]),
+        ({"5": 1, "99999": 1}, ["99999", "3071"]),
+        ([5], ["object"]),
+    ],
+)
+async def test_a_wrong_bias_is_told_by_key_and_value(client: httpx.AsyncClient, backend: FakeBackend, bias, words):
+    """A map may have hundreds of entries."""
+    response = await client.post(CHAT, json={"messages": MESSAGES, "logit_bias": bias})
+
+    error = check_shape(response)
+    assert (response.status_code, error["param"]) == (400, "logit_bias")
+    assert [word for word in words if word not in error["message"]] == []
 
 
 async def test_an_adapter_is_a_model_that_does_not_exist(client: httpx.AsyncClient, backend: FakeBackend):

@@ -5,10 +5,17 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from homing.router.http.front import TextModels
+from homing.router.errors import TokenizerUnavailable
+from homing.router.http.front import Front, TextModels
+from homing.router.metrics import RouterMetrics
 from homing.router.replicas.membership import TextDigests, TextSource
+from homing.router.text.template import TemplateInput
+from homing.router.text.tokenizer import SamplingDefaults, TextModel, sampling_defaults
+
+from .conftest import DEMO, LoadedText, serving
 
 FOX, FOX_LATER, OWL = (
     TextSource(path, TextDigests(tokenizer, "")) for path, tokenizer in (("fox", "1"), ("fox", "2"), ("owl", "1"))
@@ -60,3 +67,75 @@ async def test_what_was_loaded_ahead_waits_for_its_first_replica(texts: TextMode
     texts.keep([OWL])
 
     assert not texts.loaded(FOX)
+
+
+@pytest.mark.parametrize("used", [True, False])
+async def test_sampling_defaults_are_the_models_where_a_request_is_silent(settings, backend, text_model, used: bool):
+    """As other servers do; a setting turns it off."""
+    chosen = msgspec.structs.replace(settings, generation_config=used)
+    front = Front(chosen, backend, RouterMetrics(), texts=LoadedText(text_model))
+    before = text_model.sampling_defaults
+    text_model.sampling_defaults = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.05)
+    try:
+        async with serving(front) as client:
+            for fields in ({}, {"temperature": 0, "top_p": 1, "top_k": 0, "repetition_penalty": 1}):
+                await client.post("/v1/completions", json={"prompt": "a"} | fields)
+    finally:
+        text_model.sampling_defaults = before
+
+    silent, explicit = (
+        (each.temperature, each.top_p, each.top_k, each.repetition_penalty)
+        for each in (request.sampling for request in backend.requests)
+    )
+    assert silent == ((0.6, 0.9, 20, 1.05) if used else (1.0, 1.0, 0, 1.0))
+    assert explicit == (0.0, 1.0, 0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        (None, SamplingDefaults()),
+        ('{"temperature": 0.7, "top_k": 20, "do_sample": true}', SamplingDefaults(temperature=0.7, top_k=20)),
+        ('{"top_p": 7}', SamplingDefaults()),
+        ("{", SamplingDefaults()),
+    ],
+)
+def test_sampling_defaults_come_from_the_models_folder(tmp_path: Path, content: str | None, wanted: SamplingDefaults):
+    """A file that cannot be used is as good as none."""
+    if content is not None:
+        (tmp_path / "generation_config.json").write_text(content)
+
+    assert sampling_defaults(tmp_path) == wanted
+
+
+@pytest.mark.parametrize("aliases", ["gpt-4o, fox", "gpt-4o=demo,fox=demo", "gpt-4o=owl,fox"])
+async def test_a_model_is_served_under_its_aliases(settings, backend, text_model, aliases: str):
+    """Clients with a fixed model name need no other setting; an alias of a model that is absent is not listed."""
+    front = Front(
+        msgspec.structs.replace(settings, model_aliases=aliases), backend, RouterMetrics(), texts=LoadedText(text_model)
+    )
+    known = ["fox"] if "owl" in aliases else ["gpt-4o", "fox"]
+    async with serving(front) as client:
+        listed = (await client.get("/v1/models")).json()["data"]
+        cards = [(await client.get(f"/v1/models/{name}")).status_code for name in known]
+        answers = [(await client.post("/v1/completions", json={"prompt": "a", "model": name})) for name in known]
+        absent = await client.post("/v1/completions", json={"prompt": "a", "model": "gpt-5"})
+
+    assert [card["id"] for card in listed] == ["demo", *known]
+    assert cards == [200] * len(known)
+    assert [answer.json()["model"] for answer in answers] == ["demo"] * len(known)
+    assert absent.status_code == 404
+
+
+def test_a_chat_template_of_ones_own_replaces_the_models(tmp_path: Path):
+    """Also where tool calls are recognised by the template; a file that is gone is told by its path."""
+    file = tmp_path / "own.jinja"
+    with pytest.raises(TokenizerUnavailable, match="own"):
+        TextModel.load(DEMO, cache_bytes=0, chat_template=str(file))
+    file.write_text("{% for each in messages %}{{ each.role }}: {{ each.content }};{% endfor %}")
+
+    model = TextModel.load(DEMO, cache_bytes=0, chat_template=str(file))
+
+    assert model.decode(model.encode_chat_now(TemplateInput([{"role": "user", "content": "hi"}]))) == "user: hi;"
+    assert model.templates == file.read_text()
+    model.close()

@@ -149,3 +149,20 @@ def test_a_digest_that_only_begins_like_a_known_one_is_unknown() -> None:
 
     with pytest.raises(UnknownKey):
         tenants.of("Bearer secret")
+
+
+def test_one_key_needs_no_file(tmp_path: Path):
+    """It may do everything; beside a file it is one key more."""
+    path = tmp_path / "keys.yaml"
+    path.write_text(yaml.safe_dump({"keys": [entry("a", "ann")]}))
+
+    alone, beside = read_tenants("", "k"), read_tenants(str(path), "k")
+
+    for tenants in (alone, beside):
+        assert by(tenants, "k").admin
+        with pytest.raises(UnknownKey):
+            by(tenants, "other")
+        with pytest.raises(MissingKey):
+            tenants.of(None)
+    assert by(beside, "a").name == "ann"
+    assert by(beside, "a").cache_salt(None) != by(beside, "k").cache_salt(None)

@@ -108,6 +108,15 @@ async def test_continuous_usage_counts_up(client: httpx.AsyncClient, backend: Fa
     assert counts[0] == 1
 
 
+async def test_no_usage_means_no_continuous_usage(client: httpx.AsyncClient, backend: FakeBackend):
+    """`include_usage: false` counts more than the finer option, as in vLLM."""
+    options = {"include_usage": False, "continuous_usage_stats": True}
+
+    *chunks, _ = events(await client.post(CHAT, json={"messages": MESSAGES, "stream": True, "stream_options": options}))
+
+    assert not any("usage" in json.loads(chunk) for chunk in chunks)
+
+
 async def test_choices_draw_with_seeds_that_follow_each_other(openai_client: AsyncOpenAI, backend: FakeBackend):
     """So that n answers of one seed differ, and each can be had again alone."""
     answer = await openai_client.chat.completions.create(model="demo", messages=MESSAGES, n=3, seed=41)

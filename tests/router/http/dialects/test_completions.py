@@ -83,7 +83,9 @@ async def test_streamed_chunks_are_openais(client: httpx.AsyncClient, backend: F
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-async def test_echo_scores_the_prompt(client: httpx.AsyncClient, backend: FakeBackend, prompt_ids, max_tokens):
+async def test_echo_scores_the_prompt(
+    client: httpx.AsyncClient, backend: FakeBackend, text_model, prompt_ids, max_tokens
+):
     """What lm-eval reads: a logprob for each prompt token but the first, and the greatest alternative at each."""
     asked = {"prompt": [prompt_ids], "echo": True, "logprobs": 1, "max_tokens": max_tokens, "temperature": 0}
 
@@ -92,7 +94,7 @@ async def test_echo_scores_the_prompt(client: httpx.AsyncClient, backend: FakeBa
     choice = response.json()["choices"][0]
     logprobs = choice["logprobs"]
     assert choice["finish_reason"] == "length"
-    assert choice["text"].startswith(PROMPT)
+    assert choice["text"].startswith(text_model.decode(prompt_ids))
     assert len({len(column) for column in logprobs.values()}) == 1
     assert len(logprobs["tokens"]) == len(prompt_ids) + max_tokens
     assert logprobs["token_logprobs"][0] is None
@@ -102,12 +104,27 @@ async def test_echo_scores_the_prompt(client: httpx.AsyncClient, backend: FakeBa
         assert choice["text"][offset:].startswith(token)
 
 
+@pytest.mark.parametrize("as_text", [True, False])
+async def test_echo_shows_special_tokens_in_text_and_tokens_alike(client, backend: FakeBackend, text_model, as_text):
+    """What lm-eval compares: the text from each token's offset on begins with the token."""
+    prompt = "<|im_start|>" + PROMPT
+    ids = list(text_model.encode_now([prompt], special_tokens=False)[0])
+    asked = {"prompt": prompt if as_text else ids, "echo": True, "logprobs": 1, "max_tokens": 1}
+
+    choice = (await client.post(COMPLETIONS, json=asked)).json()["choices"][0]
+
+    logprobs = choice["logprobs"]
+    assert choice["text"].startswith(prompt)
+    pairs = list(zip(logprobs["tokens"], logprobs["text_offset"], strict=True))[-len(ids) - 1 :]
+    assert [token for token, offset in pairs if not choice["text"][offset:].startswith(token)] == []
+
+
 async def test_echo_alone_gives_prompt_and_answer(client: httpx.AsyncClient, backend: FakeBackend, prompt_ids):
-    """Also for a prompt of ids, whose text is decoded."""
-    for prompt in (PROMPT, prompt_ids):
+    """Also for a prompt of ids, whose text is decoded; special tokens among its ids are shown by name."""
+    for prompt, shown in ((PROMPT, PROMPT), (prompt_ids, "<|begin|>" + PROMPT)):
         response = await client.post(COMPLETIONS, json={"prompt": prompt, "echo": True})
 
-        assert response.json()["choices"][0]["text"] == PROMPT + ANSWER
+        assert response.json()["choices"][0]["text"] == shown + ANSWER
 
 
 async def test_best_of_one_is_what_happens_anyway(client: httpx.AsyncClient, backend: FakeBackend):
