@@ -155,7 +155,9 @@ class ServeRun:
                 raise Interrupted
 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            # Under nohup the end of the terminal changes nothing. SIGINT is obeyed even so: shells ignore it for what
+            # they start in the background.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, on_signal)
 
     def _serve(self, *, detached: bool, chats: bool) -> int:
