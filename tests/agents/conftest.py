@@ -8,7 +8,7 @@ import pytest
 from .scripted import Engine, scripted
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """Started once: that takes longer than most tests."""
     with scripted(tmp_path_factory.mktemp("scripted")) as engine:
