@@ -109,6 +109,10 @@ DRAW_STEPS = 0.1
 SHORTEST_S = 0.001
 #: Relative weight added to the diagonal: parts that differ by less cannot be told apart in 53 bits.
 _ALIKE = 1e-9
+#: Between these lie the sums of any steps; the products that are formed of them fit a float.
+_LEAST, _MOST = 1e-30, 1e60
+#: By how much a product may exceed its bound: sums are differences of totals, which have been rounded for days.
+_ROUNDED = 1.001
 
 #: A step's row is the four parts of its work, and its seconds, all over its seconds; the sums are those of the upper
 #: triangle of its square, row by row: parts by parts, parts alone, and, last, the number of steps.
@@ -163,12 +167,23 @@ def steps_of(sums: Sequence[float]) -> float:
     return sums[-1]
 
 
+def are_possible(sums: Sequence[float]) -> bool:
+    """Whether steps can have these sums: of squares and products, none beyond what any hardware computes."""
+    if not all([value == 0 or _LEAST < value < _MOST for value in sums]):
+        return False
+    squares = [sums[_PLACES[part][part]] for part in range(_WIDTH)]
+    pairs = [(i, j) for i in range(_WIDTH) for j in range(i)]
+    return all([sums[_PLACES[i][j]] ** 2 <= squares[i] * squares[j] * _ROUNDED for i, j in pairs])
+
+
 def fit(sums: Sequence[float], tokens_per_s: float) -> PrefillCost:
     """The cost by parts; the plain rate alone while nothing was observed."""
     plain = (0.0, 1 / tokens_per_s, 0.0, 0.0)
     used = [part for part in range(_ONE) if sums[_PLACES[part][part]] > 0]
     while _TOKEN in used:
         parts = _solve(sums, used, plain)
+        if parts is None:
+            break
         wrong = [part for part in used if not parts[part] > 0]
         if not wrong:
             return PrefillCost(*parts)
@@ -182,11 +197,12 @@ def fit(sums: Sequence[float], tokens_per_s: float) -> PrefillCost:
 
 
 def slowness(sums: Sequence[float], cost: PrefillCost) -> float:
-    """Measured over predicted duration of the steps; 1 when there were none."""
+    """Measured over predicted duration of the steps, above 0; 1 when there were none."""
     parts = (cost.prompt_s, cost.token_s, cost.pair_s, cost.context_s)
     predicted = sum([part * sums[_PLACES[at][_ONE]] for at, part in enumerate(parts)])
     squares = [sums[_PLACES[i][j]] * left * right for i, left in enumerate(parts) for j, right in enumerate(parts)]
-    return predicted / sum(squares) if predicted > 0 else 1.0
+    total = sum(squares)
+    return predicted / total if predicted > 0 and total > 0 else 1.0
 
 
 def scaled(sums: Sequence[float], factor: float) -> list[float]:
@@ -199,21 +215,29 @@ def scaled(sums: Sequence[float], factor: float) -> list[float]:
     ]
 
 
-def _solve(sums: Sequence[float], used: Sequence[int], plain: Sequence[float]) -> list[float]:
-    """Least-squares solution over the parts in `used`; the others are zero."""
+def _solve(sums: Sequence[float], used: Sequence[int], plain: Sequence[float]) -> list[float] | None:
+    """Least-squares solution over the parts in `used`; the others are zero. None if no steps have these sums."""
     draw = DRAW_STEPS / (steps_of(sums) + DRAW_STEPS) + _ALIKE
     matrix = [[sums[_PLACES[i][j]] * (1 + draw * (i == j)) for j in used] for i in used]
     goal = [sums[_PLACES[i][_ONE]] + draw * sums[_PLACES[i][i]] * plain[i] for i in used]
+    solved = _eliminate(matrix, goal)
+    if solved is None:
+        return None
     parts = [0.0] * _ONE
-    for part, value in zip(used, _eliminate(matrix, goal), strict=True):
+    for part, value in zip(used, solved, strict=True):
         parts[part] = value
     return parts
 
 
-def _eliminate(matrix: list[list[float]], goal: list[float]) -> list[float]:
-    """Gaussian elimination without pivoting: normal equations with a drawn diagonal are positive definite."""
+def _eliminate(matrix: list[list[float]], goal: list[float]) -> list[float] | None:
+    """Gaussian elimination without pivoting: normal equations with a drawn diagonal are positive definite.
+
+    None if these are not.
+    """
     size = len(goal)
     for at in range(size):
+        if not matrix[at][at] > 0:
+            return None
         for below in range(at + 1, size):
             ratio = matrix[below][at] / matrix[at][at]
             goal[below] -= ratio * goal[at]

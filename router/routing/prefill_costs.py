@@ -10,9 +10,9 @@ and its new steps count for more than its old ones.
 """
 
 from dataclasses import dataclass
-from math import exp, log
+from math import exp, inf, log
 
-from ...events.load_report import FADING, SUMS, fit, scaled, slowness, steps_of
+from ...events.load_report import FADING, SUMS, are_possible, fit, scaled, slowness, steps_of
 from ...events.wire.messages import PrefillCost
 
 #: A report of more steps than this counts as this many, by their mean.
@@ -49,19 +49,19 @@ class CostPool:
 
     def report(self, replica: str, totals: list[float], tokens_per_s: float, now: float) -> None:
         """Sums of all its steps since its start, and its plain rate."""
-        if len(totals) != SUMS:
-            return  # of a version with other sums: its own reported cost is used
+        if len(totals) != SUMS or not 0 < tokens_per_s < inf:
+            return  # of a version with other sums, or nonsense: its own reported cost is used
         member = self._members.get(replica)
         if member is None or steps_of(totals) < steps_of(member.totals):
             none = [0.0] * SUMS
             member = self._members[replica] = _Member(now, tokens_per_s, none, none)
-        steps = steps_of(totals) - steps_of(member.totals)
-        if steps <= 0:
+        change = [after - before for after, before in zip(totals, member.totals, strict=True)]
+        steps = steps_of(change)
+        if steps <= 0 or not are_possible(change):
             return
         keep = FADING**steps * exp((member.moved_at - now) / MEMORY_S)
         count = min(1.0, _MEMORY_STEPS / steps)
-        seen = zip(member.recent, totals, member.totals, strict=True)
-        member.recent = [keep * recent + count * (after - before) for recent, after, before in seen]
+        member.recent = [keep * old + count * new for old, new in zip(member.recent, change, strict=True)]
         member.totals, member.tokens_per_s, member.moved_at = totals, tokens_per_s, now
         self._changed = True
 

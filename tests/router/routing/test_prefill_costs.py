@@ -1,8 +1,10 @@
 """What a prefill costs on each replica, by what all have measured."""
 
+import random
+
 import pytest
 
-from homing.events.load_report import PrefillSums
+from homing.events.load_report import SUMS, PrefillSums
 from homing.events.wire.messages import PrefillCost, PrefillWork
 from homing.router.routing.prefill_costs import MEMORY_S, CostPool
 
@@ -119,3 +121,22 @@ def test_sums_of_another_width_are_left_alone(pool: CostPool) -> None:
     pool.report("r0", [1.0] * 21, RATE, now=0.0)
 
     assert pool.costs() == {}
+
+
+def test_sums_that_no_steps_can_have_neither_raise_nor_change_what_is_known_of_others(pool: CostPool) -> None:
+    rng, honest = random.Random(1), Measured(pool, "r0")
+    odd = (-1.0, 0.0, 1e-300, 1.0, 7.0, 1e9, 1e300, float("nan"), float("inf"), float("-inf"))
+    for turn in range(3_000):
+        values = odd if turn % 2 else (0.0, 1e-300, 1.0, 7.0, 1e9)
+        pool.report("r1", [rng.choice(values) for _ in range(SUMS)], rng.choice((RATE, *odd)), turn / 10)
+        if turn % 100 == 0:
+            honest.run(turn / 10, *SHORT, *LONG)
+        for cost in pool.costs().values():
+            assert 0 < cost.seconds(0, 4_000) < float("inf")
+        if turn % 7 == 0:
+            pool.leave("r1")
+
+    pool.leave("r1")
+    honest.run(300.0, *SHORT, *LONG)
+
+    assert pool.costs()["r0"].seconds(0, 4_000) == pytest.approx(COST.seconds(0, 4_000), rel=0.05)
