@@ -169,11 +169,11 @@ def steps_of(sums: Sequence[float]) -> float:
 
 def are_possible(sums: Sequence[float]) -> bool:
     """Whether steps can have these sums: of squares and products, none beyond what any hardware computes."""
-    if not all([value == 0 or _LEAST < value < _MOST for value in sums]):
+    if not all(value == 0 or _LEAST < value < _MOST for value in sums):
         return False
     squares = [sums[_PLACES[part][part]] for part in range(_WIDTH)]
     pairs = [(i, j) for i in range(_WIDTH) for j in range(i)]
-    return all([sums[_PLACES[i][j]] ** 2 <= squares[i] * squares[j] * _ROUNDED for i, j in pairs])
+    return all(sums[_PLACES[i][j]] ** 2 <= squares[i] * squares[j] * _ROUNDED for i, j in pairs)
 
 
 def fit(sums: Sequence[float], tokens_per_s: float) -> PrefillCost:

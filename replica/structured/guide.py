@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ..errors import InvalidRequest
 from ..messages import Constraint
-from .grammar import GrammarError, grammar_of, new_matcher
+from ..messages.grammar import GrammarError, grammar_of, new_matcher
 
 log = logging.getLogger(__name__)
 

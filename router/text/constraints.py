@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ...replica.messages import Constraint, ConstraintKind
-from ...replica.structured.grammar import GrammarError, grammar_of, new_matcher
+from ...replica.messages.grammar import GrammarError, grammar_of, new_matcher
 from ..errors import InvalidRequest, QueueFull
 
 #: The fields that `requested` reads.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from homing.replica.messages import Constraint
-from homing.replica.structured.grammar import grammar_of, new_matcher
+from homing.replica.messages.grammar import grammar_of, new_matcher
 from homing.router.errors import InvalidRequest, QueueFull
 from homing.router.text.constraints import (
     HERMES,

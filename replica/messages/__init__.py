@@ -1,7 +1,7 @@
-"""The messages between router and replica over ZeroMQ: what the router imports of the replica, besides the module that
-makes grammars of constraints (structured/grammar.py).
+"""The messages between router and replica over ZeroMQ, and what a constraint in them means (`grammar`).
 
-Types only: no sockets, no torch. Encoding is msgpack; the reader counts and drops a frame that does not decode.
+All that the router imports of the replica. No sockets, no torch, nothing else of the replica. Encoding is msgpack; the
+reader counts and drops a frame that does not decode.
 
 Router to replica, DEALER to ROUTER:    `Generate | Abort | ResetCache`      (`Request`)
 Replica to router, one frame per step:  `TokenBatch | Refused`, and `CacheReset` as the answer to `ResetCache` (`Reply`)
@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..events.wire.messages import EventEndpoints
+from ...events.wire.messages import EventEndpoints
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 RefusalReason = Literal["prompt_too_long", "draining", "invalid", "internal"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ..messages import Constraint
+from . import Constraint
 
 #: White space between the parts of a JSON text: a blank, or a new line and its indentation. JSON allows any, and with
 #: that a small model writes line breaks until it runs out of tokens.

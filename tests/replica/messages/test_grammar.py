@@ -7,7 +7,7 @@ import pytest
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from homing.replica.messages import Constraint, ConstraintKind
-from homing.replica.structured.grammar import GrammarError, grammar_of, new_matcher
+from homing.replica.messages.grammar import GrammarError, grammar_of, new_matcher
 
 #: Two tokens that text cannot spell, behind the 256 bytes.
 SPECIAL = {"<|call|>": 257, "<|end call|>": 258}
