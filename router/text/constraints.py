@@ -8,6 +8,7 @@ that is over the deadline goes on until those limits end it.
 
 import asyncio
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -314,13 +315,30 @@ class ConstraintChecker:
             return self._known[key]
         if (deep := nesting(source)) > MAX_NESTING:
             return f"it is nested {deep} levels deep, the limit is {MAX_NESTING}"
-        work = self._pool.submit(self._problem, constraint)
+        work = self._pool.submit(self._judged, constraint)
+        answer = asyncio.wrap_future(work)
+        answer.add_done_callback(lambda done: self._answered(key, done))
         try:
-            problem = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(work)), self._deadline_s)
+            return await asyncio.wait_for(asyncio.shield(answer), self._deadline_s)
         except TimeoutError:
             if work.cancel():
                 raise QueueFull(CHECK_THREADS) from None
-            problem = f"it is too complex: compiling it takes more than {self._deadline_s:g} s"
+            return self._remember(key, self._too_complex())  # until its thread has an answer
+
+    def _judged(self, constraint: Constraint) -> str | None:
+        """In a thread. By its own time: a machine that is busy with other things says nothing about the source."""
+        begun = time.thread_time()
+        problem = self._problem(constraint)
+        return self._too_complex() if time.thread_time() - begun > self._deadline_s else problem
+
+    def _too_complex(self) -> str:
+        return f"it is too complex: compiling it takes more than {self._deadline_s:g} s"
+
+    def _answered(self, key: tuple[str, bytes], done: "asyncio.Future[str | None]") -> None:
+        if not done.cancelled() and done.exception() is None:
+            self._remember(key, done.result())
+
+    def _remember(self, key: tuple[str, bytes], problem: str | None) -> str | None:
         self._known[key] = problem
         if len(self._known) > CHECKS_KEPT:
             self._known.popitem(last=False)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -243,6 +244,33 @@ async def test_what_compiles_too_long_is_refused_and_what_never_began_may_come_a
     assert isinstance(second, InvalidRequest)
     assert isinstance(third, QueueFull)
     checker.close()
+
+
+async def test_only_a_constraint_that_computes_too_long_stays_refused() -> None:
+    """What waited for a core compiles as soon as the machine is less busy."""
+
+    def waits(_constraint: Constraint) -> None:
+        time.sleep(0.2)
+
+    def computes(_constraint: Constraint) -> None:
+        begun = time.thread_time()
+        while time.thread_time() - begun < 0.2:
+            pass
+
+    asked = Asked(Constraint(kind="regex", source="a"), "x")
+    for problem, kept in ((waits, False), (computes, True)):
+        checker = ConstraintChecker(deadline_s=0.1, problem=problem)
+        with pytest.raises(InvalidRequest, match="too complex"):
+            await checker.check(asked)
+        checker.close()
+        checker._pool.shutdown(wait=True)
+        await asyncio.sleep(0.01)
+
+        if kept:
+            with pytest.raises(InvalidRequest, match="too complex"):
+                await checker.check(asked)
+        else:
+            assert await checker.check(asked) == asked.constraint
 
 
 def test_brackets_in_quoted_texts_do_not_nest() -> None:
