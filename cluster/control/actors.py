@@ -5,6 +5,7 @@ at once, so one open call detects every kind of death.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -23,13 +24,14 @@ from ...replica.parallel.step_broadcast import SECRET_BYTES
 from ...router.control import Answer, AnyQuestion, SetMembership
 from ..logs import keep_log
 from ..runtime import fast_loop, raise_open_files_limit, set_up_logging
-from .control_messages import Failed, Listening, Models, RankSpec, Rendezvous, Started
+from .control_messages import Failed, Listening, Models, ModelSpec, RankSpec, Rendezvous, Started
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 #: The longest duration of a `watch` call: it occupies a thread even when its caller has died.
 WATCH_S = 10.0
+SPARE_NICENESS = 10
 
 
 class RankServer(Protocol):
@@ -107,6 +109,17 @@ class ReplicaRank:
         with socket.socket() as probe:
             probe.bind((host, 0))
             return Rendezvous(host, probe.getsockname()[1], secrets.token_bytes(SECRET_BYTES))
+
+    def prepare(self, prepare: Callable[[ModelSpec], None], spec: ModelSpec) -> None:
+        """Begin, as a spare process, to load what `start` will need, behind everything else that runs here."""
+
+        def run() -> None:
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SPARE_NICENESS)
+            prepare(spec)
+
+        # In Linux a thread has a niceness of its own, and an unprivileged one cannot lower it again.
+        threading.Thread(target=run, name="prepare", daemon=True).start()
 
     def start(self, spec: RankSpec) -> Started | Failed:
         """Load the model and serve. A failure is returned: users need its message, not a traceback through Ray."""

@@ -24,7 +24,7 @@ from ...router.backend import RouterCounters
 from ...router.control import Answer, AnyQuestion, Member, SetMembership
 from ..model_source import find_model
 from .actors import RankServer, Router, describe, node_address
-from .control_messages import Listening, Models, RankSpec
+from .control_messages import Listening, Models, ModelSpec, RankSpec
 from .rank_groups import socket_folder
 
 log = logging.getLogger(__name__)
@@ -67,6 +67,19 @@ def make_rank(spec: RankSpec) -> RankServer:
     server = _rank_server(spec)
     on_process_exit(raylet, server.stop)
     return server
+
+
+def prepare_rank(spec: ModelSpec) -> None:
+    """Import what `make_rank` needs for this model on a CPU: 3 s of CPU time."""
+    prepare_torch()
+    import torch
+
+    from ...replica import server  # noqa: F401
+    from ...replica.kernels.choice import choose_kernels
+    from ...replica.models.loading import read_config
+
+    read_config(Path(spec.model_dir) if spec.model_dir else find_model(spec.settings.replica))
+    choose_kernels(torch.device("cpu"), torch.float32)
 
 
 def _rank_server(spec: RankSpec) -> RankServer:

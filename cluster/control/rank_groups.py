@@ -60,6 +60,7 @@ class RankGroups:
         self._supervisor = supervisor
         self._observer = observer
         self._groups: dict[int, RunningRankGroup] = {}
+        self._starting = 0
 
     def get(self, generation: int) -> RunningRankGroup | None:
         return self._groups.get(generation)
@@ -119,6 +120,7 @@ class RankGroups:
         await asyncio.gather(*(self.end(generation) for generation in list(self._groups)))
 
     async def _bring_up(self, group: RunningRankGroup) -> None:
+        self._starting += 1
         try:
             await self._place(group)
             description = await self._start_ranks(group)
@@ -127,8 +129,12 @@ class RankGroups:
                 log.exception("gang_failed_to_start replica=%s", group.replica_id)
             self._observer.group_failed(group, death(error))
             return
+        finally:
+            self._starting -= 1
         self._spawn(group, *(self._ping(group, rank) for rank in group.ranks))
         self._observer.group_ready(group, description)
+        if self._starting == 0 and uses_spares(group.spec):  # which would slow down those that start
+            self._supervisor.keep_spares.remote(group.spec)
 
     async def _place(self, group: RunningRankGroup) -> None:
         bundle, world = bundle_of(group.spec), group.spec.settings.replica.tensor_parallel_size
@@ -140,7 +146,9 @@ class RankGroups:
         self._observer.group_placed(group)
 
     async def _start_ranks(self, group: RunningRankGroup) -> ReplicaDescription:
-        group.ranks = await self._supervisor.start_ranks.remote(group.generation, group.spec.settings.cluster.log_level)
+        group.ranks = await self._supervisor.start_ranks.remote(
+            group.generation, group.spec.settings.cluster.log_level, uses_spares(group.spec)
+        )
         world = len(group.ranks)
         self._spawn(group, *(self._watch(group, index) for index in range(world)))
         meeting = await group.ranks[0].rendezvous.remote(group.spec.host)
@@ -178,6 +186,12 @@ def bundle_of(spec: ModelSpec) -> dict[str, float]:
     cpus = 0.0 if spec.run_dir else cluster.cpus_per_rank
     gpus = {"GPU": cluster.gpus_per_rank} if cluster.gpus_per_rank else {}
     return {"CPU": cpus or LEAST_CPUS} | gpus
+
+
+def uses_spares(spec: ModelSpec) -> bool:
+    """Whether its ranks may take over spare processes: on one machine only, and not where Ray assigns GPUs."""
+    cluster = spec.settings.cluster
+    return cluster.spare_process and spec.run_dir is not None and not cluster.gpus_per_rank
 
 
 def socket_folder(spec: ModelSpec, generation: int) -> Path | None:

@@ -10,18 +10,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from ..runtime import freeze_loaded_objects
 from .actors import MakeRouter, RankServer, ReplicaRank, RouterProcess
-from .control_messages import Models, RankSpec
+from .control_messages import Models, ModelSpec, RankSpec
 
 #: Ray accepts no empty bundle; this share of a CPU does not affect its scheduler.
 LEAST_CPUS = 0.001
 #: Calls that one rank must be able to answer at the same time: watch, start, ping, drain, stop; and as many of a
 #: controller that died while it waited for answers.
 RANK_CALLS = 10
+#: A spare process that does not answer within this time is not used.
+SPARE_TIMEOUT_S = 1.0
 #: The same for a router: watch, membership, ping, warm-up, stop.
 ROUTER_CALLS = 16
 
@@ -50,13 +53,19 @@ class Supervisor:
         make_rank: Callable[[RankSpec], RankServer],
         make_router: MakeRouter,
         router_node: str,
+        prepare_rank: Callable[[ModelSpec], None] | None = None,
     ) -> None:
-        """`router_node` is the Ray id of the node whose address users know."""
+        """`router_node` is the Ray id of the node whose address users know.
+
+        `prepare_rank` loads what `make_rank` will need in a spare process; None: there are no spare processes.
+        """
         self._make_rank = make_rank
         self._make_router = make_router
         self._router_node = router_node
+        self._prepare_rank = prepare_rank
         self._groups: dict[int, KeptRankGroup] = {}
         self._routers: dict[int, Any] = {}
+        self._spares: list[Any] = []
         self._memory: Any = None
 
     def state(self) -> SupervisorState:
@@ -71,13 +80,16 @@ class Supervisor:
         self._groups[generation] = KeptRankGroup(replica_id, generation, version, place)
         return place
 
-    def start_ranks(self, generation: int, log_level: str) -> list[Any]:
+    def start_ranks(self, generation: int, log_level: str, use_spares: bool) -> list[Any]:
         """Start the processes of a placed rank group; returns the same ones when called again."""
         group = self._groups[generation]
         if group.ranks:
             return group.ranks
         ranks = []
         for index, bundle in enumerate(group.place.bundle_specs):
+            if use_spares and (spare := self._spare()) is not None:
+                ranks.append(spare)
+                continue
             actor = ray.remote(ReplicaRank).options(
                 name=f"{group.replica_id}.{index}.{group.generation}",
                 num_cpus=bundle["CPU"],
@@ -88,6 +100,34 @@ class Supervisor:
             ranks.append(actor.remote(self._make_rank, log_level, freeze_loaded_objects))
         group.ranks = ranks
         return ranks
+
+    def keep_spares(self, spec: ModelSpec) -> None:
+        """Have as many spare processes as a replica of this model has ranks, on the only node.
+
+        They are outside of all placement groups: on one node the CPUs of a group limit nothing.
+        """
+        prepare, cluster = self._prepare_rank, spec.settings.cluster
+        if prepare is None:
+            return
+        while len(self._spares) < spec.settings.replica.tensor_parallel_size:
+            strategy = NodeAffinitySchedulingStrategy(self._router_node, soft=False)
+            actor = ray.remote(ReplicaRank).options(
+                num_cpus=0, max_concurrency=RANK_CALLS, scheduling_strategy=strategy
+            )
+            spare = actor.remote(self._make_rank, cluster.log_level, freeze_loaded_objects)
+            spare.prepare.remote(prepare, spec)
+            self._spares.append(spare)
+
+    def _spare(self) -> Any:
+        """A spare process that is alive; None if there is none."""
+        while self._spares:
+            spare = self._spares.pop(0)
+            try:
+                ray.get(spare.ping.remote(), timeout=SPARE_TIMEOUT_S)
+                return spare
+            except (RayActorError, GetTimeoutError):
+                ray.kill(spare, no_restart=True)
+        return None
 
     def start_router(self, seat: int, models: Models) -> Any:
         strategy = NodeAffinitySchedulingStrategy(self._router_node, soft=False)

@@ -96,8 +96,7 @@ class KvPool:
         values = [(shape.kv_heads, shape.value_dim) for shape in spec.kv_shapes]
         counts = Counter(keys + values)
         stacks = {
-            shape: _zeros((count, num_blocks, block_size, *shape), dtype, device)
-            for shape, count in counts.items()
+            shape: _zeros((count, num_blocks, block_size, *shape), dtype, device) for shape, count in counts.items()
         }
         parts = {shape: iter(stack) for shape, stack in stacks.items()}
         self.keys = [next(parts[shape]) for shape in keys]

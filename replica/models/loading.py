@@ -25,13 +25,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def load_model(settings: ReplicaSettings, model_dir: Path, group: RankGroup | None, *, device: torch.device) -> Model:
     """Load with the native decoder where it can run the model, else through transformers. Raises ModelError."""
-    _import_validators()
-    from transformers import AutoConfig
-
-    try:  # transformers fills in its defaults and converts old spellings
-        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedModel(f"{model_dir} has no configuration that transformers reads: {error}") from error
+    config = read_config(model_dir)
     dtype = weights_dtype(settings, config, device)
     eos = eos_token_ids(model_dir, config)
     wants_transformers = settings.model_provider == "transformers"
@@ -52,6 +46,17 @@ def load_model(settings: ReplicaSettings, model_dir: Path, group: RankGroup | No
     from .hf import TransformersModel  # imports transformers' modelling code, which the native provider does not need
 
     return TransformersModel(config, model_dir, eos, dtype, device)
+
+
+def read_config(model_dir: Path) -> Any:
+    """The model's configuration, with transformers' defaults and old spellings converted. Raises UnsupportedModel."""
+    _import_validators()
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedModel(f"{model_dir} has no configuration that transformers reads: {error}") from error
 
 
 def _import_validators() -> None:

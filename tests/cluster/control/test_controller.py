@@ -77,7 +77,10 @@ def own_ray() -> Iterator[None]:
 
 def test_only_processes_of_ray_that_homing_uses_are_started(own_ray: None) -> None:
     """Each of the others would take a second of CPU from the replicas that start, and could end the cluster."""
-    commands = [" ".join(process.cmdline()) for process in processes()]
+    commands = []
+    for process in processes():
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended just now, of an earlier test
+            commands.append(" ".join(process.cmdline()))
 
     assert any("raylet" in command for command in commands)
     assert [words for words in commands if "monitor.py" in words or "dashboard.py" in words] == []
@@ -86,7 +89,8 @@ def test_only_processes_of_ray_that_homing_uses_are_started(own_ray: None) -> No
 class Cluster:
     """A controller and what can be asked about it."""
 
-    def __init__(self, folder: Path, *models: dict[str, str]) -> None:
+    def __init__(self, folder: Path, *models: dict[str, str], one_machine: bool = False) -> None:
+        """`one_machine`: replicas use spare processes."""
         import ray
 
         from homing.cluster.control.controller import Controller
@@ -96,11 +100,18 @@ class Cluster:
         common = {"state_dir": str(folder), "served_model_name": "fox"}
         each = [load_settings(common | flags, {}) for flags in models]
         self.models = tuple(
-            ModelSpec(settings=settings, seed=7, model_dir="", run_dir=None, host="127.0.0.1") for settings in each
+            ModelSpec(
+                settings=settings,
+                seed=7,
+                model_dir="",
+                run_dir=str(folder / "run") if one_machine else None,
+                host="127.0.0.1",
+            )
+            for settings in each
         )
         node = ray.get_runtime_context().get_node_id()
         supervisor = ray.remote(Supervisor).options(name=SUPERVISOR, num_cpus=0)
-        self.supervisor: Any = supervisor.remote(fakes.FakeRank, fakes.FakeRouter.make, node)
+        self.supervisor: Any = supervisor.remote(fakes.FakeRank, fakes.FakeRouter.make, node, fakes.prepare)
         actor = ray.remote(Controller).options(
             name=CONTROLLER, num_cpus=0, max_concurrency=100, max_restarts=-1, max_task_retries=-1
         )
@@ -150,8 +161,8 @@ def start(own_ray: None, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     clusters: list[Cluster] = []
     OTHERS.update(processes("ReplicaRank"), processes("RouterProcess"), processes("Controller"))
 
-    def begin(*models: dict[str, str], **flags: str) -> Cluster:
-        clusters.append(Cluster(tmp_path, *(models or (flags,))))
+    def begin(*models: dict[str, str], one_machine: bool = False, **flags: str) -> Cluster:
+        clusters.append(Cluster(tmp_path, *(models or (flags,)), one_machine=one_machine))
         return clusters[-1]
 
     yield begin
@@ -177,6 +188,24 @@ def test_a_killed_rank_takes_its_rank_group_along_and_the_rank_group_is_rebuilt(
     assert rebuilding[0][0] == "r0"
     assert "rank 0 the process died" in rebuilding[0][2]
     until(lambda: True if fakes.absences(cluster.folder)[-1] == [] else None, "nobody is missing")
+
+
+def test_a_prepared_process_replaces_a_killed_one_if_it_is_alive(start: Callable[..., Cluster]) -> None:
+    """And another one is prepared in its place."""
+    cluster = start(replicas="1", one_machine=True)
+    generation, pids = cluster.told("r0")["r0"]
+    [spare] = until(lambda: fakes.prepared(cluster.folder) or None, "a spare process is prepared")
+
+    os.kill(pids[0], signal.SIGKILL)
+    again, pids = cluster.told("r0", but_not=generation)["r0"]
+    second = until(lambda: fakes.prepared(cluster.folder)[1:] or None, "another one is prepared")[0]
+    os.kill(second, signal.SIGKILL)
+    until(lambda: None if psutil.pid_exists(second) else True, "the spare process has ended")
+    os.kill(pids[0], signal.SIGKILL)
+    _, last = cluster.told("r0", but_not=again)["r0"]
+
+    assert pids == [spare]
+    assert last[0] not in (spare, second)
 
 
 def is_rebuilding(absent: list[list[str]]) -> bool:
