@@ -83,6 +83,7 @@ class FastReplica:
         self._decoder = msgspec.msgpack.Decoder(Request)
         self._encoder = msgspec.msgpack.Encoder()
         self._reported_at = 0.0
+        self._steps = 0
 
     def receive(self, now: float) -> None:
         """Take all that has arrived."""
@@ -95,6 +96,7 @@ class FastReplica:
 
     def step(self, now: float) -> None:
         """Everything that is due, in one message per router."""
+        self._steps += 1
         due = [work for work in self._work.values() if work.due <= now]
         outputs: dict[bytes, list[TokenOutput]] = {}
         for work in due:
@@ -115,6 +117,9 @@ class FastReplica:
     def _report(self) -> object:
         used = len(self._work)
         return report_of(
+            # Of one that never moves a router would think that it is stuck.
+            ts=time.time(),
+            step=self._steps,
             running=used,
             free_blocks=BLOCKS - used,
             total_blocks=BLOCKS,
