@@ -99,6 +99,12 @@ def _resize(owner: Any, factor: float) -> None:
 
 
 @pytest.fixture
+def scale(request: pytest.FixtureRequest) -> float:
+    """How many examples a test that counts them itself should try, as a factor of its own number."""
+    return FACTORS.get(_profile(request.config), 1.0)
+
+
+@pytest.fixture
 def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """pytest's own, with a shorter name: a socket's path has at most 103 bytes, and xdist adds a folder."""
     return tmp_path_factory.mktemp(re.sub(r"\W", "_", request.node.name)[:16])

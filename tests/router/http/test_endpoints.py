@@ -75,7 +75,9 @@ def encoded(body: object) -> bytes | None:
 
 
 @pytest.mark.parametrize("label", LABELS)
-def test_whatever_is_sent_is_answered_in_the_documents_shape(label: str, port: int, backend: FakeBackend) -> None:
+def test_whatever_is_sent_is_answered_in_the_documents_shape(
+    label: str, port: int, backend: FakeBackend, scale: float
+) -> None:
     """Never a 5xx, never a cut connection: a right answer or an error that names what is wrong."""
     operation = LABELS[label]
     (found,) = [each.ok() for each in SCHEMA.get_all_operations() if each.ok().label == label]
@@ -96,7 +98,9 @@ def test_whatever_is_sent_is_answered_in_the_documents_shape(label: str, port: i
 
     for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
         if mode is GenerationMode.POSITIVE or operation.bodies:
-            run = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+            run = settings(
+                max_examples=max(5, int(EXAMPLES * scale)), deadline=None, suppress_health_check=list(HealthCheck)
+            )
             run(given(case=found.as_strategy(generation_mode=mode))(send))()
     backend.streams.clear()
 
