@@ -18,7 +18,8 @@ from ..kvcache.errors import KvCacheError
 from ..replica.errors import StartupError, UnsupportedModel, WeightsMissing, WeightsTorn
 from ..replica.load.preflight import check_model
 from ..router.config import RouterSettings
-from ..router.errors import KeysFileInvalid, TlsUnusable, TokenizerUnavailable
+from ..router.errors import KeysFileInvalid, TlsUnusable, TokenizerUnavailable, TracingUnavailable
+from ..router.http.tracing import RequestSpans
 from ..router.server import tls_context
 from ..router.tenants.api_keys import read_tenants
 from ..router.text.export import check_vocabulary
@@ -59,7 +60,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def check_front(settings: RouterSettings) -> None:
-    """Check the router's address, certificate and access log. Raises PortTaken and SettingsError."""
+    """Check the router's address, certificate, access log and tracing. Raises PortTaken and SettingsError."""
     check_port(settings.host, settings.port)
     try:
         tls_context(settings)
@@ -68,6 +69,11 @@ def check_front(settings: RouterSettings) -> None:
     log = Path(settings.access_log)
     if settings.access_log not in ("", "-") and not log.parent.is_dir():
         raise SettingsError(f"access_log: folder {log.parent} does not exist; create it, or choose another file")
+    if settings.otlp_endpoint:
+        try:
+            RequestSpans(settings.otlp_endpoint).close()
+        except (TracingUnavailable, ValueError) as error:
+            raise SettingsError(f"otlp_endpoint: {error}") from error
 
 
 def check_port(host: str, port: int) -> None:

@@ -35,6 +35,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate; `n` choices are n of these, with different seeds."""
 
     trace_id: str  #: the client's x-request-id
+    traceparent: str = ""  #: W3C trace context, for engines that trace
     token_ids: bytes  #: the prompt, uint32 LE, at least one token
     sampling: SamplingParams  #: fully resolved
     salt: bytes = b""  #: requests share cached blocks only under the same salt
@@ -69,6 +70,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     #: prompt tokens taken from the cache; on the first delta, with external engines on the last
     cached_tokens: int | None = None
+    queue_s: float | None = None  #: from its arrival until it was first sent; only set beside `cached_tokens`
     predicted_cached_tokens: int | None = None  #: what the decision expected of `cached_tokens`; only set beside it
     stop_token_id: int | None = None  #: the last token is this stop id (it is part of `token_ids`)
     pinned_tokens: int | None = None  #: how far the prompt is pinned; only on the first delta of a request with pins

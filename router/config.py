@@ -158,6 +158,13 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     access_log: Annotated[
         str, Meta(description="file for one line per request; -: standard error of the router process; empty: none")
     ] = "-"
+    otlp_endpoint: Annotated[
+        str,
+        Meta(
+            description="URL of an OpenTelemetry collector's traces (http://127.0.0.1:4318/v1/traces), which gets one "
+            "span per request; needs homing[otel]; empty: none"
+        ),
+    ] = ""
     cors_origins: Annotated[
         str, Meta(description="origins, separated by commas, whose web pages may call the server; *: all; empty: none")
     ] = ""

@@ -216,6 +216,13 @@ class TlsUnusable(RouterError, code="tls_unusable"):
     """The TLS certificate or key in the settings cannot be used."""
 
 
+class TracingUnavailable(RouterError, code="tracing_unavailable"):
+    """The settings ask for OpenTelemetry, and it is not installed."""
+
+    def __init__(self, cause: ImportError) -> None:
+        super().__init__(f"otlp_endpoint needs OpenTelemetry: pip install 'homing[otel]' ({cause})")
+
+
 class ParityMismatch(RouterError, code="parity_mismatch"):
     """A replica hashes or tokenizes differently from the router, so that its cache would never be hit."""
 

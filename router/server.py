@@ -19,6 +19,7 @@ from .http.app import App
 from .http.front import Front, TextModels
 from .http.protocol.access import AccessLog
 from .http.protocol.server import HttpServer
+from .http.tracing import RequestSpans
 from .metrics import RouterMetrics
 from .replicas.membership import text_source
 from .tenants.api_keys import read_tenants
@@ -90,7 +91,11 @@ class RouterServer:
                 stream = self._open.enter_context(Path(where).open("a", encoding="utf-8"))  # noqa: SIM115 - closed by `_open`
             access = AccessLog(stream)
             self._open.callback(access.flush)
-        self._app = App(self.front, access)
+        spans: RequestSpans | None = None
+        if settings.otlp_endpoint:
+            spans = RequestSpans(settings.otlp_endpoint)
+            self._open.callback(spans.close)
+        self._app = App(self.front, access, spans)
         self._http: list[HttpServer] = []
 
     async def start(self, host: str, port: int, *, shared: bool = False) -> int:

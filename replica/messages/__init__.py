@@ -89,6 +89,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_d
     sampling: SamplingParams
     priority: int = 0  #: lower runs first
     trace_id: str = ""  #: the client's x-request-id, for logs
+    traceparent: str = ""  #: W3C trace context, for external engines
     pins: tuple[Pin, ...] = ()
     #: after the first token, outputs may wait until they hold this many: for answers that are not streamed
     tokens_per_output: int = 1

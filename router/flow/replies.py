@@ -23,6 +23,7 @@ def delta_of(
         else:
             counters.predictions_low += 1
     predicted = None if cached is None else request.predicted_cached_tokens
+    queue_s = None if cached is None else request.queue_s
     if isinstance(output, TextOutput):
         request.text_only = True
         request.generated += output.num_tokens
@@ -32,6 +33,7 @@ def delta_of(
             text_tokens=output.num_tokens,
             finish_reason=output.finish_reason,
             cached_tokens=cached,
+            queue_s=queue_s,
             predicted_cached_tokens=predicted,
         )
     known = min(request.generated - output.index, len(output.token_ids))
@@ -46,6 +48,7 @@ def delta_of(
         prompt_logprobs=output.prompt_logprobs if first else None,
         finish_reason=output.finish_reason,
         cached_tokens=cached,
+        queue_s=queue_s,
         predicted_cached_tokens=predicted,
         stop_token_id=output.stop_token_id,
         pinned_tokens=output.pinned_tokens if first else None,

@@ -389,6 +389,8 @@ class RequestFlow:
         if chosen is None:
             request.excluded.clear()  # replicas that refused it may be asked again by then; `retries` limits how often
             return None
+        if request.queue_s is None:
+            request.queue_s = now - request.arrived
         if not request.generated:
             request.predicted_ttft_s = decision.expected_ttft_s
             cached = prompt.tokens - chosen.uncached_tokens(prompt)
@@ -559,6 +561,7 @@ def _generate(request: RequestState) -> Generate:
         sampling=sampling,
         priority=about.priority,
         trace_id=about.trace_id,
+        traceparent=about.traceparent,
         pins=about.pins,
         tokens_per_output=about.tokens_per_delta,
         constraint=about.constraint,

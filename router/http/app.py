@@ -20,6 +20,7 @@ from .protocol.access import AccessLog
 from .protocol.connection import HttpConnection
 from .protocol.cors import CorsPolicy
 from .protocol.exchange import JSON, Exchange, Headers, Request
+from .tracing import RequestSpans
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +31,10 @@ OWN_AGENT = "homing"
 class App:
     """Serves every request of one front; the `Handler` of its HTTP server."""
 
-    def __init__(self, front: Front, access: AccessLog | None = None) -> None:
+    def __init__(self, front: Front, access: AccessLog | None = None, spans: RequestSpans | None = None) -> None:
         self._front = front
         self._access = access
+        self._spans = spans
         self._cors = CorsPolicy.of(front.settings.cors_origins)
         self._running: set[asyncio.Task[None]] = set()
         self.cut = front.metrics.client_cut
@@ -55,9 +57,12 @@ class App:
         exchange_id = request_id(request.headers.get(REQUEST_ID), self._front.random_bits)
         started_at = self._front.monotonic()
         envelope = error_body_of(request.path)
-        return Exchange(
+        exchange = Exchange(
             request, wire, exchange_id, started_at, self._over, error_body=envelope, call_endpoint=self._restart
         )
+        if self._spans is not None:
+            self._spans.begin(exchange)
+        return exchange
 
     def _call_endpoint(self, exchange: Exchange) -> None:
         task = start(self._run(exchange))
@@ -92,6 +97,8 @@ class App:
         metrics.http_request(label(exchange.request.path), exchange.status, duration_s)
         if exchange.gone:
             metrics.client_gone()
+        if self._spans is not None:
+            self._spans.end(exchange, duration_s)
         if self._access is not None and exchange.request.headers.get("user-agent") != OWN_AGENT:
             self._access.write(exchange, duration_s)
 

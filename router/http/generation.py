@@ -75,12 +75,18 @@ class Job(msgspec.Struct, frozen=True, gc=False):
 
 
 def generation_request(
-    job: Job, prompt: EncodedPrompt, caller: Caller, index: int = 0, deadline: float | None = None
+    job: Job,
+    prompt: EncodedPrompt,
+    caller: Caller,
+    index: int = 0,
+    deadline: float | None = None,
+    traceparent: str = "",
 ) -> GenerationRequest:
     """Choice `index` of a prompt, as the backend takes it. It draws with seed + index; only choice 0 carries pins."""
     sampling, tenant = job.sampling, caller.tenant
     return GenerationRequest(
         trace_id=caller.request_id,
+        traceparent=traceparent,
         token_ids=token_bytes(prompt.token_ids),
         sampling=msgspec.structs.replace(sampling, seed=(sampling.seed + index) & SEED_MASK) if index else sampling,
         salt=job.salt,
@@ -106,6 +112,7 @@ class RunningChoice(msgspec.Struct, eq=False):
     generated: int = 0
     cached: int = 0
     predicted: int = 0
+    queue_s: float | None = None
     pinned: int | None = None
     last_token_at: float | None = None
     ending: Ending | None = None
@@ -138,6 +145,7 @@ class RunningChoice(msgspec.Struct, eq=False):
                 raise RequestFailed(f"the replica ended the request: {delta.finish_reason}")
             if delta.cached_tokens is not None:
                 self.cached, self.predicted = delta.cached_tokens, delta.predicted_cached_tokens or 0
+                self.queue_s = delta.queue_s
             if generation.job.discard:
                 shown = _DISCARDED
             else:
@@ -199,7 +207,7 @@ class Generation:
         try:
             for prompt in job.prompts:
                 for index in range(job.choices_per_prompt):
-                    request = generation_request(job, prompt, self._caller, index, deadline)
+                    request = generation_request(job, prompt, self._caller, index, deadline, exchange.traceparent)
                     stream = served.backend.generate(request)
                     parser = job.parser() if job.parser is not None else None
                     detokenizer = served.text.detokenizer(job.markers, special=job.show_special)
@@ -295,6 +303,7 @@ class Generation:
             self._ttft_s,
             sum([choice.reasoning_tokens for choice in choices]),
             sum([choice.pinned or 0 for choice in choices]),
+            choices[0].queue_s if choices else None,
         )
 
     def summary(self) -> GenerationSummary:

@@ -5,7 +5,7 @@ that is dropped, so that endpoints need not watch the client.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -45,6 +45,7 @@ class GenerationSummary(msgspec.Struct):
     ttft_s: float | None
     reasoning_tokens: int = 0  #: of `output_tokens`
     pinned_tokens: int = 0  #: of the prompts, as they are kept now
+    queue_s: float | None = None  #: from its arrival until a replica was sent its first choice; None: none was
 
 
 class Exchange(msgspec.Struct, eq=False):
@@ -64,6 +65,8 @@ class Exchange(msgspec.Struct, eq=False):
     #: Makes the body of an error response, where it is not OpenAI's.
     error_body: Callable[[RouterError], bytes] | None = None
     call_endpoint: Callable[["Exchange"], None] | None = None  #: calls the endpoint again
+    span: Any = None  #: OpenTelemetry's, if requests are traced
+    traceparent: str = ""  #: the trace context for whoever the request is passed on to
 
     def respond(self, body: bytes, *, status: int = 200, content_type: str = JSON, headers: Headers = ()) -> None:
         if self.over:

@@ -219,7 +219,8 @@ class ExternalReplica(ReplicaHandle):
         )
         salt = None if generate.root == self._open_root else cache_salt(generate.root)
         body = completion_body(self._model, generate, salt)
-        call = self._client.call("POST", "/v1/completions", body, request, request_id=generate.trace_id)
+        headers = (("x-request-id", generate.trace_id), ("traceparent", generate.traceparent))
+        call = self._client.call("POST", "/v1/completions", body, request, headers)
         self._calls[generate.request_id] = (request, call)
         self._load.sent(request)
         return True

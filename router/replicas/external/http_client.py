@@ -6,6 +6,7 @@ when its connection is closed. A connection for each request costs a round trip;
 
 import asyncio
 import ssl
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol, cast
 from urllib.parse import urlsplit
@@ -176,8 +177,11 @@ class Client:
         bearer = f"authorization: Bearer {api_key}\r\n" if api_key else ""
         self._head = f"host: {address.host}:{address.port}\r\nconnection: close\r\naccept: */*\r\n{bearer}"
 
-    def call(self, method: str, path: str, body: bytes, sink: AnswerSink, *, request_id: str = "") -> Call:
-        named = f"x-request-id: {request_id}\r\n" if request_id else ""
+    def call(
+        self, method: str, path: str, body: bytes, sink: AnswerSink, headers: Iterable[tuple[str, str]] = ()
+    ) -> Call:
+        """`headers`: further ones; those with empty values are left out."""
+        named = "".join([f"{name}: {value}\r\n" for name, value in headers if value])
         head = (
             f"{method} {self.address.path}{path} HTTP/1.1\r\n{self._head}{named}"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"

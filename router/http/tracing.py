@@ -1,0 +1,94 @@
+"""OpenTelemetry: one span per POST request, sent to a collector over OTLP/HTTP.
+
+A span continues the trace that the request's `traceparent` header names (W3C Trace Context) and has the phases of a
+generation as attributes: seconds in the router's queue, until the first token behind it, and of decoding. Names follow
+OpenTelemetry's conventions where these have one (`http.*`, `gen_ai.*`). Spans leave in a thread of the SDK, from a
+bounded queue; a collector that is gone costs spans, not requests. Needs the extra `homing[otel]`.
+"""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from ..errors import TracingUnavailable
+from .protocol.exchange import Exchange, GenerationSummary
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+SERVER_ERRORS = 500
+#: For one batch of spans, with retries; the router waits for the last one when it stops.
+EXPORT_S = 2.0
+_NS = 1_000_000_000
+
+
+class RequestSpans:
+    """Begins and ends the spans of one router."""
+
+    def __init__(self, endpoint: str) -> None:
+        """`endpoint`: URL of the collector's traces, such as http://127.0.0.1:4318/v1/traces.
+
+        Raises TracingUnavailable.
+        """
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as error:
+            raise TracingUnavailable(error) from error
+        self._provider = TracerProvider(resource=Resource.create({"service.name": "homing-router"}))
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_S)))
+        self._tracer = self._provider.get_tracer("homing.router")
+        self._context = TraceContextTextMapPropagator()
+
+    def begin(self, exchange: Exchange) -> None:
+        """Give the exchange a span, and its `traceparent` for whoever the request is passed on to."""
+        from opentelemetry.trace import SpanKind, set_span_in_context
+
+        request = exchange.request
+        if request.method != "POST":
+            return
+        parent = self._context.extract(request.headers)
+        span = self._tracer.start_span(f"POST {request.path}", parent, SpanKind.SERVER, start_time=time.time_ns())
+        passed_on: dict[str, str] = {}
+        self._context.inject(passed_on, set_span_in_context(span))
+        exchange.span, exchange.traceparent = span, passed_on.get("traceparent", "")
+
+    def end(self, exchange: Exchange, duration_s: float) -> None:
+        from opentelemetry.trace import StatusCode
+
+        span = exchange.span
+        if span is None:
+            return
+        span.set_attribute("http.request.method", exchange.request.method)
+        span.set_attribute("url.path", exchange.request.path)
+        span.set_attribute("http.response.status_code", exchange.status or 0)
+        span.set_attribute("homing.request_id", exchange.id)
+        if (exchange.status or 0) >= SERVER_ERRORS:
+            span.set_status(StatusCode.ERROR)
+        if exchange.summary is not None:
+            _describe(span, exchange.summary, duration_s)
+        span.end()
+
+    def close(self) -> None:
+        """Send what is left; takes up to EXPORT_S."""
+        self._provider.shutdown()
+
+
+def _describe(span: "Span", summary: GenerationSummary, duration_s: float) -> None:
+    fields: dict[str, Any] = {
+        "gen_ai.usage.input_tokens": summary.prompt_tokens,
+        "gen_ai.usage.output_tokens": summary.output_tokens,
+        "homing.replica": summary.replicas,
+        "homing.tenant": summary.tenant,
+        "homing.cached_tokens": summary.cached_tokens,
+        "homing.predicted_cached_tokens": summary.predicted_tokens,
+        "homing.queue_s": summary.queue_s,
+    }
+    if summary.ttft_s is not None:
+        fields["homing.prefill_s"] = summary.ttft_s - (summary.queue_s or 0.0)
+        fields["homing.decode_s"] = duration_s - summary.ttft_s
+    for name, value in fields.items():
+        if value is not None:
+            span.set_attribute(name, value)
