@@ -52,7 +52,7 @@ def environment(state: Path) -> dict[str, str]:
     """Ours without foreign settings, and with a small KV pool; notes go to `state`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HOMING_")}
     ours = {"HOMING_STATE_DIR": str(state), "HOMING_NUM_KV_BLOCKS": str(KV_BLOCKS), "HF_HUB_OFFLINE": "1"}
-    spare = {"HOMING_SPARE_PROCESS": "no"}  # would cost each cluster 4 s of CPU time; tests/chaos uses it
+    spare = {"HOMING_SPARE_PROCESS": "false"}  # would cost each cluster 4 s of CPU time; tests/chaos uses it
     return kept | ours | spare
 
 
