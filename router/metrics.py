@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -139,7 +139,15 @@ FAMILIES = (
         ("homing_router_requests_in_flight", "Requests sent to replicas that have not ended.", "in_flight"),
         ("homing_replicas_serving", "Replicas of a model that accept requests.", "serving"),
     ),
-    *_families("gauge", (*_REPLICA, "state"), ("homing_replica_state", "1 for the current state of a replica.")),
+    *_families(
+        "gauge",
+        (*_REPLICA, "state"),
+        ("homing_replica_state", "1 for the current state of a replica."),
+        (
+            "homing_kv_blocks",
+            "Blocks: free, cached (idle, may be evicted), referenced (in use, or pinned).",
+        ),
+    ),
     *_families(
         "counter",
         _REPLICA,
@@ -236,6 +244,7 @@ class RouterMetrics(Collector):
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(self)
+        ProcessCollector(registry=self.registry)
         self._requests: Counter[tuple[str, int]] = Counter()  #: by endpoint and status
         self._durations: dict[str, Histogram] = {}
         self._models: dict[str, ModelMetrics] = {}
@@ -339,6 +348,15 @@ class RouterMetrics(Collector):
             },
             "homing_kv_cache_usage_ratio": {
                 key: 1 - report.free_blocks / max(report.total_blocks, 1) for key, report in present.items()
+            },
+            "homing_kv_blocks": {
+                (*key, state): count
+                for key, report in present.items()
+                for state, count in (
+                    ("free", report.free_blocks - report.cached_free_blocks),
+                    ("cached", report.cached_free_blocks),
+                    ("referenced", report.total_blocks - report.free_blocks),
+                )
             },
             "homing_pinned_blocks": {key: report.pinned_blocks for key, report in present.items()},
             "homing_replica_state": {(*key, each.state): 1 for key, each in views.items()},

@@ -64,6 +64,20 @@ def test_replica_totals_go_on_after_a_rebuild():
     assert metrics.registry.get_sample_value("homing_kv_cache_usage_ratio", {"model": "demo", "replica": "r0"}) == 0.75
 
 
+def test_the_states_of_blocks_add_up_and_the_process_is_measured_too():
+    """A pool that is full of idle blocks is no reason to add machines."""
+    metrics = RouterMetrics()
+    metrics.of("demo").load_reported("r0", msgspec.structs.replace(report(1, 0), cached_free_blocks=20))
+    metrics.observe_cluster(view("r0"))
+
+    def blocks(state: str) -> float | None:
+        labels = {"model": "demo", "replica": "r0", "state": state}
+        return metrics.registry.get_sample_value("homing_kv_blocks", labels)
+
+    assert [blocks(state) for state in ("free", "cached", "referenced")] == [5, 20, 75]
+    assert (metrics.registry.get_sample_value("process_resident_memory_bytes") or 0) > 0
+
+
 def test_an_idle_replicas_pool_is_not_in_use():
     """The view counts the null block, which nobody can use, among the blocks: only a report knows the usable ones."""
     metrics = RouterMetrics()
