@@ -220,7 +220,8 @@ def leaks(before: Sequence[Census], after: Sequence[Census]) -> list[str]:
     found = [f"{count} more processes {title!r}" for title, count in more.items()]
     was = {each.pid: each for each in before}
     for each in after:
-        gained = each.files - was[each.pid].files if each.pid in was else 0
+        old = was.get(each.pid)
+        gained = each.files - old.files if old is not None and old.title == each.title else 0
         if gained > SPARE_FILES:
             found.append(f"{each.title} ({each.pid}) has {gained} more files open")
     return found

@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
+import httpx
 import psutil
 
 from ..e2e.nodes import Nodes, two_nodes
@@ -40,6 +41,8 @@ PATIENCE_S = 180.0
 #: For a cluster to start on a machine that others keep busy.
 START_PATIENCE_S = 300.0
 POLL_S = 0.025
+#: What a census calls a rank that belongs to no replica yet.
+SPARE = "ray::ReplicaRank (spare)"
 #: Which of a replica's sockets a fate befalls: its events, or all there are.
 SOCKETS = {"cut": r"-(events|state)$", "delay": r"-(events|state)$", "drop": r"-(events|state)$", "split": r"-\w+$"}
 
@@ -100,9 +103,14 @@ class Cluster:
     def census(self) -> list[Census]:
         """What its processes hold. Ray's own come and go, and are not ours to judge."""
         found = []
+        used: set[int] = set()
+        with contextlib.suppress(httpx.HTTPError):
+            used.update(pid for replica in self.serving.replicas().values() for pid in replica.get("pids", ()))
         for process in self.serving.family():
             with contextlib.suppress(psutil.Error), process.oneshot():
                 title = _title(process)
+                if title == "ray::ReplicaRank" and process.pid not in used:
+                    title = SPARE
                 if title.startswith("ray::") or process.pid == self.serving.pid:
                     rss = process.memory_info().rss // 1024
                     links = _links(process.pid)
@@ -176,7 +184,7 @@ def cluster(shape: Shape, state: Path) -> Iterator[Cluster]:
         if engines:
             flags += backend_flags(*engines)
         else:
-            flags += ["--replicas", str(REPLICAS)]
+            flags += ["--replicas", str(REPLICAS), "--spare-process"]
         if nodes is not None:
             flags += ["--ray-address", nodes.address]
         running = stack.enter_context(serving(state, *flags, patience_s=START_PATIENCE_S))
