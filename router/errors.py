@@ -69,19 +69,23 @@ class ThreadUnsupported(InvalidRequest, code="thread_unsupported_request"):
 class PromptOverLimit(InvalidRequest, code="prompt_over_limit"):
     """The prompt is longer than its tenant may send."""
 
-    def __init__(self, prompt_tokens: int, most: int) -> None:
+    def __init__(self, prompt_tokens: int, most: int, *, at_least: bool = False) -> None:
         super().__init__(
-            f"the prompt has {prompt_tokens} tokens; this tenant's limit max_prompt_tokens is {most} tokens"
+            f"the prompt has {'at least ' * at_least}{prompt_tokens} tokens; "
+            f"this tenant's limit max_prompt_tokens is {most} tokens"
         )
 
 
 class PromptTooLong(RouterError, status=400, code="context_length_exceeded"):
     """The prompt leaves no room for a single generated token."""
 
-    def __init__(self, prompt_tokens: int, max_model_len: int, *, param: str | None = None) -> None:
+    def __init__(
+        self, prompt_tokens: int, max_model_len: int, *, param: str | None = None, at_least: bool = False
+    ) -> None:
+        """`at_least`: it may have more."""
         super().__init__(
-            f"the prompt has {prompt_tokens} tokens; the model's context is {max_model_len} tokens "
-            "and must also hold at least one generated token",
+            f"the prompt has {'at least ' * at_least}{prompt_tokens} tokens; "
+            f"the model's context is {max_model_len} tokens and must also hold at least one generated token",
             param=param,
         )
 

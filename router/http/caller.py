@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 
 from ..tenants.rate_limits import RateLimiter
+from ..text.encoder_threads import Sender
 from .front import Front
 from .protocol.exchange import Exchange
 
@@ -43,7 +44,7 @@ class Caller:
     Each step updates the rate-limit headers of the response. Tenants without limits are not counted.
     """
 
-    __slots__ = ("_charged", "_exchange", "_limiter", "_notes", "_now", "request_id", "session", "tenant")
+    __slots__ = ("_charged", "_exchange", "_limiter", "_notes", "_now", "_timeout_s", "request_id", "session", "tenant")
 
     def __init__(self, front: Front, exchange: Exchange) -> None:
         """Identify the tenant by its API key. Raises MissingKey and UnknownKey."""
@@ -54,6 +55,7 @@ class Caller:
         self._exchange = exchange
         self._limiter = front.limiters.get(self.tenant.digest)
         self._now = front.monotonic
+        self._timeout_s = front.settings.request_timeout_s
         self._charged: Sequence[int] | None = None
         self._notes: list[tuple[str, str]] = []  #: headers of the response beside the limits
 
@@ -62,11 +64,24 @@ class Caller:
         self._notes.append((header, ", ".join([each for each in names if _PRINTABLE.fullmatch(each)])))
         self._exchange.extra_headers = [*self._exchange.extra_headers, self._notes[-1]]
 
-    def check(self) -> None:
-        """Raise RateLimited if the tenant could not begin even the smallest request now."""
+    def sender(self, narrowed_by: str | None = None) -> Sender:
+        """Whose prompts are tokenized. `narrowed_by`: see `Tenant.cache_salt`."""
+        tenant, exchange = self.tenant, self._exchange
+        return Sender(
+            tenant.digest,
+            tenant.cache_salt(narrowed_by),
+            len(exchange.request.body),
+            tenant.limits.max_prompt_tokens,
+            self.check,
+            exchange,
+            self._timeout_s,
+        )
+
+    def check(self, prompts: Sequence[int] = ()) -> None:
+        """Raise RateLimited or PromptOverLimit if a request with prompts of at least so many tokens could not begin."""
         if self._limiter is not None:
             now = self._show_limits(self._limiter)
-            self._limiter.check((), now)
+            self._limiter.check(prompts, now, at_least=True)
 
     def begin(self, prompts: Sequence[int]) -> None:
         """Begin a request whose prompts have these lengths in tokens. Raises RateLimited and PromptOverLimit."""

@@ -147,7 +147,7 @@ async def generate(dialect: Dialect[BodyType], front: Front, exchange: Exchange)
     caller.check()
     body = decode_body(front, caller, exchange.request.body, dialect)
     served = await front.served(body.model)
-    job = await dialect.job(front, served, body, caller.tenant.cache_salt(body.cache_salt))
+    job = await dialect.job(front, served, body, caller.sender(body.cache_salt))
     builder = dialect.builder(served, body, f"{front.random_bits(96):024x}", int(front.wall()))
     writer = StreamWriter(exchange, builder) if body.stream else WholeWriter(exchange, builder)
     Generation(front, job, exchange, caller, writer).begin()
@@ -159,8 +159,8 @@ async def count_tokens(front: Front, exchange: Exchange) -> None:
     caller.check()
     body = decode(exchange.request.body, _COUNT)
     served = await front.served(body.model)
-    salt = caller.tenant.cache_salt(body.cache_salt)
-    tokens = await served.text.encode_chat(messages_conversation(body, front.settings).template_input(), tenant=salt)
+    asked = messages_conversation(body, front.settings).template_input()
+    tokens = await served.text.encode_chat(asked, sender=caller.sender(body.cache_salt))
     caller.charge([len(tokens)])
     respond(exchange, TokenCount(len(tokens)))
 
@@ -172,7 +172,7 @@ async def explain(front: Front, exchange: Exchange) -> None:
     data = exchange.request.body
     dialect: Dialect[Any] = COMPLETION if decode(data, _KIND).messages is UNSET else CHAT
     body = decode_body(front, caller, data, dialect)
-    job = await dialect.job(front, await front.served(body.model), body, caller.tenant.cache_salt(body.cache_salt))
+    job = await dialect.job(front, await front.served(body.model), body, caller.sender(body.cache_salt))
     caller.charge([len(prompt.token_ids) for prompt in job.prompts])
     respond(exchange, job.served.backend.explain(generation_request(job, job.prompts[0], caller)))
 
@@ -187,12 +187,12 @@ async def tokenize(front: Front, exchange: Exchange) -> None:
     served = await front.served(body.model)
     if body.prompt is not None:
         special_tokens = body.add_special_tokens is not False
-        tokens = list((await served.text.encode([body.prompt], special_tokens=special_tokens))[0])
+        [tokens] = await served.text.encode([body.prompt], special_tokens=special_tokens, sender=caller.sender())
     else:
-        tokens = list(await served.text.encode_chat(conversation(body).template_input()))
+        tokens = await served.text.encode_chat(conversation(body).template_input(), sender=caller.sender())
     caller.charge([len(tokens)])
     names = served.text.piece_names(tokens) if body.return_token_strs else None
-    respond(exchange, Tokenized(len(tokens), served.limits.max_model_len, tokens, names))
+    respond(exchange, Tokenized(len(tokens), served.limits.max_model_len, list(tokens), names))
 
 
 async def detokenize(front: Front, exchange: Exchange) -> None:

@@ -109,12 +109,15 @@ class RateLimiter:
         if limits.tokens_per_minute is not None:
             self._buckets["tokens"] = TokenBucket(limits.tokens_per_minute, record.tokens)
 
-    def check(self, prompts: Sequence[int], now: float) -> None:
-        """Raise RateLimited or PromptOverLimit if a request with prompts of these lengths could not begin now."""
+    def check(self, prompts: Sequence[int], now: float, *, at_least: bool = False) -> None:
+        """Raise RateLimited or PromptOverLimit if a request with prompts of these lengths could not begin now.
+
+        `at_least`: they may turn out to be longer.
+        """
         limits = self._limits
         if limits.max_prompt_tokens is not None and max(prompts, default=0) > limits.max_prompt_tokens:
             self.refusals["max_prompt_tokens"] += 1
-            raise PromptOverLimit(max(prompts), limits.max_prompt_tokens)
+            raise PromptOverLimit(max(prompts), limits.max_prompt_tokens, at_least=at_least)
         if limits.max_running is not None and sum(self._record.running) >= limits.max_running:
             self._refuse("max_running", limits.max_running, RUNNING_RETRY_S)
         for name, bucket in self._buckets.items():

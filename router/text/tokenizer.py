@@ -3,39 +3,38 @@
 Ids equal those of transformers (`apply_chat_template(tokenize=True)`, `tokenizer(text)`): the tokenizer is the one that
 transformers builds (`export.py`), and transformers' renderer renders the template. Independent of HTTP and blocks.
 
-A chat's prompt is cut into segments, and segments that occurred before are not tokenized again (`token_cache.py`).
-Encoding runs off the event loop: `encode_batch_fast` releases the GIL (plain `encode` holds it for the whole call).
-Short texts are encoded in place, because a hop to a thread costs more than they do.
+Short texts are encoded in place, because a hop to a thread costs more than they do; long ones off the event loop
+(`encoder_threads.py`), unless it is known without encoding that they are too long (`token_bound.py`). With a tokenizer
+that only the slow encoder covers, a chat's prompt is cut into segments, and segments that occurred before are not
+encoded again (`token_cache.py`); the fast one takes less time than looking them up.
 """
 
-import asyncio
 import logging
-from array import array
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from ...kvcache.hashing import token_array, token_bytes
-from ..errors import TokenizerUnavailable
+from ..errors import InvalidRequest, PromptTooLong, TokenizerUnavailable
 from .constraints import ConstraintChecker
 from .detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, is_byte_level, piece_table
+from .encoder import TokenIds, TooManyTokens, choose_encoder
+from .encoder_threads import NOBODY, EncoderThreads, Sender
 from .export import TokenizerParts, load_parts
 from .template import ChatTemplate, TemplateInput
+from .token_bound import characters_per_token, fewest_tokens
 from .token_cache import Cutter, TokenCache
 
 log = logging.getLogger(__name__)
 
-#: Texts up to this many characters are encoded in place: about 0.2 ms, as much as a hop to a thread and back costs
-#: under load.
-INLINE_CHARACTERS = 1024
-ENCODER_THREADS = 2
+Result = TypeVar("Result")
 
-TokenIds: TypeAlias = "array[int]"
+#: Longer chats are not cut into segments: cutting happens on the event loop, at up to 0.1 µs per character.
+CUT_CHARACTERS = 128 * 1024
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
@@ -52,7 +51,10 @@ class TextModel:
     """Encodes, renders and decodes for one model. Built by `load`; to be used on one event loop."""
 
     def __init__(self, parts: TokenizerParts, *, cache_bytes: int, model_type: str = "") -> None:
-        """`cache_bytes`: memory for the ids of chat segments; 0 caches none. `model_type`: of the configuration."""
+        """`cache_bytes`: memory for the ids of chat segments; 0 caches none. `model_type`: of the configuration.
+
+        Blocks for a tenth of a second.
+        """
         # Not at the top: the package must stay light.
         from tokenizers import Tokenizer
 
@@ -68,10 +70,15 @@ class TextModel:
             **parts.special_tokens,
             "chat_template": parts.chat_template,
         }
-        self._cutter = Cutter(parts.tokenizer)
+        self._encoder, reason = choose_encoder(parts.tokenizer, self._backend)
+        if reason:
+            log.info("tokenizer_slow encoder=%s reason=%r", self._encoder.name, reason)
+        self._bound = characters_per_token(parts.tokenizer)
+        self._threads = EncoderThreads(self._encoder.short_characters)
+        self._threads.prepare(partial(self.encode_now, ["Hello"], special_tokens=False))
+        self._cutter = Cutter(parts.tokenizer) if reason else None
         self.cache = TokenCache(cache_bytes)
         self.constraints = ConstraintChecker()
-        self._pool = ThreadPoolExecutor(ENCODER_THREADS, thread_name_prefix="encode")
         self._pieces = piece_table(self._backend)
         self._byte_level = is_byte_level(self._backend)
         self._special = special = frozenset(parts.special_ids)
@@ -98,7 +105,7 @@ class TextModel:
         return model
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._threads.close()
         self.constraints.close()
 
     @property
@@ -110,35 +117,96 @@ class TextModel:
 
     def encode_now(self, texts: Sequence[str], *, special_tokens: bool) -> list[TokenIds]:
         """Ids of each text, in place; `special_tokens` adds those of the post-processor (such as a leading BOS)."""
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
-        return [array("I", encoding.ids) for encoding in encodings]
+        return self._encoder.encode(texts, special_tokens=special_tokens)
 
-    async def encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[TokenIds]:
-        """Ids of each text; long ones off the event loop."""
-        if sum(map(len, texts)) <= INLINE_CHARACTERS:
-            return self.encode_now(texts, special_tokens=special_tokens)
-        work = partial(self.encode_now, texts, special_tokens=special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+    async def encode(
+        self,
+        texts: Sequence[str],
+        *,
+        special_tokens: bool,
+        sender: Sender = NOBODY,
+        context: int | None = None,
+        param: str | None = None,
+    ) -> list[TokenIds]:
+        """Ids of each text; long ones off the event loop.
 
-    def encode_chat_now(self, conversation: TemplateInput, *, tenant: bytes = b"") -> TokenIds:
-        """As `encode_chat`, in place."""
-        segments, known, missing = self._recall(conversation, tenant)
-        return self._complete(segments, known, missing, self.encode_now(missing, special_tokens=False), tenant)
-
-    async def encode_chat(self, conversation: TemplateInput, *, tenant: bytes = b"") -> TokenIds:
-        """Ids of the rendered conversation; long segments that are not cached are encoded off the event loop.
-
-        The template writes special tokens itself, so none are added. What other tenants have sent does not affect even
-        the time that this takes. Raises TemplateRefusal.
+        `context`: of the model, in tokens; None: any length. `param`: the field with the texts. Raises PromptTooLong,
+        PromptOverLimit and RateLimited, where possible before anything is encoded; InvalidRequest; DeadlineExceeded.
         """
-        segments, known, missing = self._recall(conversation, tenant)
-        encoded = await self.encode(missing, special_tokens=False) if missing else ()
-        return self._complete(segments, known, missing, encoded, tenant)
+        characters = sum(map(len, texts))
+        if characters > self._encoder.inline_characters:
+            fewest = [fewest_tokens(text, self._bound) for text in texts]
+            _check_context(max(fewest), context, param, at_least=True)
+            sender.check(fewest)
+        most = _most(sender, context)
+        work = partial(self._encode, texts, special_tokens=special_tokens, most=most, param=param)
+        return await self._run(work, characters, sender, context, param)
 
-    def _recall(self, conversation: TemplateInput, tenant: bytes) -> tuple[list[str], dict[str, bytes], list[str]]:
+    def encode_chat_now(self, conversation: TemplateInput, *, salt: bytes = b"") -> TokenIds:
+        """As `encode_chat`, in place."""
+        if self._cutter is None:
+            return self._encode_chat(conversation, None, None)
+        segments, known, missing = self._recall(self._cutter, conversation, salt)
+        return self._complete(segments, known, missing, self.encode_now(missing, special_tokens=False), salt)
+
+    async def encode_chat(
+        self,
+        conversation: TemplateInput,
+        *,
+        sender: Sender = NOBODY,
+        context: int | None = None,
+        param: str | None = None,
+    ) -> TokenIds:
+        """Ids of the rendered conversation; long ones are rendered and encoded off the event loop.
+
+        The template writes special tokens itself, so none are added. What senders with other salts have sent does not
+        affect even the time that this takes. Raises TemplateRefusal, and what `encode` raises.
+        """
+        if self._cutter is None or sender.body_bytes > CUT_CHARACTERS:
+            work = partial(self._encode_chat, conversation, _most(sender, context), param)
+            return await self._run(work, sender.body_bytes, sender, context, param)
+        segments, known, missing = self._recall(self._cutter, conversation, sender.salt)
+        encoded: Sequence[TokenIds] = ()
+        if missing:
+            encoded = await self.encode(missing, special_tokens=False, sender=sender, context=context, param=param)
+        ids = self._complete(segments, known, missing, encoded, sender.salt)
+        _check_context(len(ids), context, param)
+        return ids
+
+    async def _run(
+        self, work: Callable[[], Result], characters: int, sender: Sender, context: int | None, param: str | None
+    ) -> Result:
+        try:
+            if characters <= self._encoder.inline_characters:
+                return work()
+            return await self._threads.run(work, characters, sender)
+        except TooManyTokens as error:
+            _check_context(error.tokens, context, param, at_least=error.at_least)
+            sender.check([error.tokens])
+            raise AssertionError(f"{error.tokens} tokens are neither too many for {context} nor for {sender}") from None
+
+    def _encode(
+        self, texts: Sequence[str], *, special_tokens: bool, most: int | None, param: str | None
+    ) -> list[TokenIds]:
+        """In any thread. Raises TooManyTokens, and InvalidRequest for texts that would take too long."""
+        for text in texts:
+            longest = self._encoder.most_characters
+            if longest is not None and len(text) > longest:
+                raise InvalidRequest(f"this model's tokenizer takes at most {longest} characters", param=param)
+            if most is not None and (fewest := fewest_tokens(text, self._bound)) > most:
+                raise TooManyTokens(fewest, at_least=True)
+        return self._encoder.encode(texts, special_tokens=special_tokens, most=most)
+
+    def _encode_chat(self, conversation: TemplateInput, most: int | None, param: str | None) -> TokenIds:
+        """In any thread."""
+        return self._encode([self._template.render(conversation)], special_tokens=False, most=most, param=param)[0]
+
+    def _recall(
+        self, cutter: Cutter, conversation: TemplateInput, salt: bytes
+    ) -> tuple[list[str], dict[str, bytes], list[str]]:
         """The prompt's segments, the ids of those that are cached, and those that are not."""
-        segments = self._cutter.cut(self._template.render(conversation))
-        found = {segment: self.cache.get((tenant, segment)) for segment in segments}
+        segments = cutter.cut(self._template.render(conversation))
+        found = {segment: self.cache.get((salt, segment)) for segment in segments}
         known = {segment: ids for segment, ids in found.items() if ids is not None}
         return segments, known, [segment for segment, ids in found.items() if ids is None]
 
@@ -148,11 +216,11 @@ class TextModel:
         known: dict[str, bytes],
         missing: Sequence[str],
         encoded: Sequence[TokenIds],
-        tenant: bytes,
+        salt: bytes,
     ) -> TokenIds:
         for segment, fresh in zip(missing, encoded, strict=True):
             ids = known[segment] = token_bytes(fresh)
-            self.cache.put((tenant, segment), ids)
+            self.cache.put((salt, segment), ids)
         return token_array(b"".join([known[segment] for segment in segments]))
 
     # Ids to text
@@ -194,6 +262,19 @@ class TextModel:
     def piece_names(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own spelling of each id."""
         return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
+
+def _most(sender: Sender, context: int | None) -> int | None:
+    """The tokens that a prompt may have; None: any number."""
+    if context is None:
+        return sender.most_tokens
+    return context - 1 if sender.most_tokens is None else min(context - 1, sender.most_tokens)
+
+
+def _check_context(tokens: int, context: int | None, param: str | None, *, at_least: bool = False) -> None:
+    """Raise PromptTooLong if this many tokens leave no room in the model's context."""
+    if context is not None and tokens >= context:
+        raise PromptTooLong(tokens, context, param=param, at_least=at_least)
 
 
 def _model_type(folder: Path) -> str:

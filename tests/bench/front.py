@@ -224,10 +224,10 @@ def stand_in(folder: Path) -> object:
             data = text.encode()
             return array("I", data[: len(data) & ~3] or b"fox ")
 
-        async def encode_chat(self, chat: TemplateInput, *, tenant: bytes) -> array:
+        async def encode_chat(self, chat: TemplateInput, **options: object) -> array:
             return self.ids("".join(message["content"] for message in chat.messages))
 
-        async def encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[array]:
+        async def encode(self, texts: Sequence[str], **options: object) -> list[array]:
             return [self.ids(text) for text in texts]
 
     return StandIn.load(folder, cache_bytes=0)

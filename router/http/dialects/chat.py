@@ -11,6 +11,7 @@ from ...errors import InvalidRequest
 from ...text import conversation as typed
 from ...text.answer import Ending, TextDelta, TokenAt
 from ...text.conversation import CacheMark, Conversation, Message, Tool, ToolCall, ToolChoice
+from ...text.encoder_threads import Sender
 from ...text.parsers.deltas import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from ..front import Front, Served
 from ..generation import Job, RunningChoice
@@ -47,7 +48,7 @@ class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
     verbosity: Any = None  #: ignored
 
 
-async def job(front: Front, served: Served, body: ChatBody, salt: bytes) -> Job:
+async def job(front: Front, served: Served, body: ChatBody, sender: Sender) -> Job:
     """What `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
     if body.max_tokens == 0:
         raise InvalidRequest("field 'max_tokens': expected int >= 1", param="max_tokens")
@@ -58,7 +59,7 @@ async def job(front: Front, served: Served, body: ChatBody, salt: bytes) -> Job:
         front,
         served,
         body,
-        salt,
+        sender,
         conversation(body),
         prompt_param="messages",
         wanted=body.max_completion_tokens if newer else body.max_tokens,

@@ -12,7 +12,8 @@ from msgspec import UNSET, Meta, UnsetType
 from ....replica.messages import PositionLogprobs
 from ...errors import InvalidRequest
 from ...text.answer import Ending, TextDelta, TokenAt
-from ...text.tokenizer import TokenIds
+from ...text.encoder import TokenIds
+from ...text.encoder_threads import Sender
 from ..front import Front, Served
 from ..generation import EncodedPrompt, Job, RunningChoice
 from . import validate
@@ -36,7 +37,7 @@ class CompletionBody(Body, kw_only=True, forbid_unknown_fields=True):
     suffix: str | None = None
 
 
-async def job(front: Front, served: Served, body: CompletionBody, salt: bytes) -> Job:
+async def job(front: Front, served: Served, body: CompletionBody, sender: Sender) -> Job:
     """What `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
     kept, scored = body.n or 1, body.logprobs
     best_of = body.best_of or None
@@ -59,7 +60,10 @@ async def job(front: Front, served: Served, body: CompletionBody, salt: bytes) -
     texts = [each for each in given if isinstance(each, str)]
     encoded = [each for each in given if not isinstance(each, str)]
     if texts:
-        encoded = await served.text.encode(texts, special_tokens=True)
+        context: int | None = served.limits.max_model_len
+        if body.truncate_prompt_tokens is not None:
+            sender, context = sender.unlimited(), None
+        encoded = await served.text.encode(texts, special_tokens=True, sender=sender, context=context, param="prompt")
     if body.truncate_prompt_tokens is not None:
         whole = encoded
         encoded = [validate.truncated(each, body, served.limits.max_model_len) for each in whole]
@@ -73,7 +77,7 @@ async def job(front: Front, served: Served, body: CompletionBody, salt: bytes) -
         front,
         served,
         body,
-        salt,
+        sender.salt,
         [
             EncodedPrompt(ids, text, whole_prompt(mark, front.settings, ids))
             for ids, text in zip_longest(encoded, texts)

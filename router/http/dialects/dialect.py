@@ -14,6 +14,7 @@ import msgspec
 
 from ...errors import RouterError
 from ...text.answer import Block, TextDelta, extend
+from ...text.encoder_threads import Sender
 from ..front import Front, Served
 from ..generation import Generation, Job, RunningChoice
 from ..protocol.exchange import Exchange, GenerationSummary
@@ -57,8 +58,8 @@ class Dialect(Generic[BodyType]):
     """How the bodies of one endpoint become jobs, and the results of jobs become bodies."""
 
     decoder: "msgspec.json.Decoder[BodyType]"
-    #: Encodes and checks everything that a body requests. The last argument is the cache salt. Raises InvalidRequest.
-    job: Callable[[Front, Served, BodyType, bytes], Awaitable[Job]]
+    #: Encodes and checks everything that a body requests. Raises InvalidRequest and what `TextModel.encode` raises.
+    job: Callable[[Front, Served, BodyType, Sender], Awaitable[Job]]
     #: Arguments: model, body, random id of the response, seconds since 1970.
     builder: Callable[[Served, BodyType, str, int], ResponseBuilder]
 

@@ -14,6 +14,7 @@ from ...config import RouterSettings
 from ...errors import ContextTooLong, InvalidRequest, PromptTooLong, RouterError, ThreadUnsupported
 from ...text.answer import Block, TextDelta
 from ...text.conversation import CacheMark, Conversation, Message, Reasoning, Tool, ToolCall, ToolChoice, function_tool
+from ...text.encoder_threads import Sender
 from ..front import Front, Served
 from ..generation import Job, RunningChoice
 from ..protocol.exchange import GenerationSummary
@@ -127,7 +128,7 @@ class _ToolParam(msgspec.Struct):
     cache_control: Mark | None = None
 
 
-async def job(front: Front, served: Served, body: MessagesBody, salt: bytes) -> Job:
+async def job(front: Front, served: Served, body: MessagesBody, sender: Sender) -> Job:
     """What `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
     if body.thread is not None:  # ignored, the next request would bring nothing but its newest message
         raise ThreadUnsupported
@@ -144,7 +145,7 @@ async def job(front: Front, served: Served, body: MessagesBody, salt: bytes) -> 
         front,
         served,
         body,
-        salt,
+        sender,
         conversation(body, front.settings),
         prompt_param="messages",
         wanted=body.max_tokens,

@@ -10,6 +10,7 @@ import msgspec
 from ...config import RouterSettings
 from ...errors import InvalidRequest, TemplateRefusal
 from ...text.conversation import CacheMark, Conversation
+from ...text.encoder_threads import Sender
 from ...text.template import TemplateInput
 from ...text.tokenizer import TextModel
 from ..generation import PinRequest
@@ -38,7 +39,7 @@ async def requested(
     conversation: Conversation,
     rendered: TemplateInput,
     token_ids: Sequence[int],
-    salt: bytes,
+    sender: Sender,
     settings: RouterSettings,
 ) -> tuple[PinRequest, ...]:
     """The pins of a chat, of whose conversation `rendered` and `token_ids` were made. Raises InvalidRequest."""
@@ -46,14 +47,14 @@ async def requested(
     if len(marks) > MAX_MARKS:
         raise InvalidRequest(f"field 'messages': at most {MAX_MARKS} places with 'cache_control'", param="messages")
     kept = [
-        PinRequest(await _tokens_up_to(text, rendered, message, mark, token_ids, salt), seconds)
+        PinRequest(await _tokens_up_to(text, rendered, message, mark, token_ids, sender), seconds)
         for message, mark, seconds in marks
     ]
     return (*kept, *whole_prompt(conversation.mark, settings, token_ids))
 
 
 async def _tokens_up_to(
-    text: TextModel, rendered: TemplateInput, message: int, mark: CacheMark, token_ids: Sequence[int], salt: bytes
+    text: TextModel, rendered: TemplateInput, message: int, mark: CacheMark, token_ids: Sequence[int], sender: Sender
 ) -> int:
     """Tokens that the whole prompt and the conversation cut at the mark have in common.
 
@@ -68,11 +69,11 @@ async def _tokens_up_to(
         kept[-1]["content"] = kept[-1]["content"][: mark.end]
     cut = msgspec.structs.replace(rendered, messages=kept, add_generation_prompt=False, continue_final_message=False)
     try:
-        ids = await text.encode_chat(cut, tenant=salt)
+        ids = await text.encode_chat(cut, sender=sender)
     except TemplateRefusal:
         asked = msgspec.structs.replace(cut, messages=[*kept, {"role": "user", "content": "?"}])
         try:
-            ids = await text.encode_chat(asked, tenant=salt)
+            ids = await text.encode_chat(asked, sender=sender)
         except TemplateRefusal as error:
             raise InvalidRequest(
                 f"field {mark.param!r}: this model's chat template cannot be cut there; mark a later message",

@@ -13,6 +13,7 @@ from msgspec import Meta
 from ...errors import InvalidRequest, RouterError
 from ...text.answer import Block, TextDelta
 from ...text.conversation import Conversation, Message, Reasoning, Tool, ToolCall, ToolChoice, function_tool
+from ...text.encoder_threads import Sender
 from ..front import Front, Served
 from ..generation import Job, RunningChoice
 from ..protocol.exchange import GenerationSummary
@@ -104,7 +105,7 @@ class _Namespace(msgspec.Struct):
     tools: list[dict[str, Any]]
 
 
-async def job(front: Front, served: Served, body: ResponsesBody, salt: bytes) -> Job:
+async def job(front: Front, served: Served, body: ResponsesBody, sender: Sender) -> Job:
     """What `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
     for name in ("previous_response_id", "conversation"):
         if getattr(body, name) is not None:
@@ -121,7 +122,7 @@ async def job(front: Front, served: Served, body: ResponsesBody, salt: bytes) ->
         front,
         served,
         body,
-        salt,
+        sender,
         conversation(body),
         prompt_param="input",
         wanted=body.max_output_tokens if body.max_output_tokens is not None else body.max_tokens,

@@ -13,8 +13,9 @@ from ....replica.messages import Constraint, SamplingParams
 from ...errors import ContextTooLong, InvalidRequest, PromptTooLong
 from ...text.constraints import FIELDS, HERMES, Asked, requested, tool_calls
 from ...text.conversation import CacheMark, Conversation
+from ...text.encoder import TokenIds
+from ...text.encoder_threads import Sender
 from ...text.parsers.parser import AnswerParser
-from ...text.tokenizer import TokenIds
 from ..caller import bounded
 from ..front import Front, Served
 from ..generation import SEED_MASK, EncodedPrompt, Job, PinRequest
@@ -195,7 +196,7 @@ async def conversation_job(
     front: Front,
     served: Served,
     body: Body,
-    salt: bytes,
+    sender: Sender,
     conversation: Conversation,
     *,
     prompt_param: str,
@@ -209,11 +210,14 @@ async def conversation_job(
     Raises as `job` does, and TemplateRefusal.
     """
     rendered, text = conversation.template_input(), served.text
-    token_ids = await text.encode_chat(rendered, tenant=salt)
+    context: int | None = served.limits.max_model_len
+    if body.truncate_prompt_tokens is not None:
+        sender, context = sender.unlimited(), None
+    token_ids = await text.encode_chat(rendered, sender=sender, context=context, param=prompt_param)
     token_ids = truncated(token_ids, body, served.limits.max_model_len)
     kept: tuple[PinRequest, ...] = ()
     if conversation.mark is not None or conversation.marks():
-        kept = await pins.requested(text, conversation, rendered, token_ids, salt, front.settings)
+        kept = await pins.requested(text, conversation, rendered, token_ids, sender, front.settings)
     if clamp:
         room = max(1, served.limits.max_model_len - len(token_ids))
         wanted = room if wanted is None else min(wanted, room)
@@ -227,7 +231,7 @@ async def conversation_job(
         front,
         served,
         body,
-        salt,
+        sender.salt,
         [EncodedPrompt(token_ids, None, kept)],
         prompt_param=prompt_param,
         wanted=wanted,

@@ -8,11 +8,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from homing.router.errors import TemplateRefusal, TokenizerUnavailable
+from homing.router.errors import InvalidRequest, PromptTooLong, TemplateRefusal, TokenizerUnavailable
+from homing.router.text.encoder import SLOW_CHARACTERS, FastEncoder
+from homing.router.text.encoder_threads import Sender
 from homing.router.text.template import TemplateInput
-from homing.router.text.tokenizer import INLINE_CHARACTERS, TextModel
+from homing.router.text.tokenizer import CUT_CHARACTERS, TextModel
 
-from .conftest import DEMO
+from .conftest import DEMO, slow_parts
 
 FIXTURE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 roles = st.sampled_from(["system", "user", "assistant"])
@@ -43,26 +45,86 @@ def test_completion_ids_equal_those_of_transformers(text_model: TextModel, refer
     assert list(text_model.encode_now([text], special_tokens=True)[0]) == reference(text)["input_ids"]
 
 
-async def test_long_texts_encode_alike_off_the_loop(text_model: TextModel):
+@pytest.mark.parametrize("characters", [20, FastEncoder.inline_characters + 1, FastEncoder.short_characters + 1])
+async def test_texts_encode_alike_in_every_thread(any_model: TextModel, characters):
     """The hop to a thread is a matter of latency only."""
-    text = "the quick brown fox " * INLINE_CHARACTERS
+    text = ("the quick brown fox " * characters)[:characters]
+    chat, sender = TemplateInput([{"role": "user", "content": text}]), Sender(body_bytes=characters)
 
-    assert await text_model.encode([text], special_tokens=True) == text_model.encode_now([text], special_tokens=True)
+    assert await any_model.encode([text], special_tokens=True) == any_model.encode_now([text], special_tokens=True)
+    assert await any_model.encode_chat(chat, sender=sender) == any_model.encode_chat_now(chat, salt=b"another")
+
+
+@pytest.mark.parametrize("characters", [20, FastEncoder.inline_characters + 1, FastEncoder.short_characters + 1])
+async def test_a_prompt_beyond_the_context_is_refused_by_field(any_model: TextModel, characters):
+    """Of several texts the longest counts; a prompt must leave room for one token."""
+    texts = ["x", "the quick brown fox " * (characters // 20)]
+    longest = len(any_model.encode_now(texts, special_tokens=True)[1])
+    chat = TemplateInput([{"role": "user", "content": texts[1]}])
+    chat_length, sender = len(any_model.encode_chat_now(chat)), Sender(body_bytes=characters)
+
+    assert await any_model.encode(texts, special_tokens=True, context=longest + 1)
+    assert await any_model.encode_chat(chat, sender=sender, context=CUT_CHARACTERS * 9)
+    with pytest.raises(PromptTooLong, match=f"the prompt has {longest} tokens") as caught:
+        await any_model.encode(texts, special_tokens=True, context=longest, param="prompt")
+    assert caught.value.param == "prompt"
+    with pytest.raises(PromptTooLong):
+        await any_model.encode_chat(chat, sender=sender, context=chat_length // 2, param="messages")
+
+
+async def test_a_text_that_cannot_fit_is_not_encoded(text_model: TextModel, monkeypatch: pytest.MonkeyPatch):
+    """Encoding 16 MB to learn that they are too long takes threads and memory from everybody."""
+    encoded = []
+    monkeypatch.setattr(FastEncoder, "encode", lambda *_, **__: encoded.append("") or [[]])
+    text = " " * 16_000_000
     chat = TemplateInput([{"role": "user", "content": text}])
-    assert await text_model.encode_chat(chat) == text_model.encode_chat_now(chat, tenant=b"another")
+
+    with pytest.raises(PromptTooLong):
+        await text_model.encode([text], special_tokens=True, context=8192)
+    with pytest.raises(PromptTooLong, match="at least"):
+        await text_model.encode_chat(chat, sender=Sender(body_bytes=len(text)), context=8192)
+
+    assert not encoded
 
 
-def test_a_further_turn_tokenizes_its_own_words_only(text_model: TextModel):
-    """Tokenizing costs more than all the rest of the router, so a long conversation must not pay for it each time."""
+async def test_no_text_keeps_the_slow_encoder_for_minutes(slow_model: TextModel):
+    """`tokenizers` would take half a minute for this, and nothing can interrupt it."""
+    with pytest.raises(InvalidRequest, match="at most") as caught:
+        await slow_model.encode([" " * (SLOW_CHARACTERS + 1)], special_tokens=True, param="prompt")
+
+    assert caught.value.param == "prompt"
+
+
+def test_the_slow_encoder_is_told_with_its_reason(slow_model: TextModel, caplog: pytest.LogCaptureFixture):
+    """Whoever wonders about the time to the first token finds it in the log."""
+    with caplog.at_level("INFO"):
+        TextModel(slow_parts(), cache_bytes=0).close()
+
+    assert "tokenizer_slow encoder=tokenizers reason=" in caplog.text
+
+
+def test_a_further_turn_of_a_slow_model_encodes_its_own_words_only(slow_model: TextModel):
+    """Encoding costs more than all the rest of the router there, so a long conversation must not pay for it each time.
+
+    Another sender does not learn from the time that it takes what this one has sent.
+    """
     turns = [{"role": "user", "content": f"question {turn} " * 200} for turn in range(5)]
-    text_model.encode_chat_now(TemplateInput(turns[:4]), tenant=b"t")
-    before = text_model.cache.miss_tokens
+    slow_model.encode_chat_now(TemplateInput(turns[:4]), salt=b"t")
+    before = slow_model.cache.miss_tokens
 
-    ids = text_model.encode_chat_now(TemplateInput(turns), tenant=b"t")
+    ids = slow_model.encode_chat_now(TemplateInput(turns), salt=b"t")
 
-    fresh = text_model.cache.miss_tokens - before
+    fresh = slow_model.cache.miss_tokens - before
     assert fresh < len(ids) / 4
-    assert ids == text_model.encode_chat_now(TemplateInput(turns), tenant=b"nobody yet")
+    assert ids == slow_model.encode_chat_now(TemplateInput(turns), salt=b"nobody yet")
+    assert slow_model.cache.miss_tokens - before - fresh > 0.9 * len(ids)  # segments that repeat are encoded once
+
+
+async def test_the_fast_model_remembers_no_texts(text_model: TextModel):
+    """So nobody can learn from its times what others have sent; encoding again costs less than looking up."""
+    await text_model.encode_chat(TemplateInput([{"role": "user", "content": "secret " * 200}]))
+
+    assert not len(text_model.cache)
 
 
 def test_a_folder_that_is_not_there_is_told_as_such(tmp_path: Path):

@@ -1,7 +1,7 @@
 """Properties of chat answers, with OpenAI's own client and types as judges."""
 
 import json
-from collections.abc import Sequence
+from typing import Any
 
 import httpx
 import msgspec
@@ -20,6 +20,8 @@ from homing.router.http.dialects.schema import LOWEST_LOGPROB
 from homing.router.http.front import Front
 from homing.router.server import RouterServer
 from homing.router.text.answer import TokenAt
+from homing.router.text.encoder import TokenIds
+from homing.router.text.encoder_threads import NOBODY
 from homing.router.text.template import TemplateInput
 from homing.router.text.tokenizer import TextModel
 
@@ -274,15 +276,15 @@ async def test_tools_are_given_to_the_template(front: Front, text_model: TextMod
         def __init__(self) -> None:
             self.__dict__.update(text_model.__dict__)
 
-        async def encode_chat(self, conversation: TemplateInput, *, tenant: bytes = b"") -> Sequence[int]:
+        async def encode_chat(self, conversation: TemplateInput, **options: Any) -> TokenIds:
             given.append(conversation)
-            return await super().encode_chat(conversation, tenant=tenant)
+            return await super().encode_chat(conversation, **options)
 
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
     served = msgspec.structs.replace(await front.served(None), text=Recording())
     for choice in ("auto", "none"):
         body = json.dumps({"messages": MESSAGES, "tools": tools, "tool_choice": choice})
-        await DIALECT.job(front, served, DIALECT.decoder.decode(body), b"")
+        await DIALECT.job(front, served, DIALECT.decoder.decode(body), NOBODY)
 
     assert [each.tools for each in given] == [tools, None]
 

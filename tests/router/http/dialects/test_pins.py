@@ -1,7 +1,6 @@
 """`cache_control` on the wire: what is refused, what a marked place is in tokens, and what the answer says."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from homing.router.http.front import Front
 from homing.router.metrics import RouterMetrics
 from homing.router.tenants.api_keys import tenants_of
 from homing.router.text.conversation import CacheMark, Conversation, Message
+from homing.router.text.encoder import TokenIds
+from homing.router.text.encoder_threads import NOBODY
 from homing.router.text.template import TemplateInput
 from homing.router.text.tokenizer import TextModel
 
@@ -176,10 +177,10 @@ class Picky(TextModel):
         self.__dict__.update(text.__dict__)
         self.last_roles = last_roles
 
-    async def encode_chat(self, chat: TemplateInput, *, tenant: bytes = b"") -> Sequence[int]:
+    async def encode_chat(self, chat: TemplateInput, **options: Any) -> TokenIds:
         if chat.messages[-1]["role"] not in self.last_roles:
             raise TemplateRefusal("no user query", param="messages")
-        return await super().encode_chat(chat, tenant=tenant)
+        return await super().encode_chat(chat, **options)
 
 
 async def test_a_template_that_refuses_the_cut_is_given_a_question(text_model: TextModel):
@@ -187,8 +188,8 @@ async def test_a_template_that_refuses_the_cut_is_given_a_question(text_model: T
     chat = TemplateInput([SYSTEM, USER])
     whole = text_model.encode_chat_now(chat)
 
-    [plain] = await requested(text_model, MARKED, chat, whole, b"", RouterSettings())
-    [asked] = await requested(Picky(text_model, {"user"}), MARKED, chat, whole, b"", RouterSettings())
+    [plain] = await requested(text_model, MARKED, chat, whole, NOBODY, RouterSettings())
+    [asked] = await requested(Picky(text_model, {"user"}), MARKED, chat, whole, NOBODY, RouterSettings())
 
     assert SYSTEM["content"] in text_model.decode(whole[: asked.num_tokens])
     assert plain.num_tokens <= asked.num_tokens < len(whole)
@@ -200,7 +201,7 @@ async def test_a_template_that_cannot_be_cut_is_said_by_field(text_model: TextMo
     whole = text_model.encode_chat_now(chat)
 
     with pytest.raises(InvalidRequest, match="mark a later message") as caught:
-        await requested(Picky(text_model, {"tool"}), MARKED, chat, whole, b"", RouterSettings())
+        await requested(Picky(text_model, {"tool"}), MARKED, chat, whole, NOBODY, RouterSettings())
     assert caught.value.param == "messages[0].cache_control"
 
 
