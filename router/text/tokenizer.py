@@ -22,7 +22,7 @@ from ...kvcache.hashing import token_array, token_bytes
 from ..errors import InvalidRequest, PromptTooLong, TokenizerUnavailable
 from .constraints import ConstraintChecker
 from .detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, is_byte_level, piece_table
-from .encoder import TokenIds, TooManyTokens, choose_encoder
+from .encoder import Encoder, TokenIds, TooManyTokens, choose_encoder
 from .encoder_threads import NOBODY, EncoderThreads, Sender
 from .export import TokenizerParts, load_parts
 from .template import ChatTemplate, TemplateInput
@@ -50,7 +50,14 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 class TextModel:
     """Encodes, renders and decodes for one model. Built by `load`; to be used on one event loop."""
 
-    def __init__(self, parts: TokenizerParts, *, cache_bytes: int, model_type: str = "") -> None:
+    def __init__(
+        self,
+        parts: TokenizerParts,
+        *,
+        cache_bytes: int,
+        model_type: str = "",
+        choose: Callable[[str, Any], tuple[Encoder, str]] = choose_encoder,
+    ) -> None:
         """`cache_bytes`: memory for the ids of chat segments; 0 caches none. `model_type`: of the configuration.
 
         Blocks for a tenth of a second.
@@ -70,7 +77,7 @@ class TextModel:
             **parts.special_tokens,
             "chat_template": parts.chat_template,
         }
-        self._encoder, reason = choose_encoder(parts.tokenizer, self._backend)
+        self._encoder, reason = choose(parts.tokenizer, self._backend)
         if reason:
             log.info("tokenizer_slow encoder=%s reason=%r", self._encoder.name, reason)
         self._bound = characters_per_token(parts.tokenizer)
@@ -189,12 +196,12 @@ class TextModel:
         self, texts: Sequence[str], *, special_tokens: bool, most: int | None, param: str | None
     ) -> list[TokenIds]:
         """In any thread. Raises TooManyTokens, and InvalidRequest for texts that would take too long."""
+        longest = self._encoder.most_characters
         for text in texts:
-            longest = self._encoder.most_characters
-            if longest is not None and len(text) > longest:
-                raise InvalidRequest(f"this model's tokenizer takes at most {longest} characters", param=param)
             if most is not None and (fewest := fewest_tokens(text, self._bound)) > most:
                 raise TooManyTokens(fewest, at_least=True)
+            if longest is not None and len(text) > longest:
+                raise InvalidRequest(f"this model's tokenizer takes at most {longest} characters", param=param)
         return self._encoder.encode(texts, special_tokens=special_tokens, most=most)
 
     def _encode_chat(self, conversation: TemplateInput, most: int | None, param: str | None) -> TokenIds:

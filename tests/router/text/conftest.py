@@ -1,6 +1,8 @@
 """The demo model's text side, loaded once, and one that fastokens does not cover."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -8,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, normalizers
 
 import homing
+from homing.router.text.encoder import ExactEncoder, TokenIds
 from homing.router.text.export import TokenizerParts, load_parts
 from homing.router.text.tokenizer import TextModel
 
@@ -22,12 +25,42 @@ def text_model() -> Iterator[TextModel]:
     model.close()
 
 
+@cache
+def demo_parts() -> TokenizerParts:
+    return load_parts(DEMO)
+
+
 def slow_parts() -> TokenizerParts:
     """The demo model's, with a normalizer that changes nothing of ASCII."""
-    parts = load_parts(DEMO)
+    parts = demo_parts()
     tokenizer = Tokenizer.from_str(parts.tokenizer)
     tokenizer.normalizer = normalizers.NFKC()
     return msgspec.structs.replace(parts, tokenizer=tokenizer.to_str())
+
+
+class RecordingEncoder(ExactEncoder):
+    """Keeps what it was given, and waits before it encodes texts with a certain word."""
+
+    HOLD = "hold"
+
+    def __init__(self, backend: object) -> None:
+        super().__init__(backend)
+        self.texts: list[str] = []
+        self.holding, self.go_on = threading.Event(), threading.Event()
+
+    def encode(self, texts: Sequence[str], *, special_tokens: bool, most: int | None = None) -> list[TokenIds]:
+        self.texts += texts
+        if any(self.HOLD in text for text in texts):
+            self.holding.set()
+            assert self.go_on.wait(60)
+        return super().encode(texts, special_tokens=special_tokens, most=most)
+
+
+def recording_model(*, cache_bytes: int = 0) -> tuple[TextModel, RecordingEncoder]:
+    """A model without fastokens, whose encoder tells what it encodes."""
+    parts = demo_parts()
+    encoder = RecordingEncoder(Tokenizer.from_str(parts.tokenizer))
+    return TextModel(parts, cache_bytes=cache_bytes, choose=lambda *_: (encoder, "a test")), encoder
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from homing.router.text.encoder_threads import Sender
 from homing.router.text.template import TemplateInput
 from homing.router.text.tokenizer import CUT_CHARACTERS, TextModel
 
-from .conftest import DEMO, slow_parts
+from .conftest import DEMO, recording_model, slow_parts
 
 FIXTURE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 roles = st.sampled_from(["system", "user", "assistant"])
@@ -72,10 +72,9 @@ async def test_a_prompt_beyond_the_context_is_refused_by_field(any_model: TextMo
         await any_model.encode_chat(chat, sender=sender, context=chat_length // 2, param="messages")
 
 
-async def test_a_text_that_cannot_fit_is_not_encoded(text_model: TextModel, monkeypatch: pytest.MonkeyPatch):
+async def test_a_text_that_cannot_fit_is_not_encoded():
     """Encoding 16 MB to learn that they are too long takes threads and memory from everybody."""
-    encoded = []
-    monkeypatch.setattr(FastEncoder, "encode", lambda *_, **__: encoded.append("") or [[]])
+    text_model, encoder = recording_model()
     text = " " * 16_000_000
     chat = TemplateInput([{"role": "user", "content": text}])
 
@@ -84,7 +83,8 @@ async def test_a_text_that_cannot_fit_is_not_encoded(text_model: TextModel, monk
     with pytest.raises(PromptTooLong, match="at least"):
         await text_model.encode_chat(chat, sender=Sender(body_bytes=len(text)), context=8192)
 
-    assert not encoded
+    assert not any(text in each for each in encoder.texts)
+    text_model.close()
 
 
 async def test_no_text_keeps_the_slow_encoder_for_minutes(slow_model: TextModel):
