@@ -5,6 +5,7 @@ Whether both agree is checked when a tokenizer is loaded (`difference`).
 """
 
 import logging
+import os
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -98,6 +99,8 @@ class FastEncoder:
 
     def __init__(self, tokenizer_json: str, exact: ExactEncoder) -> None:
         """`exact` encodes what fastokens refuses. Raises ValueError for a tokenizer that fastokens does not cover."""
+        # One thread per text: a second one that waits for a processor would delay the text, here up to the whole loop.
+        os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
         # Not at the top: the package must stay light.
         from fastokens import Tokenizer
 

@@ -68,8 +68,16 @@ def long_ids() -> list[list[int]]:
     return [rng.choice(documents) + [rng.randrange(300, 3000) for _ in range(700)] for _ in range(64)]
 
 
+def english(characters: int, count: int) -> list[str]:
+    """Words of the demo model's vocabulary, which has a token for each; no two texts alike."""
+    layout = json.loads((HERE.parents[1] / "replica" / "demo" / "model" / "tokenizer.json").read_text())
+    words = [each[1:] for each in layout["model"]["vocab"] if each.startswith("Ġ") and each[1:].isalpha()]
+    rng = Random(5)
+    return [" ".join(rng.choices(words, k=characters // 4))[:characters] for _ in range(count)]
+
+
 def loads(scale: float, *, ids: bool) -> dict[str, Load]:
-    """The three loads; `ids` sends prompts as token ids, where the load is plain."""
+    """The loads; `ids` sends prompts as token ids, where the load is plain."""
     small = [f"Tell me a story about a fox, number {n}." for n in range(64)]
     if ids:
         rng = Random(4)
@@ -92,6 +100,20 @@ def loads(scale: float, *, ids: bool) -> dict[str, Load]:
         ),
         "16 KB": Load(
             path=CHAT, bodies=[chat(text, ANSWER) for text in long_texts()], connections=32, requests=int(3_000 * scale)
+        ),
+        "unique 16 KB": Load(
+            path=CHAT,
+            bodies=[chat(text, ANSWER) for text in english(16_384, int(2_000 * scale))],
+            connections=32,
+            requests=int(2_000 * scale),
+        ),
+        # 32,000 tokens of the demo model.
+        "alone, long": Load(
+            path=CHAT,
+            bodies=[chat(text, ANSWER, stream=True) for text in english(190_000, int(200 * scale))],
+            connections=1,
+            requests=int(200 * scale),
+            stream=True,
         ),
         "paced": Load(
             path=CHAT,
@@ -344,12 +366,12 @@ def report(subjects: Sequence[Subject]) -> list[dict[str, object]]:
 
 def print_table(rows: Sequence[dict[str, object]]) -> None:
     """CPU is per request, for paced streams per chunk; p99 is TTFT for streams, else the whole answer's."""
-    print(f"{'router':28} {'load':12} {'req/s':>8} {'us CPU':>8} {'p50 ms':>8} {'p99 ms':>8} {'MB':>6}")
+    print(f"{'router':28} {'load':14} {'req/s':>8} {'us CPU':>8} {'p50 ms':>8} {'p99 ms':>8} {'MB':>6}")
     for row in sorted(rows, key=lambda each: str(each["load"])):
         figures = (
             f"{row['requests_per_s']:8} {row['cpu_us']:8} {row['p50_ms']:8} {row['p99_ms']:8} {row['memory_mb']:6}"
         )
-        print(f"{row['router']:28} {row['load']:12} {figures}")
+        print(f"{row['router']:28} {row['load']:14} {figures}")
 
 
 def start_all(
