@@ -119,7 +119,11 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         str, Meta(description="file with a chat template to use instead of the model's own; empty: the model's own")
     ] = ""
     token_cache_bytes: Annotated[
-        int, Meta(ge=0, description="memory for the token ids of earlier chat messages; 0: keep none")
+        int,
+        Meta(
+            ge=0,
+            description="memory for token ids of earlier chat messages, for tokenizers without fastokens; 0: keep none",
+        ),
     ] = 32 * 1024 * 1024
     max_choices: Annotated[
         int, Meta(ge=1, le=1024, description="maximum of n (and of prompts times n) in one HTTP request")

@@ -18,6 +18,10 @@ from ..errors import DeadlineExceeded
 
 Result = TypeVar("Result")
 
+#: After a text with more characters the thread is replaced: libraries keep buffers per thread, 500 MB after a few texts
+#: of 8 MB.
+HUGE_CHARACTERS = 1_000_000
+
 
 class Client(Protocol):
     """Who waits for the result."""
@@ -52,6 +56,7 @@ NOBODY = Sender()
 @dataclass(slots=True, eq=False)
 class _Job:
     work: Callable[[], Any]
+    characters: int
     sender: Sender
     result: "asyncio.Future[Any]"
 
@@ -64,9 +69,10 @@ class _Lane:
     """One thread and its queue. Used on the event loop's thread only."""
 
     def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._name = name
+        self._pool = self._new_pool()
         self._waiting: OrderedDict[bytes, deque[_Job]] = OrderedDict()  # the tenant whose turn it is comes first
-        self._busy = False
+        self._busy = self._closed = False
 
     def put(self, job: _Job) -> None:
         self._waiting.setdefault(job.sender.tenant, deque()).append(job)
@@ -77,7 +83,11 @@ class _Lane:
         self._pool.submit(work).result()
 
     def close(self) -> None:
+        self._closed = True
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _new_pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix=self._name)
 
     def _begin(self) -> None:
         while self._waiting and not self._busy:
@@ -100,6 +110,9 @@ class _Lane:
 
     def _end(self, job: _Job, done: "asyncio.Future[Any]") -> None:
         self._busy = False
+        if job.characters > HUGE_CHARACTERS and not self._closed:
+            self._pool.shutdown(wait=False)
+            self._pool = self._new_pool()
         failure = None if done.cancelled() else done.exception()
         if not job.result.done():
             if done.cancelled():
@@ -130,7 +143,7 @@ class EncoderThreads:
         Raises DeadlineExceeded after the sender's time; a job that runs then ends later, for nobody.
         """
         loop = asyncio.get_running_loop()
-        job = _Job(work, sender, loop.create_future())
+        job = _Job(work, characters, sender, loop.create_future())
         timer = loop.call_later(sender.timeout_s, job.expire)
         lane = self._short if characters <= self._short_characters else self._long
         lane.put(job)

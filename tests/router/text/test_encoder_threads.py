@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from homing.router.errors import DeadlineExceeded
-from homing.router.text.encoder_threads import EncoderThreads, Sender
+from homing.router.text.encoder_threads import HUGE_CHARACTERS, EncoderThreads, Sender
 
 SHORT = 10
 
@@ -119,6 +119,14 @@ async def test_a_job_that_waits_too_long_fails(jobs: Jobs):
     assert await running == "a0"
     assert await jobs.long("c0") == "c0"
     assert jobs.ran == ["a0", "c0"]
+
+
+@pytest.mark.parametrize(("characters", "kept"), [(SHORT, True), (SHORT + 1, True), (HUGE_CHARACTERS + 1, False)])
+async def test_a_huge_text_takes_its_thread_with_it(jobs: Jobs, characters, kept):
+    """And with the thread the buffers that libraries keep for it: 500 MB after a few texts of 8 MB."""
+    first, second = [await jobs.threads.run(threading.current_thread, characters, Sender()) for _ in range(2)]
+
+    assert (first is second) == kept
 
 
 async def test_what_a_job_raises_reaches_its_caller(jobs: Jobs):

@@ -1,0 +1,77 @@
+"""What texts cost the router: both encoders on ordinary and hostile texts, and a chat's whole way to token ids.
+
+    python tests/bench/tokenizing.py [--megabytes N]
+
+CPU time of the thread that encodes, in ms: the median for ordinary texts, one run for hostile ones. The tokenizer is
+the demo model's; the texts are words of its vocabulary.
+"""
+
+import argparse
+import string
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.bench.front import english
+
+MODEL = Path(__file__).parents[2] / "replica" / "demo" / "model"
+
+
+def ms(work: Callable[..., object], *arguments: object, **options: object) -> float:
+    """CPU of this thread."""
+    start = time.thread_time()
+    work(*arguments, **options)
+    return (time.thread_time() - start) * 1e3
+
+
+def hostile(size: int) -> dict[str, str]:
+    """Texts that are expensive for some tokenizer."""
+    rng, letters = Random(1), string.ascii_lowercase
+    return {
+        "digits": "7" * size,
+        "blanks": " " * size,
+        "one word": "".join(rng.choices(letters, k=size)),
+        "printable": "".join(rng.choices(string.printable, k=size)),
+        "random words": " ".join("".join(rng.choices(letters, k=8)) for _ in range(size // 9)),
+        "special tokens": "<|im_end|>" * (size // 10),
+        "any character": "".join(chr(rng.randrange(0x20, 0xD800)) for _ in range(size // 3)),
+    }
+
+
+def main() -> None:
+    """Print two tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=float, default=1.0, help="size of a hostile text")
+    options = parser.parse_args()
+    from tokenizers import Tokenizer
+
+    from homing.router.text.encoder import ExactEncoder, FastEncoder
+    from homing.router.text.template import TemplateInput
+    from homing.router.text.tokenizer import TextModel
+
+    exact = ExactEncoder(Tokenizer.from_file(str(MODEL / "tokenizer.json")))
+    start = time.thread_time()
+    fast = FastEncoder((MODEL / "tokenizer.json").read_text(), exact)
+    fast.encode(["x"], special_tokens=False)
+    print(f"fastokens: load and first call {(time.thread_time() - start) * 1e3:.0f} ms")
+    model = TextModel.load(MODEL, cache_bytes=0)
+    print(f"{'unique text':16} {'fastokens':>10} {'tokenizers':>10} {'chat':>8}  ms")
+    for size in (1_500, 16_384, 190_000):
+        texts = english(size, 21)
+        figures = [median(ms(each.encode, [text], special_tokens=False) for text in texts) for each in (fast, exact)]
+        chats = [TemplateInput([{"role": "user", "content": text}]) for text in english(size, 42)[21:]]
+        whole = median(ms(model.encode_chat_now, chat) for chat in chats)
+        print(f"{size:16} {figures[0]:10.3f} {figures[1]:10.3f} {whole:8.3f}")
+    print(f"{'hostile text':16} {'fastokens':>10} {'tokenizers':>10}  ms for {options.megabytes:g} MB")
+    for name, text in hostile(int(options.megabytes * 1e6)).items():
+        first, second = (ms(each.encode, [text], special_tokens=False) for each in (fast, exact))
+        print(f"{name:16} {first:10.1f} {second:10.1f}")
+    model.close()
+
+
+if __name__ == "__main__":
+    main()
