@@ -12,7 +12,7 @@ from itertools import pairwise
 from random import Random
 from typing import Any, Protocol, TypeAlias
 
-import msgspec
+from .export import TokenizerLayout
 
 log = logging.getLogger(__name__)
 
@@ -127,12 +127,12 @@ class FastEncoder:
         return found
 
 
-def choose_encoder(tokenizer_json: str, backend: Any) -> tuple[Encoder, str]:
+def choose_encoder(tokenizer_json: str, layout: TokenizerLayout, backend: Any) -> tuple[Encoder, str]:
     """The encoder for a `tokenizers.Tokenizer` and its JSON; and why it is not the fast one, or nothing."""
     exact = ExactEncoder(backend)
     try:
         fast = FastEncoder(tokenizer_json, exact)
-        reason = difference(fast, exact, check_texts(tokenizer_json))
+        reason = difference(fast, exact, check_texts(layout))
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a library that does not fit must not prevent a start; a panic is no Exception
@@ -151,15 +151,13 @@ def difference(one: Encoder, other: Encoder, texts: Sequence[str]) -> str:
     return ""
 
 
-def check_texts(tokenizer_json: str) -> list[str]:
+def check_texts(layout: TokenizerLayout) -> list[str]:
     """The texts to compare encoders with: `HARD_TEXTS`, a sample of all characters, and what the vocabulary suggests.
 
     About 40,000 characters, which `tokenizers` encodes in 0.03 s. The same for the same tokenizer.
     """
-    layout: dict[str, Any] = msgspec.json.decode(tokenizer_json)
-    random, added = Random(1), [each["content"] for each in layout.get("added_tokens") or ()]
-    vocabulary = layout["model"].get("vocab") or ()
-    words = [each if isinstance(each, str) else each[0] for each in vocabulary]
+    random, added = Random(1), [each["content"] for each in layout.added_tokens]
+    words = [each if isinstance(each, str) else each[0] for each in layout.model.vocab]
     pieces = [each.replace("\u0120", " ").replace("\u2581", " ") for each in random.sample(words, min(800, len(words)))]
     return [*HARD_TEXTS, *_sample_of_characters(), *_around(added[:100]), *_mixed(random, [*pieces, *added[:50]])]
 

@@ -8,9 +8,8 @@ or swallowed as blanks around an added token. So there is a bound for the tokeni
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from .detokenizer import byte_alphabet
+from .export import TokenizerLayout
 
 Part = Mapping[str, Any]
 
@@ -20,19 +19,18 @@ NFC_CHARACTERS_PER_BYTE = 2
 _KEEPING = {"ByteLevel", "Digits", "Metaspace"}
 
 
-def characters_per_token(tokenizer_json: str) -> int | None:
+def characters_per_token(layout: TokenizerLayout) -> int | None:
     """So many characters of a text become at least one token; None: no limit is known."""
-    layout: Part = msgspec.json.decode(tokenizer_json)
-    model, added = layout["model"], layout.get("added_tokens") or ()
-    per_byte = _normalized(layout.get("normalizer"))
-    if model["type"] != "BPE" or per_byte is None or any(token["lstrip"] or token["rstrip"] for token in added):
+    model, added = layout.model, layout.added_tokens
+    per_byte = _normalized(layout.normalizer)
+    if model.type != "BPE" or per_byte is None or any(token["lstrip"] or token["rstrip"] for token in added):
         return None
-    steps = _steps(layout.get("pre_tokenizer"), "pretokenizers")
+    steps = _steps(layout.pre_tokenizer, "pretokenizers")
     if not all(step["type"] in _KEEPING or (step["type"] == "Split" and _keeps(step)) for step in steps):
         return None
-    vocabulary = model["vocab"]
+    vocabulary = model.vocab
     byte_level = any(step["type"] == "ByteLevel" for step in steps)
-    if not byte_level and not model.get("byte_fallback"):
+    if not byte_level and not model.byte_fallback:
         return None
     alphabet = byte_alphabet() if byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
     if not all(each in vocabulary for each in alphabet):

@@ -24,7 +24,7 @@ from .constraints import ConstraintChecker
 from .detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, is_byte_level, piece_table
 from .encoder import Encoder, TokenIds, TooManyTokens, choose_encoder
 from .encoder_threads import NOBODY, EncoderThreads, Sender
-from .export import TokenizerParts, load_parts
+from .export import TokenizerLayout, TokenizerParts, layout_of, load_parts
 from .template import ChatTemplate, TemplateInput
 from .token_bound import characters_per_token, fewest_tokens
 from .token_cache import Cutter, TokenCache
@@ -56,7 +56,7 @@ class TextModel:
         *,
         cache_bytes: int,
         model_type: str = "",
-        choose: Callable[[str, Any], tuple[Encoder, str]] = choose_encoder,
+        choose: Callable[[str, TokenizerLayout, Any], tuple[Encoder, str]] = choose_encoder,
     ) -> None:
         """`cache_bytes`: memory for the ids of chat segments; 0 caches none. `model_type`: of the configuration.
 
@@ -77,10 +77,11 @@ class TextModel:
             **parts.special_tokens,
             "chat_template": parts.chat_template,
         }
-        self._encoder, reason = choose(parts.tokenizer, self._backend)
+        layout = layout_of(parts.tokenizer)
+        self._encoder, reason = choose(parts.tokenizer, layout, self._backend)
         if reason:
             log.info("tokenizer_slow encoder=%s reason=%r", self._encoder.name, reason)
-        self._bound = characters_per_token(parts.tokenizer)
+        self._bound = characters_per_token(layout)
         self._threads = EncoderThreads(self._encoder.short_characters)
         self._threads.prepare(partial(self.encode_now, ["Hello"], special_tokens=False))
         self._cutter = Cutter(parts.tokenizer) if reason else None

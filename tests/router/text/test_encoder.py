@@ -20,6 +20,7 @@ from homing.router.text.encoder import (
     choose_encoder,
     difference,
 )
+from homing.router.text.export import layout_of
 
 from .conftest import DEMO
 
@@ -133,7 +134,7 @@ texts = st.lists(st.one_of(st.sampled_from(SNIPPETS), st.text(max_size=8)), max_
 def test_ids_equal_those_of_tokenizers(name):
     """A wrong id means another prompt than the client sent, and a cache that is never hit."""
     reference = made(name)
-    encoder, _ = choose_encoder(reference.to_str(), reference)
+    encoder, _ = choose_encoder(reference.to_str(), layout_of(reference.to_str()), reference)
 
     @settings(max_examples=150, deadline=None)
     @given(texts=st.lists(texts, min_size=1, max_size=3), special_tokens=st.booleans())
@@ -148,7 +149,7 @@ def test_ids_equal_those_of_tokenizers(name):
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_the_common_tokenizers_are_fast_and_the_others_are_told(name):
     """What fastokens does not cover must say so: its chats cost fifty times as much."""
-    encoder, reason = choose_encoder(made(name).to_str(), made(name))
+    encoder, reason = choose_encoder(made(name).to_str(), layout_of(made(name).to_str()), made(name))
 
     assert encoder.name == (TOKENIZERS[name][1] or encoder.name)
     assert bool(reason) == (encoder.name == "tokenizers")
@@ -183,7 +184,7 @@ class Wrong(ExactEncoder):
 def test_one_wrong_token_is_noticed(text):
     """The comparison at load is all that stands between a fault of a library and wrong prompts."""
     backend = made("byte level")
-    texts = check_texts(backend.to_str())
+    texts = check_texts(layout_of(backend.to_str()))
 
     assert text in texts
     assert difference(Wrong(backend, text), ExactEncoder(backend), texts)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from homing.router.text.export import layout_of
 from homing.router.text.token_bound import NFC_CHARACTERS_PER_BYTE, characters_per_token, fewest_tokens
 
 from .test_encoder import TOKENIZERS, made, texts
@@ -17,7 +18,7 @@ BOUNDED = {"demo", "byte level", "byte level with NFC", "an unusual pattern", "g
 def test_no_text_has_fewer_tokens(name):
     """A prompt that fits must not be refused."""
     tokenizer = made(name)
-    characters = characters_per_token(tokenizer.to_str())
+    characters = characters_per_token(layout_of(tokenizer.to_str()))
     longest = sorted(tokenizer.get_vocab(), key=len)[-5:]
     long_words = st.sampled_from([word.replace("Ġ", " ").replace("▁", " ") for word in longest])
 
@@ -32,7 +33,7 @@ def test_no_text_has_fewer_tokens(name):
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_the_common_tokenizers_have_a_bound(name):
     """The others may drop blanks, or make one unknown token of any number of characters."""
-    assert (characters_per_token(made(name).to_str()) is not None) == (name in BOUNDED)
+    assert (characters_per_token(layout_of(made(name).to_str())) is not None) == (name in BOUNDED)
 
 
 def test_composition_leaves_a_byte_of_two_characters():
