@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 TokenIds: TypeAlias = "array[int]"
 
+#: Ids are copied in parts, between which other threads get the interpreter's lock.
+COPIED_BYTES = 1024 * 1024
 #: Characters that `tokenizers` takes at once, at up to 3 µs each, in a call that nothing can interrupt. No model that
 #: needs it has a context of as many tokens.
 SLOW_CHARACTERS = 2_000_000
@@ -80,12 +82,7 @@ class ExactEncoder:
 
     def encode(self, texts: Sequence[str], *, special_tokens: bool, most: int | None = None) -> list[TokenIds]:
         # Plain `encode` holds the GIL for the whole call, and computes offsets.
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
-        if most is not None:  # before the ids become Python objects, for which the GIL is held
-            for encoding in encodings:
-                if len(encoding) > most:
-                    raise TooManyTokens(len(encoding))
-        return [array("I", encoding.ids) for encoding in encodings]
+        return _ids(self._backend.encode_batch_fast(list(texts), add_special_tokens=special_tokens), most)
 
 
 class FastEncoder:
@@ -111,8 +108,11 @@ class FastEncoder:
 
     def encode(self, texts: Sequence[str], *, special_tokens: bool, most: int | None = None) -> list[TokenIds]:
         try:
+            if most is not None and max(map(len, texts), default=0) > COPIED_BYTES:
+                encode = self._tokenizer.encode
+                return _ids([encode(text, add_special_tokens=special_tokens) for text in texts], most)
             data, ends = self._tokenizer.encode_batch_flat(list(texts), add_special_tokens=special_tokens)
-        except (KeyboardInterrupt, SystemExit):
+        except (KeyboardInterrupt, SystemExit, TooManyTokens):
             raise
         except BaseException as error:  # a pattern that needs more than its engine may use; a panic is no Exception
             log.warning("fast_tokenizer_refused error=%r", str(error))
@@ -121,10 +121,18 @@ class FastEncoder:
         for start, end in pairwise(memoryview(ends).cast("Q")):
             if most is not None and end - start > most:
                 raise TooManyTokens(end - start)
-            each = array("I")
-            each.frombytes(ids[start * each.itemsize : end * each.itemsize])
-            found.append(each)
+            found.append(array("I"))
+            for at in range(4 * start, 4 * end, COPIED_BYTES):
+                found[-1].frombytes(ids[at : min(at + COPIED_BYTES, 4 * end)])
         return found
+
+
+def _ids(encodings: Sequence[Any], most: int | None) -> list[TokenIds]:
+    """The ids of encodings; they become Python objects, for which the GIL is held, only where they are not too many."""
+    for encoding in encodings:
+        if most is not None and len(encoding) > most:
+            raise TooManyTokens(len(encoding))
+    return [array("I", encoding.ids) for encoding in encodings]
 
 
 def choose_encoder(tokenizer_json: str, layout: TokenizerLayout, backend: Any) -> tuple[Encoder, str]:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from homing.router.text.encoder import (
+    COPIED_BYTES,
     HARD_TEXTS,
     SLOW_CHARACTERS,
     ExactEncoder,
@@ -200,6 +201,12 @@ def test_a_text_with_too_many_tokens_is_refused(kind):
     with pytest.raises(TooManyTokens) as caught:
         encoder.encode(["x", "7" * 12], special_tokens=False, most=9)
     assert caught.value.tokens == 12
+    with pytest.raises(TooManyTokens):
+        encoder.encode(["7" * (COPIED_BYTES + 1)], special_tokens=True, most=COPIED_BYTES)
+    long = " " * (COPIED_BYTES + 1)
+    assert encoder.encode([long], special_tokens=True, most=2 * COPIED_BYTES) == encoder.encode(
+        [long], special_tokens=True
+    )
 
 
 def test_the_fast_encoder_stays_fast_on_hostile_texts():
