@@ -248,26 +248,27 @@ _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 _FIELD_OF_OBJECT = re.compile(r"Object (contains unknown|missing required) field `([^`]*)`")
 
 
-class UnsupportedField(InvalidRequest):
+class UnknownField(InvalidRequest):
+    """A field that an object of the body does not have here."""
+
+    def __init__(self, where: str, name: str) -> None:
+        """`where`: the path of the object that has the field `name`; empty for the body."""
+        path = f"{where}.{name}" if where else name
+        super().__init__(f"field {path!r} {self.reason(name)}", param=path)
+        self.where = where
+        self.name = name
+
+    @staticmethod
+    def reason(name: str) -> str:  # noqa: ARG004
+        return "is unknown"
+
+
+class UnsupportedField(UnknownField):
     """A field that other servers support and this one does not yet."""
 
-    def __init__(self, where: str, name: str) -> None:
-        """`where`: the path of the object that has the field `name`; empty for the body."""
-        path = f"{where}.{name}" if where else name
-        super().__init__(f"field {path!r} requests {NOT_YET[name]}, which is not supported yet", param=path)
-        self.where = where
-        self.name = name
-
-
-class UnknownField(InvalidRequest):
-    """A field that no server is known to have."""
-
-    def __init__(self, where: str, name: str) -> None:
-        """`where`: the path of the object that has the field `name`; empty for the body."""
-        path = f"{where}.{name}" if where else name
-        super().__init__(f"field {path!r} is unknown", param=path)
-        self.where = where
-        self.name = name
+    @staticmethod
+    def reason(name: str) -> str:
+        return f"requests {NOT_YET[name]}, which is not supported yet"
 
 
 def decode(data: bytes, decoder: "msgspec.json.Decoder[Decoded]") -> Decoded:
@@ -318,7 +319,7 @@ def decode_leniently(data: bytes, decoder: "msgspec.json.Decoder[Decoded]") -> t
         try:
             return decode(data, decoder), ignored
         except UnknownField as error:
-            if len(ignored) == MAX_IGNORED:
+            if isinstance(error, UnsupportedField) or len(ignored) == MAX_IGNORED:
                 raise
             ignored.append(error.param or "")
             data = _without(data, error)

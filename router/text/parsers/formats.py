@@ -13,7 +13,7 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -88,43 +88,47 @@ def mistral(p: CallScanner) -> Steps[None]:
 
 def deepseek(p: CallScanner) -> Steps[None]:
     """V3: `function<sep>NAME`, then the arguments as a block of Markdown; V3.1: `NAME<sep>{...}`."""
-    begin, separator, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-    if (yield from p.optional("<｜tool▁calls▁begin｜>", begin)) != begin:
-        yield from p.space()
-        yield from p.expect(begin)
-    found: str | None = begin
-    while found == begin:
+    separator = "<｜tool▁sep｜>"
+
+    def head() -> Steps[None]:
         fenced = yield from p.choose("function" + separator)
         p.start((yield from p.known("\n" if fenced else separator)))
         yield from p.expect("\n```json" if fenced else separator)
-        yield from p.space()
-        yield from p.value(p.arguments)
-        p.end()
-        yield from p.optional("```")
-        yield from p.optional(end)
-        p.forget()
-        found = yield from p.optional(begin, "<｜tool▁calls▁end｜>")
+
+    yield from _section(p, "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", head, "```", "<｜tool▁call▁end｜>")
+    yield from p.optional("<｜tool▁calls▁end｜>")
 
 
 def kimi(p: CallScanner) -> Steps[None]:
     """`functions.NAME:INDEX<|tool_call_argument_begin|>{...}`. Its template shows ids as they were written: kept."""
-    begin, separator, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
-    if (yield from p.optional("<|tool_calls_section_begin|>", begin)) != begin:
-        yield from p.space()
-        yield from p.expect(begin)
-    found: str | None = begin
-    while found == begin:
+    separator = "<|tool_call_argument_begin|>"
+
+    def head() -> Steps[None]:
         match = _KIMI_ID.fullmatch((yield from p.until(separator)))
         yield from p.expect(separator)
         if match is None:
             raise Malformed
         p.start(match[2], match[1])
+
+    yield from _section(p, "<|tool_calls_section_begin|>", "<|tool_call_begin|>", head, "<|tool_call_end|>")
+    yield from p.optional("<|tool_calls_section_end|>")
+
+
+def _section(p: CallScanner, opener: str, begin: str, head: Callable[[], Steps[None]], *ends: str) -> Steps[None]:
+    """Calls, each between `begin` and `ends`, all after one `opener`, which may be missing. `head`: up to arguments."""
+    if (yield from p.optional(opener, begin)) != begin:
+        yield from p.space()
+        yield from p.expect(begin)
+    found: str | None = begin
+    while found is not None:
+        yield from head()
         yield from p.space()
         yield from p.value(p.arguments)
         p.end()
-        yield from p.optional(end)
+        for end in ends:
+            yield from p.optional(end)
         p.forget()
-        found = yield from p.optional(begin, "<|tool_calls_section_end|>")
+        found = yield from p.optional(begin)
 
 
 def qwen3_coder(p: CallScanner) -> Steps[None]:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import AsyncIterator
-from typing import Any
 
 import anthropic
 import httpx
@@ -20,21 +19,18 @@ from homing.router.text.tokenizer import TextModel
 
 from ..conftest import ANSWER, Live
 from ..fakes import FakeBackend, reply
+from .blocks import CALL, SETTINGS, events, says
 
 PATH = "/v1/messages"
 ASKED = {"model": "demo", "max_tokens": 64, "messages": [{"role": "user", "content": "Tell me a story."}]}
 TOOL = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
-CALL = (
-    "<think>It is\nraining?</think>\n\nLet me see.\n"
-    '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
-)
 KEEP = {"type": "ephemeral"}
 BILLING = "x-anthropic-billing-header: cc_version=2.1; cch=abc12;"
 
 
 @pytest.fixture
 def settings() -> RouterSettings:
-    return RouterSettings(default_max_tokens=64, tool_call_parser="hermes", reasoning_parser="think")
+    return SETTINGS
 
 
 @pytest.fixture
@@ -44,20 +40,6 @@ async def claude(live: Live) -> AsyncIterator[AsyncAnthropic]:
     address = f"http://127.0.0.1:{live.port}"
     async with AsyncAnthropic(base_url=address, api_key="k1", max_retries=0, http_client=http) as client:
         yield client
-
-
-def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """The data of each event, whose name must be its type."""
-    found = []
-    for block in filter(None, response.text.split("\n\n")):
-        name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
-
-
-def says(backend: FakeBackend, text_model: TextModel, text: str) -> None:
-    backend.script = reply(list(text_model.encode_now([text], special_tokens=False)[0]), cached=3)
 
 
 async def test_a_message_is_anthropics(client: httpx.AsyncClient, backend: FakeBackend):

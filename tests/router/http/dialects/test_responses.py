@@ -1,7 +1,6 @@
 """Properties of Responses, with OpenAI's own client and types as judges."""
 
 import json
-from typing import Any
 
 import httpx
 import pytest
@@ -16,34 +15,17 @@ from homing.router.text.tokenizer import TextModel
 
 from ..conftest import ANSWER
 from ..fakes import FakeBackend, reply
+from .blocks import CALL, SETTINGS, events, says
 
 PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": None}
 CUSTOM = {"type": "custom", "name": "apply_patch", "description": "Changes files."}
 SPACE = {"type": "namespace", "name": "crm", "description": "", "tools": [TOOL | {"name": "lookup"}]}
-CALL = (
-    "<think>It is\nraining?</think>\n\nLet me see.\n"
-    '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
-)
 
 
 @pytest.fixture
 def settings() -> RouterSettings:
-    return RouterSettings(default_max_tokens=64, tool_call_parser="hermes", reasoning_parser="think")
-
-
-def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """The data of each event, whose name must be its type."""
-    found = []
-    for block in filter(None, response.text.split("\n\n")):
-        name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
-
-
-def says(backend: FakeBackend, text_model: TextModel, text: str) -> None:
-    backend.script = reply(list(text_model.encode_now([text], special_tokens=False)[0]), cached=3)
+    return SETTINGS
 
 
 async def test_a_response_is_openais(client: httpx.AsyncClient, backend: FakeBackend):
