@@ -80,7 +80,14 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "see flags, so set it as HOMING_API_KEY; empty: none"
         ),
     ] = ""
-    default_max_tokens: Annotated[int, Meta(ge=1, description="output limit of a request that sets none")] = 512
+    default_max_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="output limit of a request that sets none; 0: of a completion 512, of a chat what the context "
+            "leaves",
+        ),
+    ] = 0
     generation_config: Annotated[
         bool,
         Meta(

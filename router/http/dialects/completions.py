@@ -25,6 +25,8 @@ from .schema import Body, NonNegative, PromptLogprobs, finite
 #: A prompt as text or token ids, or several of them; `prompts` tells them apart, because msgspec can decode only one
 #: array type in a union.
 PromptField = str | list[str | int | list[int]]
+#: A completion without an output limit: models that only continue a text often never end one.
+USUAL_MAX_TOKENS = 512
 
 
 class CompletionBody(Body, kw_only=True, forbid_unknown_fields=True):
@@ -84,6 +86,7 @@ async def job(front: Front, served: Served, body: CompletionBody, sender: Sender
         ],
         prompt_param="prompt",
         wanted=body.max_tokens,
+        usual=USUAL_MAX_TOKENS,
         best_of=best_of,
         logprobs=scored,
         prompt_logprobs=body.logprobs if body.echo else None,

@@ -48,6 +48,7 @@ def job(
     prompt_param: str,
     wanted: int | None,
     wanted_param: str = "max_tokens",
+    usual: int | None = None,
     best_of: int | None = None,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
@@ -56,7 +57,8 @@ def job(
     """What the body requests of these prompts.
 
     `wanted`: the requested output limit, from the field `wanted_param`; 0 generates a token that is not shown.
-    `best_of`: choices per prompt, if not `n`. `logprobs`: alternatives per token; None: not even the token's own.
+    `usual`: the limit without one and without a setting; None: the model's context. `best_of`: choices per prompt, if
+    not `n`. `logprobs`: alternatives per token; None: not even the token's own.
     Raises InvalidRequest, PromptTooLong and ContextTooLong.
     """
     settings = front.settings
@@ -65,41 +67,63 @@ def job(
         raise InvalidRequest(
             f"field {count_param!r}: at most {settings.max_choices} choices in one request", param=count_param
         )
-    longest = max([len(prompt.token_ids) for prompt in prompts])
-    room = served.limits.max_model_len - longest
-    if room < 1:
-        raise PromptTooLong(longest, served.limits.max_model_len, param=prompt_param)
-    if wanted is not None and wanted > room:
+    options = body.stream_options
+    if options is not None and not body.stream and (options.include_usage or options.continuous_usage_stats):
+        raise InvalidRequest("field 'stream_options': is only allowed with 'stream': true", param="stream_options")
+    longest, context = max([len(prompt.token_ids) for prompt in prompts]), served.limits.max_model_len
+    if longest >= context:
+        raise PromptTooLong(longest, context, param=prompt_param)
+    if wanted is not None and wanted > context - longest:
         raise ContextTooLong(
             f"the prompt has {longest} tokens and the request asks for {wanted} more; "
-            f"the model's context is {served.limits.max_model_len} tokens",
+            f"the model's context is {context} tokens",
             param=wanted_param,
         )
-    max_tokens = min(settings.default_max_tokens, room) if wanted is None else max(wanted, 1)
-    min_tokens = body.min_tokens or 0
+    if wanted is None:
+        max_tokens = min(settings.default_max_tokens or usual or context, context - longest)
+    else:
+        max_tokens = max(wanted, 1)
+    stops: tuple[str, ...] = ()
+    if body.stop:
+        stops = (body.stop,) if isinstance(body.stop, str) else tuple([stop for stop in body.stop if stop])
+    made = Job(
+        served=served,
+        prompts=prompts,
+        choices_per_prompt=count,
+        sampling=_sampling(front, served, body, max_tokens, logprobs, prompt_logprobs),
+        salt=salt,
+        stops=stops,
+        priority=body.priority or 0,
+        timeout_s=body.timeout,
+        # Streams need each token, and a stop string must be noticed at once.
+        tokens_per_delta=1 if body.stream or stops else WHOLE_RESPONSE_TOKENS,
+        constraint=constraint,
+        discard=wanted == 0,
+    )
+    # One comparison for all fields that nearly no request has: each of them alone would cost as much.
+    return made if _token_fields(body) == _NO_TOKEN_FIELDS else _with_token_fields(made, body)
+
+
+def _sampling(
+    front: Front, served: Served, body: Body, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
+) -> SamplingParams:
+    """How tokens are drawn: as the body says, else as the model's own configuration does. Raises InvalidRequest."""
+    defaults, top_k, min_tokens, seed = served.defaults, body.top_k, body.min_tokens or 0, body.seed
     if min_tokens > max_tokens:
         raise InvalidRequest(
             f"field 'min_tokens': {min_tokens} exceeds the output limit of {max_tokens}", param="min_tokens"
         )
-    options = body.stream_options
-    if options is not None and not body.stream and (options.include_usage or options.continuous_usage_stats):
-        raise InvalidRequest("field 'stream_options': is only allowed with 'stream': true", param="stream_options")
     if body.stop_token_ids:
         check_token_ids(body.stop_token_ids, served.limits.vocab_size, "stop_token_ids")
     if body.logit_bias:
         check_token_ids(body.logit_bias, served.limits.vocab_size, "logit_bias")
-    seed = body.seed
     if seed is None:
         seed = front.random_bits(64)
     elif not -(2**63) <= seed < 2**64:
         raise InvalidRequest(f"field 'seed': {seed} does not fit into 64 bits", param="seed")
-    stops: tuple[str, ...] = ()
-    defaults, top_k = served.defaults, body.top_k
     if top_k is None:
         top_k = defaults.top_k
-    if body.stop:
-        stops = (body.stop,) if isinstance(body.stop, str) else tuple([stop for stop in body.stop if stop])
-    sampling = SamplingParams(
+    return SamplingParams(
         max_tokens=max_tokens,
         seed=seed & SEED_MASK,
         temperature=defaults.temperature if body.temperature is None else body.temperature,
@@ -118,22 +142,6 @@ def job(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
-    made = Job(
-        served=served,
-        prompts=prompts,
-        choices_per_prompt=count,
-        sampling=sampling,
-        salt=salt,
-        stops=stops,
-        priority=body.priority or 0,
-        timeout_s=body.timeout,
-        # Streams need each token, and a stop string must be noticed at once.
-        tokens_per_delta=1 if body.stream or stops else WHOLE_RESPONSE_TOKENS,
-        constraint=constraint,
-        discard=wanted == 0,
-    )
-    # One comparison for all fields that nearly no request has: each of them alone would cost as much.
-    return made if _token_fields(body) == _NO_TOKEN_FIELDS else _with_token_fields(made, body)
 
 
 def _with_token_fields(job: Job, body: Body) -> Job:

@@ -73,6 +73,21 @@ async def test_the_prompt_is_the_rendered_template(
     assert [token_array(request.token_ids).tolist() for request in backend.requests] == [wanted, wanted]
 
 
+async def test_a_chat_without_a_limit_may_use_the_context(
+    client: httpx.AsyncClient, backend: FakeBackend, front: Front
+):
+    """As with other servers; a completion, which models often do not end, gets 512 tokens."""
+    front.settings = msgspec.structs.replace(front.settings, default_max_tokens=0)
+    backend.limits = msgspec.structs.replace(backend.limits, max_model_len=4096)
+
+    await client.post(CHAT, json={"messages": MESSAGES})
+    await client.post("/v1/completions", json={"prompt": "a"})
+
+    chat, completion = backend.requests
+    assert chat.sampling.max_tokens == 4096 - len(token_array(chat.token_ids))
+    assert completion.sampling.max_tokens == 512
+
+
 async def test_streamed_chunks_join_to_the_whole_answer(openai_client: AsyncOpenAI, backend: FakeBackend):
     """Every event is a valid chunk, the role comes once and the reason at the end."""
     stream = await openai_client.chat.completions.create(model="demo", messages=MESSAGES, stream=True)
