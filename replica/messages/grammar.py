@@ -107,6 +107,7 @@ class _Tags:
     def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
         self._rules: list[str] = []
+        self._names: dict[tuple[str, bool], str] = {}  #: of the rule with this body
 
     def lark(self, tag: Any) -> str:
         if not isinstance(tag, dict):
@@ -120,9 +121,11 @@ class _Tags:
         return "\n".join(["%llguidance {}", f"start: {start}", f"TEXT: {_ANYTHING}", *self._rules])
 
     def _rule(self, body: str, *, lazy: bool = False) -> str:
-        name = f"part_{len(self._rules)}"
-        self._rules.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
-        return name
+        key = body, lazy
+        if key not in self._names:
+            self._names[key] = name = f"part_{len(self._rules)}"
+            self._rules.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
+        return self._names[key]
 
     def _pieces(self, text: str) -> list[str]:
         """A fixed text; special tokens in it by their ids, as no text spells them."""
@@ -144,6 +147,9 @@ class _Tags:
 
     def _alternatives(self, form: Mapping[str, Any]) -> str:
         return self._rule(" | ".join(map(self._format, _list(form, "elements"))))
+
+    def _optional(self, form: Mapping[str, Any]) -> str:
+        return f"({self._format(form.get('content'))})?"
 
     def _const(self, form: Mapping[str, Any]) -> str:
         return self._rule(self._text(_text(form, "value")))
@@ -226,6 +232,7 @@ FORMATS: dict[str, Callable[[_Tags, Mapping[str, Any]], str]] = {
     "any_text": _Tags._any_text,
     "const_string": _Tags._const,
     "json_schema": _Tags._schema,
+    "optional": _Tags._optional,
     "or": _Tags._alternatives,
     "regex": _Tags._regex,
     "sequence": _Tags._sequence,

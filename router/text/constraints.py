@@ -20,6 +20,7 @@ import msgspec
 from ...replica.messages import Constraint, ConstraintKind
 from ...replica.messages.grammar import GrammarError, grammar_of, new_matcher
 from ..errors import InvalidRequest, QueueFull
+from .parsers.guided import CallShape, Unguidable
 
 #: The fields that `requested` reads.
 FIELDS = (
@@ -153,29 +154,15 @@ def _schema(schema: Any, param: str, *, lenient: bool = False, whitespace: Any =
 # Tool calls
 
 
-class CallMarkers(NamedTuple):
-    """How a family of models writes a call whose content is a JSON object."""
-
-    begin: str  #: such as "<tool_call>\n"
-    end: str
-    separator: str = "\n"  #: between two calls
-    name: str = "name"  #: the key of the function's name
-    arguments: str = "arguments"
-
-
-#: Hermes, and Qwen 2.5 and 3.
-HERMES = CallMarkers("<tool_call>\n", "\n</tool_call>")
-
-
 def tool_calls(
     tools: Sequence[Mapping[str, Any]],
     tool_choice: str | Mapping[str, Any] | None,
-    markers: CallMarkers,
+    shape: CallShape | None,
     *,
     parallel: bool = True,
     after: tuple[int, ...] = (),
 ) -> Asked | None:
-    """What `tool_choice` and strict tools demand, for a family of models; None: nothing. Raises InvalidRequest.
+    """What `tool_choice` and strict tools demand of models that write calls so; None: nothing. Raises InvalidRequest.
 
     "required" and a named tool allow calls only. Otherwise text is free, and the calls in it follow the schemas if one
     of the tools is strict. The schemas of other tools may have keywords that are not supported; these are ignored.
@@ -193,52 +180,20 @@ def tool_calls(
         raise InvalidRequest("field 'tool_choice': 'required' needs 'tools'", param="tool_choice")
     elif not forced and (tool_choice == "none" or not any(each.get("strict") is True for each in functions)):
         return None
-    form: dict[str, Any] = {
-        "tags": [_call_tag(each, markers) for each in functions],
-        "at_least_one": forced,
-        "stop_after_first": not parallel,
-    }
-    if forced:
-        form |= {"type": "tags_with_separator", "separator": markers.separator}
-    else:
-        form |= {"type": "triggered_tags", "triggers": [markers.begin.strip() or markers.begin]}
+    if shape is None:
+        if not forced:
+            return None
+        raise InvalidRequest(
+            "field 'tool_choice': only 'auto' and 'none' are supported, as it is not known how this model writes calls",
+            param="tool_choice",
+        )
+    try:
+        form = shape.answers(functions, forced=forced, parallel=parallel)
+    except Unguidable as error:
+        param = "tool_choice" if forced else "tools"
+        raise InvalidRequest(f"field {param!r}: {error}", param=param) from error
     source = _encoded({"type": "structural_tag", "format": form})
     return Asked(Constraint(kind="structural_tag", source=source, after=after), "tools")
-
-
-def _call_tag(function: Mapping[str, Any], markers: CallMarkers) -> dict[str, Any]:
-    path = f"#/properties/{markers.arguments}"
-    schema: dict[str, Any] = {
-        "type": "object",
-        "properties": {
-            markers.name: {"const": function["name"]},
-            markers.arguments: _moved(function.get("parameters") or {"type": "object"}, path),
-        },
-        "required": [markers.name, markers.arguments],
-        "additionalProperties": False,
-    }
-    if function.get("strict") is not True:
-        schema["x-guidance"] = {"lenient": True}
-    return {
-        "type": "tag",
-        "begin": markers.begin,
-        "content": {"type": "json_schema", "json_schema": schema},
-        "end": markers.end,
-    }
-
-
-def _moved(schema: Any, path: str) -> Any:
-    """A schema that is now at `path`: its references to its own parts follow."""
-    if isinstance(schema, list):
-        return [_moved(each, path) for each in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    return {
-        name: path + value[1:]
-        if name == "$ref" and isinstance(value, str) and value.startswith("#")
-        else _moved(value, path)
-        for name, value in schema.items()
-    }
 
 
 # The check

@@ -11,10 +11,11 @@ import msgspec
 
 from ....replica.messages import Constraint, SamplingParams
 from ...errors import ContextTooLong, InvalidRequest, PromptTooLong
-from ...text.constraints import FIELDS, HERMES, Asked, requested, tool_calls
+from ...text.constraints import FIELDS, Asked, requested, tool_calls
 from ...text.conversation import CacheMark, Conversation
 from ...text.encoder import TokenIds
 from ...text.encoder_threads import Sender
+from ...text.parsers.guided import shape_of
 from ...text.parsers.parser import AnswerParser
 from ..caller import bounded
 from ..front import Front, Served
@@ -311,18 +312,14 @@ def requested_output(body: Body, fields: Mapping[str, Any], after: tuple[int, ..
 def _calls(served: Served, conversation: Conversation, after: tuple[int, ...], asked: Asked | None) -> Asked | None:
     """What the tools ask of the answer: calls, if these are required, or else that calls follow strict schemas."""
     choice = conversation.tool_choice
+    if asked is not None and choice.mode != "required":
+        return asked
     if not conversation.tools and choice.mode != "required":
-        return asked
-    if choice.mode == "required" and (served.calls is None or served.calls.name != "hermes"):
-        raise InvalidRequest(
-            "field 'tool_choice': only 'auto' and 'none' are supported for how this model writes tool calls",
-            param="tool_choice",
-        )
-    if served.calls is None or served.calls.name != "hermes" or (asked is not None and choice.mode != "required"):
-        return asked
+        return None
+    shape = None if served.calls is None else shape_of(served.calls.shapes, served.text.templates)
     wanted = choice.mode if choice.name is None else {"function": {"name": choice.name}}
     definitions = [tool.definition for tool in conversation.tools]
-    return tool_calls(definitions, wanted, HERMES, parallel=choice.parallel, after=after)
+    return tool_calls(definitions, wanted, shape, parallel=choice.parallel, after=after)
 
 
 def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:

@@ -74,10 +74,30 @@ class CallScanner(Scanner):
 
     def schema_of(self, parameter: str) -> Mapping[str, Any]:
         """The schema of a parameter of the open call; empty if none is known."""
-        found: Any = self.tools[self.name]
-        for key in ("properties", parameter):
-            found = found.get(key) if isinstance(found, Mapping) else None
-        return found if isinstance(found, Mapping) else {}
+        root = self.tools[self.name]
+        properties: Any = root.get("properties") if root is not None else None
+        found = properties.get(parameter) if isinstance(properties, Mapping) else None
+        return resolved(found, root or {})
+
+
+def resolved(schema: Any, root: Mapping[str, Any], depth: int = 8) -> Mapping[str, Any]:
+    """A schema with its references to parts of `root` followed, as far as its type depends on them."""
+    if not isinstance(schema, Mapping):
+        return {}
+    given = schema.get("$ref")
+    if isinstance(given, str) and given.startswith("#") and depth:
+        found: Any = root
+        for step in given[1:].split("/")[1:]:
+            found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        if isinstance(found, Mapping):
+            others = {key: value for key, value in schema.items() if key != "$ref"}
+            return {**resolved(found, root, depth - 1), **others}
+    branches = {key: schema[key] for key in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(key), list)}
+    if not branches or not depth:
+        return schema
+    made = {key: [resolved(each, root, depth - 1) for each in value] for key, value in branches.items()}
+    only = made.pop("allOf")[0] if len(made.get("allOf", ())) == 1 else {}
+    return {**{key: value for key, value in schema.items() if key not in branches}, **made, **only}
 
 
 def string(text: str) -> str:

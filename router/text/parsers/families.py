@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from . import formats
+from . import formats, guided
 from .calls import CallScanner
+from .guided import CallShape
 from .harmony import MARKERS
 from .scanner import Steps
 
@@ -19,6 +20,7 @@ class ToolFamily:
     """How a family of models writes tool calls."""
 
     name: str
+    shapes: tuple[CallShape, ...]  #: what its calls look like, by template; the last one is for all others
     #: Reads one call or one list of calls, from its opener on; None: `harmony` reads the whole answer.
     read: Callable[[CallScanner], Steps[None]] | None = None
     #: What opens a call or a list of calls, wherever it stands.
@@ -67,6 +69,7 @@ class ReasoningFamily:
 TOOL_FAMILIES = (
     ToolFamily(
         "harmony",
+        guided.HARMONY,
         others=MARKERS,
         aliases=("openai", "gpt-oss", "gpt_oss"),
         templates=(("<|channel|>", "<|message|>"),),
@@ -74,6 +77,7 @@ TOOL_FAMILIES = (
     ),
     ToolFamily(
         "qwen3_coder",
+        guided.QWEN3_CODER,
         formats.qwen3_coder,
         ("<tool_call>", "<function="),
         ("</tool_call>",),
@@ -84,6 +88,7 @@ TOOL_FAMILIES = (
     ),
     ToolFamily(
         "glm",
+        guided.GLM,
         formats.glm,
         ("<tool_call>",),
         ("</tool_call>",),
@@ -94,6 +99,7 @@ TOOL_FAMILIES = (
     ),
     ToolFamily(
         "hermes",
+        guided.HERMES,
         formats.hermes,
         ("<tool_call>",),
         ("</tool_call>",),
@@ -103,6 +109,7 @@ TOOL_FAMILIES = (
     ),
     ToolFamily(
         "deepseek",
+        guided.DEEPSEEK,
         formats.deepseek,
         ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
         ("<｜tool▁call▁end｜>",),
@@ -113,6 +120,7 @@ TOOL_FAMILIES = (
     ),
     ToolFamily(
         "kimi",
+        guided.KIMI,
         formats.kimi,
         ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
         ("<|tool_call_end|>",),
@@ -124,6 +132,7 @@ TOOL_FAMILIES = (
     ),
     ToolFamily(
         "mistral",
+        guided.MISTRAL,
         formats.mistral,
         ("[TOOL_CALLS]",),
         others=("[CALL_ID]", "[ARGS]"),
@@ -133,6 +142,7 @@ TOOL_FAMILIES = (
     ),
     ToolFamily(
         "pythonic",
+        guided.PYTHONIC,
         formats.pythonic,
         ("<|python_start|>",),
         bare=("[",),
@@ -143,6 +153,7 @@ TOOL_FAMILIES = (
     ),
     ToolFamily(
         "llama3",
+        guided.LLAMA3,
         formats.llama3,
         ("<|python_tag|>",),
         bare=("{",),

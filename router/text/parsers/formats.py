@@ -257,7 +257,7 @@ def types_of(schema: Mapping[str, Any]) -> set[str]:
         each = left.pop()
         if not isinstance(each, Mapping):
             continue
-        named, values = each.get("type"), each.get("enum")
+        named, values = each.get("type"), [each["const"]] if "const" in each else each.get("enum")
         found |= {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
         if named is None and isinstance(values, list):
             found |= {_JSON_TYPES[type(value)] for value in values}

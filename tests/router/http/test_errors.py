@@ -115,8 +115,8 @@ BAD_COMPLETIONS = [
 #: What comes later: each field, and a word of what it wants.
 NOT_YET = [
     ({"ebnf": "root ::= a"}, "ebnf", "structured output"),
-    ({"tool_choice": "required"}, "tool_choice", "only 'auto' and 'none'"),
-    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "only 'auto' and 'none'"),
+    ({"tool_choice": "required"}, "tool_choice", "needs 'tools'"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "there is no tool 'f'"),
     ({"tool_choice": {"type": "web_search"}}, "tool_choice", "expected auto, none, required"),
     ({"functions": [{"name": "f"}]}, "functions", "calling functions"),
     ({"lora_request": {"lora_name": "a"}}, "lora_request", "LoRA"),

@@ -12,7 +12,6 @@ from homing.replica.messages import Constraint
 from homing.replica.messages.grammar import grammar_of, new_matcher
 from homing.router.errors import InvalidRequest, QueueFull
 from homing.router.text.constraints import (
-    HERMES,
     MAX_SOURCE_CHARACTERS,
     Asked,
     ConstraintChecker,
@@ -21,7 +20,9 @@ from homing.router.text.constraints import (
     requested,
     tool_calls,
 )
+from homing.router.text.parsers.guided import HERMES
 
+[SHAPE] = HERMES
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
 
 
@@ -140,34 +141,34 @@ def allows(asked: Asked | None, text: str) -> bool:
 
 
 def test_required_tools_are_called_and_nothing_is_said() -> None:
-    asked = tool_calls([WEATHER, CLOCK], "required", HERMES)
+    asked = tool_calls([WEATHER, CLOCK], "required", SHAPE)
 
     assert allows(asked, CALL)
     assert allows(asked, CALL + '\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>')
     assert not allows(asked, "Let me see.")
     assert not allows(asked, CALL.replace("city", "town"))
-    assert not allows(tool_calls([WEATHER], "required", HERMES, parallel=False), f"{CALL}\n{CALL}")
+    assert not allows(tool_calls([WEATHER], "required", SHAPE, parallel=False), f"{CALL}\n{CALL}")
 
 
 def test_a_named_tool_is_called_once() -> None:
-    asked = tool_calls([WEATHER, CLOCK], {"type": "function", "function": {"name": "weather"}}, HERMES)
+    asked = tool_calls([WEATHER, CLOCK], {"type": "function", "function": {"name": "weather"}}, SHAPE)
 
     assert allows(asked, CALL)
     assert not allows(asked, f"{CALL}\n{CALL}")
     assert not allows(asked, '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>')
     with pytest.raises(InvalidRequest, match="no tool 'poem'"):
-        tool_calls([WEATHER], {"type": "function", "function": {"name": "poem"}}, HERMES)
+        tool_calls([WEATHER], {"type": "function", "function": {"name": "poem"}}, SHAPE)
 
 
 def test_strict_tools_guide_calls_and_leave_text_free() -> None:
     strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
-    asked = tool_calls([strict], "auto", HERMES)
+    asked = tool_calls([strict], "auto", SHAPE)
 
     assert allows(asked, f"I look it up. {CALL}")
     assert allows(asked, "It is sunny.")
     assert not allows(asked, CALL.replace("Oslo", "O" * 21))
-    assert tool_calls([WEATHER], "auto", HERMES) is None
-    assert tool_calls([strict], "none", HERMES) is None
+    assert tool_calls([WEATHER], "auto", SHAPE) is None
+    assert tool_calls([strict], "none", SHAPE) is None
 
 
 # The check

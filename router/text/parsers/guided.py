@@ -1,0 +1,369 @@
+"""What the calls of a family look like, as the format of a structural tag, so that an answer can be guided along it.
+
+The mirror image of `formats`: what a shape allows, the family's parser reads as a call of that tool whose arguments are
+valid. JSON is guided by the tool's whole schema. Where parameters are written one by one (XML, Python), each one is
+guided by its own schema, in an order of our choice, and no others are allowed. Pure.
+"""
+
+import keyword
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from .calls import resolved
+from .formats import json_value, types_of
+
+Form = dict[str, Any]
+Function = Mapping[str, Any]  #: `name`, `parameters`, `strict`
+
+#: Keywords of a tool's schema that only JSON's guide knows.
+_OF_OBJECTS = frozenset("anyOf oneOf allOf not if minProperties dependentRequired patternProperties".split())
+#: Keywords that say nothing of what is valid.
+_NOTES = frozenset("type anyOf description title default examples".split())
+
+
+class Unguidable(ValueError):  # noqa: N818 - says what is wrong with the tool
+    """A tool whose calls this family's format cannot be guided to."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """How a family writes calls: `opener`, calls with `separator` between, `closer`."""
+
+    call: Callable[[Function], Form]
+    #: What begins a call or a list of calls amid text; empty: an answer is calls or `text`.
+    trigger: str = ""
+    opener: str = ""
+    closer: str = ""
+    separator: str = ""
+    parallel: bool = True  #: whether an answer may have several calls
+    template: str = ""  #: the shape is that of models whose template contains this
+    before: Form | None = None  #: what may precede calls or text
+    text: Form | None = None  #: an answer without calls, if it has no trigger
+
+    def answers(self, functions: Sequence[Function], *, forced: bool, parallel: bool) -> Form:
+        """The format of answers that may call these. `forced`: they call, and say nothing else. Raises Unguidable."""
+        one = [self.call(each) for each in functions]
+        once = not (parallel and self.parallel)
+        calls: Form = {
+            "type": "tags_with_separator",
+            "tags": one,
+            "separator": self.separator,
+            "at_least_one": True,
+            "stop_after_first": once,
+        }
+        if self.opener:
+            calls = _tag(self.opener, calls, self.closer)
+        if self.trigger and not forced:
+            tags = [calls] if self.opener else one
+            return {"type": "triggered_tags", "triggers": [self.trigger], "tags": tags, "stop_after_first": once}
+        form = calls if forced or self.text is None else _or(calls, self.text)
+        return form if self.before is None else _sequence(self.before, form)
+
+
+def shape_of(shapes: Sequence[CallShape], template: str) -> CallShape:
+    """The shape that this template shows; the last one is for all others."""
+    return next((each for each in shapes if each.template in template), shapes[-1])
+
+
+# The shapes
+
+
+def json_object(begin: str, end: str, arguments: str = "arguments") -> Callable[[Function], Form]:
+    """`{"name": NAME, "arguments": {...}}` between `begin` and `end`."""
+
+    def call(function: Function) -> Form:
+        schema: Form = {
+            "type": "object",
+            "properties": {
+                "name": {"const": function["name"]},
+                arguments: _moved(_parameters(function), f"#/properties/{arguments}"),
+            },
+            "required": ["name", arguments],
+            "additionalProperties": False,
+        }
+        return _tag(begin, _json(schema, function), end)
+
+    return call
+
+
+def named_json(begin: str, middle: str, end: str = "", call_id: Form | None = None) -> Callable[[Function], Form]:
+    """`begin`, the name, an id where the format has one, `middle`, the arguments as JSON, `end`."""
+
+    def call(function: Function) -> Form:
+        content = _json(_parameters(function), function)
+        if call_id is None:
+            return _tag(begin + function["name"] + middle, content, end)
+        return _tag(begin + function["name"], _sequence(call_id, _const(middle), content), end)
+
+    return call
+
+
+def xml(begin: str, key: str, value: str, value_end: str, end: str, *, forbidden: str) -> Callable[[Function], Form]:
+    """Parameters between tags: strings as they are, other values as JSON. In `begin`, {} is the name.
+
+    `key`: before a parameter's name; `value`: between it and the value. `forbidden`: what no name may contain.
+    """
+
+    def call(function: Function) -> Form:
+        parts: list[Form] = []
+        for parameter in _each_parameter(function):
+            name = parameter.name
+            if forbidden in name or name != name.strip() or not name or len(name) > 100:
+                raise Unguidable(f"parameter {name!r} cannot be written in this model's format")
+            written = _xml_parameter(parameter, key + name + value, value_end)
+            parts.append(written if parameter.required else _optional(written))
+        content = _sequence(*parts, _const(end)) if parts else _const(end)
+        return _tag(begin.format(function["name"]), content, "")
+
+    return call
+
+
+def python(function: Function) -> Form:
+    """`NAME(key=value, ...)` with JSON's values, which the parser takes for Python's."""
+    required: list[Form] = []
+    others: list[Form] = []
+    for parameter in _each_parameter(function):
+        if not parameter.name.isidentifier() or keyword.iskeyword(parameter.name):
+            raise Unguidable(f"parameter {parameter.name!r} cannot be written in this model's format")
+        value = _tag(f"{parameter.name}=", parameter.json(), "")
+        (required if parameter.required else others).append(value)
+    parts: list[Form] = []
+    if required:
+        comma = _const(", ")
+        parts = [required[0], *(_sequence(comma, each) for each in required[1:])]
+        parts += [_optional(_sequence(comma, each)) for each in others]
+    elif others:
+        # Without required parameters, any one may be the first.
+        comma = _const(", ")
+        later = [_optional(_sequence(comma, each)) for each in others]
+        parts = [_optional(_or(*(_sequence(each, *later[place + 1 :]) for place, each in enumerate(others))))]
+    content = _sequence(*parts, _const(")")) if parts else _const(")")
+    return _tag(function["name"] + "(", content, "")
+
+
+# Parameters
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    """One parameter of a tool."""
+
+    function: Function
+    name: str
+    schema: Mapping[str, Any]  #: references resolved, as far as its types depend on them
+    required: bool
+
+    @property
+    def strict(self) -> bool:
+        return self.function.get("strict") is True
+
+    def json(self) -> Form:
+        """Its value as JSON."""
+        given = _parameters(self.function)["properties"][self.name]
+        if isinstance(given, Mapping) and "$ref" in str(given):
+            root = _moved(_parameters(self.function), "#/$defs/root")
+            key = self.name.replace("~", "~0").replace("/", "~1")
+            given = {"$ref": f"#/$defs/root/properties/{key}", "$defs": {"root": root}}
+        return _json(given, self.function)
+
+
+def _each_parameter(function: Function) -> Iterable[_Parameter]:
+    parameters = _parameters(function)
+    if "$ref" in parameters:
+        raise Unguidable("its parameters are a reference, which cannot be guided in this model's format")
+    odd = sorted(_OF_OBJECTS.intersection(parameters))
+    properties = parameters.get("properties") or {}
+    if odd and (function.get("strict") is True or not properties):
+        raise Unguidable(f"the keyword {odd[0]!r} of its parameters cannot be guided in this model's format")
+    required = parameters.get("required") or ()
+    unknown = [name for name in required if name not in properties]
+    if unknown:
+        raise Unguidable(f"required parameter {unknown[0]!r} is not among its properties")
+    for name in properties:
+        yield _Parameter(function, name, resolved(properties[name], parameters), name in required)
+
+
+def _xml_parameter(parameter: _Parameter, begin: str, end: str) -> Form:
+    """A value between its tags. The parser takes what stands there for JSON only if the schema admits no text."""
+    schema, name, marker = parameter.schema, parameter.name, end.strip()
+    types, values, unfit = types_of(schema), _values(schema), ""
+    if types and "string" not in types:
+        return _tag(begin, parameter.json(), end)
+    if values is not None:
+        texts = [(each, each if isinstance(each, str) else msgspec.json.encode(each).decode()) for each in values]
+        kept = [text for each, text in texts if text and marker not in text and _read(schema, text) == each]
+        if not kept:
+            raise Unguidable(f"no value of parameter {name!r} can be written in this model's format")
+        return _tag(begin, _or(*map(_const, kept)), end)
+    if types <= {"string"}:
+        unfit = next((each for each in ("pattern", "format", "anyOf", "oneOf", "allOf", "not") if each in schema), "")
+    elif not _by_types_alone(schema):
+        unfit = "type"
+    if unfit and parameter.strict:
+        raise Unguidable(f"the keyword {unfit!r} of parameter {name!r} cannot be guided in this model's format")
+    if "minLength" in schema or "maxLength" in schema:  # the end marker must not be part of the value
+        return _tag(begin, _regex(f"[^<]{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"), end)
+    # The parser ends the text at the first marker, with or without the line feed before it.
+    text, after = _tag(begin, {"type": "any_text"}, marker), end.partition(marker)[2]
+    return _sequence(text, _const(after)) if after else text
+
+
+def _values(schema: Mapping[str, Any]) -> list[Any] | None:
+    """All values that are valid, if the schema lists them."""
+    if "const" in schema:
+        return [schema["const"]]
+    if isinstance(schema.get("enum"), list):
+        return list(schema["enum"])
+    if schema.get("type") == "null":
+        return [None]
+    lists = [_values(each) for key in ("anyOf", "oneOf") for each in schema.get(key) or () if isinstance(each, Mapping)]
+    return None if not lists or None in lists else [value for each in lists for value in each or ()]
+
+
+def _read(schema: Mapping[str, Any], text: str) -> Any:
+    """What the parser makes of a value."""
+    return text if types_of(schema) <= {"string"} else msgspec.json.decode(json_value(schema, text))
+
+
+def _by_types_alone(schema: Mapping[str, Any]) -> bool:
+    """Whether any value of the right type is valid."""
+    if set(schema) - _NOTES or types_of(schema) & {"object", "array"}:
+        return False
+    return all(map(_by_types_alone, schema.get("anyOf") or ()))
+
+
+def _parameters(function: Function) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = function.get("parameters") or {"type": "object"}
+    return found
+
+
+def _moved(schema: Any, path: str) -> Any:
+    """A schema that is now at `path`: its references to its own parts follow."""
+    if isinstance(schema, list):
+        return [_moved(each, path) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        name: path + value[1:]
+        if name == "$ref" and isinstance(value, str) and value.startswith("#")
+        else _moved(value, path)
+        for name, value in schema.items()
+    }
+
+
+# The words of structural tags
+
+
+def _json(schema: Mapping[str, Any] | bool, function: Function) -> Form:
+    """Keywords that cannot be guided are refused in a strict tool, and ignored in another."""
+    if not isinstance(schema, Mapping):
+        schema = {}
+    lenient = {} if function.get("strict") is True else {"x-guidance": {"lenient": True}}
+    return {"type": "json_schema", "json_schema": {**schema, **lenient}}
+
+
+def _tag(begin: str, content: Form, end: str) -> Form:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _const(text: str) -> Form:
+    return {"type": "const_string", "value": text}
+
+
+def _regex(pattern: str) -> Form:
+    return {"type": "regex", "pattern": pattern}
+
+
+def _sequence(*elements: Form) -> Form:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def _or(*elements: Form) -> Form:
+    return {"type": "or", "elements": list(elements)}
+
+
+def _optional(content: Form) -> Form:
+    return {"type": "optional", "content": content}
+
+
+_CHANNEL, _NEXT = "<|channel|>", "<|end|><|start|>assistant"
+#: A call ends with a token that ends the answer, so there is one.
+HARMONY = (
+    CallShape(
+        named_json(f"{_CHANNEL}commentary to=functions.", " <|constrain|>json<|message|>"),
+        parallel=False,
+        before=_sequence(
+            *(
+                _optional(_tag(f"{_CHANNEL}{name}<|message|>", {"type": "any_text"}, _NEXT))
+                for name in ("analysis", "commentary")
+            )
+        ),
+        text=_tag(f"{_CHANNEL}final<|message|>", {"type": "any_text"}, ""),
+    ),
+)
+_KIMI_ID = _regex("[0-9]{1,3}")
+HERMES = (CallShape(json_object("<tool_call>\n", "\n</tool_call>"), "<tool_call>", separator="\n"),)
+#: Where only the first character tells calls from text.
+_TEXT = _optional(_sequence(_regex(r"[^\s\[{<]"), {"type": "any_text"}))
+LLAMA3 = (CallShape(json_object("", "", "parameters"), separator="; ", text=_TEXT),)
+PYTHONIC = (CallShape(python, "", "[", "]", ", ", text=_TEXT),)
+_MISTRAL_ID = _regex("[a-zA-Z0-9]{9}")
+MISTRAL = (
+    CallShape(
+        named_json("[TOOL_CALLS]", "[ARGS]", call_id=_sequence(_const("[CALL_ID]"), _MISTRAL_ID)),
+        "[TOOL_CALLS]",
+        template="[CALL_ID]",
+    ),
+    CallShape(named_json("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", template="[ARGS]"),
+    CallShape(json_object("", ""), "[TOOL_CALLS]", "[TOOL_CALLS][", "]", ", "),
+)
+QWEN3_CODER = (
+    CallShape(
+        xml(
+            *("<tool_call>\n<function={}>\n", "<parameter=", ">\n", "\n</parameter>\n", "</function>\n</tool_call>"),
+            forbidden=">",
+        ),
+        "<tool_call>",
+        separator="\n",
+    ),
+)
+GLM = (
+    CallShape(
+        xml(
+            *("<tool_call>{}", "<arg_key>", "</arg_key><arg_value>", "</arg_value>", "</tool_call>"),
+            forbidden="</arg_key>",
+        ),
+        "<tool_call>",
+        template="</arg_key><arg_value>",
+    ),
+    CallShape(
+        xml(
+            *("<tool_call>{}\n", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", "</tool_call>"),
+            forbidden="</arg_key>",
+        ),
+        "<tool_call>",
+        separator="\n",
+    ),
+)
+_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+DEEPSEEK = (
+    CallShape(
+        named_json("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>"),
+        *(_SECTION[0], *_SECTION),
+        separator="\n",
+        template="```json",
+    ),
+    CallShape(named_json("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"), *(_SECTION[0], *_SECTION)),
+)
+KIMI = (
+    CallShape(
+        named_json(
+            *("<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+            call_id=_sequence(_const(":"), _KIMI_ID),
+        ),
+        *("<|tool_calls_section_begin|>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ),
+)

@@ -1,0 +1,222 @@
+"""Whatever a family's shape allows, its parser reads as calls of the demanded tools with valid arguments."""
+
+import json
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from homing.replica.messages import Constraint
+from homing.replica.messages.grammar import grammar_of, new_matcher
+from homing.router.text.parsers.deltas import Content, Reasoning, ToolCallArguments, ToolCallStart
+from homing.router.text.parsers.families import TOOL_FAMILIES, choose_reasoning, choose_tools
+from homing.router.text.parsers.guided import CallShape, Unguidable, shape_of
+from homing.router.text.parsers.parser import AnswerParser
+
+PROPERTIES: dict[str, Any] = {
+    "text": {"type": "string"},
+    "count": {"type": "integer", "minimum": 0, "maximum": 99},
+    "ratio": {"type": "number", "minimum": -10, "maximum": 10},
+    "color": {"$ref": "#/$defs/color"},
+    "shade": {"anyOf": [{"$ref": "#/$defs/color"}, {"type": "null"}]},
+    "note": {"type": ["string", "null"]},
+    "short": {"type": "string", "minLength": 1, "maxLength": 5},
+    "point": {"$ref": "#/$defs/point"},
+    "flags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    "mixed": {"enum": ["1", 2, None, True]},
+    "mode": {"const": 5},
+}
+DEFINITIONS = {
+    "color": {"type": "string", "enum": ["red", "12"]},
+    "point": {
+        "type": "object",
+        "properties": {
+            "x": {"type": "integer", "minimum": 0, "maximum": 9},
+            "name": {"type": "string", "maxLength": 9},
+        },
+        "required": ["x", "name"],
+        "additionalProperties": False,
+    },
+}
+
+
+def function(name: str, *required: str, **others: Any) -> dict[str, Any]:
+    """A tool with all of `PROPERTIES`."""
+    parameters = {
+        "type": "object",
+        "properties": PROPERTIES,
+        "required": list(required),
+        "additionalProperties": False,
+        "$defs": DEFINITIONS,
+    }
+    return {"name": name, "parameters": parameters, **others}
+
+
+FULL, SOME, FREE = function("full", *PROPERTIES), function("some", "count", strict=True), function("free")
+BARE = {"name": "get_time"}
+SHAPES = [(family.name, shape) for family in TOOL_FAMILIES for shape in family.shapes]
+NAMES = [f"{name}-{shape.template or 'other'}" for name, shape in SHAPES]
+#: Families whose markers are special tokens, which no text spells.
+SPECIAL = {"harmony", "mistral", "deepseek", "kimi", "llama3"}
+#: What ends texts: at random, an answer would never come to an end.
+ENDINGS = [
+    "\n</parameter>\n",
+    "</parameter>",
+    "</arg_value>",
+    '"',
+    "}",
+    "]",
+    ")",
+    "</tool_call>",
+]
+
+
+class Alphabet:
+    """Single bytes, and the markers of a family whose tokenizers have them as special tokens, in llguidance's form."""
+
+    eos_token_id, bos_token_id = 256, None
+
+    def __init__(self, family: str) -> None:
+        named = choose_tools("", "", family)
+        markers = named.markers if named is not None and family in SPECIAL else ()
+        self.ids = {marker: 257 + place for place, marker in enumerate(dict.fromkeys(markers))}
+        self.tokens = [*(bytes([each]) for each in range(256)), b"<end>", *(each.encode() for each in self.ids)]
+        self.special_token_ids = [256, *self.ids.values()]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def matcher_of(form: Mapping[str, Any], family: str) -> tuple[LLMatcher, Alphabet]:
+    alphabet = Alphabet(family)
+    source = json.dumps({"type": "structural_tag", "format": form})
+    grammar = grammar_of(Constraint(kind="structural_tag", source=source), alphabet.ids)
+    return new_matcher(LLTokenizer(TokenizerWrapper(alphabet), slices=[]), grammar), alphabet
+
+
+def written(form: Mapping[str, Any], family: str, seed: int) -> str:
+    """An answer drawn along a format, byte by byte."""
+    rng = random.Random(seed)
+    matcher, alphabet = matcher_of(form, family)
+    size = len(alphabet.tokens)
+    answer = b""
+    while not matcher.is_stopped() and len(answer) < 6000:
+        if matcher.is_accepting() and rng.random() < 0.3:
+            break
+        tokens = list(rng.choice(ENDINGS).encode())
+        if rng.random() < 0.6 or matcher.validate_tokens(tokens) < len(tokens):
+            bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")[:size]
+            allowed = np.flatnonzero(bits).tolist()
+            special = [each for each in allowed if each > 256]
+            tokens = [
+                rng.choice(special if special and rng.random() < 0.2 else [each for each in allowed if each != 256])
+            ]
+        assert matcher.consume_tokens(tokens), matcher.get_error()
+        answer += b"".join([alphabet.tokens[each] for each in tokens])
+    assert matcher.is_accepting(), answer[-200:]
+    return answer.decode()
+
+
+def calls_in(
+    family: str, text: str, functions: Sequence[Mapping[str, Any]], *, only: bool = True
+) -> list[tuple[str, Any]]:
+    """The calls of an answer. `only`: it holds nothing else but reasoning."""
+    parser = AnswerParser(
+        choose_tools("", "", family),
+        choose_reasoning("", "", "harmony" if family == "harmony" else "none"),
+        {each["name"]: each.get("parameters") for each in functions},
+        "call_{:09}".format,
+    )
+    names: list[str] = []
+    arguments: list[str] = []
+    for delta in [*parser.feed(text), *parser.finish()]:
+        match delta:
+            case ToolCallStart(_, _, name):
+                names.append(name)
+                arguments.append("")
+            case ToolCallArguments(_, piece):
+                arguments[-1] += piece
+            case Content(said) if only and family != "harmony":
+                assert not said.strip(), text
+            case Content() | Reasoning():
+                pass
+    return [(name, json.loads(each)) for name, each in zip(names, arguments, strict=True)]
+
+
+def check(calls: Sequence[tuple[str, Any]], functions: Sequence[Mapping[str, Any]]) -> None:
+    schemas = {each["name"]: each.get("parameters", {"type": "object"}) for each in functions}
+    for name, arguments in calls:
+        jsonschema.validate(arguments, schemas[name])
+
+
+@pytest.mark.parametrize(("family", "shape"), SHAPES, ids=NAMES)
+@pytest.mark.parametrize("tool", [FULL, SOME, FREE, BARE], ids=lambda tool: tool["name"])
+def test_a_named_tool_is_called_once_with_valid_arguments(family: str, shape: CallShape, tool: dict[str, Any]) -> None:
+    form = shape.answers([tool], forced=True, parallel=False)
+
+    for seed in range(5):
+        calls = calls_in(family, written(form, family, seed), [tool])
+        assert [name for name, _ in calls] == [tool["name"]]
+        check(calls, [tool])
+
+
+@pytest.mark.parametrize(("family", "shape"), SHAPES, ids=NAMES)
+def test_required_tools_are_called_in_any_number(family: str, shape: CallShape) -> None:
+    tools = [SOME, BARE]
+    form = shape.answers(tools, forced=True, parallel=True)
+
+    found = [calls_in(family, written(form, family, seed), tools) for seed in range(6)]
+
+    for calls in found:
+        assert calls
+        check(calls, tools)
+    assert any(len(calls) > 1 for calls in found) == shape.parallel
+
+
+@pytest.mark.parametrize(("family", "shape"), SHAPES, ids=NAMES)
+def test_strict_tools_leave_text_free_and_guide_calls(family: str, shape: CallShape) -> None:
+    """Drawn at random, most answers are text; a call is only drawn where nothing else may stand."""
+    form = shape.answers([SOME], forced=False, parallel=True)
+    called = shape.answers([SOME], forced=True, parallel=False)
+    for seed in range(4):
+        check(calls_in(family, written(form, family, seed), [SOME], only=False), [SOME])
+        matcher, alphabet = matcher_of(form, family)
+        text = written(called, family, seed)
+        pieces = re.split(f"({'|'.join(map(re.escape, alphabet.ids))})", text) if alphabet.ids else [text]
+        tokens = [id for each in pieces for id in ([alphabet.ids[each]] if each in alphabet.ids else each.encode())]
+        assert matcher.try_consume_tokens(tokens) == len(tokens)
+        assert matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("family", "properties", "message"),
+    [
+        ("qwen3_coder", {"a": {"type": "string", "pattern": "a+"}}, "keyword 'pattern' of parameter 'a'"),
+        ("glm", {"a": {"anyOf": [{"type": "string"}, {"type": "object"}]}}, "keyword 'type' of parameter 'a'"),
+        ("qwen3_coder", {"a>b": {}}, "parameter 'a>b' cannot be written"),
+        ("pythonic", {"from": {}}, "parameter 'from' cannot be written"),
+    ],
+)
+def test_a_strict_tool_that_a_format_cannot_hold_is_refused(family: str, properties: Any, message: str) -> None:
+    family_of = choose_tools("", "", family)
+    assert family_of is not None
+    tool = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": properties}}
+
+    with pytest.raises(Unguidable, match=message):
+        family_of.shapes[-1].answers([tool], forced=True, parallel=False)
+
+
+def test_the_template_chooses_among_a_familys_shapes() -> None:
+    mistral = choose_tools("[TOOL_CALLS]", "")
+    assert mistral is not None
+
+    assert [shape_of(mistral.shapes, each).template for each in ("[TOOL_CALLS][CALL_ID][ARGS]", "[ARGS]", "")] == [
+        "[CALL_ID]",
+        "[ARGS]",
+        "",
+    ]
