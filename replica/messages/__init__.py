@@ -74,8 +74,10 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     #: A JSON schema, a JSON list of choices and a structural tag as JSON; a regular expression; a grammar in Lark or
     #: GBNF; nothing for a JSON object.
     source: str = ""
-    #: The constraint begins behind these generated tokens, such as those that end a model's reasoning; empty: at once.
+    #: The constraint begins behind the text of these generated tokens, such as what ends a model's reasoning; empty: at
+    #: once. With `opener`, it does so only in an answer that begins with these tokens, which are allowed then.
     after: tuple[int, ...] = ()
+    opener: tuple[int, ...] = ()
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_defaults=True):

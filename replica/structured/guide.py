@@ -30,19 +30,26 @@ WORD_BITS = 32
 
 
 class Guide:
-    """Follows one answer. Begins behind the first occurrence of `after` in it, or at once if that is empty."""
+    """Follows one answer. Its grammar begins at once, or behind the reasoning that comes before the answer."""
 
-    __slots__ = ("_after", "_matcher", "_tail")
+    __slots__ = ("_marker", "_matcher", "_opener", "_place", "_tail", "_vocabulary")
 
-    def __init__(self, matcher: Any, after: Sequence[int] = ()) -> None:
-        self._matcher = matcher
-        self._after = list(after)
-        #: The latest tokens while `after` has not occurred; None: the grammar applies.
-        self._tail: list[int] | None = [] if after else None
+    def __init__(
+        self, matcher: Any, vocabulary: "Vocabulary", after: Sequence[int] = (), opener: Sequence[int] = ()
+    ) -> None:
+        """The grammar begins behind the first occurrence of `after`; with `opener`, in answers that begin with it."""
+        self._matcher, self._vocabulary = matcher, vocabulary
+        self._opener = list(opener)
+        #: How many tokens of `opener` are drawn, all of them so far; None: the answer begins otherwise, or has begun.
+        self._place: int | None = 0 if opener else None
+        #: By text: the same marker may be spelled by other tokens, and the last of them may hold more.
+        self._marker = b"".join(map(vocabulary.piece, after))
+        #: The latest text while the marker has not occurred; None: the grammar applies.
+        self._tail: bytes | None = b"" if after and not opener else None
 
     @property
     def active(self) -> bool:
-        """Whether the grammar applies to the next token."""
+        """Whether the next token is restricted."""
         return self._tail is None
 
     @property
@@ -58,16 +65,65 @@ class Guide:
     def accept(self, token_ids: Sequence[int]) -> None:
         """Follow these generated tokens."""
         for place, token_id in enumerate(token_ids):
-            if self._tail is None:
+            if self._place is not None:
+                self._open(self._place, token_id)
+            elif self._tail is not None:
+                self._reason(self._tail, token_id)
+            else:
                 self._matcher.consume_tokens(list(token_ids[place:]))
                 return
-            self._tail = [*self._tail, token_id][-len(self._after) :]
-            if self._tail == self._after:
-                self._tail = None
+
+    def _open(self, place: int, token_id: int) -> None:
+        if token_id != self._opener[place]:
+            self._place = None
+            self._matcher.consume_tokens([*self._opener[:place], token_id])
+        elif place + 1 < len(self._opener):
+            self._place = place + 1
+        else:
+            self._place, self._tail = None, b"" if self._marker else None
+
+    def _reason(self, tail: bytes, token_id: int) -> None:
+        piece = self._vocabulary.piece(token_id)
+        text = tail + piece
+        before, found, rest = text.partition(self._marker)
+        if not found:
+            self._tail = before[-len(self._marker) :]
+            return
+        self._tail = None
+        if rest := rest.lstrip():  # the space behind reasoning belongs to neither
+            self._matcher.consume_tokens(self._vocabulary.spelled(rest))
 
     def fill(self, words: npt.NDArray[np.int32]) -> None:
         """Write the mask of the next token, one bit per token id; `words` is contiguous."""
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        matcher, place = self._matcher, self._place
+        if place:
+            begun = self._opener[:place]
+            matcher = matcher.deep_copy() if matcher.validate_tokens(begun) == place else None
+            if matcher is not None:
+                matcher.consume_tokens(begun)
+        if matcher is None:
+            words.fill(0)
+        else:
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if place is not None:
+            word, bit = divmod(self._opener[place], WORD_BITS)
+            words.view(np.uint32)[word] |= np.uint32(1 << bit)
+
+
+class Vocabulary:
+    """The texts of a tokenizer's tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def piece(self, token_id: int) -> bytes:
+        """The bytes of a token; no text spells those of a special one. Raises OverflowError or ValueError."""
+        text: bytes = self._tokenizer.decode_bytes([token_id])
+        return b"\xff" + text if self._tokenizer.is_special_token(token_id) else text
+
+    def spelled(self, text: bytes) -> list[int]:
+        """Tokens of a text."""
+        return list(self._tokenizer.tokenize_bytes(text))
 
 
 @dataclass(slots=True, frozen=True)
@@ -108,9 +164,13 @@ class GuideCompiler:
     def compile(self, constraint: Constraint, generated: Sequence[int] = ()) -> Guide:
         """As `start`, in this thread. Raises InvalidRequest."""
         try:
-            guide = Guide(self._matcher(constraint), constraint.after)
+            matcher = self._matcher(constraint)
         except GrammarError as error:
             raise InvalidRequest(f"constraint: {error}") from error
+        for token_id in (*constraint.after, *constraint.opener):
+            if not 0 <= token_id < self._vocab_size:
+                raise InvalidRequest(f"constraint: there is no token {token_id}")
+        guide = Guide(matcher, Vocabulary(self._tokenizer.result()[0]), constraint.after, constraint.opener)
         guide.accept(generated)
         if guide.problem:
             raise InvalidRequest(f"constraint: the tokens generated so far do not match it: {guide.problem}")

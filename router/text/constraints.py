@@ -52,15 +52,12 @@ class Asked(NamedTuple):
     param: str
 
 
-def requested(fields: Mapping[str, Any], after: tuple[int, ...] = ()) -> Asked | None:
-    """What these `FIELDS` of a body ask for; absent ones may be missing or None. Raises InvalidRequest.
-
-    `after`: the tokens that end the reasoning of a model that reasons.
-    """
+def requested(fields: Mapping[str, Any]) -> Asked | None:
+    """What these `FIELDS` of a body ask for; absent ones may be missing or None. Raises InvalidRequest."""
     asked: list[Asked] = []
 
     def ask(kind: ConstraintKind, source: str, param: str) -> None:
-        asked.append(Asked(Constraint(kind=kind, source=source, after=after), param))
+        asked.append(Asked(Constraint(kind=kind, source=source), param))
 
     whitespace = fields.get("guided_whitespace_pattern")
     if (response_format := fields.get("response_format")) is not None:
@@ -160,7 +157,6 @@ def tool_calls(
     shape: CallShape | None,
     *,
     parallel: bool = True,
-    after: tuple[int, ...] = (),
 ) -> Asked | None:
     """What `tool_choice` and strict tools demand of models that write calls so; None: nothing. Raises InvalidRequest.
 
@@ -193,7 +189,7 @@ def tool_calls(
         param = "tool_choice" if forced else "tools"
         raise InvalidRequest(f"field {param!r}: {error}", param=param) from error
     source = _encoded({"type": "structural_tag", "format": form})
-    return Asked(Constraint(kind="structural_tag", source=source, after=after), "tools")
+    return Asked(Constraint(kind="structural_tag", source=source), "tools")
 
 
 # The check

@@ -230,12 +230,11 @@ async def conversation_job(
     if clamp:
         room = max(1, served.limits.max_model_len - len(token_ids))
         wanted = room if wanted is None else min(wanted, room)
-    thoughts = served.thoughts
-    after: tuple[int, ...] = ()
-    opened = thoughts is not None and thoughts.opened_by(text.decode(token_ids[-TAIL_TOKENS:]))
-    if opened and thoughts is not None:
-        after = tuple(text.encode_now([thoughts.closer], special_tokens=False)[0])
-    asked = _calls(served, conversation, after, requested_output(body, conversation.output, after))
+    thoughts, tail = served.thoughts, ""
+    if thoughts is not None:
+        tail = text.decode(token_ids[-TAIL_TOKENS:])
+    opened = thoughts is not None and thoughts.opened_by(tail)
+    asked = _guided(served, conversation, requested_output(body, conversation.output), tail)
     made = job(
         front,
         served,
@@ -298,28 +297,42 @@ def decoded_arguments(arguments: Any, param: str) -> Any:
         raise InvalidRequest(f"field {param!r}: 'arguments' is not valid JSON", param=param) from error
 
 
-def requested_output(body: Body, fields: Mapping[str, Any], after: tuple[int, ...] = ()) -> Asked | None:
-    """What the answer must match, by the fields that all bodies have and by `fields`. Raises InvalidRequest.
-
-    `after`: the tokens that end the reasoning in which the answer begins.
-    """
+def requested_output(body: Body, fields: Mapping[str, Any]) -> Asked | None:
+    """What the answer must match, by the fields that all bodies have and by `fields`. Raises InvalidRequest."""
     given = _output_fields(body)
     if not fields and given == _NO_OUTPUT_FIELDS:
         return None
-    return requested({**dict(zip(_OUTPUT_FIELDS, given, strict=True)), **fields}, after)
+    return requested({**dict(zip(_OUTPUT_FIELDS, given, strict=True)), **fields})
 
 
-def _calls(served: Served, conversation: Conversation, after: tuple[int, ...], asked: Asked | None) -> Asked | None:
-    """What the tools ask of the answer: calls, if these are required, or else that calls follow strict schemas."""
+def _guided(served: Served, conversation: Conversation, asked: Asked | None, tail: str) -> Asked | None:
+    """What guides the answer, and where in it that begins. `tail`: the end of the prompt, of a model that reasons."""
+    calls, thoughts = _calls(served, conversation, asked), served.thoughts
+    guiding = asked if calls is None else calls
+    if guiding is None or thoughts is None:
+        return guiding
+    wishes = {**conversation.reasoning.template_arguments(), **conversation.template_arguments}
+    opener, end = thoughts.guided_from(
+        tail,
+        calls=calls is not None,
+        may_open=conversation.add_generation_prompt and wishes.get("enable_thinking") is not False,
+    )
+    opening, after = (tuple(ids) for ids in served.text.encode_now([opener, end], special_tokens=False))
+    return guiding._replace(constraint=msgspec.structs.replace(guiding.constraint, opener=opening, after=after))
+
+
+def _calls(served: Served, conversation: Conversation, asked: Asked | None) -> Asked | None:
+    """What the tools ask of the answer: calls, if these are required, or else that calls follow strict schemas.
+
+    Another constraint, `asked`, applies if no calls are required.
+    """
     choice = conversation.tool_choice
-    if asked is not None and choice.mode != "required":
-        return asked
-    if not conversation.tools and choice.mode != "required":
+    if choice.mode != "required" and (asked is not None or not conversation.tools):
         return None
     shape = None if served.calls is None else shape_of(served.calls.shapes, served.text.templates)
     wanted = choice.mode if choice.name is None else {"function": {"name": choice.name}}
     definitions = [tool.definition for tool in conversation.tools]
-    return tool_calls(definitions, wanted, shape, parallel=choice.parallel, after=after)
+    return tool_calls(definitions, wanted, shape, parallel=choice.parallel)
 
 
 def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:

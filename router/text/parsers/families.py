@@ -56,9 +56,27 @@ class ReasoningFamily:
     opener: str
     closer: str
     markers: tuple[str, ...]
+    answer: str = ""  #: what begins the answer behind the reasoning; empty: nothing but the closer
+    reply: str = ""  #: what begins a whole reply of the model, where its prompt ends with that
     aliases: tuple[str, ...] = ()
     templates: tuple[tuple[str, ...], ...] = ()
     model_types: tuple[str, ...] = ()
+
+    def guided_from(self, prompt: str, *, calls: bool, may_open: bool) -> tuple[str, str]:
+        """The opener and the end of what precedes the guided part of an answer; each may be empty.
+
+        With an opener, only an answer that begins with it has such a part. `prompt`: its end. `calls`: calls are
+        guided, whose shape describes a whole reply. `may_open`: the model may reason although the prompt does not.
+        """
+        opened = self.opened_by(prompt)
+        if self.answer:
+            if calls:
+                return "", self.closer + self.reply if opened else ""
+            return "", self.answer
+        if opened:
+            return "", self.closer
+        closed = prompt.rstrip().endswith(self.closer)
+        return (self.opener, self.closer) if may_open and not closed else ("", "")
 
     def opened_by(self, prompt: str) -> bool:
         """Whether a prompt ends with an opener, so that the answer begins inside of reasoning."""
@@ -168,6 +186,8 @@ REASONING_FAMILIES = (
         "<|channel|>analysis<|message|>",
         "<|end|>",
         MARKERS,
+        answer="<|channel|>final<|message|>",
+        reply="<|start|>assistant",
         aliases=("openai", "gpt-oss", "gpt_oss", "openai_gptoss"),
         templates=(("<|channel|>", "<|message|>"),),
         model_types=("gpt_oss",),

@@ -11,6 +11,7 @@ from typing import Any
 
 import jsonschema
 import msgspec
+import numpy as np
 import pytest
 from llguidance import LLTokenizer
 
@@ -26,7 +27,7 @@ from homing.replica.errors import InvalidRequest
 from homing.replica.execute.gpu_runner import GpuRunner
 from homing.replica.execute.runner import ModelRunner
 from homing.replica.messages import Constraint
-from homing.replica.structured.guide import GuideCompiler
+from homing.replica.structured.guide import Guide, GuideCompiler
 
 from ..fakes import Guesses, generate
 
@@ -238,6 +239,96 @@ def test_a_grammar_may_begin_behind_the_reasoning(guides: GuideCompiler, kind: s
     jsonschema.validate(json.loads(got[0].text), SCHEMA)
     assert got[1].tokens[0] == marker[-1]
     jsonschema.validate(json.loads(tokenizer().decode_str(got[1].tokens[1:])), SCHEMA)
+
+
+def think(text: str = "hm") -> list[int]:
+    return list(tokenizer().tokenize_str(f"<think>{text}</think>"))
+
+
+#: For a model that may begin with reasoning although its prompt does not.
+THOUGHTFUL = msgspec.structs.replace(
+    JSON, opener=tuple(tokenizer().tokenize_str("<think>")), after=tuple(tokenizer().tokenize_str("</think>"))
+)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_model_may_open_reasoning_itself(guides: GuideCompiler, kind: str) -> None:
+    """What begins like the opener becomes the opener, if the grammar allows nothing of it; then text is free."""
+    opener = list(THOUGHTFUL.opener)
+    rig = Rig(kind, guides)
+
+    rig.add(0, THOUGHTFUL, logit_bias={opener[0]: 100.0}, max_tokens=len(opener))
+    rig.add(1, THOUGHTFUL, logit_bias={opener[0]: -100.0})
+    rig.add(2, THOUGHTFUL, think())
+    rig.add(3, THOUGHTFUL, [*opener, *tokenizer().tokenize_str("well")], max_tokens=20)
+    rig.add(4, None, [*opener, *tokenizer().tokenize_str("well")], max_tokens=20)
+    got = rig.run()
+
+    assert len(opener) > 1
+    assert got[0].tokens == opener
+    jsonschema.validate(json.loads(got[1].text), SCHEMA)
+    jsonschema.validate(json.loads(got[2].text), SCHEMA)
+    assert got[3].tokens == got[4].tokens
+
+
+def test_the_state_behind_any_token_follows_from_the_tokens(guides: GuideCompiler) -> None:
+    """Also inside of the opener, of the reasoning and of its end: so a lost answer goes on with the same bytes."""
+
+    def mask(guide: Any) -> list[int] | None:
+        words = np.zeros(3072 // 32, dtype=np.int32)
+        if guide.active and not guide.ended:
+            guide.fill(words)
+            return list(words)
+        return None
+
+    for start in (think(), think("")):
+        rig = Rig("plain", guides)
+        rig.add(0, THOUGHTFUL, start, **DRAWS[1])
+        whole = [*start, *rig.run()[0].tokens]
+        followed = guides.compile(THOUGHTFUL)
+
+        for cut, token_id in enumerate(whole):
+            assert mask(guides.compile(THOUGHTFUL, whole[:cut])) == mask(followed), cut
+            followed.accept([token_id])
+        assert not followed.problem
+
+
+def test_reasoning_ends_however_its_end_is_spelled(guides: GuideCompiler) -> None:
+    """Tokens of a text depend on what stands beside it."""
+    spelled = [token for byte in b"so</think>" for token in tokenizer().tokenize_bytes(bytes([byte]))]
+
+    guide = guides.compile(THOUGHTFUL, [*THOUGHTFUL.opener, *spelled])
+    unfinished = guides.compile(THOUGHTFUL, [*THOUGHTFUL.opener, *spelled[:-1]])
+
+    assert list(THOUGHTFUL.after) != spelled[-len(THOUGHTFUL.after) :]
+    assert (guide.active, unfinished.active) == (True, False)
+
+
+class Merged:
+    """A vocabulary whose third token ends reasoning and holds what follows."""
+
+    def __init__(self, rest: bytes) -> None:
+        self.pieces = [b"</", b"think>", b"</think>" + rest]
+
+    def piece(self, token_id: int) -> bytes:
+        return self.pieces[token_id]
+
+    def spelled(self, text: bytes) -> list[int]:
+        return list(tokenizer().tokenize_bytes(text))
+
+
+@pytest.mark.parametrize(("rest", "problem"), [(b"\n\n", False), (b'\n{"', False), (b"Sure", True)])
+def test_text_behind_the_end_of_reasoning_in_one_token_with_it_counts(
+    guides: GuideCompiler, rest: bytes, problem: bool
+) -> None:
+    """Space belongs to neither; anything else must match."""
+    vocabulary: Any = Merged(rest)
+    guide = Guide(guides._matcher(JSON), vocabulary, after=(0, 1))
+
+    guide.accept([0, 2])
+
+    assert guide.active
+    assert bool(guide.problem) == problem
 
 
 def test_a_drafter_changes_no_guided_token(guides: GuideCompiler) -> None:

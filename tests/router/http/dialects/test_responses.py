@@ -197,3 +197,18 @@ async def test_a_stream_that_breaks_ends_as_failed(client, backend: FakeBackend,
 
     assert last["type"] == "response.failed"
     assert last["response"]["error"] == {"code": "replica_lost", "message": "r0 is gone"}
+
+
+async def test_a_guided_answer_may_reason_before_unless_that_is_turned_off(
+    client: httpx.AsyncClient, backend: FakeBackend, text_model: TextModel
+):
+    """The constraint names the tokens between which reasoning stands."""
+    wanted = {"text": {"format": {"type": "json_object"}}}
+    thinking = [tuple(ids) for ids in text_model.encode_now(["<think>", "</think>"], special_tokens=False)]
+
+    await client.post(PATH, json={"model": "demo", "input": "a", **wanted})
+    await client.post(PATH, json={"model": "demo", "input": "a", **wanted, "reasoning": {"effort": "none"}})
+
+    first, second = [request.constraint for request in backend.requests]
+    assert [first.opener, first.after] == thinking
+    assert (second.opener, second.after) == ((), ())

@@ -83,3 +83,19 @@ def test_a_prompt_that_ends_with_an_opener_begins_reasoning():
 
     assert think.opened_by("<|im_start|>assistant\n<think>\n")
     assert not think.opened_by("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+def test_the_guided_part_of_an_answer_begins_behind_its_reasoning():
+    """Opened by the prompt, by the model itself, or not at all; harmony names what begins the answer."""
+    think, harmony = choose_reasoning("", "", "think"), choose_reasoning("", "", "harmony")
+
+    def found(family, prompt, *, calls=False, may_open=True):
+        return family.guided_from(prompt, calls=calls, may_open=may_open)
+
+    assert found(think, "<|im_start|>assistant\n<think>\n") == ("", "</think>")
+    assert found(think, "<|im_start|>assistant\n") == ("<think>", "</think>")
+    assert found(think, "<|im_start|>assistant\n", may_open=False) == ("", "")
+    assert found(think, "<think>\n\n</think>\n\n") == ("", "")
+    assert found(harmony, "<|start|>assistant") == ("", "<|channel|>final<|message|>")
+    assert found(harmony, "<|start|>assistant", calls=True) == ("", "")
+    assert found(harmony, "<|channel|>analysis<|message|>", calls=True) == ("", "<|end|><|start|>assistant")
