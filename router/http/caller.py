@@ -15,6 +15,9 @@ SESSION_HEADERS = (
     *("x-session-affinity", "x-correlation-id", "x-claude-code-session-id", "session_id", "session-id"),
     *("x-session-id", "x-opencode-session", "x-affinity"),
 )
+#: The agent within a session, and the one that started it: of Claude Code, Codex (threads) and OpenCode.
+AGENT_HEADERS = ("x-claude-code-agent-id", "thread-id", "thread_id")
+PARENT_HEADERS = ("x-claude-code-parent-agent-id", "x-codex-parent-thread-id", "x-parent-session-id")
 #: The router remembers tens of thousands of sessions, and an HTTP head may have 64 KB.
 MAX_SESSION_CHARS = 64
 _PRINTABLE = re.compile(r"[\x21-\x7e]{1,256}")
@@ -25,9 +28,9 @@ def request_id(given: str | None, random_bits: Callable[[int], int]) -> str:
     return given if given and _PRINTABLE.fullmatch(given) else f"{random_bits(64):016x}"
 
 
-def session(headers: Mapping[str, str]) -> str | None:
-    """The conversation that the request belongs to, if a header names it."""
-    for name in SESSION_HEADERS:
+def named_by(headers: Mapping[str, str], names: Sequence[str] = SESSION_HEADERS) -> str | None:
+    """What the first of these headers names: by default the conversation that the request belongs to."""
+    for name in names:
         if value := headers.get(name):
             return bounded(value)
     return None
@@ -44,14 +47,19 @@ class Caller:
     Each step updates the rate-limit headers of the response. Tenants without limits are not counted.
     """
 
-    __slots__ = ("_charged", "_exchange", "_limiter", "_notes", "_now", "_timeout_s", "request_id", "session", "tenant")
+    __slots__ = (
+        *("_charged", "_exchange", "_limiter", "_notes", "_now", "_timeout_s"),
+        *("agent", "parent", "request_id", "session", "tenant"),
+    )
 
     def __init__(self, front: Front, exchange: Exchange) -> None:
         """Identify the tenant by its API key. Raises MissingKey and UnknownKey."""
         headers = exchange.request.headers
         self.tenant = front.tenants.of(headers.get("authorization") or headers.get("x-api-key"))
         self.request_id = exchange.id
-        self.session = session(headers)
+        self.session = named_by(headers)
+        self.agent = named_by(headers, AGENT_HEADERS)
+        self.parent = named_by(headers, PARENT_HEADERS)
         self._exchange = exchange
         self._limiter = front.limiters.get(self.tenant.digest)
         self._now = front.monotonic

@@ -1,8 +1,9 @@
 """The table of all endpoints, its OpenAPI document, and the endpoints that are not part of a larger module."""
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import islice
 from typing import Any, Literal
 
 import msgspec
@@ -27,8 +28,17 @@ from .dialects.messages import (
     messages_error_body,
 )
 from .dialects.messages import conversation as messages_conversation
+from .dialects.messages import unknown as messages_unknown
 from .dialects.responses import RESPONSES, Response, ResponsesBody
-from .dialects.schema import ENCODER, NonNegative, TokenizeBody, decode, decode_leniently
+from .dialects.schema import (
+    ENCODER,
+    MAX_IGNORED,
+    NonNegative,
+    TokenizeBody,
+    UnknownField,
+    decode,
+    decode_leniently,
+)
 from .dialects.validate import check_token_ids
 from .errors import ErrorBody
 from .front import Front
@@ -131,11 +141,26 @@ def respond(exchange: Exchange, value: object) -> None:
     exchange.respond(ENCODER.encode(value))
 
 
-def decode_body(front: Front, caller: Caller, data: bytes, dialect: Dialect[BodyType]) -> BodyType:
-    """A request's body. Unknown fields are refused or ignored, as the setting says. Raises InvalidRequest."""
-    if front.settings.strict_fields:
-        return decode(data, dialect.decoder)
-    body, ignored = decode_leniently(data, dialect.decoder)
+def decode_body(
+    front: Front,
+    caller: Caller,
+    data: bytes,
+    decoder: "msgspec.json.Decoder[BodyType]",
+    unknown: Callable[[BodyType], Iterable[tuple[str, str]]] | None,
+) -> BodyType:
+    """A request's body. Unknown fields are refused or ignored, as the setting says. Raises InvalidRequest.
+
+    `unknown` finds those that `decoder` takes.
+    """
+    strict, ignored = front.settings.strict_fields, list[str]()
+    if strict:
+        body = decode(data, decoder)
+    else:
+        body, ignored = decode_leniently(data, decoder)
+    if unknown is not None and (found := list(islice(unknown(body), MAX_IGNORED))):
+        if strict:
+            raise UnknownField(*found[0])
+        ignored += [f"{where}.{name}" for where, name in found]
     if ignored:
         front.metrics.fields_ignored(len(ignored))
         caller.note("x-homing-ignored-fields", ignored)
@@ -145,7 +170,7 @@ def decode_body(front: Front, caller: Caller, data: bytes, dialect: Dialect[Body
 async def generate(dialect: Dialect[BodyType], front: Front, exchange: Exchange) -> None:
     caller = Caller(front, exchange)
     caller.check()
-    body = decode_body(front, caller, exchange.request.body, dialect)
+    body = decode_body(front, caller, exchange.request.body, dialect.decoder, dialect.unknown)
     served = await front.served(body.model)
     job = await dialect.job(front, served, body, caller.sender(body.cache_salt))
     builder = dialect.builder(served, body, f"{front.random_bits(96):024x}", int(front.wall()))
@@ -157,7 +182,7 @@ async def count_tokens(front: Front, exchange: Exchange) -> None:
     """The tokens of the prompt that a message's request would have."""
     caller = Caller(front, exchange)
     caller.check()
-    body = decode(exchange.request.body, _COUNT)
+    body = decode_body(front, caller, exchange.request.body, _COUNT, messages_unknown)
     served = await front.served(body.model)
     asked = messages_conversation(body, front.settings).template_input()
     tokens = await served.text.encode_chat(asked, sender=caller.sender(body.cache_salt))
@@ -171,10 +196,15 @@ async def explain(front: Front, exchange: Exchange) -> None:
     caller.check()
     data = exchange.request.body
     dialect: Dialect[Any] = COMPLETION if decode(data, _KIND).messages is UNSET else CHAT
-    body = decode_body(front, caller, data, dialect)
+    body = decode_body(front, caller, data, dialect.decoder, dialect.unknown)
     job = await dialect.job(front, await front.served(body.model), body, caller.sender(body.cache_salt))
     caller.charge([len(prompt.token_ids) for prompt in job.prompts])
-    respond(exchange, job.served.backend.explain(generation_request(job, job.prompts[0], caller)))
+    request = generation_request(job, job.prompts[0], caller)
+    found = job.served.backend.explain(request)
+    respond(
+        exchange,
+        msgspec.structs.replace(found, session=request.session, agent=caller.agent, parent=caller.parent),
+    )
 
 
 async def tokenize(front: Front, exchange: Exchange) -> None:

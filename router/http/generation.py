@@ -304,6 +304,9 @@ class Generation:
             sum([choice.reasoning_tokens for choice in choices]),
             sum([choice.pinned or 0 for choice in choices]),
             choices[0].queue_s if choices else None,
+            self._caller.session or self.job.session,
+            self._caller.agent,
+            self._caller.parent,
         )
 
     def summary(self) -> GenerationSummary:

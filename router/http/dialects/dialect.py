@@ -6,7 +6,7 @@ write the module and list it in `endpoints.py`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -62,6 +62,8 @@ class Dialect(Generic[BodyType]):
     job: Callable[[Front, Served, BodyType, Sender], Awaitable[Job]]
     #: Arguments: model, body, random id of the response, seconds since 1970.
     builder: Callable[[Served, BodyType, str, int], ResponseBuilder]
+    #: Unknown keys of the body that its type does not find: the path of the object that has one, and its name.
+    unknown: Callable[[BodyType], Iterable[tuple[str, str]]] | None = None
 
 
 class WholeWriter:

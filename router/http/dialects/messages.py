@@ -1,6 +1,6 @@
 """The dialect of POST /v1/messages: Anthropic's Messages, as Claude Code speaks them, with its errors.
 
-Stateless, as the API is. Tools that Anthropic's servers run, unknown betas and unknown fields are ignored.
+Stateless, as the API is. Tools that Anthropic's servers run and unknown betas are ignored.
 """
 
 import re
@@ -20,7 +20,7 @@ from ..generation import Job, RunningChoice
 from ..protocol.exchange import GenerationSummary
 from .blocks import BlockBuilder
 from .dialect import MARK, Dialect, named_event
-from .schema import ENCODER, Body, CacheControl, converted
+from .schema import ENCODER, Body, CacheControl, converted, known_keys, unknown_keys
 from .validate import conversation_job
 
 #: Anthropic's name of an error, by HTTP status.
@@ -42,20 +42,23 @@ class Mark(CacheControl, forbid_unknown_fields=False):
     """`cache_control`, with whatever else a client's version says in it."""
 
 
-class ThinkingOptions(msgspec.Struct):
+class ThinkingOptions(msgspec.Struct, forbid_unknown_fields=True):
     """The field `thinking`."""
 
     type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Any = None  #: ignored: the model's template knows no budget
+    display: Any = None  #: ignored: reasoning is returned whole
 
 
-class OutputConfig(msgspec.Struct):
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     """The field `output_config`."""
 
     effort: str | None = None
     format: dict[str, Any] | None = None
+    task_budget: Any = None  #: ignored
 
 
-class ToolChoiceBody(msgspec.Struct):
+class ToolChoiceBody(msgspec.Struct, forbid_unknown_fields=True):
     """The field `tool_choice`."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -69,14 +72,14 @@ class Metadata(msgspec.Struct):
     user_id: str | None = None
 
 
-class MessageParam(msgspec.Struct):
+class MessageParam(msgspec.Struct, forbid_unknown_fields=True):
     """One message of the request."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
 
 
-class CountBody(Body, kw_only=True, forbid_unknown_fields=False):
+class CountBody(Body, kw_only=True, forbid_unknown_fields=True):
     """A request of which the tokens are to be counted."""
 
     messages: Annotated[list[MessageParam], Meta(min_length=1)]
@@ -89,9 +92,16 @@ class CountBody(Body, kw_only=True, forbid_unknown_fields=False):
     metadata: Metadata | None = None
     cache_control: Mark | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    # Ignored: what Anthropic's servers do besides generating.
+    context_management: Any = None
+    container: Any = None
+    mcp_servers: Any = None
+    inference_geo: Any = None
+    speed: Any = None
+    betas: Any = None
 
 
-class MessagesBody(CountBody, kw_only=True, forbid_unknown_fields=False):
+class MessagesBody(CountBody, kw_only=True, forbid_unknown_fields=True):
     """The request body."""
 
     stop_sequences: Annotated[list[str], Meta(max_length=16)] | None = None
@@ -126,6 +136,30 @@ class _ToolParam(msgspec.Struct):
     description: str | None = None
     strict: bool | None = None
     cache_control: Mark | None = None
+
+
+_BLOCK_KEYS = known_keys(
+    text="text cache_control citations",
+    tool_use="id name input cache_control caller",
+    tool_result="tool_use_id content is_error cache_control",
+    thinking="thinking signature cache_control",
+    redacted_thinking="data cache_control",
+    search_result="content title source citations cache_control",
+)
+_TOOL_KEYS = known_keys(
+    custom="name input_schema description strict cache_control defer_loading eager_input_streaming allowed_callers "
+    "input_examples"
+)
+
+
+def unknown(body: CountBody) -> Iterator[tuple[str, str]]:
+    """Unknown keys of content blocks and tools."""
+    if isinstance(body.system, list):
+        yield from unknown_keys(body.system, _BLOCK_KEYS, "system")
+    for index, message in enumerate(body.messages):
+        if isinstance(message.content, list):
+            yield from unknown_keys(message.content, _BLOCK_KEYS, f"messages[{index}].content")
+    yield from unknown_keys(body.tools or (), _TOOL_KEYS, "tools", "custom")
 
 
 async def job(front: Front, served: Served, body: MessagesBody, sender: Sender) -> Job:
@@ -494,4 +528,4 @@ def _stopped(choice: RunningChoice) -> tuple[str, str | None]:
     return ("end_turn", None) if sequence is None else ("stop_sequence", sequence)
 
 
-MESSAGES = Dialect(msgspec.json.Decoder(MessagesBody), job, MessagesBuilder)
+MESSAGES = Dialect(msgspec.json.Decoder(MessagesBody), job, MessagesBuilder, unknown)

@@ -19,7 +19,7 @@ from ..generation import Job, RunningChoice
 from ..protocol.exchange import GenerationSummary
 from .blocks import BlockBuilder
 from .dialect import Dialect, named_event
-from .schema import ENCODER, Body, Positive, converted
+from .schema import ENCODER, Body, Positive, converted, known_keys, unknown_keys
 from .validate import conversation_job, decoded_arguments, mark
 
 #: Between the name of a namespace and that of its tool, where a model calls it.
@@ -28,31 +28,34 @@ SEPARATOR = "__"
 INPUT = "input"
 
 
-class TextFormat(msgspec.Struct, rename={"schema_": "schema"}):
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True, rename={"schema_": "schema"}):
     """`text.format`: what the answer's text must be."""
 
     type: str
     name: str | None = None
     schema_: dict[str, Any] | None = None
     strict: bool | None = None
+    description: str | None = None
 
 
-class TextOptions(msgspec.Struct):
+class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
     """The field `text`."""
 
     format: TextFormat | None = None
     verbosity: Any = None  #: ignored
 
 
-class ReasoningOptions(msgspec.Struct):
+class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
     """The field `reasoning`."""
 
     effort: str | None = None
-    summary: Any = None  #: ignored: reasoning is returned whole
+    # Ignored: reasoning is returned whole.
+    summary: Any = None
+    generate_summary: Any = None
 
 
-class ResponsesBody(Body, kw_only=True, forbid_unknown_fields=False):
-    """The request body. Fields that it does not name are ignored, as clients add some with every version."""
+class ResponsesBody(Body, kw_only=True, forbid_unknown_fields=True):
+    """The request body."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -68,6 +71,17 @@ class ResponsesBody(Body, kw_only=True, forbid_unknown_fields=False):
     background: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    prompt: Any = None
+    # Ignored: what they ask for is returned always, or concerns what OpenAI's servers do besides generating.
+    include: Any = None
+    client_metadata: Any = None
+    truncation: Any = None
+    max_tool_calls: Any = None
+    context_management: Any = None
+    moderation: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    verbosity: Any = None
 
 
 class _InputMessage(msgspec.Struct):
@@ -105,6 +119,39 @@ class _Namespace(msgspec.Struct):
     tools: list[dict[str, Any]]
 
 
+_PART_KEYS = known_keys(
+    input_text="text prompt_cache_breakpoint",
+    output_text="text annotations logprobs",
+    text="text",
+    refusal="refusal",
+)
+_ITEM_KEYS = known_keys(
+    message="role content id status phase",
+    function_call="id call_id name arguments status namespace",
+    custom_tool_call="id call_id name input status namespace",
+    function_call_output="id call_id output status",
+    custom_tool_call_output="id call_id output status",
+    reasoning="id summary content encrypted_content status",
+)
+_TOOL_KEYS = known_keys(
+    function="name description parameters strict defer_loading output_schema",
+    custom="name description format defer_loading",
+    namespace="name description tools",
+)
+
+
+def unknown(body: ResponsesBody) -> Iterator[tuple[str, str]]:
+    """Unknown keys of input items, of their text parts and of tools."""
+    items = body.input if isinstance(body.input, list) else ()
+    yield from unknown_keys(items, _ITEM_KEYS, "input", "message")
+    for index, item in enumerate(items):
+        parts = item.get("content")
+        if isinstance(parts, list) and item.get("type", "message") == "message":
+            found = [each for each in parts if isinstance(each, dict)]
+            yield from unknown_keys(found, _PART_KEYS, f"input[{index}].content")
+    yield from unknown_keys(body.tools or (), _TOOL_KEYS, "tools")
+
+
 async def job(front: Front, served: Served, body: ResponsesBody, sender: Sender) -> Job:
     """What `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
     for name in ("previous_response_id", "conversation"):
@@ -112,6 +159,8 @@ async def job(front: Front, served: Served, body: ResponsesBody, sender: Sender)
             raise InvalidRequest(
                 f"field {name!r}: this server stores no responses; send the whole conversation as 'input'", param=name
             )
+    if body.prompt is not None:
+        raise InvalidRequest("field 'prompt': this server stores no prompts; send it as 'instructions'", param="prompt")
     if body.background:
         raise InvalidRequest("field 'background': this server stores no responses to return later", param="background")
     if body.top_logprobs:
@@ -529,4 +578,4 @@ def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {"description": None, "parameters": None, "strict": None} | tool if tool.get("type") == "function" else tool
 
 
-RESPONSES = Dialect(msgspec.json.Decoder(ResponsesBody), job, ResponsesBuilder)
+RESPONSES = Dialect(msgspec.json.Decoder(ResponsesBody), job, ResponsesBuilder, unknown)

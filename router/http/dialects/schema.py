@@ -6,7 +6,7 @@ field is part of its type; what involves two fields, the model or the settings i
 
 import re
 from codecs import BOM_UTF8
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -335,6 +335,25 @@ def _without(data: bytes, error: UnknownField) -> bytes:
         return ENCODER.encode(body)
     except (KeyError, IndexError, TypeError, msgspec.DecodeError, RecursionError):
         raise error from None
+
+
+#: By type, the keys that an object of a list has besides its type; of types that are not named, any.
+KnownKeys = Mapping[str, frozenset[str]]
+
+
+def known_keys(**by_type: str) -> KnownKeys:
+    return {kind: frozenset(("type", *keys.split())) for kind, keys in by_type.items()}
+
+
+def unknown_keys(
+    given: Iterable[Mapping[str, Any]], known: KnownKeys, where: str, default: str = ""
+) -> Iterator[tuple[str, str]]:
+    """The path and the name of each unknown key in a list of objects. `default`: the type of those that name none."""
+    for index, each in enumerate(given):
+        kind = each.get("type") or default
+        keys = known.get(kind) if isinstance(kind, str) else None
+        if keys is not None and not keys.issuperset(each):
+            yield from ((f"{where}[{index}]", name) for name in each if name not in keys)
 
 
 def converted(given: Any, kind: type[Decoded], param: str) -> Decoded:

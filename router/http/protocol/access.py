@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from .exchange import Exchange
+from .exchange import Exchange, GenerationSummary
 
 log = logging.getLogger(__name__)
 
@@ -62,10 +62,17 @@ def line(exchange: Exchange, duration_s: float, now: float) -> str:
     ttft = "" if summary.ttft_s is None else f" ttft_ms={summary.ttft_s * 1e3:.1f}"
     return (
         f"{text}{ttft} tenant={summary.tenant or '-'} replica={summary.replicas or '-'} prompt={summary.prompt_tokens} "
-        f"predicted={summary.predicted_tokens} cached={summary.cached_tokens} output={summary.output_tokens}\n"
+        f"predicted={summary.predicted_tokens} cached={summary.cached_tokens} output={summary.output_tokens}"
+        f"{_conversation(summary)}\n"
     )
 
 
-def _safe(path: str) -> str:
-    """A path from outside must not begin another line or field."""
-    return path if path.isascii() and path.isprintable() and " " not in path else ascii(path).replace(" ", "%20")
+def _conversation(summary: GenerationSummary) -> str:
+    """The fields that say whose request it is, as far as the client did."""
+    named = (("session", summary.session), ("agent", summary.agent), ("parent", summary.parent))
+    return "".join([f" {name}={_safe(value)}" for name, value in named if value])
+
+
+def _safe(text: str) -> str:
+    """A text from outside must not begin another line or field."""
+    return text if text.isascii() and text.isprintable() and " " not in text else ascii(text).replace(" ", "%20")

@@ -46,6 +46,9 @@ class GenerationSummary(msgspec.Struct):
     reasoning_tokens: int = 0  #: of `output_tokens`
     pinned_tokens: int = 0  #: of the prompts, as they are kept now
     queue_s: float | None = None  #: from its arrival until a replica was sent its first choice; None: none was
+    session: str | None = None  #: the conversation, and the agent in it with the one that started it
+    agent: str | None = None
+    parent: str | None = None
 
 
 class Exchange(msgspec.Struct, eq=False):

@@ -10,7 +10,7 @@ from homing.replica.messages import PositionLogprobs
 from homing.router.backend import TokenDelta
 from homing.router.config import RouterSettings
 from homing.router.errors import NoReplica
-from homing.router.http.caller import MAX_SESSION_CHARS, session
+from homing.router.http.caller import AGENT_HEADERS, MAX_SESSION_CHARS, PARENT_HEADERS, named_by
 from homing.router.http.front import Front
 from homing.router.metrics import RouterMetrics
 from homing.router.tenants.api_keys import tenants_of
@@ -221,15 +221,28 @@ async def test_routers_of_one_cluster_share_limits(settings, backend: FakeBacken
 @pytest.mark.parametrize("name", ["x-session-affinity", "x-correlation-id"])
 def test_a_conversation_is_known_by_either_header(name: str) -> None:
     """Clients and proxies write the one or the other."""
-    assert session({name: "chat-7"}) == "chat-7"
-    assert session({}) is None
+    assert named_by({name: "chat-7"}) == "chat-7"
+    assert named_by({}) is None
 
 
 def test_a_long_name_of_a_conversation_is_kept_short() -> None:
     """65,536 are remembered: with 64 KB each, whoever may ask could fill 4 GB."""
-    one, other = session({"x-session-affinity": "a" * 60_000}), session({"x-session-affinity": "a" * 60_001})
+    one, other = named_by({"x-session-affinity": "a" * 60_000}), named_by({"x-session-affinity": "a" * 60_001})
 
     assert one is not None
     assert len(one) <= MAX_SESSION_CHARS
-    assert one == session({"x-session-affinity": "a" * 60_000})
+    assert one == named_by({"x-session-affinity": "a" * 60_000})
     assert one != other
+
+
+async def test_agents_and_their_parents_are_named_in_the_explanation(client: httpx.AsyncClient):
+    """Claude Code, Codex and OpenCode send other headers for the same."""
+    for session, agent, parent in [
+        ("x-claude-code-session-id", AGENT_HEADERS[0], PARENT_HEADERS[0]),
+        ("session-id", AGENT_HEADERS[1], PARENT_HEADERS[1]),
+        ("x-session-id", AGENT_HEADERS[2], PARENT_HEADERS[2]),
+    ]:
+        headers = {"authorization": "Bearer free", session: "s1", agent: "a1", parent: "a0"}
+        found = (await client.post("/explain", json={"prompt": "a", "max_tokens": 1}, headers=headers)).json()
+
+        assert (found["session"], found["agent"], found["parent"]) == ("s1", "a1", "a0")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -240,3 +241,54 @@ class TestUnknownFields:
         body = {"messages": [{"role": "user", "content": "hi"}]} | {f"x{index}": 1 for index in range(33)}
 
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 400
+
+    @pytest.mark.parametrize(
+        ("path", "body", "named"),
+        [
+            (
+                "/v1/responses",
+                {
+                    "input": [
+                        {"role": "user", "content": [{"type": "input_text", "text": "hi", "odd": 1}], "mood": 1},
+                        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "x": 1},
+                        {"type": "web_search_call", "anything": 1},
+                    ],
+                    "tools": [{"type": "function", "name": "f", "parameters": {}, "y": 1}, {"type": "z", "w": 1}],
+                    "reasoning": {"effort": "low", "v": 1},
+                    "include": ["reasoning.encrypted_content"],
+                    "client_metadata": {},
+                    "u": 1,
+                },
+                ["input[0].content[0].odd", "input[0].mood", "input[1].x", "reasoning.v", "tools[0].y", "u"],
+            ),
+            *(
+                (
+                    path,
+                    {
+                        "max_tokens": 9,
+                        "system": [{"type": "text", "text": "a", "mood": 1}],
+                        "messages": [
+                            {"role": "user", "content": [{"type": "text", "text": "hi", "odd": 1}], "x": 1},
+                            {"role": "assistant", "content": [{"type": "server_tool_use", "any": 1}]},
+                        ],
+                        "tools": [{"name": "f", "input_schema": {}, "y": 1}, {"type": "web_search_1", "max_uses": 1}],
+                        "context_management": {"edits": []},
+                        "u": 1,
+                    },
+                    ["messages[0].content[0].odd", "messages[0].x", "system[0].mood", "tools[0].y", "u"],
+                )
+                for path in ("/v1/messages", "/v1/messages/count_tokens")
+            ),
+        ],
+    )
+    async def test_agents_apis_name_them_too_also_inside_of_items(
+        self, client: httpx.AsyncClient, front: Front, path: str, body, named
+    ):
+        lenient = await client.post(path, json=body)
+        front.settings = msgspec.structs.replace(front.settings, strict_fields=True)
+        strict = await client.post(path, json=body)
+
+        assert lenient.status_code == 200, lenient.text
+        assert sorted(lenient.headers["x-homing-ignored-fields"].split(", ")) == named
+        assert strict.status_code == 400
+        assert any(f"'{each}' is unknown" in strict.text for each in named)

@@ -36,6 +36,14 @@ def test_a_line_tells_what_became_of_a_generation():
     )
 
 
+def test_a_line_tells_whose_request_it_is():
+    """The conversation, the agent in it and its parent, as far as the client named them; nobody can forge a field."""
+    exchange = answered()
+    exchange.summary = GenerationSummary("team-a", "r0", 12, 7, 8, 3, None, session="s 1", agent="a1")
+
+    assert line(exchange, 0.5, 1.0).endswith(" output=3 session='s%201' agent=a1\n")
+
+
 def test_a_request_that_generates_nothing_has_no_summary():
     """A health check, a refusal."""
     assert line(answered("/health"), 0.001, 1.0).endswith("path=/health status=200 duration_ms=1.0\n")
