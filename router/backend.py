@@ -130,11 +130,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     prompt_tokens: int
     prompt_blocks: int
+    block_size: int
     replicas: list[ReplicaScore]
-    #: as the client named them: the conversation, and the agent in it with the one that started it
-    session: str | None = None
-    agent: str | None = None
-    parent: str | None = None
 
 
 #: joining: no load report yet; warming: it gets no requests before its cache holds the hottest prefixes.

@@ -1,7 +1,10 @@
-"""`homing explain PROMPT`: which replica a request would be sent to now, and why, as a table. Generates nothing."""
+"""`homing explain PROMPT`: which replica a request would be sent to now, and why, as a table. Generates nothing.
+
+`homing explain --diff A B`: where the prompts of two requests differ.
+"""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -32,6 +35,29 @@ def explain(
     return 0
 
 
+def diff(settings: Settings, out: TextIO, files: Sequence[str], *, url: str | None, api_key: str, as_json: bool) -> int:
+    """Print where the prompt of the second file's request departs from that of the first. Raises as `explain`."""
+    bodies = dict(zip("ab", [_body(file, "--diff") for file in files], strict=True))
+    found = post_json(f"{router_urls(settings, url)[0]}/explain/diff", bodies, api_key=api_key)
+    print(json.dumps(found, indent=2) if as_json else render_diff(found), file=out)
+    return 0
+
+
+def render_diff(found: Mapping[str, Any]) -> str:
+    one, other = found["tokens"]
+    head = f"{one} and {other} tokens, the first {found['common_tokens']} of them in common"
+    return "\n".join([head, *_departure_lines(found["departure"])])
+
+
+def _departure_lines(departure: Mapping[str, Any] | None) -> list[str]:
+    if departure is None:
+        return []
+    place = "" if departure["at"] is None else f", in {departure['at']}"
+    exact = "token" if departure["exact"] else "the block of token"
+    lines = ["", f"departs at {exact} {departure['token']}{place}: {departure['text']!r}"]
+    return lines if departure["instead_of"] is None else [*lines, f"instead of: {departure['instead_of']!r}"]
+
+
 def request_body(prompt: str | None, file: str | None, model: str | None, *, raw: bool) -> dict[str, Any]:
     """The request to explain: a prompt, as one user message or `raw`, or the body in a file. `model` overrides it."""
     if (prompt is None) == (file is None):
@@ -39,15 +65,20 @@ def request_body(prompt: str | None, file: str | None, model: str | None, *, raw
     named = {} if model is None else {"model": model}
     if file is None:
         return named | ({"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]})
+    return _body(file, "--body") | named
+
+
+def _body(file: str, flag: str) -> dict[str, Any]:
+    """The request in a file."""
     try:
         body = json.loads(Path(file).read_text())
     except OSError as error:
-        raise SettingsError(f"--body {file} cannot be read: {error.strerror}") from error
+        raise SettingsError(f"{flag} {file} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise SettingsError(f"--body {file} is not valid JSON: {error}") from error
+        raise SettingsError(f"{flag} {file} is not valid JSON: {error}") from error
     if not isinstance(body, dict):
-        raise SettingsError(f"--body {file}: a request is a JSON object")
-    return body | named
+        raise SettingsError(f"{flag} {file}: a request is a JSON object")
+    return body
 
 
 def render(found: Mapping[str, Any]) -> str:
@@ -56,7 +87,7 @@ def render(found: Mapping[str, Any]) -> str:
     blocks = count(found["prompt_blocks"], "full block")
     lines = [f"{found['prompt_tokens']} tokens in {blocks} · policy {found['policy']}"]
     lines += ["", *table(COLUMNS, [_row(score) for score in sorted(found["replicas"], key=by_name)], right=NUMBERS)]
-    return "\n".join([*lines, "", f"→ {where}"])
+    return "\n".join([*lines, *_departure_lines(found.get("departure")), "", f"→ {where}"])
 
 
 def _row(score: Mapping[str, Any]) -> tuple[str, ...]:

@@ -193,12 +193,15 @@ def _serve(arguments: argparse.Namespace, out: TextIO) -> int:
 
 def _explain(arguments: argparse.Namespace, out: TextIO) -> int:
     from ..client import read_key
-    from .explain import explain, request_body
+    from .explain import diff, explain, request_body
 
-    body = request_body(arguments.prompt, arguments.body, arguments.asked_model, raw=arguments.raw)
     # never on the command line, which everybody on the machine can read
     api_key = read_key(arguments.api_key_file or "", "--api-key-file", sys.stdin)
-    return explain(settings_of(arguments), out, body, url=arguments.url, api_key=api_key, as_json=arguments.json)
+    where: dict[str, Any] = {"url": arguments.url, "api_key": api_key, "as_json": arguments.json}
+    if arguments.diff:
+        return diff(settings_of(arguments), out, arguments.diff, **where)
+    body = request_body(arguments.prompt, arguments.body, arguments.asked_model, raw=arguments.raw)
+    return explain(settings_of(arguments), out, body, **where)
 
 
 def _simulate(arguments: argparse.Namespace, out: TextIO) -> int:
@@ -322,6 +325,7 @@ EXPLAIN = (
     _argument("--raw", None, "no chat template: the prompt of a completion"),
     CHOOSE_MODEL,
     _argument("--body", "FILE", "JSON body of a chat or completion request, instead of a prompt"),
+    _argument("--diff", "FILE", "two such files: where their prompts begin to differ", nargs=2),
     _argument(
         "--api-key-file", "FILE", "file with the tenant's API key (-: standard input); tenants share no cached blocks"
     ),

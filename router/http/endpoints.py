@@ -10,11 +10,14 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ... import __version__
+from ...kvcache.hashing import token_bytes
 from ...replica.messages import ModelLimits
 from ..backend import ClusterView, Explanation
 from ..errors import InvalidRequest, NoReplica, NotAllowed, RouterError, UnknownPath, WrongMethod
 from ..metrics import CONTENT_TYPE
+from ..text.conversation import Conversation
 from .caller import Caller
+from .departures import Departure, SessionKey, between, common_tokens, in_blocks
 from .dialects.chat import CHAT, ChatBody, ChatCompletion, conversation
 from .dialects.completions import COMPLETION, Completion, CompletionBody
 from .dialects.dialect import BodyType, Dialect, StreamWriter, WholeWriter
@@ -42,7 +45,7 @@ from .dialects.schema import (
 from .dialects.validate import check_token_ids
 from .errors import ErrorBody
 from .front import Front
-from .generation import Generation, generation_request
+from .generation import Generation, Job, generation_request
 from .protocol.exchange import JSON, Exchange, Request
 
 MODELS = "/v1/models"
@@ -124,6 +127,13 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tokens: list[NonNegative]
 
 
+class DiffBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Two completion or chat bodies."""
+
+    a: msgspec.Raw
+    b: msgspec.Raw
+
+
 class Detokenized(msgspec.Struct, frozen=True):
     """Their text."""
 
@@ -131,6 +141,7 @@ class Detokenized(msgspec.Struct, frozen=True):
 
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
+_DIFF = msgspec.json.Decoder(DiffBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 _COUNT = msgspec.json.Decoder(CountBody)
 _RESET = msgspec.json.Decoder(ResetBody)
@@ -172,10 +183,22 @@ async def generate(dialect: Dialect[BodyType], front: Front, exchange: Exchange)
     caller.check()
     body = decode_body(front, caller, exchange.request.body, dialect.decoder, dialect.unknown)
     served = await front.served(body.model)
-    job = await dialect.job(front, served, body, caller.sender(body.cache_salt))
+    sender = caller.sender(body.cache_salt)
+    job = await dialect.job(front, served, body, sender)
+    session = caller.session or job.session
+    if session is not None and job.conversation is not None:
+        _note_departure(front, caller, job, (sender.salt, session, caller.agent), job.conversation)
     builder = dialect.builder(served, body, f"{front.random_bits(96):024x}", int(front.wall()))
     writer = StreamWriter(exchange, builder) if body.stream else WholeWriter(exchange, builder)
     Generation(front, job, exchange, caller, writer).begin()
+
+
+def _note_departure(front: Front, caller: Caller, job: Job, key: SessionKey, conversation: Conversation) -> None:
+    """Remember the prompt of a session; say in a header where it departs from the one before."""
+    new = token_bytes(job.prompts[0].token_ids)
+    before = front.session_prompts.put(key, new, conversation)
+    if before is not None and (departure := between(before, (new, conversation), job.served.text)) is not None:
+        caller.note("x-homing-departure", [departure.header()])
 
 
 async def count_tokens(front: Front, exchange: Exchange) -> None:
@@ -190,21 +213,70 @@ async def count_tokens(front: Front, exchange: Exchange) -> None:
     respond(exchange, TokenCount(len(tokens)))
 
 
+class Explained(Explanation, frozen=True, kw_only=True):
+    """A decision, whose request it is as the client named it, and where the prompt leaves what is known."""
+
+    session: str | None = None
+    agent: str | None = None  #: in the session
+    parent: str | None = None  #: the agent that started it
+    #: from the last prompt of the session's agent, if that is known, else from the longest prefix that a replica holds
+    departure: Departure | None = None
+
+
 async def explain(front: Front, exchange: Exchange) -> None:
     """Report the routing decision for a completion or chat body; nothing is generated."""
     caller = Caller(front, exchange)
     caller.check()
-    data = exchange.request.body
-    dialect: Dialect[Any] = COMPLETION if decode(data, _KIND).messages is UNSET else CHAT
-    body = decode_body(front, caller, data, dialect.decoder, dialect.unknown)
-    job = await dialect.job(front, await front.served(body.model), body, caller.sender(body.cache_salt))
+    job, salt = await _job(front, caller, exchange.request.body)
     caller.charge([len(prompt.token_ids) for prompt in job.prompts])
     request = generation_request(job, job.prompts[0], caller)
     found = job.served.backend.explain(request)
+    new, text, known = (request.token_ids, job.conversation), job.served.text, None
+    if request.session is not None:
+        known = front.session_prompts.get((salt, request.session, caller.agent))
+    if known is not None:
+        departure = between(known, new, text)
+    else:
+        held = max([each.held_blocks for each in found.replicas], default=0)
+        departure = None if held >= found.prompt_blocks else in_blocks(new[0], held * found.block_size, new[1], text)
     respond(
         exchange,
-        msgspec.structs.replace(found, session=request.session, agent=caller.agent, parent=caller.parent),
+        Explained(
+            **msgspec.structs.asdict(found),
+            session=request.session,
+            agent=caller.agent,
+            parent=caller.parent,
+            departure=departure,
+        ),
     )
+
+
+class Diff(msgspec.Struct, frozen=True):
+    """How long their prompts are, how much they have in common, and where the second departs from the first."""
+
+    tokens: tuple[int, int]
+    common_tokens: int
+    departure: Departure | None  #: None: one of them begins with the other
+
+
+async def explain_diff(front: Front, exchange: Exchange) -> None:
+    """Compare the prompts of two bodies; nothing is generated."""
+    caller = Caller(front, exchange)
+    caller.check()
+    body = decode(exchange.request.body, _DIFF)
+    jobs = [(await _job(front, caller, bytes(each)))[0] for each in (body.a, body.b)]
+    caller.charge([len(job.prompts[0].token_ids) for job in jobs])
+    one, other = [(token_bytes(job.prompts[0].token_ids), job.conversation) for job in jobs]
+    lengths = len(one[0]) // 4, len(other[0]) // 4
+    respond(exchange, Diff(lengths, common_tokens(one[0], other[0]), between(one, other, jobs[1].served.text)))
+
+
+async def _job(front: Front, caller: Caller, data: bytes) -> tuple[Job, bytes]:
+    """What a completion or chat body requests, and the salt of its cached blocks."""
+    dialect: Dialect[Any] = COMPLETION if decode(data, _KIND).messages is UNSET else CHAT
+    body = decode_body(front, caller, data, dialect.decoder, dialect.unknown)
+    sender = caller.sender(body.cache_salt)
+    return await dialect.job(front, await front.served(body.model), body, sender), sender.salt
 
 
 async def tokenize(front: Front, exchange: Exchange) -> None:
@@ -395,7 +467,8 @@ ENDPOINTS = (
     Endpoint("POST", "/tokenize", tokenize, "text or chat to token ids", Tokenized, (TokenizeBody,)),
     Endpoint("POST", "/detokenize", detokenize, "token ids to text", Detokenized, (DetokenizeBody,)),
     Endpoint("GET", "/tokenizer_info", tokenizer_info, "special tokens and chat template of the model"),
-    Endpoint("POST", "/explain", explain, "the routing decision for a body", Explanation, (CompletionBody, ChatBody)),
+    Endpoint("POST", "/explain", explain, "the routing decision for a body", Explained, (CompletionBody, ChatBody)),
+    Endpoint("POST", "/explain/diff", explain_diff, "where the prompts of two bodies differ", Diff, (DiffBody,)),
     Endpoint(
         "POST",
         "/reset_prefix_cache",

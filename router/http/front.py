@@ -19,6 +19,7 @@ from ..tenants.api_keys import Tenants
 from ..tenants.rate_limits import RateLimiter, UsageRecord
 from ..text.parsers.families import ReasoningFamily, ToolFamily, choose_reasoning, choose_tools
 from ..text.tokenizer import SamplingDefaults, TextModel
+from .departures import SessionPrompts
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ class Front:
         self.wall = wall
         self.random_bits = random_bits or Random().getrandbits
         self.started_at = int(wall())
+        self.session_prompts = SessionPrompts()
         self._served: dict[str, Served] = {}  #: by name, as of the last request
         #: The model of each alias; None: the only one.
         self.aliases: dict[str, str | None] = {

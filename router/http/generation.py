@@ -15,6 +15,7 @@ from ...replica.messages import Constraint, Pin, PositionLogprobs, SamplingParam
 from ..backend import GenerationRequest, TokenDelta, TokenStream
 from ..errors import RequestFailed, RouterError, Superseded
 from ..text.answer import AnswerText, Block, Ending, TextDelta, TokenAnswerText, TokenAt, parsed
+from ..text.conversation import Conversation
 from ..text.parsers.deltas import Reasoning, ToolCallStart
 from ..text.parsers.parser import AnswerParser
 from .caller import Caller
@@ -68,6 +69,7 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     markers: Sequence[str] = ()  #: special tokens that the parser needs to see
     session: str | None = None  #: that the body names; one that a header names comes first
     constraint: Constraint | None = None  #: what each choice must match; checked already
+    conversation: Conversation | None = None  #: that the prompt was made of
     show_special: bool = False  #: special tokens are part of the text
     show_stop: bool = False  #: so are the stop string or stop token that ends it
     keep_tokens: bool = False  #: report token ids although no logprobs are requested

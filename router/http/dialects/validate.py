@@ -54,6 +54,7 @@ def job(
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
     constraint: Constraint | None = None,
+    conversation: Conversation | None = None,
 ) -> Job:
     """What the body requests of these prompts.
 
@@ -99,6 +100,7 @@ def job(
         # Streams need each token, and a stop string must be noticed at once.
         tokens_per_delta=1 if body.stream or stops else WHOLE_RESPONSE_TOKENS,
         constraint=constraint,
+        conversation=conversation,
         discard=wanted == 0,
     )
     # One comparison for all fields that nearly no request has: each of them alone would cost as much.
@@ -246,6 +248,7 @@ async def conversation_job(
         wanted_param=wanted_param,
         logprobs=logprobs,
         constraint=None if asked is None else await text.constraints.check(asked),
+        conversation=conversation,
     )
     parsing = _parsing(front, served, conversation, opened=opened)
     if parsing is None and conversation.session is None:

@@ -19,6 +19,7 @@ def explanation_of(decision: Decision) -> Explanation:
         why=why,
         prompt_tokens=decision.prompt.tokens,
         prompt_blocks=decision.prompt.blocks,
+        block_size=decision.prompt.block_size,
         replicas=[_explained(row, chosen, why) for row in rows],
     )
 

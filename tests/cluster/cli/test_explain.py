@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from homing.cluster.cli.explain import render, request_body
+from homing.cluster.cli.explain import render, render_diff, request_body
 from homing.cluster.cli.main import run
 from homing.cluster.errors import ClusterError, SettingsError
 
@@ -47,6 +47,22 @@ def test_every_replica_is_a_line_and_the_choice_is_marked() -> None:
     assert "12.3 ms" in lines[3]
     assert lines[4].split() == ["r1", "live", "61", "62", "17", "300", "2", "1", "-", "draining"]
     assert lines[-1] == "→ r0: least expected time to first token"
+
+
+def test_a_departure_is_named_by_token_place_and_text() -> None:
+    """What to change in a client so that its prompts stay the same."""
+    departure = {"token": 812, "at": "messages[3]", "text": "dog", "instead_of": "cat", "exact": True}
+    found = {"tokens": [900, 901], "common_tokens": 812, "departure": departure}
+    by_blocks = {**departure, "instead_of": None, "exact": False}
+
+    assert render_diff(found).splitlines() == [
+        "900 and 901 tokens, the first 812 of them in common",
+        "",
+        "departs at token 812, in messages[3]: 'dog'",
+        "instead of: 'cat'",
+    ]
+    assert render_diff({**found, "departure": None}) == "900 and 901 tokens, the first 812 of them in common"
+    assert "departs at the block of token 812, in messages[3]: 'dog'" in render({**FOUND, "departure": by_blocks})
 
 
 def test_the_readme_shows_what_is_printed() -> None:

@@ -143,6 +143,7 @@ class FakeBackend:
             why="it is a fake",
             prompt_tokens=tokens,
             prompt_blocks=tokens // 16,
+            block_size=16,
             replicas=[],
         )
 
