@@ -291,16 +291,25 @@ def tools(given: Sequence[dict[str, Any]], param: str = "tools", namespace: str 
 
 
 def _tool_choice(body: ResponsesBody) -> ToolChoice:
-    parallel, given = body.parallel_tool_calls is not False, body.tool_choice
-    if isinstance(given, dict):
-        if given.get("type") in ("function", "custom") and isinstance(given.get("name"), str):
-            return ToolChoice("required", given["name"], parallel)
-        given = given.get("mode") or "auto"
-    match given or "auto":
-        case "auto" | "none" | "required" as mode:
+    parallel = body.parallel_tool_calls is not False
+    match shown_choice(body.tool_choice):
+        case {"type": "function" | "custom", "name": str(name)}:
+            return ToolChoice("required", name, parallel)
+        case ("auto" | "none" | "required" as mode) | {"mode": ("auto" | "required" as mode)}:
             return ToolChoice(mode, None, parallel)
         case _:
             raise InvalidRequest("field 'tool_choice': expected auto, none, required or a tool", param="tool_choice")
+
+
+def shown_choice(given: str | dict[str, Any] | None) -> Any:
+    """The choice that applies: one of a tool that this server does not run asks for nothing."""
+    match given:
+        case None | "":
+            return "auto"
+        case {"type": str(kind)} if kind not in ("function", "custom", "allowed_tools"):
+            return "auto"
+        case _:
+            return given
 
 
 def _output(body: ResponsesBody) -> dict[str, Any]:
@@ -408,9 +417,9 @@ class ResponsesBuilder(BlockBuilder):
             model=served.limits.name,
             instructions=body.instructions,
             tools=[_shown_tool(each) for each in given],
-            tool_choice=body.tool_choice or "auto",
+            tool_choice=shown_choice(body.tool_choice),
             parallel_tool_calls=body.parallel_tool_calls is not False,
-            text={"format": msgspec.to_builtins(written) if written else {"type": "text"}},
+            text={"format": _shown_format(written)},
             reasoning={"effort": reasoning.effort, "summary": None},
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
@@ -573,9 +582,22 @@ def _special_tools(given: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, tu
                 yield f"{name}{SEPARATOR}{each.get('name')}", (each["type"], str(name), str(each.get("name")))
 
 
+def _shown_format(form: TextFormat | None) -> dict[str, Any]:
+    """The format as responses repeat it: what is absent stays so, but a schema has a name."""
+    if form is None:
+        return {"type": "text"}
+    given = {key: value for key, value in msgspec.to_builtins(form).items() if value is not None}
+    return {"name": "", **given} if form.type == "json_schema" else given
+
+
 def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A function as responses repeat it: optional fields are null."""
-    return {"description": None, "parameters": None, "strict": None} | tool if tool.get("type") == "function" else tool
+    """A tool as responses repeat it: a function's optional fields are null, a namespace has a description."""
+    match tool.get("type"):
+        case "function":
+            return {"description": None, "parameters": None, "strict": None} | tool
+        case "namespace":
+            return {"description": ""} | tool
+    return tool
 
 
 RESPONSES = Dialect(msgspec.json.Decoder(ResponsesBody), job, ResponsesBuilder, unknown)
