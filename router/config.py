@@ -122,6 +122,16 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "request, so that what follows it can be cached"
         ),
     ] = True
+    response_store: Annotated[
+        str,
+        Meta(
+            description="SQLite file that keeps responses of /v1/responses for previous_response_id; the router "
+            "processes of one machine share it; empty: nothing is stored"
+        ),
+    ] = ""
+    response_store_count: Annotated[int, Meta(ge=1, description="stored responses to keep")] = 100_000
+    response_store_bytes: Annotated[int, Meta(ge=1024, description="bytes of stored responses to keep")] = 1024**3
+    response_store_age_s: Annotated[float, Meta(gt=0, description="seconds to keep a stored response")] = 2_592_000.0
     chat_template: Annotated[
         str, Meta(description="file with a chat template to use instead of the model's own; empty: the model's own")
     ] = ""

@@ -51,6 +51,13 @@ class InvalidJson(InvalidRequest, code="invalid_json"):
     """The body is not JSON."""
 
 
+class PreviousResponseNotFound(InvalidRequest, code="previous_response_not_found"):
+    """The conversation that a response is to continue is not stored, or no longer."""
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(f"previous response {response_id!r} not found", param="previous_response_id")
+
+
 class ContextTooLong(InvalidRequest, code="context_length_exceeded"):
     """Prompt and requested output together exceed the model's context."""
 
@@ -116,6 +123,13 @@ class ModelNotFound(RouterError, status=404, code="model_not_found"):
     def __init__(self, model: str, served: Iterable[str]) -> None:
         names = ", ".join(map(repr, served)) or "none yet"
         super().__init__(f"model {model!r} does not exist; served models: {names}", param="model")
+
+
+class ResponseNotFound(RouterError, status=404, code="response_not_found"):
+    """No response with this id is stored for the tenant."""
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(f"there is no stored response {response_id!r}")
 
 
 class UnknownPath(RouterError, status=404, code="not_found"):

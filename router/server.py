@@ -82,6 +82,8 @@ class RouterServer:
         self._settings = settings
         self._grace_s = grace_s
         self._open = ExitStack()
+        if self.front.responses is not None:
+            self._open.callback(self.front.responses.close)
         if usage is not None:
             self._open.callback(usage.close)
         access: AccessLog | None = None

@@ -1,5 +1,6 @@
 """The table of all endpoints, its OpenAPI document, and the endpoints that are not part of a larger module."""
 
+import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -13,7 +14,16 @@ from ... import __version__
 from ...kvcache.hashing import token_bytes
 from ...replica.messages import ModelLimits
 from ..backend import ClusterView, Explanation
-from ..errors import InvalidRequest, NoReplica, NotAllowed, RouterError, UnknownPath, WrongMethod
+from ..errors import (
+    InvalidRequest,
+    NoReplica,
+    NotAllowed,
+    PreviousResponseNotFound,
+    ResponseNotFound,
+    RouterError,
+    UnknownPath,
+    WrongMethod,
+)
 from ..metrics import CONTENT_TYPE
 from ..text.conversation import Conversation
 from .caller import Caller
@@ -32,7 +42,7 @@ from .dialects.messages import (
 )
 from .dialects.messages import conversation as messages_conversation
 from .dialects.messages import unknown as messages_unknown
-from .dialects.responses import RESPONSES, Response, ResponsesBody
+from .dialects.responses import RESPONSES, Response, ResponsesBody, items_of, shown_item
 from .dialects.schema import (
     ENCODER,
     MAX_IGNORED,
@@ -47,8 +57,10 @@ from .errors import ErrorBody
 from .front import Front
 from .generation import Generation, Job, generation_request
 from .protocol.exchange import JSON, Exchange, Request
+from .response_store import Turn
 
 MODELS = "/v1/models"
+RESPONSES_PATH = "/v1/responses"
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +115,24 @@ class Emptied(Status):
     """POST /reset_prefix_cache: the replicas whose caches are empty now."""
 
     replicas: list[str]
+
+
+class ItemList(msgspec.Struct, frozen=True):
+    """GET /v1/responses/{id}/input_items."""
+
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    object: Literal["list"] = "list"
+    has_more: bool = False
+
+
+class DeletedResponse(msgspec.Struct, frozen=True):
+    """DELETE /v1/responses/{id}."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
 
 
 class _Kind(msgspec.Struct):
@@ -182,6 +212,18 @@ async def generate(dialect: Dialect[BodyType], front: Front, exchange: Exchange)
     caller = Caller(front, exchange)
     caller.check()
     body = decode_body(front, caller, exchange.request.body, dialect.decoder, dialect.unknown)
+    await _generate(dialect, front, exchange, caller, body)
+
+
+async def _generate(
+    dialect: Dialect[BodyType],
+    front: Front,
+    exchange: Exchange,
+    caller: Caller,
+    body: BodyType,
+    prepare: Callable[[Any], None] | None = None,
+) -> None:
+    """`prepare` gets the builder of the response before anything is generated."""
     served = await front.served(body.model)
     sender = caller.sender(body.cache_salt)
     job = await dialect.job(front, served, body, sender)
@@ -189,8 +231,68 @@ async def generate(dialect: Dialect[BodyType], front: Front, exchange: Exchange)
     if session is not None and job.conversation is not None:
         _note_departure(front, caller, job, (sender.salt, session, caller.agent), job.conversation)
     builder = dialect.builder(served, body, f"{front.random_bits(96):024x}", int(front.wall()))
+    if prepare is not None:
+        prepare(builder)
     writer = StreamWriter(exchange, builder) if body.stream else WholeWriter(exchange, builder)
     Generation(front, job, exchange, caller, writer).begin()
+
+
+async def create_response(front: Front, exchange: Exchange) -> None:
+    """A response, which is stored unless the request says `store: false`, if there is a store."""
+    caller = Caller(front, exchange)
+    caller.check()
+    body = decode_body(front, caller, exchange.request.body, RESPONSES.decoder, RESPONSES.unknown)
+    store, tenant, previous = front.responses, caller.tenant.digest, body.previous_response_id
+    if store is None:
+        await _generate(RESPONSES, front, exchange, caller, body)
+        return
+    given = items_of(body)
+    if previous is not None:
+        history = await store.history(tenant, previous)
+        if history is None:
+            raise PreviousResponseNotFound(previous)
+        body.input, body.previous_response_id = [*history, *given], None
+
+    def keep(response_id: str, made: bytes) -> None:
+        store.put(tenant, response_id, Turn(given, made, previous))
+
+    kept = None if body.store is False else keep
+    await _generate(RESPONSES, front, exchange, caller, body, lambda builder: builder.continues(previous, kept))
+
+
+async def _stored(front: Front, exchange: Exchange) -> tuple[str, Turn]:
+    """The response that a path names. Raises ResponseNotFound."""
+    tenant = Caller(front, exchange).tenant.digest
+    response_id = _response_id(exchange)
+    turn = await front.responses.get(tenant, response_id) if front.responses is not None else None
+    if turn is None:
+        raise ResponseNotFound(response_id)
+    return response_id, turn
+
+
+def _response_id(exchange: Exchange) -> str:
+    return exchange.request.path.removeprefix(f"{RESPONSES_PATH}/").removesuffix("/input_items")
+
+
+async def stored_response(front: Front, exchange: Exchange) -> None:
+    exchange.respond((await _stored(front, exchange))[1].body)
+
+
+async def stored_items(front: Front, exchange: Exchange) -> None:
+    """The input items of a stored response, the last one first, as OpenAI lists them; in one page."""
+    response_id, turn = await _stored(front, exchange)
+    items = [
+        shown_item(item, f"{response_id.removeprefix('resp_')}{index:04x}") for index, item in enumerate(turn.input)
+    ]
+    items.reverse()
+    respond(exchange, ItemList(items, items[0]["id"] if items else None, items[-1]["id"] if items else None))
+
+
+async def delete_response(front: Front, exchange: Exchange) -> None:
+    tenant, response_id = Caller(front, exchange).tenant.digest, _response_id(exchange)
+    if front.responses is None or not await front.responses.delete(tenant, response_id):
+        raise ResponseNotFound(response_id)
+    respond(exchange, DeletedResponse(response_id))
 
 
 def _note_departure(front: Front, caller: Caller, job: Job, key: SessionKey, conversation: Conversation) -> None:
@@ -397,7 +499,7 @@ _REFERENCE = "#/components/schemas/{name}"
 
 @dataclass(slots=True, frozen=True)
 class Endpoint:
-    """One method of one path. A path ending in `/{model}` matches every longer path."""
+    """One method of one path. `{model}` at its end matches anything; so does `{id}`."""
 
     method: str
     path: str
@@ -436,13 +538,16 @@ ENDPOINTS = (
     ),
     Endpoint(
         "POST",
-        "/v1/responses",
-        partial(generate, RESPONSES),
-        "response, streamed or whole; nothing is stored",
+        RESPONSES_PATH,
+        create_response,
+        "response, streamed or whole",
         Response,
         (ResponsesBody,),
         streams=True,
     ),
+    Endpoint("GET", f"{RESPONSES_PATH}/{{id}}", stored_response, "a stored response", Response),
+    Endpoint("DELETE", f"{RESPONSES_PATH}/{{id}}", delete_response, "forget a stored response", DeletedResponse),
+    Endpoint("GET", f"{RESPONSES_PATH}/{{id}}/input_items", stored_items, "its input items", ItemList),
     Endpoint(
         "POST",
         "/v1/messages",
@@ -532,8 +637,8 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
         kinds = [_reference(kind) for kind in endpoint.bodies]
         schema = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
         operation["requestBody"] = {"required": endpoint.body_required, "content": {JSON: {"schema": schema}}}
-    if "{model}" in endpoint.path:
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if named := re.search(r"\{(\w+)\}", endpoint.path):
+        operation["parameters"] = [{"name": named[1], "in": "path", "required": True, "schema": {"type": "string"}}]
     return operation
 
 
@@ -551,7 +656,19 @@ def label(path: str) -> str:
     """The path in metrics: one of the table, or `other`, so that unknown paths cannot add labels."""
     if path.startswith(f"{MODELS}/"):
         return MODELS
+    if path.startswith(f"{RESPONSES_PATH}/"):
+        return RESPONSES_PATH
     return path if path in _BY_PATH else "other"
+
+
+def _row(path: str) -> str:
+    """The path of the table that a request's path matches; itself, if none with a name in it does."""
+    if path.startswith(f"{MODELS}/"):
+        return f"{MODELS}/{{model}}"
+    if path.startswith(f"{RESPONSES_PATH}/"):
+        items = "/input_items" if path.endswith("/input_items") else ""
+        return f"{RESPONSES_PATH}/{{id}}{items}"
+    return path
 
 
 _ERROR_BODIES = {each.path: each.error_body for each in ENDPOINTS if each.error_body is not None}
@@ -565,7 +682,7 @@ def error_body_of(path: str) -> Callable[[RouterError], bytes] | None:
 def find(request: Request) -> Handler:
     """The handler of a request. Raises UnknownPath and WrongMethod."""
     path, method = request.path, "GET" if request.method == "HEAD" else request.method
-    by_method = _BY_PATH[f"{MODELS}/{{model}}"] if path.startswith(f"{MODELS}/") else _BY_PATH.get(path)
+    by_method = _BY_PATH.get(_row(path))
     if by_method is None:
         raise UnknownPath(f"there is no endpoint {path}")
     if method not in by_method:

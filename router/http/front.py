@@ -20,6 +20,7 @@ from ..tenants.rate_limits import RateLimiter, UsageRecord
 from ..text.parsers.families import ReasoningFamily, ToolFamily, choose_reasoning, choose_tools
 from ..text.tokenizer import SamplingDefaults, TextModel
 from .departures import SessionPrompts
+from .response_store import ResponseStore, StoreBounds
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +127,12 @@ class Front:
         self.random_bits = random_bits or Random().getrandbits
         self.started_at = int(wall())
         self.session_prompts = SessionPrompts()
+        self.responses: ResponseStore | None = None
+        if settings.response_store:
+            bounds = StoreBounds(
+                settings.response_store_count, settings.response_store_bytes, settings.response_store_age_s
+            )
+            self.responses = ResponseStore(settings.response_store, bounds, wall)
         self._served: dict[str, Served] = {}  #: by name, as of the last request
         #: The model of each alias; None: the only one.
         self.aliases: dict[str, str | None] = {

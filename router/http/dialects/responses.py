@@ -1,10 +1,11 @@
 """The dialect of POST /v1/responses: OpenAI's Responses, as Codex speaks them.
 
-Stateless: every request brings its whole conversation, and nothing is stored. The shapes are those of OpenAI's
+Without state: every request brings its whole conversation here, also one that continues a stored response, whose items
+`stored_responses` puts before its own. The shapes are those of OpenAI's
 published schema and of Open Responses (openresponses.org).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -65,7 +66,7 @@ class ResponsesBody(Body, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
     previous_response_id: str | None = None
     conversation: Any = None
     background: bool | None = None
@@ -154,10 +155,12 @@ def unknown(body: ResponsesBody) -> Iterator[tuple[str, str]]:
 
 async def job(front: Front, served: Served, body: ResponsesBody, sender: Sender) -> Job:
     """What `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
-    for name in ("previous_response_id", "conversation"):
+    for name in ("previous_response_id", "conversation"):  # a stored one is part of the input by now
         if getattr(body, name) is not None:
             raise InvalidRequest(
-                f"field {name!r}: this server stores no responses; send the whole conversation as 'input'", param=name
+                f"field {name!r}: this server stores no responses (setting response_store); send the whole "
+                "conversation as 'input'",
+                param=name,
             )
     if body.prompt is not None:
         raise InvalidRequest("field 'prompt': this server stores no prompts; send it as 'instructions'", param="prompt")
@@ -186,10 +189,9 @@ def conversation(body: ResponsesBody) -> Conversation:
     Everything from system and developer goes into one leading message: chat templates know no developer, and many
     refuse a system message that is not the first.
     """
-    given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     heads = [body.instructions] if body.instructions else []
     messages: list[Message] = []
-    for message in _messages(given):
+    for message in _messages(items_of(body)):
         if message.role in ("system", "developer"):
             heads.append(message.content or "")
         elif message.role == "assistant" and messages and messages[-1].role == "assistant":
@@ -211,6 +213,11 @@ def conversation(body: ResponsesBody) -> Conversation:
         mark=mark(body.cache_control, "cache_control"),
         template_arguments=body.chat_template_kwargs or {},
     )
+
+
+def items_of(body: ResponsesBody) -> list[dict[str, Any]]:
+    """The input as items."""
+    return [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
 
 
 def _messages(items: Sequence[dict[str, Any]]) -> Iterator[Message]:
@@ -375,7 +382,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     output: list[dict[str, Any]] = []
     usage: ResponseUsage | None = None
     instructions: str | None = None
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     tools: list[dict[str, Any]] = []
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
@@ -405,6 +412,7 @@ class ResponsesBuilder(BlockBuilder):
         self._id = response_id
         self._sequence = 0
         self._before_text = b""  #: the event of a text delta up to its number; only while a text block is open
+        self._keep: Callable[[str, bytes], object] | None = None
         given = body.tools or []
         #: By the name that the model uses: type, namespace and name of tools that are not plain functions.
         self._special = dict(_special_tools(given))
@@ -431,9 +439,19 @@ class ResponsesBuilder(BlockBuilder):
             prompt_cache_key=body.prompt_cache_key,
         )
 
+    def continues(self, previous: str | None, keep: Callable[[str, bytes], object] | None) -> None:
+        """`previous`: the response before this one. `keep` gets the id and the body of the whole response."""
+        self._keep = keep
+        self._response = msgspec.structs.replace(self._response, previous_response_id=previous, store=keep is not None)
+
     def whole(self, choices: Sequence[RunningChoice], used: GenerationSummary) -> bytes:
         self._blocks = choices[0].blocks or [Block("text", [])]
-        return ENCODER.encode(self._finished(choices[0], used))
+        return self._kept(ENCODER.encode(self._finished(choices[0], used)))
+
+    def _kept(self, body: bytes) -> bytes:
+        if self._keep is not None:
+            self._keep(self._response.id, body)
+        return body
 
     def text(self, choice: RunningChoice, text: str) -> bytes:
         if not self._before_text:
@@ -454,7 +472,8 @@ class ResponsesBuilder(BlockBuilder):
 
     def end(self, choices: Sequence[RunningChoice], used: GenerationSummary) -> bytes:
         response = self._finished(choices[0], used)
-        return self._event(f"response.{response.status}", response=response)
+        body = self._kept(ENCODER.encode(response))
+        return self._event(f"response.{response.status}", response=msgspec.Raw(body))
 
     def error(self, error: RouterError) -> bytes:
         output = [self._item(index, "incomplete") for index in range(len(self._blocks))]
@@ -580,6 +599,18 @@ def _special_tools(given: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, tu
         elif tool.get("type") == "namespace":
             for each in tool["tools"]:
                 yield f"{name}{SEPARATOR}{each.get('name')}", (each["type"], str(name), str(each.get("name")))
+
+
+def shown_item(item: dict[str, Any], number: str) -> dict[str, Any]:
+    """A stored input item as it is listed: with a type, an id, and content in parts."""
+    kind = item.get("type") or "message"
+    shown = {"id": f"{'msg' if kind == 'message' else 'item'}_{number}", "type": kind, **item}
+    if kind == "message" and isinstance(item.get("content"), str):
+        part = "output_text" if item.get("role") == "assistant" else "input_text"
+        shown["content"] = (
+            [_part("text", item["content"])] if part == "output_text" else [{"type": part, "text": item["content"]}]
+        )
+    return shown
 
 
 def _shown_format(form: TextFormat | None) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from .exchange import Headers, Request
 
 #: Seconds that a browser may cache the response to a preflight.
 MAX_AGE_S = 600
-_METHODS = "GET, POST, OPTIONS"
+_METHODS = "GET, POST, DELETE, OPTIONS"
 _EXPOSED = (
     "x-request-id, x-homing-replica, x-homing-cached-tokens, x-homing-pinned-tokens, "
-    "x-homing-ignored-fields, retry-after"
+    "x-homing-ignored-fields, x-homing-departure, retry-after"
 )
 
 

@@ -1,0 +1,166 @@
+"""Responses that clients may ask for again: an SQLite file, bounded in number, bytes and age.
+
+All work runs in one thread of its own, in order, off the event loop. Several router processes of a machine may share
+the file. A response belongs to a tenant; nobody else can find it.
+"""
+
+import asyncio
+import logging
+import sqlite3
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from ..errors import RouterError
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Item = dict[str, Any]
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY, tenant BLOB NOT NULL, previous TEXT, created REAL NOT NULL, bytes INTEGER NOT NULL,
+    input BLOB NOT NULL, body BLOB NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS by_age ON responses (created, bytes);
+"""
+#: Responses in one conversation: each is read for the next one.
+MAX_TURNS = 1000
+#: Another router process may be committing what was just answered.
+RETRY_S = 0.1
+BUSY_S = 5.0
+#: Writes between two looks at the bounds.
+WRITES_PER_SWEEP = 16
+
+
+class StoreBounds(NamedTuple):
+    """What is kept; the oldest go first."""
+
+    responses: int
+    bytes: int
+    age_s: float
+
+
+class Turn(NamedTuple):
+    """A stored response: the input items of its request, its body as JSON, and the response before it."""
+
+    input: list[Item]
+    body: bytes
+    previous: str | None = None
+
+
+class ResponseStore:
+    """Opens `path` at its first use. `wall`: seconds since 1970. Methods are called on the event loop."""
+
+    def __init__(self, path: str, bounds: StoreBounds, wall: Callable[[], float] = time.time) -> None:
+        self._path = path
+        self._bounds = bounds
+        self._wall = wall
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="responses")
+        self._file: sqlite3.Connection | None = None
+        self._writes = 0
+
+    def put(self, tenant: bytes, response_id: str, turn: Turn) -> "Future[None]":
+        """Keep a response. Not awaited: whoever asks this store for it later waits for the write."""
+        done = self._pool.submit(self._put, tenant, response_id, turn, self._wall())
+        done.add_done_callback(_log_failure)
+        return done
+
+    async def get(self, tenant: bytes, response_id: str) -> Turn | None:
+        """A response of this tenant; None if there is none. Raises RouterError."""
+        return await self._found(lambda: self._get(tenant, response_id))
+
+    async def history(self, tenant: bytes, response_id: str) -> list[Item] | None:
+        """All items of a conversation up to this response; None if a response of it is gone. Raises RouterError."""
+        return await self._found(lambda: self._history(tenant, response_id))
+
+    async def delete(self, tenant: bytes, response_id: str) -> bool:
+        """Forget a response; whether there was one. Raises RouterError."""
+        return await self._run(lambda: self._delete(tenant, response_id))
+
+    def close(self) -> None:
+        """Wait for all writes."""
+        self._pool.submit(self._close)
+        self._pool.shutdown(wait=True)
+
+    async def _found(self, work: Callable[[], Result | None]) -> Result | None:
+        found = await self._run(work)
+        if found is None:
+            await asyncio.sleep(RETRY_S)
+            found = await self._run(work)
+        return found
+
+    async def _run(self, work: Callable[[], Result]) -> Result:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        except sqlite3.Error as error:
+            raise RouterError(f"the store of responses failed: {error}") from error
+
+    # In the thread
+
+    def _open(self) -> sqlite3.Connection:
+        if self._file is None:
+            file = sqlite3.connect(self._path, timeout=BUSY_S, isolation_level=None)
+            file.execute("PRAGMA journal_mode = WAL")
+            file.execute("PRAGMA synchronous = NORMAL")
+            file.executescript(_SCHEMA)
+            self._file = file
+        return self._file
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _put(self, tenant: bytes, response_id: str, turn: Turn, created: float) -> None:
+        given = msgspec.json.encode(turn.input)
+        row = (response_id, tenant, turn.previous, created, len(given) + len(turn.body), given, turn.body)
+        self._open().execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+        self._writes += 1
+        if self._writes % WRITES_PER_SWEEP == 1:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Delete what is too old, and the oldest beyond the bounds."""
+        file, bounds = self._open(), self._bounds
+        file.execute("DELETE FROM responses WHERE created < ?", (self._wall() - bounds.age_s,))
+        count = size = 0
+        for created, length in file.execute("SELECT created, bytes FROM responses ORDER BY created DESC"):
+            count, size = count + 1, size + length
+            if count > bounds.responses or size > bounds.bytes:
+                file.execute("DELETE FROM responses WHERE created <= ?", (created,))
+                break
+
+    def _get(self, tenant: bytes, response_id: str) -> Turn | None:
+        row = (
+            self._open()
+            .execute(
+                "SELECT input, body, previous FROM responses WHERE id = ? AND tenant = ? AND created >= ?",
+                (response_id, tenant, self._wall() - self._bounds.age_s),
+            )
+            .fetchone()
+        )
+        return None if row is None else Turn(msgspec.json.decode(row[0]), row[1], row[2])
+
+    def _history(self, tenant: bytes, response_id: str) -> list[Item] | None:
+        turns: list[Turn] = []
+        left: str | None = response_id
+        while left is not None:
+            turn = self._get(tenant, left)
+            if turn is None or len(turns) == MAX_TURNS:
+                return None
+            turns.append(turn)
+            left = turn.previous
+        return [item for turn in reversed(turns) for item in (*turn.input, *msgspec.json.decode(turn.body)["output"])]
+
+    def _delete(self, tenant: bytes, response_id: str) -> bool:
+        done = self._open().execute("DELETE FROM responses WHERE id = ? AND tenant = ?", (response_id, tenant))
+        return done.rowcount > 0
+
+
+def _log_failure(done: "Future[None]") -> None:
+    if not done.cancelled() and (error := done.exception()) is not None:
+        log.warning("response_not_stored reason=%r", f"{type(error).__name__}: {error}")

@@ -1,0 +1,167 @@
+"""Stored responses: conversations go on by id, for their tenant only, within bounds, and in every router process."""
+
+import sqlite3
+from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+from openai import AsyncOpenAI, NotFoundError
+from openai.types.responses import Response
+
+from homing.kvcache.hashing import token_array
+from homing.router.config import RouterSettings
+from homing.router.http.front import Front
+from homing.router.http.response_store import ResponseStore, StoreBounds, Turn
+from homing.router.text.tokenizer import TextModel
+
+from .conftest import ANSWER
+from .fakes import FakeBackend
+
+PATH = "/v1/responses"
+BOUNDS = StoreBounds(responses=1000, bytes=1_000_000, age_s=60.0)
+
+
+class Wall:
+    """Stands still unless it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> RouterSettings:
+    return RouterSettings(default_max_tokens=64, response_store=str(tmp_path / "responses.db"))
+
+
+@pytest.fixture
+async def client(client: httpx.AsyncClient, front: Front) -> AsyncIterator[httpx.AsyncClient]:
+    yield client
+    assert front.responses is not None
+    front.responses.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_conversation_goes_on_by_id(
+    client: httpx.AsyncClient, backend: FakeBackend, text_model: TextModel, stream: bool
+):
+    """The next prompt is that of a client that sends everything itself; instructions are not carried over."""
+    asked = {"model": "demo", "input": "Tell me a story.", "instructions": "Be brief.", "stream": stream}
+    first = await client.post(PATH, json=asked)
+    body = msgspec.json.decode(first.text.split("data: ")[-1].strip()) if stream else first.json()
+    made = Response.model_validate(body["response"] if stream else body)
+
+    second = await client.post(PATH, json={"input": "And then?", "previous_response_id": made.id})
+    third = await client.post(PATH, json={"input": "Why?", "previous_response_id": second.json()["id"]})
+    whole = [
+        {"role": "user", "content": "Tell me a story."},
+        {"role": "assistant", "content": ANSWER},
+        {"role": "user", "content": "And then?"},
+        {"role": "assistant", "content": ANSWER},
+        {"role": "user", "content": "Why?"},
+    ]
+    await client.post(PATH, json={"input": whole, "store": False})
+
+    assert made.model_dump()["store"] is True
+    assert second.json()["previous_response_id"] == made.id
+    assert third.status_code == 200
+    assert backend.requests[2].token_ids == backend.requests[3].token_ids
+    assert len(token_array(backend.requests[1].token_ids)) < len(token_array(backend.requests[2].token_ids))
+
+
+async def test_openais_client_reads_lists_and_deletes(live, backend: FakeBackend):
+    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{live.port}/v1", api_key="k1", max_retries=0) as openai:
+        made = await openai.responses.create(model="demo", input="Tell me a story.")
+        read = await openai.responses.retrieve(made.id)
+        items = await openai.responses.input_items.list(made.id)
+        stranger = openai.with_options(api_key="k2")
+
+        assert read == made
+        assert [item.content[0].text async for item in items] == ["Tell me a story."]
+        with pytest.raises(NotFoundError):
+            await stranger.responses.retrieve(made.id)
+        with pytest.raises(NotFoundError):
+            await stranger.responses.delete(made.id)
+        await openai.responses.delete(made.id)
+        with pytest.raises(NotFoundError):
+            await openai.responses.retrieve(made.id)
+
+
+async def test_what_is_not_stored_cannot_be_continued(client: httpx.AsyncClient):
+    """By its own wish, or because it never was."""
+    made = (await client.post(PATH, json={"input": "a", "store": False})).json()
+    found = await client.get(f"{PATH}/{made['id']}")
+    refused = await client.post(PATH, json={"input": "b", "previous_response_id": made["id"]})
+
+    assert made["store"] is False
+    assert (found.status_code, found.json()["error"]["code"]) == (404, "response_not_found")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "previous_response_not_found")
+
+
+@pytest.fixture
+def wall() -> Wall:
+    return Wall()
+
+
+@pytest.fixture
+def store(tmp_path: Path, wall: Wall) -> Iterator[ResponseStore]:
+    made = ResponseStore(str(tmp_path / "store.db"), BOUNDS, wall)
+    yield made
+    made.close()
+
+
+def turn(previous: str | None = None, size: int = 10) -> Turn:
+    return Turn([{"role": "user", "content": "x" * size}], b'{"output": []}', previous)
+
+
+def test_the_oldest_go_first(tmp_path: Path, wall: Wall) -> None:
+    """By number, by bytes, and by age; bounds are looked at with every sixteenth write."""
+    for number, (bounds, size) in enumerate([(BOUNDS._replace(responses=5), 10), (BOUNDS._replace(bytes=6000), 1000)]):
+        store = ResponseStore(str(tmp_path / f"{number}.db"), bounds, wall)
+        for index in range(33):
+            wall.now += 1.0
+            store.put(b"t", f"r{index}", turn(size=size))
+        store.close()
+        with closing(sqlite3.connect(tmp_path / f"{number}.db")) as file:
+            kept = {name for (name,) in file.execute("SELECT id FROM responses")}
+
+        assert kept == {"r28", "r29", "r30", "r31", "r32"}
+
+
+async def test_what_is_too_old_is_gone(store: ResponseStore, wall: Wall) -> None:
+    store.put(b"t", "r", turn())
+    wall.now += 59.0
+    assert await store.get(b"t", "r") is not None
+    wall.now += 2.0
+    assert await store.get(b"t", "r") is None
+
+
+async def test_another_process_finds_it(store: ResponseStore, tmp_path: Path, wall: Wall) -> None:
+    """Connections of one client reach any of several routers, and these may restart."""
+    other = ResponseStore(str(tmp_path / "store.db"), BOUNDS, wall)
+
+    store.put(b"t", "a", turn())
+    other.put(b"t", "b", turn("a"))
+    history = await store.history(b"t", "b")
+    gone = await other.delete(b"t", "a"), await store.history(b"t", "b")
+    other.close()
+
+    assert history is not None
+    assert len(history) == 2
+    assert gone == (True, None)
+
+
+async def test_a_file_that_cannot_be_used_fails_the_request_alone(tmp_path: Path, wall: Wall) -> None:
+    """What cannot be stored is answered all the same, and logged."""
+    store = ResponseStore(str(tmp_path / "missing" / "store.db"), BOUNDS, wall)
+
+    failed = store.put(b"t", "a", turn())
+    with pytest.raises(Exception, match="store of responses failed"):
+        await store.get(b"t", "a")
+    assert failed.exception(1.0) is not None
+    store.close()
