@@ -133,8 +133,22 @@ def check_keys(settings: EventsSettings) -> None:
 
 def prepare(settings: Settings) -> Settings:
     """Settings as routers and replicas need them: models have names, paths are absolute. Raises SettingsError."""
-    models = tuple(with_chat_template(with_api_keys(each)) for each in settings.models)
-    return msgspec.structs.replace(with_chat_template(with_api_keys(_named(settings))), models=models)
+    models = tuple(_with_router_files(each) for each in settings.models)
+    return msgspec.structs.replace(_with_router_files(_named(settings)), models=models)
+
+
+def _with_router_files(settings: Settings) -> Settings:
+    return with_response_store(with_chat_template(with_api_keys(settings)))
+
+
+def with_response_store(settings: Settings) -> Settings:
+    """Settings with an absolute `response_store`. Raises SettingsError if it has no folder."""
+    if not settings.router.response_store:
+        return settings
+    file = Path(settings.router.response_store).expanduser().absolute()
+    if not file.parent.is_dir():
+        raise SettingsError(f"response_store: folder {file.parent} does not exist; create it, or choose another file")
+    return msgspec.structs.replace(settings, router=msgspec.structs.replace(settings.router, response_store=str(file)))
 
 
 def with_chat_template(settings: Settings) -> Settings:

@@ -5,7 +5,9 @@ the file. A response belongs to a tenant; nobody else can find it.
 """
 
 import asyncio
+import contextlib
 import logging
+import os
 import sqlite3
 import time
 from collections.abc import Callable
@@ -104,6 +106,9 @@ class ResponseStore:
 
     def _open(self) -> sqlite3.Connection:
         if self._file is None:
+            # What users wrote is nobody else's business; SQLite gives the files beside it the same rights.
+            with contextlib.suppress(OSError):
+                os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
             file = sqlite3.connect(self._path, timeout=BUSY_S, isolation_level=None)
             file.execute("PRAGMA journal_mode = WAL")
             file.execute("PRAGMA synchronous = NORMAL")

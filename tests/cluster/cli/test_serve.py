@@ -8,7 +8,7 @@ import pytest
 
 from homing.cluster.config import Settings
 from homing.cluster.errors import SettingsError
-from homing.cluster.preflight import with_api_keys, with_chat_template
+from homing.cluster.preflight import with_api_keys, with_chat_template, with_response_store
 from homing.router.config import RouterSettings
 
 
@@ -37,6 +37,18 @@ def test_a_wrong_keys_file_is_a_setting_s_mistake(tmp_path: Path) -> None:
 
     with pytest.raises(SettingsError, match=r"api_keys_file: .*keys\[0\].*key_sha256"):
         with_api_keys(settings_with(str(path)))
+
+
+def test_the_store_of_responses_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All routers of the machine share the file, wherever they run; its folder must exist."""
+    monkeypatch.chdir(tmp_path)
+
+    def named(path: str) -> str:
+        return with_response_store(Settings(router=RouterSettings(response_store=path))).router.response_store
+
+    assert (named(""), named("store.db")) == ("", str(tmp_path / "store.db"))
+    with pytest.raises(SettingsError, match=r"response_store: folder .* does not exist"):
+        named("nowhere/store.db")
 
 
 def test_the_chat_template_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

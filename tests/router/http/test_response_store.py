@@ -145,8 +145,8 @@ async def test_another_process_finds_it(store: ResponseStore, tmp_path: Path, wa
     """Connections of one client reach any of several routers, and these may restart."""
     other = ResponseStore(str(tmp_path / "store.db"), BOUNDS, wall)
 
-    store.put(b"t", "a", turn())
-    other.put(b"t", "b", turn("a"))
+    store.put(b"t", "a", turn()).result(5.0)
+    other.put(b"t", "b", turn("a")).result(5.0)
     history = await store.history(b"t", "b")
     gone = await other.delete(b"t", "a"), await store.history(b"t", "b")
     other.close()
@@ -164,4 +164,13 @@ async def test_a_file_that_cannot_be_used_fails_the_request_alone(tmp_path: Path
     with pytest.raises(Exception, match="store of responses failed"):
         await store.get(b"t", "a")
     assert failed.exception(1.0) is not None
+    store.close()
+
+
+def test_only_the_owner_can_read_the_files(tmp_path: Path, wall: Wall) -> None:
+    """They hold conversations."""
+    store = ResponseStore(str(tmp_path / "store.db"), BOUNDS, wall)
+    store.put(b"t", "a", turn()).result(5.0)
+
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.glob("store.db*")} == {0o600}
     store.close()
