@@ -185,10 +185,11 @@ def tool_calls(
         )
     try:
         form = shape.answers(functions, forced=forced, parallel=parallel)
-    except Unguidable as error:
+        source = _encoded({"type": "structural_tag", "format": form})
+    except (Unguidable, RecursionError) as error:
         param = "tool_choice" if forced else "tools"
-        raise InvalidRequest(f"field {param!r}: {error}", param=param) from error
-    source = _encoded({"type": "structural_tag", "format": form})
+        what = error if isinstance(error, Unguidable) else "a schema is nested too deeply"
+        raise InvalidRequest(f"field {param!r}: {what}", param=param) from error
     return Asked(Constraint(kind="structural_tag", source=source), "tools")
 
 

@@ -175,11 +175,12 @@ def _each_parameter(function: Function) -> Iterable[_Parameter]:
     if "$ref" in parameters:
         raise Unguidable("its parameters are a reference, which cannot be guided in this model's format")
     odd = sorted(_OF_OBJECTS.intersection(parameters))
-    properties = parameters.get("properties") or {}
+    properties, required = parameters.get("properties") or {}, parameters.get("required") or []
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        raise Unguidable("its parameters are no JSON schema")
     if odd and (function.get("strict") is True or not properties):
         raise Unguidable(f"the keyword {odd[0]!r} of its parameters cannot be guided in this model's format")
-    required = parameters.get("required") or ()
-    unknown = [name for name in required if name not in properties]
+    unknown = [name for name in required if not isinstance(name, str) or name not in properties]
     if unknown:
         raise Unguidable(f"required parameter {unknown[0]!r} is not among its properties")
     for name in properties:
@@ -204,8 +205,9 @@ def _xml_parameter(parameter: _Parameter, begin: str, end: str) -> Form:
         unfit = "type"
     if unfit and parameter.strict:
         raise Unguidable(f"the keyword {unfit!r} of parameter {name!r} cannot be guided in this model's format")
-    if "minLength" in schema or "maxLength" in schema:  # the end marker must not be part of the value
-        return _tag(begin, _regex(f"[^<]{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"), end)
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    if least or most != "":  # the end marker must not be part of the value
+        return _tag(begin, _regex(f"[^<]{{{least},{most}}}"), end)
     # The parser ends the text at the first marker, with or without the line feed before it.
     text, after = _tag(begin, {"type": "any_text"}, marker), end.partition(marker)[2]
     return _sequence(text, _const(after)) if after else text
@@ -219,8 +221,13 @@ def _values(schema: Mapping[str, Any]) -> list[Any] | None:
         return list(schema["enum"])
     if schema.get("type") == "null":
         return [None]
-    lists = [_values(each) for key in ("anyOf", "oneOf") for each in schema.get(key) or () if isinstance(each, Mapping)]
+    lists = [_values(each) for key in ("anyOf", "oneOf") for each in _branches(schema, key)]
     return None if not lists or None in lists else [value for each in lists for value in each or ()]
+
+
+def _branches(schema: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    given = schema.get(key)
+    return [each for each in given if isinstance(each, Mapping)] if isinstance(given, list) else []
 
 
 def _read(schema: Mapping[str, Any], text: str) -> Any:
@@ -232,7 +239,7 @@ def _by_types_alone(schema: Mapping[str, Any]) -> bool:
     """Whether any value of the right type is valid."""
     if set(schema) - _NOTES or types_of(schema) & {"object", "array"}:
         return False
-    return all(map(_by_types_alone, schema.get("anyOf") or ()))
+    return all(map(_by_types_alone, _branches(schema, "anyOf")))
 
 
 def _parameters(function: Function) -> Mapping[str, Any]:

@@ -171,6 +171,16 @@ def test_strict_tools_guide_calls_and_leave_text_free() -> None:
     assert tool_calls([strict], "none", SHAPE) is None
 
 
+def test_a_schema_that_is_nested_without_end_is_refused() -> None:
+    """By name, not by a crash."""
+    schema: dict[str, Any] = {}
+    for _ in range(5000):
+        schema = {"items": schema}
+
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        tool_calls([{"function": {"name": "f", "parameters": schema}}], "required", SHAPE)
+
+
 # The check
 
 #: 2 ** 16 combinations.

@@ -1,5 +1,6 @@
 """Whatever a family's shape allows, its parser reads as calls of the demanded tools with valid arguments."""
 
+import contextlib
 import json
 import random
 import re
@@ -9,6 +10,8 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from homing.replica.messages import Constraint
@@ -209,6 +212,24 @@ def test_a_strict_tool_that_a_format_cannot_hold_is_refused(family: str, propert
 
     with pytest.raises(Unguidable, match=message):
         family_of.shapes[-1].answers([tool], forced=True, parallel=False)
+
+
+WORDS = ["type", "properties", "required", "anyOf", "oneOf", "allOf", "enum", "const", "$ref", "minLength", "a", "#/a"]
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 9) | st.sampled_from([*WORDS, "string", "object", ""]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(parameters=st.dictionaries(st.sampled_from(WORDS), JUNK, max_size=5), strict=st.booleans())
+@settings(deadline=None)
+def test_parameters_that_are_no_schema_make_a_format_or_a_refusal(parameters: dict[str, Any], strict: bool) -> None:
+    """They come from strangers; what the compiler then thinks of a format is its affair."""
+    tool = {"name": "f", "parameters": parameters, "strict": strict}
+    for _, shape in SHAPES:
+        with contextlib.suppress(Unguidable):
+            json.dumps(shape.answers([tool], forced=True, parallel=True))
 
 
 def test_the_template_chooses_among_a_familys_shapes() -> None:
