@@ -35,9 +35,22 @@ def explain(
     return 0
 
 
-def diff(settings: Settings, out: TextIO, files: Sequence[str], *, url: str | None, api_key: str, as_json: bool) -> int:
-    """Print where the prompt of the second file's request departs from that of the first. Raises as `explain`."""
-    bodies = dict(zip("ab", [_body(file, "--diff") for file in files], strict=True))
+def diff(
+    settings: Settings,
+    out: TextIO,
+    files: Sequence[str],
+    model: str | None,
+    *,
+    url: str | None,
+    api_key: str,
+    as_json: bool,
+) -> int:
+    """Print where the prompt of the second file's request departs from that of the first. Raises as `explain`.
+
+    `model` overrides those of the requests.
+    """
+    named = {} if model is None else {"model": model}
+    bodies = {key: _body(file, "--diff") | named for key, file in zip("ab", files, strict=True)}
     found = post_json(f"{router_urls(settings, url)[0]}/explain/diff", bodies, api_key=api_key)
     print(json.dumps(found, indent=2) if as_json else render_diff(found), file=out)
     return 0

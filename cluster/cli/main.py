@@ -199,7 +199,7 @@ def _explain(arguments: argparse.Namespace, out: TextIO) -> int:
     api_key = read_key(arguments.api_key_file or "", "--api-key-file", sys.stdin)
     where: dict[str, Any] = {"url": arguments.url, "api_key": api_key, "as_json": arguments.json}
     if arguments.diff:
-        return diff(settings_of(arguments), out, arguments.diff, **where)
+        return diff(settings_of(arguments), out, arguments.diff, arguments.asked_model, **where)
     body = request_body(arguments.prompt, arguments.body, arguments.asked_model, raw=arguments.raw)
     return explain(settings_of(arguments), out, body, **where)
 

@@ -4,7 +4,8 @@ import io
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -125,21 +126,50 @@ def test_with_several_models_the_flag_that_names_one_is_in_the_message(refusing:
     assert not isinstance(caught.value, SettingsError)
 
 
+def test_two_files_are_compared(tmp_path: Path) -> None:
+    """The command sends both requests; the router knows template and tokenizer."""
+    one, other = tmp_path / "a.json", tmp_path / "b.json"
+    one.write_text('{"prompt": "x"}')
+    other.write_text('{"prompt": "y"}')
+    departure = {"token": 1, "at": None, "text": "y", "instead_of": "x", "exact": True}
+    out, asked = io.StringIO(), list[tuple[str, object]]()
+
+    def answer(path: str, body: object) -> tuple[int, object]:
+        asked.append((path, body))
+        return 200, {"tokens": [2, 2], "common_tokens": 1, "departure": departure}
+
+    with answering(answer) as url:
+        assert run(["explain", "--url", url, "--diff", str(one), str(other)], out) == 0
+        with pytest.raises(SettingsError, match="--diff"):
+            run(["explain", "--url", url, "--diff", str(one), str(tmp_path / "none")], io.StringIO())
+
+    assert asked == [("/explain/diff", {"a": {"prompt": "x"}, "b": {"prompt": "y"}})]
+    assert "departs at token 1: 'y'" in out.getvalue()
+
+
 @pytest.fixture
 def refusing() -> Iterator[str]:
     """The address of a router that serves several models."""
+    message = "field 'model': several models are served here, say which: fox, owl"
+    with answering(lambda _path, _body: (400, {"error": {"message": message}})) as url:
+        yield url
 
-    class Refusal(BaseHTTPRequestHandler):
+
+@contextmanager
+def answering(answer: Callable[[str, object], tuple[int, object]]) -> Iterator[str]:
+    """The address of a router that answers POST requests so."""
+
+    class Answer(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            self.send_response(400)
+            given = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            status, body = answer(self.path, given)
+            self.send_response(status)
             self.end_headers()
-            message = "field 'model': several models are served here, say which: fox, owl"
-            self.wfile.write(json.dumps({"error": {"message": message}}).encode())
+            self.wfile.write(json.dumps(body).encode())
 
         def log_message(self, *_: object) -> None: ...
 
-    server = HTTPServer(("127.0.0.1", 0), Refusal)
+    server = HTTPServer(("127.0.0.1", 0), Answer)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
