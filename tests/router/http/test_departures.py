@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from homing.kvcache.hashing import token_bytes
-from homing.router.http.departures import SessionPrompts, common_tokens, place_between, place_in
+from homing.router.http.departures import TEXT_BYTES, SessionPrompts, common_tokens, place_between, place_in
 from homing.router.text.conversation import Conversation, Message, function_tool
 
 from .fakes import FakeBackend
@@ -125,13 +125,14 @@ def test_the_common_beginning_is_found(one: list[int], other: list[int]) -> None
 
 def test_the_memory_for_prompts_is_bounded() -> None:
     """The session that was silent for longest is forgotten first."""
-    prompts, ids = SessionPrompts(capacity_bytes=8 * 100), token_bytes(list(range(30)))
+    prompts, ids = SessionPrompts(capacity_bytes=(4 + TEXT_BYTES) * 100), token_bytes(list(range(30)))
 
     for name in "abcab":
         prompts.put((b"", name, None), ids, EMPTY)
     prompts.put((b"", "d", None), ids, EMPTY)
+    kept = [name for name in "abcd" if prompts.get((b"", name, None)) is not None]
     prompts.put((b"", "e", None), token_bytes([1] * 1000), msgspec.structs.replace(EMPTY, session="e"))
 
-    assert prompts.used_bytes <= 800
+    assert kept == ["a", "b", "d"]
     assert len(prompts) == 0
     assert prompts.used_bytes == 0
