@@ -40,7 +40,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams  #: fully resolved
     salt: bytes = b""  #: requests share cached blocks only under the same salt
     session: str | None = None  #: requests of one session prefer one replica
-    priority: int = 0  #: lower goes first
+    priority: int = 0  #: lower goes first, among all tenants' requests
+    own_order: int = 0  #: likewise among the requests of its tenant that wait in the router
     tenant: bytes = b""  #: shares the queue with other tenants by weight
     weight: float = 1.0  #: the tenant's share in the queue
     deadline: float | None = None  #: monotonic seconds; None: `request_timeout_s` from now

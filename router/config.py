@@ -95,7 +95,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "top_p, top_k, min_p and repetition_penalty"
         ),
     ] = True
-    max_body_bytes: Annotated[int, Meta(ge=1024, description="largest HTTP body")] = 16 * 1024 * 1024
+    max_body_bytes: Annotated[int, Meta(ge=1024, description="largest HTTP body")] = 8 * 1024 * 1024
     tool_call_parser: Annotated[
         ToolParserName,
         Meta(

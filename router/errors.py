@@ -122,7 +122,7 @@ class ModelNotFound(RouterError, status=404, code="model_not_found"):
 
     def __init__(self, model: str, served: Iterable[str]) -> None:
         names = ", ".join(map(repr, served)) or "none yet"
-        super().__init__(f"model {model!r} does not exist; served models: {names}", param="model")
+        super().__init__(f"model {model[:200]!r} does not exist; served models: {names}", param="model")
 
 
 class ResponseNotFound(RouterError, status=404, code="response_not_found"):
@@ -169,6 +169,13 @@ class QueueFull(RouterError, status=429, code="queue_full"):
 
     def __init__(self, waiting: int) -> None:
         super().__init__(f"{waiting} requests are already waiting; try again in 1 s", retry_after_s=1.0)
+
+
+class TooManyBodies(RouterError, status=429, code="too_many_bodies"):
+    """Large bodies are more than the server has memory for; this is the largest of the client with the most."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"{most} bytes of large bodies are being received; try again in 1 s", retry_after_s=1.0)
 
 
 class RateLimited(RouterError, status=429, code="rate_limit_exceeded"):

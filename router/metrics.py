@@ -121,7 +121,11 @@ FAMILIES = (
         ("homing_fields_ignored", "Unknown fields in the bodies of requests."),
         ("homing_billing_lines_dropped", "System prompts of Claude Code without their changing first line."),
     ),
-    *_families("counter", ("reason",), ("homing_clients_cut", "Clients disconnected because they did not read.")),
+    *_families(
+        "counter",
+        ("reason",),
+        ("homing_clients_cut", "Clients disconnected: they did not read, or had too many connections."),
+    ),
     *_families(
         "gauge",
         _REPLICA,
@@ -275,7 +279,7 @@ class RouterMetrics(Collector):
         histogram.observe(duration_s)
 
     def client_cut(self, reason: str) -> None:
-        """Count a client that the server disconnected because it did not read."""
+        """Count a client that the server disconnected."""
         self._cut[reason,] += 1
 
     def client_gone(self) -> None:

@@ -1,18 +1,19 @@
-"""The queue of waiting requests: lower priority values first, then tenants by their shares, then by arrival.
+"""The queue of waiting requests: lower priorities first, then tenants by their shares, then each tenant's own order.
 
 Pure state: names of requests and of tenants, no time. Knows nothing of replicas, deadlines or the requests' contents.
 
-Within a priority each tenant has a lane in order of arrival. Next is the lane that was served least, in work divided by
-weight. An empty lane that gets a request starts level with the lane served last, so that an idle tenant saves nothing
-up. (This is start-time fair queueing; Goyal, Vin and Cheng, 1996.) Hence, while two tenants wait, their work divided by
-weight differs by at most one request of each, however many either queues. The request of a tenant that had none waits
-for at most one request of every other tenant.
+Within a priority each tenant has a lane, in the tenant's own order and then that of arrival. Next is the lane that was
+served least, in work divided by weight. An empty lane that gets a request starts level with the lane served last, so
+that an idle tenant saves nothing up. (This is start-time fair queueing; Goyal, Vin and Cheng, 1996.) Hence, while two
+tenants wait, their work divided by weight differs by at most one request of each, however many either queues. The
+request of a tenant that had none waits for at most one request of every other tenant.
 
 A request that was served before and lost its replica goes before all lanes of its priority: it has had its turn.
 """
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 
@@ -22,6 +23,32 @@ from heapq import heappop, heappush, heapreplace
 MAX_OWN_LANES = 1024
 
 
+class _Names:
+    """Requests in their tenant's own order, then that of arrival."""
+
+    __slots__ = ("_keys", "_sorted")
+
+    def __init__(self) -> None:
+        self._sorted: list[tuple[int, int, int]] = []  # own order, arrival, name
+        self._keys: dict[int, tuple[int, int, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def __iter__(self) -> Iterator[int]:
+        return (name for _, _, name in self._sorted)
+
+    def add(self, name: int, own_order: int, arrival: int) -> None:
+        key = self._keys[name] = own_order, arrival, name
+        insort(self._sorted, key)
+
+    def remove(self, name: int) -> None:
+        del self._sorted[bisect_left(self._sorted, self._keys.pop(name))]
+
+    def last(self) -> int:
+        return self._sorted[-1][2]
+
+
 @dataclass(slots=True, eq=False)
 class _Lane:
     """One tenant's requests of one priority."""
@@ -29,7 +56,7 @@ class _Lane:
     tenant: bytes
     weight: float
     served: float  #: work over weight, on the level's scale
-    names: "OrderedDict[int, None]" = field(default_factory=OrderedDict)
+    names: _Names = field(default_factory=_Names)
     queued: bool = False  #: it is in the heap
 
 
@@ -85,6 +112,7 @@ class FairQueue:
         self._priorities: list[int] = []  # sorted
         self._places: dict[int, tuple[_Level, _Lane | None]] = {}  # None: resumed
         self._waiting: Counter[bytes] = Counter()  # by tenant, resumed ones aside
+        self._pushed = 0
 
     def __len__(self) -> int:
         return len(self._places)
@@ -93,10 +121,12 @@ class FairQueue:
     def lanes(self) -> int:
         return sum(len(level.lanes) for level in self._levels.values())
 
-    def push(self, name: int, *, priority: int, tenant: bytes, weight: float) -> None:
+    def push(self, name: int, *, priority: int, tenant: bytes, weight: float, own_order: int = 0) -> None:
+        """`priority` orders all requests, and within that `own_order` those of the tenant; lower goes first."""
         level = self._level(priority)
         lane = level.lane(tenant, weight)
-        lane.names[name] = None
+        self._pushed += 1
+        lane.names.add(name, own_order, self._pushed)
         self._waiting[lane.tenant] += 1
         self._enter(name, level, lane)
 
@@ -138,7 +168,7 @@ class FairQueue:
         if lane is None:
             del level.resumed[name]
         else:
-            del lane.names[name]
+            lane.names.remove(name)
             self._waiting[lane.tenant] -= 1
             if not self._waiting[lane.tenant]:
                 del self._waiting[lane.tenant]
@@ -156,7 +186,7 @@ class FairQueue:
         if count <= self._waiting[tenant] + 1:
             return None
         lanes = (self._levels[priority].lanes.get(most) for priority in reversed(self._priorities))
-        return next(next(reversed(lane.names)) for lane in lanes if lane is not None and lane.names)
+        return next(lane.names.last() for lane in lanes if lane is not None and lane.names)
 
     def check(self) -> None:
         assert self._priorities == sorted(self._levels), f"priorities {self._priorities}, levels {sorted(self._levels)}"

@@ -176,7 +176,13 @@ class RequestFlow:
             instructions.append(sent)
         else:
             state.advance("queue")
-            self._queue.push(request_id, priority=request.priority, tenant=request.tenant, weight=request.weight)
+            self._queue.push(
+                request_id,
+                priority=request.priority,
+                tenant=request.tenant,
+                weight=request.weight,
+                own_order=request.own_order,
+            )
             if not nobody_waits:
                 instructions += self.pump(now)
         heappush(self._deadlines, (state.deadline, request_id))

@@ -6,26 +6,27 @@ Also records metrics, writes the access log, and answers CORS preflights. No exc
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine, Generator, Mapping
 from types import coroutine
 from typing import Any
 
-from ..errors import NotJson, RouterError, Superseded
-from .caller import REQUEST_ID, request_id
-from .endpoints import error_body_of, find, label
+from ..errors import BodyTooLarge, NotJson, RouterError, Superseded
+from .caller import REQUEST_ID, request_id, tenant_of
+from .endpoints import error_body_of, find, label, takes_large_bodies
 from .errors import fail
 from .front import Front
-from .generation import ClientGoneError
 from .protocol.access import AccessLog
-from .protocol.connection import HttpConnection
+from .protocol.connection import SMALL_BODY_BYTES, HttpConnection
 from .protocol.cors import CorsPolicy
-from .protocol.exchange import JSON, Exchange, Headers, Request
+from .protocol.exchange import JSON, ClientGoneError, Exchange, Headers, Request
 from .tracing import RequestSpans
 
 log = logging.getLogger(__name__)
 
 #: What homing's own commands call themselves: their polling would fill the access log.
 OWN_AGENT = "homing"
+#: Characters of a path in an error.
+MAX_SHOWN = 100
 
 
 class App:
@@ -49,6 +50,11 @@ class App:
 
     def refuse(self, request: Request, wire: HttpConnection, error: RouterError) -> None:
         fail(self._exchange(request, wire), error)
+
+    def admit(self, path: str, headers: Mapping[str, str]) -> None:
+        if not takes_large_bodies(path):
+            raise BodyTooLarge(f"the maximum for {path[:MAX_SHOWN]} is {SMALL_BODY_BYTES} bytes")
+        tenant_of(self._front, headers)
 
     def headers_for(self, request: Request) -> Headers:
         return () if self._cors is None else self._cors.headers(request)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 
+from ..tenants.api_keys import Tenant
 from ..tenants.rate_limits import RateLimiter
 from ..text.encoder_threads import Sender
 from .front import Front
@@ -20,6 +21,8 @@ AGENT_HEADERS = ("x-claude-code-agent-id", "thread-id", "thread_id")
 PARENT_HEADERS = ("x-claude-code-parent-agent-id", "x-codex-parent-thread-id", "x-parent-session-id")
 #: The router remembers tens of thousands of sessions, and an HTTP head may have 64 KB.
 MAX_SESSION_CHARS = 64
+#: Objects of shorter bodies need not be counted.
+FEW_OBJECTS_BYTES = 16 * 1024
 _PRINTABLE = re.compile(r"[\x21-\x7e]{1,256}")
 
 
@@ -41,6 +44,11 @@ def bounded(session: str) -> str:
     return session if len(session) <= MAX_SESSION_CHARS else sha256(session.encode()).hexdigest()
 
 
+def tenant_of(front: Front, headers: Mapping[str, str]) -> Tenant:
+    """The tenant whose API key the headers carry. Raises MissingKey and UnknownKey."""
+    return front.tenants.of(headers.get("authorization") or headers.get("x-api-key"))
+
+
 class Caller:
     """Charges the request to its tenant: `begin`, then one of `undo` and `end`, which do nothing without `begin`.
 
@@ -55,7 +63,7 @@ class Caller:
     def __init__(self, front: Front, exchange: Exchange) -> None:
         """Identify the tenant by its API key. Raises MissingKey and UnknownKey."""
         headers = exchange.request.headers
-        self.tenant = front.tenants.of(headers.get("authorization") or headers.get("x-api-key"))
+        self.tenant = tenant_of(front, headers)
         self.request_id = exchange.id
         self.session = named_by(headers)
         self.agent = named_by(headers, AGENT_HEADERS)
@@ -75,10 +83,12 @@ class Caller:
     def sender(self, narrowed_by: str | None = None) -> Sender:
         """Whose prompts are tokenized. `narrowed_by`: see `Tenant.cache_salt`."""
         tenant, exchange = self.tenant, self._exchange
+        body = exchange.request.body
         return Sender(
             tenant.digest,
             tenant.cache_salt(narrowed_by),
-            len(exchange.request.body),
+            len(body),
+            body.count(b"{") if len(body) > FEW_OBJECTS_BYTES else 0,
             tenant.limits.max_prompt_tokens,
             self.check,
             exchange,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -26,6 +26,7 @@ from ..errors import (
 )
 from ..metrics import CONTENT_TYPE
 from ..text.conversation import Conversation
+from .body_reader import INLINE_BYTES
 from .caller import Caller
 from .departures import Departure, SessionKey, between, common_tokens, in_blocks
 from .dialects.chat import CHAT, ChatBody, ChatCompletion, conversation
@@ -49,8 +50,8 @@ from .dialects.schema import (
     NonNegative,
     TokenizeBody,
     UnknownField,
-    decode,
-    decode_leniently,
+    decoding,
+    exhaust,
 )
 from .dialects.validate import check_token_ids
 from .errors import ErrorBody
@@ -59,8 +60,14 @@ from .generation import Generation, Job, generation_request
 from .protocol.exchange import JSON, Exchange, Request
 from .response_store import Turn
 
+Decoded = TypeVar("Decoded", bound=msgspec.Struct)
+
 MODELS = "/v1/models"
 RESPONSES_PATH = "/v1/responses"
+#: Token ids are written in steps of so many: 4 ms with their names.
+IDS_AT_ONCE = 16 * 1024
+#: More than any model's context; writing the response takes memory and time of everybody.
+MAX_TOKENIZED = 1_000_000
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,24 +189,32 @@ def respond(exchange: Exchange, value: object) -> None:
     exchange.respond(ENCODER.encode(value))
 
 
-def decode_body(
+async def decoded(
     front: Front,
     caller: Caller,
-    data: bytes,
-    decoder: "msgspec.json.Decoder[BodyType]",
-    unknown: Callable[[BodyType], Iterable[tuple[str, str]]] | None,
-) -> BodyType:
-    """A request's body. Unknown fields are refused or ignored, as the setting says. Raises InvalidRequest.
+    exchange: Exchange,
+    decoder: "msgspec.json.Decoder[Decoded]",
+    *,
+    lenient: bool = False,
+    unknown: Callable[[Decoded], Iterable[tuple[str, str]]] | None = None,
+    part: bytes | None = None,
+) -> Decoded:
+    """A request's body, or a part of it; long ones take turns with those of others.
 
-    `unknown` finds those that `decoder` takes.
+    Unknown fields are refused or, if it is `lenient` and the setting allows, ignored; `unknown` finds those that
+    `decoder` takes. Raises InvalidRequest.
     """
-    strict, ignored = front.settings.strict_fields, list[str]()
-    if strict:
-        body = decode(data, decoder)
+    data = exchange.request.body if part is None else part
+    lenient = lenient and not front.settings.strict_fields
+    steps = decoding(data, decoder, lenient=lenient)
+    if len(data) <= INLINE_BYTES:
+        body, ignored = exhaust(steps)
     else:
-        body, ignored = decode_leniently(data, decoder)
+        fields = decoder.type.__struct_fields__
+        body, ignored = await front.body_reader.read(exchange, steps, caller.tenant.digest, fields)
+        exchange.wire.release_body()
     if unknown is not None and (found := list(islice(unknown(body), MAX_IGNORED))):
-        if strict:
+        if not lenient:
             raise UnknownField(*found[0])
         ignored += [f"{where}.{name}" for where, name in found]
     if ignored:
@@ -211,7 +226,7 @@ def decode_body(
 async def generate(dialect: Dialect[BodyType], front: Front, exchange: Exchange) -> None:
     caller = Caller(front, exchange)
     caller.check()
-    body = decode_body(front, caller, exchange.request.body, dialect.decoder, dialect.unknown)
+    body = await decoded(front, caller, exchange, dialect.decoder, lenient=True, unknown=dialect.unknown)
     await _generate(dialect, front, exchange, caller, body)
 
 
@@ -241,7 +256,7 @@ async def create_response(front: Front, exchange: Exchange) -> None:
     """A response, which is stored unless the request says `store: false`, if there is a store."""
     caller = Caller(front, exchange)
     caller.check()
-    body = decode_body(front, caller, exchange.request.body, RESPONSES.decoder, RESPONSES.unknown)
+    body = await decoded(front, caller, exchange, RESPONSES.decoder, lenient=True, unknown=RESPONSES.unknown)
     store, tenant, previous = front.responses, caller.tenant.digest, body.previous_response_id
     if store is None:
         await _generate(RESPONSES, front, exchange, caller, body)
@@ -307,10 +322,12 @@ async def count_tokens(front: Front, exchange: Exchange) -> None:
     """The tokens of the prompt that a message's request would have."""
     caller = Caller(front, exchange)
     caller.check()
-    body = decode_body(front, caller, exchange.request.body, _COUNT, messages_unknown)
+    body = await decoded(front, caller, exchange, _COUNT, lenient=True, unknown=messages_unknown)
     served = await front.served(body.model)
-    asked = messages_conversation(body, front.settings).template_input()
-    tokens = await served.text.encode_chat(asked, sender=caller.sender(body.cache_salt))
+    sender = caller.sender(body.cache_salt)
+    tokens = await served.text.encode_chat(
+        lambda: messages_conversation(body, front.settings).template_input(), sender=sender
+    )
     caller.charge([len(tokens)])
     respond(exchange, TokenCount(len(tokens)))
 
@@ -329,7 +346,7 @@ async def explain(front: Front, exchange: Exchange) -> None:
     """Report the routing decision for a completion or chat body; nothing is generated."""
     caller = Caller(front, exchange)
     caller.check()
-    job, salt = await _job(front, caller, exchange.request.body)
+    job, salt = await _job(front, caller, exchange, exchange.request.body)
     caller.charge([len(prompt.token_ids) for prompt in job.prompts])
     request = generation_request(job, job.prompts[0], caller)
     found = job.served.backend.explain(request)
@@ -365,18 +382,19 @@ async def explain_diff(front: Front, exchange: Exchange) -> None:
     """Compare the prompts of two bodies; nothing is generated."""
     caller = Caller(front, exchange)
     caller.check()
-    body = decode(exchange.request.body, _DIFF)
-    jobs = [(await _job(front, caller, bytes(each)))[0] for each in (body.a, body.b)]
+    body = await decoded(front, caller, exchange, _DIFF)
+    jobs = [(await _job(front, caller, exchange, bytes(each)))[0] for each in (body.a, body.b)]
     caller.charge([len(job.prompts[0].token_ids) for job in jobs])
     one, other = [(token_bytes(job.prompts[0].token_ids), job.conversation) for job in jobs]
     lengths = len(one[0]) // 4, len(other[0]) // 4
     respond(exchange, Diff(lengths, common_tokens(one[0], other[0]), between(one, other, jobs[1].served.text)))
 
 
-async def _job(front: Front, caller: Caller, data: bytes) -> tuple[Job, bytes]:
+async def _job(front: Front, caller: Caller, exchange: Exchange, data: bytes) -> tuple[Job, bytes]:
     """What a completion or chat body requests, and the salt of its cached blocks."""
-    dialect: Dialect[Any] = COMPLETION if decode(data, _KIND).messages is UNSET else CHAT
-    body = decode_body(front, caller, data, dialect.decoder, dialect.unknown)
+    kind = await decoded(front, caller, exchange, _KIND, part=data)
+    dialect: Dialect[Any] = COMPLETION if kind.messages is UNSET else CHAT
+    body = await decoded(front, caller, exchange, dialect.decoder, lenient=True, unknown=dialect.unknown, part=data)
     sender = caller.sender(body.cache_salt)
     return await dialect.job(front, await front.served(body.model), body, sender), sender.salt
 
@@ -385,28 +403,44 @@ async def tokenize(front: Front, exchange: Exchange) -> None:
     """The token ids of a text or a chat; this and `detokenize` have vLLM's shapes."""
     caller = Caller(front, exchange)
     caller.check()
-    body = decode(exchange.request.body, _TOKENIZE)
+    body = await decoded(front, caller, exchange, _TOKENIZE)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("exactly one of 'prompt' and 'messages' is required", param="prompt")
     served = await front.served(body.model)
+    sender = caller.sender()
     if body.prompt is not None:
         special_tokens = body.add_special_tokens is not False
-        [tokens] = await served.text.encode([body.prompt], special_tokens=special_tokens, sender=caller.sender())
+        [tokens] = await served.text.encode([body.prompt], special_tokens=special_tokens, sender=sender)
     else:
-        tokens = await served.text.encode_chat(conversation(body).template_input(), sender=caller.sender())
+        tokens = await served.text.encode_chat(lambda: conversation(body).template_input(), sender=sender)
+    if len(tokens) > MAX_TOKENIZED:
+        reason = f"the prompt has {len(tokens)} tokens; the maximum here is {MAX_TOKENIZED}"
+        raise InvalidRequest(reason, param="prompt" if body.prompt is not None else "messages")
     caller.charge([len(tokens)])
-    names = served.text.piece_names(tokens) if body.return_token_strs else None
-    respond(exchange, Tokenized(len(tokens), served.limits.max_model_len, list(tokens), names))
+    ids: list[bytes] = []
+    names: list[bytes] = []
+    for start in range(0, len(tokens), IDS_AT_ONCE):
+        if start:
+            await front.body_reader.turn(exchange, caller.tenant.digest)
+        comma = b"," if start else b""
+        part = tokens[start : start + IDS_AT_ONCE]
+        ids += comma, ENCODER.encode(part.tolist())[1:-1]
+        if body.return_token_strs:
+            names += comma, ENCODER.encode(served.text.piece_names(part))[1:-1]
+    # As `Tokenized` is encoded.
+    head = b'{"count":%d,"max_model_len":%d,"tokens":[' % (len(tokens), served.limits.max_model_len)
+    tail = [b'],"token_strs":[', *names, b"]}"] if body.return_token_strs else [b'],"token_strs":null}']
+    exchange.respond(b"".join([head, *ids, *tail]))
 
 
 async def detokenize(front: Front, exchange: Exchange) -> None:
     caller = Caller(front, exchange)
     caller.check()
-    body = decode(exchange.request.body, _DETOKENIZE)
+    body = await decoded(front, caller, exchange, _DETOKENIZE)
     served = await front.served(body.model)
     check_token_ids(body.tokens, served.limits.vocab_size, "tokens")
     caller.charge([len(body.tokens)])
-    respond(exchange, Detokenized(served.text.decode(body.tokens)))
+    respond(exchange, Detokenized(await served.text.decode_long(body.tokens, caller.sender())))
 
 
 def _card(front: Front, limits: ModelLimits) -> ModelCard:
@@ -436,10 +470,10 @@ async def model(front: Front, exchange: Exchange) -> None:
 
 async def reset_prefix_cache(front: Front, exchange: Exchange) -> None:
     """Empty the caches of all replicas, or of one model's; 409 while requests run. For admins only."""
-    if not Caller(front, exchange).tenant.admin:
+    caller = Caller(front, exchange)
+    if not caller.tenant.admin:
         raise NotAllowed("a reset empties the caches of all tenants; it requires a key with 'admin: true'")
-    body = exchange.request.body
-    name = decode(body, _RESET).model if body else None
+    name = (await decoded(front, caller, exchange, _RESET)).model if exchange.request.body else None
     respond(exchange, Emptied("ok", await front.backend.reset_caches(name)))
 
 
@@ -650,6 +684,14 @@ _BY_PATH: Mapping[str, Mapping[str, Handler]] = {
     path: {each.method: each.handler for each in ENDPOINTS if each.path == path}
     for path in dict.fromkeys(each.path for each in ENDPOINTS)
 }
+
+
+_LARGE = {each.path for each in ENDPOINTS if each.bodies} - {"/reset_prefix_cache"}
+
+
+def takes_large_bodies(path: str) -> bool:
+    """Whether the requests of a path may carry prompts."""
+    return path in _LARGE
 
 
 def label(path: str) -> str:

@@ -19,8 +19,10 @@ from ..tenants.api_keys import Tenants
 from ..tenants.rate_limits import RateLimiter, UsageRecord
 from ..text.parsers.families import ReasoningFamily, ToolFamily, choose_reasoning, choose_tools
 from ..text.tokenizer import SamplingDefaults, TextModel
+from .body_reader import BodyReader
 from .departures import SessionPrompts
 from .response_store import ResponseStore, StoreBounds
+from .turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +125,7 @@ class Front:
         }
         metrics.watch_tenants(tuple(self.limiters.values()))
         self.monotonic = monotonic
+        self.body_reader = BodyReader(Turns(monotonic))
         self.wall = wall
         self.random_bits = random_bits or Random().getrandbits
         self.started_at = int(wall())

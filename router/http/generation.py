@@ -21,7 +21,7 @@ from ..text.parsers.parser import AnswerParser
 from .caller import Caller
 from .errors import fail
 from .front import Front, Served
-from .protocol.exchange import Exchange, GenerationSummary, Headers
+from .protocol.exchange import ClientGoneError, Exchange, GenerationSummary, Headers
 
 if TYPE_CHECKING:
     from .dialects.dialect import StreamWriter, WholeWriter
@@ -31,10 +31,6 @@ log = logging.getLogger(__name__)
 SEED_MASK = 2**64 - 1
 #: The text of a choice whose token is discarded (`max_tokens: 0`).
 _DISCARDED = TextDelta("", "length")
-
-
-class ClientGoneError(Exception):
-    """The client disconnected before its request was dispatched, so there is nobody to respond to."""
 
 
 class PinRequest(msgspec.Struct, frozen=True, gc=False):
@@ -93,7 +89,9 @@ def generation_request(
         sampling=msgspec.structs.replace(sampling, seed=(sampling.seed + index) & SEED_MASK) if index else sampling,
         salt=job.salt,
         session=caller.session or job.session,
-        priority=job.priority,
+        # A tenant may go behind the others, but before them only if that was granted.
+        priority=job.priority if tenant.limits.global_priority else max(0, job.priority),
+        own_order=job.priority,
         tenant=tenant.digest,
         weight=tenant.limits.weight,
         deadline=deadline,

@@ -34,6 +34,7 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tokens_per_minute: Positive | None = None  #: of prompts, cached or not, and generated
     max_running: Positive | None = None  #: concurrent requests, waiting ones included
     max_prompt_tokens: Positive | None = None  #: of each prompt
+    global_priority: bool = False  #: a priority below 0 also puts its requests before those of other tenants
     weight: Annotated[float, Meta(gt=0)] = 1.0  #: share of the replicas relative to other tenants when requests wait
 
 

@@ -136,6 +136,10 @@ def _encoded(value: Any) -> str:
 def _schema(schema: Any, param: str, *, lenient: bool = False, whitespace: Any = None) -> str:
     """A schema as JSON. `lenient`: ignore keywords that are not supported."""
     if isinstance(schema, str):
+        if len(schema) > MAX_SOURCE_CHARACTERS:
+            raise InvalidRequest(
+                f"field {param!r}: it has {len(schema)} characters, the limit is {MAX_SOURCE_CHARACTERS}", param=param
+            )
         try:
             schema = msgspec.json.decode(schema)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -265,8 +269,6 @@ class ConstraintChecker:
         if key in self._known:
             self._known.move_to_end(key)
             return self._known[key]
-        if (deep := nesting(source)) > MAX_NESTING:
-            return f"it is nested {deep} levels deep, the limit is {MAX_NESTING}"
         work = self._pool.submit(self._judged, constraint)
         answer = asyncio.wrap_future(work)
         answer.add_done_callback(lambda done: self._answered(key, done))
@@ -279,6 +281,8 @@ class ConstraintChecker:
 
     def _judged(self, constraint: Constraint) -> str | None:
         """In a thread. By its own time: a machine that is busy with other things says nothing about the source."""
+        if (deep := nesting(constraint.source)) > MAX_NESTING:
+            return f"it is nested {deep} levels deep, the limit is {MAX_NESTING}"
         begun = time.thread_time()
         problem = self._problem(constraint)
         return self._too_complex() if time.thread_time() - begun > self._deadline_s else problem

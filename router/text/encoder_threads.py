@@ -39,6 +39,7 @@ class Sender(msgspec.Struct, frozen=True):
     tenant: bytes = b""  #: tenants take turns
     salt: bytes = b""  #: senders with equal ones share cached ids
     body_bytes: int = 0  #: about as many characters as a chat's prompt has
+    objects: int = 0  #: at most so many objects are in the body
     most_tokens: int | None = None  #: of each prompt; None: no limit
     #: Raises a RouterError if prompts of at least so many tokens may not begin now. Called on the event loop.
     check: Callable[[Sequence[int]], None] = _any_length

@@ -42,6 +42,9 @@ def serve_ours(port: int) -> None:
             exchange.respond(ANSWER)
             return exchange
 
+        def admit(self, path: str, headers: object) -> None:
+            pass
+
         def headers_for(self, request: Request) -> tuple[()]:
             return ()
 

@@ -60,7 +60,7 @@ async def job(front: Front, served: Served, body: ChatBody, sender: Sender) -> J
         served,
         body,
         sender,
-        conversation(body),
+        lambda: conversation(body),
         prompt_param="messages",
         wanted=body.max_completion_tokens if newer else body.max_tokens,
         wanted_param="max_completion_tokens" if newer else "max_tokens",
@@ -146,14 +146,16 @@ def _message(body: MessageBody, index: int) -> Message:
 
 def _marks(body: MessageBody, index: int) -> Iterator[CacheMark]:
     if isinstance(body.content, list):
+        end = 0  # all parts have a text: `MessageBody.text` has looked
         for place, part in enumerate(body.content):
+            end += len(part["text"])
             given = part.get("cache_control")
             if given is None:
                 continue
             param = f"messages[{index}].content[{place}].cache_control"
             control = converted(given, CacheControl, param)
             last = place == len(body.content) - 1
-            yield CacheMark(param, control.seconds, None if last else len(body.text(index, place + 1) or ""))
+            yield CacheMark(param, control.seconds, None if last else end)
     if body.cache_control is not None:
         yield CacheMark(f"messages[{index}].cache_control", body.cache_control.seconds)
 

@@ -58,6 +58,7 @@ async def job(front: Front, served: Served, body: CompletionBody, sender: Sender
         raise InvalidRequest("field 'max_tokens': 0 is only allowed with 'echo'", param="max_tokens")
     if body.echo and body.stream and body.logprobs is not None:
         raise InvalidRequest("field 'echo': cannot be streamed together with 'logprobs'", param="echo")
+    validate.check_choices(front.settings, best_of or kept, _num_prompts(body.prompt), "best_of" if best_of else "n")
     given = prompts(body.prompt, served.limits.vocab_size)
     texts = [each for each in given if isinstance(each, str)]
     encoded = [each for each in given if not isinstance(each, str)]
@@ -92,6 +93,10 @@ async def job(front: Front, served: Served, body: CompletionBody, sender: Sender
         prompt_logprobs=body.logprobs if body.echo else None,
         constraint=None if asked is None else await served.text.constraints.check(asked),
     )
+
+
+def _num_prompts(field: str | list[Any]) -> int:
+    return 1 if isinstance(field, str) or not field or isinstance(field[0], int) else len(field)
 
 
 def prompts(field: str | list[Any], vocab_size: int) -> list[str] | list[TokenIds]:

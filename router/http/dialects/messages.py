@@ -5,6 +5,8 @@ Stateless, as the API is. Tools that Anthropic's servers run and unknown betas a
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -180,7 +182,7 @@ async def job(front: Front, served: Served, body: MessagesBody, sender: Sender) 
         served,
         body,
         sender,
-        conversation(body, front.settings),
+        lambda: conversation(body, front.settings),
         prompt_param="messages",
         wanted=body.max_tokens,
         wanted_param="max_tokens",
@@ -205,11 +207,14 @@ def conversation(body: CountBody, settings: RouterSettings) -> Conversation:
             text = text[line.end() :]
             system.marks = [_moved(mark, line.end()) for mark in system.marks]
         messages.append(Message("system", text, marks=system.marks))
+    turns: list[Message] = []
     for index, given in enumerate(body.messages):
         # Many templates refuse a system message that is not the first one.
         collector = _Collector("assistant" if given.role == "assistant" else "user", settings)
-        for message in collector.messages(given.content, f"messages[{index}].content"):
-            _append(messages, message)
+        turns += collector.messages(given.content, f"messages[{index}].content")
+    for role, group in groupby(turns, attrgetter("role")):
+        same = list(group)
+        messages += [_joined(same)] if role in ("user", "assistant") else same
     choice, output = body.tool_choice, body.output_config or OutputConfig()
     mode: Literal["auto", "none", "required"] = "auto"
     if choice is not None and choice.type != "auto":
@@ -235,21 +240,31 @@ def _moved(mark: CacheMark, by: int) -> CacheMark:
     return mark if mark.end is None else msgspec.structs.replace(mark, end=max(0, mark.end - by))
 
 
-def _append(messages: list[Message], message: Message) -> None:
-    """Consecutive messages of one role are one: templates want the roles to alternate."""
-    last = messages[-1] if messages else None
-    if last is None or last.role != message.role or message.role not in ("user", "assistant"):
-        messages.append(message)
-        return
-    texts = [text for text in (last.content, message.content) if text is not None]
-    start = len(last.content) + 1 if last.content is not None and message.content is not None else 0
-    ended = [mark if mark.end is not None else msgspec.structs.replace(mark, end=start - 1) for mark in last.marks]
-    messages[-1] = Message(
-        message.role,
+def _joined(messages: Sequence[Message]) -> Message:
+    """Consecutive messages of one role as one: templates want the roles to alternate."""
+    if len(messages) == 1:
+        return messages[0]
+    texts: list[str] = []
+    marks: list[CacheMark] = []
+    characters = 0  # of the texts, and a line break behind each
+    for message in messages:
+        if message.content is not None:
+            texts.append(message.content)
+        # A mark behind a whole message is one inside of the joined message.
+        end = characters + len(message.content or "")
+        marks += [
+            msgspec.structs.replace(mark, end=end if mark.end is None else characters + mark.end)
+            if message is not messages[-1]
+            else _moved(mark, -characters)
+            for mark in message.marks
+        ]
+        characters = end + 1 if message.content is not None else characters
+    return Message(
+        messages[-1].role,
         "\n".join(texts) if texts else None,
-        reasoning=message.reasoning or last.reasoning,
-        tool_calls=[*last.tool_calls, *message.tool_calls],
-        marks=[*ended, *(_moved(mark, -start) for mark in message.marks)],
+        reasoning=next((each.reasoning for each in reversed(messages) if each.reasoning), None),
+        tool_calls=[call for each in messages for call in each.tool_calls],
+        marks=marks,
     )
 
 
@@ -261,6 +276,7 @@ class _Collector:
         self.marks: list[CacheMark] = []
         self._role = role
         self._settings = settings
+        self._characters = 0  #: of the texts, and a line break behind each
         self._calls: list[ToolCall] = []
         self._thoughts: list[str] = []
 
@@ -285,7 +301,7 @@ class _Collector:
     def add(self, content: str | list[dict[str, Any]], param: str) -> None:
         """Collect texts and marks of a content that is all text."""
         if isinstance(content, str):
-            self.texts.append(content)
+            self._add_text(content)
             return
         for index, block in enumerate(content):
             self._add_block(block, f"{param}[{index}]")
@@ -293,10 +309,10 @@ class _Collector:
     def _add_block(self, block: dict[str, Any], param: str) -> None:
         match block.get("type"):
             case "text":
-                self.texts.append(converted(block, _Text, param).text)
+                self._add_text(converted(block, _Text, param).text)
             case "search_result":
                 found = converted(block, _SearchResult, param)
-                self.texts.append("\n".join([found.title, found.source]).strip())
+                self._add_text("\n".join([found.title, found.source]).strip())
                 self.add(found.content, f"{param}.content")
             case "tool_use":
                 use = converted(block, _ToolUse, param)
@@ -311,11 +327,11 @@ class _Collector:
                 return
         if (mark := self._block_mark(block, param)) is not None:
             text_only = not self._calls
-            self.marks.append(
-                msgspec.structs.replace(mark, end=sum(map(len, self.texts)) + len(self.texts) - 1)
-                if text_only
-                else mark
-            )
+            self.marks.append(msgspec.structs.replace(mark, end=self._characters - 1) if text_only else mark)
+
+    def _add_text(self, text: str) -> None:
+        self.texts.append(text)
+        self._characters += len(text) + 1
 
     def _block_mark(self, block: dict[str, Any], param: str) -> CacheMark | None:
         given = block.get("cache_control")
@@ -332,6 +348,7 @@ class _Collector:
                 marks=self.marks,
             )
         self.texts, self.marks, self._calls, self._thoughts = [], [], [], []
+        self._characters = 0
 
 
 def _mark(control: CacheControl | None, param: str, settings: RouterSettings) -> CacheMark | None:

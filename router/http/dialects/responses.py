@@ -6,6 +6,8 @@ published schema and of Open Responses (openresponses.org).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -175,7 +177,7 @@ async def job(front: Front, served: Served, body: ResponsesBody, sender: Sender)
         served,
         body,
         sender,
-        conversation(body),
+        lambda: conversation(body),
         prompt_param="input",
         wanted=body.max_output_tokens if body.max_output_tokens is not None else body.max_tokens,
         wanted_param="max_output_tokens",
@@ -191,13 +193,15 @@ def conversation(body: ResponsesBody) -> Conversation:
     """
     heads = [body.instructions] if body.instructions else []
     messages: list[Message] = []
+    turns = []
     for message in _messages(items_of(body)):
         if message.role in ("system", "developer"):
             heads.append(message.content or "")
-        elif message.role == "assistant" and messages and messages[-1].role == "assistant":
-            messages[-1] = _joined(messages[-1], message)
         else:
-            messages.append(message)
+            turns.append(message)
+    for role, group in groupby(turns, attrgetter("role")):
+        same = list(group)
+        messages += [_joined(same)] if role == "assistant" else same
     if heads:
         messages.insert(0, Message("system", "\n\n".join(heads)))
     if not messages:
@@ -246,15 +250,15 @@ def _messages(items: Sequence[dict[str, Any]]) -> Iterator[Message]:
                 raise InvalidRequest(f"field {param!r}: this server stores no items; send the item itself", param=param)
 
 
-def _joined(one: Message, other: Message) -> Message:
+def _joined(items: Sequence[Message]) -> Message:
     """Consecutive items of the assistant are one message of a chat template."""
-    texts = [text for text in (one.content, other.content) if text is not None]
-    thoughts = [text for text in (one.reasoning, other.reasoning) if text is not None]
+    texts = [each.content for each in items if each.content is not None]
+    thoughts = [each.reasoning for each in items if each.reasoning is not None]
     return Message(
         "assistant",
         "".join(texts) if texts else None,
         reasoning="".join(thoughts) if thoughts else None,
-        tool_calls=[*one.tool_calls, *other.tool_calls],
+        tool_calls=[call for each in items for call in each.tool_calls],
     )
 
 

@@ -6,7 +6,7 @@ field is part of its type; what involves two fields, the model or the settings i
 
 import re
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -17,6 +17,7 @@ from ...errors import InvalidJson, InvalidRequest
 from ..protocol.exchange import GenerationSummary
 
 Decoded = TypeVar("Decoded")
+Result = TypeVar("Result")
 
 NonNegative = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -24,8 +25,10 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 _NAMED_S = {"5m": 300.0, "1h": 3600.0}
 ENCODER = msgspec.json.Encoder()
-#: Unknown fields of one body that are ignored; each of them costs decoding the body again.
+#: Unknown fields of one body that are ignored; each of them costs checking the body again.
 MAX_IGNORED = 32
+#: In larger maps the wrong entry is not looked for.
+MAX_SEARCHED = 10_000
 #: JSON has no infinity. Tokens that cannot be sampled get this logprob, as in vLLM.
 LOWEST_LOGPROB = -9999.0
 
@@ -118,15 +121,15 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     audio: Any = None
     function_call: Any = None
 
-    def text(self, index: int, parts: int | None = None) -> str | None:
-        """The content of message `index`, or of its first parts, as one text. Raises InvalidRequest.
+    def text(self, index: int) -> str | None:
+        """The content of message `index` as one text. Raises InvalidRequest.
 
         Parts are joined with nothing between, as templates that support parts do.
         """
         if not isinstance(self.content, list):
             return self.content
         texts = []
-        for place, part in enumerate(self.content[:parts]):
+        for place, part in enumerate(self.content):
             param = f"messages[{index}].content[{place}]"
             if part.get("type") != "text":
                 raise InvalidRequest(f"field '{param}.type': only text parts are supported", param=f"{param}.type")
@@ -271,25 +274,53 @@ class UnsupportedField(UnknownField):
         return f"requests {NOT_YET[name]}, which is not supported yet"
 
 
-def decode(data: bytes, decoder: "msgspec.json.Decoder[Decoded]") -> Decoded:
-    """A body as a typed struct. Raises InvalidRequest, which names the field, and InvalidJson."""
-    try:
-        return decoder.decode(data)
-    except msgspec.ValidationError as error:
+def exhaust(steps: Generator[None, None, Result]) -> Result:
+    """What the steps return, made at once."""
+    while True:
         try:
-            body = msgspec.json.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as malformed:
-            # The wrong field came before the place where the JSON is malformed.
-            raise InvalidJson(f"the body is not valid JSON: {malformed}") from malformed
-        refusal = _wrong_bias(body) if _BIAS in str(error) else from_msgspec(error)
+            next(steps)
+        except StopIteration as done:
+            result: Result = done.value
+            return result
+
+
+def decoding(
+    data: bytes, decoder: "msgspec.json.Decoder[Decoded]", *, lenient: bool = False
+) -> Generator[None, None, tuple[Decoded, list[str]]]:
+    """A body as a typed struct, and the unknown fields that are ignored if it is `lenient`.
+
+    Yields before each step but the first; a step reads the body once. A field that other servers support is refused
+    even so: its request would be served wrongly. Raises InvalidRequest, which names the field, and InvalidJson.
+    """
+    data = data.removeprefix(BOM_UTF8)  # written by clients on Windows; RFC 8259 allows readers to ignore it
+    try:
+        return decoder.decode(data), []
+    except msgspec.ValidationError as error:
+        wrong = error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidJson(f"the body is not valid JSON: {error}") from error
+    yield
+    try:
+        body = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # The wrong field came before the place where the JSON is malformed.
+        raise InvalidJson(f"the body is not valid JSON: {error}") from error
+    ignored: list[str] = []
+    while True:
+        yield
+        refusal = _wrong_bias(body) if _BIAS in str(wrong) else from_msgspec(wrong)
         if isinstance(refusal, UnsupportedField) and not refusal.where and _is_harmless(body, refusal.name):
             del body[refusal.name]
-            return decode(ENCODER.encode(body), decoder)
-        raise refusal from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        if data.startswith(BOM_UTF8):  # written by clients on Windows; RFC 8259 allows readers to ignore it
-            return decode(data.removeprefix(BOM_UTF8), decoder)
-        raise InvalidJson(f"the body is not valid JSON: {error}") from error
+        elif lenient and type(refusal) is UnknownField and len(ignored) < MAX_IGNORED:
+            _remove(body, refusal)
+            ignored.append(refusal.param or "")
+        else:
+            raise refusal from wrong
+        yield
+        try:
+            return msgspec.convert(body, decoder.type, str_keys=True), ignored
+        except msgspec.ValidationError as error:
+            wrong = error
 
 
 def _is_harmless(body: dict[str, Any], name: str) -> bool:
@@ -300,6 +331,8 @@ def _is_harmless(body: dict[str, Any], name: str) -> bool:
 def _wrong_bias(body: dict[str, Any]) -> InvalidRequest:
     """The refusal of the first wrong entry of `logit_bias`: msgspec names neither its key nor its value."""
     given = body["logit_bias"]
+    if isinstance(given, dict) and len(given) > MAX_SEARCHED:
+        given = None
     for key, value in given.items() if isinstance(given, dict) else ():
         what = f"field 'logit_bias': token id {key!r} has the bias {value!r}; "
         if not key.removeprefix("-").isdecimal():
@@ -309,31 +342,13 @@ def _wrong_bias(body: dict[str, Any]) -> InvalidRequest:
     return InvalidRequest("field 'logit_bias': expected an object of token ids and biases", param="logit_bias")
 
 
-def decode_leniently(data: bytes, decoder: "msgspec.json.Decoder[Decoded]") -> tuple[Decoded, list[str]]:
-    """As `decode`, without the fields that are unknown, whose names are returned as well.
-
-    A field that other servers support is refused even so: its request would be served wrongly.
-    """
-    ignored: list[str] = []
-    while True:
-        try:
-            return decode(data, decoder), ignored
-        except UnknownField as error:
-            if isinstance(error, UnsupportedField) or len(ignored) == MAX_IGNORED:
-                raise
-            ignored.append(error.param or "")
-            data = _without(data, error)
-
-
-def _without(data: bytes, error: UnknownField) -> bytes:
-    """A body without the field that `error` is about. Raises it if the body is too strange to find the field."""
+def _remove(body: Any, error: UnknownField) -> None:
+    """Remove the field that `error` is about. Raises it if the body is too strange to find the field."""
     try:
-        body = place = msgspec.json.decode(data.removeprefix(BOM_UTF8))
         for key, index in _STEP.findall(error.where):
-            place = place[int(index) if index else key]
-        del place[error.name]
-        return ENCODER.encode(body)
-    except (KeyError, IndexError, TypeError, msgspec.DecodeError, RecursionError):
+            body = body[int(index) if index else key]
+        del body[error.name]
+    except (KeyError, IndexError, TypeError):
         raise error from None
 
 

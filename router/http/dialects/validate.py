@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from ....replica.messages import Constraint, SamplingParams
+from ...config import RouterSettings
 from ...errors import ContextTooLong, InvalidRequest, PromptTooLong
 from ...text.constraints import FIELDS, Asked, requested, tool_calls
 from ...text.conversation import CacheMark, Conversation
@@ -17,6 +18,9 @@ from ...text.encoder import TokenIds
 from ...text.encoder_threads import Sender
 from ...text.parsers.guided import shape_of
 from ...text.parsers.parser import AnswerParser
+from ...text.template import TemplateInput
+from ..body_cost import MAX_COST, costs
+from ..body_reader import UNMEASURED_BYTES
 from ..caller import bounded
 from ..front import Front, Served
 from ..generation import SEED_MASK, EncodedPrompt, Job, PinRequest
@@ -65,10 +69,7 @@ def job(
     """
     settings = front.settings
     count, count_param = (body.n or 1, "n") if best_of is None else (best_of, "best_of")
-    if count * len(prompts) > settings.max_choices:
-        raise InvalidRequest(
-            f"field {count_param!r}: at most {settings.max_choices} choices in one request", param=count_param
-        )
+    check_choices(settings, count, len(prompts), count_param)
     options = body.stream_options
     if options is not None and not body.stream and (options.include_usage or options.continuous_usage_stats):
         raise InvalidRequest("field 'stream_options': is only allowed with 'stream': true", param="stream_options")
@@ -147,6 +148,12 @@ def _sampling(
     )
 
 
+def check_choices(settings: RouterSettings, count: int, prompts: int, param: str) -> None:
+    """Raise InvalidRequest if `count` choices of so many prompts are too many."""
+    if count * prompts > settings.max_choices:
+        raise InvalidRequest(f"field {param!r}: at most {settings.max_choices} choices in one request", param=param)
+
+
 def _with_token_fields(job: Job, body: Body) -> Job:
     """What the fields about single tokens ask for. Raises InvalidRequest."""
     served, sampling = job.served, job.sampling
@@ -208,7 +215,7 @@ async def conversation_job(
     served: Served,
     body: Body,
     sender: Sender,
-    conversation: Conversation,
+    make: Callable[[], Conversation],
     *,
     prompt_param: str,
     wanted: int | None,
@@ -216,15 +223,23 @@ async def conversation_job(
     logprobs: int | None = None,
     clamp: bool = False,
 ) -> Job:
-    """What a body with a conversation requests. `clamp`: an output limit beyond the model's context is lowered to it.
+    """What a body with a conversation requests. `make`: the conversation; called in a thread if the body is long.
 
-    Raises as `job` does, and TemplateRefusal.
+    `clamp`: an output limit beyond the model's context is lowered to it. Raises as `job` does, and TemplateRefusal.
     """
-    rendered, text = conversation.template_input(), served.text
+    made: list[tuple[Conversation, TemplateInput]] = []
+
+    def render() -> TemplateInput:
+        conversation = make()
+        made.append((conversation, conversation.template_input()))
+        return made[0][1]
+
+    text = served.text
     context: int | None = served.limits.max_model_len
     if body.truncate_prompt_tokens is not None:
         sender, context = sender.unlimited(), None
-    token_ids = await text.encode_chat(rendered, sender=sender, context=context, param=prompt_param)
+    token_ids = await text.encode_chat(render, sender=sender, context=context, param=prompt_param)
+    [(conversation, rendered)] = made
     token_ids = truncated(token_ids, body, served.limits.max_model_len)
     kept: tuple[PinRequest, ...] = ()
     if conversation.mark is not None or conversation.marks():
@@ -236,8 +251,12 @@ async def conversation_job(
     if thoughts is not None:
         tail = text.decode(token_ids[-TAIL_TOKENS:])
     opened = thoughts is not None and thoughts.opened_by(tail)
-    asked = _guided(served, conversation, requested_output(body, conversation.output), tail)
-    made = job(
+    asked = requested_output(body, conversation.output)
+    calls: Asked | None = None
+    if _guides_calls(conversation):
+        calls = await text.prepare(lambda: _calls(served, conversation, asked), sender)
+    guided = _guided(served, conversation, asked, calls, tail)
+    found = job(
         front,
         served,
         body,
@@ -247,15 +266,15 @@ async def conversation_job(
         wanted=wanted,
         wanted_param=wanted_param,
         logprobs=logprobs,
-        constraint=None if asked is None else await text.constraints.check(asked),
+        constraint=None if guided is None else await text.constraints.check(guided),
         conversation=conversation,
     )
     parsing = _parsing(front, served, conversation, opened=opened)
     if parsing is None and conversation.session is None:
-        return made
+        return found
     parser, markers = parsing or (None, ())
     session = bounded(conversation.session) if conversation.session else None
-    return msgspec.structs.replace(made, session=session, parser=parser, markers=markers)
+    return msgspec.structs.replace(found, session=session, parser=parser, markers=markers)
 
 
 def _parsing(
@@ -294,8 +313,11 @@ def decoded_arguments(arguments: Any, param: str) -> Any:
     """The arguments of an earlier call: APIs send JSON text, templates expect an object. Raises InvalidRequest."""
     if not isinstance(arguments, str):
         return arguments
+    data = arguments.encode()
+    if len(data) > UNMEASURED_BYTES and max(cost for _, cost in costs(data)) > MAX_COST:
+        raise InvalidRequest(f"field {param!r}: 'arguments' has too many values", param=param)
     try:
-        return msgspec.json.decode(arguments.encode() or b"{}")
+        return msgspec.json.decode(data or b"{}")
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"field {param!r}: 'arguments' is not valid JSON", param=param) from error
 
@@ -308,9 +330,11 @@ def requested_output(body: Body, fields: Mapping[str, Any]) -> Asked | None:
     return requested({**dict(zip(_OUTPUT_FIELDS, given, strict=True)), **fields})
 
 
-def _guided(served: Served, conversation: Conversation, asked: Asked | None, tail: str) -> Asked | None:
+def _guided(
+    served: Served, conversation: Conversation, asked: Asked | None, calls: Asked | None, tail: str
+) -> Asked | None:
     """What guides the answer, and where in it that begins. `tail`: the end of the prompt, of a model that reasons."""
-    calls, thoughts = _calls(served, conversation, asked), served.thoughts
+    thoughts = served.thoughts
     guiding = asked if calls is None else calls
     if guiding is None or thoughts is None:
         return guiding
@@ -322,6 +346,13 @@ def _guided(served: Served, conversation: Conversation, asked: Asked | None, tai
     )
     opening, after = (tuple(ids) for ids in served.text.encode_now([opener, end], special_tokens=False))
     return guiding._replace(constraint=msgspec.structs.replace(guiding.constraint, opener=opening, after=after))
+
+
+def _guides_calls(conversation: Conversation) -> bool:
+    """Whether the tools may ask something of the answer."""
+    return conversation.tool_choice.mode == "required" or any(
+        tool.definition["function"].get("strict") is True for tool in conversation.tools
+    )
 
 
 def _calls(served: Served, conversation: Conversation, asked: Asked | None) -> Asked | None:

@@ -14,7 +14,7 @@ before the client has read the response.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Protocol, cast
@@ -36,6 +36,17 @@ MAX_PIPELINED = 32
 LINGER_S = 2.0
 #: How long a connection may be idle.
 KEEP_ALIVE_S = 75.0
+#: Lines of a head or of trailers; clients and proxies send fewer than 50.
+MAX_HEADER_LINES = 256
+#: So many chunks of a body may have any size; after that their mean size counts.
+FREE_CHUNKS = 16 * 1024
+MIN_CHUNK_BYTES = 64
+#: Bodies up to this size are not counted, and every path takes them.
+SMALL_BODY_BYTES = 64 * 1024
+#: What is parsed at once; then the loop has its turn if that caused many events, as tiny requests and chunks do.
+SLICE_BYTES = 8 * 1024
+MAX_EVENTS = 256
+EVENTS_OF_REQUEST = 16
 #: From this many unsent bytes on, the event loop calls `pause_writing`.
 HIGH_WATER_BYTES = 64 * 1024
 
@@ -61,6 +72,9 @@ class Handler(Protocol):
     def refuse(self, request: Request, wire: "HttpConnection", error: RouterError) -> None:
         """Respond with `error` to an incomplete or malformed request, of which `request` is what is known."""
 
+    def admit(self, path: str, headers: Mapping[str, str]) -> None:
+        """Raise a RouterError if the request may not have a body of more than `SMALL_BODY_BYTES`."""
+
     def headers_for(self, request: Request) -> Headers:
         """Headers that every response to this request carries."""
 
@@ -81,8 +95,12 @@ class HttpConnection(asyncio.Protocol):
         self._advancing = self._paused_reading = self._closing = False
         self._continue_due = False
         self._lingers_until: float | None = None  #: after a refusal; what arrives until then is dropped
+        self.client = ""  #: its address
+        self.held_bytes = 0  #: of large bodies that are not decoded
         self._since = clock()  #: when it became idle, or when the first byte of a request arrived
         self._reading = False
+        self._unparsed = b""  #: for the next turn of the loop
+        self._events = 0  #: in this turn
         self._chunked = False
         self._behind = False  #: the loop holds more than HIGH_WATER_BYTES unsent bytes
         self._sent = 0  #: bytes handed to the loop
@@ -101,6 +119,7 @@ class HttpConnection(asyncio.Protocol):
         self._fields_bytes = 0
         self._body: list[bytes] = []
         self._body_bytes = 0
+        self._lines = self._chunks = 0
         self._in_head = True  #: or in trailers
 
     # asyncio
@@ -108,13 +127,15 @@ class HttpConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by inheritance
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
-        self._server.connections.add(self)
+        peer = transport.get_extra_info("peername")
+        self.client = peer[0] if isinstance(peer, tuple) else ""
+        self._server.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         self._leave()
         del self._parser  # breaks the reference cycle
-        self._server.connections.discard(self)
-        self._server.closed()
+        self.release_body()
+        self._server.closed(self)
 
     def eof_received(self) -> None:
         """The client closed its sending side: it counts as gone."""
@@ -127,6 +148,32 @@ class HttpConnection(asyncio.Protocol):
         self._behind = False
 
     def data_received(self, data: bytes) -> None:
+        if self._unparsed:
+            self._unparsed += data
+        elif len(data) <= SLICE_BYTES:
+            self._parse(data)
+        else:
+            self._parse_slices(data)
+
+    def _parse_slices(self, data: bytes) -> None:
+        """Parse as much as causes `MAX_EVENTS`; the rest in later turns of the loop."""
+        self._events = start = 0
+        while start < len(data) and self._events < MAX_EVENTS:
+            self._parse(data[start : start + SLICE_BYTES])
+            start += SLICE_BYTES
+        self._unparsed = data[start:]
+        if self._unparsed:
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._parse_rest)
+
+    def _parse_rest(self) -> None:
+        if self._transport.is_closing() or self._paused_reading:
+            return  # `_advance` resumes
+        self._parse_slices(self._unparsed)
+        if not self._unparsed and not self._paused_reading:
+            self._transport.resume_reading()
+
+    def _parse(self, data: bytes) -> None:
         if self._lingers_until is not None or self._closing:
             return
         if self._in_head:
@@ -140,10 +187,10 @@ class HttpConnection(asyncio.Protocol):
             raised = error.__context__ or error.__cause__  # by a callback
             if not isinstance(raised, RouterError):
                 raised = MalformedRequest(f"the request is not HTTP/1.1: {error}")
-            self._refuse(raised)
+            self.refuse(raised)
             return
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse(_head_too_large())
+            self.refuse(_head_too_large())
 
     # httptools
 
@@ -156,6 +203,9 @@ class HttpConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         key, text = _KNOWN_NAMES.get(name) or name.decode("latin-1").lower(), value.decode("latin-1")
         self._fields_bytes += len(name) + len(value)
+        self._lines += 1
+        if self._lines > MAX_HEADER_LINES:
+            raise HeadTooLarge(f"the head of the request has more than {MAX_HEADER_LINES} lines")
         headers = self._fields
         headers[key] = text if key not in headers else f"{headers[key]},{text}"
 
@@ -168,6 +218,8 @@ class HttpConnection(asyncio.Protocol):
         announced = headers.get("content-length", "")
         if announced.isdigit() and int(announced) > most:
             raise BodyTooLarge(f"the body has {announced} bytes; the maximum is {most}")
+        if announced.isdigit() and int(announced) > SMALL_BODY_BYTES:
+            self._handler.admit(_path(self._url), headers)
         if "expect" in headers and headers["expect"].lower() == "100-continue":
             self._continue_due = self._parser.get_http_version() == "1.1"
             self._invite()
@@ -175,6 +227,13 @@ class HttpConnection(asyncio.Protocol):
     def on_chunk_header(self) -> None:
         """A chunk's content follows or, after the last chunk, trailers, which are limited like a head and ignored."""
         self._in_head, self._head_bytes, self._fields = True, 0, {}
+        self._events += 1
+        self._chunks += 1
+        if self._chunks > FREE_CHUNKS and self._body_bytes < self._chunks * MIN_CHUNK_BYTES:
+            raise MalformedRequest(
+                f"the body comes in {self._chunks} chunks of less than {MIN_CHUNK_BYTES} bytes on average; "
+                f"the maximum is {FREE_CHUNKS}"
+            )
 
     def on_body(self, body: bytes) -> None:
         self._continue_due = self._in_head = False
@@ -182,6 +241,14 @@ class HttpConnection(asyncio.Protocol):
         if self._body_bytes > self._settings.max_body_bytes:
             raise BodyTooLarge(f"the body exceeds the maximum of {self._settings.max_body_bytes} bytes")
         self._body.append(body)
+        self._events += 1
+        if self._body_bytes > SMALL_BODY_BYTES:
+            amount = len(body)
+            if not self.held_bytes:
+                self._handler.admit(_path(self._url), self._headers)
+                amount = self._body_bytes
+            self.held_bytes += amount
+            self._server.hold(self, amount)
 
     def on_message_complete(self) -> None:
         parser, body, method = self._parser, self._body, self._parser.get_method()
@@ -196,6 +263,7 @@ class HttpConnection(asyncio.Protocol):
             parser.get_http_version() == "1.0",
         )
         self._reading = self._continue_due = False
+        self._events += EVENTS_OF_REQUEST
         self._reset()
         self._waiting.append(request)
         self._advance()
@@ -218,7 +286,7 @@ class HttpConnection(asyncio.Protocol):
         lines = [f" HTTP/{self._parser.get_http_version()}", *fields, "", ""]
         head = method + b" " + self._url + "\r\n".join(lines).encode("latin-1")
         self._renew()
-        self.data_received(head + rest)
+        self._parse(head + rest)
 
     # Answering
 
@@ -236,7 +304,10 @@ class HttpConnection(asyncio.Protocol):
         self._invite()
         if self._paused_reading and len(self._waiting) < MAX_PIPELINED and not self._transport.is_closing():
             self._paused_reading = False
-            self._transport.resume_reading()
+            if self._unparsed:
+                asyncio.get_running_loop().call_soon(self._parse_rest)
+            else:
+                self._transport.resume_reading()
 
     def _invite(self) -> None:
         """Send `100 Continue` to a client that waits for it, once no other request is ahead."""
@@ -284,6 +355,8 @@ class HttpConnection(asyncio.Protocol):
 
     def exchange_over(self) -> None:
         self._exchange = None
+        if not self._reading:
+            self.release_body()
         self._since = self._clock()
         if not self._closing:
             self._advance()
@@ -305,8 +378,30 @@ class HttpConnection(asyncio.Protocol):
 
     # Ends
 
-    def _refuse(self, error: RouterError) -> None:
-        """Respond with an error, and drop what still arrives."""
+    @property
+    def since(self) -> float:
+        """When it became idle, or when the first byte of a request arrived."""
+        return self._since
+
+    @property
+    def waits(self) -> bool:
+        """Nothing is being answered."""
+        return self._exchange is None
+
+    @property
+    def receives_body(self) -> bool:
+        return self._reading and self._lingers_until is None and bool(self.held_bytes)
+
+    def release_body(self) -> None:
+        """The bodies that have arrived are decoded, or not needed."""
+        if self.held_bytes:
+            self._server.hold(self, -self.held_bytes)
+            self.held_bytes = 0
+
+    def refuse(self, error: RouterError) -> None:
+        """Respond with an error to the request that is being received, and drop what still arrives."""
+        self._body.clear()
+        self.release_body()
         self._lingers_until = self._clock() + LINGER_S
         self._waiting.clear()
         if self._exchange is not None:  # its response has begun; an error cannot be inserted
@@ -348,7 +443,7 @@ class HttpConnection(asyncio.Protocol):
             if now > self._lingers_until:
                 self._transport.close()
         elif self._reading and now - self._since > settings.read_timeout_s:
-            self._refuse(RequestTooSlow(f"the request was not complete after {settings.read_timeout_s:g} s"))
+            self.refuse(RequestTooSlow(f"the request was not complete after {settings.read_timeout_s:g} s"))
         elif not self._reading and now - self._since > KEEP_ALIVE_S:
             self._transport.close()
 

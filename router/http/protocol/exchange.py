@@ -22,6 +22,10 @@ CLIENT_GONE = 499
 Headers = Iterable[tuple[str, object]]
 
 
+class ClientGoneError(Exception):
+    """The client disconnected before its request was dispatched, so there is nobody to respond to."""
+
+
 class Request(msgspec.Struct, frozen=True, gc=False):
     """What the client sent."""
 

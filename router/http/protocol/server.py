@@ -6,13 +6,16 @@ Passes requests to the handler. Independent of endpoints and signals.
 import asyncio
 import contextlib
 import logging
+import resource
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Callable
 from email.utils import formatdate
 
 from ...config import RouterSettings
-from ...errors import AddressInUse
+from ...errors import AddressInUse, TooManyBodies
+from . import heap
 from .connection import Handler, HttpConnection
 
 log = logging.getLogger(__name__)
@@ -20,6 +23,14 @@ log = logging.getLogger(__name__)
 BACKLOG = 2048
 #: Interval of checking connections and renewing the Date header.
 WATCH_S = 1.0
+#: Bytes of large bodies that are held at once, until they are decoded.
+MAX_HELD_BYTES = 128 * 1024 * 1024
+#: Connections of all clients; one client has at most half of them. Fewer if there are not enough descriptors.
+MAX_CONNECTIONS = 16 * 1024
+#: Share of the descriptors that connections leave to everything else.
+RESERVED = 4
+#: How often memory is returned to the system, at most; only after large bodies.
+TRIM_S = 2.0
 #: Time for the error responses of a stopping server to be sent.
 FLUSH_S = 0.5
 
@@ -57,7 +68,17 @@ class HttpServer:
         *,
         clock: Callable[[], float],
         tls: ssl.SSLContext | None = None,
+        max_connections: int | None = None,
+        max_held_bytes: int = MAX_HELD_BYTES,
     ) -> None:
+        """`max_connections`: None: `MAX_CONNECTIONS`, or three quarters of the process's descriptors."""
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._max_connections = max_connections or min(MAX_CONNECTIONS, descriptors - descriptors // RESERVED)
+        self._max_held_bytes = max_held_bytes
+        self._by_client: Counter[str] = Counter()  #: connections
+        self._held_bytes = 0
+        self._trim_due = False
+        self._trimmed_at = clock()
         self.settings = settings
         self.closing = False  #: connections finish the current response, then close
         self.date = _date_line()  #: the Date header's line
@@ -114,10 +135,51 @@ class HttpServer:
             self._no_connection.clear()
             await self._no_connection.wait()
 
-    def closed(self) -> None:
-        """Called by a connection that has removed itself."""
+    def opened(self, connection: HttpConnection) -> None:
+        """Admit a connection. Where there are too many, one that answers nothing gives way, or else the new one."""
+        self.connections.add(connection)
+        self._by_client[connection.client] += 1
+        if len(self.connections) > self._max_connections:
+            crowded = max(self._by_client, key=self._by_client.__getitem__)
+        elif self._by_client[connection.client] > max(1, self._max_connections // 2):
+            crowded = connection.client
+        else:
+            return
+        others = [each for each in self.connections if each.client == crowded and each is not connection]
+        victim = min((each for each in others if each.waits), key=lambda each: each.since, default=connection)
+        self.handler.cut("connections")
+        victim.abort()
+
+    def closed(self, connection: HttpConnection) -> None:
+        """Remove a connection, which has released what it held."""
+        if connection in self.connections:
+            self.connections.remove(connection)
+            self._by_client[connection.client] -= 1
+            if not self._by_client[connection.client]:
+                del self._by_client[connection.client]
         if not self.connections:
             self._no_connection.set()
+
+    def hold(self, connection: HttpConnection, amount: int) -> None:
+        """Count bytes of a large body; negative: they are no longer held.
+
+        If they are too many, the largest body of the client with the most is refused. Raises TooManyBodies if that is
+        the body of this connection.
+        """
+        self._held_bytes += amount
+        self._trim_due = True
+        if amount <= 0 or self._held_bytes <= self._max_held_bytes:
+            return
+        held: Counter[str] = Counter()
+        for each in self.connections:
+            held[each.client] += each.held_bytes
+        [(most, _)] = held.most_common(1)
+        receiving = [each for each in self.connections if each.client == most and each.receives_body]
+        victim = max(receiving, key=lambda each: each.held_bytes, default=connection)
+        error = TooManyBodies(self._max_held_bytes)
+        if victim is connection:
+            raise error
+        victim.refuse(error)
 
     def _watch(self) -> None:
         self._watching = asyncio.get_running_loop().call_later(WATCH_S, self._watch)
@@ -125,6 +187,9 @@ class HttpServer:
         now = self._clock()
         for connection in list(self.connections):
             connection.watch(now)
+        if self._trim_due and now - self._trimmed_at > TRIM_S:
+            self._trim_due, self._trimmed_at = False, now
+            asyncio.get_running_loop().run_in_executor(None, heap.trim)
 
 
 def _date_line() -> str:

@@ -14,8 +14,8 @@ MOST = 100.0
 work = st.floats(1, MOST)
 
 
-def push(queue: FairQueue, name: int, tenant: bytes, priority: int = 0) -> None:
-    queue.push(name, priority=priority, tenant=tenant, weight=WEIGHTS.get(tenant, 1.0))
+def push(queue: FairQueue, name: int, tenant: bytes, priority: int = 0, own_order: int = 0) -> None:
+    queue.push(name, priority=priority, tenant=tenant, weight=WEIGHTS.get(tenant, 1.0), own_order=own_order)
 
 
 @given(st.lists(work, min_size=60, max_size=60), st.integers(1, 59))
@@ -54,6 +54,23 @@ def test_a_newcomer_waits_for_one_request_of_each_other_tenant(before: int, work
         queue.take(works[ahead % len(works)])
         ahead += 1
     assert ahead <= others
+
+
+def test_a_tenants_own_order_does_not_move_it_before_others() -> None:
+    """Three hundred urgent requests are urgent to their tenant only."""
+    queue = FairQueue()
+    for at in range(300):
+        push(queue, at, b"flood", own_order=-1)
+    push(queue, 900, b"other")
+    push(queue, 901, b"flood", own_order=-2)
+
+    order = []
+    while (head := queue.head()) is not None:
+        order.append(head)
+        queue.take(1.0)
+    assert order.index(900) <= 1
+    assert order.index(901) <= 1
+    assert [name for name in order if name < 300] == list(range(300))
 
 
 def test_who_idled_has_saved_nothing_up() -> None:
@@ -118,24 +135,25 @@ def test_endless_newcomers_neither_starve_others_nor_fill_the_memory() -> None:
 
 
 class FairQueueMachine(RuleBasedStateMachine):
-    """Against a plain list: order by priority, resumed ones first, first come within a tenant; nothing lost."""
+    """Against a plain list: order by priority, resumed ones first, a tenant's by its own order; nothing lost."""
 
     def __init__(self) -> None:
         super().__init__()
         self.queue = FairQueue()
-        self.waiting: list[tuple[int, bool, bytes, int]] = []  # priority, in a lane, tenant, name
+        #: Priority, in a lane, tenant, name, own order.
+        self.waiting: list[tuple[int, bool, bytes, int, int]] = []
         self.names = 0
 
-    @rule(tenant=st.sampled_from(sorted(WEIGHTS)), priority=st.integers(-1, 1))
-    def push(self, tenant, priority):
-        push(self.queue, self.names, tenant, priority)
-        self.waiting.append((priority, True, tenant, self.names))
+    @rule(tenant=st.sampled_from(sorted(WEIGHTS)), priority=st.integers(-1, 1), own_order=st.integers(-1, 1))
+    def push(self, tenant, priority, own_order):
+        push(self.queue, self.names, tenant, priority, own_order)
+        self.waiting.append((priority, True, tenant, self.names, own_order))
         self.names += 1
 
     @rule(priority=st.integers(-1, 1))
     def resume(self, priority):
         self.queue.resume(self.names, priority=priority)
-        self.waiting.append((priority, False, b"", self.names))
+        self.waiting.append((priority, False, b"", self.names, 0))
         self.names += 1
 
     @precondition(lambda self: self.waiting)
@@ -165,23 +183,23 @@ class FairQueueMachine(RuleBasedStateMachine):
             assert self.queue.head() is None
             return
         best = min(entry[:2] for entry in self.waiting)
-        first_of_each: dict[bytes, int] = {}
-        for priority, in_lane, tenant, name in self.waiting:
+        first_of_each: dict[bytes, tuple[int, int]] = {}
+        for priority, in_lane, tenant, name, own_order in self.waiting:
             if (priority, in_lane) == best:
-                first_of_each.setdefault(tenant, name)
-        assert self.queue.head() in first_of_each.values()
+                first_of_each[tenant] = min(first_of_each.get(tenant, (9, 0)), (own_order, name))
+        assert self.queue.head() in [name for _, name in first_of_each.values()]
 
     @invariant()
     def who_gives_way_has_the_most_waiting(self):
-        count = Counter(tenant for _, in_lane, tenant, _ in self.waiting if in_lane)
+        count = Counter(tenant for _, in_lane, tenant, _, _ in self.waiting if in_lane)
         victim = self.queue.crowded_out_by(b"new")
         if not count or max(count.values()) < 2:
             assert victim is None
             return
-        tenant = next(tenant for _, _, tenant, name in self.waiting if name == victim)
+        tenant = next(tenant for _, _, tenant, name, _ in self.waiting if name == victim)
         assert count[tenant] == max(count.values())
-        mine = [(priority, name) for priority, in_lane, owner, name in self.waiting if in_lane and owner == tenant]
-        assert victim == max(mine)[1]
+        mine = [(each[0], each[4], each[3]) for each in self.waiting if each[1] and each[2] == tenant]
+        assert victim == max(mine)[2]
 
 
 TestFairQueue = FairQueueMachine.TestCase

@@ -25,6 +25,7 @@ LIMITS = {
     "busy": {"max_running": 1},
     "brief": {"max_prompt_tokens": 3},
     "free": {},
+    "first": {"global_priority": True},
 }
 
 
@@ -115,6 +116,15 @@ async def test_running_requests_are_bounded_until_they_end(client: httpx.AsyncCl
 
     assert [(await ask(client, "busy")).status_code for _ in range(3)] == [200, 200, 200]
     assert meter.requests == 4
+
+
+async def test_only_who_may_goes_before_other_tenants(client: httpx.AsyncClient, backend: FakeBackend):
+    """Everybody may order their own requests, and go behind the others."""
+    for key in ("free", "first"):
+        for priority in (-3, 2):
+            await ask(client, key, priority=priority)
+
+    assert [(each.priority, each.own_order) for each in backend.requests] == [(0, -3), (2, 2), (-3, -3), (2, 2)]
 
 
 async def test_a_prompt_over_the_tenants_limit_is_the_callers_fault(client: httpx.AsyncClient):

@@ -1,6 +1,7 @@
 """Properties of chat answers, with OpenAI's own client and types as judges."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -291,9 +292,9 @@ async def test_tools_are_given_to_the_template(front: Front, text_model: TextMod
         def __init__(self) -> None:
             self.__dict__.update(text_model.__dict__)
 
-        async def encode_chat(self, conversation: TemplateInput, **options: Any) -> TokenIds:
-            given.append(conversation)
-            return await super().encode_chat(conversation, **options)
+        async def encode_chat(self, conversation: Callable[[], TemplateInput], **options: Any) -> TokenIds:
+            given.append(made := conversation())
+            return await super().encode_chat(made, **options)
 
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
     served = msgspec.structs.replace(await front.served(None), text=Recording())

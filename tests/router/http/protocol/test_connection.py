@@ -5,18 +5,27 @@ import json
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import pytest
 
 from homing.router.config import RouterSettings
 from homing.router.errors import RouterError
 from homing.router.http.errors import fail
-from homing.router.http.protocol.connection import KEEP_ALIVE_S, MAX_HEAD_BYTES, MAX_PIPELINED, HttpConnection
+from homing.router.http.protocol.connection import (
+    FREE_CHUNKS,
+    KEEP_ALIVE_S,
+    MAX_HEAD_BYTES,
+    MAX_HEADER_LINES,
+    MAX_PIPELINED,
+    HttpConnection,
+)
 from homing.router.http.protocol.exchange import Exchange, Headers, Request
 from homing.router.http.protocol.server import HttpServer
 
 HANG_S = 20
+#: Connections of one client, and bytes of large bodies of all.
+PER_CLIENT, MAX_HELD_BYTES = 40, 250_000
 LIMITS = RouterSettings(max_body_bytes=100_000, max_unsent_bytes=256 * 1024, read_timeout_s=10, stall_timeout_s=5)
 
 
@@ -41,6 +50,9 @@ class Handler:
 
     def refuse(self, request: Request, wire: HttpConnection, error: RouterError) -> None:
         fail(Exchange(request, wire, "refused", 0.0, self.over.append), error)
+
+    def admit(self, path: str, headers: Mapping[str, str]) -> None:
+        pass
 
     def headers_for(self, request: Request) -> Headers:
         return ()
@@ -87,12 +99,14 @@ class Rig:
 
     def __init__(self) -> None:
         self.handler = Handler()
-        self.server = HttpServer(self.handler, LIMITS, clock=time.monotonic)
+        self.server = HttpServer(
+            self.handler, LIMITS, clock=time.monotonic, max_connections=2 * PER_CLIENT, max_held_bytes=MAX_HELD_BYTES
+        )
         self.port = 0
         self.clients: list[Client] = []
 
-    async def client(self) -> Client:
-        client = Client(*await asyncio.open_connection("127.0.0.1", self.port))
+    async def client(self, address: str = "127.0.0.1") -> Client:
+        client = Client(*await asyncio.open_connection("127.0.0.1", self.port, local_addr=(address, 0)))
         self.clients.append(client)
         return client
 
@@ -415,6 +429,70 @@ async def test_a_chunked_body_over_the_limit_is_refused_while_it_comes(rig: Rig)
 
     assert (await client.answer())[0] == 413
     assert rig.handler.seen == []
+
+
+async def test_a_body_in_tiny_chunks_is_refused(rig: Rig):
+    """Each costs more than the bytes in it. So many are fine: some clients write JSON piece by piece."""
+    client = await rig.client()
+    chunked = get("/", "transfer-encoding: chunked", method="POST")
+    client.send(chunked + b"1\r\na\r\n" * (FREE_CHUNKS - 1) + b"0\r\n\r\n")
+    assert (await client.told())["body"] == FREE_CHUNKS - 1  # the last, empty chunk counts
+
+    client.send(chunked + b"1\r\na\r\n" * (FREE_CHUNKS + 1) + b"0\r\n\r\n")
+    assert (await client.answer())[0] == 400
+
+
+async def test_a_head_of_many_lines_is_refused(rig: Rig):
+    client = await rig.client()
+    client.send(get("/", *["a: b"] * (MAX_HEADER_LINES - 1)))
+    assert (await client.answer())[0] == 200
+
+    client.send(get("/", *["a: b"] * MAX_HEADER_LINES))
+    status, _, body = await client.answer()
+    assert (status, json.loads(body)["error"]["code"]) == (431, "head_too_large")
+
+
+async def test_thousands_of_requests_at_once_are_answered_in_order(rig: Rig):
+    """They are parsed in several turns of the loop."""
+    client = await rig.client()
+    client.send(b"".join(get(f"/{number}") for number in range(3000)))
+
+    for number in range(3000):
+        assert (await client.told())["path"] == f"/{number}"
+
+
+async def test_a_client_with_too_many_connections_loses_its_own_idle_ones(rig: Rig):
+    """The one that has been idle for longest gives way; what is being answered does not, nor do other clients."""
+    busy = await rig.client()
+    busy.send(get("/hold"))
+    exchange = await rig.held()
+    other = await rig.client("127.0.0.2")
+    mine = [await rig.client() for _ in range(PER_CLIENT - 1)]
+    await rig.until(lambda: len(rig.server.connections) == PER_CLIENT + 1)
+
+    newest = await rig.client()
+
+    assert await mine[0].reader.read() == b""
+    assert rig.handler.cuts == ["connections"]
+    for client in (mine[1], newest, other):
+        client.send(get())
+        assert (await client.answer())[0] == 200
+    exchange.respond(b"{}")
+    assert (await busy.answer())[0] == 200
+
+
+async def test_when_bodies_take_too_much_memory_the_greediest_client_loses_one(rig: Rig):
+    """Three bodies that never end; another client's fits."""
+    greedy = [await rig.client() for _ in range(3)]
+    for client, size in zip(greedy, (70_000, 95_000, 80_000), strict=True):
+        client.send(get("/", "content-length: 99999", method="POST") + b"x" * size)
+    await rig.until(lambda: sum(each.held_bytes for each in rig.server.connections) == 245_000)
+    other = await rig.client("127.0.0.2")
+    other.send(get("/", "content-length: 70000", method="POST") + b"x" * 70_000)
+
+    assert (await other.told())["body"] == 70_000
+    status, headers, body = await greedy[1].answer()
+    assert (status, json.loads(body)["error"]["code"], headers["retry-after"]) == (429, "too_many_bodies", "1")
 
 
 async def test_garbage_behind_a_request_does_not_spoil_its_answer(rig: Rig):

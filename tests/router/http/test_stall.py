@@ -1,0 +1,365 @@
+"""No request blocks the event loop: hostile bodies of every shape, at default limits.
+
+Measured is the CPU time of the loop's thread between two turns of its ticker, which a busy machine hardly changes; the
+least of three attempts counts.
+"""
+
+import asyncio
+import gc
+import json
+import random
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from homing.replica.messages import ModelLimits
+from homing.router.config import RouterSettings
+from homing.router.http.app import App
+from homing.router.http.body_cost import MAX_COST, costs
+from homing.router.http.front import Front
+from homing.router.http.protocol import heap
+from homing.router.http.protocol.server import HttpServer
+from homing.router.metrics import RouterMetrics
+from homing.router.server import GC_YOUNG
+from homing.router.text.tokenizer import TextModel
+
+from .conftest import DEMO, LoadedText
+from .fakes import FakeBackend, reply
+
+#: What a request may take of the loop at once.
+MOST_S = 0.020
+ATTEMPTS = 3
+TICK_S = 0.001
+SETTINGS = RouterSettings(access_log="")
+SIZE = SETTINGS.max_body_bytes - 4096
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MESSAGES, COUNT, TOKENIZE, DETOKENIZE = "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize"
+HI = b'"messages":[{"role":"user","content":"hi"}],"max_tokens":2'
+
+
+class Watched:
+    """A server on a loop of its own thread, and the longest time for which that thread had no turn."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._ready, self._end = threading.Event(), threading.Event()
+        self.port = 0
+        self.longest_s = 0.0
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+
+    def __enter__(self) -> "Watched":
+        self._thread.start()
+        assert self._ready.wait(20)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    async def _serve(self) -> None:
+        server = HttpServer(App(self._front), SETTINGS, clock=time.monotonic)
+        self.port = await server.start("127.0.0.1", 0)
+        self._ready.set()
+        last = time.thread_time()
+        while not self._end.is_set():
+            await asyncio.sleep(TICK_S)
+            now = time.thread_time()
+            self.longest_s, last = max(self.longest_s, now - last), now
+        await server.stop(0.1)
+
+    def send(self, data: bytes) -> bytes:
+        """The response to these bytes, up to its status line's end."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=30) as client:
+            with suppress(OSError):  # refused before it was read
+                client.sendall(data)
+            with suppress(OSError):
+                return client.recv(64)
+        return b""
+
+    def blocked_by(self, send: Callable[[], object]) -> float:
+        """CPU seconds of the longest block, in the best of the attempts."""
+        found = []
+        for _ in range(ATTEMPTS):
+            time.sleep(2 * TICK_S)
+            self.longest_s = 0.0
+            send()
+            time.sleep(4 * TICK_S)
+            found.append(self.longest_s)
+            if found[-1] <= MOST_S:
+                break
+        return min(found)
+
+
+@pytest.fixture(scope="module")
+def watched(text_model: TextModel) -> Iterator[Watched]:
+    limits = ModelLimits(name="demo", path=str(DEMO), vocab_size=3072, max_model_len=131_072, eos_token_ids=(4,))
+    backend = FakeBackend(limits, reply(list(text_model.encode_now(["Once."], special_tokens=False)[0])))
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_YOUNG, 20, 20)  # as a router does
+    with Watched(Front(SETTINGS, backend, RouterMetrics(), texts=LoadedText(text_model))) as server:
+        yield server
+    gc.set_threshold(*before)
+    gc.unfreeze()
+    backend.streams.clear()
+
+
+def post(path: str, body: bytes) -> bytes:
+    head = f"POST {path} HTTP/1.1\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+
+
+def filled(before: bytes, unit: bytes, after: bytes, size: int = SIZE) -> bytes:
+    """A body of about this size, full of `unit`."""
+    return before + (unit * max(1, (size - len(before)) // len(unit))).rstrip(b",") + after
+
+
+def numbered(before: bytes, entry: str, after: bytes, count: int) -> bytes:
+    return before + ",".join([entry % number for number in range(count)]).encode() + after
+
+
+MESSAGE = b'{"role":"user","content":"x"},'
+TOOL = b'{"type":"function","function":{"name":"f","parameters":{"type":"object","properties":{}}}},'
+#: The bodies of the attack that this defends against, and their relatives, with their paths.
+BODIES: dict[str, tuple[str, bytes]] = {
+    "prompts of ids": (COMPLETIONS, filled(b'{"prompt":[', b"[1],", b"]}")),
+    "prompts": (COMPLETIONS, filled(b'{"prompt":[', b'"a",', b"]}")),
+    "ids": (COMPLETIONS, filled(b'{"prompt":[', b"1000,", b"]}")),
+    "most ids": (COMPLETIONS, filled(b'{"prompt":[', b"1000,", b"]}", 1_600_000)),
+    "text": (COMPLETIONS, filled(b'{"prompt":"', b"a b", b'"}')),
+    "escapes": (COMPLETIONS, filled(b'{"prompt":"', b"\\u6f22", b'"}')),
+    "most escapes": (COMPLETIONS, filled(b'{"prompt":"', b"\\n", b'"}', 1_400_000)),
+    "utf-8": (COMPLETIONS, filled(b'{"prompt":"', "漢".encode(), b'"}')),
+    "stops": (COMPLETIONS, filled(b'{"prompt":"hi","stop":[', b'"ab",', b"]}", 500_000)),
+    "messages": (CHAT, filled(b'{"messages":[', MESSAGE, b"]}")),
+    "most messages": (CHAT, filled(b'{"messages":[', MESSAGE, b"]}", 550_000)),
+    "special tokens": (CHAT, filled(b'{"messages":[{"role":"user","content":"', b"<|im_end|>", b'"}]}')),
+    "parts with marks": (
+        CHAT,
+        filled(
+            b'{"messages":[{"role":"user","content":[',
+            b'{"type":"text","text":"x","cache_control":{"type":"ephemeral"}},',
+            b"]}]}",
+            660_000,
+        ),
+    ),
+    "biases": (CHAT, numbered(b"{" + HI + b',"logit_bias":{', '"%d":1', b"}}", 700_000)),
+    "most biases": (CHAT, numbered(b"{" + HI + b',"logit_bias":{', '"%d":1', b"}}", 60_000)),
+    "wrong bias": (CHAT, numbered(b"{" + HI + b',"logit_bias":{"x":1,', '"%d":1', b"}}", 60_000)),
+    "depth": (CHAT, b"{" + HI + b',"metadata":' + b"[" * (SIZE // 2) + b"]" * (SIZE // 2) + b"}"),
+    "some depth": (CHAT, b"{" + HI + b',"metadata":' + b'{"a":' * 900 + b"1" + b"}" * 900 + b"}"),
+    "tools": (CHAT, filled(b"{" + HI + b',"tools":[', TOOL, b"]}")),
+    "most tools": (CHAT, filled(b"{" + HI + b',"tools":[', TOOL, b"]}", 600_000)),
+    "schema": (
+        CHAT,
+        numbered(
+            b"{" + HI + b',"response_format":{"type":"json_schema","json_schema":{"schema":{"properties":{',
+            '"k%d":{"type":"string"}',
+            b"}}}}}",
+            20_000,
+        ),
+    ),
+    "schema as text": (
+        CHAT,
+        filled(b"{" + HI + b',"guided_json":"[', b"{},", b']"}'),
+    ),
+    "arguments": (
+        CHAT,
+        filled(
+            b'{"messages":[{"role":"user","content":"x"},{"role":"assistant","tool_calls":[{"id":"a",'
+            b'"function":{"name":"f","arguments":"[',
+            b"{},",
+            b'1]"}}]}]}',
+        ),
+    ),
+    "unknown fields": (CHAT, numbered(b"{", '"k%d":1', b"," + filled(b'"messages":[', MESSAGE, b"]}", 500_000), 32)),
+    "template arguments": (CHAT, numbered(b"{" + HI + b',"chat_template_kwargs":{', '"k%d":1', b"}}", 50_000)),
+    "items": (RESPONSES, filled(b'{"input":[', b'{"role":"assistant","content":"xxxxxxxxx"},', b"]}", 580_000)),
+    "calls": (
+        RESPONSES,
+        filled(b'{"input":[', b'{"type":"function_call","call_id":"a","name":"f","arguments":"{}"},', b"]}", 700_000),
+    ),
+    "blocks": (
+        MESSAGES,
+        filled(
+            b'{"max_tokens":3,"messages":[{"role":"user","content":[', b'{"type":"text","text":"x"},', b"]}]}", 500_000
+        ),
+    ),
+    "marks": (
+        MESSAGES,
+        filled(
+            b'{"max_tokens":3,"messages":[',
+            b'{"role":"user","content":[{"type":"text","text":"x","cache_control":{"type":"ephemeral"}}]},',
+            b"]}",
+            700_000,
+        ),
+    ),
+    "counted": (COUNT, filled(b'{"messages":[', MESSAGE, b"]}", 550_000)),
+    "token texts": (TOKENIZE, filled(b'{"return_token_strs":true,"prompt":"', b"a b", b'"}')),
+    "most token texts": (TOKENIZE, filled(b'{"return_token_strs":true,"prompt":"', b"a b", b'"}', 1_400_000)),
+    "tokens": (DETOKENIZE, filled(b'{"tokens":[', b"5,", b"]}")),
+    "most tokens": (DETOKENIZE, filled(b'{"tokens":[', b"500,", b"]}", 1_400_000)),
+    "no prompt": ("/reset_prefix_cache", filled(b'{"model":"', b"a", b'"}')),
+    "no JSON": (COMPLETIONS, b"x" * SIZE),
+}
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+LAST = b"GET /health HTTP/1.1\r\nconnection: close\r\n\r\n"
+#: What is hostile before there is a body.
+STREAMS = {
+    "tiny chunks": CHUNKED + b"1\r\na\r\n" * 1_500_000,
+    "header lines": b"GET /health HTTP/1.1\r\n" + b"a:b\r\n" * 12_000 + b"\r\n",
+    "trailers": CHUNKED + b"0\r\n" + b"a:b\r\n" * 12_000 + b"\r\n",
+    "pipelined": b"GET /health HTTP/1.1\r\n\r\n" * 20_000 + LAST,
+    "pipelined bodies": post(TOKENIZE, b'{"prompt":"a"}').replace(b"connection: close\r\n", b"") * 3000 + LAST,
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_no_body_blocks_the_loop(watched: Watched, name: str):
+    path, body = BODIES[name]
+
+    blocked_s = watched.blocked_by(lambda: watched.send(post(path, body)))
+
+    assert blocked_s <= MOST_S, f"{blocked_s * 1e3:.1f} ms"
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_no_bytes_block_the_loop(watched: Watched, name: str):
+    blocked_s = watched.blocked_by(lambda: watched.send(STREAMS[name]))
+
+    assert blocked_s <= MOST_S, f"{blocked_s * 1e3:.1f} ms"
+
+
+#: Units of lists, texts and objects; `%d` is replaced by a number where each entry needs a name of its own.
+UNITS = (
+    *(
+        "[1],",
+        '"a",',
+        "1,",
+        "-1.5e3,",
+        "{},",
+        "[],",
+        "null,",
+        '{"a":1},',
+        '{"a":{"b":[]}},',
+        '{"type":"text","text":"x"},',
+    ),
+    *('{"role":"user","content":"x"},', '{"role":"user","content":[{"type":"text","text":"x"}]},', '{"a%d":1},'),
+)
+TEXTS = ("a", "a b", " ", "1", "é", "漢", "🦊", "\\n", '\\"', "\\\\", "\\u00e9", "\\ud83d\\ude00", "[{,:", "<|im_end|>")
+FIELDS = (
+    *((COMPLETIONS, name) for name in ("prompt", "stop", "logit_bias", "allowed_token_ids", "metadata", "other")),
+    *((CHAT, name) for name in ("messages", "tools", "tool_choice", "chat_template_kwargs", "guided_json", "user")),
+    *((CHAT, name) for name in ("response_format", "structured_outputs", "guided_choice", "bad_words", "other")),
+    *((RESPONSES, name) for name in ("input", "tools", "instructions", "metadata", "text", "other")),
+    *((MESSAGES, name) for name in ("messages", "system", "tools", "stop_sequences", "thinking", "other")),
+    *((TOKENIZE, name) for name in ("prompt", "messages", "tools")),
+    *((COUNT, "messages"), (DETOKENIZE, "tokens"), ("/explain", "messages"), ("/explain", "prompt")),
+)
+NEEDED = {
+    COMPLETIONS: {"prompt": "hi", "max_tokens": 2},
+    CHAT: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
+    RESPONSES: {"input": "hi", "max_output_tokens": 2},
+    MESSAGES: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
+}
+
+
+def generated(seed: int) -> tuple[str, bytes]:
+    """Any field, filled with anything, as deep and as long as it can be."""
+    chance = random.Random(seed)
+    path, field = chance.choice(FIELDS)
+    size = int(10 ** chance.uniform(4.5, 6.92))
+    shape = chance.choice(["list", "list", "list", "text", "object", "nested", "texts"])
+    depth = chance.choice([1, 10, 200, 900])
+    match shape:
+        case "list":
+            unit = chance.choice(UNITS)
+            value = (
+                "["
+                + ",".join(
+                    (unit.rstrip(",") % number if "%d" in unit else unit.rstrip(","))
+                    for number in range(size // len(unit))
+                )
+                + "]"
+            )
+        case "text":
+            unit = chance.choice(TEXTS)
+            value = '"' + unit * (size // len(unit.encode())) + '"'
+        case "texts":
+            unit = chance.choice(TEXTS) * chance.choice([1, 10, 1000])
+            value = "[" + ",".join([f'"{unit}"'] * max(1, size // (len(unit.encode()) + 3))) + "]"
+        case "object":
+            value = "{" + ",".join(f'"{number}":1' for number in range(size // 9)) + "}"
+        case _:
+            inner = "[" * depth + "]" * depth
+            value = "[" + ",".join([inner] * max(1, size // len(inner))) + "]"
+    others = {name: each for name, each in NEEDED.get(path, {}).items() if name != field}
+    space = chance.choice(["", "", " ", "\n  "])
+    rest = "".join(f",{space}{json.dumps(name)}:{json.dumps(each)}" for name, each in others.items())
+    return path, f'{{"{field}":{space}{value}{rest}}}'.encode()
+
+
+@pytest.mark.parametrize("seeds", [range(25), pytest.param(range(25, 1000), marks=pytest.mark.slow)])
+def test_no_generated_body_blocks_the_loop(watched: Watched, seeds: range):
+    for seed in seeds:
+        path, body = generated(seed)
+
+        blocked_s = watched.blocked_by(lambda path=path, body=body: watched.send(post(path, body)))
+
+        assert blocked_s <= MOST_S, f"seed {seed}, {path} {body[:60]!r}: {blocked_s * 1e3:.1f} ms"
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_many_hostile_bodies_at_once_leave_time_and_memory(watched: Watched):
+    """They took 2.4 GB, and half a minute of everybody's time."""
+    data = [post(*BODIES[name]) for name in ("prompts of ids", "messages", "escapes", "special tokens")] * 2
+    before = resident_bytes()
+
+    def send() -> None:
+        with ThreadPoolExecutor(len(data)) as clients:
+            assert all(each.startswith(b"HTTP/1.1 4") for each in clients.map(watched.send, data))
+
+    blocked_s = watched.blocked_by(send)
+
+    # Several bodies may become complete in one turn of the loop.
+    assert blocked_s <= 2 * MOST_S, f"{blocked_s * 1e3:.1f} ms"
+    assert watched.send(LAST).startswith(b"HTTP/1.1 200")
+    heap.trim()
+    assert resident_bytes() - before < 200e6
+
+
+def test_costs_do_not_depend_on_how_a_body_is_cut(monkeypatch: pytest.MonkeyPatch):
+    """Escapes, quotes and separators inside of texts, at every border."""
+    body = json.dumps({'a"\\': ['[{,:"', "\\\\", {"b": [1, "é\n", {}]}], "\\": -1}).encode()
+
+    found = set()
+    for size in range(1, len(body) + 1):
+        monkeypatch.setattr("homing.router.http.body_cost.SLICE_BYTES", size)
+        monkeypatch.setattr("homing.router.http.body_cost.BYTES_PER_UNIT", len(body) + 1)
+        monkeypatch.setattr("homing.router.http.body_cost.ESCAPES_PER_UNIT", len(body) + 1)
+        *_, (_, cost) = costs(body)
+        found.add(cost)
+
+    # Five commas, six texts, three entries, two lists, and three objects.
+    assert found == {5 + 2 * 6 + 5 * 3 + 6 * 5}
+
+
+def test_a_prompt_of_honest_length_costs_little():
+    """A million tokens as text, a hundred thousand as ids, and a long session of an agent."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}
+    chat = {"messages": [{"role": "user", "content": "x = {'a': [1, 2]}\n" * 60}] * 2000, "tools": [tool] * 200}
+
+    for body in ({"prompt": "some words, " * 350_000}, {"prompt": [100_000] * 131_072}, chat):
+        *_, (_, cost) = costs(json.dumps(body).encode())
+        assert cost <= MAX_COST
