@@ -1,11 +1,11 @@
-"""The queue of waiting requests: lower priorities first, then tenants by their shares, then each tenant's own order.
+"""The queue of waiting requests: lower priority values first, then tenants by their shares, then by rank.
 
 Pure state: names of requests and of tenants, no time. Knows nothing of replicas, deadlines or the requests' contents.
 
-Within a priority each tenant has a lane, in the tenant's own order and then that of arrival. Next is the lane that was
+Within a priority each tenant has a lane in order of the ranks that its requests came with. Next is the lane that was
 served least, in work divided by weight. An empty lane that gets a request starts level with the lane served last, so
 that an idle tenant saves nothing up. (This is start-time fair queueing; Goyal, Vin and Cheng, 1996.) Hence, while two
-tenants wait, their work divided by weight differs by at most one request of each, however many either queues. The
+tenants wait, their work divided by weight differs by at most one request of each, however many either queues. The first
 request of a tenant that had none waits for at most one request of every other tenant.
 
 A request that was served before and lost its replica goes before all lanes of its priority: it has had its turn.
@@ -13,7 +13,6 @@ A request that was served before and lost its replica goes before all lanes of i
 
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 
@@ -23,30 +22,8 @@ from heapq import heappop, heappush, heapreplace
 MAX_OWN_LANES = 1024
 
 
-class _Names:
-    """Requests in their tenant's own order, then that of arrival."""
-
-    __slots__ = ("_keys", "_sorted")
-
-    def __init__(self) -> None:
-        self._sorted: list[tuple[int, int, int]] = []  # own order, arrival, name
-        self._keys: dict[int, tuple[int, int, int]] = {}
-
-    def __len__(self) -> int:
-        return len(self._sorted)
-
-    def __iter__(self) -> Iterator[int]:
-        return (name for _, _, name in self._sorted)
-
-    def add(self, name: int, own_order: int, arrival: int) -> None:
-        key = self._keys[name] = own_order, arrival, name
-        insort(self._sorted, key)
-
-    def remove(self, name: int) -> None:
-        del self._sorted[bisect_left(self._sorted, self._keys.pop(name))]
-
-    def last(self) -> int:
-        return self._sorted[-1][2]
+#: What orders the requests of one tenant: its own order, and within that a rank; lower goes first.
+Rank = tuple[int, float]
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +33,7 @@ class _Lane:
     tenant: bytes
     weight: float
     served: float  #: work over weight, on the level's scale
-    names: _Names = field(default_factory=_Names)
+    names: list[tuple[Rank, int]] = field(default_factory=list)  #: rank and name, sorted
     queued: bool = False  #: it is in the heap
 
 
@@ -110,9 +87,8 @@ class FairQueue:
     def __init__(self) -> None:
         self._levels: dict[int, _Level] = {}
         self._priorities: list[int] = []  # sorted
-        self._places: dict[int, tuple[_Level, _Lane | None]] = {}  # None: resumed
+        self._places: dict[int, tuple[_Level, _Lane | None, Rank]] = {}  # with the rank; no lane: resumed
         self._waiting: Counter[bytes] = Counter()  # by tenant, resumed ones aside
-        self._pushed = 0
 
     def __len__(self) -> int:
         return len(self._places)
@@ -121,32 +97,31 @@ class FairQueue:
     def lanes(self) -> int:
         return sum(len(level.lanes) for level in self._levels.values())
 
-    def push(self, name: int, *, priority: int, tenant: bytes, weight: float, own_order: int = 0) -> None:
-        """`priority` orders all requests, and within that `own_order` those of the tenant; lower goes first."""
+    def push(self, name: int, *, priority: int, tenant: bytes, weight: float, rank: Rank) -> None:
+        """Add a request. Of one tenant's the lowest rank goes first; of equal ones the lowest name."""
         level = self._level(priority)
         lane = level.lane(tenant, weight)
-        self._pushed += 1
-        lane.names.add(name, own_order, self._pushed)
+        insort(lane.names, (rank, name))
         self._waiting[lane.tenant] += 1
-        self._enter(name, level, lane)
+        self._enter(name, level, lane, rank)
 
     def resume(self, name: int, *, priority: int) -> None:
         """Add a request that was served before, ahead of all others of its priority."""
         level = self._level(priority)
         level.resumed[name] = None
-        self._enter(name, level, None)
+        self._enter(name, level, None, 0.0)
 
     def head(self) -> int | None:
         if not self._priorities:
             return None
         level = self._levels[self._priorities[0]]
-        return next(iter(level.resumed or level.first().names))
+        return next(iter(level.resumed)) if level.resumed else level.first().names[0][1]
 
     def take(self, work: float) -> None:
         """Remove the head, which is served and costs this much work."""
         name = self.head()
         assert name is not None, "the queue is empty"
-        level, lane = self._places[name]
+        level, lane, _ = self._places[name]
         if lane is not None:
             level.served = lane.served
             lane.served += work / lane.weight
@@ -164,11 +139,11 @@ class FairQueue:
         place = self._places.pop(name, None)
         if place is None:
             return
-        level, lane = place
+        level, lane, rank = place
         if lane is None:
             del level.resumed[name]
         else:
-            lane.names.remove(name)
+            del lane.names[bisect_left(lane.names, (rank, name))]
             self._waiting[lane.tenant] -= 1
             if not self._waiting[lane.tenant]:
                 del self._waiting[lane.tenant]
@@ -186,7 +161,7 @@ class FairQueue:
         if count <= self._waiting[tenant] + 1:
             return None
         lanes = (self._levels[priority].lanes.get(most) for priority in reversed(self._priorities))
-        return next(lane.names.last() for lane in lanes if lane is not None and lane.names)
+        return next(lane.names[-1][1] for lane in lanes if lane is not None and lane.names)
 
     def check(self) -> None:
         assert self._priorities == sorted(self._levels), f"priorities {self._priorities}, levels {sorted(self._levels)}"
@@ -198,7 +173,8 @@ class FairQueue:
             for lane in level.lanes.values():
                 assert lane.queued or not lane.names, f"lane {lane.tenant!r} waits outside the heap"
                 assert not lane.names or lane.served >= level.served, f"lane {lane.tenant!r} lags behind"
-        waiting = Counter(lane.tenant for _, lane in self._places.values() if lane is not None)
+                assert lane.names == sorted(lane.names), f"lane {lane.tenant!r} is out of order"
+        waiting = Counter(lane.tenant for _, lane, _ in self._places.values() if lane is not None)
         assert self._waiting == waiting, f"{self._waiting} counted, {waiting} wait"
 
     def _level(self, priority: int) -> _Level:
@@ -208,11 +184,11 @@ class FairQueue:
             insort(self._priorities, priority)
         return level
 
-    def _enter(self, name: int, level: _Level, lane: _Lane | None) -> None:
+    def _enter(self, name: int, level: _Level, lane: _Lane | None, rank: Rank) -> None:
         assert name not in self._places, f"{name} waits already"
-        self._places[name] = level, lane
+        self._places[name] = level, lane, rank
         level.size += 1
 
 
 def _names(level: _Level) -> list[int]:
-    return [*level.resumed, *(name for lane in level.lanes.values() for name in lane.names)]
+    return [*level.resumed, *(name for lane in level.lanes.values() for _, name in lane.names)]

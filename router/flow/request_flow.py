@@ -8,8 +8,8 @@ request that is not over, and decides with `Placement`, which whoever follows th
                  └────────────────┘ continues with prompt + generated ids, at most `retries` times
 
 request_state.py has the phases and their transitions as a table. A request waits in the queue (fair_queue.py: priority,
-then tenants' shares, then arrival) while no replica can take it; a request that continues does not wait for its
-tenant's turn again. Every accepted request ends in exactly one `Ended`.
+then tenants' shares, then the policy's rank) while no replica can take it; a request that continues does not wait for
+its tenant's turn again. Every accepted request ends in exactly one `Ended`.
 """
 
 import logging
@@ -176,13 +176,7 @@ class RequestFlow:
             instructions.append(sent)
         else:
             state.advance("queue")
-            self._queue.push(
-                request_id,
-                priority=request.priority,
-                tenant=request.tenant,
-                weight=request.weight,
-                own_order=request.own_order,
-            )
+            self._push(state, now)
             if not nobody_waits:
                 instructions += self.pump(now)
         heappush(self._deadlines, (state.deadline, request_id))
@@ -376,7 +370,10 @@ class RequestFlow:
         # A replica that scores the prompt's own tokens computes all of them, whatever it holds.
         scores_prompt = request.request.sampling.prompt_logprobs is not None and not request.generated
         hashes = () if scores_prompt else request.keys
-        prompt = Prompt(
+        return self._prompt(request, hashes, now), self.placement.candidates(hashes, request.excluded, now)
+
+    def _prompt(self, request: RequestState, hashes: Sequence[int], now: float) -> Prompt:
+        return Prompt(
             tokens=request.prompt_tokens + request.generated,
             blocks=len(request.keys),
             block_size=self._block_size,
@@ -385,7 +382,6 @@ class RequestFlow:
             now=now,
             session=request.request.session,
         )
-        return prompt, self.placement.candidates(hashes, request.excluded, now)
 
     def _place(self, request: RequestState, now: float) -> Send | None:
         """Choose a replica and book the request there; None: no replica can take it now."""
@@ -409,6 +405,13 @@ class RequestFlow:
         self._by_wire[wire_id] = request
         self.placement.book(wire_id, decision, request.keys, now)
         return Send(chosen.replica_id, _generate(request))
+
+    def _push(self, request: RequestState, now: float) -> None:
+        about, keys = request.request, request.keys
+        rank = about.own_order, self.placement.rank(self._prompt(request, keys, now))
+        self._queue.push(
+            request.request_id, priority=about.priority, tenant=about.tenant, weight=about.weight, rank=rank
+        )
 
     # Replies
 

@@ -141,6 +141,11 @@ class Placement:
     def decide(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Decision:
         return self.policy.decide(prompt, candidates, self._rng)
 
+    def rank(self, prompt: Prompt) -> float:
+        """The place of a request that begins to wait, among its tenant's: the lowest goes first."""
+        held = max(self.index.match(prompt.hashes).values(), default=0)
+        return self.policy.rank(prompt, max(1, prompt.tokens - held * prompt.block_size))
+
     def explain(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Explanation:
         """The table of the decision that `decide` would take. Changes nothing."""
         return explanation_of(self.policy.consider(prompt, candidates, Random(0)))

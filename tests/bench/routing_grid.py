@@ -1,19 +1,21 @@
-"""Ours against peers' policies in simulation: every cell of replicas x cache x load, on each trace that is given.
+"""Ours against peers' policies in simulation: cells of traffic, replicas, cache, load and seed, or of recorded traces.
 
-A cell's loads are shares of what the oracle can do with a backlog (`capacity_per_s`). Cells run in worker processes;
-each finished one is appended to `--cells` as a line of JSON, so that an interrupted run goes on where it was. The
-tables come from that file alone. `--again POLICY...` simulates these anew in every cell, and no others: after a change
-of ours, which the others' replicas and load know nothing of.
+`tune` has the cells that decisions about the policy may look at; `judge` has other shapes, lengths, fleets and seeds,
+and is for the report alone. With TRACEs, all replicas x caches x loads of them. Loads are shares of what the simulated
+fleet keeps up with (`capacity_per_s`). Cells run in worker processes; each finished one is appended to `--cells` as a
+line of JSON, so that an interrupted run goes on where it was. The tables come from that file alone. `--again POLICY...`
+simulates these anew in every cell, and no others: after a change of ours that leaves the others' replicas as they were.
 
-    python tests/bench/routing_grid.py TRACE... [--requests 3000] [--processes 2] [--cells grid.jsonl] [--again POLICY]
+    python tests/bench/routing_grid.py tune|judge|TRACE... [--requests 1200] [--processes 2] [--cells grid.jsonl]
 """
 
 import gc
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import islice, product
+from math import exp, log
 from pathlib import Path
 from statistics import median
 from time import process_time
@@ -24,32 +26,144 @@ from report import arguments
 from homing.cluster.lab.recorded_trace import read_trace
 from homing.cluster.lab.simulate.replica import ReplicaLimits
 from homing.cluster.lab.simulate.runs import ORACLE, Setup, capacity_per_s, run
-from homing.cluster.lab.simulate.workload import Arrival, compress, facts, from_trace
+from homing.cluster.lab.simulate.workload import (
+    Agents,
+    Arrival,
+    Chats,
+    Documents,
+    Siblings,
+    agents,
+    compress,
+    conversations,
+    facts,
+    from_trace,
+    questions,
+    siblings,
+)
 
-OURS = "expected-ttft"
-PEERS = ("least-loaded", "sglang", "dynamo", "dynamo-scale8", "dynamo-credit4", "llm-d")
-REPLICAS = (8, 4, 16, 64)
-CACHE_BLOCKS = (2048, 4096, 16384)
-LOADS = (0.5, 0.8, 0.95)
+OURS, BLIND = "expected-ttft", "least-loaded"
+PEERS = (
+    "sglang",
+    "dynamo",
+    "dynamo-scale8",
+    "dynamo-scale16",
+    "dynamo-scale64",
+    "dynamo-wspt",
+    "dynamo-credit4",
+    "llm-d",
+    "llm-d-token-load",
+    "llm-d-sticky",
+    "vllm-kv-aware",
+    "queue-2-misses",
+)
+MEASURES = {"mean": "ttft_mean_s", "p99": "ttft_p99_s", "end": "latency_mean_s"}
 BULKY = ("ttft_curve", "ttft_over_time", "hits_over_time")
+
+#: (requests, seed, replicas, blocks) -> the traffic. Agents and chats are as many as the caches hold, or a few more.
+Shape = Callable[[int, int, int, int], Iterator[Arrival]]
+SHAPES: dict[str, Shape] = {
+    "chat": lambda n, seed, replicas, blocks: conversations(
+        Chats(requests=n, seed=seed, rate_per_s=2.0 * replicas, turns=8)
+    ),
+    "chat-long": lambda n, seed, replicas, blocks: conversations(
+        Chats(
+            requests=n,
+            seed=seed,
+            rate_per_s=replicas / 2,
+            turns=4,
+            assistants=6,
+            system_tokens=6144,
+            turn_tokens=6000,
+            pause_s=60.0,
+            output_tokens=400,
+        )
+    ),
+    "agents": lambda n, seed, replicas, blocks: agents(
+        Agents(requests=n, seed=seed, conversations=max(6, replicas * blocks // 57))
+    ),
+    "agents-wide": lambda n, seed, replicas, blocks: agents(
+        Agents(
+            requests=n,
+            seed=seed,
+            conversations=max(6, replicas * blocks // 45),
+            kinds=3,
+            turn_tokens=(300, 6000),
+            turns=(10, 40),
+            output_tokens=250,
+            sub_agents=0.1,
+        )
+    ),
+    "rag": lambda n, seed, replicas, blocks: questions(Documents(requests=n, seed=seed)),
+    "rag-cold": lambda n, seed, replicas, blocks: questions(
+        Documents(
+            requests=n, seed=seed, documents=2000, topics=500, skew=0.6, document_blocks=(2, 20), output_tokens=80
+        )
+    ),
+    "batch": lambda n, seed, replicas, blocks: siblings(
+        Siblings(requests=n, seed=seed, groups=12, prefix_tokens=6144, tail_tokens=1500, spread=1.0, burst=60)
+    ),
+    "few-shot": lambda n, seed, replicas, blocks: siblings(
+        Siblings(requests=n, seed=seed, groups=200, prefix_tokens=3072, tail_tokens=800, spread=0.7, output_tokens=30)
+    ),
+}
 
 
 @dataclass(slots=True, frozen=True)
 class Cell:
-    """One trace over one cluster; all loads of it share the capacity."""
+    """One kind of traffic over one cluster; all loads of it share the capacity."""
 
-    trace: str
+    traffic: str  #: a shape, or the file of a trace
     requests: int
     replicas: int
     blocks: int
+    loads: tuple[float, ...]
+    seed: int = 0
 
     @property
     def key(self) -> str:
-        return f"{Path(self.trace).stem} {self.requests} {self.replicas} {self.blocks}"
+        return f"{Path(self.traffic).stem} {self.requests} {self.replicas} {self.blocks} {self.seed}"
 
     def arrivals(self) -> Iterator[Arrival]:
-        with open(self.trace, "rb") as lines:
+        if self.traffic in SHAPES:
+            yield from SHAPES[self.traffic](self.requests, self.seed, self.replicas, self.blocks)
+            return
+        with open(self.traffic, "rb") as lines:
             yield from islice(from_trace(read_trace(lines)), self.requests)
+
+
+def tune_cells(requests: int) -> list[Cell]:
+    """What a change of the policy may be tried on."""
+    some = [("chat", 4, 1024), ("agents", 4, 512), ("agents", 8, 512), ("rag", 8, 1024), ("batch", 4, 2048)]
+    more = [("chat-long", 8, 2048)]
+    return [Cell(shape, requests, replicas, blocks, (0.6, 0.9), seed=1) for shape, replicas, blocks in some + more]
+
+
+def judge_cells(requests: int) -> list[Cell]:
+    """Other shapes, fleets, caches, loads and seeds."""
+    wanted = [
+        ("chat", 2, 1024, (0.7,), 101),
+        ("chat", 16, 512, (0.85,), 102),
+        ("chat-long", 4, 1024, (0.5, 0.95), 103),
+        ("agents", 2, 768, (0.8,), 104),
+        ("agents", 4, 512, (0.7, 0.95), 105),
+        ("agents", 16, 512, (0.85,), 106),
+        ("agents-wide", 4, 768, (0.6, 0.9), 107),
+        ("agents-wide", 8, 384, (0.8,), 108),
+        ("rag", 4, 512, (0.7, 0.95), 109),
+        ("rag-cold", 8, 2048, (0.6, 0.9), 110),
+        ("batch", 8, 1024, (0.5, 0.8), 111),
+        ("few-shot", 4, 512, (0.6, 0.9), 112),
+        ("few-shot", 16, 256, (0.8,), 113),
+    ]
+    return [Cell(shape, requests, replicas, blocks, loads, seed) for shape, replicas, blocks, loads, seed in wanted]
+
+
+def trace_cells(traces: Sequence[str], requests: int) -> list[Cell]:
+    """Every trace over small and large fleets and caches."""
+    return [
+        Cell(trace, requests, replicas, blocks, (0.5, 0.8, 0.95))
+        for replicas, blocks, trace in product((4, 8, 16), (1024, 4096), traces)
+    ]
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,11 +175,11 @@ class Task:
     capacity_per_s: float | None  #: None: not known either
 
 
-def task_of(cell: Cell, rows: Sequence[dict[str, Any]]) -> Task:
+def task_of(cell: Cell, rows: Sequence[dict[str, Any]], policies: Sequence[str]) -> Task:
     """Compare a cell with what is stored of it."""
     stored = [row for row in rows if row["cell"] == cell.key]
     done = {(row["load"], row["policy"]) for row in stored}
-    wanted = [(load, policy) for load in LOADS for policy in (OURS, *PEERS, ORACLE)]
+    wanted = [(load, policy) for load in cell.loads for policy in policies]
     capacity = stored[0]["capacity_per_s"] if stored else None
     return Task(cell, tuple(pair for pair in wanted if pair not in done), capacity)
 
@@ -87,10 +201,10 @@ def simulate(task: Task) -> list[dict[str, Any]]:
     return found
 
 
-def run_cells(cells: Sequence[Cell], store: Path, processes: int) -> None:
+def run_cells(cells: Sequence[Cell], store: Path, processes: int, policies: Sequence[str]) -> None:
     """What the store lacks."""
     rows = load_rows(store)
-    todo = [task for task in (task_of(cell, rows) for cell in cells) if task.missing]
+    todo = [task for task in (task_of(cell, rows, policies) for cell in cells) if task.missing]
     with ProcessPoolExecutor(processes, max_tasks_per_child=1) as pool:
         futures = [pool.submit(simulate, task) for task in todo]
         for number, future in enumerate(as_completed(futures), 1):
@@ -112,75 +226,72 @@ def load_rows(store: Path) -> list[dict[str, Any]]:
 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> str:
-    """A table a trace, a row a cell and load; then the gains."""
-    cells: dict[tuple[str, int, int, float], dict[str, dict[str, Any]]] = {}
+    """A row a cell and load; then the gains over the best peer in each measure, and the share of the oracle's gain."""
+    cells: dict[tuple[str, float], dict[str, dict[str, Any]]] = {}
     for row in rows:
-        key = (Path(row["trace"]).stem, row["replicas"], row["blocks"], row["load"])
-        cells.setdefault(key, {})[row["policy"]] = row
-    text: list[str] = []
-    gains: list[float] = []
-    tails: list[float] = []
-    for trace in sorted({key[0] for key in cells}):
-        text += ["", f"**{trace}**", "", _HEAD]
-        for key in sorted(key for key in cells if key[0] == trace):
-            line, gain, tail = _line(key, cells[key])
-            text.append(line)
-            gains.append(gain)
-            tails.append(tail)
-    within = sum(gain >= -0.02 for gain in gains)
-    sound = sum(tail >= -0.02 for tail in tails)
-    text += [
-        "",
-        f"Mean TTFT: best or within 2 % in {within} of {len(gains)} cells; median gain {median(gains):.0%}, least "
-        f"{min(gains):.0%}. p99: best or within 2 % in {sound}; median gain {median(tails):.0%}, "
-        f"least {min(tails):.0%}.",
-    ]
+        cells.setdefault((row["cell"], row["load"]), {})[row["policy"]] = row
+    whole = {key: by for key, by in sorted(cells.items()) if {OURS, BLIND, ORACLE, *PEERS} <= by.keys()}
+    text = [_HEAD, *(_line(key, by) for key, by in whole.items()), ""]
+    for name, field in MEASURES.items():
+        gains = [_gain(by, field)[0] for by in whole.values()]
+        within = sum(gain >= -0.02 for gain in gains)
+        factor = exp(sum(log(1 - gain) for gain in gains) / len(gains))
+        text.append(
+            f"{name}: best or within 2 % in {within} of {len(gains)} cells; median gain {median(gains):.0%}, least "
+            f"{min(gains):.0%}; geometric mean of ours over the best peer's {factor:.2f}"
+        )
+    shares = [_share(by) for by in whole.values()]
+    exact = [by[OURS]["exact_rate"] for by in whole.values()]
+    text.append(f"share of the oracle's gain over least-loaded: median {median(shares):.0%}, least {min(shares):.0%}")
+    text.append(f"predicted = delivered: median {median(exact):.1%}, least {min(exact):.1%}")
     return "\n".join(text)
 
 
 _HEAD = (
-    "| replicas | blocks | load | mean | best other | gain | p99 | best other | gain | hits | oracle mean | its hits |"
-    "\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "| traffic, requests, replicas, blocks, seed | load | mean, best peer, gain | p99, best peer, gain "
+    "| end to end, best peer, gain | oracle mean, p99 | of its gain | exact |\n|---|---|---|---|---|---|---|---|"
 )
 
 
-def _line(key: tuple[str, int, int, float], by: dict[str, dict[str, Any]]) -> tuple[str, float, float]:
-    _, replicas, blocks, load = key
-    ours, oracle = by[OURS], by[ORACLE]
-    best = min((by[name] for name in PEERS), key=lambda row: row["ttft_mean_s"])
-    tail = min((by[name] for name in PEERS), key=lambda row: row["ttft_p99_s"])
-    gain = 1 - ours["ttft_mean_s"] / best["ttft_mean_s"]
-    tail_gain = 1 - ours["ttft_p99_s"] / tail["ttft_p99_s"]
-    line = (
-        f"| {replicas} | {blocks} | {load:.0%} | {ours['ttft_mean_s']:.3f} "
-        f"| {best['ttft_mean_s']:.3f} {best['policy']} | {gain:.0%} | {ours['ttft_p99_s']:.2f} "
-        f"| {tail['ttft_p99_s']:.2f} {tail['policy']} | {tail_gain:.0%} "
-        f"| {ours['hit_rate']:.1%} | {oracle['ttft_mean_s']:.3f} | {oracle['hit_rate']:.1%} |"
-    )
-    return line, gain, tail_gain
+def _gain(by: dict[str, dict[str, Any]], field: str) -> tuple[float, dict[str, Any]]:
+    """Ours over the best peer, and that peer."""
+    best = min((by[name] for name in PEERS), key=lambda row: row[field])
+    return 1 - by[OURS][field] / best[field], best
+
+
+def _share(by: dict[str, dict[str, Any]]) -> float:
+    """What ours gains on least-loaded, of what the oracle gains."""
+    ours, blind, oracle = (by[name]["ttft_mean_s"] for name in (OURS, BLIND, ORACLE))
+    return (blind - ours) / (blind - oracle) if blind > oracle else 1.0
+
+
+def _line(key: tuple[str, float], by: dict[str, dict[str, Any]]) -> str:
+    ours, oracle, parts = by[OURS], by[ORACLE], []
+    for field in MEASURES.values():
+        gain, best = _gain(by, field)
+        parts.append(f"{ours[field]:.3f} {best[field]:.3f} {best['policy']} {gain:+.0%}")
+    share, exact = _share(by), ours["exact_rate"]
+    bound = f"{oracle['ttft_mean_s']:.3f} {oracle['ttft_p99_s']:.2f}"
+    return f"| {key[0]} | {key[1]:.0%} | {' | '.join(parts)} | {bound} | {share:.0%} | {exact:.1%} |"
 
 
 def main() -> None:
     """Run what is missing, then print the tables."""
     parser = arguments(__doc__ or "")
-    parser.add_argument("traces", nargs="+", help="files in the Mooncake format")
-    parser.add_argument("--requests", type=int, default=3000, help="of each trace, from its start")
-    parser.add_argument("--replicas", type=int, nargs="+", default=REPLICAS)
+    parser.add_argument("cells_of", nargs="+", metavar="tune|judge|TRACE", help="cells, or files in Mooncake's format")
+    parser.add_argument("--requests", type=int, default=1200, help="of each cell")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--cells", type=Path, default=Path("grid.jsonl"), help="where finished cells are kept")
     parser.add_argument("--again", nargs="+", default=(), help="policies whose stored cells are simulated anew")
     given = parser.parse_args()
     if given.again:
         forget(given.cells, given.again)
-    cells = [
-        Cell(trace, given.requests, replicas, blocks)
-        for replicas in given.replicas
-        for blocks in CACHE_BLOCKS
-        for trace in given.traces
-    ]
-    run_cells(cells, given.cells, given.processes)
-    print(summarise(load_rows(given.cells)))
+    named = {"tune": tune_cells, "judge": judge_cells}
+    cells = [cell for name in given.cells_of if name in named for cell in named[name](given.requests)]
+    cells += trace_cells([name for name in given.cells_of if name not in named], given.requests)
+    run_cells(cells, given.cells, given.processes, (OURS, BLIND, *PEERS, ORACLE))
+    keys = {cell.key for cell in cells}
+    print(summarise([row for row in load_rows(given.cells) if row["cell"] in keys]))
 
 
 if __name__ == "__main__":

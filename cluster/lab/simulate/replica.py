@@ -37,14 +37,13 @@ _NO_WORK = PrefillWork(0, 0, 0.0, 0.0)
 class MockerModel:
     """The polynomials of Dynamo's mocker: a 70B-class model on a modern GPU node.
 
-    prefill ms = 4.21e-7 n² + 0.01518 n + 16.5; decode ms = max(1, -25.74 a² + 54.01 a + 5.74).
+    prefill ms = 4.21e-7 n² + 0.01518 n + 16.5 for a step of n prompt tokens, whosever they are; decode ms = max(1,
+    -25.74 a² + 54.01 a + 5.74).
     """
 
-    def prefill_s(self, start: int, end: int) -> float:
-        """Seconds for the uncached tokens `start` to `end` of a prompt: the difference of the polynomial at both, so
-        that chunks add up to the whole. `start` 0 includes the fixed part."""
-        fixed = 0.0 if start else 16.5
-        return (4.21e-7 * (end * end - start * start) + 0.01518 * (end - start) + fixed) / 1000
+    def prefill_s(self, tokens: int) -> float:
+        """Seconds for the prompt tokens of one step."""
+        return (4.21e-7 * tokens * tokens + 0.01518 * tokens + 16.5) / 1000
 
     def decode_step_s(self, active_share: float) -> float:
         """Seconds for one token of every running request, with this share of the KV blocks in use."""
@@ -63,8 +62,8 @@ class RateModel:
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{name} must be above 0, not {getattr(self, name)}")
 
-    def prefill_s(self, start: int, end: int) -> float:
-        return (end - start) / self.prefill_tokens_per_s
+    def prefill_s(self, tokens: int) -> float:
+        return tokens / self.prefill_tokens_per_s
 
     def decode_step_s(self, active_share: float) -> float:  # noqa: ARG002
         return self.step_s
@@ -88,6 +87,7 @@ class Work:
     router: str
     arrival: Arrival
     arrived_s: float  #: at the router
+    moved: bool = False  #: its replica was lost
     generated: int = 0  #: here and before
     hashes: list[BlockHash] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
@@ -140,7 +140,7 @@ class SimulatedReplica:
         self._accepted: dict[str, int] = {}  # by router: the last request
         self._model = model
         self._changes: list[Change] = []
-        self._shares_cache = cache is not None
+        self.shares_cache = cache is not None
         self.cache = cache or PrefixCache(limits.blocks + 1, 1, policy=eviction_policy(limits.eviction), listener=self)
         self._waiting: deque[Work] = deque()
         self._prefilling: list[Work] = []
@@ -207,6 +207,11 @@ class SimulatedReplica:
         self._begin(now)
         return progress
 
+    def wake(self, now: float) -> None:
+        """Blocks came free on another replica that shares the cache."""
+        if self.next_at is None and self._waiting:
+            self._begin(now)
+
     def lose_all(self) -> list[Work]:
         """The replica dies: what it had, as it was, oldest first."""
         for work in self._decoding.values():
@@ -257,7 +262,7 @@ class SimulatedReplica:
 
     def residents(self) -> Iterator[CachedBlock]:
         """What it announces as its own: nothing of a cache that it shares."""
-        return iter(()) if self._shares_cache else self.cache.residents()
+        return iter(()) if self.shares_cache else self.cache.residents()
 
     @property
     def requests(self) -> int:
@@ -273,7 +278,9 @@ class SimulatedReplica:
         assert waiting == self._waiting_work, f"{self._waiting_work} is counted as waiting, {waiting} waits"
         needed = sum(work.needed_blocks for work in self._waiting)
         assert needed == self._waiting_blocks, f"{self._waiting_blocks} blocks are counted as needed, {needed} are"
-        assert self.next_at is not None or not self.requests, f"{self.requests} requests and nothing due"
+        assert self.next_at is not None or not self.requests or self.shares_cache, (
+            f"{self.requests} requests and nothing due"
+        )
 
     # Steps
 
@@ -282,8 +289,7 @@ class SimulatedReplica:
         self._rows = rows = self._plan()
         decoding = len(self._decoding)
         if rows:
-            prefill = self._model.prefill_s
-            seconds = sum([prefill(w.computed - w.cached, w.computed - w.cached + tokens) for w, tokens in rows])
+            seconds = self._model.prefill_s(sum([tokens for _, tokens in rows]))
             if decoding:
                 seconds += self._model.decode_step_s(self.cache.usage)
             self.next_at = now + seconds
@@ -336,11 +342,7 @@ class SimulatedReplica:
             return False
         match = self._match(work)
         table = self._table(work)
-        # A cache that is shared with other replicas (the oracle's) is larger than this one's memory.
-        fits = self.cache.total_blocks == self.limits.blocks or table <= self.limits.blocks - sum(
-            [len(running.blocks) for running in (*self._prefilling, *self._decoding.values())]
-        )
-        blocks = self.cache.acquire(match, table - len(match.blocks)) if fits else None
+        blocks = self.cache.acquire(match, table - len(match.blocks))
         if blocks is None:
             work.refused_at_free = free
             return False
@@ -353,6 +355,8 @@ class SimulatedReplica:
         self._waiting_work = _added(self._waiting_work, work_of([_awaited(work)]), -1)
         self._waiting_blocks -= work.needed_blocks
         self._prefilling.append(work)
+        if self.shares_cache:  # others find at once what this one is about to compute
+            self._commit(work, work.prefill_tokens)
         return True
 
     def _end_rows(self, first: list[Work], finished: list[Work]) -> None:
@@ -361,7 +365,7 @@ class SimulatedReplica:
                 continue  # preempted in this very step
             work.computed += tokens
             self.prefilled_tokens += tokens
-            self._commit(work)
+            self._commit(work, work.computed)
             if work.computed < work.prefill_tokens:
                 continue
             self._prefilling.remove(work)
@@ -376,9 +380,9 @@ class SimulatedReplica:
             self._context_base += work.arrival.tokens + work.generated - self._clock
             self._set_milestone(work)
 
-    def _commit(self, work: Work) -> None:
+    def _commit(self, work: Work, computed: int) -> None:
         start = work.committed
-        full = min(work.computed // self.limits.block_tokens, len(work.hashes))
+        full = min(computed // self.limits.block_tokens, len(work.hashes))
         if full <= start:
             return
         parent = work.hashes[start - 1] if start else ROOT

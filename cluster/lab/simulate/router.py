@@ -1,10 +1,10 @@
 """A modelled router process: the production placement with one policy, and the requests that it holds."""
 
-from collections import deque
 from random import Random
 
 from ....events.wire.messages import EventEndpoints
 from ....replica.messages import ModelLimits, Parity, ReplicaDescription
+from ....router.flow.fair_queue import FairQueue
 from ....router.routing.placement import Placement
 from ....router.routing.policy.base import Policy, Prompt
 from ....router.routing.replica_load import LoadBook
@@ -17,13 +17,37 @@ class SimulatedRouter:
 
     def __init__(self, name: str, policy: Policy, rng: Random) -> None:
         self.name = name
-        self.waiting: deque[Work] = deque()
+        self._queue = FairQueue()
+        self._held: dict[int, Work] = {}
         self.restart(policy, rng)
 
     def restart(self, policy: Policy, rng: Random) -> None:
         # No replica of a simulation is ever silent: a lost one leaves.
         loads = LoadBook(self.name, silence_s=float("inf"))
         self.placement = Placement(policy, loads=loads, reservations=Reservations(30.0), rng=rng)
+
+    @property
+    def waiting(self) -> list[Work]:
+        return list(self._held.values())
+
+    def head(self) -> Work | None:
+        """The held request that is placed next."""
+        name = self._queue.head()
+        return None if name is None else self._held[name]
+
+    def hold(self, work: Work, block_tokens: int, now: float) -> None:
+        """It waits here; one that lost its replica goes before all others."""
+        self._held[work.request_id] = work
+        if work.moved:
+            self._queue.resume(work.request_id, priority=0)
+        else:
+            rank = self.placement.rank(self._prompt(work, block_tokens, now))
+            self._queue.push(work.request_id, priority=0, tenant=b"", weight=1.0, rank=rank)
+
+    def release(self, work: Work) -> None:
+        """It was placed."""
+        del self._held[work.request_id]
+        self._queue.discard(work.request_id)
 
     def join(self, replica: SimulatedReplica, now: float) -> None:
         """A replica registers, with the rates it has measured so far."""
@@ -54,7 +78,19 @@ class SimulatedRouter:
         """Choose a replica and book the request there; None: it is held until something changes."""
         arrival, placement = work.arrival, self.placement
         placement.reservations.expire(now)
-        prompt = Prompt(
+        prompt = self._prompt(work, block_tokens, now)
+        decision = placement.decide(prompt, placement.candidates(arrival.blocks, (), now))
+        chosen = decision.chosen
+        if chosen is None:
+            return None
+        placement.book(work.request_id, decision, arrival.blocks, now)
+        if placement.policy.predicts_hits:
+            work.predicted = prompt.tokens - chosen.uncached_tokens(prompt)
+        return chosen.replica_id
+
+    def _prompt(self, work: Work, block_tokens: int, now: float) -> Prompt:
+        arrival = work.arrival
+        return Prompt(
             tokens=arrival.tokens + work.generated,
             blocks=len(arrival.blocks),
             block_size=block_tokens,
@@ -64,11 +100,3 @@ class SimulatedRouter:
             now=now,
             session=arrival.session,
         )
-        decision = placement.decide(prompt, placement.candidates(arrival.blocks, (), now))
-        chosen = decision.chosen
-        if chosen is None:
-            return None
-        placement.book(work.request_id, decision, arrival.blocks, now)
-        if placement.policy.predicts_hits:
-            work.predicted = prompt.tokens - chosen.uncached_tokens(prompt)
-        return chosen.replica_id

@@ -5,6 +5,8 @@ Pure but for CPU time, which comes in as a function.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from math import inf
 
 from ....events.wire.messages import PrefillWork
 from ....kvcache.eviction import eviction_policy
@@ -16,11 +18,19 @@ from .delivery import Channel
 from .replica import MockerModel, ReplicaLimits, SimulatedReplica, StepTimes
 from .results import Result
 from .simulation import Fault, Simulation
-from .workload import Arrival
+from .workload import Arrival, compress, facts
 
-#: Least-loaded over one cache that all replicas share: hits cost no balance and balance no hits. No router can do that;
-#: it bounds what one can.
+#: Least-loaded over one cache of all replicas' memory, in which a prefix is found as soon as its computation begins:
+#: hits cost no balance, balance costs no hits, and room on any replica is room for all. No router can do that; it
+#: bounds what one can.
 ORACLE = "oracle"
+#: Of the search for the capacity: the policy; the requests that are tried at each rate; the share of them that may have
+#: no first token a share of the span after the last one came; the relative error of the rate.
+REFERENCE_POLICY = "queue-2-misses"
+SEARCHED_REQUESTS = 2000
+LATE_SHARE = 0.02
+DRAIN_SHARE = 0.05
+RATE_ERROR = 0.06
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -61,10 +71,10 @@ def simulation_of(setup: Setup) -> Simulation:
 def replica_of(setup: Setup, name: str, epoch: int, cache: PrefixCache | None = None) -> SimulatedReplica:
     """A replica that has measured some short prompts and some long ones, as at warm-up. `cache`: shared with others."""
     longest, model = setup.limits.max_batched_tokens, setup.model
-    rates = SmoothedRates(longest / model.prefill_s(0, longest), model.decode_step_s(0.0))
+    rates = SmoothedRates(longest / model.prefill_s(longest), model.decode_step_s(0.0))
     for tokens in (longest // 8, longest):
         for _ in range(3):
-            rates.learn(PrefillWork(1, tokens, tokens * tokens / 2, 0.0), model.prefill_s(0, tokens))
+            rates.learn(PrefillWork(1, tokens, tokens * tokens / 2, 0.0), model.prefill_s(tokens))
     return SimulatedReplica(name, model, setup.limits, rates, epoch=epoch, cache=cache)
 
 
@@ -124,12 +134,32 @@ def result_of(setup: Setup, simulation: Simulation, wall_s: float) -> Result:
 
 
 def capacity_per_s(setup: Setup, arrivals: Iterable[Arrival]) -> float:
-    """Requests per second that these replicas can do at most: with the oracle, all requests waiting from the start.
+    """The highest rate of requests that this fleet keeps up with, found by bisection on the first of the arrivals.
 
-    Requests over the mean busy time, so that the replicas which end last do not count for all.
+    It keeps up when nearly all requests have their first token soon after the last one came. The policy is a plain
+    one of another router, so that a load means the same before and after a change of ours.
     """
-    simulation = simulation_of(replace(setup, policy=ORACLE))
-    for _ in simulation.run(replace(arrival, at_s=0.0) for arrival in arrivals):
-        pass
-    busy = sum(replica.busy_s for replica in simulation.replicas.values())
-    return simulation.tally.finished / (busy / len(simulation.replicas))
+    sample = list(islice(arrivals, SEARCHED_REQUESTS))
+    natural = facts(sample).rate_per_s
+    if natural == inf:
+        raise SettingsError("a load needs requests that come at different times")
+    reference = replace(setup, policy=REFERENCE_POLICY)
+
+    def keeps_up(rate: float) -> bool:
+        simulation = simulation_of(reference)
+        span_s = len(sample) / rate
+        for _ in simulation.run(compress(sample, rate / natural), until_s=(1 + DRAIN_SHARE) * span_s):
+            pass
+        return simulation.tally.ttft.count >= (1 - LATE_SHARE) * len(sample)
+
+    low, high = 0.0, natural
+    while keeps_up(high):
+        low, high = high, 2 * high
+    if not low:
+        while not keeps_up(high / 2):
+            high /= 2
+        low = high / 2
+    while high - low > RATE_ERROR * low:
+        middle = (low + high) / 2
+        low, high = (middle, high) if keeps_up(middle) else (low, middle)
+    return low

@@ -10,6 +10,7 @@ of a replica's step reach their router at once; its cache events and load report
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from random import Random
 
 from ....events.publish.step_changes import arrange
@@ -78,8 +79,8 @@ class Simulation:
     def waiting(self) -> list[Work]:
         return [work for router in self.routers for work in router.waiting]
 
-    def run(self, arrivals: Iterable[Arrival], faults: Sequence[Fault] = ()) -> Iterator[int]:
-        """Run to the end; yields the number of requests that have arrived, for a progress bar."""
+    def run(self, arrivals: Iterable[Arrival], faults: Sequence[Fault] = (), *, until_s: float = inf) -> Iterator[int]:
+        """Run to the end, or to a time after all arrivals; yields the number that have arrived, for a progress bar."""
         for fault in faults:
             self._queue.at(fault.at_s, partial(fault.strike, self, fault.target))
         for arrival in arrivals:
@@ -87,7 +88,7 @@ class Simulation:
             self._arrive(arrival)
             yield self.tally.requests
         self._arrived = True
-        self._queue.until(float("inf"))
+        self._queue.until(until_s)
 
     # What faults do
 
@@ -172,8 +173,11 @@ class Simulation:
         for work in lost:
             if work.router == router.name:
                 self._last_id += 1
-                mine.append(Work(self._last_id, router.name, work.arrival, work.arrived_s, generated=work.generated))
-        router.waiting.extendleft(reversed(mine))
+                again = Work(self._last_id, router.name, work.arrival, work.arrived_s, moved=True)
+                again.generated = work.generated
+                mine.append(again)
+        for work in mine:
+            router.hold(work, self._block_tokens, self.now)
         self.tally.moved += len(mine)
 
     # The loop
@@ -187,9 +191,12 @@ class Simulation:
             return
         self._last_id += 1
         work = Work(self._last_id, router.name, arrival, self.now)
-        if router.waiting or not self._place(router, work):
-            router.waiting.append(work)
+        waits = router.head() is not None
+        if waits or not self._place(router, work):
+            router.hold(work, self._block_tokens, self.now)
             self.tally.held += 1
+        if waits:
+            self._pump(router)
 
     def _place(self, router: SimulatedRouter, work: Work) -> bool:
         chosen = router.place(work, self._block_tokens, self.now)
@@ -204,8 +211,8 @@ class Simulation:
         return True
 
     def _pump(self, router: SimulatedRouter) -> None:
-        while router.waiting and self._place(router, router.waiting[0]):
-            router.waiting.popleft()
+        while (work := router.head()) is not None and self._place(router, work):
+            router.release(work)
 
     # Replicas
 
@@ -226,6 +233,10 @@ class Simulation:
         apply(self._truth, replica.replica_id, updates)
         self.delivery.send(replica.replica_id, changes, updates, progress.report)
         self._tokens(replica, progress)
+        if replica.shares_cache:
+            for other in self.replicas.values():  # a request there may wait for the blocks that came free here
+                other.wake(self.now)
+                self._schedule(other)
         self._end_if_idle(replica)
 
     def _end_if_idle(self, replica: SimulatedReplica) -> None:

@@ -223,6 +223,8 @@ class Siblings:
     prefix_tokens: int = 4096
     tail_tokens: int = 512
     output_tokens: int = 100
+    spread: float = 0.0  #: of tails and answers: log-normal about their means with this sigma
+    burst: int = 1  #: requests of one group that come at once
     skew: float = 1.0  #: a group's popularity is its rank to the power of minus this
     tenants: int = 1  #: each has the same texts, and caches of its own
     shift_every_s: float = 0.0  #: after so long the least popular groups become the most popular ones; 0: never
@@ -232,17 +234,67 @@ def siblings(drawn: Siblings) -> Iterator[Arrival]:
     rng = Random(drawn.seed)
     weights = [(rank + 1) ** -drawn.skew for rank in range(drawn.groups)]
     prefix_blocks = drawn.prefix_tokens // drawn.block_tokens
-    tokens = drawn.prefix_tokens + drawn.tail_tokens
     own = count(1 << 32)  # behind all names of prefixes
     now_s = 0.0
-    for _ in range(drawn.requests):
-        rank = rng.choices(range(drawn.groups), weights)[0]
+    rank = 0
+    for number in range(drawn.requests):
+        if number % drawn.burst == 0:
+            rank = rng.choices(range(drawn.groups), weights)[0]
         shifts = int(now_s / drawn.shift_every_s) if drawn.shift_every_s else 0
         group = (rank - shifts * max(1, drawn.groups // 8)) % drawn.groups
         tenant = rng.randrange(drawn.tenants)
+        tokens = drawn.prefix_tokens + _spread(rng, drawn.tail_tokens, drawn.spread)
+        output = max(1, _spread(rng, drawn.output_tokens, drawn.spread))
         tail = [next(own) for _ in range(tokens // drawn.block_tokens - prefix_blocks)]
         text = [group * prefix_blocks + block for block in range(prefix_blocks)]
         held = [tenant * drawn.groups * prefix_blocks + block for block in text]
-        yield Arrival(now_s, tokens, drawn.output_tokens, (*held, *tail), (*text, *tail))
-        if drawn.rate_per_s:
-            now_s += rng.expovariate(drawn.rate_per_s)
+        yield Arrival(now_s, tokens, output, (*held, *tail), (*text, *tail))
+        if drawn.rate_per_s and (number + 1) % drawn.burst == 0:
+            now_s += rng.expovariate(drawn.rate_per_s / drawn.burst)
+
+
+def _spread(rng: Random, mean: int, sigma: float) -> int:
+    return round(rng.lognormvariate(log(mean) - sigma * sigma / 2, sigma)) if sigma and mean else mean
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Documents:
+    """Questions about a few documents each, which stand before the question in the order of their rank (RAG)."""
+
+    requests: int = 2000
+    seed: int = 0
+    block_tokens: int = 512
+    rate_per_s: float = 5.0
+    system_tokens: int = 1024
+    documents: int = 300
+    document_blocks: tuple[int, int] = (1, 10)
+    picked: tuple[int, int] = (1, 5)
+    topics: int = 60  #: the documents of one question are neighbours, so that questions about a topic share them
+    skew: float = 0.9  #: a topic's popularity is its rank to the power of minus this
+    question_tokens: int = 150
+    output_tokens: int = 250  #: mean; log-normal with a sigma of 1
+
+
+def questions(drawn: Documents) -> Iterator[Arrival]:
+    """Questions at random times. Only an equal sequence of documents from the first on is an equal prefix."""
+    rng = Random(f"documents {drawn.seed}")
+    lengths = [rng.randint(*drawn.document_blocks) for _ in range(drawn.documents)]
+    weights = [(rank + 1) ** -drawn.skew for rank in range(drawn.topics)]
+    names = count(1)
+    tree: dict[tuple[int, int], list[int]] = {}  # names of a document's blocks, by the block before it and its number
+    system = [next(names) for _ in range(drawn.system_tokens // drawn.block_tokens)]
+    now_s = 0.0
+    for _ in range(drawn.requests):
+        topic = rng.choices(range(drawn.topics), weights)[0] * drawn.documents // drawn.topics
+        near = [(topic + offset) % drawn.documents for offset in range(6)]
+        blocks = list(system)
+        for document in rng.sample(near, rng.randint(*drawn.picked)):
+            place = (blocks[-1], document)
+            if place not in tree:
+                tree[place] = [next(names) for _ in range(lengths[document])]
+            blocks += tree[place]
+        tokens = len(blocks) * drawn.block_tokens + max(1, round(rng.expovariate(1 / drawn.question_tokens)))
+        blocks += [next(names) for _ in range(tokens // drawn.block_tokens - len(blocks))]
+        output = max(1, _spread(rng, drawn.output_tokens, 1.0))
+        yield Arrival(now_s, tokens, output, tuple(blocks))
+        now_s += rng.expovariate(drawn.rate_per_s)

@@ -130,6 +130,14 @@ class Policy(ABC):
         """The same for a request that will be sent; the policy may learn from it."""
         return self.consider(prompt, candidates, rng)
 
+    def rank(self, prompt: Prompt, uncached: int) -> float:
+        """The place of a request that begins to wait in the router, among its tenant's: the lowest goes first.
+
+        `uncached`: the tokens that the best holder would have to compute. By default in order of arrival.
+        """
+        del uncached
+        return prompt.now
+
     def join(self, description: ReplicaDescription) -> None:
         """A replica joined, with an empty cache as far as is known."""
 

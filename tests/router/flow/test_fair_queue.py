@@ -14,8 +14,10 @@ MOST = 100.0
 work = st.floats(1, MOST)
 
 
-def push(queue: FairQueue, name: int, tenant: bytes, priority: int = 0, own_order: int = 0) -> None:
-    queue.push(name, priority=priority, tenant=tenant, weight=WEIGHTS.get(tenant, 1.0), own_order=own_order)
+def push(
+    queue: FairQueue, name: int, tenant: bytes, priority: int = 0, own_order: int = 0, rank: float = 0.0
+) -> None:
+    queue.push(name, priority=priority, tenant=tenant, weight=WEIGHTS.get(tenant, 1.0), rank=(own_order, rank))
 
 
 @given(st.lists(work, min_size=60, max_size=60), st.integers(1, 59))
@@ -71,6 +73,22 @@ def test_a_tenants_own_order_does_not_move_it_before_others() -> None:
     assert order.index(900) <= 1
     assert order.index(901) <= 1
     assert [name for name in order if name < 300] == list(range(300))
+
+
+def test_a_tenant_s_requests_go_by_rank_and_never_before_another_tenant_s_turn() -> None:
+    """A short request passes its own tenant's long ones; two tenants still take turns."""
+    queue = FairQueue()
+    for name, (tenant, rank) in enumerate([(b"ann", 9.0), (b"ann", 1.0), (b"bob", 5.0), (b"ann", 1.0), (b"bob", 2.0)]):
+        push(queue, name, tenant, rank=rank)
+    queue.check()
+
+    order = []
+    while (name := queue.head()) is not None:
+        order.append(name)
+        queue.take(1.0)
+    assert [name for name in order if name in (0, 1, 3)] == [1, 3, 0]
+    assert [name for name in order if name in (2, 4)] == [4, 2]
+    assert sorted(order[:2]) == [1, 4]
 
 
 def test_who_idled_has_saved_nothing_up() -> None:

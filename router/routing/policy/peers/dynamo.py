@@ -116,6 +116,40 @@ class DynamoScale8(Dynamo):
     prefill_load_scale = 8.0
 
 
+class DynamoScale16(Dynamo):
+    """The same with `prefill_load_scale` 16."""
+
+    name = "dynamo-scale16"
+    prefill_load_scale = 16.0
+
+
+class DynamoScale64(Dynamo):
+    """The same with `prefill_load_scale` 64: resident blocks only break ties."""
+
+    name = "dynamo-scale64"
+    prefill_load_scale = 64.0
+
+
+class DynamoWspt(DynamoScale8):
+    """The same with a queue in the router, as `--router-queue-threshold 4 --router-queue-policy wspt`.
+
+    While every replica has more prompt tokens booked than four of its steps take, requests wait in the router. Those
+    with the fewest uncached tokens go first, which is Smith's rule for requests of equal weight.
+    """
+
+    name = "dynamo-wspt"
+    queue_threshold = 4.0
+
+    def obstacle(self, prompt: Prompt, candidate: Candidate) -> str | None:
+        booked = self._books[candidate.replica_id].prefill_tokens
+        if booked > self.queue_threshold * candidate.load.max_batched_tokens:
+            return "queue over the threshold"
+        return super().obstacle(prompt, candidate)
+
+    def rank(self, prompt: Prompt, uncached: int) -> float:  # noqa: ARG002
+        return uncached
+
+
 class DynamoCredit4(Dynamo):
     """The same with an overlap credit of 4: a hit makes up for a queue."""
 
@@ -123,4 +157,4 @@ class DynamoCredit4(Dynamo):
     overlap_credit = 4.0
 
 
-POLICIES = (Dynamo, DynamoScale8, DynamoCredit4)
+POLICIES = (Dynamo, DynamoScale8, DynamoScale16, DynamoScale64, DynamoWspt, DynamoCredit4)

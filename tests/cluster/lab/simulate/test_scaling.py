@@ -11,7 +11,7 @@ from homing.cluster.lab.simulate.scaling import Scaled, run_scaled
 from homing.cluster.lab.simulate.workload import Arrival, Chats, conversations
 
 SETUP = Setup(limits=ReplicaLimits(blocks=1000, block_tokens=100))
-CHATS = Chats(requests=600, block_tokens=100, rate_per_s=12.0, system_tokens=4000, turn_tokens=1000, output_tokens=20)
+CHATS = Chats(requests=600, block_tokens=100, rate_per_s=30.0, system_tokens=4000, turn_tokens=1000, output_tokens=20)
 
 
 def waves() -> list[Arrival]:

@@ -8,9 +8,19 @@ import pytest
 from homing.cluster.lab.simulate.delivery import Channel
 from homing.cluster.lab.simulate.replica import MockerModel, ReplicaLimits, StepTimes
 from homing.cluster.lab.simulate.results import Result
-from homing.cluster.lab.simulate.runs import ORACLE, policy_names, run, simulation_of
+from homing.cluster.lab.simulate.runs import ORACLE, capacity_per_s, policy_names, run, simulation_of
 from homing.cluster.lab.simulate.simulation import Fault, Simulation
-from homing.cluster.lab.simulate.workload import Arrival, Chats, Siblings, compress, conversations, siblings
+from homing.cluster.lab.simulate.workload import (
+    Agents,
+    Arrival,
+    Chats,
+    Siblings,
+    agents,
+    compress,
+    conversations,
+    facts,
+    siblings,
+)
 
 from .fakes import MODEL, arrival, setup_of
 
@@ -133,3 +143,36 @@ def test_a_restarted_router_of_ours_knows_at_once_what_replicas_hold() -> None:
     restarted = result_of("expected-ttft", chats(2.0), (Fault(100.0, Simulation.restart_router, 0),), replicas=4)
 
     assert restarted.hit_rate == pytest.approx(steady.hit_rate, abs=0.01)
+
+
+def test_nobody_beats_the_oracle_where_memory_is_short() -> None:
+    """It is a bound also where requests wait for blocks: conversations of programs, a few of which fit."""
+    drawn = list(agents(Agents(requests=250, conversations=18)))
+    fleet = {"replicas": 2, "limits": ReplicaLimits(blocks=512, block_tokens=512), "model": MockerModel()}
+    oracle = result_of(ORACLE, drawn, **fleet)
+
+    for policy in ("expected-ttft", "llm-d", "dynamo-scale8", "queue-2-misses"):
+        other = result_of(policy, drawn, **fleet)
+        assert oracle.ttft_mean_s <= other.ttft_mean_s, policy
+        assert oracle.ttft_p99_s <= 1.01 * other.ttft_p99_s, policy
+        assert oracle.latency_mean_s <= 1.01 * other.latency_mean_s, policy
+
+
+def test_at_its_capacity_a_fleet_keeps_up_and_above_it_does_not() -> None:
+    """Capacity is a rate that was tried, whatever the rate of the traffic as drawn."""
+    setup, drawn = setup_of(replicas=3), list(siblings(Siblings(requests=400, prefix_tokens=0, tail_tokens=500)))
+    capacity, drawn_rate = capacity_per_s(setup, drawn), facts(drawn).rate_per_s
+
+    assert capacity == pytest.approx(3 * 2.0, rel=0.15)  # each prompt takes half a second of three replicas
+    assert capacity == pytest.approx(capacity_per_s(setup, compress(drawn, 7.0)), rel=0.1)
+    below, above = (
+        result_of("queue-2-misses", compress(drawn, share * capacity / drawn_rate), replicas=3) for share in (0.7, 1.5)
+    )
+    assert below.ttft_mean_s < 3.0 < above.ttft_mean_s
+
+
+def test_a_long_prompt_costs_what_its_steps_cost() -> None:
+    """As in Dynamo's mocker: 64k tokens are eight steps of 8,192, 1.35 s in all."""
+    model = MockerModel()
+
+    assert 8 * model.prefill_s(8192) == pytest.approx(1.353, abs=0.001)

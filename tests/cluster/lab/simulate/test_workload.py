@@ -9,12 +9,14 @@ from homing.cluster.lab.simulate.workload import (
     Agents,
     Arrival,
     Chats,
+    Documents,
     Siblings,
     agents,
     compress,
     conversations,
     facts,
     from_trace,
+    questions,
     repeated,
     siblings,
 )
@@ -118,3 +120,31 @@ def test_agents_pause_as_recorded() -> None:
 
     assert sum(pause < 1.0 for pause in pauses) / len(pauses) == pytest.approx(0.86, abs=0.02)
     assert sum(pause < 10.0 for pause in pauses) / len(pauses) == pytest.approx(0.95, abs=0.02)
+
+
+def test_questions_share_what_they_begin_with_alone() -> None:
+    """A block's name stands for all before it: equal names have equal parents, and order matters."""
+    drawn = list(questions(Documents(requests=500, seed=3)))
+    parents = {block: parent for each in drawn for parent, block in pairwise((None, *each.blocks))}
+
+    assert all(parents[block] == parent for each in drawn for parent, block in pairwise((None, *each.blocks)))
+    assert all(len(each.blocks) == each.tokens // 512 for each in drawn)
+    assert len({each.blocks[1] for each in drawn}) == 1
+    seen: set[int] = set()
+    shared = 0
+    for each in drawn:
+        shared += sum(block in seen for block in each.blocks)
+        seen.update(each.blocks)
+    assert 0.3 < shared / sum(len(each.blocks) for each in drawn) < 0.9
+
+
+def test_a_batch_comes_at_once_with_one_prefix_and_tails_of_many_lengths() -> None:
+    """As a job that asks the same of many texts."""
+    drawn = list(siblings(Siblings(requests=200, groups=4, burst=50, spread=1.0, tail_tokens=2000, rate_per_s=1.0)))
+
+    for start in range(0, 200, 50):
+        job = drawn[start : start + 50]
+        assert len({each.at_s for each in job}) == len({each.blocks[0] for each in job}) == 1
+    assert len({each.at_s for each in drawn}) == 4
+    lengths = sorted(each.tokens - 4096 for each in drawn)
+    assert lengths[-1] > 4 * lengths[100] > 16 * lengths[0]

@@ -57,7 +57,9 @@ class Router:
             self.join(name)
 
     def join(self, name: str) -> None:
-        self.placement.join(description_of(name, max_running_requests=SLOTS, num_blocks=5000), 0.0)
+        self.placement.join(
+            description_of(name, max_running_requests=SLOTS, num_blocks=5000, max_batched_tokens=8192), 0.0
+        )
         self.placement.feeds[name] = FeedState.LIVE
 
     def prompt(self, hashes: Sequence[int], now: float = 0.0, tail: int = 7) -> Prompt:

@@ -61,7 +61,13 @@ def test_dynamo_keeps_what_an_engine_had_before_it_restarted() -> None:
 
 @pytest.mark.parametrize(
     ("name", "held", "empty"),
-    [("dynamo", 3 + 6, 5 + 6), ("dynamo-scale8", 8 * 3 + 6, 8 * 5 + 6), ("dynamo-credit4", 0 + 6, 5 + 6)],
+    [
+        ("dynamo", 3 + 6, 5 + 6),
+        ("dynamo-scale8", 8 * 3 + 6, 8 * 5 + 6),
+        ("dynamo-scale16", 16 * 3 + 6, 16 * 5 + 6),
+        ("dynamo-scale64", 64 * 3 + 6, 64 * 5 + 6),
+        ("dynamo-credit4", 0 + 6, 5 + 6),
+    ],
 )
 def test_the_variants_weigh_prefill_or_overlap(name: str, held: int, empty: int) -> None:
     """Scale 8: eight times the blocks to prefill. Credit 4: four times the overlap, here of 2 of 5 blocks."""
@@ -70,3 +76,17 @@ def test_the_variants_weigh_prefill_or_overlap(name: str, held: int, empty: int)
 
     assert cost(router, "r0", list(range(5))) == blocks(held)
     assert cost(router, "r1", list(range(5))) == blocks(empty)
+
+
+def test_wspt_holds_requests_while_all_replicas_are_over_the_threshold_and_starts_the_shortest_first() -> None:
+    """Four steps' tokens on each replica, and one more; the first token of one of them makes room."""
+    router, step = router_of("dynamo-wspt"), 8192
+    sent = [router.send([], tail=4 * step + 1) for _ in range(2)]
+
+    assert router.decide([1, 2]).chosen is None
+    placement = router.placement
+    assert placement.rank(router.prompt([1, 2])) < placement.rank(router.prompt([1, 2, 3]))
+    placement.stored("r0", [1, 2, 3])
+    assert placement.rank(router.prompt([1, 2])) == placement.rank(router.prompt([1, 2, 3]))
+    placement.started(*sent[0])
+    assert router.decide([1, 2]).chosen.replica_id == sent[0][0]

@@ -1,0 +1,64 @@
+"""Routers that weigh queued tokens, against examples worked out by hand."""
+
+from ..cases import Router
+
+
+def router_of(name: str) -> Router:
+    """r0 has 3 blocks of prompt queued, and so one request; r1 has neither. The next prompt has 5 blocks."""
+    router = Router(name, replicas=["r0", "r1"])
+    router.send([900, 901, 902], tail=0, excluded=("r1",))
+    return router
+
+
+def cost(router: Router, replica: str, hashes: list[int]) -> str:
+    """What the request costs there, by the table of a decision from which the other replica is excluded."""
+    placement, others = router.placement, {"r0", "r1"} - {replica}
+    return placement.explain(router.prompt(hashes, tail=0), placement.candidates(hashes, others, 0.0)).why
+
+
+def lowest(blocks: float, router: Router) -> str:
+    return f"lowest cost, {blocks * router.block_size:g}"
+
+
+def test_vllm_s_score_multiplies_tokens_by_requests() -> None:
+    """(1 of 5 blocks is new + 3 queued) * (1 request + 1) = 8 there, 5 * 1 at the empty one."""
+    router, hashes = router_of("vllm-kv-aware"), list(range(5))
+    router.placement.stored("r0", hashes[:4])
+
+    assert cost(router, "r0", hashes) == lowest(8, router)
+    assert cost(router, "r1", hashes) == lowest(5, router)
+
+
+def test_own_misses_count_twice_beside_the_queue() -> None:
+    """3 queued and twice 1, or twice 5."""
+    router, hashes = router_of("queue-2-misses"), list(range(5))
+    router.placement.stored("r0", hashes[:4])
+
+    assert cost(router, "r0", hashes) == lowest(5, router)
+    assert cost(router, "r1", hashes) == lowest(10, router)
+
+
+def test_the_first_token_takes_a_prompt_out_of_the_queue() -> None:
+    """Books must end empty, also when the request ends without one."""
+    router = Router("queue-2-misses", replicas=["r0"])
+    replica, first = router.send([1, 2], tail=0)
+    _, second = router.send([3, 4], tail=0)
+    router.placement.started(replica, first)
+    router.placement.ended(replica, first)
+    router.placement.ended(replica, second)
+
+    assert cost(router, "r0", [7]) == lowest(2, router)
+
+
+def test_llmd_stays_with_a_holder_until_its_queue_is_a_penalty_longer() -> None:
+    """A holder of 80 % of the prompt; a queue of over 1 s lets the request go."""
+    for name, stays in (("llm-d-token-load", True), ("llm-d-sticky", False)):
+        router, hashes = Router(name, replicas=["r0", "r1"]), list(range(10))
+        rate = router.placement.loads.description("r0").prefill_tokens_per_s
+        router.placement.stored("r0", hashes[:8])
+        router.placement.stored("r1", hashes[:7])
+        assert router.decide(hashes).chosen.replica_id == "r0"
+
+        router.send([], tail=round(2 * rate), excluded=("r1",))
+
+        assert (router.decide(hashes).chosen.replica_id == "r0") == stays
