@@ -52,8 +52,10 @@ class RequestState:
     hashes: list[BlockHash]
     sampling: SamplingParams
     priority: int = 0
-    #: Order of arrival; kept across preemptions, so that a preempted request goes first.
+    #: Order of arrival.
     arrival: int = 0
+    #: Place among those of its priority (order.py); kept across preemptions, so that it does not start from the end.
+    turn: int = 0
     #: Prefixes of the prompt to keep once it is computed.
     pins: tuple[Pin, ...] = ()
     tokens_per_output: int = 1
@@ -98,9 +100,14 @@ class RequestState:
             self.prompt_logprobs = [None]
 
     @property
-    def urgency(self) -> tuple[int, int]:
+    def urgency(self) -> tuple[int, int, int]:
         """Sort key; the smallest runs first."""
-        return self.priority, self.arrival
+        return self.priority, self.turn, self.arrival
+
+    @property
+    def loss(self) -> int:
+        """Tokens to compute again if it is preempted."""
+        return self.computed - self.cached_now
 
     @property
     def num_tokens(self) -> int:

@@ -3,16 +3,17 @@
 Pure: no torch, no sockets, no clock.
 
 One token budget serves prefill and decode. Decodes come first (one token each); prefills take the rest in chunks, most
-urgent first. A request is admitted when blocks for all its present tokens are free, so only decodes ask for more. If
-there are none, the least urgent running request is preempted: its blocks are released (still cached, tail evicted
-first), it waits at the front, and recomputes what the cache no longer has.
+urgent first, those that are to begin among those that have begun. A request is admitted when blocks for all its present
+tokens are free, so only decodes ask for more. If there are none, the running request that loses least is preempted: its
+blocks are released (still cached, tail evicted first), it waits, and recomputes what the cache no longer has. Order and
+choice are those of order.py.
 
 A request may compute several tokens of its answer in one step: drafts from a `Drafter`. They use what remains of the
 budget and of the free blocks after all other rows, so a wrong guess delays no other request.
 
-No deadlock: the most urgent running request can take all other blocks, and it fits alone (`add` refuses what could
-never fit; pins in its way are broken). No starvation among equals: the order is by priority, then arrival, and is kept
-across preemptions.
+No deadlock: of the most urgent running requests the one that loses most can take all other blocks, and it fits alone
+(`add` refuses what could never fit; pins in its way are broken). No starvation among equals: a request's turn is fixed
+when it comes, and kept across preemptions; what comes after a number of computed tokens never passes it.
 """
 
 from bisect import insort
@@ -27,6 +28,7 @@ from ...kvcache.pool import Block
 from ...kvcache.prefix_cache import PrefixCache, PrefixMatch
 from ..errors import PromptTooLong
 from ..messages import WORTH_WAITING_TOKENS
+from .order import gives_way, turn
 from .request import RequestKey, RequestPhase, RequestState
 from .step_plan import BlockCopy, PlanRow, StepPlan, plan_of_rows
 
@@ -161,6 +163,7 @@ class Scheduler:
         self._waiting: list[RequestState] = []
         self._running: list[RequestState] = []
         self._arrivals = 0
+        self._prefilled = 0  #: prompt tokens given to steps since the start
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -183,6 +186,7 @@ class Scheduler:
         self._arrivals += 1
         request.arrival = self._arrivals
         self._expect(request)
+        request.turn = turn(self._prefilled, request.num_tokens - request.expected_cached)
         self._requests[request.key] = request
         insort(self._waiting, request, key=_by_urgency)
 
@@ -195,11 +199,7 @@ class Scheduler:
         budget = self.limits.max_batched_tokens - len(rows)
         # What remains of the budget when the prompts of a step are enough.
         enough = max(0, budget - (self.limits.prefill_step_tokens or budget))
-        for request in self._running:
-            if not request.decoding and budget > enough:
-                rows.append(self._row(request, budget))
-                budget -= rows[-1].count
-        rows += self._admit(budget, enough)
+        rows += self._schedule_prefills(budget, enough)
         return rows if self._drafter is None else self._with_drafts(rows, self._drafter)
 
     def complete(self, row: ScheduledRow) -> None:
@@ -288,9 +288,41 @@ class Scheduler:
             unfinished = drawn < request.sampling.max_tokens and request.num_tokens < self.limits.max_model_len
             if unfinished and self._make_room(request):
                 rows.append(ScheduledRow(request, request.computed, 1))
-        # Victims are less urgent than the request that needs room, so none of them has a row yet.
-        assert all(row.request.phase is RequestPhase.RUNNING for row in rows), "a preempted request was scheduled"
-        return rows
+        # A victim may have had its row before another request needed room.
+        return [row for row in rows if row.request.phase is RequestPhase.RUNNING]
+
+    def _schedule_prefills(self, budget: int, enough: int) -> Iterator[ScheduledRow]:
+        """Prompts that have begun and those that begin, in one order, until `enough` of the budget is left.
+
+        A waiting request that does not fit holds up those behind it, or it would starve. One whose prefix is being
+        computed is skipped: it holds up no other and soon finds its blocks.
+        """
+        begun = iter([request for request in self._running if not request.decoding])
+        current, skipped, admits = next(begun, None), 0, True
+        while budget > enough:
+            if len(self._running) + skipped >= self.limits.running or skipped >= len(self._waiting):
+                admits = False
+            first = self._waiting[skipped] if admits else None
+            if first is not None and (current is None or first.urgency < current.urgency):
+                match = self._match(first) if self._may_fit(first) else None
+                if match is not None and self._is_being_computed(first, match):
+                    skipped += 1
+                    continue
+                row = self._start(first, match, budget) if match is not None else None
+                admits = row is not None
+            elif current is not None:
+                row, current = self._row(current, budget), next(begun, None)
+            else:
+                return
+            if row is not None:
+                budget -= row.count
+                self._prefilled += row.count
+                yield row
+
+    def _may_fit(self, request: RequestState) -> bool:
+        """False without a look-up: its newest token is not known yet, or there is no more room than last time."""
+        tried = request.refused_at_free
+        return not request.in_flight and (tried is None or self._cache.free_blocks > tried or not self._running)
 
     def _with_drafts(self, rows: list[ScheduledRow], drafter: Drafter) -> list[ScheduledRow]:
         """The rows with drafts added to decodes; rows of one token come first."""
@@ -326,7 +358,7 @@ class Scheduler:
                 return True
             if len(self._running) == 1 and self._cache.break_pin():
                 continue
-            victim = self._running[-1]
+            victim = gives_way(self._running)
             self.preemptions += 1
             victim.preemptions += 1
             self._leave(victim)
@@ -341,34 +373,11 @@ class Scheduler:
         """Negative if blocks were allocated for drafts that were rejected."""
         return -(-(request.num_tokens + more) // self._hasher.block_size) - len(request.blocks)
 
-    def _admit(self, budget: int, enough: int) -> Iterable[ScheduledRow]:
-        """Start waiting requests in order; one that does not fit blocks those behind it, or it would starve.
-
-        A request whose prefix is being computed is skipped: it blocks no other and soon finds its blocks.
-        """
-        skipped = 0
-        while budget > enough and skipped < len(self._waiting) and len(self._running) + skipped < self.limits.running:
-            request = self._waiting[skipped]
-            if request.in_flight:  # its newest token is not known yet
-                return
-            tried = request.refused_at_free
-            if tried is not None and self._cache.free_blocks <= tried and self._running:
-                return  # no more room than last time: saves a look-up of a long prompt in every step
-            match = self._match(request)
-            if self._is_being_computed(request, match):
-                skipped += 1
-                continue
-            row = self._start(request, match, budget)
-            if row is None:
-                return
-            budget -= row.count
-            yield row
-
     def _is_being_computed(self, request: RequestState, match: PrefixMatch) -> bool:
         """Whether a running request is about to compute a long enough part of what this one lacks.
 
-        Or computes it in a step in flight, and may then be decoding already. New requests come after all rows of
-        running ones, so the one that is waited for advances in every step.
+        Or computes it in a step in flight, and may then be decoding already. The one that is waited for has begun, and
+        has a turn of its own, so it ends.
         """
         if not self._cache.enabled or not request.may_use_cache:
             return False

@@ -144,7 +144,12 @@ class Placement:
     def rank(self, prompt: Prompt) -> float:
         """The place of a request that begins to wait, among its tenant's: the lowest goes first."""
         held = max(self.index.match(prompt.hashes).values(), default=0)
-        return self.policy.rank(prompt, max(1, prompt.tokens - held * prompt.block_size))
+        uncached = max(1, prompt.tokens - held * prompt.block_size)
+        # Any replica's cost will do: it only weighs one prompt against another.
+        costs = [self.loads.view(replica, prompt.now).prefill_cost for replica in self.loads.replicas()[:1]]
+        return self.policy.rank(
+            prompt, uncached, sum([cost.seconds(prompt.tokens - uncached, uncached) for cost in costs])
+        )
 
     def explain(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Explanation:
         """The table of the decision that `decide` would take. Changes nothing."""

@@ -1,20 +1,21 @@
 """A modelled replica: the real prefix cache behind a queue, chunked prefill and decode that take modelled time.
 
 Pure: virtual time comes in. It schedules as `replica/engine/scheduler.py` does (decodes first, then prefills in chunks
-within the token budget, first come first served, admission by free blocks, the latest request preempted when decodes
-find no block) but goes from event to event: steps that prefill are taken one by one, stretches of decode alone in one
-leap, as all running requests advance at the same pace. One cached unit is one block of the workload; tokens inside it
-are not told apart.
+within the token budget, in the engine's order, admission by free blocks, the request that loses least preempted when
+decodes find no block) but goes from event to event: steps that prefill are taken one by one, stretches of decode alone
+in one leap, as all running requests advance at the same pace. One cached unit is one block of the workload; tokens
+inside it are not told apart.
 
 What it leaves out: generated tokens take blocks but are never shared, a request does not wait for a prefix that a
 running one computes, and a leap keeps the decode pace of its start.
 """
 
-from collections import deque
+from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import chain, count
+from itertools import count
+from operator import attrgetter
 
 from ....events.load_report import PrefillSpan, work_of
 from ....events.publish.step_changes import AllCleared, Change, RemovedBlocks, StoredBlocks
@@ -23,6 +24,7 @@ from ....kvcache.eviction import EvictionName, eviction_policy
 from ....kvcache.hashing import BlockHash
 from ....kvcache.pool import Block
 from ....kvcache.prefix_cache import CachedBlock, PrefixCache, PrefixMatch
+from ....replica.engine import order
 from ....replica.engine.throughput import SmoothedRates
 from ...errors import SettingsError
 from .workload import Arrival
@@ -31,6 +33,7 @@ from .workload import Arrival
 ROOT = BlockHash(bytes(16))
 _UNIT = bytes(4)
 _NO_WORK = PrefillWork(0, 0, 0.0, 0.0)
+_by_turn = attrgetter("turn", "request_id")
 
 
 @dataclass(slots=True, frozen=True)
@@ -96,6 +99,9 @@ class Work:
     cached_tokens: int | None = None  #: at the first admission
     cached: int = 0  #: at the last admission
     committed: int = 0
+    turn: int = 0  #: the lowest starts first
+    priority: int = 0
+    loss: int = 0  #: tokens to compute again if it is preempted, when that is asked
     expected_cached: int = 0
     refused_at_free: int | None = None
     needed_blocks: int = 0  #: free blocks that it takes, as of its arrival
@@ -142,7 +148,8 @@ class SimulatedReplica:
         self._changes: list[Change] = []
         self.shares_cache = cache is not None
         self.cache = cache or PrefixCache(limits.blocks + 1, 1, policy=eviction_policy(limits.eviction), listener=self)
-        self._waiting: deque[Work] = deque()
+        #: Both in the order of their turns.
+        self._waiting: list[Work] = []
         self._prefilling: list[Work] = []
         self._decoding: dict[int, Work] = {}
         self._clock = 0  # decode steps so far
@@ -175,7 +182,8 @@ class SimulatedReplica:
         assert self.fits(work.arrival), f"a request of {work.arrival.tokens} tokens can never run"
         work.hashes = [BlockHash(block.to_bytes(16, "big")) for block in work.arrival.blocks]
         self._enqueue(work)
-        self._waiting.append(work)
+        work.turn = order.turn(self.prefilled_tokens, work.prefill_tokens - work.expected_cached)
+        insort(self._waiting, work, key=_by_turn)
         self._accepted[work.router] = work.request_id
         if self.next_at is None:
             self._begin(now)
@@ -305,18 +313,23 @@ class SimulatedReplica:
         """The requests that prefill in the next step, each with its tokens."""
         budget = self.limits.max_batched_tokens - len(self._decoding)
         rows: list[tuple[Work, int]] = []
-        candidates = chain(tuple(self._prefilling), self._admitted())
-        while budget > 0 and (work := next(candidates, None)) is not None:
+        begun, most, admits = iter(tuple(self._prefilling)), self.limits.max_running_requests, True
+        current = next(begun, None)
+        while budget > 0:
+            first = self._waiting[0] if admits and self._waiting else None
+            if first is not None and (current is None or _by_turn(first) < _by_turn(current)):
+                admits = len(self._prefilling) + len(self._decoding) < most and self._admit(first)
+                if not admits:
+                    continue  # one that does not fit holds up those behind it, or it would starve
+                work = self._waiting.pop(0)
+            elif current is not None:
+                work, current = current, next(begun, None)
+            else:
+                break
             tokens = min(work.prefill_tokens - work.computed, budget)
             rows.append((work, tokens))
             budget -= tokens
         return rows
-
-    def _admitted(self) -> Iterator[Work]:
-        """Waiting requests, each admitted when it is asked for."""
-        most = self.limits.max_running_requests
-        while self._waiting and len(self._prefilling) + len(self._decoding) < most and self._admit(self._waiting[0]):
-            yield self._waiting.popleft()
 
     def _enqueue(self, work: Work) -> None:
         work.prefill_tokens = work.arrival.tokens + work.generated
@@ -354,7 +367,7 @@ class SimulatedReplica:
             work.cached_tokens = work.cached
         self._waiting_work = _added(self._waiting_work, work_of([_awaited(work)]), -1)
         self._waiting_blocks -= work.needed_blocks
-        self._prefilling.append(work)
+        insort(self._prefilling, work, key=_by_turn)
         if self.shares_cache:  # others find at once what this one is about to compute
             self._commit(work, work.prefill_tokens)
         return True
@@ -426,7 +439,11 @@ class SimulatedReplica:
             if more is not None:
                 work.blocks += more
                 return True
-            victim = max([*self._prefilling, *self._decoding.values()], key=lambda running: running.request_id)
+            running = sorted([*self._prefilling, *self._decoding.values()], key=_by_turn)
+            for each in running:
+                generated = self._generated(each) if each.request_id in self._decoding else 0
+                each.loss = each.computed + generated - each.cached
+            victim = order.gives_way(running)
             self._preempt(victim)
             if victim is work:
                 return False
@@ -442,8 +459,7 @@ class SimulatedReplica:
         work.computed = work.committed = work.cached = 0
         work.refused_at_free = None
         self._enqueue(work)
-        later = (place for place, other in enumerate(self._waiting) if other.request_id > work.request_id)
-        self._waiting.insert(next(later, len(self._waiting)), work)
+        insort(self._waiting, work, key=_by_turn)
 
     def _leave_decoding(self, work: Work) -> None:
         work.generated = self._generated(work)

@@ -130,13 +130,14 @@ class Policy(ABC):
         """The same for a request that will be sent; the policy may learn from it."""
         return self.consider(prompt, candidates, rng)
 
-    def rank(self, prompt: Prompt, uncached: int) -> float:
+    def rank(self, prompt: Prompt, uncached: int, prefill_s: float) -> float:
         """The place of a request that begins to wait in the router, among its tenant's: the lowest goes first.
 
-        `uncached`: the tokens that the best holder would have to compute. By default in order of arrival.
+        `uncached`: the tokens that the best holder would have to compute, in `prefill_s`. As in our engine
+        (replica/engine/order.py) a request is passed by shorter ones that come in so many seconds, and by none later.
         """
         del uncached
-        return prompt.now
+        return prompt.now + prefill_s
 
     def join(self, description: ReplicaDescription) -> None:
         """A replica joined, with an empty cache as far as is known."""

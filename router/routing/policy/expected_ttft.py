@@ -8,7 +8,9 @@ loses nothing. With a, the share of the time in which no replica is idle, the se
     (time to prefill this prompt here - time with the longest prefix that any replica holds) * a / (1 - b)
 
 Without it a loaded cluster becomes unstable: queues make holders look bad, so prefixes are recomputed, which makes
-queues. With b instead of a, prompts queue at holders beside idle replicas.
+queues. With b instead of a, prompts queue at holders beside idle replicas. Where a replica has no unused memory left,
+what is computed there a second time evicts as much that may be asked for again: then EVICTED is added to the factor.
+Without that, copies of shared prefixes fill the memory until nothing else stays cached.
 
 Replicas whose cost lies within the estimate's own error of the least count as equal. Among them the least uncached
 tokens win, then the session's replica, then the fewest requests, then the fewest occupied blocks, then a random draw:
@@ -24,7 +26,7 @@ from functools import partial
 from math import inf
 from random import Random
 
-from ....events.wire.messages import PrefillCost
+from ..replica_load import ReplicaLoad
 from .base import Candidate, Decision, Policy, Prompt, Score, expected_ttft_s
 
 #: Estimates closer than this are equal: half a millisecond is below the jitter of any step. Not tuned by measurement.
@@ -38,10 +40,14 @@ BUSY_MEMORY = 100
 #: A share of 1 would make extra work cost infinitely much; an average over so many decisions cannot resolve more.
 #: Simulated in three cells of docs/simulate.md at 95 % of capacity: 0.95 gave 18, 1 and -3 % more mean TTFT.
 BUSY_LIMIT = 1 - 1 / BUSY_MEMORY
+#: Share of what a new block evicts that is asked for again, and computed again. Simulated on the cells `tune` of
+#: tests/bench/routing_grid.py and on 13 of agents at 85 and 95 % of capacity: geometric means of mean TTFT there were
+#: 1.19, 0.65, 0.84, 0.59 and 0.63 s with 0, 0.3, 0.5, 0.8 and 1.5.
+EVICTED = 0.8
 SESSIONS_KEPT = 65_536
 
-#: Seconds that others lose, by the replica's prefill cost and the tokens that it would have to compute.
-OthersS = Callable[[PrefillCost, int], float]
+#: Seconds that others lose, by the replica's load and the tokens that it would have to compute.
+OthersS = Callable[[ReplicaLoad, int], float]
 
 
 class ExpectedTtft(Policy):
@@ -65,10 +71,13 @@ class ExpectedTtft(Policy):
         least = min(counted, default=0)  # what the best holder would have to compute
         busy_factor = min(self._all_busy, BUSY_LIMIT) / (1 - min(self._each_busy, BUSY_LIMIT))
 
-        def others_s(cost: PrefillCost, uncached: int) -> float:
+        def others_s(load: ReplicaLoad, uncached: int) -> float:
             if uncached == least:
                 return 0.0
-            return busy_factor * (cost.seconds(total - uncached, uncached) - cost.seconds(total - least, least))
+            cost = load.prefill_cost
+            fresh = (load.free_blocks - load.cached_free_blocks) * prompt.block_size
+            factor = busy_factor if fresh > uncached else busy_factor + EVICTED
+            return factor * (cost.seconds(total - uncached, uncached) - cost.seconds(total - least, least))
 
         equals = self._equals(prompt, candidates, counted, others_s)
         chosen = _first(equals, self._sessions.get(prompt.session), rng) if equals else None
@@ -100,7 +109,7 @@ class ExpectedTtft(Policy):
         rows = []
         for candidate, uncached in zip(candidates, counted, strict=True):
             ttft_s = expected_ttft_s(prompt, candidate, uncached)
-            lost_s = others_s(candidate.load.prefill_cost, uncached)
+            lost_s = others_s(candidate.load, uncached)
             obstacle = self.obstacle(prompt, candidate)
             rows.append(Score(candidate, uncached, ttft_s, obstacle, lost_s, ttft_s + lost_s))
         return rows
@@ -124,7 +133,7 @@ class ExpectedTtft(Policy):
             ttft_s = expected_ttft_s(prompt, candidate, uncached)
             if ttft_s > limit:
                 continue
-            lost_s = others_s(load.prefill_cost, uncached)
+            lost_s = others_s(load, uncached)
             cost_s = ttft_s + lost_s
             if cost_s < least:
                 least = cost_s

@@ -539,7 +539,7 @@ def test_a_step_that_raises_ends_its_own_requests_and_commits_nothing(rig: Rig) 
 def test_logits_that_are_no_numbers_end_their_request_alone(rig: Rig) -> None:
     """A clear error for it; nothing of its step is cached, its blocks are free, the step is no failure."""
     rig.add(1, [1, 2, 3, 4, 5])
-    rig.add(2, [6, 7, 8], max_tokens=8, ignore_eos=True)
+    rig.add(2, [6, 7, 8, 9, 9, 9], max_tokens=8, ignore_eos=True)
     logits = rig.executor.forward
 
     def forward(plan: StepPlan) -> torch.Tensor:
@@ -558,7 +558,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(rig: Rig) -> None:
     assert "after token 5 are NaN or infinite" in refused.message
     assert "dtype" in refused.message
     assert (result.error, rig.engine.failures_in_a_row) == (None, 0)
-    assert rig.tokens(2) == undisturbed([6, 7, 8], 8)
+    assert rig.tokens(2) == undisturbed([6, 7, 8, 9, 9, 9], 8)
     assert rig.outputs["a", 3][0].cached_tokens == 0
     assert rig.tokens(3) == undisturbed([1, 2, 3, 4, 5], 4)
     assert rig.cache.free_blocks == rig.cache.total_blocks

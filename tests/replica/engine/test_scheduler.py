@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -12,6 +12,7 @@ from homing.events.wire.messages import PrefillWork
 from homing.kvcache.hashing import BlockHasher
 from homing.kvcache.pins import PinLimits
 from homing.kvcache.prefix_cache import PrefixCache
+from homing.replica.engine.order import PATIENCE
 from homing.replica.engine.request import RequestPhase, RequestState
 from homing.replica.engine.scheduler import (
     Drafter,
@@ -192,11 +193,11 @@ def test_one_admission_s_source_may_be_the_next_one_s_block() -> None:
     bench.run()
 
     bench.add([1, 2, 9, 9, 9], max_tokens=1)
-    bench.add([5, 6, 7, 9, 9], max_tokens=1)
+    bench.add([5, 6, 9, 9, 9], max_tokens=1)
     bench.step()
 
     first, second = bench.model.plans[-1].copies
-    assert (first.tokens, second.tokens) == (2, 3)
+    assert (first.tokens, second.tokens) == (2, 2)
     assert first.source in {block for table in bench.model.plans[-1].block_tables for block in block_ids(table)}
     bench.run()
     bench.check_end()
@@ -305,7 +306,7 @@ def test_a_request_waits_for_a_prefix_that_another_computes() -> None:
     bench = Bench(budget=5, worth_waiting=4)
     first = bench.add([1, 2, 3, 4, 5, 6, 7, 8, 9])
     second = bench.add([1, 2, 3, 4, 5, 6, 7, 8, 5])
-    other = bench.add([6, 6])
+    other = bench.add([6] * 12)
 
     bench.step()
     assert [(row.request, row.start, row.count) for row in bench.rows] == [(first, 0, 5)]
@@ -335,13 +336,13 @@ def test_nobody_waits_for_a_few_tokens_or_without_a_cache() -> None:
 def test_prompts_that_fill_a_step_leave_further_ones_to_the_next() -> None:
     """Each first token comes as soon as its own prompt is done, not when those of all are; no prompt is cut for it."""
     bench = Bench(prefill_step=4)
-    first, second, third = bench.add([1, 2, 3]), bench.add([4, 5, 6, 7, 8]), bench.add([9])
+    first, second, third = bench.add([1, 2, 3]), bench.add([4, 5, 6, 7, 8]), bench.add([9] * 6)
 
     bench.step()
     assert [(row.request, row.count) for row in bench.rows] == [(first, 3), (second, 5)]
     bench.step()
 
-    assert [(row.request, row.count) for row in bench.rows] == [(first, 1), (second, 1), (third, 1)]
+    assert [(row.request, row.count) for row in bench.rows] == [(first, 1), (second, 1), (third, 6)]
     bench.run()
     bench.check_end()
 
@@ -386,7 +387,8 @@ def test_who_waits_for_a_prefix_goes_on_when_the_step_fails() -> None:
 def test_who_waits_for_a_prefix_goes_on_when_its_computer_is_preempted() -> None:
     """A decode takes the leader's blocks; it comes back before the waiter, and both end."""
     bench = Bench(blocks=8, budget=3, worth_waiting=4)
-    bench.add([9, 9], max_tokens=9)
+    bench.add([9, 7, 5, 3, 1], max_tokens=9)
+    bench.step()
     bench.step()
     leader, waiter = bench.add([*LONG, 9], max_tokens=1), bench.add([*LONG, 5], max_tokens=1)
 
@@ -400,8 +402,8 @@ def test_who_waits_for_a_prefix_goes_on_when_its_computer_is_preempted() -> None
     bench.check_end()
 
 
-def test_the_least_urgent_is_preempted_and_gets_its_tokens_all_the_same() -> None:
-    """Preemption by recomputation: the youngest gives way, waits at the front, and nobody notices in the tokens."""
+def test_who_loses_least_is_preempted_and_gets_its_tokens_all_the_same() -> None:
+    """Preemption by recomputation: of equal losses the last gives way, waits, and nobody notices in the tokens."""
     bench = Bench(blocks=6)
     old = bench.add([1, 2, 3, 4], max_tokens=7)
     young = bench.add([5, 6, 7, 8], max_tokens=7)
@@ -411,6 +413,98 @@ def test_the_least_urgent_is_preempted_and_gets_its_tokens_all_the_same() -> Non
 
     assert (old.preemptions, young.preemptions) == (0, 1)
     bench.check_end()
+
+
+def test_a_request_that_has_generated_little_gives_way_to_one_that_has_generated_much() -> None:
+    """Though it came first, and is the more urgent for it: its tokens cost less to compute again."""
+    bench = Bench(blocks=8)
+    old = bench.add([1, 2, 3, 4, 5, 6], max_tokens=10)
+    bench.step()
+    bench.scheduler.finish(old)
+    again = bench.add([1, 2, 3, 4, 5, 6], max_tokens=10)  # its prompt is cached, but for the last block
+    young = bench.add([5, 6, 7, 8, 9, 9], max_tokens=9)
+
+    bench.run()
+
+    assert (again.preemptions, young.preemptions) == (1, 0)
+    bench.check_end()
+
+
+def test_the_less_urgent_priority_gives_way_however_much_it_loses() -> None:
+    """Priority wins over what is lost."""
+    bench = Bench(blocks=6)
+    low = bench.add([1, 2, 3, 4, 5, 6], max_tokens=5, priority=1)
+    bench.step()
+    bench.step()
+    high = bench.add([7, 8], max_tokens=8)
+
+    bench.run()
+
+    assert high.preemptions == 0 < low.preemptions
+    bench.check_end()
+
+
+def test_a_short_prompt_starts_before_the_rest_of_a_long_one() -> None:
+    """The long one is computed in chunks anyway; its first token is hardly later, the short one's far sooner."""
+    bench = Bench(budget=4)
+    long = bench.add([1] * 16)
+    bench.step()
+    short = bench.add([2, 3, 4])
+
+    bench.step()
+
+    assert [(row.request, row.count) for row in bench.rows] == [(short, 3), (long, 1)]
+    bench.run()
+    bench.check_end()
+
+
+def test_a_longer_cached_prefix_starts_first() -> None:
+    """Of equal prompts the one that has less to compute."""
+    bench = Bench(budget=8, running=1)
+    bench.add([1, 2, 3, 4, 5, 6], max_tokens=1)
+    bench.run()
+    cold, warm = bench.add([9, 2, 3, 4, 5, 6], max_tokens=1), bench.add([1, 2, 3, 4, 5, 7], max_tokens=1)
+
+    bench.step()
+
+    assert [row.request for row in bench.rows] == [warm]
+    assert cold.phase is RequestPhase.WAITING
+    bench.run()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 3)), min_size=2, max_size=30),
+    budget=st.integers(2, 9),
+    running=st.integers(1, 4),
+)
+def test_no_prompt_waits_for_those_that_come_after_its_own_length_was_computed(
+    prompts: list[tuple[int, int]], budget: int, running: int
+) -> None:
+    """The bound against starvation: an endless stream of short prompts cannot keep a long one waiting."""
+    bench = Bench(blocks=64, budget=budget, running=running, enabled=False)
+    computed, came, started = 0, {}, []
+
+    def step() -> None:
+        nonlocal computed
+        bench.step()
+        for row in bench.rows:
+            number = row.request.key.request_id
+            started.extend([number] if number not in started else [])
+            computed += 0 if row.decodes else row.count
+
+    for length, steps in prompts:
+        request = bench.add([length] * length, max_tokens=2)
+        came[request.key.request_id] = (computed, length)
+        for _ in range(steps):
+            step()
+    while len(bench.scheduler):
+        step()
+
+    for place, number in enumerate(started):
+        at, length = came[number]
+        for before in started[:place]:
+            assert came[before][0] <= at + PATIENCE * length, f"{before} passed {number}"
 
 
 def test_a_preempted_request_gets_its_cached_prefix_back() -> None:
@@ -445,9 +539,10 @@ def test_who_does_not_fit_holds_up_those_behind() -> None:
     """A big request that small ones overtook for ever would starve."""
     bench = Bench(blocks=8)
     bench.add([1] * 8, max_tokens=6)
+    bench.add([4] * 3, max_tokens=1)
     big = bench.add([2] * 12, max_tokens=1)
-    small = bench.add([3] * 2, max_tokens=1)
     bench.step()
+    small = bench.add([3] * 2, max_tokens=1)
 
     bench.step()
 
@@ -493,7 +588,7 @@ def test_the_layout_names_the_sampling_rows_first_then_the_prompt_positions() ->
     """Sampler and prompt logprobs each take one slice of the logits."""
     bench = Bench(budget=6)
     echo = bench.add([1, 2, 3, 4], prompt_logprobs=1)
-    plain = bench.add([5, 6, 7])
+    plain = bench.add([5, 6, 7, 8, 9])
 
     rows = bench.scheduler.schedule()
     wanted = logits_layout(rows)
@@ -508,7 +603,7 @@ def test_the_backlog_counts_uncached_prompt_tokens_and_decode_context() -> None:
     bench.add([1, 2, 3], max_tokens=8)
     bench.step()
     bench.add([4] * 9)
-    bench.add([1, 2, 9, 9])
+    bench.add([1, 2] + [9] * 12)
     bench.step()
 
     backlog = bench.scheduler.backlog()
@@ -516,12 +611,12 @@ def test_the_backlog_counts_uncached_prompt_tokens_and_decode_context() -> None:
     assert (backlog.running, backlog.waiting) == (2, 1)
     assert backlog.queued_prefill == PrefillWork(
         prompts=1,
-        tokens=(9 - 3) + (4 - 2),
-        pairs=sum([3.5, 4.5, 5.5, 6.5, 7.5, 8.5]) + sum([0.5, 1.5]),
-        context=2 * 2,
+        tokens=(9 - 3) + (14 - 2),
+        pairs=sum([3.5, 4.5, 5.5, 6.5, 7.5, 8.5]) + sum(place + 0.5 for place in range(12)),
+        context=12 * 2,
     )
     assert backlog.decode_context_tokens == 4
-    assert backlog.waiting_blocks == 1  # [1, 2] is in use already
+    assert backlog.waiting_blocks == 6  # [1, 2] is in use already
     assert backlog.running_generated == [1, 0, 1]  # no token, and two
 
 
