@@ -9,12 +9,26 @@ Who gives way when memory runs out loses least: the fewest tokens to compute aga
 """
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-#: Simulated on the cells `tune` of tests/bench/routing_grid.py.
+#: Simulated on the twelve cells `tune` of tests/bench/routing_grid.py with 0 (order of arrival), 1, 4 and 16: without
+#: the cell that tipped over, geometric means of mean TTFT were 0.203, 0.190, 0.192 and 0.192 s, of p99 0.77, 0.74, 0.79
+#: and 0.80 s.
 PATIENCE = 1
 
-Running = TypeVar("Running")
+
+class Victim(Protocol):
+    """A running request."""
+
+    @property
+    def priority(self) -> int: ...
+
+    @property
+    def loss(self) -> int:
+        """Tokens to compute again if it is preempted: generated ones, and those of the prompt that no cache had."""
+
+
+Running = TypeVar("Running", bound=Victim)
 
 
 def turn(computed: int, uncached: int) -> int:
