@@ -6,8 +6,7 @@ decodes find no block) but goes from event to event: steps that prefill are take
 in one leap, as all running requests advance at the same pace. One cached unit is one block of the workload; tokens
 inside it are not told apart.
 
-What it leaves out: generated tokens take blocks but are never shared, a request does not wait for a prefix that a
-running one computes, and a leap keeps the decode pace of its start.
+What it leaves out: generated tokens take blocks but are never shared, and a leap keeps the decode pace of its start.
 """
 
 from bisect import insort
@@ -26,6 +25,7 @@ from ....kvcache.pool import Block
 from ....kvcache.prefix_cache import CachedBlock, PrefixCache, PrefixMatch
 from ....replica.engine import order
 from ....replica.engine.throughput import SmoothedRates
+from ....replica.messages import WORTH_WAITING_TOKENS
 from ...errors import SettingsError
 from .workload import Arrival
 
@@ -313,15 +313,19 @@ class SimulatedReplica:
         """The requests that prefill in the next step, each with its tokens."""
         budget = self.limits.max_batched_tokens - len(self._decoding)
         rows: list[tuple[Work, int]] = []
-        begun, most, admits = iter(tuple(self._prefilling)), self.limits.max_running_requests, True
+        begun, most, skipped, admits = iter(tuple(self._prefilling)), self.limits.max_running_requests, 0, True
         current = next(begun, None)
         while budget > 0:
-            first = self._waiting[0] if admits and self._waiting else None
+            running = len(self._prefilling) + len(self._decoding)
+            first = self._waiting[skipped] if admits and skipped < len(self._waiting) else None
             if first is not None and (current is None or _by_turn(first) < _by_turn(current)):
-                admits = len(self._prefilling) + len(self._decoding) < most and self._admit(first)
+                if self._is_being_computed(first):
+                    skipped += 1
+                    continue
+                admits = running + skipped < most and self._admit(first)
                 if not admits:
                     continue  # one that does not fit holds up those behind it, or it would starve
-                work = self._waiting.pop(0)
+                work = self._waiting.pop(skipped)
             elif current is not None:
                 work, current = current, next(begun, None)
             else:
@@ -330,6 +334,17 @@ class SimulatedReplica:
             rows.append((work, tokens))
             budget -= tokens
         return rows
+
+    def _is_being_computed(self, work: Work) -> bool:
+        """Whether a running request is about to compute a long enough part of what this one lacks."""
+        if self.shares_cache or not self._prefilling:
+            return False
+        hashes, first = work.hashes, len(self._match(work).blocks)
+        last = first + max(1, WORTH_WAITING_TOKENS // self.limits.block_tokens) - 1
+        return last < len(hashes) and any(
+            other.committed == first and last < len(other.hashes) and other.hashes[last] == hashes[last]
+            for other in self._prefilling
+        )
 
     def _enqueue(self, work: Work) -> None:
         work.prefill_tokens = work.arrival.tokens + work.generated

@@ -7,10 +7,12 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from homing.router.backend import FeedState
 from homing.router.routing.policy.base import Candidate, Prompt, Score, expected_ttft_s
 from homing.router.routing.policy.expected_ttft import (
+    EVICTED,
     TIE_MOST_S,
     TIE_RATIO,
     TIE_S,
@@ -29,11 +31,36 @@ def prompt_of(session: str) -> Prompt:
 
 
 def busy_policy(decisions: int) -> ExpectedTtft:
-    """A policy that has seen prefills queued everywhere."""
+    """A policy that has seen prefills queued everywhere, once a second up to time 0."""
     policy, queued = ExpectedTtft(), candidate("r0", queued_prefill_tokens=1)
-    for _ in range(decisions):
-        policy.decide(PROMPT, [queued], Random(0))
+    for number in range(decisions):
+        policy.decide(replace(PROMPT, now=number + 1.0 - decisions), [queued], Random(0))
     return policy
+
+
+def test_requests_that_come_at_once_do_not_make_a_cluster_busy() -> None:
+    """A burst sees its own requests queued everywhere; that says nothing of the time in which others come."""
+    policy, queued = ExpectedTtft(), candidate("r0", queued_prefill_tokens=1)
+    for number in range(300):
+        policy.decide(replace(PROMPT, now=float(number)), [candidate("r0")], Random(0))
+
+    for _ in range(300):
+        policy.decide(replace(PROMPT, now=300.0), [queued], Random(0))
+
+    table = policy.consider(PROMPT, [candidate("r0"), candidate("r1", 62)], Random(0)).table()
+    assert [row.others_s for row in table] == pytest.approx([0.0, 0.0], abs=0.01)
+
+
+def test_a_copy_that_evicts_something_costs_more_than_one_in_unused_memory() -> None:
+    """What it evicts may be asked for again: then two prompts were computed for one."""
+    prompt_s = load_of().prefill_cost.seconds(0, PROMPT.tokens)
+    unused, full = (
+        [candidate("r0", free_blocks=500, cached_free_blocks=cached), candidate("r1", 62)] for cached in (0, 500)
+    )
+    lost = [ExpectedTtft().consider(PROMPT, candidates, Random(0)).table()[0].others_s for candidates in (unused, full)]
+
+    assert lost[0] == 0.0
+    assert lost[1] == pytest.approx(EVICTED * prompt_s, rel=0.05)
 
 
 loads = st.builds(
@@ -191,8 +218,8 @@ def test_a_replica_that_takes_nothing_is_no_idle_one() -> None:
     busy = [candidate(f"b{index}", queued_prefill_tokens=2000) for index in range(7)]
     policy = ExpectedTtft()
 
-    for _ in range(300):
-        policy.decide(PROMPT, [candidate("r0", draining=True), *busy], Random(0))
+    for number in range(300):
+        policy.decide(replace(PROMPT, now=number - 299.0), [candidate("r0", draining=True), *busy], Random(0))
 
     assert chosen(policy, [candidate("r0"), candidate("r1", 62, queued_prefill_tokens=2000)]) == "r1"
 
