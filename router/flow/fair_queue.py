@@ -109,7 +109,7 @@ class FairQueue:
         """Add a request that was served before, ahead of all others of its priority."""
         level = self._level(priority)
         level.resumed[name] = None
-        self._enter(name, level, None, 0.0)
+        self._enter(name, level, None, (0, 0.0))
 
     def head(self) -> int | None:
         if not self._priorities:

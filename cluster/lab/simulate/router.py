@@ -41,7 +41,7 @@ class SimulatedRouter:
         if work.moved:
             self._queue.resume(work.request_id, priority=0)
         else:
-            rank = self.placement.rank(self._prompt(work, block_tokens, now))
+            rank = 0, self.placement.rank(self._prompt(work, block_tokens, now))
             self._queue.push(work.request_id, priority=0, tenant=b"", weight=1.0, rank=rank)
 
     def release(self, work: Work) -> None:

@@ -14,9 +14,7 @@ MOST = 100.0
 work = st.floats(1, MOST)
 
 
-def push(
-    queue: FairQueue, name: int, tenant: bytes, priority: int = 0, own_order: int = 0, rank: float = 0.0
-) -> None:
+def push(queue: FairQueue, name: int, tenant: bytes, priority: int = 0, own_order: int = 0, rank: float = 0.0) -> None:
     queue.push(name, priority=priority, tenant=tenant, weight=WEIGHTS.get(tenant, 1.0), rank=(own_order, rank))
 
 
