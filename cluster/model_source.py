@@ -40,6 +40,11 @@ def find_model(settings: ReplicaSettings) -> Path:
     return folder
 
 
+def text_folder(settings: ReplicaSettings, model_dir: Path) -> Path:
+    """The folder of tokenizer and chat template: the model's, unless the settings name another one."""
+    return Path(settings.tokenizer).expanduser() if settings.tokenizer else model_dir
+
+
 def check_runnable(folder: Path) -> None:
     """Raise ModelUnavailable for a model whose config.json already says that no replica can run it."""
     path = folder / "config.json"

@@ -26,7 +26,7 @@ from ..router.text.export import check_vocabulary
 from .config import Settings
 from .control.autoscale import terms_of
 from .errors import ModelUnavailable, PortTaken, SettingsError
-from .model_source import check_runnable
+from .model_source import check_runnable, text_folder
 
 _REMEDIES = {
     errno.EADDRINUSE: "choose another port with --port (0 takes any free one)",
@@ -102,7 +102,7 @@ def check_bounds(settings: Settings, where: str) -> None:
 def check_folder(folder: Path, settings: Settings) -> None:
     """Check that replicas and router can serve the model in this folder. Raises ModelUnavailable and SettingsError."""
     check_runnable(folder)
-    check_tokenizer(folder)
+    check_tokenizer(text_folder(settings.replica, folder))
     try:
         check_model(folder, settings.replica, settings.kvcache)
     except (WeightsMissing, WeightsTorn, UnsupportedModel) as error:
@@ -138,7 +138,7 @@ def prepare(settings: Settings) -> Settings:
 
 
 def _with_router_files(settings: Settings) -> Settings:
-    return with_response_store(with_chat_template(with_api_keys(settings)))
+    return with_response_store(with_tokenizer(with_chat_template(with_api_keys(settings))))
 
 
 def with_response_store(settings: Settings) -> Settings:
@@ -149,6 +149,14 @@ def with_response_store(settings: Settings) -> Settings:
     if not file.parent.is_dir():
         raise SettingsError(f"response_store: folder {file.parent} does not exist; create it, or choose another file")
     return msgspec.structs.replace(settings, router=msgspec.structs.replace(settings.router, response_store=str(file)))
+
+
+def with_tokenizer(settings: Settings) -> Settings:
+    """Settings with an absolute `tokenizer`: replicas and routers may run in another folder."""
+    if not settings.replica.tokenizer:
+        return settings
+    folder = str(Path(settings.replica.tokenizer).expanduser().absolute())
+    return msgspec.structs.replace(settings, replica=msgspec.structs.replace(settings.replica, tokenizer=folder))
 
 
 def with_chat_template(settings: Settings) -> Settings:

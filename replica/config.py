@@ -13,6 +13,12 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         str, Meta(description="Hugging Face name or local folder; demo: the small model in the package")
     ] = "demo"
     revision: Annotated[str, Meta(description="branch, tag or commit of a Hugging Face model; empty: its default")] = ""
+    tokenizer: Annotated[
+        str,
+        Meta(
+            description="folder with the tokenizer and chat template to use instead of the model's; empty: the model's"
+        ),
+    ] = ""
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(

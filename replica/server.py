@@ -38,6 +38,7 @@ from .execute.gpu_runner import GpuRunner, RunnerLoader, load_runner
 from .kernels.choice import choose_kernels
 from .load.cpu_threads import ThreadTuner, thread_choice
 from .load.fingerprint import cache_identity, parity
+from .load.preflight import check_vocabulary_size
 from .load.startup import measure_rates, number_of_blocks, resolve_limits
 from .messages import (
     CacheReset,
@@ -98,7 +99,10 @@ def start_replica(
         spec = runner.spec
         num_blocks = number_of_blocks(kvcache, settings, spec, executor, runner.device)
         limits = resolve_limits(settings, spec, runner.device, num_blocks=num_blocks, block_size=block_size)
-        guides = GuideCompiler(model_dir, spec.vocab_size, spec.eos_token_ids)
+        text_dir = Path(settings.tokenizer or model_dir)
+        if settings.tokenizer:
+            check_vocabulary_size(text_dir, spec.vocab_size)
+        guides = GuideCompiler(text_dir, spec.vocab_size, spec.eos_token_ids)
         stack.callback(guides.close)
         executor.allocate_kv(num_blocks)
         rates = measure_rates(executor, limits, block_size)
@@ -140,13 +144,15 @@ def start_replica(
             epoch=epoch,
             request_endpoint=requests.endpoint,
             event_endpoints=event_endpoints,
-            parity=parity(model_dir, cache_identity(model_dir, kv_dtype, kvcache), hasher),
+            parity=parity(text_dir, cache_identity(model_dir, kv_dtype, kvcache), hasher),
             model=ModelLimits(
                 name=settings.model,
                 path=str(model_dir),
                 vocab_size=spec.vocab_size,
                 max_model_len=limits.max_model_len,
                 eos_token_ids=spec.eos_token_ids,
+                embedding_size=spec.hidden_size,
+                tokenizer=settings.tokenizer,
             ),
             num_blocks=num_blocks,
             max_running_requests=settings.max_running_requests,

@@ -11,7 +11,15 @@ import msgspec
 
 from ..events.follow.subscription import FeedStatus
 from ..events.wire.messages import EventEndpoints
-from ..replica.messages import Constraint, FinishReason, ModelLimits, Pin, PositionLogprobs, SamplingParams
+from ..replica.messages import (
+    Constraint,
+    EmbeddingParams,
+    FinishReason,
+    ModelLimits,
+    Pin,
+    PositionLogprobs,
+    SamplingParams,
+)
 from .errors import RouterError
 
 
@@ -29,6 +37,7 @@ class TextSource:
 
     path: str
     digests: TextDigests
+    model_path: str = ""  #: where the model's configuration is; empty: `path`
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +57,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_delta: int = 1  #: after the first token, deltas may wait until they hold so many
     pins: tuple[Pin, ...] = ()  #: prefixes of the prompt to keep where it runs
     constraint: Constraint | None = None  #: what the answer must match; checked already
+    embedding: EmbeddingParams | None = None  #: no tokens are generated: the only delta has the prompt's vector
 
 
 class TextOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -75,6 +85,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     predicted_cached_tokens: int | None = None  #: what the decision expected of `cached_tokens`; only set beside it
     stop_token_id: int | None = None  #: the last token is this stop id (it is part of `token_ids`)
     pinned_tokens: int | None = None  #: how far the prompt is pinned; only on the first delta of a request with pins
+    embedding: bytes | None = None  #: float32 LE
 
 
 class TokenSink(Protocol):

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from ..replica.messages import Pooling
 from .routing.policy.registry import policy_names
 from .text.parsers.families import AUTO, NONE, REASONING_FAMILIES, TOOL_FAMILIES
 
@@ -111,6 +112,13 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             extra={"allowed": "auto, none, or a family in docs/api.md"},
         ),
     ] = AUTO
+    embedding_pooling: Annotated[
+        Pooling,
+        Meta(
+            description="what an embedding is where its request says nothing: the hidden state of the last token, "
+            "which alone has read the whole text, or the mean of all"
+        ),
+    ] = "last"
     strict_fields: Annotated[
         bool,
         Meta(description="refuse requests with unknown fields; otherwise these are ignored and named in a header"),

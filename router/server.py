@@ -111,9 +111,12 @@ class RouterServer:
         self._http.append(http)
         return bound
 
-    async def load_text(self, folder: Path) -> None:
-        """Load the tokenizer in this folder before its first replica joins. Raises RouterError."""
-        await self.front.texts.get(await asyncio.to_thread(text_source, folder))
+    async def load_text(self, folder: Path, model_dir: Path | None = None) -> None:
+        """Load the tokenizer in this folder before its first replica joins. Raises RouterError.
+
+        `model_dir`: the model's folder, if that is another one.
+        """
+        await self.front.texts.get(await asyncio.to_thread(text_source, folder, model_dir))
 
     async def stop(self) -> None:
         """Accept no more connections, let responses end within the grace, close everything. May be called twice."""

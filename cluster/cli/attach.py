@@ -33,7 +33,7 @@ from ..client import read_key
 from ..config import Settings, state_folder
 from ..control.control_messages import ClusterStatus
 from ..errors import ModelUnavailable, SettingsError, StartFailed
-from ..model_source import find_model, has_chat_template
+from ..model_source import find_model, has_chat_template, text_folder
 from ..preflight import check_front, check_tokenizer, prepare
 from ..registry import ClusterRegistry, RegistryEntry, own_entry
 from ..runtime import fast_loop, raise_open_files_limit, set_up_logging
@@ -63,7 +63,7 @@ def serve_backends(settings: Settings, out: TextIO, *, detached: bool = False) -
     with registry.claim(entry):
         check_front(settings.router)
         model_dir = find_model(settings.replica)
-        check_tokenizer(model_dir)
+        check_tokenizer(text_folder(settings.replica, model_dir))
         limits = model_limits(model_dir, settings)
         set_up_logging(settings.cluster.log_level)
         raise_open_files_limit()
@@ -87,6 +87,7 @@ def model_limits(folder: Path, settings: Settings) -> ModelLimits:
         vocab_size=config["vocab_size"],
         max_model_len=longest,
         eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (eos,),
+        tokenizer=settings.replica.tokenizer,
     )
 
 
@@ -117,14 +118,15 @@ class AttachedRouter:
             if signal.getsignal(number) is signal.SIG_IGN:  # nohup
                 continue
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        self.console.step("tokenizer", f"loading {self.model_dir.name}")
+        text_dir = text_folder(self.settings.replica, self.model_dir)
+        self.console.step("tokenizer", f"loading {text_dir.name}")
         router = self.settings.router
         texts = TextModels(
             partial(TextModel.load, cache_bytes=router.token_cache_bytes, chat_template=router.chat_template)
         )
         service = None
         try:
-            service = self._service(await texts.get(text_source(self.model_dir)))
+            service = self._service(await texts.get(text_source(text_dir, self.model_dir)))
             self.console.step("tokenizer", "ready")
             server = RouterServer(self.settings.router, service, metrics=self._metrics, texts=texts)
             try:
@@ -145,7 +147,7 @@ class AttachedRouter:
             settings.kvcache,
             router_id=f"router-{secrets.token_hex(4)}",
             observer=self._metrics.of(self.limits.name),
-            model_dir=self.model_dir,
+            model_dir=text_folder(settings.replica, self.model_dir),
             heartbeat_interval_s=settings.events.heartbeat_interval_s,
             follows_events=bool(settings.router.events),
             external=ExternalTerms(
@@ -166,7 +168,9 @@ class AttachedRouter:
         self.console.step("router", f"listening on {url}")
         most, seed = self.settings.router.backend_max_requests, secrets.randbits(64)
         root = BlockHash(foreign_root(self.limits.name))
-        parity = own_parity(text_digests(self.model_dir), self.settings.kvcache, seed, root)
+        parity = own_parity(
+            text_digests(text_folder(self.settings.replica, self.model_dir)), self.settings.kvcache, seed, root
+        )
         members = [describe(engine, parity, self.limits, max_running_requests=most) for engine in self.engines]
         service.apply_membership(members, seed)
         if not await self._until_ready(service):
@@ -174,7 +178,12 @@ class AttachedRouter:
         settle()
         self.registry.write(msgspec.structs.replace(self.entry, phase="ready", url=url))
         status = ClusterStatus(replicas=(), url=url, router_error=None, notices=(), router_urls=())
-        self.console.banner(status, self.settings, detached=detached, chats=has_chat_template(self.model_dir))
+        self.console.banner(
+            status,
+            self.settings,
+            detached=detached,
+            chats=has_chat_template(text_folder(self.settings.replica, self.model_dir)),
+        )
         while not self._stop.is_set():
             self._show(service)
             await self._pause(POLL_S * 10)

@@ -15,7 +15,7 @@ from ..config import Settings, added_settings, changed_settings, state_folder
 from ..control.control_messages import CONTROLLER, ClusterStatus, Failed, ModelSpec
 from ..errors import ClusterError, NoSuchModel, NoSuchReplica, NotRunning, SettingsError, StartFailed, UpdateAbandoned
 from ..model_source import find_model
-from ..preflight import check_bounds, check_folder
+from ..preflight import check_bounds, check_folder, with_tokenizer
 from ..registry import ClusterRegistry
 from .console import Console
 from .words import count
@@ -124,6 +124,7 @@ def update_orders(
 
 def _with_settings(spec: ModelSpec, settings: Settings) -> ModelSpec:
     """Raises ModelUnavailable and SettingsError."""
+    settings = with_tokenizer(settings)
     if settings.cluster.ray_address:  # each node finds the model by itself
         return dataclasses.replace(spec, settings=settings, model_dir=None)
     folder = find_model(settings.replica)

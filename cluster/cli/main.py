@@ -37,7 +37,6 @@ VLLM_FLAGS = {
     "--prefix-caching-hash-algo": "here --hash-algorithm",
     "--kv-events-config": "events are published without it (off: --no-publish-events)",
     "--attention-config": "here --attention-backend",
-    "--tokenizer": "the tokenizer is the one in the model's folder",
     "--load-format": "weights are read from safetensors files",
     "--trust-remote-code": "code of a model's repository is never run",
     "--download-dir": "set HF_HOME",
@@ -343,7 +342,7 @@ SIMULATE = (
     ),
     CONFIG,
     _setting(SETTINGS["model"]),
-    _argument("--tokenizer", "FOLDER", "tokenizer and chat template for requests (default: the model's)", type=Path),
+    _setting(SETTINGS["tokenizer"]),
     _argument("--output-tokens", int, "of each response, for logs of requests (default: 200)"),
     _argument("--scenario", "NAME", "a prepared scenario instead: see docs/simulate.md"),
     _argument(
@@ -408,7 +407,7 @@ ANALYZE = (
     _setting(SETTINGS["model"]),
     # Not the setting of that name: traces have larger blocks than a cluster may have.
     _argument("--block-size", "N", "tokens per block (default: 512 for traces, else the setting)", dest="block_tokens"),
-    _argument("--tokenizer", "FOLDER", "tokenizer and chat template for requests (default: the model's)"),
+    _setting(SETTINGS["tokenizer"]),
     _argument("--format", "openai|mooncake", "format of the log (default: detected from its first line)"),
     _argument("--sizes", "N,N,...", "cache sizes in blocks, such as 1k,4k,16k (default: powers of two)"),
     _argument("--bytes-per-block", "SIZE", "KV bytes of a block over all ranks (default: those of --model)"),

@@ -24,7 +24,7 @@ from ..client import get_json, is_ready
 from ..config import Settings, state_folder
 from ..control.control_messages import CONTROLLER, SUPERVISOR, ClusterStatus, ModelSpec, ModelStatus
 from ..errors import ClusterError, RayLost, StartFailed
-from ..model_source import find_model, has_chat_template
+from ..model_source import find_model, has_chat_template, text_folder
 from ..preflight import check_bounds, check_folder, check_front, check_keys, prepare
 from ..registry import ClusterRegistry, ProcessMark, RegistryEntry, is_alive, kill, own_entry, wait_gone
 from .console import Console, program, runs
@@ -90,7 +90,8 @@ class ServeRun:
         try:
             self._start_ray()
             self._start(folders)
-            chats = folders[0] is None or has_chat_template(folders[0])
+            first = self._settings.each_model[0].replica
+            chats = folders[0] is None or has_chat_template(text_folder(first, folders[0]))
             code = self._serve(detached=detached, chats=chats)
         except Interrupted:
             self._end_now(128 + self._signal)

@@ -201,9 +201,9 @@ async def make_router(models: Models, wanted: Listening, membership: SetMembersh
 
 async def _load_texts(server: "RouterServer", models: Models) -> None:
     """Load the tokenizers ahead of the first replica, where their folders are known."""
-    folders = [Path(each.model_dir) for each in models if each.model_dir]
-    loaded = await asyncio.gather(*map(server.load_text, folders), return_exceptions=True)
-    for folder, failure in zip(folders, loaded, strict=True):
+    folders = [(Path(each.text_dir), Path(each.model_dir)) for each in models if each.text_dir and each.model_dir]
+    loaded = await asyncio.gather(*(server.load_text(*each) for each in folders), return_exceptions=True)
+    for (folder, _), failure in zip(folders, loaded, strict=True):
         if failure is not None:
             log.warning("tokenizer_not_loaded_ahead path=%s reason=%s", folder, describe(failure))
 

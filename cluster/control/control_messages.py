@@ -26,6 +26,11 @@ class ModelSpec:
     def name(self) -> str:
         return self.settings.served_name
 
+    @property
+    def text_dir(self) -> str | None:
+        """The folder of tokenizer and chat template on every node; None: each node finds it by itself."""
+        return self.settings.replica.tokenizer or self.model_dir
+
 
 #: All models of a cluster, at least one. The first one stands for what all share: the settings in `config.COMMON`,
 #: the seed, the run folder and the host.

@@ -408,7 +408,7 @@ class Controller:
     def _member(self, enrolled: RoutedReplica) -> Member:
         spec = self._versions[enrolled.version]
         rest = None if enrolled.role == "serving" else enrolled.role
-        return Member(enrolled.description, spec.settings.kvcache, spec.model_dir, version=enrolled.version, rest=rest)
+        return Member(enrolled.description, spec.settings.kvcache, spec.text_dir, version=enrolled.version, rest=rest)
 
     def _notice(self, level: str, text: str) -> None:
         self._last_notice += 1

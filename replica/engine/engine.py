@@ -11,10 +11,11 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice, takewhile
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ...events.load_report import PrefillSpan, work_of
@@ -35,12 +36,15 @@ from ..errors import (
 from ..messages import FinishReason, Generate, PositionLogprobs, Refused, TokenOutput
 from ..structured.guide import Guide, TokenMasks, token_masks
 from .request import RequestKey, RequestPhase, RequestState, admit
-from .sampler import Sampled, SamplingRow, banned_before, mask_logits, prompt_logprobs, sample
+from .sampler import Restriction, Sampled, SamplingRow, banned_before, mask_logits, prompt_logprobs, sample
 from .scheduler import Drafter, LogitsLayout, ScheduledRow, Scheduler, SchedulerLimits, logits_layout, plan_of_step
 from .step_plan import StepPlan
 from .throughput import SmoothedRates
 
 log = logging.getLogger(__name__)
+
+#: A row of an embedding, and the sum of the hidden states that it pools.
+HiddenSum = tuple[ScheduledRow, npt.NDArray[np.float64]]
 
 
 class Executor(Protocol):
@@ -54,6 +58,9 @@ class Executor(Protocol):
 
     def forward(self, plan: StepPlan) -> torch.Tensor | None:
         """Logits [len(plan.logits_at), vocab], float32; never None on rank 0. Raises RankLost."""
+
+    def forward_hidden(self, plan: StepPlan, hidden_at: Sequence[int]) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """As `forward`, with the last hidden states [len(hidden_at), hidden] of these flat token indexes."""
 
     def close(self) -> None:
         """Free the KV pool and end the other ranks."""
@@ -212,7 +219,12 @@ class Engine:
     def _run(self, rows: list[ScheduledRow], result: StepResult) -> None:
         """Everything that can fail comes before the first change of a request."""
         layout = logits_layout(rows)
-        logits = self._executor.forward(plan_of_step(self._steps, rows, layout.logits_at))
+        plan = plan_of_step(self._steps, rows, layout.logits_at)
+        pooled: list[HiddenSum] = []
+        if layout.hidden:
+            logits, pooled = self._forward_hidden(plan, layout)
+        else:
+            logits = self._executor.forward(plan)
         assert logits is not None, "rank 0 has the logits"
         # A row samples its next token, and one after each draft in case all drafts up to there are right.
         sampling = [
@@ -224,8 +236,8 @@ class Engine:
         # A row with a guide has no drafts; those of other rows need no mask.
         guides = [row.request.guide for row in layout.samplers for _ in range(1 + len(row.drafts))]
         masks = token_masks(guides, self._vocab_size)
-        restrict = None if masks is None else partial(self._restrict, masks)
-        samples = iter(sample(logits[:split], sampling, restrict) if split else ())
+        restriction = None if masks is None else self._restriction(masks, logits.device)
+        samples = iter(sample(logits[:split], sampling, restriction) if split else ())
         drawn = [_confirmed([*islice(samples, 1 + len(row.drafts))], row.drafts) for row in layout.samplers]
         echoes = _prompt_logprobs(logits[split:], layout)
 
@@ -238,15 +250,53 @@ class Engine:
                 self._end_non_finite(request, result)
             assert request.prompt_logprobs is not None, f"request {request.key} asked for no prompt logprobs"
             request.prompt_logprobs += values
+        for row, total in pooled:
+            if not np.isfinite(total).all():
+                self._end_non_finite(row.request, result)
+            row.request.hidden_sum = total
         for row in rows:
             self.scheduler.complete(row)
         for row, tokens in zip(layout.samplers, drawn, strict=True):
             if row.request.phase is RequestPhase.RUNNING:
                 self._advance(row.request, tokens, result)
+        for row, total in pooled:
+            if row.request.phase is RequestPhase.RUNNING and row.end == row.request.num_tokens:
+                self._embed(row.request, total, result)
 
-    def _restrict(self, masks: TokenMasks, logits: torch.Tensor) -> None:
-        rows, bits = torch.from_numpy(masks.rows), torch.from_numpy(masks.bits)
-        self._mask(logits, rows.to(logits.device), bits.to(logits.device))
+    def _forward_hidden(self, plan: StepPlan, layout: LogitsLayout) -> tuple[torch.Tensor | None, "list[HiddenSum]"]:
+        """The step's logits, and for each row of an embedding the sum of what it pools, with earlier steps."""
+        places = [place for _, span in layout.hidden for place in span]
+        logits, hidden = self._executor.forward_hidden(plan, places)
+        parts = torch.split(hidden, [len(span) for _, span in layout.hidden])
+        pooled: list[HiddenSum] = []
+        for (row, _), part in zip(layout.hidden, parts, strict=True):
+            total: npt.NDArray[np.float64] = part.sum(0, dtype=torch.float64).cpu().numpy()
+            before = row.request.hidden_sum
+            pooled.append((row, total if before is None else before + total))
+        return logits, pooled
+
+    def _embed(self, request: RequestState, total: npt.NDArray[np.float64], result: StepResult) -> None:
+        """End a request with its prompt's vector. The mean has the direction of the sum, and the length becomes 1."""
+        assert request.embedding is not None, f"request {request.key} is for no embedding"
+        vector = total[: request.embedding.dimensions]
+        vector = vector / (np.linalg.norm(vector) or 1.0)
+        source, request_id = request.key
+        result.outputs[source].append(
+            TokenOutput(
+                request_id=request_id,
+                index=0,
+                token_ids=[],
+                finish_reason="stop",
+                cached_tokens=request.cached_tokens,
+                embedding=vector.astype("<f4").tobytes(),
+            )
+        )
+        request.answered = True
+        self.scheduler.finish(request)
+
+    def _restriction(self, masks: TokenMasks, device: torch.device) -> Restriction:
+        rows, bits = torch.from_numpy(masks.rows).to(device), torch.from_numpy(masks.bits).to(device)
+        return Restriction(rows, lambda logits: self._mask(logits, rows, bits))
 
     def _end_non_finite(self, request: RequestState, result: StepResult) -> None:
         error = NonFiniteLogits(

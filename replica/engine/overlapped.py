@@ -7,9 +7,9 @@ since the device runs steps in order. Blocks are committed, and events published
 A grammar's mask depends on the token before it. So a step with guided rows is launched up to its logits; while it runs,
 the previous step lands, guides follow its tokens, and their masks reach the device before the logits are there.
 
-Some requests need the host between two steps (penalties, biases, bans, logprobs, pins that are due). While one of them
-is running or waiting, all steps run one by one as in `Engine`; so do all steps of an engine with a drafter, because
-only a finished step shows which drafts are right.
+Some requests need the host between two steps (penalties, biases, bans, logprobs, embeddings, pins that are due). While
+one of them is running or waiting, all steps run one by one as in `Engine`; so do all steps of an engine with a drafter,
+because only a finished step shows which drafts are right.
 """
 
 from collections.abc import Iterable
@@ -103,6 +103,7 @@ def needs_host(request: RequestState) -> bool:
         or params.frequency_penalty != 0.0
         or request.generated + request.pending < params.min_tokens
         or (request.pins and not request.answered)
+        or request.embedding is not None
     )
 
 

@@ -11,10 +11,13 @@ from enum import Enum
 from math import isfinite
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from ...kvcache.hashing import HASH_BYTES, TOKEN_BYTES, BlockHash, BlockHasher, split_hashes, token_array, token_bytes
 from ...kvcache.pool import Block
 from ..errors import InvalidRequest
-from ..messages import Generate, Pin, PositionLogprobs, SamplingParams
+from ..messages import EmbeddingParams, Generate, Pin, PositionLogprobs, SamplingParams
 from ..structured.guide import Guide
 
 #: Most alternatives beside a token's own logprob. OpenAI allows 20 (chat) and 5 (completions).
@@ -63,6 +66,8 @@ class RequestState:
     warm_up: bool = False
     #: What the answer must match; it has followed the generated tokens.
     guide: Guide | None = None
+    #: Generate no token, but the vector of the prompt.
+    embedding: EmbeddingParams | None = None
 
     phase: RequestPhase = RequestPhase.WAITING
     blocks: list[Block] = field(default_factory=list)
@@ -94,6 +99,8 @@ class RequestState:
     preemptions: int = 0
     #: Collected while the prompt is computed in chunks; None unless requested.
     prompt_logprobs: list[PositionLogprobs | None] | None = None
+    #: Of an embedding: the sum of the hidden states that it pools, of the tokens computed so far.
+    hidden_sum: npt.NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
         if self.sampling.prompt_logprobs is not None:
@@ -130,8 +137,13 @@ class RequestState:
 
     @property
     def may_use_cache(self) -> bool:
-        """False until prompt logprobs are sent: they need the logits of every prompt position."""
-        return self.sampling.prompt_logprobs is None or self.answered
+        """False for requests that need the results of every prompt position: the cache has only their KV."""
+        return not self.scores_prompt and (self.embedding is None or self.embedding.pooling != "mean")
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether prompt logprobs are still to be sent."""
+        return self.sampling.prompt_logprobs is not None and not self.answered
 
     def block_table(self) -> "array[int]":
         """Ids of all blocks, in order. Read-only for the caller."""
@@ -159,6 +171,7 @@ class RequestState:
         self.table = array("i")
         self.computed = 0
         self.committed_blocks = 0
+        self.hidden_sum = None
         if self.prompt_logprobs is not None and not self.answered:
             self.prompt_logprobs = [None]
 
@@ -208,6 +221,7 @@ def admit(source: str, request: Generate, vocab_size: int, block_size: int, guid
         _check(len(pin.tenant) == TENANT_BYTES, f"pins: tenant of {len(pin.tenant)} bytes instead of {TENANT_BYTES}")
     generated, most = len(tokens) - request.prompt_tokens, request.sampling.max_tokens
     _check(generated < most, f"max_tokens: {generated} of {most} were already generated")
+    _check(request.embedding is None or not (generated or guide), "embedding: such a request generates no tokens")
     return RequestState(
         key=RequestKey(source, request.request_id),
         tokens=tokens,
@@ -220,6 +234,7 @@ def admit(source: str, request: Generate, vocab_size: int, block_size: int, guid
         tokens_per_output=request.tokens_per_output,
         warm_up=request.warm_up,
         guide=guide,
+        embedding=request.embedding,
     )
 
 

@@ -83,7 +83,7 @@ class ScheduledRow:
     @property
     def samples(self) -> bool:
         """Whether the step reaches the request's newest token, so that the next one can be drawn."""
-        return self.end == self.request.num_tokens
+        return self.end == self.request.num_tokens and self.request.embedding is None
 
     @property
     def decodes(self) -> bool:
@@ -99,11 +99,15 @@ class ScheduledRow:
 
 @dataclass(slots=True, frozen=True)
 class LogitsLayout:
-    """Whose logits a step returns: one and one a draft for each sampling row, then those for prompt logprobs."""
+    """Whose logits a step returns: one and one a draft for each sampling row, then those for prompt logprobs.
+
+    And whose hidden states, which become embeddings.
+    """
 
     samplers: list[ScheduledRow]
     prompts: list[tuple[ScheduledRow, Sequence[int]]]  #: with the positions whose logits are needed
     logits_at: list[int]  #: flat token indexes
+    hidden: list[tuple[ScheduledRow, range]]  #: with flat token indexes
 
 
 def logits_layout(rows: Sequence[ScheduledRow]) -> LogitsLayout:
@@ -111,19 +115,23 @@ def logits_layout(rows: Sequence[ScheduledRow]) -> LogitsLayout:
     prompts: list[tuple[ScheduledRow, Sequence[int]]] = []
     sample_at: list[int] = []
     prompt_at: list[int] = []
+    hidden: list[tuple[ScheduledRow, range]] = []
     first = 0
     for row in rows:
         if row.samples:
             samplers.append(row)
             sample_at += range(first + row.count - 1, first + row.width)
-        if not row.request.may_use_cache:
+        if row.request.scores_prompt:
             # The position before each prompt token gives that token's logprob.
             positions = range(row.start, min(row.end, row.request.prompt_tokens - 1))
             if positions:
                 prompts.append((row, positions))
                 prompt_at += [first + position - row.start for position in positions]
         first += row.width
-    return LogitsLayout(samplers, prompts, sample_at + prompt_at)
+        if row.request.embedding is not None:
+            pooled = row.count if row.request.embedding.pooling == "mean" else row.end == row.request.num_tokens
+            hidden.append((row, range(first - pooled, first)))
+    return LogitsLayout(samplers, prompts, sample_at + prompt_at, hidden)
 
 
 def plan_of_step(step: int, rows: Sequence[ScheduledRow], logits_at: Sequence[int]) -> StepPlan:
@@ -177,7 +185,7 @@ class Scheduler:
 
     def add(self, request: RequestState) -> None:
         """Queue a request. Raises PromptTooLong if it could never run."""
-        if request.num_tokens >= self.limits.max_model_len:
+        if request.num_tokens + (request.embedding is None) > self.limits.max_model_len:
             raise PromptTooLong(
                 f"{request.num_tokens} tokens leave no room for an answer: the limit is {self.limits.max_model_len} "
                 "tokens of prompt and answer together"
@@ -434,7 +442,7 @@ class Scheduler:
 
     def _row(self, request: RequestState, budget: int, copy: BlockCopy | None = None) -> ScheduledRow:
         count = min(request.uncomputed, budget)
-        if not request.may_use_cache:
+        if request.scores_prompt:
             count = min(count, PROMPT_LOGPROBS_CHUNK)
         return ScheduledRow(request, request.computed, count, copy)
 

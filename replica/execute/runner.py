@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -137,6 +138,24 @@ class ModelRunner:
             self.pool.copy(*batch.copied_slots)
         logits = self.batch_logits(batch)
         return None if logits is None else logits.float()
+
+    @torch.inference_mode()
+    def forward_hidden(self, plan: StepPlan, hidden_at: Sequence[int]) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """As `forward`, with the last hidden states [len(hidden_at), hidden_size] of these flat token indexes.
+
+        Other ranks may call `forward`.
+        """
+        assert self.pool is not None, "forward before allocate_kv"
+        assert self._attention is not None, "forward before allocate_kv"
+        batch = Batch.on_device(self._lay_out(plan), self.device)
+        if plan.copies:
+            self.pool.copy(*batch.copied_slots)
+        self._attention.begin(batch)
+        at = torch.tensor(hidden_at, dtype=torch.int64, device=self.device)
+        logits, hidden = self._model.forward_hidden(
+            batch.token_ids, batch.positions, self._attention, batch.logits_at, at
+        )
+        return None if logits is None else logits.float(), hidden
 
     def batch_logits(self, batch: Batch) -> torch.Tensor | None:
         """Run the model on a batch: its logits in the model's dtype on rank 0, None on other ranks."""

@@ -42,6 +42,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     max_position_embeddings: int | None = None
+    vocab_size: int | None = None
 
 
 class TensorHeader(msgspec.Struct, frozen=True):
@@ -53,6 +54,8 @@ def check_model(folder: Path, settings: ReplicaSettings, cache: KvCacheSettings)
     """Raise StartupError or PoolTooSmall if no replica could serve this, with the file or setting and the remedy."""
     config = read_config(folder)
     check_weights(folder)
+    if settings.tokenizer and config.vocab_size is not None:
+        check_vocabulary_size(Path(settings.tokenizer).expanduser(), config.vocab_size)
     check_ranks(config, settings)
     check_length(config, settings, cache)
     check_pool(config, settings, cache)
@@ -84,6 +87,25 @@ def check_weights(folder: Path) -> None:
                 raise WeightsMissing(f"{path} names {name}, which is not in the folder; {_FETCH_AGAIN}")
             if tensor not in held[name]:
                 raise WeightsMissing(f"{path} lists {tensor!r} in {name}, which does not contain it; {_FETCH_AGAIN}")
+
+
+def check_vocabulary_size(folder: Path, vocab_size: int) -> None:
+    """Raise StartupError if the tokenizer.json in a folder makes ids that a model of this vocabulary lacks."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():  # a format that only transformers reads
+        return
+    try:
+        content: Any = json.loads(path.read_bytes())
+        words = content["model"]["vocab"]
+        ids = words.values() if isinstance(words, dict) else range(len(words))
+        highest = max([-1, *ids, *(each["id"] for each in content.get("added_tokens") or ())])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return  # routers report it
+    if highest >= vocab_size:
+        raise StartupError(
+            f"tokenizer: {path} has the token id {highest:,}, and the model {vocab_size:,} tokens; "
+            "give a tokenizer of this model"
+        )
 
 
 def weight_bytes(folder: Path, settings: ReplicaSettings) -> int:

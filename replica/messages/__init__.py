@@ -61,6 +61,10 @@ class Pin(msgspec.Struct, frozen=True, array_like=True):
     tenant: bytes  #: 16 bytes: whose budget pays; a digest, never a key
 
 
+#: Which hidden states become an embedding: the one of the last token, or the mean of all. The mean takes no cached
+#: blocks, because they hold no hidden states.
+Pooling = Literal["last", "mean"]
+
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
 
 
@@ -80,6 +84,13 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     opener: tuple[int, ...] = ()
 
 
+class EmbeddingParams(msgspec.Struct, frozen=True, array_like=True):
+    """A request for the vector of its prompt: the model's last hidden states, pooled and scaled to length 1."""
+
+    pooling: Pooling
+    dimensions: int | None = None  #: only the first numbers of the vector; None: all
+
+
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_defaults=True):
     """Run one sequence. Ids rise within a router's connection and are never reused."""
 
@@ -97,6 +108,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_d
     tokens_per_output: int = 1
     warm_up: bool = False  #: sent by the router itself to fill the cache; not counted as a query
     constraint: Constraint | None = None  #: from the first token behind the prompt on
+    #: No token is generated: the only output has the vector of the prompt.
+    embedding: EmbeddingParams | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
@@ -141,6 +154,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     stop_token_id: int | None = None  #: the last token is this stop id (it is part of `token_ids`)
     #: tokens of the prompt pinned now; only on the first output of a request with pins (0: over the budget)
     pinned_tokens: int | None = None
+    embedding: bytes | None = None  #: float32 LE, if the request is for one; there are no tokens then
 
 
 class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
@@ -182,10 +196,12 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What the router must know of the model to validate a request."""
 
     name: str
-    path: str  #: local folder of tokenizer and configuration on the replica's node
+    path: str  #: local folder of configuration and tokenizer on the replica's node
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    embedding_size: int = 0  #: numbers of an embedding; 0: its replicas make none
+    tokenizer: str = ""  #: folder of the tokenizer and the chat template; empty: `path`
 
 
 class ReplicaDescription(msgspec.Struct, frozen=True, kw_only=True):

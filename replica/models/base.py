@@ -59,3 +59,16 @@ class Model(Protocol):
 
         Calls `attend` once per layer, in order. None on ranks other than 0. Runs in inference mode.
         """
+
+    def forward_hidden(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: QkvAttend,
+        logits_at: torch.Tensor,
+        hidden_at: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """As `forward`, with the last hidden states [len(hidden_at), hidden_size], normalized as for the logits.
+
+        Other ranks may call `forward`: every rank has the hidden states, so that none are sent.
+        """

@@ -153,7 +153,11 @@ class TransformersModel:
         self._slot = Slot()
         for module in self._model.modules():
             setattr(module, _SLOT, self._slot)
+        #: Of the step that was run last, if it was asked for.
+        self._hidden: torch.Tensor | None = None
+        hook = self._model.base_model.register_forward_hook(self._keep_hidden)
         trial = self._try_one_step(config, device)
+        hook.remove()
         self.spec = ModelSpec(
             kv_shapes=tuple(trial.shapes[layer] for layer in range(config.num_hidden_layers)),
             vocab_size=self._model.get_output_embeddings().weight.shape[0],
@@ -161,7 +165,28 @@ class TransformersModel:
             eos_token_ids=eos_token_ids,
             dtype=str(dtype).removeprefix("torch."),
             dtype_bytes=dtype.itemsize,
+            hidden_size=self._hidden.shape[-1] if self._hidden is not None else 0,
         )
+
+    def forward_hidden(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_at: torch.Tensor,
+        hidden_at: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hook = self._model.base_model.register_forward_hook(self._keep_hidden)
+        try:
+            logits = self.forward(ids, positions, attend, logits_at)
+        finally:
+            hook.remove()
+        hidden, self._hidden = self._hidden, None
+        assert hidden is not None, "the model shows no hidden states"
+        return logits, hidden[0, hidden_at]
+
+    def _keep_hidden(self, _module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+        self._hidden = getattr(output, "last_hidden_state", None)
 
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_at: torch.Tensor

@@ -318,11 +318,27 @@ class NativeModel:
             eos_token_ids=eos_token_ids,
             dtype=str(dtype).removeprefix("torch."),
             dtype_bytes=dtype.itemsize,
+            hidden_size=config.hidden_size,
         )
 
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor, attend: QkvAttend, logits_at: torch.Tensor
     ) -> torch.Tensor | None:
+        return self._logits(self._hidden(ids, positions, attend, logits_at))
+
+    def forward_hidden(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: QkvAttend,
+        logits_at: torch.Tensor,
+        hidden_at: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        hidden = self._hidden(ids, positions, attend, torch.cat((logits_at, hidden_at)))
+        return self._logits(hidden[: len(logits_at)]), hidden[len(logits_at) :]
+
+    def _hidden(self, ids: torch.Tensor, positions: torch.Tensor, attend: QkvAttend, at: torch.Tensor) -> torch.Tensor:
+        """The last hidden states [len(at), hidden], normalized; the same on every rank."""
         x, delta = self._kernels.take(self._embedding, ids), None
         cos, sin = self._kernels.rotary_table(positions, self._frequencies, x.dtype)
         for index, layer in enumerate(self._layers):
@@ -333,8 +349,10 @@ class NativeModel:
             x, normed = self._kernels.add_rms_norm(x, delta, layer.mlp_norm, self._epsilon)
             delta = self._summed(layer.feedforward(normed, self._kernels))
         assert delta is not None, "a model without layers"
-        x, delta = (self._kernels.take(each, logits_at) for each in (x, delta))
-        _, normed = self._kernels.add_rms_norm(x, delta, self._norm, self._epsilon)
+        x, delta = (self._kernels.take(each, at) for each in (x, delta))
+        return self._kernels.add_rms_norm(x, delta, self._norm, self._epsilon)[1]
+
+    def _logits(self, normed: torch.Tensor) -> torch.Tensor | None:
         if not len(normed):
             return normed.new_empty(0, len(self._embedding)) if self._rank == 0 else None
         logits = self._head(normed)

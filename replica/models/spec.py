@@ -27,6 +27,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     dtype: str  #: float32, bfloat16 or float16; of weights and KV
     dtype_bytes: int
+    hidden_size: int = 0  #: of the last hidden states, which become embeddings; 0: the model does not show them
 
     def bytes_per_block(self, block_size: int) -> int:
         """KV memory of one block over all layers, on this rank."""

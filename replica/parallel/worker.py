@@ -6,7 +6,7 @@ others, so every failure here is a `RankLost`.
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -74,6 +74,11 @@ class RankGroupExecutor:
         """Raises RankLost for any failure: after a partial step the ranks' states differ for good."""
         self._broadcast.send(STEP, msgspec.msgpack.encode(plan))
         return _run_step(self._runner.forward, plan, rank=0)
+
+    def forward_hidden(self, plan: StepPlan, hidden_at: Sequence[int]) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Raises RankLost, as `forward`. Every rank has the hidden states: the others run the plan as any other."""
+        self._broadcast.send(STEP, msgspec.msgpack.encode(plan))
+        return _run_step(lambda plan: self._runner.forward_hidden(plan, hidden_at), plan, rank=0)
 
     def launch(self, plan: StepPlan) -> DrawnTokens | None:
         assert isinstance(self._runner, GpuRunner), type(self._runner)

@@ -52,6 +52,7 @@ def delta_of(
         predicted_cached_tokens=predicted,
         stop_token_id=output.stop_token_id,
         pinned_tokens=output.pinned_tokens if first else None,
+        embedding=output.embedding,
     )
 
 

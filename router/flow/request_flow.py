@@ -344,7 +344,7 @@ class RequestFlow:
             raise NoReplica("no replica has joined yet", retry_after_s=1.0)
         prompt_tokens = len(request.token_ids) // 4
         assert prompt_tokens * 4 == len(request.token_ids) > 0, f"{len(request.token_ids)} bytes of prompt token ids"
-        if prompt_tokens >= self._max_model_len:
+        if prompt_tokens + (request.embedding is None) > self._max_model_len:
             raise PromptTooLong(prompt_tokens, self._max_model_len)
         state = RequestState(
             RequestId(next(self._request_ids)),
@@ -367,9 +367,10 @@ class RequestFlow:
         request.keys = wire_hashes(request.hashes)
 
     def _situation(self, request: RequestState, now: float) -> tuple[Prompt, list[Candidate]]:
-        # A replica that scores the prompt's own tokens computes all of them, whatever it holds.
+        # A replica that scores or averages the prompt's own tokens computes all of them, whatever it holds.
         scores_prompt = request.request.sampling.prompt_logprobs is not None and not request.generated
-        hashes = () if scores_prompt else request.keys
+        embedding = request.request.embedding
+        hashes = () if scores_prompt or (embedding and embedding.pooling == "mean") else request.keys
         return self._prompt(request, hashes, now), self.placement.candidates(hashes, request.excluded, now)
 
     def _prompt(self, request: RequestState, hashes: Sequence[int], now: float) -> Prompt:
@@ -514,7 +515,8 @@ class RequestFlow:
 
     def _finish(self, request: RequestState, last: TokenDelta) -> list[Instruction]:
         self._end(request, "finish", "finished")
-        self.placement.finished(request.generated)
+        if request.request.embedding is None:
+            self.placement.finished(request.generated)
         self.counters.finished += 1
         self.counters.predicted_cached_tokens += request.predicted_cached_tokens
         self.counters.delivered_cached_tokens += request.delivered_cached_tokens or 0
@@ -574,4 +576,5 @@ def _generate(request: RequestState) -> Generate:
         pins=about.pins,
         tokens_per_output=about.tokens_per_delta,
         constraint=about.constraint,
+        embedding=about.embedding,
     )

@@ -114,6 +114,8 @@ def _require_json(request: Request) -> None:
     if request.method != "POST":
         return
     given = request.headers.get("content-type")
+    if given == JSON:
+        return
     if given is None and "origin" not in request.headers:
         return  # no browser: a POST of a page names its origin
     kind = (given or "").partition(";")[0].strip().lower()

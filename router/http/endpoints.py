@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -32,6 +32,8 @@ from .departures import Departure, SessionKey, between, common_tokens, in_blocks
 from .dialects.chat import CHAT, ChatBody, ChatCompletion, conversation
 from .dialects.completions import COMPLETION, Completion, CompletionBody
 from .dialects.dialect import BodyType, Dialect, StreamWriter, WholeWriter
+from .dialects.embeddings import EmbeddingBuilder, EmbeddingsBody, EmbeddingsResponse
+from .dialects.embeddings import job as embeddings_job
 from .dialects.messages import (
     MESSAGES,
     CountBody,
@@ -47,6 +49,7 @@ from .dialects.responses import RESPONSES, Response, ResponsesBody, items_of, sh
 from .dialects.schema import (
     ENCODER,
     MAX_IGNORED,
+    Decoded,
     NonNegative,
     TokenizeBody,
     UnknownField,
@@ -59,8 +62,6 @@ from .front import Front
 from .generation import Generation, Job, generation_request
 from .protocol.exchange import JSON, Exchange, Request
 from .response_store import Turn
-
-Decoded = TypeVar("Decoded", bound=msgspec.Struct)
 
 MODELS = "/v1/models"
 RESPONSES_PATH = "/v1/responses"
@@ -183,6 +184,7 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 _COUNT = msgspec.json.Decoder(CountBody)
 _RESET = msgspec.json.Decoder(ResetBody)
 _KIND = msgspec.json.Decoder(_Kind)
+_EMBEDDINGS = msgspec.json.Decoder(EmbeddingsBody)
 
 
 def respond(exchange: Exchange, value: object) -> None:
@@ -316,6 +318,15 @@ def _note_departure(front: Front, caller: Caller, job: Job, key: SessionKey, con
     before = front.session_prompts.put(key, new, conversation)
     if before is not None and (departure := between(before, (new, conversation), job.served.text)) is not None:
         caller.note("x-homing-departure", [departure.header()])
+
+
+async def embeddings(front: Front, exchange: Exchange) -> None:
+    caller = Caller(front, exchange)
+    caller.check()
+    body = await decoded(front, caller, exchange, _EMBEDDINGS, lenient=True)
+    served = await front.served(body.model)
+    job = await embeddings_job(front, served, body, caller.sender(body.cache_salt))
+    Generation(front, job, exchange, caller, WholeWriter(exchange, EmbeddingBuilder(served, body))).begin()
 
 
 async def count_tokens(front: Front, exchange: Exchange) -> None:
@@ -603,6 +614,7 @@ ENDPOINTS = (
         error_body=messages_error_body,
         errors=MessagesError,
     ),
+    Endpoint("POST", "/v1/embeddings", embeddings, "vectors of texts", EmbeddingsResponse, (EmbeddingsBody,)),
     Endpoint("POST", "/tokenize", tokenize, "text or chat to token ids", Tokenized, (TokenizeBody,)),
     Endpoint("POST", "/detokenize", detokenize, "token ids to text", Detokenized, (DetokenizeBody,)),
     Endpoint("GET", "/tokenizer_info", tokenizer_info, "special tokens and chat template of the model"),

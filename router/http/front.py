@@ -42,9 +42,15 @@ class TextModels:
         """The text side from this source. Raises TokenizerUnavailable; the next call then tries again."""
         loading = self._loading.get(source)
         if loading is None:
-            loading = self._loading[source] = asyncio.ensure_future(asyncio.to_thread(self._load, Path(source.path)))
+            loading = self._loading[source] = asyncio.ensure_future(asyncio.to_thread(self._load_source, source))
             loading.add_done_callback(lambda done: self._loaded(source, done))
         return loading.result() if loading.done() else await asyncio.shield(loading)
+
+    def _load_source(self, source: TextSource) -> TextModel:
+        model = self._load(Path(source.path))
+        if source.model_path not in ("", source.path):
+            model.describe(Path(source.model_path))
+        return model
 
     def loaded(self, source: TextSource) -> bool:
         """Whether `get` would return at once."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ...kvcache.hashing import token_bytes
-from ...replica.messages import Constraint, Pin, PositionLogprobs, SamplingParams
+from ...replica.messages import Constraint, EmbeddingParams, Pin, PositionLogprobs, SamplingParams
 from ..backend import GenerationRequest, TokenDelta, TokenStream
 from ..errors import RequestFailed, RouterError, Superseded
 from ..text.answer import AnswerText, Block, Ending, TextDelta, TokenAnswerText, TokenAt, parsed
@@ -69,6 +69,7 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     show_special: bool = False  #: special tokens are part of the text
     show_stop: bool = False  #: so are the stop string or stop token that ends it
     keep_tokens: bool = False  #: report token ids although no logprobs are requested
+    embedding: EmbeddingParams | None = None  #: no tokens are generated, but the vectors of the prompts
     discard: bool = False  #: `max_tokens: 0`: one token is generated to score the prompt, and not shown
 
 
@@ -98,6 +99,7 @@ def generation_request(
         tokens_per_delta=job.tokens_per_delta,
         pins=() if index else tuple([Pin(pin.num_tokens, pin.ttl_s, tenant.digest) for pin in prompt.pins]),
         constraint=job.constraint,
+        embedding=job.embedding,
     )
 
 
@@ -123,6 +125,7 @@ class RunningChoice(msgspec.Struct, eq=False):
     reasoning_tokens: int = 0
     blocks: list[Block] = []  #: the answer so far, of a response that is not streamed
     tokens: list[TokenAt] = []  #: its tokens, if logprobs were requested
+    embedding: bytes | None = None  #: the prompt's vector, float32 LE
 
     @property
     def text(self) -> str:
@@ -139,6 +142,7 @@ class RunningChoice(msgspec.Struct, eq=False):
             if last is None:
                 generation.first_token(now)
                 self.pinned, self.prompt_logprobs = delta.pinned_tokens, delta.prompt_logprobs
+                self.embedding = delta.embedding
             else:
                 generation.metrics.inter_token(now - last)
             if delta.finish_reason in ("abort", "error"):

@@ -19,9 +19,9 @@ def text_digests(folder: Path) -> TextDigests:
     return TextDigests(tokenizer_digest(folder), template_digest(folder))
 
 
-def text_source(folder: Path) -> TextSource:
-    """The tokenizer and the template in a model's folder as they are now."""
-    return TextSource(str(folder), text_digests(folder))
+def text_source(folder: Path, model_dir: Path | None = None) -> TextSource:
+    """The tokenizer and the template in a folder as they are now. `model_dir`: the model's, if that is another one."""
+    return TextSource(str(folder), text_digests(folder), str(model_dir or folder))
 
 
 def own_parity(digests: TextDigests, cache: KvCacheSettings, cluster_seed: int, model_root: BlockHash) -> Parity:

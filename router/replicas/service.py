@@ -240,10 +240,12 @@ class RouterService:
 
     def text(self) -> TextSource | None:
         limits = self.model()
-        return None if limits is None else TextSource(limits.path, self._digests_of(limits))
+        if limits is None:
+            return None
+        return TextSource(limits.tokenizer or limits.path, self._digests_of(limits), limits.path)
 
     def _digests_of(self, model: ModelLimits) -> TextDigests:
-        folder = self._model_dir or Path(model.path)
+        folder = self._model_dir or Path(model.tokenizer or model.path)
         if folder not in self._digests:
             self._digests[folder] = text_digests(folder)
         return self._digests[folder]

@@ -111,10 +111,15 @@ class TextModel:
                 parts = msgspec.structs.replace(parts, chat_template=Path(chat_template).read_text())
             except (OSError, UnicodeDecodeError) as error:
                 raise TokenizerUnavailable(f"cannot read the chat template {chat_template}: {error}") from error
-        model = cls(parts, cache_bytes=cache_bytes, model_type=_model_type(folder))
+        model = cls(parts, cache_bytes=cache_bytes)
         model._template.prepare()
-        model.sampling_defaults = sampling_defaults(folder)
+        model.describe(folder)
         return model
+
+    def describe(self, model_dir: Path) -> None:
+        """Take what requests need to know of the model from its folder."""
+        self.model_type = _model_type(model_dir)
+        self.sampling_defaults = sampling_defaults(model_dir)
 
     def close(self) -> None:
         self._threads.close()

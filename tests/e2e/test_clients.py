@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from homing.replica.demo import demo_model_path
+
 from .running import Serving
 
 pytestmark = pytest.mark.cluster
@@ -147,3 +149,35 @@ def test_fields_of_vllm_reach_the_engine(cluster: Serving) -> None:
     assert set(allowed["token_ids"]) <= {300, 301}
     assert all(len(each) == 3 for each in allowed["logprobs"]["top_logprobs"])
     assert plain["text"].split()[0] not in other["text"]
+
+
+def test_embeddings_are_those_of_transformers(cluster: Serving) -> None:
+    """Read by OpenAI's client, which asks for Base64, and by LangChain's."""
+    import torch
+    from langchain_openai import OpenAIEmbeddings
+    from transformers import AutoModel, AutoTokenizer
+
+    texts = [QUESTION, "The sea", QUESTION * 20]
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
+    model = AutoModel.from_pretrained(demo_model_path(), dtype=torch.float32)
+    with torch.inference_mode():
+        hidden = [model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0] for text in texts]
+    pooled = {"last": [each[-1] for each in hidden], "mean": [each.mean(0) for each in hidden]}
+    with cluster.client() as client:
+        for pooling, vectors in pooled.items():
+            answer = client.embeddings.create(model=MODEL, input=texts, extra_body={"pooling": pooling})
+            short = client.embeddings.create(
+                model=MODEL, input=texts[0], dimensions=16, extra_body={"pooling": pooling}
+            )
+
+            for vector, found in zip(vectors, answer.data, strict=True):
+                assert found.embedding == pytest.approx((vector / vector.norm()).tolist(), abs=1e-4)
+            cut = vectors[0][:16]
+            assert short.data[0].embedding == pytest.approx((cut / cut.norm()).tolist(), abs=1e-4)
+
+    langchain = OpenAIEmbeddings(
+        base_url=f"{cluster.url}/v1", api_key="none", model=MODEL, check_embedding_ctx_length=False
+    )
+    assert langchain.embed_query(texts[1]) == pytest.approx(
+        (pooled["last"][1] / pooled["last"][1].norm()).tolist(), abs=1e-4
+    )

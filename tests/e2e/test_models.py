@@ -1,6 +1,5 @@
 """Two models on one cluster, as a user runs it: each its own replicas, tokenizer and cache, one address for both."""
 
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ models:
     replicas: 1
   - name: {owl}
     model: {folder}
+    tokenizer: {tokenizer}
     replicas: 1
     block_size: 32
     tensor_parallel_size: 2
@@ -33,18 +33,17 @@ models:
 
 
 def tiny_llama(folder: Path) -> Path:
-    """A random model that speaks with the demo model's tokenizer."""
-    save_checkpoint(folder, "llama", vocab_size=3072, max_position_embeddings=2048)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(demo_model_path() / name, folder / name)
-    return folder
+    """A random model without a tokenizer."""
+    return save_checkpoint(folder, "llama", vocab_size=3072, max_position_embeddings=2048)
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Settings of the demo model and of a tiny random one of two ranks."""
     path = tmp_path_factory.mktemp("config") / "two.yaml"
-    path.write_text(CONFIG.format(fox=FOX, owl=OWL, folder=tiny_llama(path.parent / "tiny")))
+    path.write_text(
+        CONFIG.format(fox=FOX, owl=OWL, folder=tiny_llama(path.parent / "tiny"), tokenizer=demo_model_path())
+    )
     return path
 
 

@@ -50,7 +50,6 @@ class Options:
     block_size: int | None = None  #: None: 512 for traces, the setting for requests
     sizes: Sequence[int] = ()  #: empty: chosen by what the log holds
     replicas: Sequence[int] = DEFAULT_REPLICAS
-    tokenizer: Path | None = None  #: None: the model's
     sized_model: bool = False  #: whether a model was named, so that its KV is worth a figure
     block_bytes: int | None = None
     gpu_bytes: int | None = None
@@ -149,7 +148,7 @@ def _analyzed(
     return Findings(
         source="standard input" if options.log == "-" else Path(options.log).name,
         log_format=reader.format or "",
-        tokenizer=str(options.tokenizer or tokenizer) if has_text else None,
+        tokenizer=settings.replica.tokenizer or tokenizer if has_text else None,
         log=report,
         sizes=options.sizes or report.sizes(),
         advice=advise(sample.prompts) if has_text else None,
@@ -165,7 +164,8 @@ def prompt_source(options: Options, settings: Settings, block_size: int, *, has_
     """What makes prompts of the log's records. Raises ModelUnavailable."""
     if not has_text:
         return TracePrompts(block_size)
-    folder = options.tokenizer or _model_path(settings)
+    given = settings.replica.tokenizer
+    folder = Path(given).expanduser() if given else _model_path(settings)
     try:
         model = TextModel.load(
             folder.parent if folder.is_file() else folder, cache_bytes=settings.router.token_cache_bytes
@@ -250,7 +250,6 @@ def options_of(arguments: Namespace) -> Options:
         block_size=_given(arguments.block_tokens, lambda text: _size(text, "--block-size")),
         sizes=_given(arguments.sizes, lambda text: _sizes(text, "--sizes")) or (),
         replicas=_given(arguments.replica_counts, _replicas) or DEFAULT_REPLICAS,
-        tokenizer=_given(arguments.tokenizer, lambda text: Path(text).expanduser()),
         sized_model=arguments.model is not None,
         block_bytes=_given(arguments.bytes_per_block, lambda text: _size(text, "--bytes-per-block")),
         gpu_bytes=_given(arguments.kv_memory, lambda text: _size(text, "--kv-memory")),

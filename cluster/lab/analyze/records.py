@@ -131,7 +131,7 @@ def _prompts(body: _Body) -> list[TemplateInput | str | list[int]]:
         return [conversation(options).template_input()]
     if body.prompt is None:
         raise TraceError("neither field 'messages' nor field 'prompt' is there")
-    return [each if isinstance(each, str) else each.tolist() for each in prompts(body.prompt, 1 << 32)]
+    return [each if isinstance(each, str) else each.tolist() for each in prompts(body.prompt, 1 << 32, "prompt")]
 
 
 def _message(given: dict[str, Any], index: int) -> MessageBody:

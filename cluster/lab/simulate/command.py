@@ -63,7 +63,6 @@ class Order:
     resync_ms: float = 20.0
     wire: bool = False
     output_tokens: int = 200  #: of each request of a log that does not tell
-    tokenizer: Path | None = None
     calibrate: str | None = None
     requests: int | None = None
     rounds: int = 1
@@ -110,7 +109,7 @@ def _prepared(order: Order, settings: Settings) -> Iterator[Order]:
     if order.trace is None or format_of(str(order.trace)) != "openai":
         yield order
         return
-    options = Options(log=str(order.trace), block_size=order.block_tokens, tokenizer=order.tokenizer)
+    options = Options(log=str(order.trace), block_size=order.block_tokens)
     with TemporaryDirectory(prefix="homing-simulate-") as folder:
         trace = Path(folder) / order.trace.name
         with trace.open("w", encoding="utf-8") as out:

@@ -59,7 +59,7 @@ async def job(front: Front, served: Served, body: CompletionBody, sender: Sender
     if body.echo and body.stream and body.logprobs is not None:
         raise InvalidRequest("field 'echo': cannot be streamed together with 'logprobs'", param="echo")
     validate.check_choices(front.settings, best_of or kept, _num_prompts(body.prompt), "best_of" if best_of else "n")
-    given = prompts(body.prompt, served.limits.vocab_size)
+    given = prompts(body.prompt, served.limits.vocab_size, "prompt")
     texts = [each for each in given if isinstance(each, str)]
     encoded = [each for each in given if not isinstance(each, str)]
     if texts:
@@ -74,7 +74,8 @@ async def job(front: Front, served: Served, body: CompletionBody, sender: Sender
             texts = []  # they are longer than what is left
     if not all(encoded):
         raise InvalidRequest("field 'prompt': a prompt has no tokens", param="prompt")
-    asked = validate.requested_output(body, {"response_format": body.response_format})
+    output = {"response_format": body.response_format} if body.response_format else {}
+    asked = validate.requested_output(body, output)
     mark = validate.mark(body.cache_control, "cache_control")
     return validate.job(
         front,
@@ -99,36 +100,40 @@ def _num_prompts(field: str | list[Any]) -> int:
     return 1 if isinstance(field, str) or not field or isinstance(field[0], int) else len(field)
 
 
-def prompts(field: str | list[Any], vocab_size: int) -> list[str] | list[TokenIds]:
-    """The separate prompts: all of them texts, or all of them ids below `vocab_size`. Raises InvalidRequest."""
+def prompts(field: PromptField, vocab_size: int, param: str) -> list[str] | list[TokenIds]:
+    """The separate prompts: all of them texts, or all of them ids below `vocab_size`.
+
+    Raises InvalidRequest, with `param` as the name of the field.
+    """
     if isinstance(field, str):
         return [field]
     if not field:
-        raise InvalidRequest("field 'prompt': at least one prompt or token id is needed", param="prompt")
-    if isinstance(field[0], int):
-        return [_prompt_ids(field, vocab_size)]
-    if all(isinstance(each, str) for each in field):
-        return field
-    if all(isinstance(each, list) for each in field):
-        return [_prompt_ids(each, vocab_size) for each in field]
-    raise _mixed()
+        raise InvalidRequest(f"field {param!r}: at least one prompt or token id is needed", param=param)
+    given: list[Any] = field
+    if isinstance(given[0], int):
+        return [_prompt_ids(given, vocab_size, param)]
+    if all(isinstance(each, str) for each in given):
+        return given
+    if all(isinstance(each, list) for each in given):
+        return [_prompt_ids(each, vocab_size, param) for each in given]
+    raise _mixed(param)
 
 
-def _prompt_ids(ids: list[Any], vocab_size: int) -> TokenIds:
+def _prompt_ids(ids: list[Any], vocab_size: int, param: str) -> TokenIds:
     """As an array: it takes a tenth of a list's memory, and its constructor checks the elements."""
     try:
         made = array("I", ids)
     except TypeError:
-        raise _mixed() from None
+        raise _mixed(param) from None
     except OverflowError:
-        raise validate.no_such_token(vocab_size, "prompt") from None
+        raise validate.no_such_token(vocab_size, param) from None
     if ids and max(ids) >= vocab_size:
-        raise validate.no_such_token(vocab_size, "prompt")
+        raise validate.no_such_token(vocab_size, param)
     return made
 
 
-def _mixed() -> InvalidRequest:
-    return InvalidRequest("field 'prompt': texts and token ids cannot be mixed in one list", param="prompt")
+def _mixed(param: str) -> InvalidRequest:
+    return InvalidRequest(f"field {param!r}: texts and token ids cannot be mixed in one list", param=param)
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):

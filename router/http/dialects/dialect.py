@@ -26,15 +26,19 @@ BodyType = TypeVar("BodyType", bound=Body)
 MARK = "\ue000"
 
 
-class ResponseBuilder(ABC):
-    """The bodies and events of one response, in the types of a dialect.
-
-    Events are bytes of server-sent events (JSON has no line breaks), several at once or none.
-    """
+class WholeBuilder(ABC):
+    """The body of a response that is not streamed, in the types of a dialect."""
 
     @abstractmethod
     def whole(self, choices: Sequence[RunningChoice], used: GenerationSummary) -> bytes:
-        """The body of a response that is not streamed."""
+        """The body. May raise RouterError."""
+
+
+class ResponseBuilder(WholeBuilder):
+    """The body of one response, or its events.
+
+    Events are bytes of server-sent events (JSON has no line breaks), several at once or none.
+    """
 
     @abstractmethod
     def text(self, choice: RunningChoice, text: str) -> bytes:
@@ -69,18 +73,19 @@ class Dialect(Generic[BodyType]):
 class WholeWriter:
     """Collects the blocks of each choice and responds with one body."""
 
-    def __init__(self, exchange: Exchange, builder: ResponseBuilder) -> None:
+    def __init__(self, exchange: Exchange, builder: WholeBuilder) -> None:
         self._exchange = exchange
         self._builder = builder
 
     def add(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> None:  # noqa: ARG002
         """Take what a choice shows next; `first`: it showed nothing before."""
-        if shown.deltas or not choice.blocks:
-            extend(choice.blocks, shown)
-        elif choice.blocks[-1].kind == "text":
-            choice.blocks[-1].parts.append(shown.text)
+        blocks = choice.blocks
+        if shown.deltas:
+            extend(blocks, shown)
+        elif blocks and blocks[-1].kind == "text":
+            blocks[-1].parts.append(shown.text)
         elif shown.text:
-            choice.blocks.append(Block("text", [shown.text]))
+            blocks.append(Block("text", [shown.text]))
         if shown.tokens:
             choice.tokens += shown.tokens
 

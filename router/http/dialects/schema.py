@@ -16,7 +16,7 @@ from ....replica.messages import PositionLogprobs
 from ...errors import InvalidJson, InvalidRequest
 from ..protocol.exchange import GenerationSummary
 
-Decoded = TypeVar("Decoded")
+Decoded = TypeVar("Decoded", bound=msgspec.Struct)
 Result = TypeVar("Result")
 
 NonNegative = Annotated[int, Meta(ge=0)]

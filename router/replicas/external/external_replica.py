@@ -205,6 +205,10 @@ class ExternalReplica(ReplicaHandle):
             message = "this replica takes no bad_words"  # engines want texts and cut them into tokens themselves
             self._reply(Refused(request_id=generate.request_id, reason="invalid", message=message))
             return True
+        if generate.embedding is not None:
+            message = "this replica makes no embeddings"
+            self._reply(Refused(request_id=generate.request_id, reason="invalid", message=message, retry=True))
+            return True
         if generate.constraint is not None and len(generate.token_ids) // 4 > generate.prompt_tokens:
             message = "this replica cannot continue a constrained answer: its grammar would begin anew"
             self._reply(Refused(request_id=generate.request_id, reason="invalid", message=message, retry=True))

@@ -8,7 +8,8 @@ import pytest
 from homing.cluster.cli.control import choose_model, failed_since, update_orders, updated
 from homing.cluster.config import load_settings
 from homing.cluster.control.control_messages import ClusterStatus, ModelSpec, ReplicaStatus
-from homing.cluster.errors import NoSuchModel, SettingsError
+from homing.cluster.errors import ModelUnavailable, NoSuchModel, SettingsError
+from homing.replica.demo import demo_model_path
 
 MODELS = """
 cluster: {ray_address: auto}
@@ -97,6 +98,23 @@ def test_an_update_says_what_it_has_done(tmp_path: Path) -> None:
     assert updated(running, other) == "updated; the name fox now stands for org/ox"
     assert updated(running, update_orders(running, restart=True)) == "updated"
     assert updated(running, update_orders(running, remove=["owl"])) == "removed owl"
+
+
+def test_an_update_takes_a_tokenizer_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its whole path: replicas and routers are other processes. A folder without one is refused before anything."""
+    (settings,) = load_settings({"model": "demo", "served_model_name": "fox"}, {}, None).each_model
+    running = {"fox": ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=None)}
+    monkeypatch.chdir(demo_model_path().parent)
+
+    ((_, spec),) = update_orders(running, flags={"tokenizer": "model"})
+
+    assert isinstance(spec, ModelSpec)
+    assert spec.text_dir == spec.settings.replica.tokenizer == str(demo_model_path())
+    with pytest.raises(ModelUnavailable, match=r"cannot read a tokenizer from .*none: no such folder"):
+        update_orders(running, flags={"tokenizer": str(tmp_path / "none")})
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 3072}}}')
+    with pytest.raises(SettingsError, match="has the token id 3,072, and the model 3,072 tokens"):
+        update_orders(running, flags={"tokenizer": str(tmp_path)})
 
 
 def cluster(**failures: int) -> ClusterStatus:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from homing.replica.engine.sampler import (
+    Restriction,
     SamplingRow,
     banned_before,
     mask_logits,
@@ -267,12 +268,18 @@ def test_only_allowed_tokens_are_drawn(temperature):
     logits[:, 2] = 30.0
     bits = torch.tensor([[0b010001]], dtype=torch.int32)
 
-    first, second = sample(
-        logits, [row(temperature=temperature)] * 2, lambda edited: mask_logits(edited, torch.tensor([0]), bits)
-    )
+    raw, only = logits.clone(), torch.tensor([0])
+    restriction = Restriction(only, lambda edited: mask_logits(edited, only, bits))
+
+    first, second = sample(logits, [row(temperature=temperature, logprobs=1)] * 2, restriction)
+    banned, _ = sample(logits, [row(temperature=temperature, banned=(0,)), row()], restriction)
 
     assert first.token_id in (0, 4)
     assert second.token_id == 2
+    assert banned.token_id == 4
+    assert torch.equal(logits, raw)
+    assert first.logprobs is not None
+    assert first.logprobs.top[0].token_id == 2
 
 
 def test_logprobs_are_of_the_raw_model():

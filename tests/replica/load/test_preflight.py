@@ -190,3 +190,21 @@ def test_weights_are_counted_as_they_are_held(checkpoint, asked, by_linear, by_h
     assert own == embedding * by_other + shared
     assert foreign == 2 * (embedding + linears + others + (0 if tied else head))
     assert halved == embedding * by_other + shared // 2
+
+
+@pytest.mark.parametrize("vocabulary", [{"a": 0, "b": 99}, [["a", 0.0]] * 100])
+def test_a_tokenizer_of_another_model_is_named(folder: Path, tmp_path: Path, vocabulary: object) -> None:
+    """Its ids would lie behind the embedding: every request that has one would fail."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    (folder / "config.json").write_text(json.dumps(SHAPE | {"vocab_size": 100}))
+    check(folder, tokenizer=str(other))
+    (other / "tokenizer.json").write_text(
+        json.dumps({"model": {"vocab": vocabulary}, "added_tokens": [{"id": 100, "content": "<end>"}]})
+    )
+
+    with pytest.raises(
+        StartupError, match=r"tokenizer: .*other.tokenizer\.json has the token id 100, and .* 100 tokens"
+    ):
+        check(folder, tokenizer=str(other))

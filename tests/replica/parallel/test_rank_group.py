@@ -48,12 +48,16 @@ class Gang:
         self.runner = ModelRunner(settings, folder, BLOCK_SIZE, group)
         self.runner.allocate_kv(NUM_BLOCKS)
 
-    def forward(self, plan: StepPlan) -> torch.Tensor | None:
+    def send(self, plan: StepPlan) -> None:
+        """Have the other ranks run it."""
         frame = msgspec.msgpack.encode(plan)
         for worker in self.workers:
             assert worker.stdin is not None
             worker.stdin.write(len(frame).to_bytes(4, "little") + frame)
             worker.stdin.flush()
+
+    def forward(self, plan: StepPlan) -> torch.Tensor | None:
+        self.send(plan)
         return self.runner.forward(plan)
 
 
@@ -126,6 +130,25 @@ def test_eight_bits_on_ranks_are_as_near_as_on_one(size, checkpoint):
 
     assert 0 < (split - exact).norm() < 0.05 * exact.norm()
     assert (split - exact).norm() < 1.5 * (alone - exact).norm()
+
+
+def test_hidden_states_of_ranks_are_those_of_the_whole(checkpoint):
+    """Every rank has them after its sums: rank 0 reads its own, beside the logits that all ranks make."""
+    folder = checkpoint("qwen2")
+    plan = plan_of_rows(0, [PlanRow([5, 6, 7], 0, [1]), PlanRow([9, 8], 0, [2])])
+    whole, hidden = make_runner(folder).forward_hidden(plan, range(5))
+
+    with gang(folder, 2) as made:
+        made.send(plan)
+        split, split_hidden = made.runner.forward_hidden(plan, range(5))
+        made.send(no_logits := plan_of_rows(1, [PlanRow([9, 8], 0, [3])], logits_at=[]))
+        nothing, last = made.runner.forward_hidden(no_logits, [1])
+        after = made.forward(plan_of_rows(2, [PlanRow([4], 2, [3])]))
+
+    torch.testing.assert_close(split, whole, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(split_hidden, hidden, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(last, hidden[4:], rtol=1e-4, atol=1e-4)
+    assert (nothing.shape, after.shape) == ((0, 211), (1, 211))
 
 
 def test_step_without_logits_keeps_ranks_together(checkpoint):

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from homing.events.follow.subscription import FeedStatus
 from homing.kvcache.hashing import tenant_root, token_array, wire_hash, wire_hashes
-from homing.replica.messages import Abort, Constraint, Generate, Refused, TokenBatch, TokenOutput
+from homing.replica.messages import Abort, Constraint, EmbeddingParams, Generate, Refused, TokenBatch, TokenOutput
 from homing.router.backend import GenerationRequest, RouterCounters, TokenDelta
 from homing.router.config import RouterSettings
 from homing.router.errors import (
@@ -917,3 +917,50 @@ def test_each_transition_of_the_table_happens(world: World, transition: Transiti
     happen(world, request_id)
 
     assert world.flow.phase_of(request_id) is transition.after
+
+
+def test_embedding_is_computed_elsewhere_when_its_replica_is_lost() -> None:
+    """As a whole: nothing of it was delivered."""
+    world = World()
+    asked = EmbeddingParams("last", 8)
+    request_id = world.submit(request_of([*range(3 * BLOCK)], embedding=asked))
+    home = world.home(request_id)
+
+    world.lose(home)
+
+    other = world.home(request_id)
+    message = world.sent(other)
+    assert (other != home, message.embedding, message.prompt_tokens) == (True, asked, 3 * BLOCK)
+    last = TokenOutput(message.request_id, 0, [], finish_reason="stop", cached_tokens=0, embedding=b"1234")
+    world.reply(other, last)
+    assert [delta.embedding for delta in world.deltas[request_id]] == [b"1234"]
+    assert world.records[request_id].outcome == "finished"
+
+
+def test_prompt_of_an_embedding_may_fill_the_context() -> None:
+    """It needs no room for an answer."""
+    world = World()
+    full = [*range(LIMITS.max_model_len)]
+
+    world.submit(request_of(full, embedding=EmbeddingParams("last")))
+
+    with pytest.raises(PromptTooLong):
+        world.submit(request_of(full))
+    with pytest.raises(PromptTooLong):
+        world.submit(request_of([*full, 1], embedding=EmbeddingParams("last")))
+
+
+def test_mean_embedding_is_not_routed_to_cached_blocks() -> None:
+    """It cannot use them; the embedding of the last token can."""
+    world = World()
+    prompt = [*range(4 * BLOCK)]
+    world.submit(request_of(prompt))
+    world.settle()
+
+    told = {
+        pooling: world.flow.explain(request_of(prompt, embedding=EmbeddingParams(pooling)), world.now)
+        for pooling in ("last", "mean")
+    }
+
+    cached = {pooling: max(each.held_blocks for each in table.replicas) for pooling, table in told.items()}
+    assert cached == {"last": 4, "mean": 0}

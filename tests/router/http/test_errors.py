@@ -211,7 +211,7 @@ async def test_an_adapter_is_a_model_that_does_not_exist(client: httpx.AsyncClie
     assert backend.requests == []
 
 
-LATER = "embeddings moderations rerank score audio/transcriptions images/generations files batches"
+LATER = "moderations rerank score audio/transcriptions images/generations files batches"
 
 
 @pytest.mark.parametrize("path", f"{LATER} load_lora_adapter unload_lora_adapter".split())

@@ -139,3 +139,16 @@ def test_a_chat_template_of_ones_own_replaces_the_models(tmp_path: Path):
     assert model.decode(model.encode_chat_now(TemplateInput([{"role": "user", "content": "hi"}]))) == "user: hi;"
     assert model.templates == file.read_text()
     model.close()
+
+
+async def test_a_tokenizer_of_its_own_leaves_the_model_what_it_is(tmp_path: Path) -> None:
+    """The model's type and sampling are in the model's folder, words and template in the tokenizer's."""
+    (tmp_path / "config.json").write_text('{"model_type": "gpt_oss"}')
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.25}')
+    texts = TextModels(lambda folder: TextModel.load(folder, cache_bytes=0))
+
+    text = await texts.get(TextSource(str(DEMO), TextDigests("", ""), str(tmp_path)))
+
+    assert (text.model_type, text.sampling_defaults.temperature) == ("gpt_oss", 0.25)
+    assert text.templates
+    await texts.close()

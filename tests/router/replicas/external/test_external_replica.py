@@ -9,7 +9,7 @@ import pytest
 
 from homing.events.wire.messages import LoadReport
 from homing.kvcache.hashing import tenant_root
-from homing.replica.messages import Constraint, Pin, ReplicaDescription
+from homing.replica.messages import Constraint, EmbeddingParams, Pin, ReplicaDescription
 from homing.router.backend import ReplicaView, TokenDelta
 from homing.router.config import RouterSettings
 from homing.router.errors import InvalidGeneration, RequestFailed, RouterError
@@ -233,6 +233,16 @@ async def test_a_constrained_answer_cannot_go_on_at_an_engine(pair: Cluster) -> 
     with pytest.raises(RouterError, match="cannot continue a constrained answer"):
         await anext(reading)
     await pair.engines[home].start()
+
+
+async def test_an_engine_is_asked_for_no_embeddings(pair: Cluster) -> None:
+    """It would answer with text; a replica of ours may take the request."""
+    asked = msgspec.structs.replace(request_of(PROMPT), embedding=EmbeddingParams("last"))
+
+    with pytest.raises(RouterError, match="makes no embeddings"):
+        await anext(Reading(pair.service.generate(asked)))
+
+    assert not any(engine.bodies for engine in pair.engines.values())
 
 
 async def test_a_restarted_engine_comes_back_with_an_empty_cache(pair: Cluster) -> None:

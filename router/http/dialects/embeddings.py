@@ -1,0 +1,115 @@
+"""POST /v1/embeddings: OpenAI's API for the vectors of texts, from the served model's last hidden states."""
+
+from array import array
+from base64 import b64encode
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from ....replica.messages import EmbeddingParams, Pooling, SamplingParams
+from ...errors import ContextTooLong, InvalidRequest, RequestFailed
+from ...text.encoder_threads import Sender
+from ..front import Front, Served
+from ..generation import EncodedPrompt, Job, RunningChoice
+from ..protocol.exchange import GenerationSummary
+from .completions import PromptField, prompts
+from .dialect import WholeBuilder
+from .schema import ENCODER, Positive
+
+#: Texts of one request, as in OpenAI's API.
+MAX_INPUTS = 2048
+
+
+class EmbeddingsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The request body."""
+
+    model: str | None = None
+    input: PromptField
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Positive | None = None
+    pooling: Pooling | None = None  #: None: the setting's
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    timeout: Annotated[float, Meta(gt=0)] | None = None
+    user: Any = None  #: ignored
+
+
+async def job(front: Front, served: Served, body: EmbeddingsBody, sender: Sender) -> Job:
+    """What `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
+    limits = served.limits
+    if not limits.embedding_size:
+        raise InvalidRequest(f"field 'model': the replicas of {limits.name!r} make no embeddings", param="model")
+    if body.dimensions is not None and body.dimensions > limits.embedding_size:
+        raise InvalidRequest(
+            f"field 'dimensions': {body.dimensions:,}, the limit is {limits.embedding_size:,}", param="dimensions"
+        )
+    given = prompts(body.input, limits.vocab_size, "input")
+    if len(given) > MAX_INPUTS:
+        raise InvalidRequest(f"field 'input': {len(given):,} inputs, the limit is {MAX_INPUTS:,}", param="input")
+    texts = [each for each in given if isinstance(each, str)]
+    encoded = [each for each in given if not isinstance(each, str)]
+    if texts:
+        encoded = await served.text.encode(texts, special_tokens=True, sender=sender, param="input")
+    several = isinstance(body.input, list) and not isinstance(body.input[0], int)
+    for index, ids in enumerate(encoded):
+        param = f"input[{index}]" if several else "input"
+        if not ids:
+            raise InvalidRequest(f"field {param!r}: it has no tokens", param=param)
+        if len(ids) > limits.max_model_len:
+            message = f"field {param!r}: {len(ids):,} tokens, the limit is {limits.max_model_len:,}"
+            raise ContextTooLong(message, param=param)
+    return Job(
+        served=served,
+        prompts=[EncodedPrompt(ids, text) for ids, text in zip_longest(encoded, texts)],
+        choices_per_prompt=1,
+        sampling=SamplingParams(max_tokens=1),
+        salt=sender.salt,
+        priority=body.priority or 0,
+        timeout_s=body.timeout,
+        embedding=EmbeddingParams(body.pooling or front.settings.embedding_pooling, body.dimensions),
+    )
+
+
+class Embedding(msgspec.Struct, frozen=True):
+    """The vector of one input: numbers, or the Base64 of their float32 in little-endian order."""
+
+    index: int
+    embedding: list[float] | str
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingsUsage(msgspec.Struct, frozen=True):
+    """Tokens of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingsResponse(msgspec.Struct, frozen=True):
+    """The response body."""
+
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingsUsage
+    object: Literal["list"] = "list"
+
+
+class EmbeddingBuilder(WholeBuilder):
+    """The body of one response."""
+
+    def __init__(self, served: Served, body: EmbeddingsBody) -> None:
+        self._model = served.limits.name
+        self._base64 = body.encoding_format == "base64"
+
+    def whole(self, choices: Sequence[RunningChoice], used: GenerationSummary) -> bytes:
+        data = [Embedding(choice.index, self._encoded(choice.embedding)) for choice in choices]
+        tokens = used.prompt_tokens
+        return ENCODER.encode(EmbeddingsResponse(data, self._model, EmbeddingsUsage(tokens, tokens)))
+
+    def _encoded(self, vector: bytes | None) -> list[float] | str:
+        if vector is None:
+            raise RequestFailed("the replica returned no embedding")
+        return b64encode(vector).decode() if self._base64 else array("f", vector).tolist()
