@@ -4,16 +4,16 @@ Hashes and epochs are 16 hex digits: as numbers, readers that use doubles (JavaS
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
 from ..errors import BadRecord
 from ..follow.block_set import CacheMirror
-from ..wire.cache_events import CacheEvent, Cleared, Removed, Stored
+from ..wire.cache_events import EVENT_NAMES, CacheEvent, Cleared, Removed, Stored
 from .plain_stream import StreamEvent
 
-_KINDS: dict[str, type[CacheEvent]] = {"stored": Stored, "removed": Removed, "cleared": Cleared}
+_KINDS: dict[str, type[CacheEvent]] = dict(zip(EVENT_NAMES, get_args(CacheEvent), strict=True))
 #: Kinds of lines about the stream itself, beside those about blocks.
 REMARKS = frozenset({"joined", "gone", "status", "malformed", "refused", "rates"})
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
+from typing import assert_never
 
 from ....events.config import EventsSettings
 from ....events.follow.subscription import (
@@ -85,6 +86,8 @@ def updates_of(changes: Sequence[Change]) -> Iterator[Update]:
                 yield Removed, wire_hashes(b"".join(hashes))
             case AllCleared():
                 yield Cleared, ()
+            case _:
+                assert_never(change)
 
 
 def apply(state: Placement | Truth, replica: str, updates: Sequence[Update]) -> None:
