@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from ..replica.kernels.toolchain import launcher_problem
+
 #: Packages without which nothing can be served.
 PACKAGES = ("ray", "torch", "transformers", "tokenizers", "safetensors", "pyzmq", "msgspec", "xxhash", "httptools")
 #: Ray's token file, unless RAY_AUTH_TOKEN_PATH names another one.
@@ -40,6 +42,7 @@ class MachineInfo:
     memory_bytes: int  #: available
     gpus_seen: int  #: by nvidia-smi
     gpus_usable: int  #: by torch
+    launcher_problem: str | None  #: why Triton could not launch kernels on a GPU
     disks: tuple[DiskInfo, ...]
     shared_memory_bytes: int | None  #: size of /dev/shm
     open_files: int  #: hard limit; routers raise their soft one to it
@@ -56,6 +59,7 @@ def inspect_machine(disks: Mapping[str, Path]) -> MachineInfo:
         memory_bytes=psutil.virtual_memory().available,
         gpus_seen=_gpus_seen(),
         gpus_usable=_gpus_usable(),
+        launcher_problem=launcher_problem(),
         disks=tuple(DiskInfo(use, str(folder), _free_bytes(folder)) for use, folder in disks.items()),
         shared_memory_bytes=shutil.disk_usage(shared_memory).total if shared_memory.is_dir() else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],

@@ -14,6 +14,7 @@ import msgspec
 from ...replica.config import ReplicaSettings
 from ...replica.demo import demo_model_path
 from ...replica.errors import StartupError
+from ...replica.kernels.toolchain import REMEDY
 from ...replica.load.preflight import weight_bytes
 from ..client import get_json
 from ..config import Settings, state_folder
@@ -70,7 +71,7 @@ def render(findings: Iterable[Finding]) -> str:
 
 
 def examine_host(host: MachineInfo, settings: Settings) -> list[Finding]:
-    checks = (_versions, _gpus, _memory, _shared_memory, _files, _clock, _token)
+    checks = (_versions, _gpus, _compiler, _memory, _shared_memory, _files, _clock, _token)
     return [*(check(host, settings) for check in checks), *map(_disk, host.disks)]
 
 
@@ -98,6 +99,15 @@ def _gpus(host: MachineInfo, settings: Settings) -> Finding:
         message = f"this machine has {host.gpus_usable} GPUs, and ranks reserve none"
         return Finding("gpus", "warning", message, "serve with --gpus-per-rank 1")
     return Finding("gpus", "ok", f"{host.gpus_usable} usable, {needed:g} needed")
+
+
+def _compiler(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG001
+    if not host.gpus_seen:
+        return Finding("compiler", "ok", "no GPU here, so Triton launches no kernels")
+    if host.launcher_problem:
+        message = f"Triton cannot launch kernels on the GPUs: {host.launcher_problem}"
+        return Finding("compiler", "error", message, REMEDY)
+    return Finding("compiler", "ok", "a C compiler and Python's headers, with which Triton builds its launcher")
 
 
 def _memory(host: MachineInfo, settings: Settings) -> Finding:

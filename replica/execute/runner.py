@@ -26,11 +26,25 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+#: docs/gpu.md says which driver which build needs.
+CUDA_REMEDY = "see homing doctor and docs/gpu.md, or set device: cpu to serve without GPUs"
+
+
+def _cuda_problem() -> str:
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        return f"torch {torch.__version__} is built for CUDA {torch.version.cuda}: {' '.join(str(error).split())}"
+    return "it finds no CUDA device"
+
+
 def resolve_device(settings: ReplicaSettings) -> torch.device:
     """The configured device; auto is CUDA if there is one. Raises StartupError."""
     available = torch.cuda.is_available()
     if settings.device == "cuda" and not available:
-        raise StartupError("device: cuda is set, but torch finds no CUDA device; use device: auto or cpu")
+        raise StartupError(f"this rank has a GPU, but torch cannot use it: {_cuda_problem()}; {CUDA_REMEDY}")
     return torch.device("cuda" if available and settings.device != "cpu" else "cpu")
 
 

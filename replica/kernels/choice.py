@@ -3,10 +3,13 @@
 import functools
 import importlib.util
 import logging
+from collections.abc import Callable
 
 import torch
 
+from ..errors import StartupError
 from .base import TorchCpuKernels, TorchKernels
+from .toolchain import REMEDY, launcher_problem
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +58,30 @@ def choose_kernels(device: torch.device, dtype: torch.dtype) -> TorchKernels:
         from .cpu.cpu_kernels import CompiledKernels  # needs numba
 
         return CompiledKernels()
+    _probe(device)
     from .triton.triton_kernels import TritonKernels  # needs Triton
 
     return TritonKernels()
+
+
+@functools.cache
+def _probe(device: torch.device) -> None:
+    """Launch a small kernel once per process: what the machine lacks shows here and not after minutes of loading."""
+    from .triton.pointwise import silu_mul
+
+    def launch() -> None:
+        silu_mul(torch.zeros(1, 2, device=device))
+        torch.cuda.synchronize(device)
+
+    check_launch(launch)
+
+
+def check_launch(launch: Callable[[], None]) -> None:
+    """Raise StartupError with the remedy if this first launch of a kernel fails."""
+    try:
+        launch()
+    except Exception as error:
+        problem = launcher_problem()
+        remedy = f"{problem}: {REMEDY}" if problem else "homing doctor checks driver, compiler and headers"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise StartupError(f"Triton cannot launch a kernel ({reason}); {remedy}") from error

@@ -44,6 +44,15 @@ def test_an_image_serves_with_the_token_on_and_holds_none(name: str) -> None:
     assert settings_of(parse(command[1:])).router.host == "0.0.0.0"
 
 
+def test_the_cuda_image_has_what_triton_builds_its_launcher_with() -> None:
+    """A slim Python image has no compiler, and Triton then launches nothing; the build itself tries the headers."""
+    text = (DEPLOY / "docker" / "Dockerfile.cuda").read_text()
+    (packages,) = re.findall(r"--no-install-recommends (.*?) \\", text)
+
+    assert {"gcc", "libc6-dev"} <= set(packages.split())
+    assert "-include Python.h" in text
+
+
 def test_everything_that_an_image_installs_is_pinned() -> None:
     """`ray[default]` brings more than `ray`: unpinned, two builds of one commit differ."""
     extras = [Requirement(word) for word in requires("ray") or [] if 'extra == "default"' in word]

@@ -20,6 +20,7 @@ WELL = MachineInfo(
     memory_bytes=32 * GIB,
     gpus_seen=0,
     gpus_usable=0,
+    launcher_problem=None,
     disks=(DiskInfo("notes", "/notes", 100 * GIB),),
     shared_memory_bytes=GIB,
     open_files=65536,
@@ -38,7 +39,7 @@ def test_a_machine_in_order_has_no_fault() -> None:
     findings = examine_host(WELL, load_settings({}, {}))
 
     assert {finding.level for finding in findings} == {"ok"}
-    assert {"environment", "gpus", "memory", "shared memory", "file limits", "clock", "auth", "disk"} == {
+    assert {"environment", "gpus", "compiler", "memory", "shared memory", "file limits", "clock", "auth", "disk"} == {
         finding.check for finding in findings
     }
 
@@ -51,6 +52,13 @@ def test_a_machine_in_order_has_no_fault() -> None:
         ({"gpus_seen": 2}, {}, "gpus", "error", "the driver reports 2 GPUs, torch none"),
         ({}, {"gpus_per_rank": "0.5"}, "gpus", "error", "2 ranks need 1 GPUs, this machine has 0"),
         ({"gpus_seen": 1, "gpus_usable": 1}, {}, "gpus", "warning", "ranks reserve none"),
+        (
+            {"gpus_seen": 2, "gpus_usable": 2, "launcher_problem": "there is no C compiler on the PATH"},
+            {"gpus_per_rank": "1"},
+            "compiler",
+            "error",
+            "no C compiler",
+        ),
         ({"memory_bytes": GIB // 2}, {}, "memory", "error", "2 ranks need 1.0 GiB for KV and 0.0 for weights, 0.5 GiB"),
         ({"shared_memory_bytes": 64 << 20}, {}, "shared memory", "warning", "/dev/shm has 64 MiB"),
         ({"shared_memory_bytes": None}, {}, "shared memory", "warning", "no /dev/shm"),

@@ -6,7 +6,8 @@ import platform
 import pytest
 import torch
 
-from homing.replica.kernels.choice import choose_kernels, compiled_problem, triton_problem
+from homing.replica.errors import StartupError
+from homing.replica.kernels.choice import check_launch, choose_kernels, compiled_problem, triton_problem
 
 
 def test_triton_serves_cuda_alone():
@@ -38,3 +39,20 @@ def test_fresh_tensors_are_poisoned():
     assert bool(torch.empty(1000).isnan().all())
     assert bool(torch.empty(10, dtype=torch.bfloat16).isnan().all())
     assert bool((torch.empty(1000, dtype=torch.int64) == torch.iinfo(torch.int64).max).all())
+
+
+def test_a_first_launch_that_fails_names_what_to_install(monkeypatch, tmp_path):
+    """Triton builds a C module when it launches its first kernel, which a slim image has no compiler for."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+
+    def launch():
+        raise RuntimeError("Failed to find C compiler.")
+
+    with pytest.raises(StartupError, match=r"Failed to find C compiler.*no C compiler on the PATH.*gcc python3-dev"):
+        check_launch(launch)
+
+
+def test_a_launch_that_works_is_no_problem():
+    """The probe itself must not keep a replica from starting."""
+    check_launch(lambda: None)
