@@ -9,11 +9,12 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..kernels.base import PagedRows, TorchKernels
 from ..models.base import AttentionRule
-from .paged import KvPool, PagedAttention, PagedStep
+from .paged import KvPool, PagedAttention, PagedStep, to_device
 
 #: Module names of FlashAttention 3, which depend on how it was installed.
 FLASH3_MODULES = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
@@ -38,23 +39,27 @@ class FlashAttention(PagedAttention):
             out.copy_(self._library(q, rows, step, rule))
 
 
-def flash2(call: Callable[..., torch.Tensor]) -> Prefill:
-    """`flash_attn.flash_attn_varlen_func` on gathered keys and values."""
+class flash2:  # noqa: N801 - called like the other libraries' functions
+    """`flash_attn.flash_attn_varlen_func` on gathered keys and values; where they are is computed once per step."""
 
-    def prefill(q: torch.Tensor, rows: PagedRows, step: PagedStep, rule: AttentionRule) -> torch.Tensor:
-        keys, values, first_keys = _gathered(rows, step.kv_lens)
-        return call(
+    def __init__(self, call: Callable[..., torch.Tensor]) -> None:
+        self._call = call
+        self._step: PagedStep | None = None
+
+    def __call__(self, q: torch.Tensor, rows: PagedRows, step: PagedStep, rule: AttentionRule) -> torch.Tensor:
+        if step is not self._step:  # held, so that no other step can have its identity
+            self._step = step
+            self._slots, self._first_keys = _places(rows, step.kv_lens)
+        return self._call(
             q,
-            keys,
-            values,
+            rows.keys.flatten(0, 1)[self._slots],
+            rows.values.flatten(0, 1)[self._slots],
             cu_seqlens_q=step.first_queries,
-            cu_seqlens_k=first_keys,
+            cu_seqlens_k=self._first_keys,
             max_seqlen_q=max(step.q_lens),
             max_seqlen_k=max(step.kv_lens),
             **_rule_arguments(rule),
         )
-
-    return prefill
 
 
 def flash3(call: Callable[..., torch.Tensor]) -> Prefill:
@@ -75,15 +80,16 @@ def flash3(call: Callable[..., torch.Tensor]) -> Prefill:
     return prefill
 
 
-def _gathered(rows: PagedRows, kv_lens: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values of all rows joined [sum(kv_lens), kv_heads, D], and where each row starts (int32 [rows + 1])."""
+def _places(rows: PagedRows, kv_lens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slots of all rows' tokens joined [sum(kv_lens)], and where each row starts (int32 [rows + 1]).
+
+    Waits for nothing: a copy from pageable memory would wait for all steps launched before.
+    """
     device, size, total = rows.tables.device, rows.keys.shape[1], sum(kv_lens)
-    counts = torch.tensor(kv_lens).to(device)
-    first = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    row = torch.arange(len(kv_lens), device=device).repeat_interleave(counts, output_size=total)
+    first = to_device(np.cumsum([0, *kv_lens]), device)
+    row = torch.arange(len(kv_lens), device=device).repeat_interleave(first.diff(), output_size=total)
     position = torch.arange(total, device=device) - first[row]
-    slots = rows.tables[row, position // size].long() * size + position % size
-    return rows.keys.flatten(0, 1)[slots], rows.values.flatten(0, 1)[slots], first.int()
+    return rows.tables[row, position // size].long() * size + position % size, first.int()
 
 
 def _rule_arguments(rule: AttentionRule) -> dict[str, Any]:

@@ -47,36 +47,43 @@ class EagerSteps:
 
 
 class CudaGraphs(EagerSteps):
-    """Parts of decode steps as CUDA graphs that share one memory pool. Not run on a GPU yet."""
+    """Parts of decode steps as CUDA graphs that share one stream and one memory pool. Not run on a GPU yet.
 
-    def __init__(self) -> None:
+    torch reuses the memory of a pool only for captures on the same stream, and gives each stream cuBLAS workspace.
+    """
+
+    def __init__(self, cuda: Any = torch.cuda) -> None:
+        """`cuda`: torch.cuda, or a stand-in."""
         super().__init__()
+        self._cuda = cuda
+        self._stream: Any = None
         self._pool: Any = None
 
     def capture(self, key: Hashable, run: Callable[[], None]) -> None:
-        """Run twice on another stream to load and compile all libraries and kernels, then capture."""
-        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        """Run twice on the capture stream to load and compile all libraries and kernels, then capture."""
+        cuda = self._cuda
+        stream = self._stream = self._stream or cuda.Stream()
+        current = cuda.current_stream()
+        stream.wait_stream(current)
+        with cuda.stream(stream):
             run()
             run()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
+        current.wait_stream(stream)
+        cuda.synchronize()
         gc.collect()  # a tensor freed by the collector during capture would break it
-        graph = torch.cuda.CUDAGraph()
-        current = torch.cuda.current_stream()
+        graph = cuda.CUDAGraph()
         try:
             # Another thread of this process (a metrics reader, say) may touch CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            with cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 run()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            torch.cuda.set_stream(current)  # a failed capture leaves its own stream current
+            cuda.set_stream(current)  # a failed capture leaves its own stream current
             raise NotCaptured(f"{type(error).__name__}: {error}") from error
         self._pool = graph.pool()
         self._replays[key] = graph.replay
 
     def clear(self) -> None:
         super().clear()
-        self._pool = None
+        self._stream = self._pool = None

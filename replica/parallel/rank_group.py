@@ -3,13 +3,13 @@
 Built from an explicit host and port: no environment variables, no torchrun, no process-wide default group. gloo on CPU;
 nccl on CUDA has the same calls, but has not been run on a GPU yet.
 
-In a CUDA graph nccl's calls become its nodes: `wait` makes the stream wait there, not the host, and a call's
-allocations come from the graph's memory. The first call of a group connects the ranks, so it must come before any
-capture (the warm-up runs of a capture are enough), and graphs must be freed before their group.
+In a CUDA graph nccl's calls become its nodes, and a call's allocations come from the graph's memory. The first call of
+a group connects the ranks, so it must come before any capture (the warm-up runs of a capture are enough), and graphs
+must be freed before their group.
 """
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, Self
@@ -55,8 +55,7 @@ class RankGroup:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x, in place if x is contiguous."""
         x = x.contiguous()
-        with _rank_lost("all_reduce"):
-            self._group.allreduce([x]).wait()
+        self._finish("all_reduce", self._group.allreduce, [x], dist.AllreduceOptions())
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
@@ -64,16 +63,26 @@ class RankGroup:
         options = dist.GatherOptions()
         options.rootRank = 0
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
-        with _rank_lost("gather"):
-            self._group.gather([parts] if parts else [], [x.contiguous()], options).wait()
+        self._finish("gather", self._group.gather, [parts] if parts else [], [x.contiguous()], options)
         return parts
 
     def broadcast(self, x: torch.Tensor) -> None:
         """Rank 0's x on all ranks, in place."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        with _rank_lost("broadcast"):
-            self._group.broadcast([x], options).wait()
+        self._finish("broadcast", self._group.broadcast, [x], options)
+
+    @staticmethod
+    def _finish(name: str, call: Callable[..., Any], *arguments: Any) -> None:
+        """Run a collective on the stream that computes; the last argument is its options.
+
+        An asynchronous one would cross to nccl's own stream and back: two more events, in graphs two more nodes.
+        """
+        arguments[-1].asyncOp = False
+        with _rank_lost(name):
+            work = call(*arguments)
+            if work is not None:  # nccl returns none for what is not asynchronous
+                work.wait()
 
 
 @contextmanager

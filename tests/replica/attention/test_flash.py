@@ -7,7 +7,7 @@ from homing.replica.kernels.base import PagedRows, TorchKernels
 from homing.replica.models.base import AttentionRule
 
 from .reference import ReferenceAttention
-from .test_attention import RULES, SHAPES, batch_of, fitted, run
+from .test_attention import RULES, SHAPES, batch_of, filled_pool, fitted, run
 
 ROWS = [(22, 1), (0, 9), (6, 5), (16, 16), (3, 1)]
 
@@ -67,3 +67,20 @@ def test_both_libraries_compute_what_the_reference_does():
 
                 wanted, _ = run(ReferenceAttention, batch, shape, rule)
                 torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_where_keys_are_is_computed_once_for_all_layers():
+    """It takes a dozen small operations and a copy to the device: per layer they would cost more than the attention."""
+    starts = []
+
+    def recorded(*arguments, cu_seqlens_k, **options):
+        starts.append(cu_seqlens_k)
+        return varlen(*arguments, cu_seqlens_k=cu_seqlens_k, **options)
+
+    shape, batch = SHAPES["grouped"], batch_of(ROWS)
+    attention = FlashAttention(filled_pool(shape, 40, seed=0), TorchKernels(), flash2(recorded))
+    attention.begin(batch)
+    for layer in (0, 1):
+        attention(layer, *(torch.zeros(len(batch.token_ids), heads, 8) for heads in (4, 2, 2)), RULES["plain"])
+
+    assert starts[0] is starts[1]

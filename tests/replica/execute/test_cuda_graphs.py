@@ -1,9 +1,12 @@
 """Batches are padded to few sizes, and a stand-in for CUDA graphs replays by calling."""
 
+from contextlib import contextmanager, nullcontext
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from homing.replica.execute.cuda_graphs import EagerSteps, graph_sizes, padded_size
+from homing.replica.execute.cuda_graphs import CudaGraphs, EagerSteps, NotCaptured, graph_sizes, padded_size
 
 
 @given(st.integers(1, 600), st.data())
@@ -36,3 +39,73 @@ def test_eager_replays_run_the_function_of_their_size():
     graphs.replay(1)
 
     assert calls == ["two", "one"]
+
+
+class FakeStream:
+    def wait_stream(self, other):
+        pass
+
+
+class FakeGraph:
+    def pool(self):
+        return "pool"
+
+    def replay(self):
+        pass
+
+
+class FakeCuda:
+    """The part of torch.cuda that captures use; records on which stream and from which pool each was made."""
+
+    CUDAGraph, Stream = FakeGraph, FakeStream
+
+    def __init__(self):
+        self.captures = []
+        self.current = self.default = FakeStream()
+
+    def current_stream(self):
+        return self.current
+
+    def set_stream(self, stream):
+        self.current = stream
+
+    def stream(self, stream):
+        return nullcontext()
+
+    def synchronize(self):
+        pass
+
+    @contextmanager
+    def graph(self, graph, *, pool, stream, capture_error_mode):
+        self.captures.append((stream, pool))
+        self.current = stream
+        yield
+        self.current = self.default
+
+
+def test_all_captures_share_one_stream_and_one_pool():
+    """torch reuses a pool's memory on the same stream only: 0.35 GB more at 64 rows of an 8B model, by calculation."""
+    cuda = FakeCuda()
+    graphs = CudaGraphs(cuda)
+
+    for key in range(3):
+        graphs.capture(key, lambda: None)
+
+    assert len({stream for stream, _ in cuda.captures}) == 1
+    assert [pool for _, pool in cuda.captures] == [None, "pool", "pool"]
+
+
+def test_a_failed_capture_leaves_the_stream_as_it_was():
+    """Everything after it would otherwise be launched on the capture stream."""
+    cuda = FakeCuda()
+    calls = []
+
+    def run():
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(NotCaptured, match="not permitted"):
+        CudaGraphs(cuda).capture(0, run)
+
+    assert cuda.current is cuda.default

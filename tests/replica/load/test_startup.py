@@ -162,6 +162,37 @@ def test_a_length_of_two_is_served():
     assert measure_rates(executor, limits, 16).decode_step_s > 0
 
 
+class UnfinishedLogits:
+    """Logits of a step that is still running until one of them is read."""
+
+    def __init__(self, executor):
+        self._executor = executor
+
+    def __getitem__(self, place):
+        self._executor.now += 2.0
+        return 1.0
+
+
+class LaunchingExecutor:
+    """Launches at once; its clock goes on when a result is read, as a device's work does."""
+
+    now = 0.0
+
+    def forward(self, plan):
+        self.now += 0.001
+        return UnfinishedLogits(self)
+
+
+def test_rates_are_of_finished_steps():
+    """On CUDA a launch returns at once: its time would tell routers of a replica that is a hundred times as fast."""
+    executor = LaunchingExecutor()
+
+    rates = measure_rates(executor, SchedulerLimits(4, 32, 100), 16, clock=lambda: executor.now)
+
+    assert rates.decode_step_s == pytest.approx(2.001)
+    assert rates.prefill_tokens_per_s == pytest.approx(32 / 2.001)
+
+
 def test_memory_that_others_hold_is_named():
     """Raising the share would not help then."""
     taken = MemoryReading(total_bytes=1 << 30, free_bytes=1000, held_bytes=1000, peak_bytes=100)
