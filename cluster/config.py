@@ -31,7 +31,9 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     name: Annotated[
         str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$", description="name of the cluster on this machine")
     ] = "default"
-    replicas: Annotated[int, Meta(ge=1, le=4096, description="number of replicas")] = 2
+    replicas: Annotated[
+        int, Meta(ge=0, le=4096, description="number of replicas; 0: as many as the GPUs hold, 2 where there are none")
+    ] = 0
     autoscale: Annotated[
         str,
         Meta(
@@ -60,7 +62,14 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         float,
         Meta(ge=0, description="logical CPUs that Ray reserves for a rank in a joined cluster; affects placement only"),
     ] = 1.0
-    gpus_per_rank: Annotated[float, Meta(ge=0, description="GPUs that Ray reserves for a rank")] = 0.0
+    gpus_per_rank: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="GPUs that Ray reserves for a rank, which must then use them; a fraction puts several ranks on "
+            "one; 0: one GPU where there are any and `device` is not cpu",
+        ),
+    ] = 0.0
     start_timeout_s: Annotated[
         float, Meta(gt=0, description="a replica that is not ready after this time has failed")
     ] = 600.0
@@ -269,6 +278,8 @@ def _added(cluster: Settings, given: Mapping[str, Given]) -> Settings:
 
 def _changed(running: Settings, given: Mapping[str, Given]) -> Settings:
     values = {name: _convert(SETTINGS[name], source) for name, source in given.items()}
+    if not values.get("replicas", 1):  # as many as fit: settled at the start
+        del values["replicas"]
     for name, value in values.items():
         if value != getattr(getattr(running, SETTINGS[name].room), name) and name in FIXED:
             raise SettingsError(f"{given[name].origin}: {name} cannot change while the cluster runs; {FIXED[name]}")

@@ -57,7 +57,7 @@ def inspect_machine(disks: Mapping[str, Path]) -> MachineInfo:
         python=sys.version_info[:2],
         packages={name: _version(name) for name in PACKAGES},
         memory_bytes=psutil.virtual_memory().available,
-        gpus_seen=_gpus_seen(),
+        gpus_seen=visible_gpus(),
         gpus_usable=_gpus_usable(),
         launcher_problem=launcher_problem(),
         disks=tuple(DiskInfo(use, str(folder), _free_bytes(folder)) for use, folder in disks.items()),
@@ -73,6 +73,19 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def visible_gpus() -> int:
+    """The driver's GPUs, without those that CUDA_VISIBLE_DEVICES hides from this process and its children."""
+    return shown(_gpus_seen(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def shown(gpus: int, visible: str | None) -> int:
+    """How many of the GPUs CUDA shows under this value of CUDA_VISIBLE_DEVICES (None: not set)."""
+    if visible is None:
+        return gpus
+    names = [name.strip() for name in visible.split(",")]
+    return min(gpus, next((at for at, name in enumerate(names) if name in ("", "-1", "NoDevFiles")), len(names)))
 
 
 def _gpus_seen() -> int:

@@ -95,6 +95,13 @@ def start_local(settings: Settings, folder: Path) -> None:
         raise DoesNotFit(f"{ranks} ranks need {needed:g} GPUs; this machine has {available:g}")
 
 
+def gpus_by_machine() -> tuple[float, ...]:
+    """The GPUs of each machine of the Ray cluster that is connected."""
+    import ray
+
+    return tuple(node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"])
+
+
 def join(settings: Settings) -> None:
     """Join the Ray cluster at `ray_address`. Raises ClusterError when it does not answer or refuses the token."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -95,7 +95,7 @@ def check_bounds(settings: Settings, where: str) -> None:
         terms = terms_of(cluster)
     except ValueError as error:
         raise SettingsError(f"{where}autoscale: {error}") from error
-    if terms is not None and not max(1, terms.least) <= cluster.replicas <= terms.most:
+    if terms is not None and cluster.replicas and not max(1, terms.least) <= cluster.replicas <= terms.most:
         raise SettingsError(f"{where}replicas: {cluster.replicas} is outside autoscale {cluster.autoscale}")
 
 

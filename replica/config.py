@@ -33,7 +33,10 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             "`avx512_bf16` prompts take 0.75 to 0.85 of the time in bfloat16, tokens of one request 1.6 times as long"
         ),
     ] = "none"
-    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda where there is one")] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        Meta(description="auto: cuda where there is a GPU; one that torch cannot use is then an error"),
+    ] = "auto"
     model_provider: Annotated[
         Literal["auto", "native", "transformers"],
         Meta(
@@ -53,10 +56,13 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_model_len: Annotated[
         int, Meta(ge=0, description="longest prompt plus answer in tokens; 0: the model's, or what the KV pool holds")
     ] = 0
-    max_running_requests: Annotated[int, Meta(ge=1, description="requests in one step's batch")] = 64
+    max_running_requests: Annotated[
+        int, Meta(ge=0, description="requests in one step's batch; 0: 256 on CUDA, 64 on CPU")
+    ] = 0
     max_batched_tokens: Annotated[
-        int, Meta(ge=1, description="token budget of one step; longer prefills run in chunks")
-    ] = 2048
+        int,
+        Meta(ge=0, description="token budget of one step; longer prefills run in chunks; 0: 8192 on CUDA, 2048 on CPU"),
+    ] = 0
     prefill_step_tokens: Annotated[
         int,
         Meta(
@@ -68,3 +74,13 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     cpu_threads: Annotated[
         int, Meta(ge=0, description="torch threads per rank on CPU; 0: the cores that others leave idle, at least 1")
     ] = 0
+
+
+def for_device(settings: ReplicaSettings, *, cuda: bool) -> ReplicaSettings:
+    """The settings with the limits of a step that fit the device, where they are not set. Not measured on a GPU."""
+    running, tokens = (256, 8192) if cuda else (64, 2048)
+    return msgspec.structs.replace(
+        settings,
+        max_running_requests=settings.max_running_requests or running,
+        max_batched_tokens=settings.max_batched_tokens or tokens,
+    )

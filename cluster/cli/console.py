@@ -137,4 +137,6 @@ def _shape(settings: Settings) -> str:
 
 def _replicas(settings: Settings) -> str:
     backends = settings.router.backend
-    return count(len(backends.split(",")), "backend") if backends else count(settings.cluster.replicas, "replica")
+    if backends:
+        return count(len(backends.split(",")), "backend")
+    return count(settings.cluster.replicas, "replica") if settings.cluster.replicas else "as many replicas as fit"

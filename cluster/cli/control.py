@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from .. import local_ray
 from ..config import Settings, added_settings, changed_settings, state_folder
 from ..control.control_messages import CONTROLLER, ClusterStatus, Failed, ModelSpec
+from ..devices import settle
 from ..errors import ClusterError, NoSuchModel, NoSuchReplica, NotRunning, SettingsError, StartFailed, UpdateAbandoned
 from ..model_source import find_model
 from ..preflight import check_bounds, check_folder, with_tokenizer
@@ -70,7 +71,7 @@ def update(settings: Settings, out: TextIO, *, wait: bool, **changes: Any) -> in
     with _visit(settings):
         client = ControllerClient(out)
         running = {model.name: model for model in client.ask("current")}
-        orders = update_orders(running, **changes)
+        orders = update_orders(running, gpus=local_ray.gpus_by_machine(), **changes)
         if not orders:
             print("nothing changes (to replace every replica: --restart)", file=out)
             return 0
@@ -102,10 +103,12 @@ def update_orders(
     file: Path | None = None,
     remove: Sequence[str] = (),
     restart: bool = False,
+    gpus: tuple[float, ...] = (),
 ) -> list[tuple[str, ModelSpec | str]]:
     """The controller's orders: `remove`, `add` and `update`, with the name or the settings of a model.
 
-    `restart`: also replace replicas whose settings stay the same. Raises SettingsError, ModelUnavailable, NoSuchModel.
+    `gpus`: of each machine of the cluster. `restart`: also replace replicas whose settings stay the same. Raises
+    SettingsError, ModelUnavailable, NoSuchModel.
     """
     removed = [choose_model(list(running), name) for name in remove]
     staying = {name: spec.settings for name, spec in running.items() if name not in removed}
@@ -114,11 +117,12 @@ def update_orders(
     orders: list[tuple[str, ModelSpec | str]] = [("remove", name) for name in removed]
     template = next(iter(running.values()))
     for added in added_settings(staying, file).values():
+        added = settle(added, gpus)
         check_bounds(added, f"model {added.served_name}: ")
         orders.append(("add", _with_settings(template, added)))
     for name, changed in changed_settings(staying, flags, file).items():
         if restart or changed != running[name].settings:
-            orders.append(("update", _with_settings(running[name], changed)))
+            orders.append(("update", _with_settings(running[name], settle(changed, gpus))))
     return orders
 
 

@@ -18,6 +18,7 @@ from ...replica.kernels.toolchain import REMEDY
 from ...replica.load.preflight import weight_bytes
 from ..client import get_json
 from ..config import Settings, state_folder
+from ..devices import settle
 from ..errors import ClusterError
 from ..host import DiskInfo, MachineInfo, inspect_machine
 from ..model_source import DEMO, find_model
@@ -71,6 +72,7 @@ def render(findings: Iterable[Finding]) -> str:
 
 
 def examine_host(host: MachineInfo, settings: Settings) -> list[Finding]:
+    settings = settle(settings, () if settings.cluster.ray_address else (float(host.gpus_seen),))
     checks = (_versions, _gpus, _compiler, _memory, _shared_memory, _files, _clock, _token)
     return [*(check(host, settings) for check in checks), *map(_disk, host.disks)]
 
@@ -91,13 +93,11 @@ def _gpus(host: MachineInfo, settings: Settings) -> Finding:
     needed = sum(each.ranks * each.cluster.gpus_per_rank for each in settings.each_model)
     if host.gpus_seen and not host.gpus_usable:
         message = f"the driver reports {host.gpus_seen} GPUs, torch none"
-        return Finding("gpus", "error", message, "install a CUDA build of torch and a driver that is new enough for it")
+        remedy = "install a CUDA build of torch and a driver that is new enough for it: docs/gpu.md"
+        return Finding("gpus", "error", message, remedy)
     if not settings.cluster.ray_address and needed > host.gpus_usable:
         message = f"{ranks} ranks need {needed:g} GPUs, this machine has {host.gpus_usable}"
         return Finding("gpus", "error", message, "lower --replicas, --tensor-parallel-size or --gpus-per-rank")
-    if host.gpus_usable and not needed:
-        message = f"this machine has {host.gpus_usable} GPUs, and ranks reserve none"
-        return Finding("gpus", "warning", message, "serve with --gpus-per-rank 1")
     return Finding("gpus", "ok", f"{host.gpus_usable} usable, {needed:g} needed")
 
 

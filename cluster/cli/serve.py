@@ -23,7 +23,9 @@ from .. import local_ray
 from ..client import get_json, is_ready
 from ..config import Settings, state_folder
 from ..control.control_messages import CONTROLLER, SUPERVISOR, ClusterStatus, ModelSpec, ModelStatus
+from ..devices import settle
 from ..errors import ClusterError, RayLost, StartFailed
+from ..host import visible_gpus
 from ..model_source import find_model, has_chat_template, text_folder
 from ..preflight import check_bounds, check_folder, check_front, check_keys, prepare
 from ..registry import ClusterRegistry, ProcessMark, RegistryEntry, is_alive, kill, own_entry, wait_gone
@@ -38,6 +40,8 @@ STATUS_TIMEOUT_S = 60.0
 def serve(settings: Settings, out: TextIO, *, detached: bool = False) -> int:
     """Serve until a signal; returns the exit code. Raises ClusterError when it cannot start."""
     settings = prepare(settings)
+    if not settings.cluster.ray_address:
+        settings = settle(settings, (float(visible_gpus()),))
     for each in settings.each_model:
         check_bounds(each, f"model {each.served_name}: " if settings.models else "")
     console = Console(out, program=program())
@@ -123,6 +127,8 @@ class ServeRun:
             raise Interrupted
         if self._folder:
             self._ray = local_ray.local_processes()
+        else:
+            self._settings = settle(self._settings, local_ray.gpus_by_machine())
         self._entry = msgspec.structs.replace(
             self._entry,
             ray_address=local_ray.address(),

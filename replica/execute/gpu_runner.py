@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..attention.paged import Batch, PagedAttention, to_device
-from ..config import ReplicaSettings
+from ..config import ReplicaSettings, for_device
 from ..engine.step_plan import StepPlan
 from ..kernels.base import NO_TOKEN, TorchKernels
 from ..kernels.choice import choose_kernels
@@ -153,7 +153,8 @@ class GpuRunner(ModelRunner):
         memory: CudaMemory | None = None,
     ) -> None:
         super().__init__(settings, model_dir, block_size, group, model=model, memory=memory)
-        self._most_rows = min(settings.max_running_requests, settings.max_batched_tokens)
+        limits = for_device(settings, cuda=self.device.type == "cuda")
+        self._most_rows = min(limits.max_running_requests, limits.max_batched_tokens)
         self._max_model_len = settings.max_model_len or self.spec.max_positions
         self._kernels = choose_kernels(self.device, DTYPES[self.spec.dtype])
         self._graphs: EagerSteps = graphs or (CudaGraphs() if self.device.type == "cuda" else EagerSteps())

@@ -11,7 +11,7 @@ import torch
 from ...events.wire.messages import PrefillWork
 from ...kvcache.config import KvCacheSettings
 from ...kvcache.sizing import MemoryReading, blocks_that_fit, kv_budget_bytes
-from ..config import ReplicaSettings
+from ..config import ReplicaSettings, for_device
 from ..engine.engine import Executor
 from ..engine.sampler import SamplingRow, prompt_logprobs, sample
 from ..engine.scheduler import PROMPT_LOGPROBS_CHUNK, SchedulerLimits
@@ -50,6 +50,7 @@ def number_of_blocks(
     block_bytes = spec.bytes_per_block(cache.block_size)
     if cache.kv_cache_bytes or device.type == "cpu":
         return blocks_that_fit(cache.kv_cache_bytes or CPU_KV_BYTES, block_bytes)
+    settings = for_device(settings, cuda=device.type == "cuda")
     limits = SchedulerLimits(
         settings.max_running_requests,
         settings.max_batched_tokens,
@@ -106,6 +107,7 @@ def resolve_limits(
     settings: ReplicaSettings, spec: ModelSpec, device: torch.device, *, num_blocks: int, block_size: int
 ) -> SchedulerLimits:
     """The limits, with the longest request that settings, model and pool allow. Raises StartupError."""
+    settings = for_device(settings, cuda=device.type == "cuda")
     capacity = (num_blocks - 1) * block_size
     wanted = longest_request(settings.max_model_len, spec.max_positions)
     if wanted > capacity:

@@ -84,7 +84,7 @@ def test_an_update_that_would_leave_something_out_is_refused(tmp_path: Path) -> 
     with pytest.raises(SettingsError, match="model ox: replicas: 2 is outside autoscale 4:5"):
         orders(
             tmp_path,
-            file=written(tmp_path / "less", MODELS + '  - {name: ox, model: x, autoscale: "4:5"}\n'),
+            file=written(tmp_path / "less", MODELS + '  - {name: ox, model: x, replicas: 2, autoscale: "4:5"}\n'),
         )
 
 

@@ -97,7 +97,7 @@ class Cluster:
         from homing.cluster.control.supervisor import Supervisor
 
         self.folder = folder
-        common = {"state_dir": str(folder), "served_model_name": "fox"}
+        common = {"state_dir": str(folder), "served_model_name": "fox", "replicas": "2"}
         each = [load_settings(common | flags, {}) for flags in models]
         self.models = tuple(
             ModelSpec(

@@ -1,0 +1,59 @@
+"""Which GPUs and how many replicas a model gets where the settings leave it open. Pure: the machines' GPUs come in.
+
+A rank gets a GPU of its own wherever there are any; only a fraction that was asked for puts two ranks on one.
+"""
+
+import msgspec
+
+from ..replica.config import for_device
+from .config import Settings
+from .control.autoscale import terms_of
+from .errors import SettingsError
+
+#: Where there are no GPUs.
+CPU_REPLICAS = 2
+
+
+def settle(settings: Settings, gpus: tuple[float, ...]) -> Settings:
+    """The settings with `gpus_per_rank`, `device`, `replicas` and limits filled in; those that are set stay.
+
+    `gpus`: of each machine. Raises SettingsError for settings that contradict each other.
+    """
+    models = [_on_device(each, any(gpus)) for each in settings.each_model]
+    fixed = sum(each.ranks * each.cluster.gpus_per_rank for each in models)
+    open_models = sum(not each.cluster.replicas and each.cluster.gpus_per_rank > 0 for each in models)
+    share = max(0.0, 1 - fixed / (sum(gpus) or 1.0)) / max(1, open_models)
+    settled = tuple(_with_replicas(each, gpus, share) for each in models)
+    return msgspec.structs.replace(settings, models=settled) if settings.models else settled[0]
+
+
+def _on_device(settings: Settings, has_gpus: bool) -> Settings:
+    cluster, device = settings.cluster, settings.replica.device
+    if device == "cpu" and cluster.gpus_per_rank:
+        raise SettingsError(f"gpus_per_rank {cluster.gpus_per_rank:g} reserves GPUs for device: cpu; unset one of them")
+    wants = device == "cuda" or (device == "auto" and has_gpus)
+    per_rank = cluster.gpus_per_rank or float(wants)
+    # A rank that has a GPU reserved must use it: falling back to the CPU would take the GPU and be slow.
+    replica = msgspec.structs.replace(settings.replica, device="cuda") if per_rank else settings.replica
+    return msgspec.structs.replace(
+        settings,
+        cluster=msgspec.structs.replace(cluster, gpus_per_rank=per_rank),
+        replica=for_device(replica, cuda=per_rank > 0),
+    )
+
+
+def _with_replicas(settings: Settings, gpus: tuple[float, ...], share: float) -> Settings:
+    """As many replicas as fit on this share of all GPUs, each on one machine; at least one, and within `autoscale`."""
+    cluster = settings.cluster
+    if cluster.replicas:
+        return settings
+    per_replica = cluster.gpus_per_rank * settings.replica.tensor_parallel_size
+    fit = sum(int(each / per_replica + 1e-9) for each in gpus) if per_replica else 0
+    count = max(1, int(fit * share + 1e-9)) if per_replica else CPU_REPLICAS
+    try:
+        terms = terms_of(cluster)
+    except ValueError:
+        terms = None  # `preflight.check_bounds` reports it
+    if terms is not None:
+        count = min(max(count, terms.least, 1), max(terms.most, 1))
+    return msgspec.structs.replace(settings, cluster=msgspec.structs.replace(cluster, replicas=count))

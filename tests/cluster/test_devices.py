@@ -1,0 +1,83 @@
+"""Every rank gets a GPU of its own where there are any, and as many replicas run as fit, unless the settings say so."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from homing.cluster.config import Settings, load_settings
+from homing.cluster.devices import settle
+from homing.cluster.errors import SettingsError
+from homing.cluster.host import shown
+from homing.replica.config import ReplicaSettings, for_device
+
+
+def settled(*gpus: float, **flags: str) -> Settings:
+    return settle(load_settings(flags, {}), gpus)
+
+
+def shape(settings: Settings) -> tuple[int, float, str]:
+    return settings.cluster.replicas, settings.cluster.gpus_per_rank, settings.replica.device
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "replicas", "per_rank", "device"),
+    [
+        ((8.0,), {}, 8, 1.0, "cuda"),
+        ((1.0,), {}, 1, 1.0, "cuda"),
+        ((8.0,), {"replicas": "3"}, 3, 1.0, "cuda"),
+        ((8.0,), {"tensor_parallel_size": "4"}, 2, 1.0, "cuda"),
+        ((6.0, 6.0), {"tensor_parallel_size": "4"}, 2, 1.0, "cuda"),  # a replica is on one machine
+        ((2.0,), {"tensor_parallel_size": "4"}, 1, 1.0, "cuda"),  # Ray then says that it does not fit
+        ((1.0,), {"gpus_per_rank": "0.5"}, 2, 0.5, "cuda"),
+        ((1.0,), {"gpus_per_rank": "0.1"}, 10, 0.1, "cuda"),
+        ((8.0,), {"autoscale": "0:4"}, 4, 1.0, "cuda"),
+        ((1.0,), {"autoscale": "3:4"}, 3, 1.0, "cuda"),
+        ((8.0,), {"device": "cpu"}, 2, 0.0, "cpu"),
+        ((0.0,), {}, 2, 0.0, "auto"),
+        ((), {"device": "cuda"}, 1, 1.0, "cuda"),  # an autoscaler may start a machine that has one
+    ],
+)
+def test_replicas_and_gpus_follow_the_machines(
+    gpus: tuple[float, ...], flags: dict[str, str], replicas: int, per_rank: float, device: str
+) -> None:
+    """Two replicas on one GPU would both profile nine tenths of its memory, and the second would fail."""
+    assert shape(settled(*gpus, **flags)) == (replicas, per_rank, device)
+
+
+def test_limits_follow_the_device_unless_set() -> None:
+    """A GPU that runs 64 requests at a time reaches half of what it could."""
+    cuda, cpu = settled(1.0).replica, settled().replica
+
+    assert (cuda.max_running_requests, cuda.max_batched_tokens) == (256, 8192)
+    assert (cpu.max_running_requests, cpu.max_batched_tokens) == (64, 2048)
+    assert for_device(ReplicaSettings(max_running_requests=9), cuda=True).max_running_requests == 9
+
+
+def test_gpus_that_the_cpu_would_keep_reserved_are_refused() -> None:
+    """One of the two settings is a mistake."""
+    with pytest.raises(SettingsError, match=r"gpus_per_rank 1 reserves GPUs for device: cpu"):
+        settled(8.0, device="cpu", gpus_per_rank="1")
+
+
+@given(st.lists(st.integers(0, 8), max_size=3), st.lists(st.sampled_from([0, 0, 1, 2]), min_size=1, max_size=3))
+def test_models_that_fit_share_the_gpus_without_overlap(gpus: list[int], wanted: list[int]) -> None:
+    """Those that say how many replicas they want are counted first; the others divide what is left."""
+    models = tuple(load_settings({"replicas": str(count)}, {}) for count in wanted)
+    total = sum(gpus)
+
+    found = settle(Settings(models=models), tuple(map(float, gpus))).each_model
+    again = settle(Settings(models=found), tuple(map(float, gpus))).each_model
+
+    assert all(each.cluster.replicas == count or not count for each, count in zip(found, wanted, strict=True))
+    assert again == found
+    least = sum(wanted) + wanted.count(0)
+    if total and least <= total:
+        assert sum(each.ranks * each.cluster.gpus_per_rank for each in found) <= total
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [(None, 8), ("", 0), ("-1", 0), ("3", 1), ("0,1", 2), ("0,-1,2", 1), ("GPU-a, GPU-b", 2)]
+)
+def test_hidden_gpus_are_not_counted(visible: str | None, count: int) -> None:
+    """As CUDA itself reads the variable: names end at the first that is none."""
+    assert shown(8, visible) == count
