@@ -18,7 +18,7 @@ SLOW_FOLDERS := replica gpu e2e demo_model bench cluster/lab agents
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast test-slow test-nightly coverage check lint types format wheel wheel-check compat clients bench-core bench-events bench-eviction bench-partial bench-warm-up bench-decision bench-parsers bench-router bench-engine bench-guided bench-step bench-routing chaos audit gpu-check clean
+.PHONY: help setup serve test test-fast test-slow test-nightly coverage check lint types format wheel wheel-check compat clients bench-core bench-events bench-eviction bench-partial bench-warm-up bench-decision bench-parsers bench-router bench-engine bench-guided bench-step bench-routing chaos audit gpu-check gpu-compile clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -151,6 +151,9 @@ bench-step: $(VENV)/.dev ## What the host does for a decode step that is launche
 
 bench-guided: $(VENV)/.dev ## Cost of structured output: masks, first masks, a guided row in a batch (OUT=FILE writes JSON)
 	@$(BIN)/python tests/bench/guided.py $(if $(OUT),--out $(OUT))
+
+gpu-compile: $(VENV)/.dev ## Compile all Triton kernels for sm_80, 86, 89 and 90 without a GPU (ARGS=--variants: count variants)
+	@$(BIN)/python tests/gpu/compile.py $(ARGS)
 
 gpu-check: $(VENV)/.dev ## Check and measure on one GPU in 540 s at most (OUT=FILE writes JSON, ARGS="--device cpu --tiny" tries it without)
 	@$(BIN)/python tests/gpu/check.py $(if $(OUT),--out $(OUT)) $(ARGS)

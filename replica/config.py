@@ -45,7 +45,7 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         ),
     ] = "auto"
     attention_backend: Annotated[
-        Literal["auto", "flash3", "flash2", "triton", "cpu-compiled", "cpu-scratch", "reference"],
+        Literal["auto", "flash4", "flash3", "flash2", "triton", "cpu-compiled", "cpu-scratch", "reference"],
         Meta(description="auto: the first of these that can be used; the log says why not those before it"),
     ] = "auto"
     overlap_steps: Annotated[

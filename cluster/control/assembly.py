@@ -137,11 +137,12 @@ TORCH_ENVIRONMENT = {
 
 
 def prepare_torch() -> None:
-    """Set variables that torch and numba read when they are imported, unless the operator has set them."""
+    """Set variables that torch, numba and Triton read when they are imported, unless the operator has set them."""
     variables = dict(TORCH_ENVIRONMENT)
     with contextlib.suppress(RuntimeError):  # a container's user may have no home
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         variables["NUMBA_CACHE_DIR"] = str(cache / "homing" / "kernels")
+        variables["TRITON_CACHE_DIR"] = str(cache / "homing" / "triton")
     for name, value in variables.items():
         os.environ.setdefault(name, value)
 

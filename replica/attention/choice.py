@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from typing import Literal, get_args
 
 import torch
@@ -10,12 +11,12 @@ import torch
 from ..errors import StartupError
 from ..kernels.base import TorchCpuKernels, TorchKernels
 from ..kernels.choice import choose_kernels, compiled_problem
-from .flash import FLASH3_MODULES, FlashAttention, load_flash2, load_flash3
+from .flash import FLASH3_MODULES, Flash4Attention, FlashAttention, load_flash2, load_flash3, load_flash4
 from .paged import KvPool, PagedAttention
 
 logger = logging.getLogger(__name__)
 
-Name = Literal["flash3", "flash2", "triton", "cpu-compiled", "cpu-scratch", "reference"]
+Name = Literal["flash4", "flash3", "flash2", "triton", "cpu-compiled", "cpu-scratch", "reference"]
 #: Best first. The last one works everywhere.
 NAMES: tuple[Name, ...] = get_args(Name)
 #: What FlashAttention's kernels are built for.
@@ -29,7 +30,7 @@ class Facts:
     capability: tuple[int, int]  #: of a CUDA device, else (0, 0)
     dtype: str
     head_dims: tuple[int, ...]  #: of keys and values, all that occur
-    installed: frozenset[str]  #: of triton, flash_attn, flash_attn_3
+    installed: frozenset[str]  #: of triton, flash_attn, flash_attn_3, flash_attn_4
     compiled_problem: str | None  #: why kernels of this dtype cannot be compiled for the CPU
 
 
@@ -42,8 +43,8 @@ def problems(name: Name, facts: Facts) -> list[str]:
         return [f"works on {device}, not on {facts.device}"]
     if device == "cpu":
         return [facts.compiled_problem] if name == "cpu-compiled" and facts.compiled_problem else []
-    least = {"flash3": (9, 0), "flash2": (8, 0)}.get(name, (7, 5))
-    # FlashAttention prefills, the Triton kernels decode: both have to work.
+    least = {"flash4": (9, 0), "flash3": (9, 0), "flash2": (8, 0)}.get(name, (7, 5))
+    # Where FlashAttention prefills, the Triton kernels decode; they also do what a library lacks.
     found = [] if "triton" in facts.installed else ["triton is not installed"]
     if facts.capability < least:
         needed, present = (".".join(map(str, each)) for each in (least, facts.capability))
@@ -52,11 +53,15 @@ def problems(name: Name, facts: Facts) -> list[str]:
         return found
     if name == "flash3" and facts.capability >= (10, 0):
         found.append("FlashAttention 3 is built for compute capability 9.0 alone")
-    package = "flash_attn" if name == "flash2" else "flash_attn_3"
+    if name == "flash4" and facts.capability >= (12, 0):
+        found.append("flash-attn-4 has no paged KV for compute capability 12.0")
+    package = {"flash4": "flash_attn_4", "flash2": "flash_attn"}.get(name, "flash_attn_3")
     if package not in facts.installed:
-        found.append(f"{package} is not installed")
+        found.append(f"{package} is not installed" + (": pip install 'homing[flash-attn]'" if name == "flash4" else ""))
     if facts.dtype not in FLASH_DTYPES:
         found.append(f"dtype {facts.dtype} is not one of {', '.join(FLASH_DTYPES)}")
+    if name == "flash4" and facts.capability >= (10, 0) and (between := [d for d in facts.head_dims if 128 < d < 256]):
+        found.append(f"head dims {between} are neither up to 128 nor 256, which compute capability 10.0 needs")
     wrong = sorted({dim for dim in facts.head_dims if dim > FLASH_MAX_DIM or dim % 8})
     if wrong:
         found.append(f"head dims {wrong} are above {FLASH_MAX_DIM} or no multiples of 8")
@@ -92,6 +97,8 @@ def choose_attention(pool: KvPool, device: torch.device, wanted: str = "auto") -
     if chosen == "cpu-scratch":
         return PagedAttention(pool, TorchCpuKernels())
     kernels = choose_kernels(device, pool.keys[0].dtype)
+    if chosen == "flash4":
+        return Flash4Attention(pool, kernels, load_flash4())
     if chosen == "flash3":
         return FlashAttention(pool, kernels, load_flash3())
     if chosen == "flash2":
@@ -102,7 +109,10 @@ def choose_attention(pool: KvPool, device: torch.device, wanted: str = "auto") -
 def _facts_of(pool: KvPool, device: torch.device) -> Facts:
     """The facts of this process, device and pool. Looks for optional packages without importing them."""
     dtype = pool.keys[0].dtype
-    installed = {name for name in ("triton", "flash_attn") if importlib.util.find_spec(name)}
+    installed = {"triton"} if importlib.util.find_spec("triton") else set()
+    # By distribution: flash-attn-4 installs into flash_attn, too.
+    names = {"flash-attn": "flash_attn", "flash-attn-4": "flash_attn_4"}
+    installed |= {names[name] for name in names if _has_distribution(name)}
     if any(importlib.util.find_spec(name.split(".")[0]) for name in FLASH3_MODULES):
         installed.add("flash_attn_3")
     return Facts(
@@ -113,3 +123,11 @@ def _facts_of(pool: KvPool, device: torch.device) -> Facts:
         installed=frozenset(installed),
         compiled_problem=compiled_problem(dtype) if device.type == "cpu" else None,
     )
+
+
+def _has_distribution(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True

@@ -1,4 +1,7 @@
-"""Prefill by FlashAttention where it is installed; decode uses our kernels. Not run on a GPU yet.
+"""Attention by FlashAttention where it is installed. Not run on a GPU yet.
+
+flash-attn-4, the version in Python whose kernels are compiled at their first use, prefills and decodes on our pages.
+Beside the others, which prefill alone, our kernels decode.
 
 flash-attn 2 takes paged KV only in pages of 256 tokens, so its call without pages gets keys and values gathered from
 our pages: two copies of the KV bytes, beside work that grows with the square of a prompt. FlashAttention 3 takes any
@@ -37,6 +40,63 @@ class FlashAttention(PagedAttention):
             super()._prefill(q, rows, step, rule, out)
         else:
             out.copy_(self._library(q, rows, step, rule))
+
+
+class Flash4Attention(PagedAttention):
+    """`PagedAttention` whose prefill and decode are `flash_attn.cute.flash_attn_varlen_func` on our pages.
+
+    Layers whose keys and values differ in size use our kernels. Arguments and shapes are those of 4.0.0b36.
+    """
+
+    def __init__(self, pool: KvPool, kernels: TorchKernels, call: Callable[..., Any]) -> None:
+        super().__init__(pool, kernels)
+        self._call = call
+        #: 0, 1, 2, ...: where the queries of rows with one each start.
+        self._firsts = torch.arange(1, dtype=torch.int32)
+
+    def _decode(self, q: torch.Tensor, rows: PagedRows, rule: AttentionRule, out: torch.Tensor) -> None:
+        if rows.keys.shape[3] != rows.values.shape[3]:
+            super()._decode(q, rows, rule, out)
+            return
+        if len(self._firsts) <= len(q):  # only before captures, whose first runs are the largest
+            self._firsts = torch.arange(2 * len(q) + 1, dtype=torch.int32, device=q.device)
+        self._attend(q, rows, self._firsts[: len(q) + 1], 1, rule, out)
+        out.masked_fill_((rows.seq_lens == 0)[:, None, None], 0)  # padding rows
+
+    def _prefill(
+        self, q: torch.Tensor, rows: PagedRows, step: PagedStep, rule: AttentionRule, out: torch.Tensor
+    ) -> None:
+        if rows.keys.shape[3] != rows.values.shape[3]:
+            super()._prefill(q, rows, step, rule, out)
+            return
+        assert step.first_queries is not None
+        self._attend(q, rows, step.first_queries, max(step.q_lens), rule, out)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        rows: PagedRows,
+        first_queries: torch.Tensor,
+        longest: int,
+        rule: AttentionRule,
+        out: torch.Tensor,
+    ) -> None:
+        found = self._call(
+            q,
+            rows.keys,
+            rows.values,
+            cu_seqlens_q=first_queries,
+            seqused_k=rows.seq_lens,
+            page_table=rows.tables,
+            max_seqlen_q=longest,
+            softmax_scale=rule.scale,
+            causal=True,
+            window_size=(None, None) if rule.window is None else (rule.window - 1, 0),  # without the token itself
+            softcap=rule.softcap or 0.0,
+            learnable_sink=rule.sinks,
+            num_splits=0 if longest == 1 else 1,  # 0: as many parts of a row's keys as fill the device
+        )
+        out.copy_(found[0] if isinstance(found, tuple) else found)
 
 
 class flash2:  # noqa: N801 - called like the other libraries' functions
@@ -95,6 +155,11 @@ def _places(rows: PagedRows, kv_lens: list[int]) -> tuple[torch.Tensor, torch.Te
 def _rule_arguments(rule: AttentionRule) -> dict[str, Any]:
     window = (-1, -1) if rule.window is None else (rule.window - 1, 0)  # theirs does not count the token itself
     return {"softmax_scale": rule.scale, "causal": True, "window_size": window, "softcap": rule.softcap or 0.0}
+
+
+def load_flash4() -> Callable[..., Any]:
+    call: Callable[..., Any] = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
+    return call
 
 
 def load_flash2() -> Prefill:

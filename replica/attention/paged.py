@@ -184,14 +184,17 @@ class PagedAttention:
         split = step.decodes
         if split:
             rows = PagedRows(keys, values, step.tables[:split], step.seq_lens[:split])
-            key = keys.shape[2], rule.window
-            if key not in self._plans:  # layers with the same KV heads and window share a plan
-                self._plans[key] = self._kernels.plan_decode(rows.seq_lens, *key)
-            self._kernels.decode(q[:split], rows, self._plans[key], rule, out[:split])
+            self._decode(q[:split], rows, rule, out[:split])
         if step.first_queries is not None:
             rows = PagedRows(keys, values, step.tables[split:], step.seq_lens[split:])
             self._prefill(q[split:], rows, step, rule, out[split:])
         return out
+
+    def _decode(self, q: torch.Tensor, rows: PagedRows, rule: AttentionRule, out: torch.Tensor) -> None:
+        key = rows.keys.shape[2], rule.window
+        if key not in self._plans:  # layers with the same KV heads and window share a plan
+            self._plans[key] = self._kernels.plan_decode(rows.seq_lens, *key)
+        self._kernels.decode(q, rows, self._plans[key], rule, out)
 
     def _prefill(
         self, q: torch.Tensor, rows: PagedRows, step: PagedStep, rule: AttentionRule, out: torch.Tensor

@@ -1,159 +1,262 @@
-"""Compile every Triton kernel for Hopper without a GPU, and say what it takes: what the interpreter cannot show.
+"""Compile Triton's kernels without a GPU, as the launchers launch them, and report what the interpreter cannot show.
 
-Launchers are called with tensors of a real model's shapes and dtype; a recorder stands in for the kernels and keeps
-what they would be launched with. Prints one line per kernel: registers, bytes spilled, shared memory, seconds.
+    python tests/gpu/compile.py [--arch 80,86,89,90] [--quick]
+    python tests/gpu/compile.py --variants
+
+A stand-in for Triton's driver names the architecture, and a launch ends after the compilation. So kernels are compiled
+with the launchers' own constants and options, and with Triton's specialisation of integers and pointers. Prints one
+line per kernel; exits with 1 for a kernel that does not compile, spills more than 64 bytes, or takes more shared memory
+than the architecture has. `--variants` compiles nothing: it prints the kernels that 3,000 mixed steps of a model need.
 """
 
+import argparse
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from random import Random
 from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction, compute_cache_key
 
 from homing.replica.kernels.base import PagedRows, SamplingInputs
 from homing.replica.kernels.triton import decode, pointwise, prefill, sampling
 from homing.replica.models.base import Rotary
 
-TARGET = GPUTarget("cuda", 90, 32)
-TYPES = {
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.float64: "*fp64",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
+PROCESSORS = 132
+SPILL_LIMIT = 64
+#: Bytes of shared memory that one program may have.
+SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+ARCHES = tuple(SHARED)
+STEPS = 3000
 
 
-@dataclass
-class Recorder:
-    """Stands in for a kernel: keeps the arguments of its launches."""
+class Driver:
+    """What of Triton's driver a compilation asks for."""
 
-    kernel: Any
-    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]
+    def __init__(self, arch: int) -> None:
+        self._target = GPUTarget("cuda", arch, 32)
 
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return lambda *args, **kwargs: self.launches.append((self.kernel, args, kwargs))
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: Any = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_device_interface(self) -> Any:
+        return torch.cuda
 
 
-@dataclass
+@dataclass(slots=True, frozen=True)
 class Compiled:
-    name: str
+    arch: int
+    label: str
+    kernel: str
     registers: int
-    spilled_bytes: int
-    shared_bytes: int
+    spilled: int
+    shared: int
     seconds: float
 
+    @property
+    def fits(self) -> bool:
+        return self.spilled <= SPILL_LIMIT and self.shared <= SHARED[self.arch]
 
-@contextmanager
-def recorded(*modules: ModuleType) -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
-    """The launches of these modules' kernels while the context is open."""
-    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-    kept = [(module, name, value) for module in modules for name, value in vars(module).items()]
-    kernels = [(module, name, value) for module, name, value in kept if isinstance(value, JITFunction)]
-    for module, name, value in kernels:
-        setattr(module, name, Recorder(value, launches))
-    try:
-        yield launches
-    finally:
-        for module, name, value in kernels:
-            setattr(module, name, value)
+    def __str__(self) -> str:
+        return (
+            f"sm_{self.arch} {self.label:34} {self.kernel:18} registers {self.registers:3} spilled {self.spilled:5} "
+            f"shared {self.shared:6} compiled in {self.seconds:.1f} s{'' if self.fits else '  DOES NOT FIT'}"
+        )
 
 
-def launch_all(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, page: int) -> None:
-    """Call every launcher once with the shapes of a decode and of a prefill step."""
-    torch.set_default_device("meta")  # shapes without memory; the CPU's would be taken for the interpreter's
-    rows, tokens, features, vocab = 64, 256, 4096, 151_936
-    pages = torch.empty(40, page, kv_heads, dim, dtype=dtype)
+_real_run = JITFunction.run
+_launches: list[tuple[str, Any, Any, float]] = []
+
+
+def _record(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    """In place of `JITFunction.run`: the kernel's name, and the key of the variant that would be compiled."""
+    _, keys, _, _, binder = self.device_caches[0]
+    _, specialization, chosen = binder(*args, **options, debug=False, instrumentation_mode="")
+    _launches.append((self.__name__, compute_cache_key(keys, specialization, chosen), None, 0.0))
+
+
+def _compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    """In place of `JITFunction.run`: compile, and do not launch."""
+    started = time.perf_counter()
+    kernel = _real_run(self, *args, grid=grid, warmup=True, **options)
+    _launches.append((self.__name__, kernel.hash, kernel, time.perf_counter() - started))
+
+
+def set_up(arch: int, run: Callable[..., None]) -> None:
+    torch.set_num_threads(1)
+    driver.set_active(Driver(arch))
+    stand_in: Any = run
+    JITFunction.run = stand_in
+    decode.programs_of = lambda device: decode.PROGRAMS_PER_PROCESSOR * PROCESSORS
+    decode.upcasts = prefill.upcasts = lambda x: False
+
+
+# --- what is launched ---
+
+
+def paged_rows(kv_heads: int, dim: int, page: int, dtype: torch.dtype, rows: int, width: int) -> PagedRows:
+    pages = torch.empty(8, page, kv_heads, dim, dtype=dtype)
     lengths = torch.full((rows,), 100, dtype=torch.int32)
-    paged = PagedRows(pages, pages.clone(), torch.zeros(rows, 8, dtype=torch.int32), lengths)
-    q = torch.empty(rows, heads, dim, dtype=dtype)
-    plan = decode.plan_decode(lengths, kv_heads, None)
-    decode.decode(q, paged, plan, 0.1, torch.empty_like(q))
-    many = torch.empty(tokens, heads, dim, dtype=dtype)
-    prefill.prefill(many, paged, torch.zeros(rows + 1, dtype=torch.int32), 0.1, None, torch.empty_like(many))
+    return PagedRows(pages, pages.clone(), torch.zeros(rows, width, dtype=torch.int32), lengths)
+
+
+def launch_decode(heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype) -> None:
+    paged = paged_rows(kv_heads, dim, page, dtype, 64, 641)
+    q = torch.empty(64, heads, dim, dtype=dtype)
+    decode.decode(q, paged, decode.plan_decode(paged.seq_lens, kv_heads, None), 0.1, torch.empty_like(q))
+
+
+def launch_prefill(heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype) -> None:
+    paged = paged_rows(kv_heads, dim, page, dtype, 3, 641)
+    q = torch.empty(256, heads, dim, dtype=dtype)
+    prefill.prefill(q, paged, torch.zeros(4, dtype=torch.int32), 0.1, None, torch.empty_like(q))
+
+
+def launch_pointwise(heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype) -> None:
+    tokens, features = 64, 4096
+    pages = torch.empty(8, page, kv_heads, dim, dtype=dtype)
     x = torch.empty(tokens, features, dtype=dtype)
     pointwise.add_rms_norm(x, x.clone(), x[0], 1e-6)
-    pointwise.silu_mul(torch.empty(tokens, 2 * 12288, dtype=dtype))
-    wave = torch.empty(tokens, dim // 2, dtype=dtype)
-    weight = torch.empty(dim, dtype=dtype)
+    pointwise.add_rms_norm(x, None, x[0], 1e-6)
+    pointwise.silu_mul(torch.empty(tokens, 2 * 12_288, dtype=dtype))
+    wave, weight = torch.empty(tokens, dim // 2, dtype=dtype), torch.empty(dim, dtype=dtype)
     qkv = torch.empty(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     slots = torch.zeros(tokens, dtype=torch.int64)
     pointwise.rotate_and_store(qkv, Rotary(wave, wave, weight, weight, 1e-6), slots, pages, pages.clone())
+    pointwise.rotate_and_store(qkv, Rotary(wave, wave, None, None, 1e-6), slots, pages, pages.clone())
+
+
+def launch_sampling() -> None:
+    rows, vocab = 64, 151_936
     column = torch.zeros(rows)
     inputs = SamplingInputs(column, column.int(), column.double(), column, column.long(), column.long())
     sampling.sample(torch.empty(rows, vocab), inputs, column.long())
     sampling.mask(torch.empty(rows, vocab), column.long(), torch.zeros(rows, -(-vocab // 32), dtype=torch.int32))
 
 
-def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
-    """Compile one launch for the target, as the launcher would."""
-    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
-    bound = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-    for index, parameter in enumerate(kernel.params):
-        value = bound[parameter.name]
-        if parameter.is_constexpr:
-            signature[parameter.name] = "constexpr"
-            constants[index,] = value
-            continue
-        signature[parameter.name] = type_of(value)
-        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
-            attributes[index,] = [["tt.divisibility", 16]]
-    started = time.perf_counter()
-    done = triton.compile(ASTSource(kernel, signature, constants, attributes), target=TARGET, options=options)
-    registers, spilled = resources(done.asm["ptx"])
-    seconds = time.perf_counter() - started
-    return Compiled(kernel.__name__, registers, spilled, done.metadata.shared, seconds)
+Case = tuple[str, Callable[..., None], tuple[Any, ...]]
 
 
-def type_of(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return TYPES[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32"
+def cases(quick: bool) -> Iterator[Case]:
+    """Labels, launchers and their arguments: heads, KV heads, head dim, page, dtype."""
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32} | ({} if quick else {"fp16": torch.float16})
+    for name, dtype in dtypes.items():
+        for dim in (64, 256) if quick else (64, 96, 128, 256):
+            groups = (4,) if quick or dim != 128 else (1, 2, 4, 8)
+            for group in groups:
+                shape = (8 * group, 8, dim, 16, dtype)
+                yield f"{name} dim {dim} queries per KV head {group}", launch_decode, shape
+                if group == groups[-1]:  # in a prefill it is a divisor alone
+                    yield f"{name} dim {dim} queries per KV head {group}", launch_prefill, shape
+        yield name, launch_pointwise, (32, 8, 128, 16, dtype)
+    yield "vocabulary of 151,936", launch_sampling, ()
 
 
-def resources(ptx: str) -> tuple[int, int]:
-    """Registers per thread and bytes spilled, as the assembler says."""
+def compile_case(arch: int, case: Case) -> list[Compiled | str]:
+    """Compile one case's kernels in this process; a text says what the compiler refused."""
+    label, launch, arguments = case
+    set_up(arch, _compile)
+    _launches.clear()
+    try:
+        launch(*arguments)
+    except Exception as error:
+        return [f"sm_{arch} {label} {launch.__name__}: {error!r}"[:600]]
+    found: list[Compiled | str] = []
+    for name, _, kernel, seconds in _launches:
+        registers, spilled = resources(kernel.asm["ptx"], arch)
+        found.append(Compiled(arch, label, name, registers, spilled, kernel.metadata.shared, seconds))
+    return found
+
+
+def resources(ptx: str, arch: int) -> tuple[int, int]:
+    """Registers per thread and bytes spilled, from the assembler."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [str(tools / "ptxas"), "-arch=sm_90a", "-v", file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
-    assert registers is not None, said
+        target = f"-arch=sm_{arch}{'a' if arch >= 90 else ''}"
+        command = [str(tools / "ptxas"), target, "-v", file.name, "-o", "/dev/null"]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, spilled = re.search(r"Used (\d+) registers", printed), re.search(r"(\d+) bytes spill stores", printed)
+    assert registers is not None, printed
     return int(registers[1]), int(spilled[1]) if spilled else 0
 
 
+# --- variants ---
+
+
+def variants(steps: int = STEPS) -> dict[str, int]:
+    """How many variants of each attention kernel a stream of mixed steps of one model needs."""
+    set_up(90, _record)
+    random, dtype = Random(1), torch.bfloat16
+    heads, kv_heads, dim = 32, 8, 128
+    pages = torch.empty(8, 16, kv_heads, dim, dtype=dtype)
+    needed: dict[str, set[Any]] = {}
+    for _ in range(steps):
+        decodes, prefills = random.randrange(256), random.randrange(1, 5)
+        rows = decodes + prefills
+        tables = torch.zeros(rows, random.randrange(1, 640), dtype=torch.int32)
+        lengths = torch.full((rows,), 5, dtype=torch.int32)
+        q = torch.empty(decodes + prefills * 8, heads, dim, dtype=dtype)
+        _launches.clear()
+        if decodes:
+            paged = PagedRows(pages, pages, tables[:decodes], lengths[:decodes])
+            plan = decode.plan_decode(paged.seq_lens, kv_heads, None)
+            decode.decode(q[:decodes], paged, plan, 0.1, torch.empty_like(q[:decodes]))
+        paged = PagedRows(pages, pages, tables[decodes:], lengths[decodes:])
+        first = torch.zeros(prefills + 1, dtype=torch.int32)
+        prefill.prefill(q[decodes:], paged, first, 0.1, None, torch.empty_like(q[decodes:]))
+        for name, key, _, _ in _launches:
+            needed.setdefault(name, set()).add(key)
+    return {name: len(keys) for name, keys in needed.items()}
+
+
 def main() -> int:
-    torch.set_num_threads(1)
-    modules = (decode, pointwise, prefill, sampling)
-    print(f"triton {triton.__version__} for sm_{TARGET.arch}")
-    for dim, page in ((128, 64), (64, 16)):
-        with recorded(*modules) as launches:
-            launch_all(torch.bfloat16, heads=32, kv_heads=8, dim=dim, page=page)
-        for launch in launches:
-            found = compile_launch(*launch)
-            print(
-                f"{found.name:20} dim {dim} page {page:3} registers {found.registers:3} "
-                f"spilled {found.spilled_bytes:4} shared {found.shared_bytes:6} compiled in {found.seconds:.1f} s",
-                flush=True,
-            )
-    return 0
+    parser = argparse.ArgumentParser(description="Compile the kernels for GPUs that are not here")
+    parser.add_argument("--arch", default=",".join(map(str, ARCHES)))
+    parser.add_argument("--quick", action="store_true", help="the smallest and the largest shapes only")
+    parser.add_argument("--variants", action="store_true")
+    options = parser.parse_args()
+    if options.variants:
+        found = variants()
+        print(*(f"{name:12} {count}" for name, count in found.items()), f"{sum(found.values())} in all", sep="\n")
+        return 0
+    print(f"triton {triton.__version__}")
+    failed = 0
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        jobs = [
+            pool.submit(compile_case, arch, case)
+            for arch in map(int, options.arch.split(","))
+            for case in cases(options.quick)
+        ]
+        for job in jobs:
+            for each in job.result():
+                print(each, flush=True)
+                failed += isinstance(each, str) or not each.fits
+    print(f"{failed} kernels do not fit")
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

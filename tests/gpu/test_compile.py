@@ -1,6 +1,5 @@
-"""Every kernel compiles for a GPU that is not here."""
+"""Every kernel compiles for GPUs that are not here, and few variants of it are needed."""
 
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -8,24 +7,30 @@ from pathlib import Path
 
 import pytest
 
+SCRIPT = Path(__file__).with_name("compile.py")
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the kernels are Triton's")
 
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("triton") is None, reason="the kernels are Triton's")
-def test_kernels_compile_for_hopper_without_large_spills(tmp_path: Path) -> None:
-    """The interpreter takes what the compiler refuses, and says nothing of registers."""
-    script = Path(__file__).with_name("compile.py")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+def compiled(*flags: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, as tests of kernels set Triton's interpreter for theirs."""
+    return subprocess.run([sys.executable, str(SCRIPT), *flags], capture_output=True, text=True, check=False)
+
+
+def test_mixed_steps_need_few_variants_of_the_attention_kernels() -> None:
+    """Each is compiled at its first use: 25 variants were 25 stops of seconds in the middle of serving."""
+    done = compiled("--variants")
 
     assert done.returncode == 0, done.stderr
-    spilled = [int(line.split("spilled")[1].split()[0]) for line in done.stdout.splitlines() if "spilled" in line]
-    assert len(spilled) == 24
-    assert max(spilled) < 64
+    assert int(done.stdout.split()[-3]) <= 6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_kernels_compile_for_every_architecture_without_large_spills(tmp_path: Path, monkeypatch) -> None:
+    """The interpreter accepts what the compiler refuses, and reports neither registers nor shared memory."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    done = compiled()
+
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert all(f"sm_{arch} " in done.stdout for arch in (80, 86, 89, 90))

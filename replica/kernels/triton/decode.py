@@ -12,16 +12,18 @@ import triton
 import triton.language as tl
 
 from ..base import PagedRows
-from .pages import depth_for, dot, key_tile, pages_of, row_of, upcasts, value_tile
+from .pages import dot, key_tile, pages_of, row_of, upcasts, value_tile
 
 LOG2E = 1.4426950408889634
 #: Keys per step of the inner loop. 64 keeps registers at 124 to 147 without spills (cross-compiled for sm_90; not run).
 TILE = 64
+#: In float32 with head dims above 128, where 64 spill 12 KB of registers and exceed the shared memory of sm_86.
+SMALL_TILE = 16
 #: Programs per multiprocessor: the number that fits by registers and shared memory at that tile. Not measured.
 PROGRAMS_PER_PROCESSOR = 4
 _OTHER_PROGRAMS = 6
-#: The least block of rows in the plan kernel: the size is a constant, and each new one is compiled.
-LEAST_ROWS = 64
+#: Rows that the plan kernel reads at a time: a constant, as a size that followed the rows would be compiled anew.
+PLAN_ROWS = 256
 
 
 @dataclass(slots=True, frozen=True)
@@ -57,18 +59,20 @@ def plan_decode(seq_lens: torch.Tensor, kv_heads: int, window: int | None, tile:
         ITEMS=programs,
         KV_HEADS=kv_heads,
         TILE=tile,
-        BLOCK=max(LEAST_ROWS, triton.next_power_of_2(rows)),
+        BLOCK=PLAN_ROWS,
     )
     return DecodePlan(first_chunk, chunk_len, programs, most, window)
 
 
 def decode(
-    q: torch.Tensor, rows: PagedRows, plan: DecodePlan, scale: float, out: torch.Tensor, tile: int = TILE
+    q: torch.Tensor, rows: PagedRows, plan: DecodePlan, scale: float, out: torch.Tensor, tile: int | None = None
 ) -> None:
     """`base.TorchKernels.decode` for rules without softcap and sinks."""
     count, heads, key_dim = q.shape
     kv_heads, value_dim = rows.keys.shape[2], rows.values.shape[3]
     group = heads // kv_heads
+    large = q.dtype == torch.float32 and max(key_dim, value_dim) > 128
+    tile = tile or (SMALL_TILE if large else TILE)
     partial = torch.empty(plan.most_chunks, heads, value_dim, dtype=torch.float32, device=q.device)
     weights = torch.empty(plan.most_chunks, heads, dtype=torch.float32, device=q.device)
     dims = {"DV": value_dim, "DV_PAD": triton.next_power_of_2(value_dim)}
@@ -96,7 +100,6 @@ def decode(
         DK_PAD=triton.next_power_of_2(key_dim),
         PAGE=rows.keys.shape[1],
         TILE=tile,
-        SEARCH=depth_for(count),
         UPCASTS=upcasts(q),
         num_warps=4,
         num_stages=3,
@@ -105,7 +108,7 @@ def decode(
     _merge[(count, heads)](partial, weights, plan.first_chunk, out, *out.stride()[:2], HEADS=heads, **dims, num_warps=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "window"], do_not_specialize_on_alignment=["seq_lens"])
 def _plan(
     seq_lens,
     first_chunk,
@@ -118,18 +121,27 @@ def _plan(
     BLOCK: tl.constexpr,
 ):
     """One program: the chunk length, and the exclusive sum of the rows' chunk counts."""
-    i = tl.arange(0, BLOCK)
-    length = tl.load(seq_lens + i, mask=i < rows, other=0)
-    if window > 0:
-        length = tl.minimum(length, window)
-    total = tl.sum(length.to(tl.int64), 0)
+    total = tl.zeros([], tl.int64)
+    for start in range(0, rows, BLOCK):
+        total += tl.sum(_seen(seq_lens, start + tl.arange(0, BLOCK), rows, window).to(tl.int64), 0)
     wanted = (total * KV_HEADS + ITEMS - 1) // ITEMS
     size = tl.maximum((wanted + TILE - 1) // TILE * TILE, TILE).to(tl.int32)
-    chunks = (length + size - 1) // size
-    upto = tl.cumsum(chunks, 0)
-    tl.store(first_chunk + i, upto - chunks, mask=i < rows)
-    tl.store(first_chunk + rows, tl.sum(chunks, 0))
+    before = tl.zeros([], tl.int32)
+    for start in range(0, rows, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        chunks = (_seen(seq_lens, i, rows, window) + size - 1) // size
+        upto = before + tl.cumsum(chunks, 0)
+        tl.store(first_chunk + i, upto - chunks, mask=i < rows)
+        before += tl.sum(chunks, 0)
+    tl.store(first_chunk + rows, before)
     tl.store(chunk_len, size)
+
+
+@triton.jit
+def _seen(seq_lens, i, rows, window):
+    """The number of tokens that each of the rows `i` sees; 0 beyond the last row."""
+    length = tl.load(seq_lens + i, mask=i < rows, other=0)
+    return tl.where(window > 0, tl.minimum(length, window), length)
 
 
 @triton.jit
@@ -159,12 +171,12 @@ def _attend_chunk(
     return summed / total[:, None], greatest + tl.log2(total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "window", "table_row"], do_not_specialize_on_alignment=["tables", "seq_lens"])
 def _decode(
     q, keys, values, tables, seq_lens, first_chunk, chunk_len, partial, weights, rows, scale, window, q_row, q_head,
     k_page, k_token, k_head, v_page, v_token, v_head, table_row, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, SEARCH: tl.constexpr, UPCASTS: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, UPCASTS: tl.constexpr,
 ):  # fmt: skip
     """Each program processes every n-th pair of chunk and KV head; the query heads of a group are matrix rows."""
     size = tl.load(chunk_len)
@@ -174,7 +186,7 @@ def _decode(
     for item in range(tl.program_id(0), tl.load(first_chunk + rows) * KV_HEADS, tl.num_programs(0)):
         chunk = item // KV_HEADS
         head = item % KV_HEADS
-        row = row_of(first_chunk, chunk, rows, 0, SEARCH)
+        row = row_of(first_chunk, chunk, rows, 0)
         length = tl.load(seq_lens + row)
         seen = tl.minimum(length, window) if window > 0 else length
         start = length - seen + (chunk - tl.load(first_chunk + row)) * size

@@ -4,14 +4,6 @@ import torch
 import triton
 import triton.language as tl
 
-#: A search depth is a constant of a compiled kernel, and each takes seconds to compile: so depths come in these steps.
-DEPTH_STEP = 4
-
-
-def depth_for(rows: int) -> int:
-    """The halvings of a binary search over `rows` rows, rounded up. Extra steps do not change what it finds."""
-    return -(-max(1, rows.bit_length()) // DEPTH_STEP) * DEPTH_STEP
-
 
 def upcasts(x: torch.Tensor) -> bool:
     """Whether `dot` must widen operands: Triton's interpreter (on a CPU) takes bfloat16 for integers in a product."""
@@ -53,14 +45,14 @@ def value_tile(
 
 
 @triton.jit
-def row_of(firsts, item, rows, QUERIES: tl.constexpr, SEARCH: tl.constexpr):
+def row_of(firsts, item, rows, QUERIES: tl.constexpr):
     """The last row whose first item is not after `item`: skips rows without items.
 
     Row i's first item is `firsts[i]`, or with QUERIES its first tile: `firsts[i] // QUERIES + i`.
     """
-    low = 0
-    high = rows
-    for _ in tl.static_range(SEARCH):
+    low = item * 0  # of the types that they have after a step
+    high = low + rows
+    while high - low > 1:
         middle = (low + high) // 2
         first = tl.load(firsts + middle)
         if QUERIES > 0:

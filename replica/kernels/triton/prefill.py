@@ -4,17 +4,38 @@ Keys and values were stored before, so a program reads pages only. Each processe
 head. The grid is an upper bound that needs no row's length on the host.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from ..base import PagedRows
 from .decode import LOG2E
-from .pages import depth_for, dot, key_tile, pages_of, row_of, upcasts, value_tile
+from .pages import dot, key_tile, pages_of, row_of, upcasts, value_tile
 
-#: Queries and keys per tile. Cross-compiled for sm_90: 24 wgmma, 184 registers, no spill with 8 warps; not run.
-QUERIES = 128
-TILE = 64
+
+@dataclass(slots=True, frozen=True)
+class Tiles:
+    """Queries and keys per tile, and how a program processes them."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def tiles_for(dtype: torch.dtype, dim: int) -> Tiles:
+    """Tiles that neither spill registers nor exceed the shared memory of any GPU from sm_80 on (99 KB on sm_86).
+
+    Chosen by cross-compilation (tests/gpu/compile.py); not run. float32 is multiplied without tensor cores, which holds
+    whole rows of both operands in registers.
+    """
+    if dtype == torch.float32:
+        return Tiles(16, 16, 4, 1) if dim > 128 else Tiles(16, 32, 4, 2)
+    if dim > 128:
+        return Tiles(64, 32, 8, 2)
+    return Tiles(128, 64, 8, 3) if dim <= 64 else Tiles(128, 64, 8, 2)
 
 
 def prefill(
@@ -24,13 +45,13 @@ def prefill(
     scale: float,
     window: int | None,
     out: torch.Tensor,
-    queries: int = QUERIES,
-    tile: int = TILE,
+    tiles: Tiles | None = None,
 ) -> None:
     """`base.TorchKernels.prefill` for rules without softcap and sinks."""
     count, heads, key_dim = q.shape
     value_dim, batch = rows.values.shape[3], len(rows.seq_lens)
-    _prefill[(count // queries + batch, heads)](
+    tiles = tiles or tiles_for(q.dtype, max(key_dim, value_dim))
+    _prefill[(count // tiles.queries + batch, heads)](
         q,
         rows.keys,
         rows.values,
@@ -52,12 +73,11 @@ def prefill(
         DV=value_dim,
         DV_PAD=triton.next_power_of_2(value_dim),
         PAGE=rows.keys.shape[1],
-        QUERIES=queries,
-        TILE=tile,
-        SEARCH=depth_for(batch),
+        QUERIES=tiles.queries,
+        TILE=tiles.keys,
         UPCASTS=upcasts(q),
-        num_warps=8,
-        num_stages=3,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
     )
 
 
@@ -95,16 +115,19 @@ def _attend_tiles(
     return greatest, total, summed
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["rows", "window", "table_row"],
+    do_not_specialize_on_alignment=["tables", "first_queries", "seq_lens"],
+)
 def _prefill(
     q, keys, values, tables, first_queries, seq_lens, out, rows, scale, window, q_token, q_head, k_page, k_token,
     k_head, v_page, v_token, v_head, out_token, out_head, table_row, GROUP: tl.constexpr, DK: tl.constexpr,
     DK_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, PAGE: tl.constexpr, QUERIES: tl.constexpr,
-    TILE: tl.constexpr, SEARCH: tl.constexpr, UPCASTS: tl.constexpr,
+    TILE: tl.constexpr, UPCASTS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     head = tl.program_id(1)
-    row = row_of(first_queries, tile, rows, QUERIES, SEARCH)
+    row = row_of(first_queries, tile, rows, QUERIES)
     first = tl.load(first_queries + row)
     count = tl.load(first_queries + row + 1) - first
     offset = (tile - (first // QUERIES + row)) * QUERIES

@@ -9,7 +9,8 @@ from homing.replica.attention.paged import KvPool, PagedAttention
 from homing.replica.errors import StartupError
 from homing.replica.models.spec import KvShape, ModelSpec
 
-EVERYTHING = frozenset(("triton", "flash_attn", "flash_attn_3"))
+EVERYTHING = frozenset(("triton", "flash_attn", "flash_attn_3", "flash_attn_4"))
+OLDER = EVERYTHING - {"flash_attn_4"}
 
 
 def facts(**changes) -> Facts:
@@ -20,7 +21,11 @@ def facts(**changes) -> Facts:
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({}, "flash3"),
+        ({}, "flash4"),
+        ({"capability": (10, 0)}, "flash4"),
+        ({"capability": (10, 0), "head_dims": (192,)}, "flash2"),
+        ({"installed": OLDER}, "flash3"),
+        ({"installed": frozenset(("flash_attn_4",))}, "reference"),
         ({"capability": (8, 0)}, "flash2"),
         ({"capability": (12, 0)}, "flash2"),
         ({"installed": frozenset(("triton", "flash_attn"))}, "flash2"),

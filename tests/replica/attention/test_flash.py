@@ -2,7 +2,7 @@
 
 import torch
 
-from homing.replica.attention.flash import FlashAttention, flash2, flash3
+from homing.replica.attention.flash import Flash4Attention, FlashAttention, flash2, flash3
 from homing.replica.kernels.base import PagedRows, TorchKernels
 from homing.replica.models.base import AttentionRule
 
@@ -54,6 +54,69 @@ def with_kvcache(
     out = torch.empty(q.shape[0], q.shape[1], v_cache.shape[3])
     TorchKernels().prefill(q, rows, cu_seqlens_q, AttentionRule(softmax_scale, window, softcap or None), out)
     return out
+
+
+def cute_varlen(
+    q,
+    k,
+    v,
+    qv=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    min_seqlen_k=None,
+    seqused_q=None,
+    seqused_k=None,
+    gather_kv_indices=None,
+    page_table=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(None, None),
+    learnable_sink=None,
+    softcap=0.0,
+    num_splits=1,
+    pack_gqa=None,
+):
+    """`flash_attn.cute.flash_attn_varlen_func` of flash-attn-4 4.0.0b36 with pages, and what it asserts; in float64."""
+    assert causal
+    assert qv is cu_seqlens_k is seqused_q is gather_kv_indices is None
+    assert {x.dtype for x in (cu_seqlens_q, seqused_k, page_table)} == {torch.int32}
+    assert page_table.stride(-1) == cu_seqlens_q.stride(0) == seqused_k.stride(0) == 1
+    assert page_table.shape[0] == len(seqused_k) == len(cu_seqlens_q) - 1
+    assert int(cu_seqlens_q.diff().max()) == max_seqlen_q
+    assert k.shape == (*v.shape[:3], q.shape[2])
+    window = None if window_size == (None, None) else window_size[0] + 1
+    sinks = None if learnable_sink is None else learnable_sink.double()
+    rows = PagedRows(k.double(), v.double(), page_table, seqused_k)
+    out = torch.empty(q.shape, dtype=torch.float64)
+    rule = AttentionRule(softmax_scale, window, softcap or None, sinks)
+    TorchKernels().prefill(q.double(), rows, cu_seqlens_q, rule, out)
+    return out.to(q.dtype), None
+
+
+def test_flash_attn_4_computes_what_the_reference_does():
+    """Prefill and decode, with windows, softcap and sinks; layers with short values are left to the kernels."""
+    decodes_first = [(22, 1), (3, 1), (0, 9), (6, 5), (16, 16)]
+    for shape in SHAPES.values():
+        for rule in (fitted(each, shape) for each in RULES.values()):
+            batch = batch_of(decodes_first)
+
+            got, _ = run(lambda pool: Flash4Attention(pool, TorchKernels(), cute_varlen), batch, shape, rule)
+
+            wanted, _ = run(ReferenceAttention, batch, shape, rule)
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_padding_rows_of_flash_attn_4_are_zero():
+    """What the library leaves in the output of a row without keys is not defined."""
+    attention = Flash4Attention(
+        filled_pool(SHAPES["grouped"], 3, seed=0), TorchKernels(), lambda q, *_, **__: torch.full_like(q, torch.nan)
+    )
+    tables, lengths = torch.zeros(2, 1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    attention.begin_decode(torch.zeros(2, dtype=torch.int64), tables, lengths)
+
+    assert bool((attention(0, *(torch.ones(2, heads, 8) for heads in (4, 2, 2)), RULES["plain"]) == 0).all())
 
 
 def test_both_libraries_compute_what_the_reference_does():

@@ -82,7 +82,7 @@ def test_every_query_has_a_tile(queries, q_lens, device):
     """Rows that end at, before and after a tile's end: the grid is a bound, and beyond a row nothing is done."""
 
     def run(q, rows, first, rule, out):
-        kernel.prefill(q, rows, first, rule.scale, rule.window, out, queries=queries, tile=16)
+        kernel.prefill(q, rows, first, rule.scale, rule.window, out, kernel.Tiles(queries, 16, 8, 3))
 
     lengths = [count and count + 21 for count in q_lens]
     out, wanted = prefill(run, Shape(), q_lens, lengths, device)
@@ -111,7 +111,7 @@ def test_equals_float64_for_any_lengths(rows, page, window):
     lengths = [count and count + before for count, before in rows]
 
     def run(q, paged_rows, first, rule, out):
-        kernel.prefill(q, paged_rows, first, rule.scale, rule.window, out, queries=16, tile=16)
+        kernel.prefill(q, paged_rows, first, rule.scale, rule.window, out, kernel.Tiles(16, 16, 8, 3))
 
     out, wanted = prefill(
         run, Shape(heads=2, kv_heads=1, key_dim=16, value_dim=16, page=page), q_lens, lengths, device, window
