@@ -3,8 +3,9 @@
     python tests/gpu/check.py [--out FILE] [--stages a,b] [--device cpu --tiny]
 
 Each stage runs in a process of its own with a time bound, so that one that hangs or breaks the device costs only
-itself, and the file is written after each. `--device cpu --tiny` runs all the code on toy shapes. Needs msgspec and
-xxhash beside torch, transformers and Triton; what a stage needs beyond that, it says.
+itself. Figures are kept one by one: a stage that breaks or is out of time keeps those before. `--device cpu --tiny`
+runs all the code on toy shapes. Needs the packages in NEEDED, and no package index; what a stage needs beyond that, it
+says.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import tempfile
 import time
 import traceback
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,17 @@ ENDING_S = 15
 #: A stage that has less does not start: importing torch takes that long.
 LEAST_S = 10
 NAMES = ("ceilings", "kernels", "steps", "decode", "prefill", "workload", "replicas")
-PACKAGES = ("torch", "triton", "transformers", "numpy", "msgspec", "flash-attn", "ray")
+#: Modules without which no stage runs, and the wheels that bring them where a GPU image has only the first four.
+NEEDED = {
+    "torch": "torch",
+    "triton": "triton",
+    "transformers": "transformers",
+    "numpy": "numpy",
+    "msgspec": "msgspec",
+    "xxhash": "xxhash",
+    "zmq": "pyzmq",
+}
+PACKAGES = (*NEEDED.values(), "flash-attn", "flash-attn-4", "ray")
 
 
 def main() -> int:
@@ -41,6 +53,9 @@ def main() -> int:
     options = arguments()
     if options.run is not None:
         return run_stage(options)
+    if absent := [wheel for module, wheel in NEEDED.items() if find_spec(module) is None]:
+        print(f"not installed: {', '.join(absent)}; bring their wheels (pip install --no-index --find-links DIR ...)")
+        return 2
     started = time.monotonic()
     report = {
         "machine": machine(options.device),
@@ -85,10 +100,12 @@ def guarded(name: str, options: argparse.Namespace, left_s: float) -> dict[str, 
         with subprocess.Popen(command, env=environment, start_new_session=True) as child:
             try:
                 status = child.wait(min(bound_s(name), left_s))
-                outcome = json.loads(found.read_text()) if found.exists() else {"error": f"ended with {status}"}
+                problem = {} if status == 0 else {"error": f"ended with {status}"}
             except subprocess.TimeoutExpired:
                 end_group(child)
-                outcome = {"error": f"not done after {time.monotonic() - started:.0f} s"}
+                problem = {"error": f"not done after {time.monotonic() - started:.0f} s"}
+            # Written until the end or the time limit; what a stage says of its own failure is better.
+            outcome = problem | (json.loads(found.read_text()) if found.exists() else {})
     return outcome | {"seconds": round(time.monotonic() - started, 1)}
 
 
@@ -113,14 +130,22 @@ def run_stage(options: argparse.Namespace) -> int:
     from stages import STAGES, Setup, Skipped
 
     torch.set_num_threads(1)
+    outcome: dict[str, Any] = {"figures": []}
+
+    def write() -> None:
+        whole = options.out.with_suffix(".new")  # the stage may be ended while it writes
+        whole.write_text(json.dumps(outcome))
+        whole.replace(options.out)
+
     try:
-        figures = STAGES[options.run](Setup(torch.device(options.device), options.tiny))
-        outcome: dict[str, Any] = {"figures": [asdict(figure) for figure in figures]}
+        for figure in STAGES[options.run](Setup(torch.device(options.device), options.tiny)):
+            outcome["figures"].append(asdict(figure))
+            write()
     except Skipped as reason:
-        outcome = {"skipped": str(reason)}
+        outcome["skipped"] = str(reason)
     except Exception:
-        outcome = {"error": traceback.format_exc()}
-    options.out.write_text(json.dumps(outcome))
+        outcome["error"] = traceback.format_exc()
+    write()
     return 0
 
 

@@ -53,7 +53,7 @@ class Driver:
         return self._target
 
     def get_current_device(self) -> int:
-        return 0
+        return int(self._target.arch)  # a device each: Triton keeps what it has compiled by device
 
     def get_current_stream(self, device: Any = None) -> int:
         return 0
@@ -92,7 +92,7 @@ _launches: list[tuple[str, Any, Any, float]] = []
 
 def _record(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
     """In place of `JITFunction.run`: the kernel's name, and the key of the variant that would be compiled."""
-    _, keys, _, _, binder = self.device_caches[0]
+    _, keys, _, _, binder = self.device_caches[driver.active.get_current_device()]
     _, specialization, chosen = binder(*args, **options, debug=False, instrumentation_mode="")
     _launches.append((self.__name__, compute_cache_key(keys, specialization, chosen), None, 0.0))
 

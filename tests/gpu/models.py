@@ -80,6 +80,11 @@ class Sizes:
     kv_bytes_per_token: int
     attention_flops_per_pair: int
 
+    @property
+    def weight_bytes(self) -> int:
+        """In bfloat16; the embedding is held beside the head."""
+        return 2 * (self.body + 2 * self.head)
+
     def decode_bytes(self, context_tokens: int) -> int:
         """What a step of decodes has to read."""
         return 2 * (self.body + self.head) + context_tokens * self.kv_bytes_per_token

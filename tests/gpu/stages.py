@@ -1,4 +1,4 @@
-"""The stages of the GPU check: each takes a setup and returns rows. What a stage needs that is absent, it says."""
+"""The stages of the GPU check: each takes a setup and yields figures. What a stage needs that is absent, it says."""
 
 import os
 import subprocess
@@ -6,7 +6,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -45,6 +46,11 @@ class Setup:
     def cuda(self) -> bool:
         return self.device.type == "cuda"
 
+    @property
+    def memory_bytes(self) -> float:
+        """Of the device; infinite on a CPU, where shapes are tiny."""
+        return torch.cuda.get_device_properties(self.device).total_memory if self.cuda else float("inf")
+
     def wait(self) -> None:
         if self.cuda:
             torch.cuda.synchronize()
@@ -75,6 +81,29 @@ def seconds(setup: Setup, run: Callable[[], object], repeats: int) -> float:
         run()
     setup.wait()
     return (time.perf_counter() - started) / repeats
+
+
+def most_tokens(name: str, memory_bytes: float) -> float:
+    """Tokens of KV that fit beside the weights of a shape, with a tenth and 4 GB left for steps, graphs and logits."""
+    free = 0.9 * memory_bytes - 4e9 - sizes(name).weight_bytes
+    return free / sizes(name).kv_bytes_per_token
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """The kernels that Triton compiles while the context is open; empty where Triton is not installed."""
+    found: list[str] = []
+    if find_spec("triton") is None:
+        yield found
+        return
+    from triton import knobs
+
+    before = knobs.runtime.jit_post_compile_hook
+    knobs.runtime.jit_post_compile_hook = lambda *_, **about: found.append(str(about.get("repr", "a kernel")))
+    try:
+        yield found
+    finally:
+        knobs.runtime.jit_post_compile_hook = before
 
 
 # --- (a) ceilings ---
@@ -123,6 +152,8 @@ def kernels(setup: Setup) -> list[Figure]:
     # Not the project's own settings and conftest, which need more packages, and no plugins.
     flags = ["-q", "-c", "/dev/null", "--rootdir", str(ROOT), "--confcutdir", str(folder)]
     flags += ["--import-mode=importlib", "-p", "no:cacheprovider"]
+    if find_spec("xdist") is not None and not setup.tiny:  # most of their time is the compiler's, one core each
+        flags += ["-p", "xdist", "-n", str(min(8, os.cpu_count() or 1))]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *flags, str(chosen)],
         env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
@@ -134,9 +165,8 @@ def kernels(setup: Setup) -> list[Figure]:
     return [Figure("kernel tests", float(done.returncode == 0), "passed", met=done.returncode == 0)]
 
 
-def steps(setup: Setup) -> list[Figure]:
+def steps(setup: Setup) -> Iterator[Figure]:
     """Same tokens from graphs and eager steps, from cached and computed prefixes, launched ahead and one by one."""
-    found = []
     for provider in ("native", "transformers"):
         folder = _toy_checkpoint()
         plain = _answers(Engine, _toy(ModelRunner, folder, provider, setup), cached=True)
@@ -147,11 +177,11 @@ def steps(setup: Setup) -> list[Figure]:
         }
         for name, answers in variants.items():
             same = sum(answers[number] == plain[number] for number in plain)
-            found.append(Figure(f"{provider}: {name}", same, f"of {len(plain)} answers", met=same == len(plain)))
-        found.append(_graph_bits(provider, partial(_toy, GpuRunner, folder, provider, setup)))
+            yield Figure(f"{provider}: {name}", same, f"of {len(plain)} answers", met=same == len(plain))
+        yield _graph_bits(provider, partial(_toy, GpuRunner, folder, provider, setup))
     shape = "tiny" if setup.tiny else "Qwen3-0.6B"
     limits = {"max_running_requests": 8, "max_model_len": 128}
-    return [*found, _graph_bits(shape, partial(random_runner, shape, setup.device, 40, 16, **limits))]
+    yield _graph_bits(shape, partial(random_runner, shape, setup.device, 40, 16, **limits))
 
 
 class _EagerRunner(GpuRunner):
@@ -210,11 +240,10 @@ def _graph_bits(name: str, made: Callable[[], GpuRunner]) -> Figure:
 # --- (c) speed ---
 
 
-def decode(setup: Setup) -> list[Figure]:
+def decode(setup: Setup) -> Iterator[Figure]:
     """Decode steps at the points of the roofline, as a share of the time that reading weights and KV takes."""
-    read = 1e9 * ceilings(setup)[1].value * 1e3
-    found = []
-    for name, points, goals in _decode_points(setup):
+    read = 1e9 * list(ceilings(setup))[1].value * 1e3
+    for name, points, goal in decode_points(setup.tiny, setup.memory_bytes):
         most = max(rows * (context + 64) for rows, context in points)
         runner = random_runner(
             name, setup.device, most // 64 + 600, 64, max_running_requests=max(rows for rows, _ in points)
@@ -222,21 +251,25 @@ def decode(setup: Setup) -> list[Figure]:
         for rows, context in points:
             step_s = _decode_seconds(setup, runner, rows, context)
             share = sizes(name).decode_bytes(rows * context) / read / step_s
-            goal = goals if rows >= 64 else None
+            wanted = goal if rows >= 64 else None
             label = f"{name} decode {rows} x {context}"
-            found.append(Figure(label, rows / step_s, "tok/s"))
-            met = None if goal is None else share >= goal
-            found.append(Figure(f"{label}, of the roof", share, "share", goal, met))
+            yield Figure(label, rows / step_s, "tok/s")
+            yield Figure(f"{label}, of the roof", share, "share", wanted, None if wanted is None else share >= wanted)
         del runner
         _free(setup)
-    return found
 
 
-def _decode_points(setup: Setup) -> list[tuple[str, list[tuple[int, int]], float]]:
-    if setup.tiny:
+def decode_points(tiny: bool, memory_bytes: float) -> list[tuple[str, list[tuple[int, int]], float]]:
+    """Shapes, their rows and contexts, and the goal; rows are as many as the device's memory holds."""
+    if tiny:
         return [("tiny", [(1, 64), (3, 64)], 0.0)]
-    points = [(1, 1024), (1, 4096), (64, 1024), (64, 4096), (256, 1024)]
-    return [("Qwen3-0.6B", [*points, (256, 4096)], 0.6), ("Qwen3-8B", points, 0.8)]
+    points = [(1, 1024), (1, 4096), (64, 1024), (64, 4096), (256, 1024), (256, 4096)]
+    found = []
+    for name, goal in (("Qwen3-0.6B", 0.6), ("Qwen3-8B", 0.8)):
+        tokens = most_tokens(name, memory_bytes) - 600 * 64
+        fitting = [(min(rows, int(tokens / (context + 64)) // 16 * 16 or 1), context) for rows, context in points]
+        found.append((name, list(dict.fromkeys(fitting)), goal))
+    return found
 
 
 def _decode_seconds(setup: Setup, runner: GpuRunner, rows: int, context: int) -> float:
@@ -279,9 +312,8 @@ def _decode_plans(rows: int, context: int, block_size: int, steps: int) -> list[
     return plans
 
 
-def prefill(setup: Setup) -> list[Figure]:
+def prefill(setup: Setup) -> Iterator[Figure]:
     """Prompts of one length, one at a time, in FLOP/s of the model's own arithmetic."""
-    found = []
     names = ["tiny"] if setup.tiny else ["Qwen3-0.6B", "Qwen3-8B"]
     for name in names:
         lengths = [64] if setup.tiny else [1024, 4096, 32_768]
@@ -292,47 +324,56 @@ def prefill(setup: Setup) -> list[Figure]:
             rate = sizes(name).prefill_flops(length) / took / 1e12
             goal = 0.6 * 790 if (name, length) == ("Qwen3-8B", 4096) else None
             label = f"{name} prefill {length}"
-            found.append(Figure(f"{label}, arithmetic", rate, "TFLOP/s", goal, None if goal is None else rate >= goal))
-            found.append(Figure(label, length / took, "tok/s"))
+            yield Figure(f"{label}, arithmetic", rate, "TFLOP/s", goal, None if goal is None else rate >= goal)
+            yield Figure(label, length / took, "tok/s")
         del runner
         _free(setup)
-    return found
 
 
-def workload(setup: Setup) -> list[Figure]:
+def workload(setup: Setup) -> Iterator[Figure]:
     """nano-vllm's: 256 requests of 100 to 1,024 tokens in and as many out, all there from the start."""
-    found = []
     for name in ["tiny"] if setup.tiny else ["Qwen3-0.6B", "Qwen3-8B"]:
         count, least, most = (6, 4, 20) if setup.tiny else (256, 100, 1024)
-        blocks, size = (60, 16) if setup.tiny else (9_000, 64)
+        blocks, size = (60, 16) if setup.tiny else (min(9_000, int(most_tokens(name, setup.memory_bytes)) // 64), 64)
         limits = {"max_running_requests": count, "max_batched_tokens": 64 if setup.tiny else 16_384}
         runner = random_runner(name, setup.device, blocks + 1, size, **limits, max_model_len=2 * most + 2)
         random = Random(0)
         engine, hasher = _engine(
             OverlappedEngine, runner, blocks, limits["max_batched_tokens"], count, cached=True, longest=2 * most + 2
         )
-        requests = [
-            _request(
-                number,
-                [random.randrange(3, 200) for _ in range(random.randint(least, most))],
-                hasher,
-                random.randint(least, most),
-                temperature=0.6,
-                seed=number,
-            )
-            for number in range(count)
-        ]
+        warm, measured = (
+            _random_requests(hasher, random, first, number, least, longest)
+            for first, number, longest in ((count, min(count, 32), least + 8), (0, count, most))
+        )
+        _run(engine, warm)  # loads and compiles what mixed steps need
+        setup.wait()
         started = time.perf_counter()
-        answers = _run(engine, requests)
+        with compilations() as compiled:
+            answers = _run(engine, measured)
         took = time.perf_counter() - started
         rate = sum(map(len, answers.values())) / took
         goal = 23_000 if name == "Qwen3-0.6B" else None
-        found.append(
-            Figure(f"{name} nano-vllm workload", rate, "output tok/s", goal, None if goal is None else rate >= goal)
-        )
+        yield Figure(f"{name} nano-vllm workload", rate, "output tok/s", goal, None if goal is None else rate >= goal)
+        yield Figure(f"{name} kernels compiled meanwhile", len(compiled), "kernels", 0, not compiled)
         del runner, engine
         _free(setup)
-    return found
+
+
+def _random_requests(
+    hasher: BlockHasher, random: Random, first: int, count: int, least: int, most: int
+) -> list[Generate]:
+    """Requests numbered from `first`, of `least` to `most` tokens in and out."""
+    return [
+        _request(
+            number,
+            [random.randrange(3, 200) for _ in range(random.randint(least, most))],
+            hasher,
+            random.randint(least, most),
+            temperature=0.6,
+            seed=number,
+        )
+        for number in range(first, first + count)
+    ]
 
 
 # --- (d) replicas ---
@@ -417,7 +458,7 @@ def _free(setup: Setup) -> None:
         torch.cuda.empty_cache()
 
 
-STAGES: dict[str, Callable[[Setup], list[Figure]]] = {
+STAGES: dict[str, Callable[[Setup], Iterable[Figure]]] = {
     "ceilings": ceilings,
     "kernels": kernels,
     "steps": steps,

@@ -32,7 +32,7 @@ def tiles_for(dtype: torch.dtype, dim: int) -> Tiles:
     whole rows of both operands in registers.
     """
     if dtype == torch.float32:
-        return Tiles(16, 16, 4, 1) if dim > 128 else Tiles(16, 32, 4, 2)
+        return Tiles(16, 16, 4, 1) if dim > 128 else Tiles(16, 16 if dim > 64 else 32, 4, 2)
     if dim > 128:
         return Tiles(64, 32, 8, 2)
     return Tiles(128, 64, 8, 3) if dim <= 64 else Tiles(128, 64, 8, 2)

@@ -7,7 +7,6 @@ from importlib.util import find_spec
 import torch
 
 from homing.replica.kernels.base import PagedRows, TorchCpuKernels, TorchKernels
-from homing.replica.kernels.cpu.cpu_kernels import CompiledKernels
 
 IMPLEMENTATIONS: tuple[type[TorchKernels], ...] = (TorchKernels,)
 if find_spec("triton") is not None:
@@ -15,7 +14,11 @@ if find_spec("triton") is not None:
 
     IMPLEMENTATIONS += (TritonKernels,)
 if not torch.cuda.is_available():
-    IMPLEMENTATIONS += (TorchCpuKernels, CompiledKernels)
+    IMPLEMENTATIONS += (TorchCpuKernels,)
+    if find_spec("numba") is not None:
+        from homing.replica.kernels.cpu.cpu_kernels import CompiledKernels
+
+        IMPLEMENTATIONS += (CompiledKernels,)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 
 
