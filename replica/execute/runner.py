@@ -15,7 +15,7 @@ from ..attention.paged import Batch, KvPool, PagedAttention
 from ..config import ReplicaSettings
 from ..engine.step_plan import RaggedBatch, StepPlan, lay_out
 from ..errors import StartupError
-from ..kernels.choice import compiled_problem
+from ..kernels.choice import choose_kernels, compiled_problem
 from ..models.base import Model
 from ..models.loading import DTYPES, load_model
 from ..parallel.rank_group import RankGroup
@@ -111,6 +111,8 @@ class ModelRunner:
         self._memory = memory or (CudaMemory(self.device) if self.device.type == "cuda" else None)
         self._model: Model = model or load_model(settings, model_dir, self._group, device=self.device)
         self.spec = self._model.spec
+        if self.device.type == "cuda":
+            choose_kernels(self.device, DTYPES[self.spec.dtype]).warm_up(self.spec, block_size, self.device)
 
     @torch.inference_mode()
     def allocate_kv(self, num_blocks: int) -> None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from ..engine.sampler import SamplingRow, mask_logits, sample
 from ..messages import SamplingParams
 from ..models.base import AttentionRule, Rotary
+from ..models.spec import ModelSpec
 
 #: Queries of a prefill in one product: 64 and 128 were equally fast on an AMD EPYC, 256 a tenth slower.
 TILE = 128
@@ -52,6 +53,9 @@ class TorchKernels:
     """
 
     name: ClassVar[str] = "torch"
+
+    def warm_up(self, spec: ModelSpec, block_size: int, device: torch.device) -> None:
+        """Compile what all steps of this model need, where something is compiled at its first use."""
 
     def take(self, table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """The rows of `table` [N, F] at `places` [T] int64, each of which is below N: [T, F]."""

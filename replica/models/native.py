@@ -319,6 +319,7 @@ class NativeModel:
             dtype=str(dtype).removeprefix("torch."),
             dtype_bytes=dtype.itemsize,
             hidden_size=config.hidden_size,
+            query_heads=config.num_attention_heads // share.ranks,
         )
 
     def forward(

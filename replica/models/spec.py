@@ -28,6 +28,7 @@ class ModelSpec:
     dtype: str  #: float32, bfloat16 or float16; of weights and KV
     dtype_bytes: int
     hidden_size: int = 0  #: of the last hidden states, which become embeddings; 0: the model does not show them
+    query_heads: int = 0  #: of this rank; 0: not known before a step
 
     def bytes_per_block(self, block_size: int) -> int:
         """KV memory of one block over all layers, on this rank."""

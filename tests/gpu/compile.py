@@ -32,8 +32,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction, compute_cache_key
 
 from homing.replica.kernels.base import PagedRows, SamplingInputs
-from homing.replica.kernels.triton import decode, pointwise, prefill, sampling
+from homing.replica.kernels.triton import decode, pointwise, prefill, sampling, warm_up
 from homing.replica.models.base import Rotary
+from homing.replica.models.spec import KvShape, ModelSpec
 
 PROCESSORS = 132
 SPILL_LIMIT = 64
@@ -208,7 +209,10 @@ def resources(ptx: str, arch: int) -> tuple[int, int]:
 
 
 def variants(steps: int = STEPS) -> dict[str, int]:
-    """How many variants of each attention kernel a stream of mixed steps of one model needs."""
+    """How many variants of each attention kernel a stream of mixed steps of one model needs.
+
+    Asserts that `warm_up.launches`, which run before a replica is ready, have compiled all of them.
+    """
     set_up(90, _record)
     random, dtype = Random(1), torch.bfloat16
     heads, kv_heads, dim = 32, 8, 128
@@ -230,6 +234,13 @@ def variants(steps: int = STEPS) -> dict[str, int]:
         prefill.prefill(q[decodes:], paged, first, 0.1, None, torch.empty_like(q[decodes:]))
         for name, key, _, _ in _launches:
             needed.setdefault(name, set()).add(key)
+    spec = ModelSpec((KvShape(kv_heads, dim, dim),), 32_000, 4096, (), "bfloat16", 2, heads)
+    _launches.clear()
+    for launch in warm_up.launches(spec, 16, dtype, torch.device("cpu")):
+        launch()
+    warmed = {key for _, key, _, _ in _launches}
+    late = [name for name, keys in needed.items() if keys - warmed]
+    assert not late, f"compiled while serving: {', '.join(late)}"
     return {name: len(keys) for name, keys in needed.items()}
 
 

@@ -1,16 +1,20 @@
 """All Triton kernels in one class. Rules without a kernel (softcap, sinks) are computed by plain torch."""
 
 import logging
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import ClassVar
 
 import torch
 
 from ...models.base import AttentionRule
+from ...models.spec import ModelSpec
 from ..base import PagedRows, TorchKernels
 from .decode import DecodePlan, decode, plan_decode
 from .pointwise import add_rms_norm, rotate_and_store, silu_mul
 from .prefill import prefill
 from .sampling import mask, sample
+from .warm_up import launches
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +33,15 @@ class TritonKernels(TorchKernels):
     silu_mul = staticmethod(silu_mul)
     mask = staticmethod(mask)
     sample = staticmethod(sample)
+
+    def warm_up(self, spec: ModelSpec, block_size: int, device: torch.device) -> None:
+        """Launch each kernel once, in threads: most of a compilation is in code that needs no interpreter lock."""
+        started = time.perf_counter()
+        calls = launches(spec, block_size, getattr(torch, spec.dtype), device)
+        with ThreadPoolExecutor(len(calls)) as pool:
+            for number, job in enumerate(as_completed([pool.submit(call) for call in calls]), start=1):
+                job.result()
+                log.info("kernels_compiled done=%d of=%d s=%.1f", number, len(calls), time.perf_counter() - started)
 
     def decode(
         self, q: torch.Tensor, rows: PagedRows, plan: DecodePlan, rule: AttentionRule, out: torch.Tensor

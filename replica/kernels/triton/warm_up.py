@@ -1,0 +1,60 @@
+"""The attention and sampling kernels that all steps of a model need, launched once so that Triton compiles them.
+
+Each has one variant for all steps (tests/gpu/compile.py counts them), so small tensors of the model's shapes suffice.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from ...models.spec import KvShape, ModelSpec
+from ..base import PagedRows, SamplingInputs
+from . import decode, prefill, sampling
+
+ROWS = 2
+
+
+def launches(spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device) -> list[Callable[[], None]]:
+    """Calls that share no kernel, the slowest compilation first, so that they can run in threads of their own."""
+    found: list[Callable[[], None]] = []
+    if spec.query_heads:
+        for shape in dict.fromkeys(spec.kv_shapes):
+            arguments = (shape, spec.query_heads, block_size, dtype, device)
+            found += [partial(_prefill, *arguments), partial(_decode, *arguments)]
+    return [*found, partial(_sample, spec.vocab_size, device), partial(_mask, spec.vocab_size, device)]
+
+
+def _rows(shape: KvShape, block_size: int, dtype: torch.dtype, device: torch.device) -> PagedRows:
+    keys, values = (
+        torch.zeros(2, block_size, shape.kv_heads, dim, dtype=dtype, device=device)
+        for dim in (shape.key_dim, shape.value_dim)
+    )
+    tables = torch.zeros(ROWS, 1, dtype=torch.int32, device=device)
+    return PagedRows(keys, values, tables, torch.ones(ROWS, dtype=torch.int32, device=device))
+
+
+def _prefill(shape: KvShape, heads: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    q = torch.zeros(ROWS, heads, shape.key_dim, dtype=dtype, device=device)
+    first = torch.arange(ROWS + 1, dtype=torch.int32, device=device)
+    prefill.prefill(
+        q, _rows(shape, block_size, dtype, device), first, 1.0, None, q.new_empty(ROWS, heads, shape.value_dim)
+    )
+
+
+def _decode(shape: KvShape, heads: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    q = torch.zeros(ROWS, heads, shape.key_dim, dtype=dtype, device=device)
+    rows = _rows(shape, block_size, dtype, device)
+    plan = decode.plan_decode(rows.seq_lens, shape.kv_heads, None)
+    decode.decode(q, rows, plan, 1.0, q.new_empty(ROWS, heads, shape.value_dim))
+
+
+def _sample(vocab: int, device: torch.device) -> None:
+    column = torch.ones(ROWS, device=device)
+    inputs = SamplingInputs(column, column.int(), column.double(), column, column.long(), column.long())
+    sampling.sample(torch.zeros(ROWS, vocab, device=device), inputs, column.long())
+
+
+def _mask(vocab: int, device: torch.device) -> None:
+    bits = torch.zeros(ROWS, -(-vocab // 32), dtype=torch.int32, device=device)
+    sampling.mask(torch.zeros(ROWS, vocab, device=device), torch.arange(ROWS, device=device), bits)
