@@ -166,6 +166,7 @@ class TransformersModel:
             dtype=str(dtype).removeprefix("torch."),
             dtype_bytes=dtype.itemsize,
             hidden_size=self._hidden.shape[-1] if self._hidden is not None else 0,
+            query_heads=heads if isinstance(heads := getattr(config, "num_attention_heads", 0), int) else 0,
         )
 
     def forward_hidden(

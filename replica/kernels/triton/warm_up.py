@@ -13,6 +13,8 @@ from ..base import PagedRows, SamplingInputs
 from . import decode, prefill, sampling
 
 ROWS = 2
+#: Kernels for larger head dims may not fit a GPU, and layers with a softcap or sinks would not even use them.
+MOST_DIM = 256
 
 
 def launches(spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device) -> list[Callable[[], None]]:
@@ -20,6 +22,8 @@ def launches(spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch
     found: list[Callable[[], None]] = []
     if spec.query_heads:
         for shape in dict.fromkeys(spec.kv_shapes):
+            if max(shape.key_dim, shape.value_dim) > MOST_DIM or spec.query_heads % shape.kv_heads:
+                continue
             arguments = (shape, spec.query_heads, block_size, dtype, device)
             found += [partial(_prefill, *arguments), partial(_decode, *arguments)]
     return [*found, partial(_sample, spec.vocab_size, device), partial(_mask, spec.vocab_size, device)]

@@ -198,5 +198,5 @@ def test_forward_before_kv_is_a_broken_promise(checkpoint):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_absent_cuda_is_refused_by_name():
     """Falling back in silence would serve at a hundredth of the speed."""
-    with pytest.raises(StartupError, match="torch cannot use it: .*docs/gpu.md"):
+    with pytest.raises(StartupError, match=r"torch cannot use it: .*docs/gpu\.md"):
         resolve_device(ReplicaSettings(device="cuda"))
