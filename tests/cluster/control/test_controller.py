@@ -469,7 +469,7 @@ def test_a_killed_controller_takes_over_the_replicas_of_all_models(start: Callab
     assert {(group.model, group.version) for group in status.replicas} == set(versions.items())
     after = cluster.told(*before, "org-owl-r2")
     assert {name: after[name] for name in before} == before
-    assert [model.settings.replica.max_running_requests for model in cluster.ask("current")] == [3, 64]
+    assert [model.settings.replica.max_running_requests for model in cluster.ask("current")] == [3, 0]
 
 
 def test_models_come_and_go_and_a_killed_controller_knows_which(start: Callable[..., Cluster]) -> None:
