@@ -10,7 +10,7 @@ import msgspec
 
 from ..errors import BadRecord
 from ..follow.block_set import CacheMirror
-from ..wire.cache_events import EVENT_NAMES, CacheEvent, Cleared, Removed, Stored
+from ..wire.cache_events import EVENT_NAMES, CacheEvent
 from .plain_stream import StreamEvent
 
 _KINDS: dict[str, type[CacheEvent]] = dict(zip(EVENT_NAMES, get_args(CacheEvent), strict=True))
