@@ -388,4 +388,5 @@ class SocketReplica:
             self._socket.send_multipart([router, msgspec.msgpack.encode(TokenBatch(step=0, outputs=mine))])
             self._publisher.report(self.core.load(router.decode(), epoch=self.description.epoch))
         if not batch.outputs:
-            self._publisher.report(self.core.load("", epoch=self.description.epoch))
+            # As an idle engine does; one that never moves would pass for stuck after `replica_silence_s`.
+            self._publisher.report(self.core.load("", epoch=self.description.epoch, ts=time.time()))
