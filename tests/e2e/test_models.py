@@ -139,7 +139,7 @@ def test_an_update_replaces_the_replicas_of_one_model(both: Serving) -> None:
     before = both.replicas()
 
     refused = homing(both.state, "update", "--block-size", "16")
-    updated = homing(both.state, "update", "--served-model-name", OWL, "--block-size", "16")
+    updated = homing(both.state, "update", "--served-model-name", OWL, "--block-size", "64")
 
     assert refused.returncode == 2
     assert "--served-model-name" in refused.stderr
