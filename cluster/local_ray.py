@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import psutil
 
 from .config import Settings
-from .errors import ClusterError, DoesNotFit
+from .errors import ClusterError, DoesNotFit, StartFailed
 from .host import DEFAULT_TOKEN
 from .registry import RUN_FOLDER_PREFIX, wait_gone
 
@@ -26,6 +27,8 @@ from .registry import RUN_FOLDER_PREFIX, wait_gone
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 #: For a TCP connection to the head.
 CONNECT_TIMEOUT_S = 10.0
+#: For each of Ray's own processes. Ray's default, 30 s, is not enough on two cores at a load average of 15.
+RAY_START_TIMEOUT_S = 120.0
 PR_SET_CHILD_SUBREAPER = 36
 #: For Ray and its children only: no usage statistics, loopback only, CUDA_VISIBLE_DEVICES left alone.
 RAY_ENVIRONMENT = {
@@ -43,6 +46,8 @@ RAY_ENVIRONMENT = {
 #: run out. Ray also asks the kernel to take workers before every other process of the machine; without that, the
 #: largest process ends, ours or not. Of ours that is a rank, and a replica is rebuilt.
 MEMORY_ENVIRONMENT = {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_oom_score_adjustment": "0"}
+#: For a local Ray, unless the operator has set it.
+PATIENCE_ENVIRONMENT = {"RAY_gcs_server_port_wait_time_s": f"{RAY_START_TIMEOUT_S:.0f}"}
 
 
 def run_folder() -> Path:
@@ -62,14 +67,17 @@ def sockets_folder(folder: Path) -> Path:
 
 
 def set_local_environment(environ: MutableMapping[str, str]) -> None:
-    """Set what a local Ray reads when it is imported; an operator's own variables of memory stay."""
-    for name, value in MEMORY_ENVIRONMENT.items():
+    """Set what a local Ray reads when it is imported; an operator's own values of those that have a default stay."""
+    for name, value in (MEMORY_ENVIRONMENT | PATIENCE_ENVIRONMENT).items():
         environ.setdefault(name, value)
     environ.update(RAY_ENVIRONMENT)
 
 
 def start_local(settings: Settings, folder: Path) -> None:
-    """Start a local Ray in `folder`. Logical CPUs are as many as the ranks need: they only steer placement."""
+    """Start a local Ray in `folder`. Logical CPUs are as many as the ranks need: they only steer placement.
+
+    Raises DoesNotFit, and StartFailed when Ray's processes do not start in time.
+    """
     set_local_environment(os.environ)
     _survive_raylet_exit()
     _adopt_orphans()
@@ -78,7 +86,7 @@ def start_local(settings: Settings, folder: Path) -> None:
     ranks = sum(each.ranks for each in settings.each_model)
     cpus = sum(each.ranks * each.cluster.cpus_per_rank for each in settings.each_model)
     debug = settings.cluster.log_level == "debug"
-    with _own_process_groups(), _without_unused_processes(follow_logs=debug):
+    with _own_process_groups(), _without_unused_processes(follow_logs=debug), patient_start():
         ray.init(
             num_cpus=max(os.cpu_count() or 1, int(cpus + 0.999) + 1),
             include_dashboard=False,
@@ -240,6 +248,31 @@ def _own_process_groups() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = original
+
+
+@contextlib.contextmanager
+def patient_start(timeout_s: float = RAY_START_TIMEOUT_S) -> Iterator[None]:
+    """Let the raylet take `timeout_s` to start: Ray 2.60 has no setting for its 30 s. Raises StartFailed after it."""
+    from ray._private import services
+
+    original = services.get_node
+    deadline = time.monotonic() + timeout_s
+
+    def wait_for_node(gcs_address: str, node_id: str) -> dict[str, Any]:
+        while True:
+            try:
+                node: dict[str, Any] = original(gcs_address, node_id)
+                return node
+            except RuntimeError as error:  # not registered yet
+                if time.monotonic() > deadline:
+                    raise StartFailed(f"Ray's processes have not started within {timeout_s:g} s") from error
+                time.sleep(0.1)
+
+    services.get_node = wait_for_node
+    try:
+        yield
+    finally:
+        services.get_node = original
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ class Autoscaler:
         terms = self.terms
         if not terms.least <= wanted <= terms.most:
             return self._step(max(terms.least, min(terms.most, wanted)), now)
-        if not demand.serving and not wanted:
+        if not wanted:  # at rest, also while the last replica still drains
             return self._step(1, now) if demand.held_requests and terms.most else 0
         self._complete = self._complete or demand.serving >= wanted
         over = bool(demand.held_requests) or expected_wait_s(demand) > terms.target_s

@@ -8,6 +8,7 @@ handshake. So another process on the host can neither pose as a rank, nor read p
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ HELLO, ALLOCATE, READ, STEP, LAUNCH, STOP = b"hello", b"allocate", b"read", b"st
 SECRET_BYTES = 32
 #: How long ranks wait for each other; each loads the model at its own pace.
 JOIN_TIMEOUT_S = 300.0
+#: How long a closed end waits for its last messages to be sent, and for ZeroMQ to end.
+LINGER_MS, CLOSE_TIMEOUT_S = 1000, 5.0
 #: A rank whose connection is silent this long is lost. ZeroMQ's own threads send heartbeats, also during a long step.
 SILENCE_S = 10
 #: Workers send a hello and nothing else; a larger frame ends its connection.
@@ -110,8 +113,8 @@ class StepBroadcast:
             self.send(STOP)
         except RankLost as error:
             log.warning("worker_gone error=%s", error)
-        self._socket.close(linger=1000)
-        self._context.term()
+        self._socket.close(linger=LINGER_MS)
+        _end_context(self._context)
 
 
 class WorkerLink:
@@ -146,7 +149,20 @@ class WorkerLink:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
-        self._context.term()
+        _end_context(self._context)
+
+
+def _end_context(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    """Wait for unsent messages, but not forever.
+
+    `term` has no timeout, and libzmq 4.3.5 has been seen to hang in it for minutes. A thread that still waits when the
+    process ends does not keep it.
+    """
+    ending = threading.Thread(target=context.term, name="context-end", daemon=True)
+    ending.start()
+    ending.join(CLOSE_TIMEOUT_S)
+    if ending.is_alive():
+        log.warning("context_left_open after_s=%g", CLOSE_TIMEOUT_S)
 
 
 def _identity(rank: int) -> bytes:

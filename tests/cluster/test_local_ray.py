@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 
 from homing.cluster.config import load_settings
-from homing.cluster.errors import ClusterError
-from homing.cluster.local_ray import join, make_token_private, run_folder, set_local_environment, sockets_folder
+from homing.cluster.errors import ClusterError, StartFailed
+from homing.cluster.local_ray import (
+    join,
+    make_token_private,
+    patient_start,
+    run_folder,
+    set_local_environment,
+    sockets_folder,
+)
 
 
 def test_an_address_where_nothing_listens_is_reported_at_once_with_the_remedy() -> None:
@@ -54,6 +61,29 @@ def test_no_memory_monitor_chooses_what_dies_unless_the_operator_wants_one() -> 
     assert (ours["RAY_memory_monitor_refresh_ms"], ours["RAY_worker_oom_score_adjustment"]) == ("0", "0")
     assert own["RAY_memory_monitor_refresh_ms"] == "250"
     assert own["RAY_USAGE_STATS_ENABLED"] == "0"
+
+
+def test_a_raylet_that_starts_slowly_is_waited_for_and_one_that_never_does_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray gives it 30 s, a constant, and ends with a traceback: too few on a busy machine."""
+    from ray._private import services
+
+    answers = iter([RuntimeError("not yet"), RuntimeError("not yet"), {"labels": {}}])
+
+    def get_node(gcs_address: str, node_id: str) -> dict[str, object]:
+        answer = next(answers, RuntimeError("never"))
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(services, "get_node", get_node)
+    with patient_start():
+        assert services.get_node("127.0.0.1:1", "node") == {"labels": {}}
+    with pytest.raises(StartFailed, match="not started within 0 s"), patient_start(timeout_s=0):
+        services.get_node("127.0.0.1:1", "node")
+
+    assert services.get_node is get_node
 
 
 NOISE = """

@@ -72,6 +72,15 @@ def test_zero_is_left_by_the_first_held_request_at_once() -> None:
     assert scaler.decide(0, demand(0, held=1), 0.1) == 1
 
 
+def test_at_rest_while_the_last_replica_still_drains_it_waits_for_a_held_request() -> None:
+    """A share of no replicas cannot be computed: a look in these seconds once ended the autoscaler."""
+    scaler = Autoscaler(ScalingTerms(least=0, most=4))
+    scaler.decide(1, demand(1), 0.0)
+
+    assert scaler.decide(0, demand(1), 1.0) == 0
+    assert scaler.decide(0, demand(1, held=1), 2.0) == 1
+
+
 def test_zero_is_reached_only_when_nothing_runs() -> None:
     """Where it is allowed; a single request keeps the last replica."""
     terms = ScalingTerms(least=0, most=4, down_after_s=60.0)
