@@ -225,6 +225,7 @@ def test_a_stream_survives_the_death_of_its_replica(cluster: Serving, watch: Wat
     """SIGKILL mid-stream: the text is the undisturbed one, the dead leaves routing, and a new one serves."""
     before = cluster.serving(2)
     undisturbed = "".join(stream(cluster, 1500))
+    until(lambda: True if cluster.idle() else None, "nothing else runs, so that the stream shows its replica")
 
     pieces = stream(cluster, 1500)
     text = next(pieces)

