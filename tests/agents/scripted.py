@@ -36,7 +36,7 @@ CONTEXT = 262_144
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 ASSISTANT = "<|im_start|>assistant\n"
 #: Only catches hangs.
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 def call(name: str, /, **arguments: object) -> str:

@@ -112,7 +112,7 @@ class FoldingSink:
         self.refusals.append(error)
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 120.0) -> None:
     """Wait until it holds. The timeout only catches hangs."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -60,7 +60,7 @@ async def test_the_subscriber_of_the_page_follows_a_publisher(
     publisher.flush()
 
     following = names["held_blocks"](endpoints, client if encrypted else None)
-    async with asyncio.timeout(20), contextlib.aclosing(following) as sets:
+    async with asyncio.timeout(120), contextlib.aclosing(following) as sets:
         async for held in sets:
             if held == {1, 2}:
                 break
@@ -81,7 +81,7 @@ async def test_the_cluster_s_subscriber_of_the_page_follows_a_router(
     publisher.flush()
 
     with serving(listing) as url:
-        async with asyncio.timeout(20), contextlib.aclosing(names["held_by_replica"](url)) as states:
+        async with asyncio.timeout(120), contextlib.aclosing(names["held_by_replica"](url)) as states:
             async for held in states:
                 if held == {"r0": {1, 2}}:
                     break

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SEED = 99
 #: Catches hangs only.
-PATIENCE_S = 60
+PATIENCE_S = 120
 
 
 class Client:

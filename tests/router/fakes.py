@@ -144,7 +144,7 @@ def report_of(**fields: object) -> LoadReport:
     return LoadReport(**(values | fields))
 
 
-async def until(holds: Callable[[], object], seconds: float = 30.0) -> None:
+async def until(holds: Callable[[], object], seconds: float = 120.0) -> None:
     """Wait until it holds; the limit only catches hangs."""
     async with asyncio.timeout(seconds):
         while not holds():  # noqa: ASYNC110 - what is waited for is a plain value of the thing under test

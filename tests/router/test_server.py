@@ -35,7 +35,7 @@ from .http.conftest import (
 from .http.fakes import PAUSE, FakeBackend, reply
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
-HANG_S = 20
+HANG_S = 120
 #: A certificate for the loopback, and its key: for tests alone.
 TLS = Path(__file__).parent / "tls" / "server.pem"
 

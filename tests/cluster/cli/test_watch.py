@@ -254,7 +254,7 @@ async def test_what_is_followed_is_recorded_whole_whatever_is_shown(tmp_path: Pa
     with (tmp_path / "record").open("wb") as record:
         feed = ClusterFeed(dict, WatchSession(viewing, lines.append, record))
         feed.adjust({SOURCE: endpoints})
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while not any("live" in line for line in lines):  # noqa: ASYNC110 - lines are plain text
                 await asyncio.sleep(0.01)
         feed.adjust({})

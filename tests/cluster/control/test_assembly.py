@@ -14,7 +14,7 @@ from homing.kvcache.config import KvCacheSettings
 from homing.router.control import CountInFlight, MeasureDemand, SetMembership
 
 NEEDS_PIDFD = pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd_open")
-PATIENCE_S = 30
+PATIENCE_S = 120
 #: Runs a packed layer over 400 row counts, as steps do, and prints by how many MB the process grew.
 PREPARED = "import os; from homing.cluster.control.assembly import prepare_torch as p; p(); "
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.cluster
 
 T = TypeVar("T")
 #: Only catches hangs.
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 def until(ask: Callable[[], T | None], what: str) -> T:

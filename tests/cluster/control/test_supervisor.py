@@ -17,7 +17,7 @@ from ..fakes import FakeRank, FakeRouter
 pytestmark = pytest.mark.cluster
 
 #: Only catches hangs; a place that there is takes milliseconds.
-PATIENCE_S = 60
+PATIENCE_S = 120
 #: What has no place has none after that, either.
 LITTLE_WHILE_S = 1
 

@@ -107,8 +107,8 @@ async def test_a_message_that_cannot_be_read_is_told_and_the_stream_goes_on(no_l
             pub.send_multipart(frames)
             await asyncio.sleep(0.01)
 
-    await asyncio.wait_for(sent_until([b"", encode_seq(0), b"\xc1"], lambda: sink.errors), 20)
-    await asyncio.wait_for(sent_until([b"", encode_seq(0), good], lambda: sink.events), 20)
+    await asyncio.wait_for(sent_until([b"", encode_seq(0), b"\xc1"], lambda: sink.errors), 120)
+    await asyncio.wait_for(sent_until([b"", encode_seq(0), good], lambda: sink.events), 120)
     pub.close(0)
     context.term()
 

@@ -24,7 +24,7 @@ async def test_a_subscriber_sees_the_present_state_and_then_every_event(make_pub
     store(publisher, 1, 2)
     publisher.flush()
 
-    async with asyncio.timeout(20), aclosing(subscribe(endpoints, heartbeat_interval_s=0.05)) as stream:
+    async with asyncio.timeout(120), aclosing(subscribe(endpoints, heartbeat_interval_s=0.05)) as stream:
         async for item in stream:
             mirror.apply(item.event)
             if mirror.parents == {1: None, 2: 1}:
@@ -108,7 +108,10 @@ async def test_a_publisher_that_is_only_quiet_is_waited_for(make_publisher: Publ
     publisher.flush()
 
     mirror = CacheMirror()
-    async with asyncio.timeout(20), aclosing(subscribe(endpoints, heartbeat_interval_s=0.05, patience_s=0.7)) as stream:
+    async with (
+        asyncio.timeout(120),
+        aclosing(subscribe(endpoints, heartbeat_interval_s=0.05, patience_s=0.7)) as stream,
+    ):
         while not len(mirror):
             mirror.apply((await anext(stream)).event)
         waiting = asyncio.ensure_future(anext(stream))
@@ -126,5 +129,5 @@ async def test_nobody_there_is_told_too(make_publisher: Publishers) -> None:
     publisher.close()
 
     with pytest.raises(PublisherGone):
-        async with asyncio.timeout(20), aclosing(subscribe(endpoints, patience_s=0.3)) as stream:
+        async with asyncio.timeout(120), aclosing(subscribe(endpoints, patience_s=0.3)) as stream:
             await anext(stream)

@@ -23,7 +23,7 @@ from homing.router.http.protocol.connection import (
 from homing.router.http.protocol.exchange import Exchange, Headers, Request
 from homing.router.http.protocol.server import HttpServer
 
-HANG_S = 20
+HANG_S = 120
 #: Connections of one client, and bytes of large bodies of all.
 PER_CLIENT, MAX_HELD_BYTES = 40, 250_000
 LIMITS = RouterSettings(max_body_bytes=100_000, max_unsent_bytes=256 * 1024, read_timeout_s=10, stall_timeout_s=5)

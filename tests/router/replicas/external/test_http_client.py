@@ -43,7 +43,7 @@ async def test_a_request_names_host_path_and_key() -> None:
     """Servers behind a proxy have a path before every path."""
     heard: list[bytes] = []
     async with served(saying(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi", heard), api_key="secret") as client:
-        answer = await client.ask("GET", "/health", timeout_s=20)
+        answer = await client.ask("GET", "/health", timeout_s=120)
 
     assert answer == Answer(200, b"hi")
     assert heard[0].startswith(b"GET /base/health HTTP/1.1\r\nhost: 127.0.0.1:")
@@ -59,7 +59,7 @@ async def test_half_an_answer_is_none(data: bytes) -> None:
     """Whatever the reason, it comes by one error."""
     async with served(saying(data)) as client:
         with pytest.raises(BackendUnreachableError):
-            await client.ask("GET", "/health", timeout_s=20)
+            await client.ask("GET", "/health", timeout_s=120)
 
 
 async def test_silence_is_told_from_refusal() -> None:
@@ -75,7 +75,7 @@ async def test_silence_is_told_from_refusal() -> None:
         release.set()
 
     with pytest.raises(BackendUnreachableError, match="no connection"):
-        await client.ask("GET", "/health", timeout_s=20)
+        await client.ask("GET", "/health", timeout_s=120)
 
 
 async def test_a_closed_call_says_nothing_more() -> None:
@@ -87,6 +87,6 @@ async def test_a_closed_call_says_nothing_more() -> None:
 
     async with served(saying(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")) as client:
         client.call("GET", "/", b"", Sink()).close()
-        await client.ask("GET", "/", timeout_s=20)
+        await client.ask("GET", "/", timeout_s=120)
 
     assert not said
