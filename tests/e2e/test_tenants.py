@@ -196,7 +196,7 @@ async def test_a_tenant_cannot_tell_by_time_or_work_what_another_one_has_cached(
                 assert (tokens >= BLOCK_TOKENS) == (kind == "own"), f"{kind}: {tokens} tokens were cached"
 
     assert 0.05 < share_faster(times["guessed"], times["new"]) < 0.95, times
-    assert share_faster(times["own"], times["new"]) > 0.8, times
+    assert share_faster(times["own"], times["new"]) > 0.6, times
 
 
 async def timed(http: httpx.AsyncClient, key: str, prompt: str) -> tuple[float, int]:
