@@ -18,7 +18,7 @@ SLOW_FOLDERS := replica gpu e2e demo_model bench cluster/lab agents
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast test-slow test-nightly coverage check lint types format wheel wheel-check compat clients bench-core bench-events bench-eviction bench-partial bench-warm-up bench-decision bench-parsers bench-router bench-engine bench-guided bench-step bench-routing chaos audit gpu-check gpu-compile clean
+.PHONY: help setup serve test test-fast test-slow test-nightly coverage check lint types format wheel wheel-check compat frameworks clients bench-core bench-events bench-eviction bench-partial bench-warm-up bench-decision bench-parsers bench-router bench-engine bench-guided bench-step bench-routing chaos audit gpu-check gpu-compile clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -100,6 +100,9 @@ $(COMPAT)/.ready: $(VENV)/.dev tests/events/compat/requirements.txt
 compat: $(COMPAT)/.ready ## Test the event stream against vLLM itself (installed into .venv-compat)
 	@$(COMPAT)/bin/python -c 'import vllm.distributed.kv_events' 2>/dev/null || { echo "vLLM's event code cannot be imported from $(COMPAT); remove it and try again"; exit 1; }
 	@$(COMPAT)/bin/python -m pytest -m compat tests/events/compat $(ARGS)
+
+frameworks: $(VENV)/.dev ## Try agent frameworks, in environments of their own, against a scripted engine (90 seconds)
+	@$(BIN)/python -m tests.agents.run --pip-flags "$(PIP_FLAGS)" openai-agents instructor llama-index
 
 clients: $(VENV)/.dev ## Try Codex, OpenCode, agent frameworks, and load generators against a cluster (OUT=DIR keeps their output)
 	@$(BIN)/python -m tests.agents.run --pip-flags "$(PIP_FLAGS)"

@@ -1,7 +1,7 @@
-"""Installs the frameworks and programs that are too heavy for the test run, and tests them: `make clients`.
+"""Installs agent frameworks and programs beside our environment, and tests them: `make frameworks`, `make clients`.
 
 Run as `python -m tests.agents.run [NAME...]`. Frameworks get a virtual environment each, programs a folder for npm.
-What cannot be installed is said, and the exit code is 1.
+The exit code is 1 if a test fails, and 3 if the only fault is that something cannot be installed.
 """
 
 import argparse
@@ -22,6 +22,7 @@ FRAMEWORKS = {
     "llama-index": "llama_index",
 }
 PROGRAMS = "npm"
+NOT_INSTALLED = 3
 
 
 def tested(python: Path, arguments: list[str], **environment: str) -> bool:
@@ -66,7 +67,9 @@ def main() -> int:
         except NotInstallableError as error:
             verdicts[name] = f"not installed: {error}"
     print("\n".join(f"{name}: {verdict}" for name, verdict in verdicts.items()))
-    return int(any(verdict != "passed" for verdict in verdicts.values()))
+    if "failed" in verdicts.values():
+        return 1
+    return 0 if set(verdicts.values()) == {"passed"} else NOT_INSTALLED
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Frameworks of agents: their own loops over tools, and every way in which they ask for an object.
 
-Their packages are heavy and exclude each other's: `make clients` runs this in an environment of each. Elsewhere a
+Their packages are heavy and exclude each other's: `make frameworks` runs this in an environment of each. Elsewhere a
 framework that is not installed is skipped.
 """
 
@@ -26,7 +26,7 @@ CALLED = call("Fox", name="Ida", age=3)
 @pytest.mark.parametrize("api", ["OpenAIResponsesModel", "OpenAIChatCompletionsModel"])
 def test_openai_agents(engine: Engine, api: str) -> None:
     """Its runner, whole and streamed, a forced tool and a typed output."""
-    agents = pytest.importorskip("agents", reason="openai-agents is installed by make clients")
+    agents = pytest.importorskip("agents", reason="openai-agents is installed by make frameworks")
     agents.set_tracing_disabled(True)
 
     async def answers() -> list[Any]:
@@ -52,7 +52,7 @@ def test_openai_agents(engine: Engine, api: str) -> None:
 @pytest.mark.parametrize("api", ["OpenAIChatModel", "OpenAIResponsesModel"])
 def test_pydantic_ai(engine: Engine, api: str) -> None:
     """Its loop, and its three kinds of typed output."""
-    pydantic_ai = pytest.importorskip("pydantic_ai", reason="pydantic-ai is installed by make clients")
+    pydantic_ai = pytest.importorskip("pydantic_ai", reason="pydantic-ai is installed by make frameworks")
     models = pytest.importorskip("pydantic_ai.models.openai")
     provider = pytest.importorskip("pydantic_ai.providers.openai")
     model = getattr(models, api)(NAME, provider=provider.OpenAIProvider(base_url=f"{engine.url}/v1", api_key="k"))
@@ -78,7 +78,7 @@ def test_pydantic_ai(engine: Engine, api: str) -> None:
 )
 def test_instructor(engine: Engine, mode: str, answer: str) -> None:
     """Every mode for OpenAI's API."""
-    instructor = pytest.importorskip("instructor", reason="instructor is installed by make clients")
+    instructor = pytest.importorskip("instructor", reason="instructor is installed by make frameworks")
     engine.play(answer)
 
     with OpenAI(base_url=f"{engine.url}/v1", api_key="k", max_retries=0) as client:
@@ -91,7 +91,7 @@ def test_instructor(engine: Engine, mode: str, answer: str) -> None:
 
 @pytest.fixture
 def llama_index(engine: Engine) -> Iterator[Callable[..., Any]]:
-    module = pytest.importorskip("llama_index.llms.openai_like", reason="llama-index is installed by make clients")
+    module = pytest.importorskip("llama_index.llms.openai_like", reason="llama-index is installed by make frameworks")
 
     def make(**options: Any) -> Any:
         return module.OpenAILike(
