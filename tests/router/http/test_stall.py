@@ -85,6 +85,11 @@ class Watched:
                 return client.recv(64)
         return b""
 
+    def loop_s(self) -> float:
+        """CPU seconds that the loop's thread has taken so far."""
+        assert self._thread.ident is not None
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+
     def blocked_by(self, send: Callable[[], object]) -> float:
         """CPU seconds of the longest block, in the best of the attempts.
 
@@ -350,6 +355,29 @@ def test_many_hostile_bodies_at_once_leave_time_and_memory(watched: Watched):
     assert watched.send(LAST).startswith(b"HTTP/1.1 200")
     heap.trim()
     assert resident_bytes() - before < 200e6
+
+
+def test_a_first_token_waits_little_for_another_clients_bodies(watched: Watched):
+    """At most 100 ms of work for others lie between a small request and the first bytes of its answer."""
+    hostile = [post(*BODIES[name]) for name in ("prompts of ids", "messages", "escapes", "special tokens")] * 2
+    small = post(CHAT, b"{" + HI + b',"stream":true}')
+    longest_s = []
+
+    def waited_s() -> float:
+        slowness, before = max(1.0, reference_s() / QUIET_S), watched.loop_s()
+        assert watched.send(small).startswith(b"HTTP/1.1 200")
+        return (watched.loop_s() - before) / slowness
+
+    for _ in range(ATTEMPTS):
+        with ThreadPoolExecutor(len(hostile)) as clients:
+            sent = [clients.submit(watched.send, each) for each in hostile]
+            waits = [waited_s()]
+            while not all(each.done() for each in sent):
+                waits.append(waited_s())
+            assert all(each.result().startswith(b"HTTP/1.1 4") for each in sent)
+        longest_s.append(max(waits))
+
+    assert min(longest_s) <= 0.1, longest_s
 
 
 def test_costs_do_not_depend_on_how_a_body_is_cut(monkeypatch: pytest.MonkeyPatch):
