@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -246,8 +246,9 @@ def stand_in(folder: Path) -> object:
             data = text.encode()
             return array("I", data[: len(data) & ~3] or b"fox ")
 
-        async def encode_chat(self, chat: TemplateInput, **options: object) -> array:
-            return self.ids("".join(message["content"] for message in chat.messages))
+        async def encode_chat(self, chat: TemplateInput | Callable[[], TemplateInput], **options: object) -> array:
+            messages = (chat if isinstance(chat, TemplateInput) else chat()).messages
+            return self.ids("".join(message["content"] for message in messages))
 
         async def encode(self, texts: Sequence[str], **options: object) -> list[array]:
             return [self.ids(text) for text in texts]

@@ -66,7 +66,7 @@ class Client(asyncio.Protocol):
         self._transport.write(request)
 
     def data_received(self, data: bytes) -> None:
-        if self._run.load.stream:
+        if self._run.load.stream and (not self._first or self._tail or data.startswith(b"HTTP/1.1 200")):
             self._stream(data)
         else:
             self._whole(data)
