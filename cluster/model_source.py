@@ -11,6 +11,7 @@ from typing import Any
 
 from ..replica.config import ReplicaSettings
 from ..replica.demo import demo_model_path
+from ..replica.load.quantized import ORIGINAL, method_problem
 from ..replica.models.spec import FAMILIES
 from .errors import ModelUnavailable
 
@@ -19,8 +20,6 @@ DEMO = "demo"
 WANTED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 #: The same weights again, in the format of the model's authors.
 UNWANTED_FILES = ["consolidated*", "original/*"]
-#: Quantized weights that transformers converts to plain ones while it loads them.
-CONVERTED = ("mxfp4", "fp8")
 
 
 def find_model(settings: ReplicaSettings) -> Path:
@@ -31,6 +30,8 @@ def find_model(settings: ReplicaSettings) -> Path:
     folder = Path(model).expanduser()
     if folder.is_dir():
         folder = folder.resolve()
+    elif model.endswith(".gguf"):
+        raise ModelUnavailable(f"{model} is a GGUF file, which homing cannot read; {ORIGINAL}")
     elif model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelUnavailable(f"folder {model} does not exist; give a folder with config.json or a Hugging Face name")
     else:
@@ -50,24 +51,16 @@ def check_runnable(folder: Path) -> None:
     path = folder / "config.json"
     config = _json(path)
     if any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors")):
-        raise ModelUnavailable(f"{folder} holds GGUF files, which homing cannot read; {_UNQUANTIZED}")
-    text = config.get("text_config") or {}  # of models that also accept images
-    quantized = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else {})
-    if isinstance(quantized, dict) and quantized:
-        method = str(quantized.get("quant_method") or "an unnamed method")
-        if method not in CONVERTED:
-            raise ModelUnavailable(
-                f"{path}: the weights are quantized ({method}), which homing cannot run; {_UNQUANTIZED}"
-            )
+        raise ModelUnavailable(f"{folder} holds GGUF files, which homing cannot read; {ORIGINAL}")
+    problem = method_problem(config)
+    if problem:
+        raise ModelUnavailable(f"{path}: {problem}")
     kind = config.get("model_type")
     if isinstance(kind, str) and kind not in FAMILIES and kind not in _transformers_types():
         raise ModelUnavailable(
             f"{path}: model_type {kind!r} is unknown to homing and to the installed transformers; "
             "choose another model (docs/models.md lists those that were tested)"
         )
-
-
-_UNQUANTIZED = "choose the original model, on a CPU with --quantization int8 to save memory"
 
 
 def _transformers_types() -> frozenset[str]:

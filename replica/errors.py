@@ -72,7 +72,11 @@ class ModelError(StartupError):
 
 
 class WeightsMissing(ModelError):
-    """The folder has no safetensors, or they lack a tensor that the model needs."""
+    """The folder has no safetensors, or lacks some of those that its index names."""
+
+
+class WeightsUnlike(ModelError):
+    """The weights lack tensors of the model, or have others that it does not use: they are not this model's."""
 
 
 class WeightsTorn(ModelError):

@@ -7,6 +7,7 @@ unsupported family, a tensor of the wrong shape) are reported by the replica whe
 import importlib.util
 import json
 import sys
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +18,11 @@ import msgspec
 from ...kvcache.config import KvCacheSettings
 from ...kvcache.sizing import blocks_that_fit, bytes_per_block
 from ..config import ReplicaSettings
-from ..errors import StartupError, TensorParallelUnsupported, UnsupportedModel, WeightsMissing, WeightsTorn
+from ..errors import StartupError, TensorParallelUnsupported, UnsupportedModel, WeightsMissing
 from ..models.spec import FAMILIES, split_problem
+from .quantized import Scaling, block_sizes, method_problem, scalings
+from .weight_files import FETCH_AGAIN, TensorHeader, tensors_in, tensors_of, weight_files, weight_map
 
-_LENGTH_BYTES = 8
-#: safetensors itself refuses longer headers.
-_MAX_HEADER_BYTES = 100_000_000
-_FETCH_AGAIN = "fetch the model again"
 #: Bytes of a KV element in the smallest dtype: what does not fit then fits in no dtype.
 _LEAST_DTYPE_BYTES = 2
 _CPU_DTYPE_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -45,11 +44,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int | None = None
 
 
-class TensorHeader(msgspec.Struct, frozen=True):
-    data_offsets: tuple[int, int]
-    shape: tuple[int, ...] = ()
-
-
 def check_model(folder: Path, settings: ReplicaSettings, cache: KvCacheSettings) -> None:
     """Raise StartupError or PoolTooSmall if no replica could serve this, with the file or setting and the remedy."""
     config = read_config(folder)
@@ -63,30 +57,48 @@ def check_model(folder: Path, settings: ReplicaSettings, cache: KvCacheSettings)
 
 def read_config(folder: Path) -> ModelConfig:
     """Read config.json. Raises UnsupportedModel."""
-    path = folder / "config.json"
+    raw = raw_config(folder)
     try:
-        raw = json.loads(path.read_bytes())
         return msgspec.convert(raw | (raw.get("text_config") or {}), ModelConfig)
-    except (OSError, ValueError, TypeError, AttributeError, msgspec.ValidationError) as error:
-        raise UnsupportedModel(f"{path} is not a model's configuration: {error}; {_FETCH_AGAIN}") from error
+    except (TypeError, msgspec.ValidationError) as error:
+        raise _not_a_configuration(folder, error) from error
+
+
+def raw_config(folder: Path) -> dict[str, Any]:
+    """The object in config.json. Raises UnsupportedModel."""
+    try:
+        return msgspec.convert(json.loads((folder / "config.json").read_bytes()), dict[str, Any])
+    except (OSError, ValueError, msgspec.ValidationError) as error:
+        raise _not_a_configuration(folder, error) from error
+
+
+def _not_a_configuration(folder: Path, error: Exception) -> UnsupportedModel:
+    return UnsupportedModel(f"{folder / 'config.json'} is not a model's configuration: {error}; {FETCH_AGAIN}")
 
 
 def check_weights(folder: Path) -> None:
     """Check by names and lengths that all files of weights exist and are complete. Raises ModelError."""
     held = {path.name: tensors_of(path) for path in sorted(folder.glob("*.safetensors"))}
     if not held and not any(folder.glob("*.bin")):
-        raise WeightsMissing(f"{folder} has no *.safetensors; save the model with safe serialization")
+        weight_files(folder)
     for path in sorted(folder.glob("*.safetensors.index.json")):
-        try:
-            content: Any = json.loads(path.read_bytes())
-            weight_map = msgspec.convert(content["weight_map"], dict[str, str])
-        except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
-            raise WeightsTorn(f"{path} is not an index of weights: {error!r}; {_FETCH_AGAIN}") from error
-        for tensor, name in weight_map.items():
+        for tensor, name in weight_map(path).items():
             if name not in held:
-                raise WeightsMissing(f"{path} names {name}, which is not in the folder; {_FETCH_AGAIN}")
+                raise WeightsMissing(f"{path} names {name}, which is not in the folder; {FETCH_AGAIN}")
             if tensor not in held[name]:
-                raise WeightsMissing(f"{path} lists {tensor!r} in {name}, which does not contain it; {_FETCH_AGAIN}")
+                raise WeightsMissing(f"{path} lists {tensor!r} in {name}, which does not contain it; {FETCH_AGAIN}")
+    if held:
+        check_quantization(folder, tensors_in(folder))
+
+
+def check_quantization(folder: Path, tensors: Mapping[str, TensorHeader]) -> dict[str, Scaling]:
+    """How each quantized weight of the folder is dequantized, by its name. Raises UnsupportedModel."""
+    config = raw_config(folder)
+    found, unknown = scalings(tensors, block_sizes(config))
+    problem = method_problem(config) or unknown
+    if problem:
+        raise UnsupportedModel(f"{folder}: {problem}")
+    return found
 
 
 def check_vocabulary_size(folder: Path, vocab_size: int) -> None:
@@ -111,11 +123,11 @@ def check_vocabulary_size(folder: Path, vocab_size: int) -> None:
 def weight_bytes(folder: Path, settings: ReplicaSettings) -> int:
     """Estimated bytes of one rank's weights on a CPU; counts norms and biases as if the ranks shared them.
 
-    Raises UnsupportedModel, WeightsTorn.
+    Raises UnsupportedModel, WeightsMissing, WeightsTorn.
     """
     native = read_config(folder).model_type in FAMILIES and settings.model_provider != "transformers"
     size = _CPU_DTYPE_BYTES[settings.dtype]
-    shapes = {name: each.shape for path in folder.glob("*.safetensors") for name, each in tensors_of(path).items()}
+    shapes = {name: each.shape for name, each in tensors_in(folder).items()}
     embedding = sum(prod(shape) for name, shape in shapes.items() if name.endswith("embed_tokens.weight"))
     tied = native and "lm_head.weight" not in shapes  # the head is then a linear layer with packed weights of its own
     head = embedding if tied else prod(shapes.get("lm_head.weight", (0,)))
@@ -133,27 +145,6 @@ def _holds_linears_twice() -> bool:
     from ..kernels.cpu.runtime.processor import beats_packed  # needs llvmlite, which comes with numba
 
     return not beats_packed()
-
-
-def tensors_of(path: Path) -> dict[str, TensorHeader]:
-    """The tensors in a safetensors file; reads only its header. Raises WeightsTorn."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        if size < _LENGTH_BYTES or length > min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
-            raise WeightsTorn(f"{path} is incomplete: it has {size} bytes, less than its header; {_FETCH_AGAIN}")
-        header = file.read(length)
-    try:
-        parts = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        tensors = {
-            name: msgspec.json.decode(raw, type=TensorHeader) for name, raw in parts.items() if name != "__metadata__"
-        }
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WeightsTorn(f"{path} is damaged: its header is not safetensors' ({error}); {_FETCH_AGAIN}") from error
-    expected = _LENGTH_BYTES + length + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
-    if expected != size:
-        raise WeightsTorn(f"{path} is incomplete: it has {size} bytes of {expected}; {_FETCH_AGAIN}")
-    return tensors
 
 
 def check_ranks(config: ModelConfig, settings: ReplicaSettings) -> None:

@@ -8,18 +8,22 @@ configuration may ask for an operation that is not computed here.
 Each module has an attribute with the step's attention, because a few models drop extra keyword arguments.
 """
 
+import copy
 import inspect
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModelForCausalLM, Mxfp4Config
 
-from ..errors import ModelError, UnsupportedModel
+from ..errors import ModelError, UnsupportedModel, WeightsUnlike
+from ..load.quantized import MXFP4, declared
 from .base import Attend, AttentionRule
+from .checkpoint import Checkpoint, LazyTensor
 from .native import FIXED_KINDS
 from .spec import KvShape, ModelSpec
+from .tensor_names import mismatch
 
 IMPLEMENTATION = "homing_paged"
 _SLOT = "homing_slot"
@@ -126,6 +130,46 @@ def adapter_problem(config: Any) -> str | None:
     return None
 
 
+def _load(config: Any, folder: Path, dtype: torch.dtype) -> Any:
+    """transformers' model with the weights of the folder, on the CPU. Raises ModelError."""
+    AttentionInterface.register(IMPLEMENTATION, paged_attention)
+    try:
+        loader, source = _source(config, folder, dtype)
+        model, report = loader.from_pretrained(
+            **source,
+            dtype=dtype,
+            attn_implementation=IMPLEMENTATION,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise UnsupportedModel(
+            f"transformers cannot load {folder} with paged attention: {error!r}; {NEEDED}"
+        ) from error
+    unlike = mismatch(report["missing_keys"], report["unexpected_keys"])
+    if unlike is not None:
+        raise WeightsUnlike(f"{folder}: {unlike}")
+    return model
+
+
+def _source(config: Any, folder: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """The class that loads the model, and from what: the folder, or FP8 weights dequantized as it asks for them."""
+    whole: dict[str, Any] = {"pretrained_model_name_or_path": folder}
+    if declared(config.to_dict()).get("quant_method") == MXFP4:
+        return AutoModelForCausalLM, whole | {"quantization_config": Mxfp4Config(dequantize=True)}
+    if not any(folder.glob("*.safetensors")):
+        return AutoModelForCausalLM, whole
+    checkpoint = Checkpoint(folder, dtype, torch.device("cpu"))
+    if not checkpoint.quantized:
+        return AutoModelForCausalLM, whole
+    plain = copy.deepcopy(config)
+    for part in (plain, plain.get_text_config()):
+        vars(part).pop("quantization_config", None)
+    weights = {name: LazyTensor(checkpoint, name) for name in checkpoint.names}
+    whole = {"pretrained_model_name_or_path": None, "config": plain, "state_dict": weights}
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], whole
+
+
 class TransformersModel:
     """A causal model of transformers on one rank."""
 
@@ -139,16 +183,7 @@ class TransformersModel:
         problem = adapter_problem(config)
         if problem:
             raise UnsupportedModel(f"transformers' {config.model_type} cannot run on paged attention: {problem}")
-        AttentionInterface.register(IMPLEMENTATION, paged_attention)
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True
-            )
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise UnsupportedModel(
-                f"transformers cannot load {folder} with paged attention: {error!r}; {NEEDED}"
-            ) from error
-        self._model = model.to(device).eval()
+        self._model = _load(config, folder, dtype).to(device).eval()
         self._keeps_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         self._slot = Slot()
         for module in self._model.modules():

@@ -12,11 +12,13 @@ import msgspec
 import torch
 
 from ..config import ReplicaSettings
-from ..errors import TensorParallelUnsupported, UnsupportedModel
+from ..errors import TensorParallelUnsupported, UnsupportedModel, WeightsUnlike
 from ..parallel.rank_group import RankGroup
 from .base import Model
+from .checkpoint import Checkpoint
 from .layers import Int8Linear, Linear, int8_problem
-from .native import Checkpoint, NativeModel, native_problem
+from .native import NativeModel, native_problem
+from .tensor_names import names_problem
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,9 @@ def load_model(settings: ReplicaSettings, model_dir: Path, group: RankGroup | No
     if problem is None:
         logger.info("model_provider provider=native model_type=%s dtype=%s", config.model_type, dtype)
         weights = Checkpoint(model_dir, dtype, device)
+        unlike = names_problem(config, weights.names)
+        if unlike is not None:
+            raise WeightsUnlike(f"{model_dir}: {unlike}")
         return NativeModel(config, weights, eos, dtype, device, group, _linear(settings, device))
     if settings.model_provider == "native":
         raise UnsupportedModel(f"the native decoder cannot run {model_dir.name}: {problem}; use model_provider: auto")

@@ -8,25 +8,23 @@ those.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from safetensors import safe_open
 
-from ..errors import TensorParallelUnsupported, WeightsMissing
+from ..errors import TensorParallelUnsupported
 from ..kernels.base import TorchKernels
 from ..kernels.choice import choose_kernels
 from ..parallel.rank_group import RankGroup
 from .base import AttentionRule, QkvAttend, Rotary
+from .checkpoint import COLUMNS, ROWS, Checkpoint
 from .layers import Int8Linear, Linear
 from .spec import FAMILIES, KvShape, ModelSpec, split_problem
+from .tensor_names import is_mixture
 
 #: Kinds whose frequencies are fixed at load. Those of longrope and dynamic depend on the batch's longest position.
 FIXED_KINDS = ("default", "linear", "llama3")
-#: Rows (outputs) or columns (inputs) of a linear layer's weight.
-ROWS, COLUMNS = 0, 1
 
 
 def native_problem(config: Any) -> str | None:
@@ -40,8 +38,6 @@ def native_problem(config: Any) -> str | None:
         return f"rope type {rope['rope_type']!r} is not one of {', '.join(FIXED_KINDS)}"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         return "only part of each head is rotated"
-    if getattr(config, "quantization_config", None) is not None:
-        return "the weights are quantized"
     return None
 
 
@@ -52,15 +48,6 @@ def layer_windows(config: Any) -> list[int | None]:
         return [window] * count
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * count
     return [window if kind == "sliding_attention" else None for kind in kinds]
-
-
-def is_mixture(config: Any, layer: int) -> bool:
-    """Whether a layer has experts, as transformers' model of the family decides it."""
-    if config.model_type == "mixtral":
-        return True
-    if config.model_type not in ("qwen2_moe", "qwen3_moe") or layer in config.mlp_only_layers:
-        return False
-    return bool(config.num_experts) and (layer + 1) % config.decoder_sparse_step == 0
 
 
 def inverse_frequencies(parameters: Mapping[str, Any], head_dim: int) -> torch.Tensor:
@@ -78,51 +65,6 @@ def inverse_frequencies(parameters: Mapping[str, Any], head_dim: int) -> torch.T
         keep = ((parameters["original_max_position_embeddings"] / wavelengths - low) / (high - low)).clamp(0, 1)
         frequencies = (1 - keep) * frequencies / factor + keep * frequencies
     return frequencies
-
-
-class Checkpoint:
-    """All tensors of a Hugging Face folder by name, converted to one dtype and device when read.
-
-    From `*.safetensors`, sharded or not; memory-mapped, so that a rank's share costs only its own bytes.
-    """
-
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """Open the folder's files. Raises WeightsMissing if there are none."""
-        self._dtype = dtype
-        self._device = device
-        self._file_of: dict[str, Any] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            file: Any = safe_open(path, framework="pt")
-            self._file_of.update(dict.fromkeys(file.keys(), file))
-        if not self._file_of:
-            raise WeightsMissing(f"{folder} has no *.safetensors; save the model with safe serialization")
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._file_of
-
-    def whole(self, name: str) -> torch.Tensor:
-        return self._converted(self._slice(name)[:])
-
-    def share(self, name: str, dim: int, index: int, parts: int) -> torch.Tensor:
-        """The `index`-th of `parts` equal parts along `dim`, which must divide. Raises WeightsMissing."""
-        tensor = self._slice(name)
-        size = tensor.get_shape()[dim]
-        assert size % parts == 0, f"{name}: {size} along {dim} does not divide into {parts} parts"
-        width = size // parts
-        return self.span(name, dim, index * width, (index + 1) * width)
-
-    def span(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
-        """Elements `start` to `stop` along `dim` (0 or 1), clipped to the tensor. Raises WeightsMissing."""
-        tensor = self._slice(name)
-        return self._converted(tensor[start:stop] if dim == ROWS else tensor[:, start:stop])
-
-    def _slice(self, name: str) -> Any:
-        if name not in self._file_of:
-            raise WeightsMissing(f"the checkpoint has no tensor {name!r}; is this folder complete?")
-        return self._file_of[name].get_slice(name)
-
-    def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device=self._device, dtype=self._dtype).contiguous()
 
 
 @dataclass(slots=True, frozen=True)
@@ -238,7 +180,7 @@ class _LayerReader:
             prefix, names, count = "block_sparse_moe.", ("w1", "w3", "w2"), config.num_local_experts
         else:
             prefix, names, count = "mlp.", ("gate_proj", "up_proj", "down_proj"), config.num_experts
-        shared = f"{self._prefix}{prefix}shared_expert.gate_proj.weight" in self._checkpoint
+        shared = config.model_type == "qwen2_moe"
         return Mixture(
             router=self._checkpoint.whole(f"{self._prefix}{prefix}gate.weight"),
             experts=[self._mlp(f"{prefix}experts.{expert}.", *names) for expert in range(count)],
@@ -285,9 +227,9 @@ class NativeModel:
         group: RankGroup | None = None,
         linear: type[Linear | Int8Linear] = Linear,
     ) -> None:
-        """`config`: as transformers reads it, with `native_problem(config) is None`.
+        """`config`: as transformers reads it, with `native_problem(config) is None`; the checkpoint has its tensors.
 
-        Raises WeightsMissing, TensorParallelUnsupported.
+        Raises TensorParallelUnsupported.
         """
         self._group = group
         self._kernels = choose_kernels(device, dtype)
@@ -299,10 +241,9 @@ class NativeModel:
         self._embedding = checkpoint.whole("model.embed_tokens.weight")
         self._norm = checkpoint.whole("model.norm.weight")
         # This rank's part of the vocabulary; parts are equally long, the last ones padded with zeros.
-        tied = config.tie_word_embeddings or "lm_head.weight" not in checkpoint
         width = -(-len(self._embedding) // share.ranks)
         start = share.rank * width
-        name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
         head = checkpoint.span(name, ROWS, start, start + width)
         self._head = Linear(F.pad(head, (0, 0, 0, width - len(head))))
         self._layers = [

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from homing.cluster.cli.doctor import examine_settings
 from homing.cluster.config import load_settings
@@ -27,7 +29,7 @@ def change(folder: Path, **changes: object) -> None:
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "compressed-tensors"])
+@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes"])
 def test_a_quantized_checkpoint_is_refused_with_the_reason(folder: Path, method: str) -> None:
     """It would fail after 45 s with the advice to install a package that does not help; doctor says the same."""
     change(folder, quantization_config={"quant_method": method, "bits": 4})
@@ -46,12 +48,28 @@ def test_what_transformers_converts_is_not_refused(folder: Path) -> None:
     check_runnable(folder)
 
 
+def test_packed_weights_are_refused_whatever_the_configuration_says(folder: Path) -> None:
+    """Old AutoGPTQ and AWQ folders describe their weights in a file of their own; doctor says the same."""
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name.replace("weight", "qweight")] = tensors.pop(name).to(torch.int32)
+    save_file(tensors, folder / "model.safetensors")
+    settings = load_settings({"model": str(folder), "port": "0"}, {})
+
+    with pytest.raises(ModelUnavailable, match=r"homing cannot run: model\.layers.*q_proj\.qweight \[I32\]; choose"):
+        check_folder(folder, settings)
+    (finding,) = [each for each in examine_settings(settings, None) if each.check == "model"]
+    assert (finding.level, "qweight" in finding.message) == ("error", True)
+
+
 def test_gguf_files_are_refused_by_their_name(folder: Path) -> None:
     """Whoever has them has a whole model, and would look for what is missing."""
     (folder / "model.safetensors").rename(folder / "model.Q4_K_M.gguf")
 
     with pytest.raises(ModelUnavailable, match="holds GGUF files"):
         check_folder(folder, load_settings({}, {}))
+    with pytest.raises(ModelUnavailable, match=r"model\.Q4_K_M\.gguf is a GGUF file"):
+        find_model(ReplicaSettings(model=str(folder / "model.Q4_K_M.gguf")))
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ _NOWHERE = Path("none")
 
 
 class RandomWeights:
-    """As `homing.replica.models.native.Checkpoint`: normal numbers that keep activations near 1, and norms of 1."""
+    """As `homing.replica.models.checkpoint.Checkpoint`: normal numbers that keep activations near 1, and norms of 1."""
 
     def __init__(self, config: Any, dtype: torch.dtype, device: torch.device) -> None:
         with torch.device("meta"):

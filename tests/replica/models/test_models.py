@@ -243,7 +243,6 @@ def test_provider_follows_the_configuration(checkpoint):
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "yarn"),
         ({"rope_parameters": DEFAULT_ROPE | {"partial_rotary_factor": 0.5}}, "rotated"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
     ],
 )
 def test_native_decoder_names_what_it_cannot_run(overrides, reason):

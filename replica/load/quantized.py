@@ -1,0 +1,122 @@
+"""Recognises quantized checkpoints by config.json and the headers of their weights. Pure: no files, no torch.
+
+FP8 weights with scales are served: they are dequantized while they are read. transformers dequantizes MXFP4. Whatever
+else is quantized is refused with the reason.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .weight_files import TensorHeader, listed
+
+#: Methods whose weights are FP8 with scales. Only FP8 is served of the last two, which are also used for other types.
+_FP8_METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt")
+MXFP4 = "mxfp4"
+_FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
+_PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
+_STRATEGIES = ("tensor", "channel", "block")
+#: Endings that turn a weight's name into that of its scales. Both kinds are factors, also the "inverse" ones.
+_SCALES = ("_scale", "_scale_inv")
+ORIGINAL = "choose the original model, on a CPU with --quantization int8 to save memory"
+
+
+@dataclass(slots=True, frozen=True)
+class Scaling:
+    """A matrix of 8-bit numbers is multiplied by its scales; each covers a block of [rows, columns]."""
+
+    scales: str  #: name of the tensor
+    block: tuple[int, int]
+
+
+def declared(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The `quantization_config` in a config.json; of models that also accept images, their text model's."""
+    text = config.get("text_config")
+    found = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
+    return found if isinstance(found, dict) else {}
+
+
+def method_problem(config: Mapping[str, Any]) -> str | None:
+    """Why a model of this config.json cannot be served in its quantization, or None."""
+    quantization = declared(config)
+    if not quantization:
+        return None
+    method = quantization.get("quant_method") or "an unnamed method"
+    if method not in (*_FP8_METHODS, MXFP4):
+        return f"the weights are quantized ({method}), which homing cannot run; {ORIGINAL}"
+    other = None
+    if method == "modelopt" and not str(algorithm := quantization.get("quant_algo")).startswith("FP8"):
+        other = f"quant_algo {algorithm}"
+    if method == "compressed-tensors":
+        other = _compressed_problem(quantization)
+    return other and f"the weights are quantized ({method}, {other}), of which homing runs FP8 alone; {ORIGINAL}"
+
+
+def _compressed_problem(quantization: Mapping[str, Any]) -> str | None:
+    sparsity = (quantization.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        return f"sparsity {sparsity}"
+    if quantization.get("transform_config"):
+        return "with transforms of activations"
+    schemes = _weight_schemes(quantization)
+    if not schemes:
+        return f"format {quantization.get('format')}"
+    for scheme in schemes:
+        found = tuple(scheme.get(name) for name in ("type", "num_bits", "strategy"))
+        if found[:2] != ("float", 8) or found[2] not in _STRATEGIES or not scheme.get("symmetric", True):
+            return "weights {} {} by {}".format(*found)
+    return None
+
+
+def _weight_schemes(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    groups = (quantization.get("config_groups") or {}).values()
+    return [group["weights"] for group in groups if isinstance(group, dict) and group.get("weights")]
+
+
+def block_sizes(config: Mapping[str, Any]) -> set[tuple[int, int]]:
+    """The blocks of [rows, columns] with a scale each that a config.json declares."""
+    quantization = declared(config)
+    sizes = [quantization.get("weight_block_size"), *(s.get("block_structure") for s in _weight_schemes(quantization))]
+    return {(size[0], size[1]) for size in sizes if isinstance(size, list) and len(size) == 2}
+
+
+def scalings(
+    tensors: Mapping[str, TensorHeader], blocks: Iterable[tuple[int, int]]
+) -> tuple[dict[str, Scaling], str | None]:
+    """How each quantized weight is dequantized, by its name; and why some cannot be, or None."""
+    found: dict[str, Scaling] = {}
+    unknown: list[str] = []
+    blocks = tuple(blocks)
+    for name, header in tensors.items():
+        if not _is_quantized(name, header):
+            continue
+        scaling = _scaling(name, header, tensors, blocks) if header.dtype in _FP8_DTYPES else None
+        if scaling is None:
+            unknown.append(f"{name} [{header.dtype}]")
+        else:
+            found[name] = scaling
+    if not unknown:
+        return found, None
+    return found, f"weights that are quantized in a way that homing cannot run: {listed(unknown)}; {ORIGINAL}"
+
+
+def _is_quantized(name: str, header: TensorHeader) -> bool:
+    """Integers are weights if they are named so: other checkpoints hold masks and positions as integers."""
+    if not header.dtype or header.dtype in _PLAIN_DTYPES or name.endswith(_SCALES):
+        return False
+    return header.dtype.startswith("F") or "weight" in name.rpartition(".")[2]
+
+
+def _scaling(
+    name: str, header: TensorHeader, tensors: Mapping[str, TensorHeader], blocks: tuple[tuple[int, int], ...]
+) -> Scaling | None:
+    scales = next((name + ending for ending in _SCALES if name + ending in tensors), None)
+    if scales is None or len(header.shape) != 2:
+        return None
+    (rows, columns), shape = header.shape, tensors[scales].shape
+    if shape in ((), (1,), (1, 1)):
+        return Scaling(scales, (rows, columns))
+    if shape in ((rows,), (rows, 1)):
+        return Scaling(scales, (1, columns))
+    fitting = [each for each in blocks if shape == (-(-rows // each[0]), -(-columns // each[1]))]
+    return Scaling(scales, fitting[0]) if len(fitting) == 1 else None

@@ -1,0 +1,95 @@
+"""Reads the weights of a Hugging Face folder: one rank's part of each tensor, in one dtype on one device.
+
+FP8 weights are dequantized by their scales as they are read.
+"""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from ..load.preflight import check_quantization
+from ..load.quantized import Scaling
+from ..load.weight_files import tensors_in, weight_files
+
+#: Rows (outputs) or columns (inputs) of a linear layer's weight.
+ROWS, COLUMNS = 0, 1
+#: Rows that are dequantized at once, which bounds the memory for their float32 values.
+_ROWS_AT_ONCE = 1024
+
+
+class Checkpoint:
+    """All tensors of a Hugging Face folder by name, converted to one dtype and device when read.
+
+    From `*.safetensors`, sharded or not; memory-mapped, so that a rank's share costs only its own bytes.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        """Open the folder's files. Raises WeightsMissing, WeightsTorn and UnsupportedModel."""
+        self._dtype = dtype
+        self._device = device
+        self._file_of: dict[str, Any] = {}
+        for path in weight_files(folder):
+            file: Any = safe_open(path, framework="pt")
+            self._file_of.update(dict.fromkeys(file.keys(), file))
+        self._scalings = check_quantization(folder, tensors_in(folder))
+        #: Of all tensors but the scales of weights.
+        self.names: Collection[str] = self._file_of.keys() - {each.scales for each in self._scalings.values()}
+
+    @property
+    def quantized(self) -> bool:
+        return bool(self._scalings)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def whole(self, name: str) -> torch.Tensor:
+        return self._read(name, ...)
+
+    def share(self, name: str, dim: int, index: int, parts: int) -> torch.Tensor:
+        """The `index`-th of `parts` equal parts along `dim` (0 or 1), which must divide."""
+        size = self._slice(name).get_shape()[dim]
+        assert size % parts == 0, f"{name}: {size} along {dim} does not divide into {parts} parts"
+        width = size // parts
+        return self.span(name, dim, index * width, (index + 1) * width)
+
+    def span(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+        """Elements `start` to `stop` along `dim` (0 or 1), clipped to the tensor."""
+        part = slice(start, stop)
+        return self._read(name, part if dim == ROWS else (slice(None), part), (start, 0) if dim == ROWS else (0, start))
+
+    def _read(self, name: str, part: Any, first: tuple[int, int] = (0, 0)) -> torch.Tensor:
+        tensor: torch.Tensor = self._slice(name)[part]
+        scaling = self._scalings.get(name)
+        if scaling is not None:
+            tensor = dequantized(tensor, self._slice(scaling.scales)[...], scaling, first, self._dtype)
+        return tensor.to(device=self._device, dtype=self._dtype).contiguous()
+
+    def _slice(self, name: str) -> Any:
+        return self._file_of[name].get_slice(name)
+
+
+def dequantized(
+    weight: torch.Tensor, scales: torch.Tensor, scaling: Scaling, first: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    """The part of a matrix that begins at row and column `first`, multiplied by its scales in float32."""
+    factors = scales.float().reshape(-1, scales.shape[1] if scales.dim() == 2 else 1)
+    places = zip(first, weight.shape, scaling.block, strict=True)
+    rows, columns = (torch.arange(start, start + size) // step for start, size, step in places)
+    made = torch.empty(weight.shape, dtype=dtype)
+    for start in range(0, len(weight), _ROWS_AT_ONCE):
+        chunk = slice(start, start + _ROWS_AT_ONCE)
+        made[chunk] = weight[chunk].float() * factors[rows[chunk]][:, columns]
+    return made
+
+
+class LazyTensor:
+    """A tensor that transformers takes as one of its own slices of a file: `[...]` reads it."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self._checkpoint, self._name = checkpoint, name
+
+    def __getitem__(self, part: Any) -> torch.Tensor:
+        return self._checkpoint.whole(self._name)[part]
