@@ -22,8 +22,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(
-            description="type of weights and KV; auto: the checkpoint's on CUDA, float32 on CPU, where bfloat16 is two "
-            "to three times as fast if the processor multiplies it (`avx512_bf16`), and has linears held twice if not"
+            description="type of weights and KV; auto: the checkpoint's, on CPU only if that is bfloat16 and the "
+            "processor multiplies it (`avx512_bf16`, AMX), which is two to three times as fast as float32; else float32"
         ),
     ] = "auto"
     quantization: Annotated[

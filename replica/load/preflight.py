@@ -19,13 +19,13 @@ from ...kvcache.config import KvCacheSettings
 from ...kvcache.sizing import blocks_that_fit, bytes_per_block
 from ..config import ReplicaSettings
 from ..errors import StartupError, TensorParallelUnsupported, UnsupportedModel, WeightsMissing
-from ..models.spec import FAMILIES, split_problem
+from ..models.spec import FAMILIES, auto_dtype, split_problem
 from .quantized import Scaling, block_sizes, method_problem, scalings
 from .weight_files import FETCH_AGAIN, TensorHeader, tensors_in, tensors_of, weight_files, weight_map
 
 #: Bytes of a KV element in the smallest dtype: what does not fit then fits in no dtype.
 _LEAST_DTYPE_BYTES = 2
-_CPU_DTYPE_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2, "float16": 2}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +42,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_key_value_heads: int | None = None
     max_position_embeddings: int | None = None
     vocab_size: int | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None  #: its name until transformers 4
 
 
 def check_model(folder: Path, settings: ReplicaSettings, cache: KvCacheSettings) -> None:
@@ -125,24 +127,37 @@ def weight_bytes(folder: Path, settings: ReplicaSettings) -> int:
 
     Raises UnsupportedModel, WeightsMissing, WeightsTorn.
     """
-    native = read_config(folder).model_type in FAMILIES and settings.model_provider != "transformers"
-    size = _CPU_DTYPE_BYTES[settings.dtype]
+    config = read_config(folder)
+    native = config.model_type in FAMILIES and settings.model_provider != "transformers"
+    dtype: str = settings.dtype
+    if dtype == "auto":
+        dtype = auto_dtype(config.dtype or config.torch_dtype, cuda=False, multiplies_bfloat16=multiplies_bfloat16())
+    size = _DTYPE_BYTES[dtype]
     shapes = {name: each.shape for name, each in tensors_in(folder).items()}
     embedding = sum(prod(shape) for name, shape in shapes.items() if name.endswith("embed_tokens.weight"))
     tied = native and "lm_head.weight" not in shapes  # the head is then a linear layer with packed weights of its own
     head = embedding if tied else prod(shapes.get("lm_head.weight", (0,)))
     linears = sum(prod(shape) for shape in shapes.values() if len(shape) > 1) - embedding - (0 if tied else head)
     others = sum(prod(shape) for shape in shapes.values() if len(shape) <= 1)
-    by_head = 2 * size if native and settings.dtype == "bfloat16" and _holds_linears_twice() else size
+    by_head = 2 * size if native and dtype == "bfloat16" and _holds_linears_twice() else size
     by_linear = 1 if native and settings.quantization == "int8" else by_head
     return embedding * size + (head * by_head + linears * by_linear + others * size) // settings.tensor_parallel_size
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this machine has a processor and kernels for fast products of bfloat16."""
+    if importlib.util.find_spec("numba") is None:
+        return False
+    from ..kernels.cpu.runtime import processor  # needs llvmlite, which comes with numba
+
+    return processor.multiplies_bfloat16()
 
 
 def _holds_linears_twice() -> bool:
     """Whether bfloat16 linears are packed for oneDNN and again for our kernel for steps of few rows."""
     if importlib.util.find_spec("numba") is None:
         return False
-    from ..kernels.cpu.runtime.processor import beats_packed  # needs llvmlite, which comes with numba
+    from ..kernels.cpu.runtime.processor import beats_packed
 
     return not beats_packed()
 

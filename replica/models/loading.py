@@ -13,11 +13,13 @@ import torch
 
 from ..config import ReplicaSettings
 from ..errors import TensorParallelUnsupported, UnsupportedModel, WeightsUnlike
+from ..load.preflight import multiplies_bfloat16
 from ..parallel.rank_group import RankGroup
 from .base import Model
 from .checkpoint import Checkpoint
 from .layers import Int8Linear, Linear, int8_problem
 from .native import NativeModel, native_problem
+from .spec import auto_dtype
 from .tensor_names import names_problem
 
 logger = logging.getLogger(__name__)
@@ -92,14 +94,12 @@ def _linear(settings: ReplicaSettings, device: torch.device) -> type[Linear | In
 
 
 def weights_dtype(settings: ReplicaSettings, config: Any, device: torch.device) -> torch.dtype:
-    """The dtype of the settings. auto: the checkpoint's on CUDA, else float32, in which greedy logits rarely tie."""
+    """The dtype of the settings, or what `auto` gives on this device."""
     if settings.dtype != "auto":
         return DTYPES[settings.dtype]
-    stored = getattr(config, "dtype", None)
-    if device.type != "cuda" or stored not in DTYPES.values():
-        return torch.float32
-    assert isinstance(stored, torch.dtype), stored
-    return stored
+    stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    name = str(stored).removeprefix("torch.")
+    return DTYPES[auto_dtype(name, cuda=device.type == "cuda", multiplies_bfloat16=multiplies_bfloat16())]
 
 
 def eos_token_ids(model_dir: Path, config: Any) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+DTYPES = ("float32", "bfloat16", "float16")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
 #: Sizes of the MLPs that ranks share; each family's configuration has some of them.
 _FEATURES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
@@ -34,6 +35,15 @@ class ModelSpec:
         """KV memory of one block over all layers, on this rank."""
         elements = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in self.kv_shapes)
         return block_size * self.dtype_bytes * elements
+
+
+def auto_dtype(stored: str | None, *, cuda: bool, multiplies_bfloat16: bool) -> str:
+    """The dtype in which a checkpoint of dtype `stored` runs, unless it is set: its own, or float32.
+
+    On a CPU float16 is slow on all processors, and bfloat16 on those that do not multiply it.
+    """
+    served = DTYPES if cuda else ("bfloat16",) if multiplies_bfloat16 else ()
+    return stored if stored is not None and stored in served else "float32"
 
 
 def split_problem(config: Any, ranks: int) -> str | None:

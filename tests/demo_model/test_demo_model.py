@@ -72,6 +72,11 @@ def test_sizes_divide_by_two() -> None:
         assert config[name] % 2 == 0, name
 
 
+def test_it_asks_to_run_in_float32() -> None:
+    """Processors round bfloat16 differently, and the first answer that anybody sees should be the same everywhere."""
+    assert json.loads((demo_model_path() / "config.json").read_text())["dtype"] == "float32"
+
+
 def test_both_ways_to_end_are_eos_ids(greedy: evaluate.Greedy) -> None:
     """A turn ends with one token, a plain document with another."""
     ends = [greedy.tokenizer.convert_tokens_to_ids(each) for each in (tokenizer.TURN_END, tokenizer.END)]

@@ -223,8 +223,11 @@ def train_steps(model: LlamaForCausalLM, stream: Iterator[TrainingBatch], recipe
 
 
 def save(model: LlamaForCausalLM, bpe: Tokenizer, out: Path) -> None:
-    """Write the Hugging Face folder, weights in bfloat16; `model` itself stays as it is."""
-    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(out)
+    """Write the Hugging Face folder, weights in bfloat16 to be run in float32; `model` itself stays as it is."""
+    rounded = copy.deepcopy(model).to(torch.bfloat16)
+    rounded.save_pretrained(out)
+    rounded.config.dtype = torch.float32  # the same answers on every processor
+    rounded.config.save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)  # safetensors leaves it readable by its owner only
     tokenizer.save(bpe, MAX_POSITIONS, out)
 

@@ -1,6 +1,7 @@
 """What is refused before anything is loaded, by its name and with a remedy; and what is not."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from homing.kvcache.errors import KvCacheError, PoolTooSmall
 from homing.replica.config import ReplicaSettings
 from homing.replica.demo import demo_model_path
 from homing.replica.errors import StartupError, TensorParallelUnsupported, UnsupportedModel, WeightsMissing, WeightsTorn
+from homing.replica.execute.runner import ModelRunner
 from homing.replica.kernels.cpu.runtime.processor import beats_packed
-from homing.replica.load.preflight import check_model, weight_bytes
+from homing.replica.load.preflight import check_model, multiplies_bfloat16, weight_bytes
+from homing.replica.models.spec import auto_dtype
 
 SHAPE = {
     "model_type": "llama",
@@ -190,6 +193,42 @@ def test_weights_are_counted_as_they_are_held(checkpoint, asked, by_linear, by_h
     assert own == embedding * by_other + shared
     assert foreign == 2 * (embedding + linears + others + (0 if tied else head))
     assert halved == embedding * by_other + shared // 2
+
+
+@pytest.mark.parametrize(
+    ("stored", "cuda", "multiplies", "chosen"),
+    [
+        ("bfloat16", False, True, "bfloat16"),
+        ("bfloat16", False, False, "float32"),
+        ("float16", False, True, "float32"),
+        ("float32", False, True, "float32"),
+        (None, False, True, "float32"),
+        ("bfloat16", True, False, "bfloat16"),
+        ("float16", True, False, "float16"),
+        ("float8_e4m3fn", True, False, "float32"),
+    ],
+)
+def test_the_checkpoints_type_is_taken_where_it_is_fast(
+    stored: str | None, cuda: bool, multiplies: bool, chosen: str
+) -> None:
+    """float32 is right everywhere, and two to three times as slow."""
+    assert auto_dtype(stored, cuda=cuda, multiplies_bfloat16=multiplies) == chosen
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_weights_are_counted_and_loaded_in_the_same_type(checkpoint, tmp_path, key):
+    """Whichever name the configuration has for it."""
+    folder = shutil.copytree(checkpoint("llama"), tmp_path, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps(config | {key: "bfloat16"}))
+    taken = "bfloat16" if multiplies_bfloat16() else "float32"
+
+    assert ModelRunner(ReplicaSettings(device="cpu"), folder, 8).spec.dtype == taken
+    assert weight_bytes(folder, ReplicaSettings()) == weight_bytes(folder, ReplicaSettings(dtype=taken))
+    assert weight_bytes(demo_model_path(), ReplicaSettings()) == weight_bytes(
+        demo_model_path(), ReplicaSettings(dtype="float32")
+    )
 
 
 @pytest.mark.parametrize("vocabulary", [{"a": 0, "b": 99}, [["a", 0.0]] * 100])
