@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import psutil
-
 from ..replica.kernels.toolchain import launcher_problem
+from ..replica.load.free_memory import free_memory_bytes
 
 #: Packages without which nothing can be served.
 PACKAGES = ("ray", "torch", "transformers", "tokenizers", "safetensors", "pyzmq", "msgspec", "xxhash", "httptools")
@@ -56,7 +55,7 @@ def inspect_machine(disks: Mapping[str, Path]) -> MachineInfo:
     return MachineInfo(
         python=sys.version_info[:2],
         packages={name: _version(name) for name in PACKAGES},
-        memory_bytes=psutil.virtual_memory().available,
+        memory_bytes=free_memory_bytes(),
         gpus_seen=visible_gpus(),
         gpus_usable=_gpus_usable(),
         launcher_problem=launcher_problem(),

@@ -25,9 +25,18 @@ class KvCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         int,
         Meta(
             ge=0,
-            description="KV memory of one rank in bytes; 0: 512 MiB on CPU, on CUDA what gpu_memory_utilization leaves",
+            description="KV memory of one rank in bytes; 0: what cpu_ or gpu_memory_utilization gives",
         ),
     ] = 0
+    cpu_memory_utilization: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="share of the memory that is free once a rank has loaded its weights, for the KV of all ranks "
+            "of the machine on CPUs; pages are taken when they are first used",
+        ),
+    ] = 0.4
     gpu_memory_utilization: Annotated[
         float,
         Meta(

@@ -53,6 +53,16 @@ def kv_budget_bytes(reading: MemoryReading, utilization: float) -> int:
     return max(0, min(reading.share_bytes(utilization), reading.free_bytes - reading.peak_bytes))
 
 
+def host_kv_bytes(free_bytes: int, utilization: float) -> int:
+    """Bytes of a machine's memory for the KV of one rank: at most `utilization` of what is free.
+
+    Rounded down to three significant bits, so that replicas have equal pools although they look at different moments.
+    """
+    share = int(free_bytes * utilization)
+    step = 1 << max(0, share.bit_length() - 3)
+    return share // step * step
+
+
 def blocks_that_fit(kv_bytes: int, block_bytes: int) -> int:
     """Blocks in `kv_bytes` of one rank, the null block included. All ranks of a replica use the smallest of theirs.
 
@@ -62,6 +72,6 @@ def blocks_that_fit(kv_bytes: int, block_bytes: int) -> int:
     if blocks < 2:
         raise PoolTooSmall(
             f"{kv_bytes} bytes of KV memory hold {blocks} blocks of {block_bytes} bytes, at least 2 are needed: "
-            "raise kv_cache_bytes or lower block_size"
+            "raise kv_cache_bytes, free memory or lower block_size"
         )
     return blocks

@@ -32,8 +32,6 @@ MIB = 1 << 20
 DISK_ERROR_BYTES, DISK_WARNING_BYTES = GIB // 4, 5 * GIB
 #: Ray's object store; the smallest that it accepts.
 SHARED_MEMORY_BYTES = 80 * MIB
-#: Default KV memory of a rank on CPU (docs/settings.md, `kv_cache_bytes`).
-CPU_KV_BYTES = 512 * MIB
 SEE_STATUS = "homing status shows what each replica waits for"
 
 Level = Literal["ok", "warning", "error"]
@@ -115,8 +113,7 @@ def _memory(host: MachineInfo, settings: Settings) -> Finding:
     if settings.cluster.ray_address or not on_cpu:
         return Finding("memory", "ok", f"{host.memory_bytes / GIB:.1f} GiB available here")
     ranks = sum(each.ranks for each in on_cpu)
-    sized = [each for each in on_cpu if not each.kvcache.num_kv_blocks]
-    kv = sum(each.ranks * (each.kvcache.kv_cache_bytes or CPU_KV_BYTES) for each in sized)
+    kv = sum(each.ranks * each.kvcache.kv_cache_bytes for each in on_cpu if not each.kvcache.num_kv_blocks)
     weights = sum(each.ranks * _weight_bytes(each.replica) for each in on_cpu)
     needed = f"{kv / GIB:.1f} GiB for KV and {weights / GIB:.1f} for weights"
     message = f"{ranks} ranks need {needed}, {host.memory_bytes / GIB:.1f} GiB are available"

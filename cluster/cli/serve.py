@@ -22,6 +22,7 @@ import psutil
 from .. import local_ray
 from ..client import get_json, is_ready
 from ..config import Settings, state_folder
+from ..control.autoscale import most_ranks
 from ..control.control_messages import CONTROLLER, SUPERVISOR, ClusterStatus, ModelSpec, ModelStatus
 from ..devices import settle
 from ..errors import ClusterError, RayLost, StartFailed
@@ -205,6 +206,7 @@ class ServeRun:
         sockets = str(local_ray.sockets_folder(self._folder)) if self._folder else None
         seed, host = secrets.randbits(64), "127.0.0.1" if self._folder else None
         log_dir = str(self._registry.log_folder(self._entry.name)) if self._folder else None
+        ranks = sum(most_ranks(each) for each in self._settings.each_model)
         models = tuple(
             ModelSpec(
                 settings=each,
@@ -213,6 +215,7 @@ class ServeRun:
                 run_dir=sockets,
                 host=host,
                 log_dir=log_dir,
+                all_ranks=ranks,
             )
             for each, folder in zip(self._settings.each_model, folders, strict=True)
         )

@@ -20,8 +20,10 @@ import msgspec
 
 from ...events.security.curve_keys import reader_keys, server_keys
 from ...kvcache.config import KvCacheSettings
+from ...replica.load.cpu_threads import usable_cores
 from ...router.backend import RouterCounters
 from ...router.control import Answer, AnyQuestion, Member, SetMembership
+from ..config import ClusterSettings
 from ..model_source import find_model
 from .actors import RankServer, Router, describe, node_address
 from .control_messages import Listening, Models, ModelSpec, RankSpec
@@ -89,6 +91,7 @@ def _rank_server(spec: RankSpec) -> RankServer:
 
     model, settings = spec.model, spec.model.settings.replica
     kvcache = share_of_gpu(model.settings.kvcache, model.settings.cluster.gpus_per_rank)
+    kvcache = share_of_memory(kvcache, model.settings.cluster, model.all_ranks, usable_cores())
     model_dir = Path(model.model_dir) if model.model_dir else find_model(settings)
     meeting = spec.rendezvous
     place = RankPlace(rank=spec.rank, size=spec.world, host=meeting.host, port=meeting.port, secret=meeting.secret)
@@ -117,6 +120,16 @@ def share_of_gpu(cache: KvCacheSettings, gpus_per_rank: float) -> KvCacheSetting
     if not 0 < gpus_per_rank < 1:
         return cache
     return msgspec.structs.replace(cache, gpu_memory_utilization=cache.gpu_memory_utilization * gpus_per_rank)
+
+
+def share_of_memory(cache: KvCacheSettings, cluster: ClusterSettings, ranks: int, cores: int) -> KvCacheSettings:
+    """The settings of one of so many ranks on CPUs: it takes its part of what all on its machine take together.
+
+    In a joined cluster others may be on other machines; as many as have CPUs here may be on this one.
+    """
+    if cluster.ray_address and cluster.cpus_per_rank:
+        ranks = min(ranks, int(cores / cluster.cpus_per_rank))
+    return msgspec.structs.replace(cache, cpu_memory_utilization=cache.cpu_memory_utilization / max(1, ranks))
 
 
 #: Variables that torch reads when it is imported.

@@ -13,7 +13,7 @@ from math import ceil
 import msgspec
 
 from ...router.control import Demand
-from ..config import ClusterSettings
+from ..config import ClusterSettings, Settings
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -92,6 +92,13 @@ def terms_of(cluster: ClusterSettings) -> ScalingTerms | None:
     return ScalingTerms(
         least=int(least), most=int(most), target_s=cluster.ttft_target_s, down_after_s=cluster.scale_down_after_s
     )
+
+
+def most_ranks(settings: Settings) -> int:
+    """Ranks of a model with as many replicas as it may have."""
+    terms = terms_of(settings.cluster)
+    replicas = settings.cluster.replicas if terms is None else max(terms.most, settings.cluster.replicas)
+    return replicas * settings.replica.tensor_parallel_size
 
 
 def together(views: Sequence[Demand]) -> Demand:

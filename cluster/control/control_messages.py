@@ -21,6 +21,7 @@ class ModelSpec:
     run_dir: str | None  #: folder for sockets on a single node; None: several nodes, which use TCP
     host: str | None  #: address to bind; None: each node's own
     log_dir: str | None = None  #: folder of the log files on a single node; None: Ray keeps the logs
+    all_ranks: int = 1  #: of all models together, with as many replicas as there may be
 
     @property
     def name(self) -> str:

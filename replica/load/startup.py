@@ -10,7 +10,7 @@ import torch
 
 from ...events.wire.messages import PrefillWork
 from ...kvcache.config import KvCacheSettings
-from ...kvcache.sizing import MemoryReading, blocks_that_fit, kv_budget_bytes
+from ...kvcache.sizing import MemoryReading, blocks_that_fit, host_kv_bytes, kv_budget_bytes
 from ..config import ReplicaSettings, for_device
 from ..engine.engine import Executor
 from ..engine.sampler import SamplingRow, prompt_logprobs, sample
@@ -20,11 +20,11 @@ from ..engine.throughput import SmoothedRates
 from ..errors import StartupError
 from ..messages import SamplingParams
 from ..models.spec import ModelSpec
+from .free_memory import free_memory_bytes
 from .preflight import longest_request
 
 log = logging.getLogger(__name__)
 
-CPU_KV_BYTES = 512 * 1024 * 1024
 #: Enough for steps whose results are not used: the null block, and one for all tokens of all requests.
 TRIAL_BLOCKS = 2
 #: From this many prompt tokens on, a step on a CPU gets hardly faster per token. Tuned on two cores, 125 M parameters:
@@ -43,19 +43,23 @@ def number_of_blocks(
     spec: ModelSpec,
     executor: Executor,
     device: torch.device,
+    free_memory: Callable[[], int] = free_memory_bytes,
 ) -> int:
     """KV blocks of every rank, including the null block. Raises PoolTooSmall, StartupError."""
     if cache.num_kv_blocks:
         return cache.num_kv_blocks
     block_bytes = spec.bytes_per_block(cache.block_size)
-    if cache.kv_cache_bytes or device.type == "cpu":
-        return blocks_that_fit(cache.kv_cache_bytes or CPU_KV_BYTES, block_bytes)
+    if cache.kv_cache_bytes:
+        return blocks_that_fit(cache.kv_cache_bytes, block_bytes)
     settings = for_device(settings, cuda=device.type == "cuda")
     limits = SchedulerLimits(
         settings.max_running_requests,
         settings.max_batched_tokens,
         longest_request(settings.max_model_len, spec.max_positions),
     )
+    if device.type == "cpu":
+        useful = 1 + limits.running * -(-limits.max_model_len // cache.block_size)
+        return min(useful, blocks_that_fit(host_kv_bytes(free_memory(), cache.cpu_memory_utilization), block_bytes))
     # Run the largest steps that the limits allow, and all that their logits may go through.
     filtered = SamplingRow(SamplingParams(max_tokens=1, top_p=0.5, logit_bias={0: 1.0}), 0, (), ())
     try:

@@ -47,7 +47,9 @@ def main() -> None:
     runners = {}
     for provider in ("native", "transformers"):
         for dtype in ("bfloat16", "float32"):
-            runner = ModelRunner(ReplicaSettings(model_provider=provider, dtype=dtype, device="cpu"), folder, BLOCK_SIZE)
+            runner = ModelRunner(
+                ReplicaSettings(model_provider=provider, dtype=dtype, device="cpu"), folder, BLOCK_SIZE
+            )
             runner.allocate_kv(200)
             runners[provider, dtype] = runner
     print("| provider | dtype | " + " | ".join(f"{name}, ms" for name in STEPS) + " |\n|---|---|" + "---|" * len(STEPS))

@@ -7,8 +7,15 @@ import threading
 
 import pytest
 
-from homing.cluster.config import load_settings
-from homing.cluster.control.assembly import TORCH_ENVIRONMENT, make_router, on_process_exit, share_of_gpu
+from homing.cluster.config import ClusterSettings, load_settings
+from homing.cluster.control.assembly import (
+    TORCH_ENVIRONMENT,
+    make_router,
+    on_process_exit,
+    share_of_gpu,
+    share_of_memory,
+)
+from homing.cluster.control.autoscale import most_ranks
 from homing.cluster.control.control_messages import Listening, ModelSpec
 from homing.kvcache.config import KvCacheSettings
 from homing.router.control import CountInFlight, MeasureDemand, SetMembership
@@ -97,6 +104,32 @@ def test_rank_with_a_part_of_a_gpu_takes_that_part_of_its_memory(gpus, share):
     cache = KvCacheSettings(gpu_memory_utilization=0.8)
 
     assert share_of_gpu(cache, gpus).gpu_memory_utilization == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "ranks", "parts"),
+    [
+        ({}, 3, 3),
+        ({"ray_address": "auto"}, 8, 4),
+        ({"ray_address": "auto", "cpus_per_rank": 0.0}, 8, 8),
+        ({"ray_address": "auto", "cpus_per_rank": 9.0}, 8, 1),
+    ],
+)
+def test_ranks_divide_the_memory_of_their_machine(cluster, ranks, parts):
+    """In a joined cluster as many as a machine of four cores may have."""
+    cache = KvCacheSettings(cpu_memory_utilization=0.6)
+
+    shared = share_of_memory(cache, ClusterSettings(**cluster), ranks, cores=4)
+
+    assert shared.cpu_memory_utilization == pytest.approx(0.6 / parts)
+
+
+def test_ranks_of_replicas_that_may_come_are_counted():
+    """The first replica has its memory before the last one starts."""
+    settings = load_settings({"replicas": "2", "tensor_parallel_size": "3"}, {})
+    growing = load_settings({"replicas": "2", "autoscale": "1:5"}, {})
+
+    assert (most_ranks(settings), most_ranks(growing)) == (6, 5)
 
 
 @NEEDS_PIDFD

@@ -19,6 +19,7 @@ from homing.replica.engine.step_plan import PlanRow, StepPlan, lay_out, plan_of_
 from homing.replica.errors import StartupError
 from homing.replica.execute.gpu_runner import GpuRunner
 from homing.replica.execute.runner import ModelRunner
+from homing.replica.load.free_memory import free_memory_bytes
 from homing.replica.load.startup import TRIAL_BLOCKS, blocks_left, largest_steps, measure_rates, number_of_blocks
 from homing.replica.models.spec import KvShape, ModelSpec
 from homing.replica.parallel.step_broadcast import RankPlace
@@ -27,6 +28,7 @@ from homing.replica.parallel.worker import load_rank_0, start_worker
 from ..toys import BLOCK_SIZE
 
 CUDA = torch.device("cuda")  # as a name alone: nothing of it is asked
+CPU = torch.device("cpu")
 SPEC = ModelSpec((KvShape(2, 16, 16),) * 2, 50, 300, (2,), "float32", 4)
 BLOCK_BYTES = SPEC.bytes_per_block(16)
 
@@ -92,7 +94,8 @@ def test_the_pool_is_what_the_rank_with_the_least_has_left():
     [
         (CUDA, {"num_kv_blocks": 77}, 77),
         (CUDA, {"kv_cache_bytes": 10 * BLOCK_BYTES}, 10),
-        (torch.device("cpu"), {}, 512 * 1024 * 1024 // BLOCK_BYTES),
+        (CPU, {"num_kv_blocks": 77}, 77),
+        (CPU, {"kv_cache_bytes": 10 * BLOCK_BYTES}, 10),
     ],
 )
 def test_what_is_set_or_known_is_not_tried(device, cache, expected):
@@ -101,6 +104,48 @@ def test_what_is_set_or_known_is_not_tried(device, cache, expected):
 
     assert blocks(executor, device, cache) == expected
     assert not executor.pools
+
+
+@pytest.mark.parametrize(
+    ("free_blocks", "utilization", "expected"),
+    [
+        (40, 0.5, 20),
+        (46, 0.5, 20),  # three significant bits of 23
+        (10_000_000, 0.5, 1 + 64 * -(-300 // 16)),  # what 64 requests of 300 tokens take
+    ],
+)
+def test_on_a_cpu_the_pool_is_a_share_of_the_free_memory(free_blocks, utilization, expected):
+    """Half a gigabyte for everybody was a context of 2,340 tokens on a machine with 64."""
+    cache = KvCacheSettings(cpu_memory_utilization=utilization)
+
+    found = number_of_blocks(cache, ReplicaSettings(), SPEC, TrialRun([]), CPU, lambda: free_blocks * BLOCK_BYTES)
+
+    assert found == expected
+
+
+def test_on_a_cpu_without_free_memory_no_replica_starts():
+    """With the setting that gives it some nevertheless."""
+    with pytest.raises(PoolTooSmall, match="raise kv_cache_bytes, free memory"):
+        number_of_blocks(KvCacheSettings(), ReplicaSettings(), SPEC, TrialRun([]), CPU, lambda: 100)
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({"memory.max": "5000", "memory.current": "3000", "memory.stat": "anon 1\ninactive_file 400"}, 2400),
+        ({"memory.max": "5000", "memory.current": "6000", "memory.stat": "anon 1"}, 0),
+        ({"memory.max": "max", "memory.current": "3000", "memory.stat": "anon 1"}, None),
+        ({}, None),
+    ],
+)
+def test_a_containers_limit_counts(files, left, tmp_path):
+    """What the machine has beyond it ends the process that takes it."""
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+
+    found = free_memory_bytes(tmp_path)
+
+    assert found == left if left is not None else found > 5000
 
 
 @given(st.integers(1, 70), st.integers(1, 300), st.integers(2, 400), st.sampled_from([1, 8, 16]))

@@ -1,0 +1,19 @@
+"""How much memory this process may still take: of the machine and, in a container, of its limit. No torch."""
+
+from pathlib import Path
+
+import psutil
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_memory_bytes(cgroup: Path = _CGROUP) -> int:
+    """What the system could give without swapping; less where the container's limit leaves less."""
+    free: int = psutil.virtual_memory().available
+    try:
+        limit = int((cgroup / "memory.max").read_text(encoding="utf-8"))
+        used = int((cgroup / "memory.current").read_text(encoding="utf-8"))
+        counts = dict(line.split() for line in (cgroup / "memory.stat").read_text(encoding="utf-8").splitlines())
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        return free
+    return max(0, min(free, limit - used + int(counts.get("inactive_file", 0))))  # files that were read are given up
