@@ -1,12 +1,13 @@
 """Ours against peers' policies in simulation: cells of traffic, replicas, cache, load and seed, or of recorded traces.
 
-`tune` has the cells that decisions about the policy may look at; `judge` has other shapes, lengths, fleets and seeds,
-and is for the report alone. With TRACEs, all replicas x caches x loads of them. Loads are shares of what the simulated
+`tune` has the cells that decisions about the policy may look at; `judge` has other shapes, lengths, fleets and seeds;
+`held-out` other generators of traffic, too, written down before anything was tried on them. Both are for the report
+alone. `--seeds 3` draws each cell three times; its line has the geometric means. With TRACEs, all replicas x caches x loads of them. Loads are shares of what the simulated
 fleet keeps up with (`capacity_per_s`). Cells run in worker processes; each finished one is appended to `--cells` as a
 line of JSON, so that an interrupted run goes on where it was. The tables come from that file alone. `--again POLICY...`
 simulates these anew in every cell, and no others: after a change of ours that leaves the others' replicas as they were.
 
-    python tests/bench/routing_grid.py tune|judge|TRACE... [--requests 1200] [--processes 2] [--cells grid.jsonl]
+    python tests/bench/routing_grid.py tune|judge|held-out|TRACE... [--requests 1200] [--processes 2] [--cells grid.jsonl]
 """
 
 import gc
@@ -17,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice, product
 from math import exp, log
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from time import process_time
 from typing import Any
 
@@ -32,13 +33,17 @@ from homing.cluster.lab.simulate.workload import (
     Chats,
     Documents,
     Siblings,
+    Trees,
     agents,
     compress,
     conversations,
     facts,
     from_trace,
+    in_waves,
     questions,
+    searches,
     siblings,
+    together,
 )
 
 OURS, BLIND = "expected-ttft", "least-loaded"
@@ -56,6 +61,8 @@ PEERS = (
     "vllm-kv-aware",
     "queue-2-misses",
 )
+#: Between the seeds of one cell that is drawn several times.
+SEED_STEP = 1000
 MEASURES = {"mean": "ttft_mean_s", "p99": "ttft_p99_s", "end": "latency_mean_s"}
 BULKY = ("ttft_curve", "ttft_over_time", "hits_over_time")
 
@@ -104,6 +111,61 @@ SHAPES: dict[str, Shape] = {
     ),
     "few-shot": lambda n, seed, replicas, blocks: siblings(
         Siblings(requests=n, seed=seed, groups=200, prefix_tokens=3072, tail_tokens=800, spread=0.7, output_tokens=30)
+    ),
+    # Those of `held-out`.
+    "tree": lambda n, seed, replicas, blocks: searches(Trees(requests=n, seed=seed, rate_per_s=replicas / 4)),
+    "samples": lambda n, seed, replicas, blocks: searches(
+        Trees(requests=n, seed=seed, kinds=20, problem_tokens=3000, step_tokens=900, width=8, depth=1)
+    ),
+    "waves": lambda n, seed, replicas, blocks: in_waves(
+        conversations(Chats(requests=n, seed=seed, rate_per_s=2.0 * replicas, turns=3, turn_tokens=900)), 60.0, 0.8
+    ),
+    "chat-brief": lambda n, seed, replicas, blocks: conversations(
+        Chats(
+            requests=n,
+            seed=seed,
+            rate_per_s=4.0 * replicas,
+            assistants=60,
+            system_tokens=1024,
+            turn_tokens=350,
+            turns=12,
+            pause_s=10.0,
+            output_tokens=120,
+        )
+    ),
+    "mixed": lambda n, seed, replicas, blocks: together(
+        conversations(Chats(requests=n // 2, seed=seed, rate_per_s=2.0 * replicas)),
+        siblings(Siblings(requests=n // 4, seed=seed, rate_per_s=replicas, groups=400, tail_tokens=9000, spread=1.2)),
+        searches(Trees(requests=n // 4, seed=seed, rate_per_s=replicas / 12, kinds=4)),
+    ),
+    "own-tail": lambda n, seed, replicas, blocks: siblings(
+        Siblings(requests=n, seed=seed, groups=40, tail_tokens=12000, spread=0.8, skew=0.5)
+    ),
+    "tenants": lambda n, seed, replicas, blocks: siblings(
+        Siblings(requests=n, seed=seed, groups=12, prefix_tokens=5120, tail_tokens=1100, spread=0.5, tenants=8)
+    ),
+    "shifting": lambda n, seed, replicas, blocks: siblings(
+        Siblings(requests=n, seed=seed, groups=64, prefix_tokens=8192, spread=1.0, skew=1.2, shift_every_s=20.0)
+    ),
+    "answers": lambda n, seed, replicas, blocks: siblings(
+        Siblings(requests=n, seed=seed, groups=90, prefix_tokens=1536, output_tokens=900, spread=0.9, skew=0.8)
+    ),
+    "assistants": lambda n, seed, replicas, blocks: agents(
+        Agents(
+            requests=n,
+            seed=seed,
+            conversations=max(4, replicas * blocks // 26),
+            kinds=5,
+            system_tokens=(4_000, 8_000),
+            turn_tokens=(200, 1_500),
+            turns=(5, 25),
+            output_tokens=200,
+            context_tokens=24_000,
+            sub_agents=0.15,
+        )
+    ),
+    "books": lambda n, seed, replicas, blocks: questions(
+        Documents(requests=n, seed=seed, documents=90, topics=30, document_blocks=(10, 40), picked=(1, 2), skew=0.7)
     ),
 }
 
@@ -154,6 +216,25 @@ def judge_cells(requests: int) -> list[Cell]:
         ("batch", 8, 1024, (0.5, 0.8), 111),
         ("few-shot", 4, 512, (0.6, 0.9), 112),
         ("few-shot", 16, 256, (0.8,), 113),
+    ]
+    return [Cell(shape, requests, replicas, blocks, loads, seed) for shape, replicas, blocks, loads, seed in wanted]
+
+
+def held_out_cells(requests: int) -> list[Cell]:
+    """Other generators, and fleets of other sizes."""
+    wanted = [
+        ("tree", 4, 1024, (0.7,), 201),
+        ("tree", 12, 512, (0.9,), 202),
+        ("samples", 3, 512, (0.6, 0.9), 203),
+        ("waves", 6, 768, (0.6, 0.85), 204),
+        ("chat-brief", 8, 256, (0.8,), 205),
+        ("mixed", 6, 1024, (0.6, 0.9), 206),
+        ("own-tail", 8, 1024, (0.6, 0.9), 207),
+        ("tenants", 12, 512, (0.85,), 208),
+        ("shifting", 4, 1024, (0.8,), 209),
+        ("answers", 4, 512, (0.7, 0.9), 210),
+        ("assistants", 6, 256, (0.75,), 211),
+        ("books", 6, 1536, (0.6, 0.9), 212),
     ]
     return [Cell(shape, requests, replicas, blocks, loads, seed) for shape, replicas, blocks, loads, seed in wanted]
 
@@ -227,10 +308,16 @@ def load_rows(store: Path) -> list[dict[str, Any]]:
 
 def summarise(rows: Sequence[dict[str, Any]]) -> str:
     """A row a cell and load; then the gains over the best peer in each measure, and the share of the oracle's gain."""
-    cells: dict[tuple[str, float], dict[str, dict[str, Any]]] = {}
+    cells: dict[tuple[str, float], dict[str, list[dict[str, Any]]]] = {}
     for row in rows:
-        cells.setdefault((row["cell"], row["load"]), {})[row["policy"]] = row
-    whole = {key: by for key, by in sorted(cells.items()) if {OURS, BLIND, ORACLE, *PEERS} <= by.keys()}
+        kind = " ".join([str(row[name]) for name in ("requests", "replicas", "blocks")])
+        key = f"{Path(row['traffic']).stem} {kind} {row['seed'] % SEED_STEP}", row["load"]
+        cells.setdefault(key, {}).setdefault(row["policy"], []).append(row)
+    whole = {
+        key: {policy: _one(drawn) for policy, drawn in by.items()}
+        for key, by in sorted(cells.items())
+        if {OURS, BLIND, ORACLE, *PEERS} <= by.keys()
+    }
     text = [_HEAD, *(_line(key, by) for key, by in whole.items()), ""]
     for name, field in MEASURES.items():
         gains = [_gain(by, field)[0] for by in whole.values()]
@@ -251,6 +338,13 @@ _HEAD = (
     "| traffic, requests, replicas, blocks, seed | load | mean, best peer, gain | p99, best peer, gain "
     "| end to end, best peer, gain | oracle mean, p99 | of its gain | exact |\n|---|---|---|---|---|---|---|---|"
 )
+
+
+def _one(drawn: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One policy's rows of a cell that was drawn several times."""
+    measures = {field: exp(fmean([log(row[field]) for row in drawn])) for field in MEASURES.values()}
+    exact = [row["exact_rate"] for row in drawn if row["exact_rate"] is not None]
+    return {"policy": drawn[0]["policy"], **measures, "exact_rate": fmean(exact) if exact else None}
 
 
 def _gain(by: dict[str, dict[str, Any]], field: str) -> tuple[float, dict[str, Any]]:
@@ -278,16 +372,18 @@ def _line(key: tuple[str, float], by: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     """Run what is missing, then print the tables."""
     parser = arguments(__doc__ or "")
-    parser.add_argument("cells_of", nargs="+", metavar="tune|judge|TRACE", help="cells, or files in Mooncake's format")
+    parser.add_argument("cells_of", nargs="+", metavar="tune|judge|held-out|TRACE", help="cells, or files in Mooncake's format")
     parser.add_argument("--requests", type=int, default=1200, help="of each cell")
+    parser.add_argument("--seeds", type=int, default=1, help="how often each cell is drawn")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--cells", type=Path, default=Path("grid.jsonl"), help="where finished cells are kept")
     parser.add_argument("--again", nargs="+", default=(), help="policies whose stored cells are simulated anew")
     given = parser.parse_args()
     if given.again:
         forget(given.cells, given.again)
-    named = {"tune": tune_cells, "judge": judge_cells}
-    cells = [cell for name in given.cells_of if name in named for cell in named[name](given.requests)]
+    named = {"tune": tune_cells, "judge": judge_cells, "held-out": held_out_cells}
+    drawn = [cell for name in given.cells_of if name in named for cell in named[name](given.requests)]
+    cells = [replace(cell, seed=cell.seed + draw * SEED_STEP) for cell in drawn for draw in range(given.seeds)]
     cells += trace_cells([name for name in given.cells_of if name not in named], given.requests)
     run_cells(cells, given.cells, given.processes, (OURS, BLIND, *PEERS, ORACLE))
     keys = {cell.key for cell in cells}

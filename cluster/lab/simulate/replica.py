@@ -433,7 +433,7 @@ class SimulatedReplica:
     def _pass(self, steps: int, finished: list[Work]) -> None:
         """Every decoding request draws so many tokens."""
         self._clock += steps
-        milestones = self._milestones
+        milestones, short = self._milestones, []
         while milestones and milestones[0][0] <= self._clock:
             work = self._decoding.get(heappop(milestones)[2])
             if work is None:
@@ -441,14 +441,19 @@ class SimulatedReplica:
             if self._generated(work) >= work.arrival.output_tokens:
                 self._leave_decoding(work)
                 self._finish(work, finished)
-                continue
+            else:
+                short.append(work)
+        # Those that end come first: they are never preempted, and leave their blocks to the others.
+        for work in short:
+            if work.request_id not in self._decoding:
+                continue  # preempted by one before it
             # No block is missing when the milestone was set before a preemption.
             missing = self._generated(work) + work.arrival.tokens > len(work.blocks) * self.limits.block_tokens
             if missing and self._make_room(work):
                 self._set_milestone(work)
 
     def _make_room(self, work: Work) -> bool:
-        """A block more, at the expense of the latest request if need be; False when that is the request itself."""
+        """A block more, at the expense of the request that loses least if need be; False when that is this one."""
         while True:
             more = self.cache.allocate(1)
             if more is not None:

@@ -5,9 +5,10 @@ A block is named by an int that stands for its whole prefix, as the wire hash do
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
+from heapq import heappop, heappush, merge
 from itertools import count
-from math import exp, log
+from math import exp, log, pi, sin
+from operator import attrgetter
 from random import Random
 
 from ..recorded_trace import MOONCAKE_BLOCK_TOKENS, TraceRequest
@@ -298,3 +299,66 @@ def questions(drawn: Documents) -> Iterator[Arrival]:
         output = max(1, _spread(rng, drawn.output_tokens, 1.0))
         yield Arrival(now_s, tokens, output, tuple(blocks))
         now_s += rng.expovariate(drawn.rate_per_s)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Trees:
+    """Searches for the solution of a problem: `width` next steps are drawn at once, then each of them is continued.
+
+    With a depth of 1 this is self-consistency: several answers to one prompt.
+    """
+
+    requests: int = 2000
+    seed: int = 0
+    block_tokens: int = 512
+    rate_per_s: float = 1.0  #: of problems
+    prompt_tokens: int = 4096  #: of all problems of a kind, instructions and examples
+    kinds: int = 1
+    problem_tokens: int = 1024
+    step_tokens: int = 512  #: that each level adds to the prompt
+    width: int = 3
+    depth: int = 3
+    level_s: float = 5.0  #: mean, until the children of a step are asked for
+
+
+def searches(drawn: Trees) -> Iterator[Arrival]:
+    """Requests in order of time. Equal prompts, those of one level below one step, come at once."""
+    rng = Random(f"trees {drawn.seed}")
+    names = count(1)
+    size = drawn.block_tokens
+    heads = [[next(names) for _ in range(drawn.prompt_tokens // size)] for _ in range(drawn.kinds)]
+    due: list[tuple[float, int, int, int, list[int]]] = []  # time, order, level, tokens, blocks of a step
+    order, opens_s, sent = count(), 0.0, 0
+    while True:
+        while not due or opens_s <= due[0][0]:
+            heappush(due, (opens_s, next(order), 1, drawn.prompt_tokens + drawn.problem_tokens, rng.choice(heads)))
+            opens_s += rng.expovariate(drawn.rate_per_s)
+        at_s, _, level, tokens, parent = heappop(due)
+        blocks = [*parent, *(next(names) for _ in range(tokens // size - len(parent)))]
+        for _ in range(drawn.width):
+            if sent == drawn.requests:
+                return
+            sent += 1
+            yield Arrival(at_s, tokens, drawn.step_tokens, tuple(blocks))
+            if level < drawn.depth:
+                later_s = at_s + rng.expovariate(1 / drawn.level_s)
+                heappush(due, (later_s, next(order), level + 1, tokens + drawn.step_tokens, blocks))
+
+
+def together(*parts: Iterator[Arrival]) -> Iterator[Arrival]:
+    """Several kinds of traffic at once, in order of time. Each has blocks and sessions of its own."""
+
+    def apart(number: int, part: Iterator[Arrival]) -> Iterator[Arrival]:
+        for each in part:
+            session = None if each.session is None else f"{number} {each.session}"
+            blocks = tuple([number * _ROUND + block for block in each.blocks])
+            yield replace(each, blocks=blocks, text=None, session=session)
+
+    return merge(*(apart(number, part) for number, part in enumerate(parts)), key=attrgetter("at_s"))
+
+
+def in_waves(arrivals: Iterable[Arrival], period_s: float, depth: float) -> Iterator[Arrival]:
+    """The same requests at a rate that swings about its mean by the share `depth`, below 1."""
+    pace = 2 * pi / period_s
+    for each in arrivals:
+        yield replace(each, at_s=each.at_s + depth / pace * sin(pace * each.at_s))

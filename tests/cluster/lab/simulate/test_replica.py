@@ -107,6 +107,18 @@ def test_the_latest_request_gives_way_when_decodes_run_out_of_blocks() -> None:
     assert times[1][1] < times[2][1]
 
 
+def test_a_request_gets_no_token_after_its_last_one_when_another_wants_a_block_in_that_step() -> None:
+    """It leaves before anyone looks for memory: preempted, it would draw a token too many, or never fit again."""
+    replica = replica_of(blocks=2)
+    add(replica, 1, arrival(0, [], tail=50, output=100), 0.0)
+    ending = add(replica, 2, arrival(0, [], tail=50, output=50), 0.0)
+
+    run(replica)
+
+    assert replica.preemptions == 0
+    assert ending.generated == 50
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_every_request_ends_and_its_tokens_add_up(seed: int) -> None:
     """Whatever comes together: with evictions, preemptions and shared prefixes, in a pool that is always full."""
