@@ -2,12 +2,13 @@
 
 `tune` has the cells that decisions about the policy may look at; `judge` has other shapes, lengths, fleets and seeds;
 `held-out` other generators of traffic, too, written down before anything was tried on them. Both are for the report
-alone. `--seeds 3` draws each cell three times; its line has the geometric means. With TRACEs, all replicas x caches x loads of them. Loads are shares of what the simulated
-fleet keeps up with (`capacity_per_s`). Cells run in worker processes; each finished one is appended to `--cells` as a
-line of JSON, so that an interrupted run goes on where it was. The tables come from that file alone. `--again POLICY...`
-simulates these anew in every cell, and no others: after a change of ours that leaves the others' replicas as they were.
+alone. `--seeds 3` draws each cell three times; its line has the geometric means. With TRACEs, all replicas x caches x
+loads of them. Loads are shares of what the simulated fleet keeps up with (`capacity_per_s`). Cells run in worker
+processes; each finished one is appended to `--cells` as a line of JSON, so that an interrupted run goes on where it
+was. The tables come from that file alone. `--again POLICY...` simulates these anew in every cell, and no others: after
+a change of ours that leaves the others' replicas as they were.
 
-    python tests/bench/routing_grid.py tune|judge|held-out|TRACE... [--requests 1200] [--processes 2] [--cells grid.jsonl]
+    python tests/bench/routing_grid.py tune|judge|held-out|TRACE... [--requests 1200] [--seeds 1] [--cells grid.jsonl]
 """
 
 import gc
@@ -372,7 +373,9 @@ def _line(key: tuple[str, float], by: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     """Run what is missing, then print the tables."""
     parser = arguments(__doc__ or "")
-    parser.add_argument("cells_of", nargs="+", metavar="tune|judge|held-out|TRACE", help="cells, or files in Mooncake's format")
+    parser.add_argument(
+        "cells_of", nargs="+", metavar="CELLS", help="tune, judge, held-out, or files in Mooncake's format"
+    )
     parser.add_argument("--requests", type=int, default=1200, help="of each cell")
     parser.add_argument("--seeds", type=int, default=1, help="how often each cell is drawn")
     parser.add_argument("--processes", type=int, default=2)

@@ -4,14 +4,14 @@ Pure: virtual time comes in. It schedules as `replica/engine/scheduler.py` does 
 within the token budget, in the engine's order, admission by free blocks, the request that loses least preempted when
 decodes find no block) but goes from event to event: steps that prefill are taken one by one, stretches of decode alone
 in one leap, as all running requests advance at the same pace. One cached unit is one block of the workload; tokens
-inside it are not told apart.
+inside it are not told apart, but for the last one of a prompt that is cached as a whole, which the engine computes.
 
 What it leaves out: generated tokens take blocks but are never shared, and a leap keeps the decode pace of its start.
 """
 
 from bisect import insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count
 from operator import attrgetter
@@ -109,6 +109,14 @@ class Work:
     regret_tokens: int = 0  #: cached tokens of the best holder, at the decision, beyond those here
     decoding_since: int = -1  #: decode clock at which `generated` was `generated_then`
     generated_then: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class _Found:
+    """What the cache has of a prompt."""
+
+    match: PrefixMatch  #: whole blocks, without that of the last token
+    tokens: int  #: which need not be computed
 
 
 @dataclass(slots=True, frozen=True)
@@ -339,7 +347,7 @@ class SimulatedReplica:
         """Whether a running request is about to compute a long enough part of what this one lacks."""
         if self.shares_cache or not self._prefilling:
             return False
-        hashes, first = work.hashes, len(self._match(work).blocks)
+        hashes, first = work.hashes, len(self._found(work).match.blocks)
         last = first + max(1, WORTH_WAITING_TOKENS // self.limits.block_tokens) - 1
         return last < len(hashes) and any(
             other.committed == first and last < len(other.hashes) and other.hashes[last] == hashes[last]
@@ -348,9 +356,9 @@ class SimulatedReplica:
 
     def _enqueue(self, work: Work) -> None:
         work.prefill_tokens = work.arrival.tokens + work.generated
-        match = self._match(work)
-        work.expected_cached = match.tokens * self.limits.block_tokens
-        used = sum([block.ref_count > 0 for block in match.blocks])
+        found = self._found(work)
+        work.expected_cached = found.tokens
+        used = sum([block.ref_count > 0 for block in found.match.blocks])
         work.needed_blocks = self._table(work) - used
         self._waiting_blocks += work.needed_blocks
         self._waiting_work = _added(self._waiting_work, work_of([_awaited(work)]))
@@ -359,25 +367,29 @@ class SimulatedReplica:
         """Blocks for one token more than there is: the one that will be drawn."""
         return -(-(work.prefill_tokens + 1) // self.limits.block_tokens)
 
-    def _match(self, work: Work) -> PrefixMatch:
+    def _found(self, work: Work) -> _Found:
         hashes = work.hashes
-        usable = (work.prefill_tokens - 1) // self.limits.block_tokens  # the last token is always computed
-        return self.cache.match(ROOT, hashes, _UNIT * len(hashes), usable + 1)
+        match = self.cache.match(ROOT, hashes, _UNIT * len(hashes), len(hashes) + 1)
+        tokens = match.tokens * self.limits.block_tokens
+        if tokens < work.prefill_tokens:
+            return _Found(match, tokens)
+        # The last token is always computed, in a copy of its block.
+        return _Found(replace(match, blocks=match.blocks[:-1], tokens=match.tokens - 1), tokens - 1)
 
     def _admit(self, work: Work) -> bool:
         free = self.cache.free_blocks
         if work.refused_at_free is not None and free <= work.refused_at_free and (self._prefilling or self._decoding):
             return False
-        match = self._match(work)
-        table = self._table(work)
-        blocks = self.cache.acquire(match, table - len(match.blocks))
+        found = self._found(work)
+        held = len(found.match.blocks)
+        blocks = self.cache.acquire(found.match, self._table(work) - held)
         if blocks is None:
             work.refused_at_free = free
             return False
         work.refused_at_free = None
         work.blocks = blocks
-        work.committed = len(match.blocks)
-        work.cached = work.computed = match.tokens * self.limits.block_tokens
+        work.committed = held
+        work.cached = work.computed = found.tokens
         if work.cached_tokens is None:
             work.cached_tokens = work.cached
         self._waiting_work = _added(self._waiting_work, work_of([_awaited(work)]), -1)

@@ -50,14 +50,14 @@ def test_a_lone_request_takes_its_prefill_and_its_decode_steps(replica: Simulate
 
 
 def test_a_prefix_that_is_there_is_not_computed_again(replica: SimulatedReplica) -> None:
-    """But for the last block of an equal prompt: its last token's logits are wanted."""
+    """But for the last token of an equal prompt: its logits are wanted."""
     add(replica, 1, arrival(0, list(range(10))), 0.0)
     run(replica)
 
     again = add(replica, 2, arrival(0, list(range(10))), 5.0)
 
-    assert run(replica)[2][0] == pytest.approx(5.1)
-    assert again.cached_tokens == 900
+    assert run(replica)[2][0] == pytest.approx(5.001)
+    assert again.cached_tokens == 999
 
 
 def test_prefills_run_first_come_first_served() -> None:
