@@ -3,8 +3,11 @@
 from random import Random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from homing.router.backend import FeedState
+from homing.router.flow.fair_queue import FairQueue
 from homing.router.routing.placement import Placement, regret_tokens
 from homing.router.routing.policy.base import Policy, Prompt
 from homing.router.routing.policy.expected_ttft import ExpectedTtft, LeastLoaded
@@ -172,3 +175,36 @@ def test_siblings_of_a_long_prompt_wait_for_the_first(placement: Placement) -> N
     found = {each.replica_id: each.expected_blocks for each in placement.candidates(KEYS, (), 1.001)}
 
     assert found[first.chosen.replica_id] == 62
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    came=st.lists(st.tuples(st.floats(0.0, 3.0), st.integers(1, 60_000), st.integers(0, 1)), min_size=2, max_size=40),
+    left=st.randoms(use_true_random=False),
+)
+def test_no_held_request_waits_for_those_that_come_later_than_its_own_prefill_takes(
+    came: list[tuple[float, int, int]], left: Random
+) -> None:
+    """The bound against starvation: an endless stream of short prompts cannot keep a long one waiting."""
+    placement, queue = placement_of(ExpectedTtft()), FairQueue()
+    now = 0.0
+    since: dict[int, float] = {}
+    patience_s: dict[int, float] = {}
+
+    def take() -> None:
+        name = queue.head()
+        assert name is not None
+        queue.take(1.0)
+        arrived_s = since.pop(name)
+        for waiting, waits_since in since.items():
+            assert arrived_s <= waits_since + patience_s[waiting] + 1e-9, f"{name} passed {waiting}"
+
+    for name, (gap_s, tokens, takes) in enumerate(came):
+        now += gap_s
+        prompt = Prompt(tokens=tokens, blocks=0, block_size=BLOCK, now=now)
+        queue.push(name, priority=0, tenant=b"", weight=1.0, rank=(0, placement.rank(prompt)))
+        since[name], patience_s[name] = now, tokens / description_of("r0").prefill_tokens_per_s
+        for _ in range(min(takes * left.randrange(3), len(queue))):
+            take()
+    while len(queue):
+        take()
