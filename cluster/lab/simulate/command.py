@@ -227,7 +227,8 @@ def _run(order: Order, bar: Bar) -> Outcome:
         scenario = find(order.scenario)
         staged = stage(scenario, policy=order.policies[0], seed=order.seed, channel=_channel(order))
         results = _compare(order.policies, staged, bar)
-        return Outcome(f"{order.scenario}: {scenario.about}", results, staged.fault_s)
+        hits = "" if scenario.hits is None else f"; one endless cache has {scenario.hits:.1%} of the tokens"
+        return Outcome(f"{order.scenario}: {scenario.about}{hits}", results, staged.fault_s)
     setup = _setup(order)
     about = facts(_arrivals(order))
     speed, shares = order.speed, ""

@@ -12,7 +12,21 @@ from .delivery import Channel
 from .replica import ReplicaLimits
 from .runs import Setup, capacity_per_s
 from .simulation import Fault, Simulation
-from .workload import Agents, Arrival, Chats, Siblings, agents, compress, conversations, facts, siblings
+from .workload import (
+    Agents,
+    Arrival,
+    Chats,
+    Documents,
+    Siblings,
+    Trees,
+    agents,
+    compress,
+    conversations,
+    facts,
+    questions,
+    searches,
+    siblings,
+)
 
 
 def _chats() -> Iterator[Arrival]:
@@ -36,6 +50,8 @@ class Scenario:
     blocks: int = 2048
     block_tokens: int = 512
     faults: Sequence[Fault] = ()
+    #: Share of the prompt tokens that one endless cache serves, worked out by hand (docs/simulate.md).
+    hits: float | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -85,12 +101,40 @@ SCENARIOS = {
         blocks=65536,
         block_tokens=16,
     ),
+    "shared-system": Scenario(
+        "one system prompt of 4,096 tokens before every question of 512",
+        _drawn(groups=1),
+        hits=0.889,
+    ),
+    "few-shot": Scenario(
+        "100 tasks, each with 6,144 tokens of instructions and examples before 512 of one's own",
+        _drawn(groups=100, prefix_tokens=6144),
+        hits=0.908,
+    ),
+    "rag": Scenario(
+        "questions of 150 tokens about one of 300 documents of 4,096, behind a system prompt of 1,024",
+        lambda: questions(
+            Documents(requests=6000, seed=1, rate_per_s=20.0, topics=300, document_blocks=(8, 8), picked=(1, 1))
+        ),
+        hits=0.933,
+    ),
+    "chat": Scenario(
+        "conversations of eight turns under 20 system prompts, with short pauses",
+        lambda: conversations(Chats(requests=6000, seed=1, rate_per_s=20.0, turns=8, pause_s=1.0)),
+        hits=0.874,
+    ),
+    "tree-search": Scenario(
+        "solutions are searched for three steps deep, three next steps from each; equal prompts come at once",
+        lambda: searches(Trees(requests=6006, seed=1)),
+        hits=0.969,
+    ),
     "agents": Scenario(
         "36 programs in long conversations, on caches that hold a few of them: requests wait for memory",
         lambda: agents(Agents(conversations=36)),
         load=None,
         replicas=4,
         blocks=512,
+        hits=0.942,
     ),
     "no-reuse": Scenario("no two prompts share anything", _drawn(groups=1, prefix_tokens=0, tail_tokens=8192)),
 }

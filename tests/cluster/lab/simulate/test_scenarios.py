@@ -1,9 +1,12 @@
 """Prepared situations, and how long it takes until a fault is forgotten."""
 
+from collections.abc import Iterable
+
 import pytest
 
 from homing.cluster.errors import SettingsError
 from homing.cluster.lab.simulate.scenarios import SCENARIOS, find, recovery_s, stage
+from homing.cluster.lab.simulate.workload import Arrival
 
 
 def course(*spans: tuple[int, float]) -> list[tuple[float, float]]:
@@ -45,3 +48,23 @@ def test_an_unknown_scenario_is_refused_with_the_known_ones() -> None:
     """So that the next word is right."""
     with pytest.raises(SettingsError, match="four-routers"):
         find("five-routers")
+
+
+def endless(arrivals: Iterable[Arrival], block_tokens: int) -> float:
+    """The share of prompt tokens that one endless cache has, if each prompt is computed before the next one comes."""
+    seen: set[int] = set()
+    cached = total = 0
+    for each in arrivals:
+        held = next((place for place, block in enumerate(each.blocks) if block not in seen), len(each.blocks))
+        seen.update(each.blocks)
+        cached += min(held * block_tokens, each.tokens - 1)
+        total += each.tokens
+    return cached / total
+
+
+@pytest.mark.parametrize("name", ["shared-system", "few-shot", "rag", "chat", "tree-search", "agents"])
+def test_what_a_classic_workload_shares_is_what_was_worked_out_by_hand(name: str) -> None:
+    """From its lengths alone, in docs/simulate.md: so the traffic is what its name says."""
+    scenario = find(name)
+
+    assert endless(scenario.arrivals(), scenario.block_tokens) == pytest.approx(scenario.hits, abs=0.01)
