@@ -14,7 +14,7 @@ from .. import local_ray
 from ..config import Settings, added_settings, changed_settings, state_folder
 from ..control.control_messages import CONTROLLER, ClusterStatus, Failed, ModelSpec
 from ..devices import settle
-from ..errors import ClusterError, NoSuchModel, NoSuchReplica, NotRunning, SettingsError, StartFailed, UpdateAbandoned
+from ..errors import ClusterError, NoSuchModel, NoSuchReplica, NotRunning, StartFailed, UpdateAbandoned
 from ..model_source import find_model
 from ..preflight import check_bounds, check_folder, with_tokenizer
 from ..registry import ClusterRegistry
@@ -25,19 +25,14 @@ POLL_S = 0.2
 ANSWER_TIMEOUT_S = 60.0
 
 
-def scale(
-    settings: Settings, out: TextIO, *, model_name: str | None, asked_model: str | None, wanted: int, wait: bool
-) -> int:
-    """Change the number of replicas of this model, named in either way (None: the only one); returns when they serve.
+def scale(settings: Settings, out: TextIO, *, model: str | None, wanted: int, wait: bool) -> int:
+    """Change the number of replicas of this model (None: the only one); returns when they serve.
 
     Raises NotRunning, NoSuchModel and StartFailed.
     """
-    if model_name and asked_model and model_name != asked_model:
-        raise SettingsError(f"the model is given twice: {model_name} and --served-model-name {asked_model}")
-    model_name = model_name or asked_model
     with _visit(settings):
         client = ControllerClient(out)
-        name = choose_model([each.name for each in client.status().models], model_name)
+        name = choose_model([each.name for each in client.status().models], model)
         client.order("scale", name, wanted)
         return client.follow([name], wait=wait, done=count(wanted, "replica"))
 

@@ -12,7 +12,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from homing import __version__
-from homing.cluster.cli.main import parse, settings_of
+from homing.cluster.cli.main import parse
 from homing.cluster.local_ray import MEMORY_ENVIRONMENT
 
 from .files import DEPLOY, pinned, read_yaml, serve_commands
@@ -41,7 +41,7 @@ def test_an_image_serves_with_the_token_on_and_holds_none(name: str) -> None:
     assert "RAY_AUTH_MODE=token" in text
     assert all(f"{name}={value}" in text for name, value in MEMORY_ENVIRONMENT.items())
     assert "RAY_AUTH_TOKEN=" not in text
-    assert settings_of(parse(command[1:])).router.host == "0.0.0.0"
+    assert parse(command[1:]).settings.router.host == "0.0.0.0"
 
 
 def test_the_cuda_image_has_what_triton_builds_its_launcher_with() -> None:
@@ -74,7 +74,7 @@ def test_the_compose_file_serves_two_cpu_replicas_on_two_containers() -> None:
     """Each container has room for one rank, and the head for none."""
     services = read_yaml("docker/compose.yaml")["services"]
     (serve,) = serve_commands(services["head"]["command"][-1])
-    settings = settings_of(parse(serve.split()))
+    settings = parse(serve.split()).settings
 
     assert settings.cluster.replicas == services["replica"]["deploy"]["replicas"] == 2
     assert "--num-cpus=0" in services["head"]["command"][-1]

@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
-from homing.cluster.cli.main import parse, settings_of
+from homing.cluster.cli.main import parse
 
 from .files import pinned, read_all
 
@@ -107,7 +107,7 @@ def test_the_service_and_the_job_find_the_cluster() -> None:
 def test_the_jobs_command_is_one_that_homing_understands() -> None:
     """And its replicas fit into a worker: all ranks of one are on one pod."""
     words = manifests()["RayJob"]["spec"]["entrypoint"].split()
-    settings = settings_of(parse(words[1:]))
+    settings = parse(words[1:]).settings
     gpus = int(groups()[1]["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
 
     assert words[0] == "homing"

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from homing.cluster.cli.main import parse, settings_of
+from homing.cluster.cli.main import parse
 
 from .files import DEPLOY, ROOT, serve_commands
 
@@ -14,7 +14,7 @@ PAGE = (ROOT / "docs" / "deploy.md").read_text()
 @pytest.mark.parametrize("command", sorted({words for words in serve_commands(PAGE) if "--" in words}))
 def test_a_serve_command_of_the_page_is_one_that_homing_understands(command: str) -> None:
     """A page is typed off."""
-    settings_of(parse(command.split()))
+    assert parse(command.split()).settings
 
 
 def test_every_file_that_the_page_names_is_there() -> None:

@@ -5,20 +5,22 @@ import json
 import random
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from itertools import chain
 from pathlib import Path
-from typing import TextIO, TypeVar, cast
+from typing import Annotated, TextIO, TypeVar, cast
+
+from cyclopts import Parameter, Token
 
 from ....kvcache.hashing import BlockHash, wire_hashes
 from ....router.errors import TokenizerUnavailable
 from ....router.text.tokenizer import TextModel
 from ...config import Settings, nearest
 from ...errors import LogUnreadable, ModelUnavailable, SettingsError
+from ...flags import NOTHING, Out, TextSettings, option, settings_of
 from ...model_source import find_model
 from ..plots import check_plot_path, write_plot
 from ..recorded_trace import MOONCAKE_BLOCK_TOKENS
@@ -43,21 +45,79 @@ _PAUSE_S = 1.0
 Value = TypeVar("Value")
 
 
+def _each(parse: Callable[[str], Value]) -> Callable[[type, Sequence[Token]], Value]:
+    """A converter of an option's last value."""
+    return lambda _, tokens: parse(tokens[-1].value)
+
+
 @dataclass(slots=True, frozen=True)
 class Options:
-    log: str  #: a path, or - for standard input
-    log_format: Format | None = None
-    block_size: int | None = None  #: None: 512 for traces, the setting for requests
-    sizes: Sequence[int] = ()  #: empty: chosen by what the log holds
-    replicas: Sequence[int] = DEFAULT_REPLICAS
-    sized_model: bool = False  #: whether a model was named, so that its KV is worth a figure
-    block_bytes: int | None = None
-    gpu_bytes: int | None = None
-    prefill_rate: float | None = None
-    skip_malformed: bool = False
-    as_json: bool = False
-    plots: Sequence[Path] = ()
-    show_snippets: bool = True
+    """The flags of `homing analyze LOG`."""
+
+    #: A path, or - for standard input.
+    log: Annotated[str, Parameter(parse=False)] = "-"
+    # Not the setting of that name: traces have larger blocks than a cluster may have.
+    block_size: Annotated[
+        int | None,
+        option(
+            "tokens per block (default: 512 for traces, else the setting)",
+            metavar="N",
+            converter=_each(lambda text: _size(text, "--block-size")),
+        ),
+    ] = None
+    log_format: Annotated[
+        Format | None,
+        option(
+            "format of the log (default: detected from its first line)",
+            "--format",
+            converter=_each(lambda text: _format(text)),
+        ),
+    ] = None
+    #: Empty: chosen by what the log holds.
+    sizes: Annotated[
+        Sequence[int],
+        option(
+            "cache sizes in blocks, such as 1k,4k,16k (default: powers of two)",
+            metavar="N,N,...",
+            converter=_each(lambda text: _sizes(text, "--sizes")),
+        ),
+    ] = ()
+    block_bytes: Annotated[
+        int | None,
+        option(
+            "KV bytes of a block over all ranks (default: those of --model)",
+            "--bytes-per-block",
+            metavar="SIZE",
+            converter=_each(lambda text: _size(text, "--bytes-per-block")),
+        ),
+    ] = None
+    gpu_bytes: Annotated[
+        int | None,
+        option(
+            "KV memory of a GPU, such as 45GB: prints how many GPUs are needed",
+            "--kv-memory",
+            metavar="SIZE",
+            converter=_each(lambda text: _size(text, "--kv-memory")),
+        ),
+    ] = None
+    prefill_rate: Annotated[
+        float | None,
+        option(
+            "prompt tokens that a replica computes per second: prints the seconds saved",
+            metavar="TOKENS",
+            converter=_each(lambda text: float(_size(text, "--prefill-rate"))),
+        ),
+    ] = None
+    replicas: Annotated[
+        Sequence[int],
+        option("numbers of replicas", metavar="N,N,...", converter=_each(lambda text: _replicas(text))),
+    ] = DEFAULT_REPLICAS
+    skip_malformed: Annotated[bool, option("skip and count malformed lines")] = False
+    hide_snippets: Annotated[bool, option("print no text of the log in the advice", "--no-snippets")] = False
+    as_json: Annotated[bool, option("print JSON, for programs", "--json")] = False
+    plots: Annotated[Sequence[Path], option("draw .png, .svg or .html; may be repeated", "--plot", metavar="FILE")] = ()
+    #: Whether a model was named, so that its KV is worth a figure.
+    sized_model: Annotated[bool, Parameter(parse=False)] = False
 
 
 class Sample:
@@ -103,6 +163,20 @@ class Progress:
         rate = 60 * self.requests / seconds
         begin = "\r" if self._shows else ""
         print(f"{begin}{self.requests:,} requests in {seconds:.1f} s ({rate:,.0f} a minute)", file=self._err)
+
+
+def analyze_command(
+    log: Annotated[
+        str, option("OpenAI requests or a trace, as JSON lines; -: standard input", allow_leading_hyphen=True)
+    ],
+    /,
+    *,
+    options: Annotated[Options, Parameter(name="*")] = Options(),
+    given: TextSettings = NOTHING,
+    out: Out,
+) -> int:
+    """`homing analyze`."""
+    return analyze(replace(options, log=log, sized_model="model" in given), settings_of(given), out)
 
 
 def analyze(
@@ -156,7 +230,7 @@ def _analyzed(
         skipped=reader.skipped_lines + source.refused,
         capacity=room,
         prefill_rate=options.prefill_rate,
-        show_snippets=options.show_snippets,
+        show_snippets=not options.hide_snippets,
     )
 
 
@@ -240,29 +314,6 @@ def write_trace(options: Options, settings: Settings, out: TextIO, *, output_tok
                 "hash_ids": [name >> (64 - _NAME_BITS) for name in wire_hashes(b"".join(hashes))],
             }
             out.write(json.dumps(line) + "\n")
-
-
-def options_of(arguments: Namespace) -> Options:
-    """Options of a parsed command. Raises SettingsError, which names the flag."""
-    return Options(
-        log=arguments.log,
-        log_format=_given(arguments.format, _format),
-        block_size=_given(arguments.block_tokens, lambda text: _size(text, "--block-size")),
-        sizes=_given(arguments.sizes, lambda text: _sizes(text, "--sizes")) or (),
-        replicas=_given(arguments.replica_counts, _replicas) or DEFAULT_REPLICAS,
-        sized_model=arguments.model is not None,
-        block_bytes=_given(arguments.bytes_per_block, lambda text: _size(text, "--bytes-per-block")),
-        gpu_bytes=_given(arguments.kv_memory, lambda text: _size(text, "--kv-memory")),
-        prefill_rate=_given(arguments.prefill_rate, lambda text: float(_size(text, "--prefill-rate"))),
-        skip_malformed=arguments.skip_malformed,
-        as_json=arguments.json,
-        plots=tuple(Path(text).expanduser() for text in arguments.plot),
-        show_snippets=not arguments.no_snippets,
-    )
-
-
-def _given(text: str | None, convert: Callable[[str], Value]) -> Value | None:
-    return None if text is None else convert(text)
 
 
 def _format(text: str) -> Format:

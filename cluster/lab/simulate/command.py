@@ -6,6 +6,7 @@ again for every run, line by line, so it may be larger than memory.
 
 import gc
 import json
+import sys
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -17,13 +18,16 @@ from math import ceil
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
-from typing import Any, TextIO
+from typing import Annotated, TextIO
+
+from cyclopts import Parameter, Token
 
 from ....kvcache.eviction import EvictionName
 from ...client import get_json, router_urls
-from ...config import ClusterSettings, Settings
+from ...config import SETTINGS, ClusterSettings, Settings
 from ...control.autoscale import terms_of
 from ...errors import SettingsError
+from ...flags import NOTHING, Out, TextSettings, option, settings_of
 from ..analyze.command import Options, format_of, opened, write_trace
 from ..analyze.report import columns
 from ..plots import Line, LineChart, Page, PointChart, Table, check_plot_path, write_plot
@@ -45,35 +49,76 @@ _BAR_WIDTH = 30
 _BAR_EVERY_S = 0.25
 
 
+TraceArgument = Annotated[
+    Path | None,
+    option(
+        "OpenAI requests or a Mooncake trace, as JSON lines (default: conversations are generated)",
+        "LOG",
+    ),
+]
+
+
+def _names(_: type, tokens: Sequence[Token]) -> tuple[str, ...]:
+    return tuple(word.strip() for token in tokens for word in token.value.split(","))
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Order:
-    trace: Path | None = None
-    scenario: str | None = None
-    policies: tuple[str, ...] = tuple(DEFAULT_POLICIES.split(","))
-    replicas: int = 8
-    routers: int = 1
-    cache_blocks: int = 4096
-    block_tokens: int | None = None  #: None: 512 for traces, the setting for requests
-    eviction: EvictionName = "lru"
-    load: float | None = None
-    speed: float = 1.0
-    rate: float | None = None  #: of drawn conversations: more users, each as slow as ever
-    event_delay_ms: float = 5.0
-    event_loss: float = 0.0
-    resync_ms: float = 20.0
-    wire: bool = False
-    output_tokens: int = 200  #: of each request of a log that does not tell
-    calibrate: str | None = None
-    requests: int | None = None
-    rounds: int = 1
-    ttft_target: float | None = None
-    autoscale: str = ""
-    start_s: float = 30.0  #: until an added replica serves
-    prefill_rate: float | None = None
-    decode_step_ms: float | None = None
-    seed: int = 0
-    json: Path | None = None
-    plot: Path | None = None
+    """The arguments and flags of `homing simulate`."""
+
+    trace: Annotated[Path | None, Parameter(parse=False)] = None
+    output_tokens: Annotated[int, option("of each response, for logs of requests")] = 200
+    scenario: Annotated[str | None, option("a prepared scenario instead: see docs/simulate.md")] = None
+    policies: Annotated[
+        tuple[str, ...],
+        option(
+            f"separated by commas, of: {', '.join(SETTINGS['policy'].choices or ())}, oracle "
+            "(default: ours and the best of the others)",
+            converter=_names,
+            metavar="NAMES",
+            show_default=False,
+        ),
+    ] = tuple(DEFAULT_POLICIES.split(","))
+    replicas: Annotated[int, option("simulated replicas")] = 8
+    routers: Annotated[int, option("routers, which share no state")] = 1
+    cache_blocks: Annotated[int, option("KV blocks of one replica")] = 4096
+    block_tokens: Annotated[int | None, option("tokens per block (default: 512 for traces, else the setting)")] = None
+    eviction: Annotated[EvictionName, option("eviction policy")] = "lru"
+    load: Annotated[float | None, option("share of the replicas' best throughput; sets the speed")] = None
+    speed: Annotated[float, option("speed-up of the recorded times")] = 1.0
+    #: More users, each as slow as ever.
+    rate: Annotated[
+        float | None, option("without a LOG: requests per second of the generated conversations (default: 4)")
+    ] = None
+    requests: Annotated[int | None, option("use only this many requests, from the start")] = None
+    rounds: Annotated[int, option("repeat the trace this many times, each time with new blocks")] = 1
+    event_delay_ms: Annotated[float, option("from a replica's step until routers know of it")] = 5.0
+    event_loss: Annotated[float, option("share of published messages that a router loses")] = 0.0
+    resync_ms: Annotated[float, option("a replica's answer to a router that lost messages")] = 20.0
+    wire: Annotated[bool, option("encode, number and decode events as in production, even without loss")] = False
+    prefill_rate: Annotated[float | None, option("tokens per second of one replica (default: the mocker's curve)")] = (
+        None
+    )
+    decode_step_ms: Annotated[float | None, option("one decode step of one replica (default: the mocker's curve)")] = (
+        None
+    )
+    calibrate: Annotated[
+        str | None, option("take both rates from the replicas of this running cluster", metavar="URL")
+    ] = None
+    ttft_target: Annotated[
+        float | None, option("also find the number of replicas that reaches this mean, in seconds")
+    ] = None
+    autoscale: Annotated[
+        str,
+        option(
+            "also let the number of homing's replicas follow the load (target: --ttft-target, else 1 s)",
+            metavar="MIN:MAX",
+        ),
+    ] = ""
+    start_s: Annotated[float, option("time until an added replica serves, in seconds")] = 30.0
+    seed: Annotated[int, option("of all random numbers")] = 0
+    json: Annotated[Path | None, option("write the results as JSON, for programs", metavar="FILE")] = None
+    plot: Annotated[Path | None, option("draw the results: .png, .svg, or self-contained .html", metavar="FILE")] = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,6 +126,18 @@ class Outcome:
     heading: str
     results: list[Result]
     fault_s: float | None = None
+
+
+def simulate_command(
+    trace: TraceArgument = None,
+    /,
+    *,
+    order: Annotated[Order, Parameter(name="*")] = Order(),
+    given: TextSettings = NOTHING,
+    out: Out,
+) -> int:
+    """`homing simulate`."""
+    return simulate(replace(order, trace=trace), settings_of(given), out, sys.stderr)
 
 
 def simulate(order: Order, settings: Settings, out: TextIO, progress: TextIO) -> int:
@@ -361,9 +418,3 @@ def _cells(result: Result) -> list[str]:
         str(result.moved),
         f"{result.simulated_per_s:.0f}",
     ]
-
-
-def order_of(arguments: dict[str, Any]) -> Order:
-    """From parsed flags; those that were not given keep their defaults."""
-    names = Order.__dataclass_fields__
-    return Order(**{name: value for name, value in arguments.items() if name in names and value is not None})

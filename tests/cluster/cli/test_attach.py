@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from homing.cluster.cli.attach import model_limits, model_names
-from homing.cluster.cli.main import parse, settings_of
+from homing.cluster.cli.main import parse
 from homing.cluster.config import Settings
 from homing.cluster.errors import ModelUnavailable
 from homing.replica.config import ReplicaSettings
@@ -28,7 +28,7 @@ def test_flags_may_be_given_again() -> None:
     """One pair for each server reads better than two lists."""
     words = ["serve", "m", "--backend", "http://a", "--events", "tcp://a:1", "--backend", "http://b,http://c"]
 
-    settings = settings_of(parse(words))
+    settings = parse(words).settings
 
     assert settings.router.backend == "http://a,http://b,http://c"
     assert settings.router.events == "tcp://a:1"

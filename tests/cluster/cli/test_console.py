@@ -60,8 +60,8 @@ def test_every_command_of_the_banner_finds_the_cluster() -> None:
 
     assert [words[0] for words in commands] == ["status", "explain", "watch", "stop"]
     for words in commands:
-        arguments = parse(words)
-        assert (arguments.name, arguments.state_dir) == ("blue", "/srv/state folder")
+        cluster = parse(words).settings.cluster
+        assert (cluster.name, cluster.state_dir) == ("blue", "/srv/state folder")
 
 
 def test_the_example_works_for_a_model_without_a_chat_template() -> None:

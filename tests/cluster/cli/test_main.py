@@ -2,31 +2,60 @@
 
 import io
 import re
+import subprocess
+import sys
 
 import pytest
 
-from homing.cluster.cli.main import VLLM_FLAGS, build_parser, parse, run, settings_of
+from homing.cluster.cli.commands import app
+from homing.cluster.cli.main import VLLM_FLAGS, main, parse, run
 from homing.cluster.config import SETTINGS
 from homing.cluster.errors import SettingsError
 
+COMMANDS = [name for name in app.resolved_commands() if not name.startswith("-")]
+
+
+def flags(command: str) -> list[str]:
+    arguments = app[command].assemble_argument_collection()
+    return [name for argument in arguments if argument.parse for name in argument.names if name.startswith("-")]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_flag_of_a_command_hides_another(command: str) -> None:
+    """Most flags are derived from settings; one that clashed with a flag of the command itself would vanish."""
+    found = flags(command)
+
+    assert len(found) == len(set(found))
+
 
 def test_every_setting_is_a_flag_of_serve() -> None:
-    """Flags are derived; one that clashed with a flag of the command itself would vanish."""
-    flags = build_parser()[1]["serve"].flags()
-
-    assert {setting.flag for setting in SETTINGS.values()} <= set(flags)
-    assert len(flags) == len(set(flags))
+    """Whatever can be set in a file can be tried on the command line."""
+    assert {flag for setting in SETTINGS.values() for flag in setting.flags} <= {*flags("serve")}
 
 
 def test_flags_become_settings() -> None:
     """Numbers, words, switches and the model's own place."""
     words = "serve ./m --replicas 3 --tensor-parallel-size 2 --no-publish-events --hash-only --policy round-robin"
 
-    settings = settings_of(parse(words.split()))
+    settings = parse(words.split()).settings
 
     assert (settings.cluster.replicas, settings.replica.tensor_parallel_size) == (3, 2)
     assert (settings.events.publish_events, settings.events.hash_only) == (False, True)
     assert (settings.replica.model, settings.router.policy) == ("./m", "round-robin")
+
+
+def test_the_last_of_several_values_counts() -> None:
+    """Scripts put the user's flags behind their own."""
+    settings = parse(["serve", "--port", "1", "--hash-only", "--port", "2", "--no-hash-only"]).settings
+
+    assert (settings.router.port, settings.events.hash_only) == (2, False)
+
+
+@pytest.mark.parametrize("words", [["scale"], ["scale", "fox", "some"], ["scale", "1", "2", "3"]])
+def test_scale_takes_a_number_and_before_it_a_model(words: list[str]) -> None:
+    """One model needs no name; two words can be told apart by their places."""
+    with pytest.raises(SettingsError, match=r"scale: .*number of replicas"):
+        run(words, io.StringIO())
 
 
 @pytest.mark.parametrize(
@@ -35,17 +64,21 @@ def test_flags_become_settings() -> None:
         (["serv"], "no command 'serv'; did you mean serve?"),
         (["serve", "--prt", "1"], "unknown argument --prt; did you mean --port?"),
         (["serve", "--prt=1"], "unknown argument --prt; did you mean --port?"),
-        (["serve", "--port"], "expected one argument"),
+        (["serve", "--port"], "--port requires an argument (see: homing serve --help)"),
         (["serve", "--replicas", "none"], "flag --replicas: 'none'"),
         (["serve", "a", "--model", "b"], "given twice"),
+        (["serve", "a", "b"], "serve: unknown argument b (see: homing serve --help)"),
         (["stop", "--port", "1"], "unknown argument --port"),
+        (["logs", "--lines", "few"], 'unable to convert "few" into int'),
+        (["drain"], "REPLICA requires an argument"),
+        (["--vesion"], "unknown argument --vesion; did you mean --version?"),
         (["serve", "--ray-address", "a:1", "--adress", "b:1"], "unknown argument --adress; did you mean --address?"),
     ],
 )
 def test_a_mistake_is_named(words: list[str], expected: str) -> None:
     """With the nearest spelling where there is one."""
     with pytest.raises(SettingsError) as caught:
-        settings_of(parse(words))
+        assert parse(words).settings
 
     assert expected in str(caught.value)
 
@@ -62,16 +95,16 @@ def test_flags_of_vllm_are_answered_by_ours() -> None:
     assert said["--max-num-seqs"].endswith("here --max-running-requests")
     assert "did you mean" not in "".join(said.values())
     named = {word for hint in VLLM_FLAGS.values() for word in re.findall(r"--[a-z-]+", hint)}
-    assert named <= {*build_parser()[1]["serve"].flags()}
-    assert not VLLM_FLAGS.keys() & {*build_parser()[1]["serve"].flags()}
+    assert named <= {*flags("serve")}
+    assert not VLLM_FLAGS.keys() & {*flags("serve")}
 
 
 def test_every_command_for_one_of_several_models_takes_the_same_flag() -> None:
     """Three ways to name one thing are two to look up."""
     flag = SETTINGS["served_model_name"].flag
 
-    assert all(flag in build_parser()[1][command].flags() for command in ("scale", "explain", "update"))
-    assert parse(["scale", flag, "fox", "3"]).asked_model == "fox"
+    assert all(flag in flags(command) for command in ("scale", "explain", "update"))
+    assert parse(["scale", flag, "fox", "3"]).arguments["asked_model"] == "fox"
     with pytest.raises(SettingsError, match="given twice: owl and --served-model-name fox"):
         run(["scale", "owl", "3", flag, "fox"], io.StringIO())
 
@@ -87,12 +120,53 @@ def test_no_mistake_is_told_with_the_name_of_the_program() -> None:
 def test_a_running_ray_cluster_is_joined_by_either_flag() -> None:
     """Ray's own tools call it --address."""
     for flag in ("--address", "--ray-address"):
-        assert settings_of(parse(["serve", flag, "auto"])).cluster.ray_address == "auto"
+        assert parse(["serve", flag, "auto"]).settings.cluster.ray_address == "auto"
 
 
 def test_no_command_shows_the_commands() -> None:
-    """Somebody who types only the name wants to know what there is."""
+    """Somebody who types only the name wants to know what there is, by task, and a script wants plain lines."""
     out = io.StringIO()
 
     assert run([], out) == 0
-    assert all(command in out.getvalue() for command in ("serve", "status", "watch", "stop"))
+    page = out.getvalue()
+    assert all(f"  {command}: " in page for command in COMMANDS)
+    assert page.index("Start and end:") < page.index("Change a running cluster:") < page.index("Observe:")
+    assert "\x1b" not in page
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str) -> None:
+    """And all of its flags."""
+    out = io.StringIO()
+
+    assert run([command, "--help"], out) == 0
+    assert {flag for flag in flags(command) if flag.startswith("--")} - {"--background"} <= {
+        *re.findall(r"--[a-z-]+", out.getvalue())
+    }
+
+
+def test_help_loads_nothing_heavy() -> None:
+    """It is the first thing that a new user types: it must be there at once."""
+    heavy = "{'ray', 'torch', 'transformers', 'numba', 'prometheus_client', 'psutil'}"
+    code = "import sys, io; from homing.cluster.cli.main import run; run(['--help'], io.StringIO()); "
+    code += f"print({heavy} & {{*sys.modules}})"
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+
+    assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands_and_flags(shell: str) -> None:
+    """`homing --install-completion` writes this script."""
+    script = app.generate_completion(shell=shell)
+
+    assert all(word in script for word in (*COMMANDS, "tensor-parallel-size"))
+
+
+def test_values_of_settings_are_completed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script asks this command for what it cannot know."""
+    monkeypatch.setattr(sys, "argv", ["homing", "__complete", "serve", "--policy", "round"])
+
+    assert main() == 0
+    assert "round-robin" in capsys.readouterr().out

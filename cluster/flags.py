@@ -1,0 +1,100 @@
+"""Settings as flags of commands, derived from `config.SETTINGS`, and the parameters that several commands share.
+
+A command is a function whose parameters cyclopts turns into arguments and flags. `given: FindCluster` stands for a
+group of settings, of which it gets those that the user gave; `settings_of` makes them settings.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypedDict
+
+from cyclopts import Parameter
+
+from .config import SETTINGS, Setting, Settings, load_settings
+from .errors import SettingsError
+
+#: Settings by which a command finds a running cluster.
+LOOKUP = ("name", "state_dir")
+#: The values given for each setting, in their order, and the file of settings as `config`.
+Given = Mapping[str, Any]
+NOTHING: Given = MappingProxyType({})
+
+
+def option(text: str, *names: str, **more: Any) -> Parameter:
+    """An argument or flag with this help; `names`: where it is not called as its parameter."""
+    return Parameter(**{"name": names or None, "help": text, "negative": (), "show_default": _shown_default} | more)
+
+
+def _shown_default(value: Any) -> str | None:
+    return None if value in (None, False, "", ()) else str(value)
+
+
+def group_of(*names: str, file: str = "YAML file of settings") -> Any:
+    """The type of a parameter that holds what was given of these settings; `file`: the help of `--config`."""
+    fields: dict[str, Any] = {"config": Annotated[Path, option(file, metavar="FILE")]}
+    fields |= {name: _flag(SETTINGS[name]) for name in names}
+    return Annotated[TypedDict("Given", fields, total=False), Parameter(name="*")]  # type: ignore[operator]
+
+
+def _flag(setting: Setting) -> Any:
+    default = "empty" if setting.default == "" else str(setting.default).replace("True", "on").replace("False", "off")
+    text = f"{setting.meta.description} (default: {default})"
+    group, completed = f"Settings: {setting.room}", setting.choices or ()
+    if setting.bare_type is bool:
+        off = setting.flag.replace("--", "--no-", 1)
+        return Annotated[list[bool], option(text, *setting.flags, negative=off, group=group)]
+    metavar = "|".join(setting.choices) if setting.choices else setting.bare_type.__name__.upper()
+    # A list, as the last of several values counts. What is wrong with a value is said in one place, for files too.
+    return Annotated[
+        list[str], option(text, *setting.flags, metavar=metavar, group=group, completer=lambda _: completed)
+    ]
+
+
+def texts(given: Given) -> dict[str, str]:
+    """The given settings as text by name."""
+    repeatable = {name for name, setting in SETTINGS.items() if (setting.meta.extra or {}).get("repeatable")}
+    return {
+        name: ",".join(values) if name in repeatable else str(values[-1])
+        for name, values in given.items()
+        if name != "config"
+    }
+
+
+def settings_of(given: Given, model: str | None = None) -> Settings:
+    """The settings of a command; `model`: given without a flag. Raises SettingsError."""
+    return load_settings(with_model(texts(given), model), file=given.get("config"))
+
+
+def with_model(flags: dict[str, str], model: str | None) -> dict[str, str]:
+    if model and "model" in flags:
+        raise SettingsError(f"the model is given twice: {model} and --model {flags['model']}")
+    return flags | {"model": model} if model else flags
+
+
+if TYPE_CHECKING:
+    AllSettings = Given
+    Changes = Given
+    FindCluster = Given
+    FollowEvents = Given
+    TextSettings = Given
+else:
+    AllSettings = group_of(*SETTINGS)
+    Changes = group_of(
+        *SETTINGS, file="YAML file of changes: settings that it does not name stay the same, new models are started"
+    )
+    _FILE = "YAML file of settings that the cluster was started with"
+    FindCluster = group_of(*LOOKUP, file=_FILE)
+    FollowEvents = group_of(*LOOKUP, "events_curve_keys", file=_FILE)
+    TextSettings = group_of("model", "tokenizer")
+
+#: Where the command's output goes.
+Out = Annotated[TextIO, Parameter(parse=False)]
+#: The whole command line.
+Words = Annotated[Sequence[str], Parameter(parse=False)]
+Url = Annotated[str | None, option("address of a cluster (default: the one that runs here)", metavar="URL")]
+NoWait = Annotated[bool, option("return at once")]
+ServedModel = Annotated[
+    str | None,
+    option("name of the model, if several are served", SETTINGS["served_model_name"].flag, metavar="NAME"),
+]
