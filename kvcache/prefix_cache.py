@@ -18,7 +18,7 @@ What always holds (`check` asserts it):
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from struct import Struct
 from typing import Protocol
 
@@ -133,6 +133,11 @@ class PrefixCache:
     def cached_free_blocks(self) -> int:
         """Those of `free_blocks` that still hold cached KV."""
         return len(self._policy)
+
+    def next_evictions(self, count: int) -> list[BlockHash]:
+        """Up to `count` blocks in the order in which they would be evicted now, once no free block is left."""
+        hashes = (block.block_hash for block in islice(self._policy, count))
+        return [block_hash for block_hash in hashes if block_hash is not None]
 
     @property
     def pinned_idle_blocks(self) -> int:

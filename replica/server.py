@@ -41,9 +41,12 @@ from .load.fingerprint import cache_identity, parity
 from .load.preflight import check_vocabulary_size
 from .load.startup import measure_rates, number_of_blocks, resolve_limits
 from .messages import (
+    MAX_NEXT_EVICTIONS,
+    AskNextEvictions,
     CacheReset,
     Generate,
     ModelLimits,
+    NextEvictions,
     Refused,
     ReplicaDescription,
     Reply,
@@ -331,6 +334,8 @@ class ReplicaServer:
                 self._compile(source, request)
             case ResetCache(ask_id=ask_id):
                 self._send(source, CacheReset(ask_id=ask_id, done=self._cache.reset()))
+            case AskNextEvictions():
+                self._send(source, NextEvictions(hashes=b"".join(self._cache.next_evictions(MAX_NEXT_EVICTIONS))))
             case _:
                 for request_id in request.request_ids:
                     self._compiling.pop(RequestKey(source, request_id), None)

@@ -5,7 +5,7 @@ Types alone: no sockets, no HTTP, no tokenizer. `ModelVersions` and `RouterServi
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
@@ -21,6 +21,9 @@ from ..replica.messages import (
     SamplingParams,
 )
 from .errors import RouterError
+
+if TYPE_CHECKING:
+    from .activity import ModelActivity  # which holds an `Explanation`
 
 
 @dataclass(slots=True, frozen=True)
@@ -321,6 +324,12 @@ class Backend(Protocol):
 
     def view(self) -> ClusterView:
         """The cluster as the router sees it now."""
+
+    def activity(self) -> "list[ModelActivity]":
+        """Requests, decisions and prefixes of each model. Takes milliseconds: only for people who watch.
+
+        Asks the replicas which blocks they would evict next; their answers are part of later calls.
+        """
 
     def end_requests(self) -> None:
         """End every running request with `RouterClosed`. Harmless when repeated."""

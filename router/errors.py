@@ -178,6 +178,13 @@ class TooManyBodies(RouterError, status=429, code="too_many_bodies"):
         super().__init__(f"{most} bytes of large bodies are being received; try again in 1 s", retry_after_s=1.0)
 
 
+class TooManyViewers(RouterError, status=429, code="too_many_viewers"):
+    """The live page has as many viewers as the server lets in."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"{most} viewers watch already; try again in 10 s", retry_after_s=10.0)
+
+
 class RateLimited(RouterError, status=429, code="rate_limit_exceeded"):
     """The tenant has reached one of its limits."""
 

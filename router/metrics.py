@@ -192,6 +192,10 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    def total(self) -> tuple[int, float]:
+        """How many values there were, and their sum."""
+        return sum(self._counts), self._sum
+
     def sample(self) -> tuple[list[tuple[str, float]], float]:
         """Cumulative buckets, as Prometheus wants them, and the sum."""
         names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
@@ -253,7 +257,8 @@ class RouterMetrics(Collector):
         self._durations: dict[str, Histogram] = {}
         self._models: dict[str, ModelMetrics] = {}
         self._limiters: Sequence[RateLimiter] = ()
-        self._disconnects = self._streams_broken = self._billing_lines = self._fields_ignored = 0
+        self.streams_broken = 0  #: streams that ended in an error event
+        self._disconnects = self._billing_lines = self._fields_ignored = 0
         self._cut: Counter[Labels] = Counter()
         self._view: ClusterView | None = None
         self._seen: dict[str, RouterCounters] = {}  #: by model, as of the last view
@@ -278,6 +283,13 @@ class RouterMetrics(Collector):
             histogram = self._durations[endpoint] = Histogram(DURATION_BUCKETS)
         histogram.observe(duration_s)
 
+    def responses(self) -> Counter[int]:
+        """HTTP requests that have ended, by status."""
+        found: Counter[int] = Counter()
+        for (_, status), count in self._requests.items():
+            found[status] += count
+        return found
+
     def client_cut(self, reason: str) -> None:
         """Count a client that the server disconnected."""
         self._cut[reason,] += 1
@@ -294,7 +306,7 @@ class RouterMetrics(Collector):
 
     def stream_broken(self) -> None:
         """Count a stream that ended in an error event."""
-        self._streams_broken += 1
+        self.streams_broken += 1
 
     def observe_cluster(self, view: ClusterView) -> None:
         """Take over gauges and totals of the routing side; to be called before each rendering."""
@@ -339,7 +351,7 @@ class RouterMetrics(Collector):
             },
             "homing_client_disconnects": {(): self._disconnects},
             "homing_clients_cut": self._cut,
-            "homing_streams_broken": {(): self._streams_broken},
+            "homing_streams_broken": {(): self.streams_broken},
             "homing_fields_ignored": {(): self._fields_ignored},
             "homing_billing_lines_dropped": {(): self._billing_lines},
             "homing_tenant_refusals": {

@@ -120,6 +120,7 @@ class RouterServer:
 
     async def stop(self) -> None:
         """Accept no more connections, let responses end within the grace, close everything. May be called twice."""
+        self.front.live.close()
         await asyncio.gather(*(http.stop(self._grace_s, self.front.backend.end_requests) for http in self._http))
         self._open.close()
         await self.front.texts.close()

@@ -22,6 +22,7 @@ assert "site-packages" in str(at), at
 assert (at / "py.typed").is_file()
 assert json.loads((demo_model_path() / "config.json").read_text())["model_type"] == "llama"
 assert (demo_model_path() / "model.safetensors").stat().st_size > 1_000_000
+assert (at / "router/http/live/page.html").is_file()
 print("homing", homing.__version__, "used from its wheel")
 """
 

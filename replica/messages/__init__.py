@@ -3,8 +3,10 @@
 All that the router imports of the replica. No sockets, no torch, nothing else of the replica. Encoding is msgpack; the
 reader counts and drops a frame that does not decode.
 
-Router to replica, DEALER to ROUTER:    `Generate | Abort | ResetCache`      (`Request`)
-Replica to router, one frame per step:  `TokenBatch | Refused`, and `CacheReset` as the answer to `ResetCache` (`Reply`)
+Router to replica, DEALER to ROUTER:    `Generate | Abort`, and the questions `ResetCache` and `AskNextEvictions`
+                                        (`Request`)
+Replica to router, one frame per step:  `TokenBatch | Refused`, and the answers `CacheReset` and `NextEvictions`
+                                        (`Reply`)
 
 Evolution: fields are only added, at the end and with a default; a changed meaning takes a new tag.
 """
@@ -124,7 +126,11 @@ class ResetCache(msgspec.Struct, frozen=True, kw_only=True, tag="reset_cache"):
     ask_id: int  #: the router's number for this question
 
 
-Request = Generate | Abort | ResetCache
+class AskNextEvictions(msgspec.Struct, frozen=True, kw_only=True, tag="ask_next_evictions"):
+    """Which blocks would be evicted next? The reply is `NextEvictions`. Changes nothing."""
+
+
+Request = Generate | Abort | ResetCache | AskNextEvictions
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -178,7 +184,16 @@ class CacheReset(msgspec.Struct, frozen=True, kw_only=True, tag="cache_reset"):
     done: bool  #: False: blocks were in use, and nothing was dropped
 
 
-Reply = TokenBatch | Refused | CacheReset
+class NextEvictions(msgspec.Struct, frozen=True, kw_only=True, tag="next_evictions"):
+    """The blocks that go next, once no free block is left."""
+
+    hashes: bytes  #: 16 bytes each, the first to go first; at most `MAX_NEXT_EVICTIONS`
+
+
+#: A replica names no more blocks than this.
+MAX_NEXT_EVICTIONS = 32
+
+Reply = TokenBatch | Refused | CacheReset | NextEvictions
 
 
 class Parity(msgspec.Struct, frozen=True, kw_only=True):

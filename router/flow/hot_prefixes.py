@@ -11,7 +11,7 @@ have roots of their own and therefore no block in common.
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 import msgspec
@@ -44,7 +44,7 @@ class HotPrefixes:
     """The last prompts, all hashed in the same way."""
 
     def __init__(self, block_size: int, capacity_bytes: int) -> None:
-        self._step = max(1, STEP_TOKENS // block_size)  #: blocks
+        self.step = max(1, STEP_TOKENS // block_size)  #: blocks
         self._block_bytes = block_size * TOKEN_BYTES
         self._capacity = capacity_bytes
         self._prompts: deque[HotPrefix] = deque()
@@ -53,12 +53,16 @@ class HotPrefixes:
     def add(self, root: BlockHash, tokens: bytes, hashes: bytes) -> None:
         """Add a request's prompt; `hashes` are those of its full blocks."""
         prompt = HotPrefix(root, tokens, hashes)
-        if len(hashes) < self._step * HASH_BYTES or prompt.size > self._capacity:
+        if len(hashes) < self.step * HASH_BYTES or prompt.size > self._capacity:
             return
         self._prompts.append(prompt)
         self._bytes += prompt.size
         while self._bytes > self._capacity:
             self._bytes -= self._prompts.popleft().size
+
+    def newest(self) -> Iterator[Sequence[int]]:
+        """The block hashes of each prompt, as the index names them; the newest prompt first."""
+        return (wire_hashes(prompt.hashes) for prompt in reversed(self._prompts))
 
     def clear(self) -> None:
         """Drop all prompts: blocks are hashed in another way from now on."""
@@ -71,7 +75,7 @@ class HotPrefixes:
         Together at most `max_blocks` blocks, shared ones counted once. Blocks that are `held` already cost nothing; a
         prefix that consists of them is left out. So are blocks that no replica has `kept`: they were not hot enough.
         """
-        step = self._step
+        step = self.step
         marks = [(wire_hashes(prompt.hashes)[step - 1 :: step], prompt) for prompt in reversed(self._prompts)]
         requests = Counter(chain.from_iterable(names for names, _ in marks))
         # Most prompts drop out here: no other begins like them, or a newer one begins in the same way.

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import count, islice
 from typing import assert_never
 
 import msgspec
@@ -51,6 +51,7 @@ from ..routing.replica_load import Rest
 from .block_hash_cache import BlockHashCache
 from .fair_queue import FairQueue
 from .hot_prefixes import HotPrefixes
+from .recent_requests import RecentRequests
 from .replies import delta_of, nothing_left, refusal_error
 from .request_state import (
     SENT,
@@ -101,6 +102,7 @@ class RequestFlow:
         self.hot_prefixes = HotPrefixes(block_size, settings.warm_up_bytes if settings.warm_up_share else 0)
         self._wire_ids = count(1)
         self.warm_ups = CacheWarmup(placement, self.hot_prefixes, counters, self._wire_ids)
+        self.recent = RecentRequests()
         self._settings = settings
         self._block_size = block_size
         self._hash_cache: BlockHashCache | None = None  #: of `model`
@@ -288,6 +290,10 @@ class RequestFlow:
             if not view.draining and not view.warming and not view.silent
         )
 
+    def oldest(self, most: int) -> list[RequestState]:
+        """Up to so many requests that are not over."""
+        return list(islice(self._requests.values(), most))
+
     @property
     def waiting(self) -> int:
         return len(self._queue)
@@ -318,6 +324,7 @@ class RequestFlow:
     def check(self) -> None:
         self.placement.check()
         self.hot_prefixes.check()
+        self.recent.check()
         if self._hash_cache is not None:
             self._hash_cache.check()
         loads = self.placement.loads
@@ -405,6 +412,7 @@ class RequestFlow:
         request.uncached_tokens, request.replica = decision.uncached_tokens, chosen.replica_id
         self._by_wire[wire_id] = request
         self.placement.book(wire_id, decision, request.keys, now)
+        self.recent.placed(request, decision, now)
         return Send(chosen.replica_id, _generate(request))
 
     def _push(self, request: RequestState, now: float) -> None:
@@ -551,6 +559,7 @@ class RequestFlow:
         del self._requests[request.request_id]
         request.advance(event)
         request.outcome = outcome
+        self.recent.ended(request)
 
     def _detach(self, request: RequestState) -> None:
         assert request.replica is not None, f"request {request.request_id} is on no replica"

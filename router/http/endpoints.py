@@ -60,7 +60,8 @@ from .dialects.validate import check_token_ids
 from .errors import ErrorBody
 from .front import Front
 from .generation import Generation, Job, generation_request
-from .protocol.exchange import JSON, Exchange, Request
+from .live.page import page
+from .protocol.exchange import EVENTS, JSON, Exchange, Request
 from .response_store import Turn
 
 MODELS = "/v1/models"
@@ -533,6 +534,22 @@ async def cluster(front: Front, exchange: Exchange) -> None:
     respond(exchange, front.backend.view())
 
 
+async def live_page(_front: Front, exchange: Exchange) -> None:
+    """The page, which asks `/live` for what it shows: it holds nothing itself, and needs no key."""
+    body, headers = page()
+    exchange.respond(body, content_type="text/html; charset=utf-8", headers=headers)
+
+
+async def live(front: Front, exchange: Exchange) -> None:
+    """A stream of what the page shows, until the client leaves. For admins only: it shows requests of all tenants."""
+    if not Caller(front, exchange).tenant.admin:
+        raise NotAllowed("this shows the requests of all tenants; it requires a key with 'admin: true'")
+    if exchange.request.method == "HEAD":
+        exchange.respond(b"", content_type=EVENTS)
+        return
+    front.live.join(exchange)
+
+
 async def openapi(_front: Front, exchange: Exchange) -> None:
     exchange.respond(openapi_document())
 
@@ -629,6 +646,8 @@ ENDPOINTS = (
         (ResetBody,),
         body_required=False,
     ),
+    Endpoint("GET", "/", live_page, "a page that shows the cluster live", media="text/html"),
+    Endpoint("GET", "/live", live, "what that page shows, as events without an end", media="text/event-stream"),
     Endpoint("GET", "/cluster", cluster, "the cluster as the router sees it", ClusterView),
     Endpoint("GET", "/health", health, "the process responds", Status),
     Endpoint("GET", "/ping", ping, "the process responds", media="text/plain"),

@@ -10,6 +10,7 @@ from random import Random
 
 import msgspec
 
+from ... import __version__
 from ...replica.messages import ModelLimits
 from ..backend import Backend, ModelBackend, TextSource
 from ..config import RouterSettings
@@ -21,6 +22,8 @@ from ..text.parsers.families import ReasoningFamily, ToolFamily, choose_reasonin
 from ..text.tokenizer import SamplingDefaults, TextModel
 from .body_reader import BodyReader
 from .departures import SessionPrompts
+from .live.feed import LiveFeed
+from .live.view import ModelTotals, Situation, items_of
 from .response_store import ResponseStore, StoreBounds
 from .turns import Turns
 
@@ -142,6 +145,8 @@ class Front:
                 settings.response_store_count, settings.response_store_bytes, settings.response_store_age_s
             )
             self.responses = ResponseStore(settings.response_store, bounds, wall)
+        self._clock_offset_s = wall() - monotonic()
+        self.live = LiveFeed(lambda: items_of(self.situation()), wall=wall)
         self._served: dict[str, Served] = {}  #: by name, as of the last request
         #: The model of each alias; None: the only one.
         self.aliases: dict[str, str | None] = {
@@ -173,6 +178,28 @@ class Front:
             defaults = text.sampling_defaults if self.settings.generation_config else SamplingDefaults()
             served = self._served[limits.name] = Served(limits, text, metrics, backend, calls, thoughts, defaults)
         return served
+
+    def situation(self) -> Situation:
+        """What the live page shows."""
+        view = self.backend.view()
+        return Situation(
+            version=__version__,
+            started_at=self.started_at,
+            clock_offset_s=self._clock_offset_s,
+            cluster=view,
+            activities=self.backend.activity(),
+            totals={model.name: self._totals(self.metrics.of(model.name)) for model in view.models},
+            responses=self.metrics.responses(),
+            streams_broken=self.metrics.streams_broken,
+            tenants={tenant.digest: tenant.name for tenant in self.tenants.named()},
+        )
+
+    @staticmethod
+    def _totals(model: ModelMetrics) -> ModelTotals:
+        ttft_count, ttft_sum_s = model.ttft.total()
+        return ModelTotals(
+            model.prompt_tokens, model.completion_tokens, ttft_count, ttft_sum_s, model.reports, model.gaps
+        )
 
     async def load_texts(self) -> None:
         """Load the tokenizers that are needed now, and forget the others. Raises RouterError."""

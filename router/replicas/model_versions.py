@@ -19,6 +19,7 @@ from typing import assert_never
 import msgspec
 
 from ...replica.messages import ModelLimits, Parity
+from ..activity import ModelActivity
 from ..backend import AbsentReplica, ClusterView, RouterCounters, TextSource, model_view, total
 from ..control import (
     Answer,
@@ -290,6 +291,9 @@ class ModelVersions:
             refused=[refused for view in views for refused in view.refused],
             absent=[replica for replica in self._missing if replica.replica_id not in present],
         )
+
+    def activity(self) -> list[ModelActivity]:
+        return [activity for version in self._versions for activity in version.service.activity()]
 
     async def reset_caches(self, model: str | None = None) -> list[str]:
         versions = self._versions if model is None else self._named(model).versions

@@ -10,7 +10,18 @@ import logging
 from ...events.follow.feed import EventFeed
 from ...events.follow.handshake import Handshakes
 from ...events.follow.subscription import Apply, Reset
-from ...replica.messages import Abort, CacheReset, ReplicaDescription, Reply, Request, ResetCache
+from ...kvcache.hashing import HASH_BYTES, wire_hashes
+from ...replica.messages import (
+    MAX_NEXT_EVICTIONS,
+    Abort,
+    AskNextEvictions,
+    CacheReset,
+    NextEvictions,
+    ReplicaDescription,
+    Reply,
+    Request,
+    ResetCache,
+)
 from ..backend import RefusedReplica
 from ..flow.request_flow import RequestFlow
 from ..flow.request_state import Instruction
@@ -76,6 +87,9 @@ class OwnReplica(ReplicaHandle):
             self._settle_reset(ask_id, "lost")
         return answer
 
+    def ask_next_evictions(self) -> None:
+        self.send(AskNextEvictions())
+
     def leave(self) -> list[Instruction]:
         if self._reopening is not None:
             self._reopening.cancel()
@@ -105,11 +119,15 @@ class OwnReplica(ReplicaHandle):
         self._context.run(instructions)
 
     def reply(self, reply: Reply) -> None:
-        """Tokens, a refusal, or the outcome of a reset."""
-        if isinstance(reply, CacheReset):
-            self._settle_reset(reply.ask_id, "empty" if reply.done else "in use")
-            return
-        self._context.run(self._flow.on_reply(self.replica_id, reply, self._context.clock()))
+        """Tokens, a refusal, or the answer to a question."""
+        match reply:
+            case CacheReset(ask_id=ask_id, done=done):
+                self._settle_reset(ask_id, "empty" if done else "in use")
+            case NextEvictions(hashes=hashes):
+                whole = min(len(hashes) // HASH_BYTES, MAX_NEXT_EVICTIONS) * HASH_BYTES
+                self.next_evictions = wire_hashes(hashes[:whole])
+            case _:
+                self._context.run(self._flow.on_reply(self.replica_id, reply, self._context.clock()))
 
     def unreadable(self, reason: str) -> None:
         """A reply was dropped. The gap in its requests' tokens shows with their next output."""

@@ -74,6 +74,8 @@ class ReplicaHandle(ABC):
         self._context = context
         self._rest = rest
         self._feed: EventFeed | None = None
+        #: As of its last answer, first the block that goes first; None: there was none.
+        self.next_evictions: tuple[int, ...] | None = None
         self._gaps = 0  #: gaps in the event stream that were reported to the observer
 
     @property
@@ -100,6 +102,10 @@ class ReplicaHandle(ABC):
     @abstractmethod
     def reset_cache(self) -> Awaitable[ResetOutcome]:
         """Have it forget its cached blocks. The answer comes within RESET_TIMEOUT_S in any case."""
+
+    @abstractmethod
+    def ask_next_evictions(self) -> None:
+        """Have it say which blocks it would evict next; `next_evictions` gets the answer."""
 
     @abstractmethod
     def leave(self) -> list[Instruction]:

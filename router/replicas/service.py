@@ -20,6 +20,7 @@ from ...events.security.curve_keys import KeyPair
 from ...kvcache.config import KvCacheSettings
 from ...kvcache.hashing import BlockHash, BlockHasher
 from ...replica.messages import ModelLimits, ReplicaDescription
+from ..activity import ModelActivity
 from ..backend import (
     ClusterView,
     Explanation,
@@ -43,6 +44,7 @@ from ..errors import (
     RouterError,
     Superseded,
 )
+from ..flow.activity import activity_of
 from ..flow.request_flow import RequestFlow, ServedModel
 from ..flow.request_state import Deliver, Ended, Instruction, RequestId, Send
 from ..flow.token_stream import RequestStream
@@ -311,6 +313,17 @@ class RouterService:
         models = [model_view(limits.name, limits, [view], self.counters) for limits in self.models()]
         return msgspec.structs.replace(view, models=models)
 
+    def activity(self) -> list[ModelActivity]:
+        """See `Backend`. Empty until a replica was let in."""
+        served = self._flow.model
+        if served is None:
+            return []
+        joined = [replica for replica in self._replicas.values() if replica.joined]
+        for replica in joined:
+            replica.ask_next_evictions()
+        next_evictions = {each.replica_id: each.next_evictions for each in joined if each.next_evictions is not None}
+        return [activity_of(self._flow, served.limits.name, self._cache.block_size, next_evictions)]
+
     async def reset_caches(self, model: str | None = None) -> list[str]:
         """Have every replica forget its cached blocks; returns their ids.
 
@@ -405,6 +418,8 @@ class RouterService:
                 elif isinstance(instruction, Ended):
                     request = instruction.request
                     self._streams.pop(request.request_id).end(request.replica, instruction.error)
+                    if instruction.error is not None and request.outcome == "failed":
+                        self._flow.recent.add_failure(request, instruction.error, self._context.clock())
                     if self._context.observer is not None:
                         self._context.observer.request_finished(request)
                 else:

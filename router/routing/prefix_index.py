@@ -213,6 +213,17 @@ class PrefixIndex:
     def holds(self, replica: str, block: int) -> bool:
         return bool(self._holders.get(block, 0) & self._bits[replica])
 
+    def holders(self, hashes: Iterable[int]) -> dict[str, int]:
+        """How many of these blocks each replica holds; replicas that hold none are left out."""
+        found: dict[str, int] = {}
+        for mask, blocks in Counter(map(self._holders.get, hashes, repeat(0))).items():
+            replicas = mask or 0
+            while replicas:
+                name, bit = self._names[replicas.bit_length()]
+                found[name] = found.get(name, 0) + blocks
+                replicas ^= bit
+        return found
+
     def __contains__(self, block: int) -> bool:
         return block in self._holders
 

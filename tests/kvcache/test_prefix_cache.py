@@ -114,6 +114,18 @@ def cache(mirror: Mirror):
     assert {block.block_hash: block.tokens for block in made.residents()} == mirror.resident
 
 
+def test_what_is_named_as_next_is_what_an_allocation_evicts(cache: PrefixCache, mirror: Mirror):
+    """Operators see it before it happens: the least recently used prompt's tail."""
+    for base in (0, 1000):
+        cache.release(must(admit(cache, prompt(4, base=base))))
+    named = cache.next_evictions(3)
+
+    cache.release(must(admit(cache, prompt(3, base=2000))))
+
+    assert named == prompt(4).hashes[:0:-1]
+    assert mirror.resident.keys().isdisjoint(named)
+
+
 def test_an_empty_cache_matches_nothing(cache: PrefixCache):
     """The common case of a new tenant."""
     match = look_up(cache, prompt(3))

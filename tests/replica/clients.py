@@ -15,7 +15,9 @@ from homing.kvcache.hashing import BlockHash, BlockHasher
 from homing.replica.config import ReplicaSettings
 from homing.replica.messages import (
     Abort,
+    AskNextEvictions,
     CacheReset,
+    NextEvictions,
     Refused,
     ReplicaDescription,
     Reply,
@@ -65,13 +67,19 @@ class Client:
         assert reply.ask_id == ask_id
         return reply.done
 
+    def next_evictions(self) -> list[bytes]:
+        """Ask for them and wait for the answer."""
+        self.send(AskNextEvictions())
+        while not isinstance(reply := self.receive(), NextEvictions):
+            continue
+        return [reply.hashes[start : start + 16] for start in range(0, len(reply.hashes), 16)]
+
     def receive(self) -> Reply:
         assert self.socket.poll(PATIENCE_S * 1000), "the replica does not answer"
-        reply: Reply = msgspec.msgpack.decode(self.socket.recv(), type=TokenBatch | Refused | CacheReset)
+        reply: Reply = msgspec.msgpack.decode(self.socket.recv(), type=Reply)
         if isinstance(reply, Refused):
             self.refused[reply.request_id] = reply
-            return reply
-        if isinstance(reply, CacheReset):
+        if not isinstance(reply, TokenBatch):
             return reply
         for output in reply.outputs:
             self.outputs.setdefault(output.request_id, []).append(output)

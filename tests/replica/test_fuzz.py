@@ -15,7 +15,7 @@ import zmq
 from homing.events.publish.publisher import MAX_QUESTION_BYTES
 from homing.events.wire.frames import replay_request
 from homing.events.wire.messages import SnapshotChunk, SnapshotRequest
-from homing.replica.messages import Abort, Constraint, Generate, Pin, ResetCache, SamplingParams
+from homing.replica.messages import Abort, AskNextEvictions, Constraint, Generate, Pin, ResetCache, SamplingParams
 from homing.replica.request_socket import MAX_REQUEST_BYTES
 
 from .clients import PATIENCE_S, Client, Served, served
@@ -84,7 +84,7 @@ def test_damaged_requests_harm_nobody(replica: Served) -> None:
     """A message that can be read may still be wounded: its ids, its lengths, its hashes."""
     rng, client = random.Random(1), replica.client()
     right = answer(client, 1)
-    whole = [generate(1000, PROMPT, replica.hasher), Abort(request_ids=[7]), ResetCache(ask_id=1)]
+    whole = [generate(1000, PROMPT, replica.hasher), Abort(request_ids=[7]), ResetCache(ask_id=1), AskNextEvictions()]
     stranger = replica.client(b"stranger")
     for _ in range(WOUNDED):
         stranger.socket.send(wounded(msgspec.msgpack.encode(rng.choice(whole)), rng))

@@ -332,6 +332,18 @@ async def test_a_set_built_from_the_stream_is_what_the_replica_holds(folder: Pat
     assert 0 < len(resident) <= 16
 
 
+def test_a_router_is_told_which_blocks_go_next(folder: Path, tmp_path: Path) -> None:
+    """The oldest prompt's, its tail first."""
+    with served(folder, tmp_path) as running:
+        client, prompt = running.client(), list(range(3, 51))
+        assert client.next_evictions() == []
+        client.ask(1, prompt, max_tokens=1)
+        client.wait(1)
+
+        request = generate(1, prompt, running.hasher)
+        assert client.next_evictions() == running.hasher.chain(request.root, request.token_ids)[::-1]
+
+
 async def test_a_router_can_have_an_idle_cache_forgotten_and_everybody_hears_it(folder: Path, tmp_path: Path) -> None:
     """New weights or a benchmark's next run: refused while in use, and told at once although no step follows."""
     with served(folder, tmp_path) as running:

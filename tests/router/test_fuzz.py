@@ -28,7 +28,16 @@ from homing.events.wire.messages import (
     SnapshotBlock,
     SnapshotChunk,
 )
-from homing.replica.messages import CacheReset, PositionLogprobs, Refused, Reply, TokenBatch, TokenLogprob, TokenOutput
+from homing.replica.messages import (
+    CacheReset,
+    NextEvictions,
+    PositionLogprobs,
+    Refused,
+    Reply,
+    TokenBatch,
+    TokenLogprob,
+    TokenOutput,
+)
 from homing.router.errors import RouterError
 
 from ..replica.clients import PATIENCE_S
@@ -108,6 +117,7 @@ def reply(rng: random.Random, requests: int) -> Reply:
                 retry=rng.random() < 0.5,
             ),
             CacheReset(ask_id=rng.choice(NUMBERS), done=rng.random() < 0.5),
+            NextEvictions(hashes=rng.randbytes(rng.randrange(2000))),
         ]
     )
 

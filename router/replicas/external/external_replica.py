@@ -16,6 +16,7 @@ from ....events.wire.cache_events import Cleared, Removed, Stored
 from ....kvcache.hashing import tenant_root
 from ....replica.messages import (
     Abort,
+    AskNextEvictions,
     Generate,
     Refused,
     ReplicaDescription,
@@ -98,8 +99,8 @@ class ExternalReplica(ReplicaHandle):
                 for request_id in request_ids:
                     self._hang_up(request_id)
                 return True
-            case ResetCache():
-                return False  # `reset_cache` asks over HTTP
+            case ResetCache() | AskNextEvictions():
+                return False  # `reset_cache` asks over HTTP, and there is no way to ask the other
             case _:
                 assert_never(message)
 
@@ -110,6 +111,9 @@ class ExternalReplica(ReplicaHandle):
         except BackendUnreachableError:
             return "lost"
         return "empty" if answer.status == 200 else "silent"
+
+    def ask_next_evictions(self) -> None:
+        """Its server has no such endpoint: no answer will come."""
 
     def leave(self) -> list[Instruction]:
         if self._watching is not None:

@@ -8,6 +8,7 @@ import msgspec
 
 from homing.kvcache.hashing import token_array
 from homing.replica.messages import ModelLimits, PositionLogprobs, TokenLogprob
+from homing.router.activity import ModelActivity
 from homing.router.backend import (
     ClusterView,
     Explanation,
@@ -100,6 +101,7 @@ class FakeBackend:
         self.script = script
         self.refusal: RouterError | None = None
         self.state = "serving"
+        self.activities: list[ModelActivity] = []
         self.is_exact = True
         self.streams: list[FakeStream] = []
 
@@ -158,6 +160,9 @@ class FakeBackend:
             refused=[],
             counters=RouterCounters(requests=len(self.streams)),
         )
+
+    def activity(self) -> list[ModelActivity]:
+        return self.activities
 
     def end_requests(self) -> None:
         for stream in self.streams:

@@ -23,7 +23,8 @@ from .conftest import LoadedText
 from .fakes import FakeBackend
 
 SCHEMA = schemathesis.openapi.from_dict(json.loads(openapi_document()))
-LABELS = {f"{each.method} {each.path}": each for each in ENDPOINTS}
+#: `/live` has no end: tests/router/http/live.
+LABELS = {f"{each.method} {each.path}": each for each in ENDPOINTS if each.path != "/live"}
 EXAMPLES = 25
 #: How the last event of a stream begins, if it is not OpenAI's `[DONE]`.
 LAST_EVENTS = {"/v1/responses": b"event: response.", "/v1/messages": b"event: message_stop"}

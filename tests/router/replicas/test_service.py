@@ -10,7 +10,16 @@ import msgspec
 import pytest
 
 from homing.events.wire.messages import LoadReport
-from homing.replica.messages import CacheReset, Generate, Pin, Refused, ResetCache
+from homing.replica.messages import (
+    MAX_NEXT_EVICTIONS,
+    AskNextEvictions,
+    CacheReset,
+    Generate,
+    NextEvictions,
+    Pin,
+    Refused,
+    ResetCache,
+)
 from homing.router.backend import FeedState, GenerationRequest, ReplicaView, TokenDelta
 from homing.router.config import RouterSettings
 from homing.router.errors import CacheInUse, DeadlineExceeded, NoReplica, PromptTooLong, ReplicaLost, RouterClosed
@@ -503,6 +512,45 @@ async def test_a_reset_needs_a_replica(cluster: Cluster) -> None:
     """Nothing to reset is no success."""
     with pytest.raises(NoReplica):
         await cluster.service.reset_caches()
+
+
+async def test_who_watches_sees_decisions_prefixes_and_next_evictions(cluster: Cluster) -> None:
+    """The replica says itself what it would evict; a lying one is cut to what a page can show."""
+    replica = cluster.add("r0")
+    replica.on_message = lambda message: (
+        NextEvictions(hashes=b"\1" * 16 * 1000 + b"odd") if isinstance(message, AskNextEvictions) else None
+    )
+    cluster.publish()
+    await cluster.ready("r0")
+    await cluster.ask(request_of(PROMPT))
+
+    await until(lambda: cluster.service.activity()[0].next_evictions)
+    [seen] = cluster.service.activity()
+
+    assert seen.next_evictions == {"r0": (int.from_bytes(b"\1" * 8, "big"),) * MAX_NEXT_EVICTIONS}
+    assert [(each.state, each.explanation.chosen) for each in seen.routed] == [("finished", "r0")]
+    assert [node.requests for node in seen.prefixes] == [1]
+    assert (seen.running, seen.failed) == ([], [])
+
+
+async def test_a_request_that_fails_is_among_the_errors(cluster: Cluster) -> None:
+    """With its reason, and the status that its client got."""
+    replica = cluster.add("r0")
+    cluster.publish()
+    await cluster.ready("r0")
+    replica.paused = True
+    cluster.service.generate(request_of(PROMPT))
+    assert [each.state for each in cluster.service.activity()[0].running] == ["sent"]
+
+    cluster.service.end_requests()
+
+    [failed] = cluster.service.activity()[0].failed
+    assert (failed.status, failed.replica, failed.reason) == (503, "r0", "the server is shutting down")
+
+
+async def test_before_the_first_replica_there_is_no_activity(cluster: Cluster) -> None:
+    """Nothing is known of the model yet."""
+    assert cluster.service.activity() == []
 
 
 async def test_pins_reach_the_replica_and_its_word_comes_back(cluster: Cluster) -> None:

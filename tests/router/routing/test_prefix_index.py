@@ -69,6 +69,8 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(prompt=prompts)
     def match(self, prompt):
         assert self.index.match(prompt) == {replica: prefix(held, prompt) for replica, held in self.oracle.items()}
+        counts = {replica: len(held & set(prompt)) for replica, held in self.oracle.items()}
+        assert self.index.holders(prompt) == {replica: blocks for replica, blocks in counts.items() if blocks}
 
     @rule(data=st.data())
     def match_known(self, data):

@@ -1,0 +1,123 @@
+"""The last requests that were placed, with the decision's table, and the last that failed: for people who watch.
+
+Pure and bounded. The table of a decision is computed when somebody looks at it: until then a decision costs a place in
+a dictionary. Holds no prompt.
+"""
+
+from collections import OrderedDict, deque
+from itertools import count
+from typing import NamedTuple
+
+import msgspec
+
+from ..activity import FailedRequest, RoutedRequest
+from ..backend import Explanation
+from ..errors import RouterError
+from ..routing.policy.base import Decision
+from ..routing.policy.explain import explanation_of
+from .request_state import RequestId, RequestState
+
+#: Requests that are kept. Beside a decision there is a hash for each block of the prompt.
+MAX_PLACED = 16
+MAX_FAILED = 16
+#: Characters of an error, and of an id that a client chose.
+MAX_REASON = 300
+MAX_TRACE_ID = 64
+
+
+class _Progress(NamedTuple):
+    """What has come of a request."""
+
+    state: str
+    ttft_s: float | None
+    cached_tokens: int | None
+    generated_tokens: int
+    continuations: int
+
+
+class _Placed(msgspec.Struct, eq=False):
+    """The last decision for a request."""
+
+    number: int
+    at: float
+    trace_id: str
+    tenant: bytes
+    decision: Decision | Explanation  #: the table, once somebody has looked at it
+    request: RequestState | _Progress  #: only the latter when the request is over, as the former holds the prompt
+
+
+class RecentRequests:
+    """Of one model, in one router."""
+
+    def __init__(self) -> None:
+        self._placed: OrderedDict[RequestId, _Placed] = OrderedDict()  #: oldest decision first
+        self._failed: deque[FailedRequest] = deque(maxlen=MAX_FAILED)
+        self._decisions = count(1)
+        self._failures = count(1)
+
+    def placed(self, request: RequestState, decision: Decision, now: float) -> None:
+        """The request is sent to the replica of this decision."""
+        kept, name = self._placed, request.request_id
+        about = request.request
+        kept[name] = _Placed(next(self._decisions), now, about.trace_id, about.tenant, decision, request)
+        kept.move_to_end(name)
+        if len(kept) > MAX_PLACED:
+            kept.popitem(last=False)
+
+    def ended(self, request: RequestState) -> None:
+        """The request is over."""
+        placed = self._placed.get(request.request_id)
+        if placed is not None:
+            placed.request = _progress(request)
+
+    def add_failure(self, request: RequestState, error: RouterError, now: float) -> None:
+        """The request failed with this error."""
+        failed = FailedRequest(
+            number=next(self._failures),
+            at=now,
+            trace_id=request.request.trace_id[:MAX_TRACE_ID],
+            tenant=request.request.tenant,
+            replica=request.replica,
+            status=error.http_status,
+            reason=error.message[:MAX_REASON],
+        )
+        self._failed.appendleft(failed)
+
+    def routed(self) -> list[RoutedRequest]:
+        """The newest decision first."""
+        return [_routed(placed) for placed in reversed(self._placed.values())]
+
+    def failed(self) -> list[FailedRequest]:
+        """The newest first."""
+        return list(self._failed)
+
+    def check(self) -> None:
+        assert len(self._placed) <= MAX_PLACED, f"{len(self._placed)} requests are kept"
+        for placed in self._placed.values():
+            over = isinstance(placed.request, RequestState) and placed.request.outcome is not None
+            assert not over, f"the prompt of request {placed.trace_id} is kept after its end"
+
+
+def _routed(placed: _Placed) -> RoutedRequest:
+    if isinstance(placed.decision, Decision):
+        placed.decision = explanation_of(placed.decision)
+    request = placed.request
+    progress = _progress(request) if isinstance(request, RequestState) else request
+    return RoutedRequest(
+        number=placed.number,
+        at=placed.at,
+        trace_id=placed.trace_id[:MAX_TRACE_ID],
+        tenant=placed.tenant,
+        explanation=placed.decision,
+        **progress._asdict(),
+    )
+
+
+def _progress(request: RequestState) -> _Progress:
+    return _Progress(
+        request.outcome or request.phase.value,
+        request.ttft_s,
+        request.delivered_cached_tokens,
+        request.generated,
+        request.continuations,
+    )

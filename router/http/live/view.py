@@ -1,0 +1,266 @@
+"""What the live page shows, as small JSON documents by name, and the difference between two moments of them.
+
+Pure: values in, bytes out. Names and documents are an interface between this file, `page.html` and `homing top` of the
+same version, and no other. A document is sent when it differs from what was sent before, so nothing in it may change
+with time alone: moments are absolute, in seconds since 1970.
+
+Holds no prompt: ids that clients chose, tenants' names, hashes and lengths are shown to admins only (endpoints.py).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ....events.load_report import LoadReport
+from ...activity import FailedRequest, ModelActivity, PrefixNode, RoutedRequest, RunningRequest
+from ...backend import ClusterView, Explanation, ModelView, ReplicaScore, ReplicaView
+
+#: The encoded documents by name.
+Items = dict[str, bytes]
+
+#: Candidates of a decision that are shown: the chosen one, and the best of the others.
+MAX_CANDIDATES = 16
+#: Replicas that are shown, so that a frame stays below a megabyte; the page says how many are left out.
+MAX_REPLICAS = 256
+#: Hex digits of a block's hash: enough to recognize it, as `homing watch --hash` takes the first ones.
+HASH_DIGITS = 12
+#: A replica reports five times a second; its last report is old after so many seconds.
+OLD_REPORT_S = 2.0
+
+_encode = msgspec.json.Encoder().encode
+
+
+class ModelTotals(msgspec.Struct, frozen=True):
+    """Totals of a model since the router's start, from which viewers compute rates."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    ttft_count: int
+    ttft_sum_s: float
+    reports: Mapping[str, LoadReport]  #: the last one of each replica
+    gaps: Mapping[str, int]  #: in the event stream of each replica
+
+
+class Situation(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that the page shows, as it is at one moment."""
+
+    version: str
+    started_at: int  #: seconds since 1970
+    clock_offset_s: float  #: from the router's clock to seconds since 1970
+    cluster: ClusterView
+    activities: Sequence[ModelActivity]
+    totals: Mapping[str, ModelTotals]  #: by model
+    responses: Mapping[int, int]  #: HTTP responses by status
+    streams_broken: int
+    tenants: Mapping[bytes, str]  #: names by digest, of tenants that have one
+
+
+def items_of(now: Situation) -> Items:
+    """All documents."""
+    documents: dict[str, Any] = {"router": _router(now)}
+    documents |= {f"model/{model.name}": _model(model, now.totals[model.name]) for model in now.cluster.models}
+    for replica in now.cluster.replicas[:MAX_REPLICAS]:
+        totals = now.totals.get(replica.model)
+        documents[f"replica/{replica.replica_id}"] = _replica(replica, totals)
+    for number, activity in enumerate(now.activities):
+        documents |= {f"{kind}/{number}/{name}": each for kind, name, each in _activity(now, activity)}
+    return {name: _encode(document) for name, document in documents.items()}
+
+
+def frame(before: Items, after: Items, wall_s: float) -> bytes:
+    """An event of the stream that turns the documents `before` into those `after`; from `{}` it holds all."""
+    changed = [b"%b:%b" % (_encode(name), value) for name, value in after.items() if before.get(name) != value]
+    gone = [name for name in before if name not in after]
+    return b'data: {"now":%.3f,"all":%b,"set":{%b},"gone":%b}\n\n' % (
+        wall_s,
+        b"false" if before else b"true",
+        b",".join(changed),
+        _encode(gone),
+    )
+
+
+def _router(now: Situation) -> dict[str, Any]:
+    view = now.cluster
+    return {
+        "id": view.router_id,
+        "version": now.version,
+        "started_at": now.started_at,
+        "policy": view.policy,
+        "waiting": view.waiting,
+        "in_flight": view.in_flight,
+        "absent": [msgspec.structs.asdict(each) for each in view.absent],
+        "refused": [msgspec.structs.asdict(each) for each in view.refused],
+        "hidden_replicas": max(0, len(view.replicas) - MAX_REPLICAS),
+        "responses": {str(status): count for status, count in sorted(now.responses.items())},
+        "streams_broken": now.streams_broken,
+    }
+
+
+def _model(view: ModelView, totals: ModelTotals) -> dict[str, Any]:
+    counters = view.counters
+    return {
+        "serving": view.serving,
+        "waiting": view.waiting,
+        "in_flight": view.in_flight,
+        "requests": counters.requests,
+        "finished": counters.finished,
+        "failed": counters.failed,
+        "cancelled": counters.cancelled,
+        "continued": counters.continued,
+        "prompt_tokens": totals.prompt_tokens,
+        "completion_tokens": totals.completion_tokens,
+        "cached_tokens": counters.delivered_cached_tokens,
+        "ttft_count": totals.ttft_count,
+        "ttft_sum_s": totals.ttft_sum_s,
+    }
+
+
+def _replica(view: ReplicaView, totals: ModelTotals | None) -> dict[str, Any]:
+    report = totals.reports.get(view.replica_id) if totals else None
+    old = view.report_age_s is not None and view.report_age_s > OLD_REPORT_S
+    return {
+        "model": view.model,
+        "node": view.node,
+        "state": view.state,
+        "events": view.feed,
+        "gaps": totals.gaps.get(view.replica_id, 0) if totals else 0,
+        "indexed": view.indexed_blocks,
+        "running": view.running,
+        "waiting": view.waiting,
+        "queued_tokens": view.queued_prefill_tokens,
+        "in_flight": view.in_flight,
+        "blocks": None if report is None or view.report_age_s is None else _blocks(report),
+        "query_tokens": report.counters.query_tokens if report else 0,
+        "hit_tokens": report.counters.hit_tokens if report else 0,
+        "preemptions": report.counters.preemptions if report else 0,
+        "prefill_tokens_per_s": round(view.prefill_tokens_per_s),
+        "decode_step_s": view.decode_step_s,
+        "trouble": view.trouble or ("no report for some seconds" if old else ""),
+        "warm_up": None if view.warm_up is None else msgspec.structs.asdict(view.warm_up),
+    }
+
+
+def _blocks(report: LoadReport) -> dict[str, int]:
+    """Blocks by state; the four add up to all. Pinned ones may be in use."""
+    busy = report.total_blocks - report.free_blocks
+    pinned = min(report.pinned_blocks, busy)
+    return {
+        "referenced": busy - pinned,
+        "pinned": pinned,
+        "cached": report.cached_free_blocks,
+        "free": report.free_blocks - report.cached_free_blocks,
+    }
+
+
+def _activity(now: Situation, activity: ModelActivity) -> Iterator[tuple[str, str, Any]]:
+    """Kind, name and document of each."""
+    yield (
+        "tree",
+        "",
+        {
+            "model": activity.model,
+            "block_size": activity.block_size,
+            "nodes": [_prefix(node, activity.block_size) for node in activity.prefixes],
+        },
+    )
+    for replica, hashes in activity.next_evictions.items():
+        yield "evictions", replica, [_hex(each) for each in hashes]
+    for routed in activity.routed:
+        yield "decision", str(routed.number), _routed(now, routed)
+    yield "running", "", [_running(now, each) for each in activity.running]
+    for failed in activity.failed:
+        yield "failure", str(failed.number), _failed(now, failed)
+
+
+def _prefix(node: PrefixNode, block_size: int) -> dict[str, Any]:
+    return {
+        "parent": node.parent,
+        "hash": _hex(node.last_hash),
+        "start": node.start * block_size,
+        "tokens": node.blocks * block_size,
+        "blocks": node.blocks,
+        "requests": node.requests,
+        "held": node.held,
+        "evicted_next": node.evicted_next,
+    }
+
+
+def _routed(now: Situation, routed: RoutedRequest) -> dict[str, Any]:
+    table = routed.explanation
+    return {
+        "at": round(routed.at + now.clock_offset_s, 3),
+        "id": routed.trace_id,
+        "tenant": _tenant(now, routed.tenant),
+        "state": routed.state,
+        "ttft_s": routed.ttft_s,
+        "cached_tokens": routed.cached_tokens,
+        "generated_tokens": routed.generated_tokens,
+        "continuations": routed.continuations,
+        "policy": table.policy,
+        "chosen": table.chosen,
+        "why": table.why,
+        "prompt_tokens": table.prompt_tokens,
+        "prompt_blocks": table.prompt_blocks,
+        "candidates": [_candidate(row) for row in _best(table)],
+        "hidden": max(0, len(table.replicas) - MAX_CANDIDATES),
+    }
+
+
+def _best(table: Explanation) -> list[ReplicaScore]:
+    """The chosen row first where rows must be left out, then those that would have been next."""
+    if len(table.replicas) <= MAX_CANDIDATES:
+        return table.replicas
+
+    def rank(row: ReplicaScore) -> tuple[bool, bool, float]:
+        return not row.chosen, not row.eligible, (row.expected_ttft_s or 0.0) + row.others_s
+
+    return sorted(table.replicas, key=rank)[:MAX_CANDIDATES]
+
+
+def _candidate(row: ReplicaScore) -> dict[str, Any]:
+    return {
+        "replica": row.replica_id,
+        "chosen": row.chosen,
+        "events": row.feed,
+        "held": row.held_blocks,
+        "expected": row.expected_blocks,
+        "to_compute": row.uncached_tokens,
+        "queued": row.queued_prefill_tokens,
+        "running": row.running,
+        "waiting": row.waiting,
+        "ttft_s": row.expected_ttft_s,
+        "why": row.why,
+    }
+
+
+def _running(now: Situation, each: RunningRequest) -> dict[str, Any]:
+    return {
+        "since": round(each.arrived + now.clock_offset_s, 3),
+        "id": each.trace_id,
+        "tenant": _tenant(now, each.tenant),
+        "state": each.state,
+        "replica": each.replica,
+        "prompt_tokens": each.prompt_tokens,
+        "cached_tokens": each.cached_tokens,
+        "generated_tokens": each.generated_tokens,
+    }
+
+
+def _failed(now: Situation, failed: FailedRequest) -> dict[str, Any]:
+    return {
+        "at": round(failed.at + now.clock_offset_s, 3),
+        "id": failed.trace_id,
+        "tenant": _tenant(now, failed.tenant),
+        "replica": failed.replica,
+        "status": failed.status,
+        "reason": failed.reason,
+    }
+
+
+def _tenant(now: Situation, digest: bytes) -> str:
+    return now.tenants.get(digest) or digest[:4].hex()
+
+
+def _hex(block: int) -> str:
+    return f"{block:016x}"[:HASH_DIGITS]

@@ -1,0 +1,108 @@
+"""What the live page shows: complete from the first frame on, small after it, and bounded."""
+
+import json
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from homing.router.http.live.view import MAX_CANDIDATES, MAX_REPLICAS, Items, frame, items_of
+
+from ..fakes import FakeBackend, replica_view
+from .situations import HOSTILE, activity, situation
+
+documents = st.dictionaries(
+    st.sampled_from("abcde"), st.integers(0, 2).map(lambda number: b'{"n":%d}' % number), max_size=5
+)
+
+
+def apply(shown: dict[str, Any], sent: bytes) -> dict[str, Any]:
+    """What a viewer has after a frame."""
+    assert sent.startswith(b"data: ")
+    assert sent.index(b"\n\n") == len(sent) - 2
+    told = json.loads(sent[6:])
+    kept = {} if told["all"] else {name: value for name, value in shown.items() if name not in told["gone"]}
+    return kept | told["set"]
+
+
+def shown(items: Items) -> dict[str, Any]:
+    return {name: json.loads(value) for name, value in items.items()}
+
+
+@given(moments=st.lists(documents.filter(bool), min_size=1), joined=st.integers(0, 10))
+def test_a_viewer_that_applies_every_frame_has_what_is_shown(moments: list[Items], joined: int) -> None:
+    """Whenever it joined: the first frame holds everything, later ones the differences."""
+    joined = min(joined, len(moments) - 1)
+    has = apply({"left over": 1}, frame({}, moments[joined], 0.0))
+
+    for before, after in zip(moments[joined:], moments[joined + 1 :], strict=False):
+        has = apply(has, frame(before, after, 0.0))
+
+    assert has == shown(moments[-1])
+
+
+def test_nothing_changes_with_time_alone(backend: FakeBackend) -> None:
+    """An idle cluster sends frames without documents."""
+    items = items_of(situation(backend))
+
+    assert json.loads(frame(items, items_of(situation(backend)), 2.0)[6:]) == {
+        "now": 2.0,
+        "all": False,
+        "set": {},
+        "gone": [],
+    }
+
+
+def test_blocks_are_shown_by_state_and_add_up(backend: FakeBackend) -> None:
+    """40 of 100 are not free: 10 of them are pinned."""
+    replica = shown(items_of(situation(backend)))["replica/r0"]
+
+    assert replica["blocks"] == {"referenced": 30, "pinned": 10, "cached": 20, "free": 40}
+    assert (replica["events"], replica["gaps"]) == ("live", 2)
+
+
+def test_a_replica_that_has_not_reported_shows_no_blocks(backend: FakeBackend) -> None:
+    """Its last report may be of the time before it was rebuilt."""
+    silent = msgspec.structs.replace(replica_view("r0", "joining"), report_age_s=None)
+    now = situation(backend)
+    cluster = msgspec.structs.replace(now.cluster, replicas=[silent])
+
+    assert shown(items_of(situation(backend, cluster=cluster)))["replica/r0"]["blocks"] is None
+
+
+def test_a_decision_is_shown_with_its_table_and_what_came_of_it(backend: FakeBackend) -> None:
+    """Times are absolute, tenants go by their names."""
+    decision = shown(items_of(situation(backend)))["decision/0/7"]
+
+    assert [row["replica"] for row in decision["candidates"]] == ["r1", "r0"]
+    assert (decision["at"], decision["tenant"], decision["chosen"]) == (1010.0, "team", "r0")
+    assert (decision["ttft_s"], decision["cached_tokens"]) == (0.01, 16)
+
+
+def test_of_many_candidates_the_chosen_one_and_the_best_are_shown(backend: FakeBackend) -> None:
+    """512 rows are no table for a person, and would be sent for every request."""
+    many = situation(backend, activities=[activity(candidates=100)])
+    decision = shown(items_of(many))["decision/0/7"]
+
+    names = [row["replica"] for row in decision["candidates"]]
+    assert names == ["r0", *(f"r{number}" for number in range(1, MAX_CANDIDATES))]
+    assert decision["hidden"] == 100 - MAX_CANDIDATES
+
+
+def test_of_very_many_replicas_some_are_left_out_and_counted(backend: FakeBackend) -> None:
+    """A frame stays below a megabyte."""
+    now = situation(backend)
+    many = [replica_view(f"r{number}", "serving") for number in range(2 * MAX_REPLICAS)]
+    items = items_of(situation(backend, cluster=msgspec.structs.replace(now.cluster, replicas=many)))
+
+    assert sum(name.startswith("replica/") for name in items) == MAX_REPLICAS
+    assert shown(items)["router"]["hidden_replicas"] == MAX_REPLICAS
+    assert len(frame({}, items, 0.0)) < 1024 * 1024
+
+
+def test_text_that_clients_choose_stays_inside_a_json_string(backend: FakeBackend) -> None:
+    """The page inserts it as text; the stream must not let it begin another event."""
+    sent = frame({}, items_of(situation(backend)), 0.0)
+
+    assert apply({}, sent)["failure/0/1"]["id"] == HOSTILE
