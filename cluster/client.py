@@ -5,6 +5,8 @@ import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -13,6 +15,8 @@ from .errors import ClusterError, NotRunning, SettingsError
 from .registry import ClusterRegistry
 
 TIMEOUT_S = 10.0
+#: Between two events of a stream.
+STREAM_TIMEOUT_S = 30.0
 #: Tells the requests of homing's own commands from those of clients.
 USER_AGENT = "homing"
 
@@ -48,12 +52,22 @@ def get_json(url: str) -> Any:
 
 def post_json(url: str, body: Any, *, api_key: str = "") -> Any:
     """POST `body`. Raises ClusterError, with the router's message when it refuses."""
-    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
+    headers = {"content-type": "application/json"} | _authorization(api_key)
     return json.loads(_open(urllib.request.Request(url, json.dumps(body).encode(), headers)))
 
 
 def get_text(url: str) -> str:
     return _open(urllib.request.Request(url))
+
+
+def follow_events(url: str, api_key: str = "") -> Iterator[dict[str, Any]]:
+    """The data of a stream's events, as they come. Raises ClusterError when it cannot be reached, and at its end."""
+    request = urllib.request.Request(url, headers=_authorization(api_key))
+    with _response(request, STREAM_TIMEOUT_S) as answer:
+        for line in answer:
+            if line.startswith(b"data: "):
+                yield json.loads(line[6:])
+    raise ClusterError(f"{url} has ended")
 
 
 def is_ready(url: str) -> bool:
@@ -64,15 +78,27 @@ def is_ready(url: str) -> bool:
     return True
 
 
+def _authorization(api_key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+
 def _open(request: urllib.request.Request) -> str:
+    with _response(request, TIMEOUT_S) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+@contextmanager
+def _response(request: urllib.request.Request, timeout_s: float) -> Iterator[Any]:
+    """The open response. Raises ClusterError, also for what goes wrong while it is read."""
     url = request.full_url
     request.add_header("user-agent", USER_AGENT)
     # Proxies of the environment must not see requests to the cluster.
     https = urllib.request.HTTPSHandler(context=ssl_context(url))
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), https)
     try:
-        with opener.open(request, timeout=TIMEOUT_S) as answer:
-            text: str = answer.read().decode()
+        with opener.open(request, timeout=timeout_s) as answer:
+            yield answer
     except urllib.error.HTTPError as error:
         raise ClusterError(f"{url} returned {error.code} {_message(error) or error.reason}") from error
     except (OSError, ValueError) as error:
@@ -82,7 +108,6 @@ def _open(request: urllib.request.Request) -> str:
             f"{url} cannot be reached: {words}; "
             "a router that died is back within seconds; otherwise see the output of homing serve"
         ) from error
-    return text
 
 
 def ssl_context(url: str) -> ssl.SSLContext:

@@ -231,6 +231,23 @@ def explain(
 
 
 @app.command(group=OBSERVE)
+def top(
+    *,
+    given: FindCluster = NOTHING,
+    out: Out,
+    url: Url = None,
+    api_key_file: Annotated[
+        str, option("file with an admin's API key (-: standard input)", metavar="FILE", allow_leading_hyphen=True)
+    ] = "",
+    once: Annotated[bool, option("print it once, as plain lines; also done where the output is no terminal")] = False,
+) -> int:
+    """Show what a running cluster does, live."""
+    from .top import top as show
+
+    return show(settings_of(given), out, url=url, api_key_file=api_key_file, once=once)
+
+
+@app.command(group=OBSERVE)
 def watch(
     *,
     given: FollowEvents = NOTHING,

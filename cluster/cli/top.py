@@ -1,0 +1,225 @@
+"""`homing top`: the essentials of the router's live page in a terminal, from the same stream (router/http/live).
+
+Renewed with every frame on a terminal; elsewhere, or with `--once`, one look as plain lines.
+"""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TextIO
+
+from ..client import follow_events, read_key, router_urls
+from ..config import Settings
+from ..errors import ClusterError
+from .status import table
+from .words import count
+
+#: Rates are means over so many seconds.
+RATE_S = 10.0
+RETRY_S = 2.0
+MAX_PREFIXES = 8
+MAX_DECISIONS = 8
+MAX_FAILURES = 4
+BLOCK_STATES = ("referenced", "pinned", "cached", "free")
+COLUMNS = ("replica", "state", "events", "running", "waiting", *BLOCK_STATES, "hit rate", "evicted next")
+NUMBERS = frozenset({"running", "waiting", *BLOCK_STATES, "hit rate", "requests", "tokens", "expected", "took"})
+
+
+@dataclass(slots=True, frozen=True)
+class Section:
+    """A table of the view; without rows only its title is shown."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(slots=True)
+class Shown:
+    """The documents of the stream as of the last frame, and the totals of the last seconds."""
+
+    documents: dict[str, Any] = field(default_factory=dict)
+    totals: deque[tuple[float, Mapping[str, float]]] = field(default_factory=deque)
+    trouble: str = ""  #: why there are no frames
+
+    def apply(self, frame: Mapping[str, Any]) -> None:
+        if frame["all"]:
+            self.documents.clear()
+            self.totals.clear()  # of another router, or of the same one before a restart
+        self.documents.update(frame["set"])
+        for name in frame["gone"]:
+            self.documents.pop(name, None)
+        self.trouble = ""
+        self.totals.append((frame["now"], _sums(self.of("model").values())))
+        while len(self.totals) > 2 and self.totals[1][0] <= frame["now"] - RATE_S:
+            self.totals.popleft()
+
+    def of(self, kind: str) -> dict[str, Any]:
+        """Documents of one kind, by the rest of their names."""
+        return {name[len(kind) + 1 :]: each for name, each in self.documents.items() if name.startswith(f"{kind}/")}
+
+
+def top(settings: Settings, out: TextIO, *, url: str | None, api_key_file: str | None, once: bool) -> int:
+    """Show the cluster at `url`, or the one that runs here, until interrupted. Raises NotRunning and ClusterError."""
+    address = f"{router_urls(settings, url)[0]}/live"
+    key = read_key(api_key_file or "", "--api-key-file", sys.stdin)
+    frames, shown = follow_events(address, key), Shown()
+    shown.apply(next(frames))
+    if not once and out.isatty():
+        _show(shown, out, reconnecting(frames, lambda: follow_events(address, key)))
+    shown.apply(next(frames))  # rates need two, and replicas answer what they evict next
+    print("\n".join(lines_of(shown)), file=out)
+    return 0
+
+
+def reconnecting(
+    frames: Iterator[dict[str, Any]],
+    connect: Callable[[], Iterator[dict[str, Any]]],
+    pause: Callable[[float], None] = time.sleep,
+) -> Iterator[dict[str, Any] | ClusterError]:
+    """Frames without an end; an error wherever the stream broke, after which it is tried again."""
+    while True:
+        try:
+            yield from frames
+        except ClusterError as error:
+            yield error
+        pause(RETRY_S)
+        frames = connect()
+
+
+def _show(shown: Shown, out: TextIO, frames: Iterable[dict[str, Any] | ClusterError]) -> NoReturn:
+    """Draw on the whole terminal with each frame, until interrupted."""
+    from rich.console import Console
+    from rich.live import Live
+
+    with Live(_drawn(shown), console=Console(file=out), screen=True, auto_refresh=False) as live:
+        for frame in frames:
+            if isinstance(frame, ClusterError):
+                shown.trouble = f"{frame}; trying again"
+            else:
+                shown.apply(frame)
+            live.update(_drawn(shown), refresh=True)
+    raise AssertionError("the frames have ended")
+
+
+def _drawn(shown: Shown) -> Any:
+    """The view as rich draws it. What came from the router is text, never markup."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    parts: list[Any] = [Text(line, style="bold" if place == 0 else "") for place, line in enumerate(_head(shown))]
+    if shown.trouble:
+        parts.append(Text(_safe(shown.trouble), style="bold red"))
+    for section in _sections(shown):
+        drawn = Table(title=section.title, title_justify="left", title_style="bold", box=None, header_style="dim")
+        for column in section.columns:
+            drawn.add_column(column, justify="right" if column in NUMBERS else "left", no_wrap=column != "why")
+        for row in section.rows:
+            drawn.add_row(*map(Text, row))
+        parts += [Text(), drawn]
+    return Group(*parts)
+
+
+def lines_of(shown: Shown) -> list[str]:
+    """The view as plain lines."""
+    lines = _head(shown)
+    for section in _sections(shown):
+        lines += ["", section.title, *(table(section.columns, section.rows, right=NUMBERS) if section.rows else ())]
+    return lines
+
+
+def _head(shown: Shown) -> list[str]:
+    router, models = shown.documents["router"], shown.of("model")
+    served = ", ".join(f"{name} on {count(each['serving'], 'replica')}" for name, each in models.items())
+    (began, first), (now, last) = shown.totals[0], shown.totals[-1]
+    new = {name: last[name] - first[name] for name in last}
+    rate = new["requests"] / (now - began) if now > began else 0.0
+    cached = f"{new['cached_tokens'] / new['prompt_tokens']:.0%}" if new["prompt_tokens"] else "-"
+    return [
+        _safe(f"homing {router['version']} · router {router['id']} · {served or 'no model yet'} · {router['policy']}"),
+        f"{rate:.1f} requests/s · first token "
+        f"{_seconds(new['ttft_sum_s'] / new['ttft_count'] if new['ttft_count'] else None)} · "
+        f"{cached} of prompts from cache · {router['in_flight']} running · {router['waiting']} waiting · "
+        f"{last['failed']:.0f} failed",
+    ]
+
+
+def _sections(shown: Shown) -> list[Section]:
+    router, replicas = shown.documents["router"], shown.of("replica")
+    doomed = {name.partition("/")[2]: hashes for name, hashes in shown.of("evictions").items()}
+    rows = [_replica(name, replicas[name], doomed.get(name, ())) for name in sorted(replicas, key=_order)]
+    rows += [(each["replica_id"], each["state"], *["-"] * (len(COLUMNS) - 2)) for each in router["absent"]]
+    sections = [Section("replicas and their KV blocks" if rows else "no replica yet", COLUMNS, rows)]
+    if prefixes := [row for tree in shown.of("tree").values() for row in _prefixes(tree)]:
+        sections.append(Section("hottest prefixes", ("requests", "tokens", "prefix", "held by"), prefixes))
+    decisions = sorted(shown.of("decision").values(), key=lambda each: each["at"], reverse=True)[:MAX_DECISIONS]
+    if decisions:
+        columns = ("at", "to", "tokens", "cached", "expected", "took", "state", "why")
+        sections.append(Section("latest decisions", columns, [_decision(each) for each in decisions]))
+    failures = sorted(shown.of("failure").values(), key=lambda each: each["at"], reverse=True)[:MAX_FAILURES]
+    if failures:
+        failed = [(_clock(each["at"]), str(each["status"]), _safe(each["reason"])) for each in failures]
+        sections.append(Section("errors", ("at", "status", "why"), failed))
+    return sections
+
+
+def _replica(name: str, each: Mapping[str, Any], doomed: Sequence[str]) -> tuple[str, ...]:
+    blocks = each["blocks"] or {}
+    rate = f"{each['hit_tokens'] / each['query_tokens']:.0%}" if each["query_tokens"] else "-"
+    counts = [str(blocks.get(state, "-")) for state in BLOCK_STATES]
+    following = f"{doomed[0]} +{len(doomed) - 1}" if doomed else "-"
+    return name, each["state"], each["events"], str(each["running"]), str(each["waiting"]), *counts, rate, following
+
+
+def _prefixes(tree: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    return [
+        (
+            str(node["requests"]),
+            str(node["start"] + node["tokens"]),
+            node["hash"],
+            " ".join(name for name, held in sorted(node["held"].items()) if held == node["blocks"]) or "-",
+        )
+        for node in tree["nodes"][:MAX_PREFIXES]
+    ]
+
+
+def _decision(each: Mapping[str, Any]) -> tuple[str, ...]:
+    row = next((row for row in each["candidates"] if row["chosen"]), None)
+    cached = each["cached_tokens"]
+    return (
+        _clock(each["at"]),
+        str(each["chosen"]),
+        str(each["prompt_tokens"]),
+        "-" if cached is None else str(cached),
+        _seconds(row["ttft_s"] if row else None),
+        _seconds(each["ttft_s"]),
+        each["state"],
+        _safe(each["why"]),
+    )
+
+
+def _sums(models: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    names = ("requests", "failed", "prompt_tokens", "cached_tokens", "ttft_count", "ttft_sum_s")
+    known = list(models)
+    return {name: sum(model[name] for model in known) for name in names}
+
+
+def _order(name: str) -> tuple[str, int, str]:
+    """r9 before r10."""
+    return name.rstrip("0123456789"), len(name), name
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at))
+
+
+def _safe(text: str) -> str:
+    """What others wrote must not move the cursor."""
+    return "".join([each if each.isprintable() else "?" for each in text])

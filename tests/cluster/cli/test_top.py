@@ -1,0 +1,141 @@
+"""`homing top`: what a router streams, as lines and as rich draws it."""
+
+import asyncio
+import io
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from homing.cluster.cli.main import run
+from homing.cluster.cli.top import Shown, _drawn, lines_of, reconnecting
+from homing.cluster.errors import ClusterError
+from homing.router.config import RouterSettings
+from homing.router.http.live.feed import LiveFeed
+from homing.router.http.live.view import frame, items_of
+from homing.router.server import RouterServer
+
+from ...router.http.fakes import FakeBackend
+from ...router.http.live.situations import activity, situation
+
+
+@pytest.fixture
+def backend() -> FakeBackend:
+    made = FakeBackend(None, lambda _: ())
+    made.activities = [activity()]
+    return made
+
+
+def shown(backend: FakeBackend, **changes: object) -> Shown:
+    """The view of the small cluster, after one frame."""
+    view = Shown()
+    view.apply(msgspec.json.decode(frame({}, items_of(situation(backend, **changes)), 2000.0)[6:]))
+    return view
+
+
+@contextmanager
+def router(backend: FakeBackend, **settings: str) -> Iterator[str]:
+    """A router over the backend in a thread of its own, which sends frames without a pause; its address."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    server = RouterServer(RouterSettings(access_log="", **settings), backend, grace_s=60.0)
+    server.front.live = LiveFeed(lambda: items_of(server.front.situation()), pause=lambda cost_s: 0.001)
+    try:
+        port = asyncio.run_coroutine_threadsafe(server.start("127.0.0.1", 0), loop).result()
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        asyncio.run_coroutine_threadsafe(server.stop(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def test_without_a_terminal_it_prints_once(backend: FakeBackend, tmp_path) -> None:
+    """A script gets lines and an end, whether it says `--once` or not."""
+    out = io.StringIO()
+    with router(backend) as url:
+        assert run(["top", "--url", url, "--state-dir", str(tmp_path)], out) == 0
+
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("homing ")
+    assert any("because" in line and "r0" in line for line in lines)
+
+
+def test_a_key_that_may_not_see_it_is_refused_in_the_routers_words(backend: FakeBackend, tmp_path) -> None:
+    """The operator must know what is missing."""
+    with router(backend, api_key="right") as url:
+        with pytest.raises(ClusterError, match="401 this server requires an API key"):
+            run(["top", "--url", url, "--state-dir", str(tmp_path)], io.StringIO())
+        key = tmp_path / "key"
+        key.write_text("right\n")
+        assert run(["top", "--url", url, "--state-dir", str(tmp_path), "--api-key-file", str(key)], io.StringIO()) == 0
+
+
+def test_replicas_prefixes_decisions_and_errors_are_shown(backend: FakeBackend) -> None:
+    """The essentials of the page."""
+    text = "\n".join(lines_of(shown(backend)))
+
+    assert (
+        "r0       serving  live          2        1          30      10      20    40       50%  ab0000000000" in text
+    )
+    assert "3      32  ab0000000000  r0" in text
+    assert "9999.00 s  10.0 ms  streaming  because" in text
+    assert "502     replica r1 was lost" in text
+
+
+def test_what_others_wrote_moves_no_cursor_and_is_no_markup(backend: FakeBackend) -> None:
+    """An error's text may come from anywhere."""
+    hostile = activity()
+    hostile = msgspec.structs.replace(
+        hostile, failed=[msgspec.structs.replace(hostile.failed[0], reason="\x1b[2J[red]gone[/red]")]
+    )
+    view = shown(backend, activities=[hostile])
+    console = Console(file=io.StringIO(), width=200)
+
+    console.print(_drawn(view))
+
+    for text in ("\n".join(lines_of(view)), console.file.getvalue()):
+        assert "?[2J[red]gone[/red]" in text
+        assert "\x1b" not in text
+
+
+def test_a_cluster_without_replicas_is_shown(backend: FakeBackend) -> None:
+    """While the first one starts, or after the last one died."""
+    cluster = msgspec.structs.replace(situation(backend).cluster, replicas=[])
+
+    assert "no replica yet" in lines_of(shown(backend, cluster=cluster, activities=[]))
+
+
+def test_rates_are_those_of_the_last_seconds(backend: FakeBackend) -> None:
+    """Totals since the start would hide what happens now."""
+    view = Shown()
+    counts = dict.fromkeys(
+        ("requests", "failed", "prompt_tokens", "cached_tokens", "ttft_count", "ttft_sum_s", "serving"), 0
+    )
+    router = {"version": "1", "id": "a", "policy": "p", "in_flight": 0, "waiting": 0, "absent": []}
+    for second in range(100):
+        model = counts | {"requests": 5 * second if second > 50 else 0}
+        view.apply({"now": float(second), "all": not second, "set": {"router": router, "model/m": model}, "gone": []})
+
+    assert lines_of(view)[1].startswith("5.0 requests/s")
+
+
+def test_a_stream_that_breaks_is_opened_again() -> None:
+    """A router that restarts comes back; what was wrong is said meanwhile."""
+
+    def frames(*numbers: int) -> Iterator[dict[str, int]]:
+        yield from ({"now": number} for number in numbers)
+        raise ClusterError("it has ended")
+
+    pauses: list[float] = []
+    again = reconnecting(frames(1), lambda: frames(2), pauses.append)
+
+    seen = [next(again) for _ in range(4)]
+
+    assert [seen[0], seen[2]] == [{"now": 1}, {"now": 2}]
+    assert [str(seen[1]), str(seen[3])] == ["it has ended"] * 2
+    assert len(pauses) == 1
