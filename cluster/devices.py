@@ -8,6 +8,7 @@ import msgspec
 from ..replica.config import for_device
 from .config import Settings
 from .control.autoscale import terms_of
+from .control.engine_command import for_engine
 from .errors import SettingsError
 
 #: Where there are no GPUs.
@@ -19,7 +20,7 @@ def settle(settings: Settings, gpus: tuple[float, ...]) -> Settings:
 
     `gpus`: of each machine. Raises SettingsError for settings that contradict each other.
     """
-    models = [_on_device(each, any(gpus)) for each in settings.each_model]
+    models = [for_engine(_on_device(each, any(gpus))) for each in settings.each_model]
     fixed = sum(each.ranks * each.cluster.gpus_per_rank for each in models)
     open_models = sum(not each.cluster.replicas and each.cluster.gpus_per_rank > 0 for each in models)
     share = max(0.0, 1 - fixed / (sum(gpus) or 1.0)) / max(1, open_models)

@@ -3,6 +3,7 @@
     ClusterError
     ├── StartFailed          a replica or the router could not start; carries its own message
     ├── StopFailed           the cluster did not end in time
+    ├── EngineLost           an engine of another project that a replica runs has ended or hangs
     ├── UpdateAbandoned      no replica could start with the changed settings; the old replicas still serve
     ├── RayLost              a process of the local Ray has ended; everything ends with it
     ├── NotRunning           no cluster of this name runs on this machine
@@ -35,6 +36,9 @@ class StartFailed(ClusterError): ...
 
 
 class StopFailed(ClusterError): ...
+
+
+class EngineLost(ClusterError): ...
 
 
 class UpdateAbandoned(ClusterError): ...

@@ -45,10 +45,10 @@ def _flag(setting: Setting) -> Any:
         off = setting.flag.replace("--", "--no-", 1)
         return Annotated[list[bool], option(text, *setting.flags, negative=off, group=group)]
     metavar = "|".join(setting.choices) if setting.choices else setting.bare_type.__name__.upper()
+    hyphen = bool((setting.meta.extra or {}).get("arguments"))
+    more: dict[str, Any] = {"metavar": metavar, "group": group, "allow_leading_hyphen": hyphen}
     # A list, as the last of several values counts. What is wrong with a value is said in one place, for files too.
-    return Annotated[
-        list[str], option(text, *setting.flags, metavar=metavar, group=group, completer=lambda _: completed)
-    ]
+    return Annotated[list[str], option(text, *setting.flags, completer=lambda _: completed, **more)]
 
 
 def texts(given: Given) -> dict[str, str]:

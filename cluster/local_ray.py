@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Collection, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +198,18 @@ def silence_native_stderr() -> None:
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
     sys.stderr = open(kept, "w", buffering=1)  # noqa: SIM115 - for the rest of the process
+
+
+def reap_orphans(ours: Collection[int]) -> None:
+    """Take note of processes that have ended after their parent had, and became children of this one.
+
+    `ours`: ids of those that others wait for; while one of these is ended, nothing else is reaped.
+    """
+    with contextlib.suppress(ChildProcessError):
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid in ours:
+                return
+            os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 def children() -> list[psutil.Process]:

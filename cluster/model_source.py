@@ -12,6 +12,7 @@ from typing import Any
 from ..replica.config import ReplicaSettings
 from ..replica.demo import demo_model_path
 from ..replica.load.quantized import ORIGINAL, method_problem
+from ..replica.messages import ModelLimits
 from ..replica.models.spec import FAMILIES
 from .errors import ModelUnavailable
 
@@ -35,7 +36,7 @@ def find_model(settings: ReplicaSettings) -> Path:
     elif model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelUnavailable(f"folder {model} does not exist; give a folder with config.json or a Hugging Face name")
     else:
-        folder = _download(model, settings.revision or None)
+        folder = _download(settings)
     if not (folder / "config.json").is_file():
         raise ModelUnavailable(f"{folder} has no config.json: it is not a model folder in the Hugging Face layout")
     return folder
@@ -44,6 +45,24 @@ def find_model(settings: ReplicaSettings) -> Path:
 def text_folder(settings: ReplicaSettings, model_dir: Path) -> Path:
     """The folder of tokenizer and chat template: the model's, unless the settings name another one."""
     return Path(settings.tokenizer).expanduser() if settings.tokenizer else model_dir
+
+
+def model_limits(folder: Path, settings: ReplicaSettings, name: str) -> ModelLimits:
+    """The limits of a model that an external engine serves, from its configuration files. Raises ModelUnavailable."""
+    config = _json(folder / "config.json")
+    config |= config.get("text_config") or {}  # of models that also accept images
+    eos = _json(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id")) or ()
+    longest = settings.max_model_len or config.get("max_position_embeddings")
+    if not isinstance(longest, int) or not isinstance(config.get("vocab_size"), int):
+        raise ModelUnavailable(f"{folder}/config.json has no vocab_size or no length: give --max-model-len")
+    return ModelLimits(
+        name=name,
+        path=str(folder),
+        vocab_size=config["vocab_size"],
+        max_model_len=longest,
+        eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (eos,),
+        tokenizer=settings.tokenizer,
+    )
 
 
 def check_runnable(folder: Path) -> None:
@@ -87,13 +106,15 @@ def _json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _download(settings: ReplicaSettings) -> Path:
+    model, revision = settings.model, settings.revision or None
     # Imported here: the hub's client takes a while and only this path needs it.
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        check_runnable(Path(hf_hub_download(model, "config.json", revision=revision)).parent)  # before the weights
+        if settings.engine == "homing":  # before the weights
+            check_runnable(Path(hf_hub_download(model, "config.json", revision=revision)).parent)
         return Path(
             snapshot_download(model, revision=revision, allow_patterns=WANTED_FILES, ignore_patterns=UNWANTED_FILES)
         )

@@ -5,7 +5,9 @@ checked by the replica.
 """
 
 import errno
+import importlib.util
 import ipaddress
+import os
 import socket
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from ..events.config import EventsSettings
 from ..events.errors import BadKeys
 from ..events.security.curve_keys import reader_keys, server_keys
 from ..kvcache.errors import KvCacheError
+from ..replica.config import ReplicaSettings
 from ..replica.errors import StartupError, UnsupportedModel, WeightsMissing, WeightsTorn
 from ..replica.load.preflight import check_model
 from ..router.config import RouterSettings
@@ -26,7 +29,7 @@ from ..router.text.export import check_vocabulary
 from .config import Settings
 from .control.autoscale import terms_of
 from .errors import ModelUnavailable, PortTaken, SettingsError
-from .model_source import check_runnable, text_folder
+from .model_source import check_runnable, model_limits, text_folder
 
 _REMEDIES = {
     errno.EADDRINUSE: "choose another port with --port (0 takes any free one)",
@@ -101,6 +104,11 @@ def check_bounds(settings: Settings, where: str) -> None:
 
 def check_folder(folder: Path, settings: Settings) -> None:
     """Check that replicas and router can serve the model in this folder. Raises ModelUnavailable and SettingsError."""
+    if settings.replica.engine != "homing":  # which knows best what it can run
+        model_limits(folder, settings.replica, settings.served_name)
+        check_tokenizer(text_folder(settings.replica, folder))
+        check_python(settings.replica)
+        return
     check_runnable(folder)
     check_tokenizer(text_folder(settings.replica, folder))
     try:
@@ -109,6 +117,18 @@ def check_folder(folder: Path, settings: Settings) -> None:
         raise ModelUnavailable(str(error)) from error
     except (StartupError, KvCacheError) as error:
         raise SettingsError(str(error)) from error
+
+
+def check_python(settings: ReplicaSettings) -> None:
+    """Raises SettingsError when the environment of an external engine does not have it."""
+    engine, python = settings.engine, settings.engine_python
+    if python and not os.access(python, os.X_OK):
+        raise SettingsError(f"engine_python: {python} is no program; name the Python of the environment with {engine}")
+    if not python and importlib.util.find_spec(engine) is None:
+        raise SettingsError(
+            f"engine: {engine} is not installed beside homing; install it there, or name the Python of an environment "
+            "that has it with --engine-python"
+        )
 
 
 def check_tokenizer(folder: Path) -> None:
@@ -152,11 +172,11 @@ def with_response_store(settings: Settings) -> Settings:
 
 
 def with_tokenizer(settings: Settings) -> Settings:
-    """Settings with an absolute `tokenizer`: replicas and routers may run in another folder."""
-    if not settings.replica.tokenizer:
-        return settings
-    folder = str(Path(settings.replica.tokenizer).expanduser().absolute())
-    return msgspec.structs.replace(settings, replica=msgspec.structs.replace(settings.replica, tokenizer=folder))
+    """Settings with an absolute `tokenizer` and `engine_python`: replicas and routers may run in another folder."""
+    named = {name: getattr(settings.replica, name) for name in ("tokenizer", "engine_python")}
+    # Not resolved: the Python of a virtual environment is a link, and is told by its place.
+    paths = {name: str(Path(path).expanduser().absolute()) for name, path in named.items() if path}
+    return msgspec.structs.replace(settings, replica=msgspec.structs.replace(settings.replica, **paths))
 
 
 def with_chat_template(settings: Settings) -> Settings:

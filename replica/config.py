@@ -19,6 +19,27 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             description="folder with the tokenizer and chat template to use instead of the model's; empty: the model's"
         ),
     ] = ""
+    engine: Annotated[
+        Literal["homing", "vllm", "sglang"],
+        Meta(
+            description="what runs the model: homing's own engine, or a server of vLLM or SGLang that each replica "
+            "starts, watches and ends"
+        ),
+    ] = "homing"
+    engine_python: Annotated[
+        str,
+        Meta(
+            description="Python program of the environment, on every node, in which vllm or sglang is installed; "
+            "empty: homing's own"
+        ),
+    ] = ""
+    engine_args: Annotated[
+        str,
+        Meta(
+            description="more arguments for the server of vllm or sglang, as a shell would split them",
+            extra={"arguments": True},
+        ),
+    ] = ""
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(

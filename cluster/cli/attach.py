@@ -5,7 +5,6 @@ Constructs the router from the settings and prints the progress; the router deci
 
 import asyncio
 import contextlib
-import json
 import os
 import secrets
 import signal
@@ -13,7 +12,7 @@ import sys
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import msgspec
 
@@ -32,8 +31,8 @@ from ...router.text.tokenizer import TextModel
 from ..client import read_key
 from ..config import Settings, state_folder
 from ..control.control_messages import ClusterStatus
-from ..errors import ModelUnavailable, SettingsError, StartFailed
-from ..model_source import find_model, has_chat_template, text_folder
+from ..errors import SettingsError, StartFailed
+from ..model_source import find_model, has_chat_template, model_limits, text_folder
 from ..preflight import check_front, check_tokenizer, prepare
 from ..registry import ClusterRegistry, RegistryEntry, own_entry
 from ..runtime import fast_loop, raise_open_files_limit, set_up_logging
@@ -64,31 +63,12 @@ def serve_backends(settings: Settings, out: TextIO, *, detached: bool = False) -
         check_front(settings.router)
         model_dir = find_model(settings.replica)
         check_tokenizer(text_folder(settings.replica, model_dir))
-        limits = model_limits(model_dir, settings)
+        limits = model_limits(model_dir, settings.replica, settings.served_name)
         set_up_logging(settings.cluster.log_level)
         raise_open_files_limit()
         router = AttachedRouter(settings, engines, api_key, model_dir, limits, console, registry, entry)
         with asyncio.Runner(loop_factory=fast_loop) as runner:
             return runner.run(router.run(detached=detached))
-
-
-def model_limits(folder: Path, settings: Settings) -> ModelLimits:
-    """The model's limits, from its folder's configuration files. Raises ModelUnavailable."""
-    config = _json(folder / "config.json")
-    config |= config.get("text_config") or {}  # of models that also accept images
-    generation = _json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
-    eos = generation.get("eos_token_id", config.get("eos_token_id")) or ()
-    longest = settings.replica.max_model_len or config.get("max_position_embeddings")
-    if not isinstance(longest, int) or not isinstance(config.get("vocab_size"), int):
-        raise ModelUnavailable(f"{folder}/config.json has no vocab_size or no length: give --max-model-len")
-    return ModelLimits(
-        name=settings.router.served_model_name,
-        path=str(folder),
-        vocab_size=config["vocab_size"],
-        max_model_len=longest,
-        eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (eos,),
-        tokenizer=settings.replica.tokenizer,
-    )
 
 
 def model_names(settings: Settings) -> tuple[str, ...]:
@@ -227,13 +207,3 @@ def _state(replica: ReplicaView) -> str:
         return f"{replica.url} · {replica.trouble or 'waiting for its answer'}"
     publishes = replica.event_endpoints is not None and replica.event_endpoints.events
     return f"{replica.url} · {replica.state}" + (f" · events {replica.feed}" if publishes else "")
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ModelUnavailable(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelUnavailable(f"{path} is not a JSON object")
-    return content

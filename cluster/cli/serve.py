@@ -180,6 +180,8 @@ class ServeRun:
             self._console.last_notice = max((notice.seq for notice in status.notices), default=0)
             self._console.banner(status, self._settings, detached=detached, chats=chats)
             while not self._stopping.wait(POLL_S):
+                if self._ray:
+                    local_ray.reap_orphans({process.pid for process in self._ray.values()})
                 if status := self._status():
                     self._console.happened(status.notices)
                     self._register_models(status)

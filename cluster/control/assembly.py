@@ -64,9 +64,8 @@ def make_rank(spec: RankSpec) -> RankServer:
 
     Ray also ends the process then, but checks only once a second, and streams would stall until it does.
     """
-    prepare_torch()
     raylet = os.getppid()  # before the model is loaded: an orphan has another parent
-    server = _rank_server(spec)
+    server = _engine_server(spec) if spec.model.runs_external_engine else _rank_server(spec)
     on_process_exit(raylet, server.stop)
     return server
 
@@ -80,11 +79,18 @@ def prepare_rank(spec: ModelSpec) -> None:
     from ...replica.kernels.choice import choose_kernels
     from ...replica.models.loading import read_config
 
-    read_config(Path(spec.model_dir) if spec.model_dir else find_model(spec.settings.replica))
+    read_config(_model_dir(spec))
     choose_kernels(torch.device("cpu"), torch.float32)
 
 
+def _engine_server(spec: RankSpec) -> RankServer:
+    from .engine_process import start_engine
+
+    return start_engine(spec, _model_dir(spec.model), _made_socket_folder(spec), node_address())
+
+
 def _rank_server(spec: RankSpec) -> RankServer:
+    prepare_torch()
     from ...replica.parallel.step_broadcast import RankPlace
     from ...replica.parallel.worker import start_worker
     from ...replica.server import start_replica
@@ -92,14 +98,11 @@ def _rank_server(spec: RankSpec) -> RankServer:
     model, settings = spec.model, spec.model.settings.replica
     kvcache = share_of_gpu(model.settings.kvcache, model.settings.cluster.gpus_per_rank)
     kvcache = share_of_memory(kvcache, model.settings.cluster, model.all_ranks, usable_cores())
-    model_dir = Path(model.model_dir) if model.model_dir else find_model(settings)
+    model_dir = _model_dir(model)
     meeting = spec.rendezvous
     place = RankPlace(rank=spec.rank, size=spec.world, host=meeting.host, port=meeting.port, secret=meeting.secret)
     if spec.rank > 0:
         return start_worker(settings, block_size=model.settings.kvcache.block_size, model_dir=model_dir, place=place)
-    folder = socket_folder(model, spec.generation)
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return start_replica(
         settings,
         kvcache,
@@ -108,11 +111,22 @@ def _rank_server(spec: RankSpec) -> RankServer:
         replica_id=spec.replica_id,
         cluster_seed=model.seed,
         host=model.host or node_address(),
-        ipc_dir=folder,
+        ipc_dir=_made_socket_folder(spec),
         place=place if spec.world > 1 else None,
         node=node_address(),
         keys=server_keys(model.settings.events),
     )
+
+
+def _model_dir(model: ModelSpec) -> Path:
+    return Path(model.model_dir) if model.model_dir else find_model(model.settings.replica)
+
+
+def _made_socket_folder(spec: RankSpec) -> Path | None:
+    folder = socket_folder(spec.model, spec.generation)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder
 
 
 def share_of_gpu(cache: KvCacheSettings, gpus_per_rank: float) -> KvCacheSettings:

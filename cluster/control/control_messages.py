@@ -28,6 +28,10 @@ class ModelSpec:
         return self.settings.served_name
 
     @property
+    def runs_external_engine(self) -> bool:
+        return self.settings.replica.engine != "homing"
+
+    @property
     def text_dir(self) -> str | None:
         """The folder of tokenizer and chat template on every node; None: each node finds it by itself."""
         return self.settings.replica.tokenizer or self.model_dir

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 DRAIN_POLL_S = 0.1
 #: How often a rank group that waits for a place is checked.
 PLACE_POLL_S = 2.0
+#: For a rank to end in order.
+STOP_S = 5.0
 
 
 class RankGroupObserver(Protocol):
@@ -105,18 +107,20 @@ class RankGroups:
         group = self._groups.pop(generation, None)
         if group is None:
             return
-        for rank in group.ranks:  # the supervisor would do it a moment later
-            ray.kill(rank, no_restart=True)
         for task in group.tasks:
             if task is not asyncio.current_task():
                 task.cancel()
+        if group.spec.runs_external_engine:  # it ends its children, and waits for them, while it is alive
+            await asyncio.gather(*(within(STOP_S, rank.stop.remote()) for rank in group.ranks))
+        for rank in group.ranks:  # the supervisor would do it a moment later
+            ray.kill(rank, no_restart=True)
         await self._supervisor.end_group.remote(generation)
         if folder := socket_folder(group.spec, group.generation):
             shutil.rmtree(folder, ignore_errors=True)
 
     async def stop(self) -> None:
         ranks = [rank for group in self._groups.values() for rank in group.ranks]
-        await asyncio.gather(*(within(5, rank.stop.remote()) for rank in ranks))
+        await asyncio.gather(*(within(STOP_S, rank.stop.remote()) for rank in ranks))
         await asyncio.gather(*(self.end(generation) for generation in list(self._groups)))
 
     async def _bring_up(self, group: RunningRankGroup) -> None:
@@ -137,7 +141,7 @@ class RankGroups:
             self._supervisor.keep_spares.remote(group.spec)
 
     async def _place(self, group: RunningRankGroup) -> None:
-        bundle, world = bundle_of(group.spec), group.spec.settings.replica.tensor_parallel_size
+        bundle, world = bundle_of(group.spec), world_of(group.spec)
         order = (group.replica_id, group.generation, group.version, bundle, world)
         group.place = await self._supervisor.place.remote(*order)
         while not await asyncio.to_thread(group.place.wait, PLACE_POLL_S):
@@ -183,14 +187,22 @@ class RankGroups:
 def bundle_of(spec: ModelSpec) -> dict[str, float]:
     """What one rank reserves. On the single node of a local cluster CPUs steer nothing, and must not limit anything."""
     cluster = spec.settings.cluster
-    cpus = 0.0 if spec.run_dir else cluster.cpus_per_rank
-    gpus = {"GPU": cluster.gpus_per_rank} if cluster.gpus_per_rank else {}
+    share = spec.settings.replica.tensor_parallel_size / world_of(spec)
+    cpus = 0.0 if spec.run_dir else cluster.cpus_per_rank * share
+    gpus = {"GPU": cluster.gpus_per_rank * share} if cluster.gpus_per_rank else {}
     return {"CPU": cpus or LEAST_CPUS} | gpus
+
+
+def world_of(spec: ModelSpec) -> int:
+    """Processes that a replica has on Ray; an external engine starts those of its ranks itself."""
+    return 1 if spec.runs_external_engine else spec.settings.replica.tensor_parallel_size
 
 
 def uses_spares(spec: ModelSpec) -> bool:
     """Whether its ranks may take over spare processes: on one machine only, and not where Ray assigns GPUs."""
     cluster = spec.settings.cluster
+    if spec.runs_external_engine:
+        return False
     return cluster.spare_process and spec.run_dir is not None and not cluster.gpus_per_rank
 
 

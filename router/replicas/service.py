@@ -53,7 +53,7 @@ from ..routing.policy.registry import make_policy
 from ..routing.replica_load import LoadBook, Rest
 from ..routing.reservations import Reservations
 from .external.external_replica import ExternalReplica
-from .external.probe import ExternalTerms
+from .external.probe import ExternalTerms, started_terms
 from .membership import changes, compare, own_parity, text_digests
 from .own_replica import OwnReplica
 from .replica_handle import Observer, ServiceContext
@@ -89,8 +89,8 @@ class RouterService:
         """`model_dir` is the folder of the router's own tokenizer; None: where the first replica says the model is.
 
         `follows_events` False: replicas publish none, so there is nothing to wait for. `keys` are this router's CURVE
-        keys, for replicas that encrypt. `external` is what external engines must match; without it the membership may
-        list none. `counters` are shared with other services of the process.
+        keys, for replicas that encrypt. `external` is what external engines must match; without it, those of the
+        membership were started and examined by the cluster. `counters` are shared with other services of the process.
         """
         self.counters = counters or RouterCounters()
         self._cache = cache
@@ -192,6 +192,8 @@ class RouterService:
             replica = self._replicas.get(replica_id)
             if replica is None:
                 return ""  # it left meanwhile, or this router does not know it yet
+            if (refused := replica.refused_replica) is not None:
+                return refused.message
             if replica.joined and (replica.feed_state == FeedState.LIVE or not self._follows_events):
                 return ""
             await asyncio.sleep(POLL_S)
@@ -369,9 +371,8 @@ class RouterService:
         if model != self._flow.model:
             self._flow.adopt(model)
         if description.foreign:
-            assert self._external is not None, f"{name} is external, and no terms are set for external engines"
             replica: OwnReplica | ExternalReplica = ExternalReplica(
-                description, self._flow, self._context, model, self._external
+                description, self._flow, self._context, model, self._external or started_terms(description), rest
             )
         else:
             replica = OwnReplica(description, self._flow, self._context, rest)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from homing.cluster.cli.doctor import examine_settings
 from homing.cluster.config import load_settings
-from homing.cluster.errors import ModelUnavailable
-from homing.cluster.model_source import check_runnable, find_model, has_chat_template
+from homing.cluster.errors import ModelUnavailable, SettingsError
+from homing.cluster.model_source import check_runnable, find_model, has_chat_template, model_limits
 from homing.cluster.preflight import check_folder
 from homing.replica.config import ReplicaSettings
 from homing.replica.demo import demo_model_path
@@ -139,3 +140,36 @@ def test_a_model_that_cannot_run_is_not_fetched(folder: Path, hub: Callable[...,
     with pytest.raises(ModelUnavailable, match=r"\(awq\)"):
         find_model(ReplicaSettings(model="org/fox"))
     assert fetched == ["config.json"]
+
+
+def test_limits_come_from_the_models_configuration(tmp_path: Path) -> None:
+    """No weights are read; models that take images keep theirs one level below."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"vocab_size": 9, "max_position_embeddings": 64, "eos_token_id": 2}))
+    plain = model_limits(tmp_path, ReplicaSettings(), "fox")
+    nested = {"vocab_size": 9, "max_position_embeddings": 64, "eos_token_id": [2, 3]}
+    config.write_text(json.dumps({"text_config": nested}))
+    below = model_limits(tmp_path, ReplicaSettings(max_model_len=32), "fox")
+
+    assert (plain.name, plain.vocab_size, plain.max_model_len, plain.eos_token_ids) == ("fox", 9, 64, (2,))
+    assert (below.max_model_len, below.eos_token_ids) == (32, (2, 3))
+
+
+def test_a_configuration_that_tells_nothing_is_refused(tmp_path: Path) -> None:
+    """Better than a limit that is made up."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 9}')
+
+    with pytest.raises(ModelUnavailable, match="--max-model-len"):
+        model_limits(tmp_path, ReplicaSettings(), "fox")
+
+
+def test_an_external_engine_may_run_what_ours_cannot(folder: Path) -> None:
+    """Quantized weights are a reason to choose one; its environment must be there."""
+    change(folder, quantization_config={"quant_method": "awq"})
+    settings = load_settings({"engine": "vllm", "engine_python": sys.executable}, {})
+
+    check_folder(folder, settings)
+    with pytest.raises(SettingsError, match="engine_python: /nowhere is no program"):
+        check_folder(folder, load_settings({"engine": "vllm", "engine_python": "/nowhere"}, {}))
+    with pytest.raises(SettingsError, match="vllm is not installed beside homing"):
+        check_folder(folder, load_settings({"engine": "vllm"}, {}))

@@ -1,4 +1,5 @@
 """External engines (vLLM, SGLang): OpenAI-compatible servers that publish KV events.
 
-Imported only by `router.replicas.service` and `cluster.cli.attach`. Must not import `router.http`.
+Imported only by `router.replicas.service`, `cluster.cli.attach` and `cluster.control.engine_process`. Must not import
+`router.http`.
 """

@@ -29,6 +29,7 @@ from ...backend import RefusedReplica, TextOutput
 from ...errors import ParityMismatch
 from ...flow.request_flow import RequestFlow, ServedModel
 from ...flow.request_state import Instruction
+from ...routing.replica_load import Rest
 from ..replica_handle import REOPEN_S, RESET_TIMEOUT_S, ReplicaHandle, ResetOutcome, ServiceContext
 from .block_keys import ExternalBlocks, cache_salt
 from .http_client import Address, BackendUnreachableError, Call, Client, NoAnswerError
@@ -57,8 +58,9 @@ class ExternalReplica(ReplicaHandle):
         context: ServiceContext,
         model: ServedModel,
         terms: ExternalTerms,
+        rest: Rest | None = None,
     ) -> None:
-        super().__init__(description, flow, context)
+        super().__init__(description, flow, context, rest)
         self._terms = terms
         self._client = Client(Address.of(description.request_endpoint), loop=context.loop, api_key=terms.api_key)
         self._blocks = ExternalBlocks(description.replica_id, model.hasher, model.root)

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
+from ....replica.messages import ReplicaDescription
 from ...errors import ParityMismatch
 from .http_client import BackendUnreachableError, Client
 from .load import EngineMetrics, read_metrics
@@ -28,9 +29,20 @@ class ExternalTerms:
     model_names: tuple[str, ...]  #: any of these is the served model
     max_model_len: int
     block_size: int
-    canary_ids: tuple[int, ...]  #: of `CANARY`, by the router's tokenizer
+    canary_ids: tuple[int, ...] | None  #: of `CANARY`, by the router's tokenizer; None: compared already
     max_running_requests: int
     api_key: str = ""
+
+
+def started_terms(description: ReplicaDescription) -> ExternalTerms:
+    """For an engine that was started, and whose tokens and blocks were compared, by the one who describes it."""
+    return ExternalTerms(
+        model_names=(description.model.name,),
+        max_model_len=description.model.max_model_len,
+        block_size=description.parity.block_size,
+        canary_ids=None,
+        max_running_requests=description.max_running_requests,
+    )
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -66,7 +78,7 @@ def examine(
     if card.max_model_len is not None and card.max_model_len < terms.max_model_len:
         remedy = f"start homing with --max-model-len {card.max_model_len}"
         raise ParityMismatch(replica, "max_model_len", terms.max_model_len, card.max_model_len, remedy=remedy)
-    if canary_ids is not None and tuple(canary_ids) != terms.canary_ids:
+    if canary_ids is not None and terms.canary_ids not in (None, tuple(canary_ids)):
         remedy = "MODEL must be the folder of the model that the backend serves"
         raise ParityMismatch(replica, "tokenizer", terms.canary_ids, tuple(canary_ids), remedy=remedy)
     if block_size is not None and block_size != terms.block_size:

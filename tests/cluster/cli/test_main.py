@@ -170,3 +170,12 @@ def test_values_of_settings_are_completed(capsys: pytest.CaptureFixture[str], mo
 
     assert main() == 0
     assert "round-robin" in capsys.readouterr().out
+
+
+def test_arguments_for_an_engine_may_begin_with_a_hyphen() -> None:
+    """They nearly always do, and nobody would guess that an equals sign is needed."""
+    words = ["serve", "m", "--engine", "vllm", "--engine-args", "--enforce-eager --seed 3", "--port", "0"]
+
+    settings = parse(words).settings
+
+    assert (settings.replica.engine_args, settings.router.port) == ("--enforce-eager --seed 3", 0)

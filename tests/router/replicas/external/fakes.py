@@ -81,6 +81,10 @@ class FakeEngine:
             events=f"tcp://127.0.0.1:{events}", replay=f"tcp://127.0.0.1:{replay}", state="", snapshot=""
         )
 
+    def serve_at(self, port: int) -> None:
+        """Listen on this port; to be called before `start`."""
+        self._ports = (port, 0, 0)
+
     async def start(self) -> None:
         """Begin with an empty cache and event number 0; on the same ports as before, if there were any."""
         http, events, replay = self._ports or (0, 0, 0)

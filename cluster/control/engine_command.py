@@ -1,0 +1,220 @@
+"""How each kind of external engine is started: settings in, command line and environment out. Pure.
+
+A table with an entry for each kind. What homing's settings say is translated; `engine_args` follow as they are.
+"""
+
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from ..config import SETTINGS, Settings
+from ..errors import SettingsError
+
+#: KV memory on a CPU where the settings say nothing, as of our own engine.
+CPU_KV_BYTES = 512 * 1024 * 1024
+
+Flags = dict[str, str | None]  #: None: a switch
+
+
+class EventAddresses(NamedTuple):
+    """ZeroMQ addresses; empty: it publishes nothing."""
+
+    events: str = ""
+    replay: str = ""
+
+
+@dataclass(slots=True, frozen=True)
+class EnginePlace:
+    """Where one engine runs, and what it is given there."""
+
+    settings: Settings
+    model_dir: Path
+    host: str
+    port: int
+    events: EventAddresses  #: that it binds
+    cpu_threads: int
+
+    @property
+    def name(self) -> str:
+        return self.settings.served_name
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.settings.replica.device == "cpu" or not self.settings.cluster.gpus_per_rank
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.settings.kvcache.kv_cache_bytes or (CPU_KV_BYTES if self.on_cpu else 0)
+
+    @property
+    def memory_share(self) -> float:
+        """Of each GPU."""
+        return self.settings.kvcache.gpu_memory_utilization * min(1.0, self.settings.cluster.gpus_per_rank)
+
+
+def vllm_flags(place: EnginePlace) -> Flags:
+    """Names of vLLM 0.32."""
+    replica, cache = place.settings.replica, place.settings.kvcache
+    flags: Flags = {
+        "--block-size": str(cache.block_size),
+        "--tensor-parallel-size": str(replica.tensor_parallel_size),
+        "--max-num-seqs": str(replica.max_running_requests),
+        "--max-num-batched-tokens": str(replica.max_batched_tokens),
+        "--enable-prefix-caching" if cache.prefix_caching else "--no-enable-prefix-caching": None,
+        "--enable-prompt-tokens-details": None,
+        "--disable-uvicorn-access-log": None,
+        "--dtype": replica.dtype,
+    }
+    if place.events.events:
+        flags["--kv-events-config"] = _events_config(place, enable_kv_cache_events=True)
+    if replica.max_model_len:
+        flags["--max-model-len"] = str(replica.max_model_len)
+    if replica.tokenizer:
+        flags["--tokenizer"] = replica.tokenizer
+    if cache.num_kv_blocks:
+        flags["--num-gpu-blocks-override"] = str(cache.num_kv_blocks)
+    if place.kv_bytes:
+        flags["--kv-cache-memory-bytes"] = str(place.kv_bytes)
+    if not place.on_cpu:
+        flags["--gpu-memory-utilization"] = f"{place.memory_share:g}"
+    if replica.tensor_parallel_size > 1:
+        flags["--distributed-executor-backend"] = "mp"
+    return flags
+
+
+def sglang_flags(place: EnginePlace) -> Flags:
+    """Names of SGLang 0.5."""
+    replica, cache = place.settings.replica, place.settings.kvcache
+    flags: Flags = {
+        "--page-size": str(cache.block_size),
+        "--tp-size": str(replica.tensor_parallel_size),
+        "--max-running-requests": str(replica.max_running_requests),
+        "--chunked-prefill-size": str(replica.max_batched_tokens),
+        "--dtype": replica.dtype,
+        "--enable-cache-report": None,
+        "--enable-metrics": None,
+        "--log-level-http": "warning",
+    }
+    if place.events.events:
+        flags["--kv-events-config"] = _events_config(place)
+    if not cache.prefix_caching:
+        flags["--disable-radix-cache"] = None
+    if replica.max_model_len:
+        flags["--context-length"] = str(replica.max_model_len)
+    if replica.tokenizer:
+        flags["--tokenizer-path"] = replica.tokenizer
+    if cache.num_kv_blocks:
+        flags["--max-total-tokens"] = str(cache.num_kv_blocks * cache.block_size)
+    if place.on_cpu:
+        flags["--device"] = "cpu"
+    else:
+        flags["--mem-fraction-static"] = f"{place.memory_share:g}"
+    return flags
+
+
+def _events_config(place: EnginePlace, **more: object) -> str:
+    ends = {"publisher": "zmq", "endpoint": place.events.events, "replay_endpoint": place.events.replay}
+    batches = place.settings.events.replay_batches
+    return msgspec.json.encode(more | ends | {"buffer_steps": batches}).decode()
+
+
+@dataclass(slots=True, frozen=True)
+class EngineKind:
+    """How one kind of engine is started."""
+
+    module: tuple[str, ...]  #: behind `python -m`
+    model_flag: tuple[str, ...]
+    flags: Callable[[EnginePlace], Flags]
+    environment: Mapping[str, str]
+    cpu_block_multiple: int = 1  #: on CPUs its blocks are multiples of this, so that ours are rounded up
+
+
+KINDS = {
+    "vllm": EngineKind(
+        ("vllm.entrypoints.cli.main", "serve"),
+        (),
+        vllm_flags,
+        {"VLLM_NO_USAGE_STATS": "1"},
+        cpu_block_multiple=32,
+    ),
+    "sglang": EngineKind(("sglang.launch_server",), ("--model-path",), sglang_flags, {}),
+}
+
+#: Arguments that homing gives to engines, which `engine_args` must not repeat, and what to use instead.
+_ASSIGNED = {
+    **dict.fromkeys(("--host", "--port", "--kv-events-config", "--enable-metrics"), "homing assigns it"),
+    **dict.fromkeys(("--api-key", "--ssl-keyfile", "--ssl-certfile"), "only routers talk to the engine"),
+    **dict.fromkeys(("--model", "--model-path"), "it is the argument of homing serve"),
+    **dict.fromkeys(("--tokenizer", "--tokenizer-path"), "here --tokenizer"),
+    **dict.fromkeys(("--block-size", "--page-size"), "here --block-size"),
+    **dict.fromkeys(("--max-model-len", "--context-length"), "here --max-model-len"),
+    **dict.fromkeys(("--max-num-seqs", "--max-running-requests"), "here --max-running-requests"),
+    **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp", "-tp"), "here --tensor-parallel-size"),
+    **dict.fromkeys(("--data-parallel-size", "--dp-size", "--dp", "-dp"), "here --replicas"),
+    "--served-model-name": "here --served-model-name",
+}
+
+
+def extra_arguments(engine_args: str) -> list[str]:
+    """The words of `engine_args`. Raises SettingsError."""
+    try:
+        words = shlex.split(engine_args)
+    except ValueError as error:
+        raise SettingsError(f"engine_args: {engine_args!r} cannot be split into words: {error}") from error
+    for word in words:
+        flag = word.partition("=")[0].replace("_", "-")
+        if flag in _ASSIGNED:
+            raise SettingsError(f"engine_args: {flag} cannot be given: {_ASSIGNED[flag]}")
+    return words
+
+
+#: Settings that only our own engine has.
+_OWN = ("quantization", "model_provider", "attention_backend", "overlap_steps", "eviction", "hash_only")
+
+
+def for_engine(settings: Settings) -> Settings:
+    """Settings as the engine takes them. Raises SettingsError for those that contradict each other."""
+    replica, cluster = settings.replica, settings.cluster
+    if replica.engine == "homing":
+        if given := replica.engine_python or replica.engine_args:
+            raise SettingsError(f"engine: homing's own engine takes no engine_python or engine_args: {given}")
+        return settings
+    extra_arguments(replica.engine_args)
+    for name in _OWN:
+        room = getattr(settings, SETTINGS[name].room)
+        if getattr(room, name) != SETTINGS[name].default:
+            raise SettingsError(f"{name}: only homing's own engine has it; unset it for engine {replica.engine}")
+    if settings.events.events_curve_keys:
+        raise SettingsError(f"events_curve_keys: {replica.engine} cannot encrypt its events")
+    if cluster.gpus_per_rank < 1 < replica.tensor_parallel_size and cluster.gpus_per_rank:
+        raise SettingsError(f"gpus_per_rank: ranks of {replica.engine} share no GPU: 1, or tensor_parallel_size 1")
+    multiple = 1 if cluster.gpus_per_rank else KINDS[replica.engine].cpu_block_multiple
+    size = -(-settings.kvcache.block_size // multiple) * multiple
+    return msgspec.structs.replace(settings, kvcache=msgspec.structs.replace(settings.kvcache, block_size=size))
+
+
+def command(place: EnginePlace) -> list[str]:
+    replica = place.settings.replica
+    kind = KINDS[replica.engine]
+    ours = {"--served-model-name": place.name, "--host": place.host, "--port": str(place.port)}
+    words = [replica.engine_python or sys.executable, "-m", *kind.module, *kind.model_flag, str(place.model_dir)]
+    for flag, value in (ours | kind.flags(place)).items():
+        words += [flag] if value is None else [flag, value]
+    return words + extra_arguments(replica.engine_args)
+
+
+def environment(place: EnginePlace, environ: Mapping[str, str]) -> dict[str, str]:
+    """The engine's: with the GPUs that Ray has assigned to the actor, without what concerns Ray and us."""
+    kept = {name: value for name, value in environ.items() if not name.startswith(("RAY_", "HOMING_", "PYTHON"))}
+    kept |= KINDS[place.settings.replica.engine].environment
+    if place.on_cpu:
+        # Engines on one machine would otherwise bind their threads to the same cores.
+        kept |= {"OMP_NUM_THREADS": str(place.cpu_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    else:
+        kept.pop("OMP_NUM_THREADS", None)  # Ray sets it by the CPUs of the actor, often to 1
+    return kept

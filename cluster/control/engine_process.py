@@ -1,0 +1,350 @@
+"""vLLM or SGLang as a replica: started by the replica's actor on its node, examined, watched and ended.
+
+`EngineProcess` moves bytes; `EngineServer` is what the actor runs in place of our own engine. Requests do not come
+through here: routers talk to the engine directly, as to one that runs elsewhere (router/replicas/external). A keeper
+between actor and engine (engine_keeper.py) ends all of the engine's processes whatever happens to the actor. How an
+engine is started stands in engine_command.py.
+"""
+
+import asyncio
+import http.client
+import logging
+import os
+import re
+import secrets
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle, islice
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from ...events.errors import EventError
+from ...events.wire.cache_events import Stored
+from ...events.wire.dialects import BatchDecoder
+from ...events.wire.frames import read_replay, replay_request
+from ...kvcache.hashing import BlockHash, BlockHasher, tenant_root, token_bytes, wire_hash
+from ...kvcache.prefix_cache import CachedBlock
+from ...replica.load.cpu_threads import usable_cores
+from ...replica.messages import ReplicaDescription
+from ...router.replicas.external.addresses import Backend, describe, foreign_root
+from ...router.replicas.external.block_keys import ExternalBlocks
+from ...router.replicas.external.http_client import Address, BackendUnreachableError, Client
+from ...router.replicas.external.load import EngineMetrics
+from ...router.replicas.external.probe import CANARY, Card, ExternalTerms, probe
+from ...router.replicas.external.wire import error_message
+from ...router.replicas.membership import own_parity, text_digests
+from ...router.text.export import load_parts
+from ..config import Settings
+from ..errors import EngineLost, StartFailed
+from ..model_source import model_limits, text_folder
+from .control_messages import RankSpec
+from .engine_command import EnginePlace, EventAddresses, command, environment
+
+log = logging.getLogger(__name__)
+
+KEEPER = Path(__file__).with_name("engine_keeper.py")
+#: For an engine to end by itself; then it is killed.
+STOP_GRACE_S = 3.0
+#: Of `start_timeout_s`: before the controller gives up, which does not know what the engine wrote last.
+START_SHARE = 0.9
+#: The first request may compile something. Not tuned.
+CANARY_TIMEOUT_S = 120.0
+EVENTS_TIMEOUT_S = 10.0
+POLL_S = 0.2
+LINES_KEPT = 200
+LINE_BYTES = 16 * 1024
+
+
+def last_words(lines: Sequence[str]) -> str:
+    """What an engine wrote last, and the first error that it wrote, in one line for a user."""
+    written = [line.strip()[-400:] for line in lines if line.strip()]
+    errors = [line for line in written if re.search(r"\b\w*(Error|Exception): ", line)]
+    return " | ".join(dict.fromkeys(errors[:1] + written[-3:])) or "it wrote nothing"
+
+
+class EngineProcess:
+    """A running engine behind its keeper. `ended` is set when no process of it is left."""
+
+    def __init__(self, words: Sequence[str], environ: Mapping[str, str], name: str) -> None:
+        keeper = [sys.executable, "-I", str(KEEPER), str(STOP_GRACE_S), *words]
+        self._keeper = subprocess.Popen(
+            keeper,
+            env=dict(environ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._name = name
+        self._closing = threading.Lock()
+        self.lines: deque[str] = deque(maxlen=LINES_KEPT)
+        self.ended = threading.Event()
+        threading.Thread(target=self._read, name="engine output", daemon=True).start()
+
+    def end(self, *, ask: bool) -> None:
+        """Begin to end it; `ask`: it may clean up before. Harmless when repeated."""
+        with self._closing:
+            assert self._keeper.stdin is not None
+            if self._keeper.stdin.closed:
+                return
+            try:
+                self._keeper.stdin.write(b"." if ask else b"")
+                self._keeper.stdin.close()
+            except BrokenPipeError:
+                pass  # it has ended
+
+    def _read(self) -> None:
+        assert self._keeper.stdout is not None
+        with self._keeper.stdout as output:
+            for line in iter(lambda: output.readline(LINE_BYTES), b""):
+                # A progress bar overwrites its line.
+                text = line.decode(errors="replace").rstrip().rpartition("\r")[2]
+                self.lines.append(text)
+                log.info("%s: %s", self._name, text)
+        self._keeper.wait()
+        self.end(ask=False)
+        self.ended.set()
+
+
+class EngineServer:
+    """A `RankServer`: one engine that is ready to serve."""
+
+    def __init__(
+        self,
+        process: EngineProcess,
+        description: ReplicaDescription,
+        settings: Settings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.description = description
+        self._process = process
+        self._kind = settings.replica.engine
+        self._interval_s = settings.cluster.health_interval_s
+        self._timeout_s = settings.cluster.health_timeout_s
+        self._clock = clock
+        self._stopping = False
+
+    def run(self) -> None:
+        """Watch it until it ends. Raises EngineLost unless it was stopped."""
+        heard_at = self._clock()
+        try:
+            while not self._process.ended.wait(self._interval_s):
+                trouble = self._trouble()
+                if not trouble:
+                    heard_at = self._clock()
+                elif self._clock() - heard_at > self._timeout_s:
+                    raise EngineLost(f"{self._kind} is unhealthy for {self._timeout_s:g} s: {trouble}")
+        finally:
+            self._process.end(ask=False)
+            self._process.ended.wait()
+        if not self._stopping:
+            raise EngineLost(f"{self._kind} has ended: {last_words(self._process.lines)}")
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._process.end(ask=True)
+
+    def drain(self) -> None:
+        """Routers send nothing more to a replica that drains."""
+
+    def idle(self) -> bool:
+        """Routers know which requests of theirs are running."""
+        return True
+
+    def residents(self) -> list[CachedBlock]:
+        return []
+
+    def _trouble(self) -> str:
+        if not _answers_health(self.description.request_endpoint):
+            return "no good answer from /health"
+        if replay := self.description.event_endpoints.replay:
+            try:
+                replayed(replay, (1 << 64) - 2)  # nothing is that new: only the end marker comes
+            except (zmq.ZMQError, EventError):
+                return f"no answer from its event publisher at {replay}"
+        return ""
+
+
+def start_engine(spec: RankSpec, model_dir: Path, folder: Path | None, node: str) -> EngineServer:
+    """Start an engine on this node and examine it. `folder`: for its sockets; None: TCP.
+
+    Raises StartFailed, ParityMismatch, ModelUnavailable, SettingsError and TokenizerUnavailable; nothing is left then.
+    """
+    settings, host = spec.model.settings, spec.model.host or node
+    place, ends = _place(spec, model_dir, folder, host)
+    words = command(place)
+    log.info("engine_starts replica=%s command=%s", spec.replica_id, shlex.join(words))
+    process = EngineProcess(words, environment(place, os.environ), settings.replica.engine)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{place.port}"
+    try:
+        description = _examined(process, Backend(spec.replica_id, Address.of(url), *ends), spec, model_dir)
+    except BaseException:
+        process.end(ask=False)
+        process.ended.wait()
+        raise
+    return EngineServer(process, description, settings)
+
+
+def _place(spec: RankSpec, model_dir: Path, folder: Path | None, host: str) -> tuple[EnginePlace, EventAddresses]:
+    """Where the engine is to run, and where routers reach its events."""
+    settings = spec.model.settings
+    port, *event_ports = _free_ports(host, 3)
+    binds = ends = EventAddresses()
+    if settings.events.publish_events:
+        binds, ends = _event_addresses(folder, host, event_ports)
+    sharing = max(1, settings.cluster.replicas) if spec.model.run_dir else 1
+    cores = settings.replica.cpu_threads or max(1, usable_cores() // sharing)
+    return EnginePlace(settings, model_dir, host, port, binds, cores), ends
+
+
+def _examined(process: "EngineProcess", backend: Backend, spec: RankSpec, model_dir: Path) -> ReplicaDescription:
+    """The engine as a replica, once it is ready and matches what routers assume."""
+    settings = spec.model.settings
+    replica, cache, texts = settings.replica, settings.kvcache, text_folder(settings.replica, model_dir)
+    limits = model_limits(model_dir, replica, spec.model.name)
+    canary, root = _canary_ids(texts), BlockHash(foreign_root(limits.name))
+    # Two full blocks and a token, as far as the context has room for them.
+    prompt = list(islice(cycle(canary), min(2 * cache.block_size + 1, limits.max_model_len - 1)))
+    _until_ready(process, backend, settings)
+    card, metrics = asyncio.run(_examine(backend, settings, canary, prompt))
+    if backend.replay and cache.prefix_caching:
+        _check_blocks(backend, BlockHasher(cache.block_size, spec.model.seed, cache.hash_algorithm), root, prompt)
+    limits = msgspec.structs.replace(limits, max_model_len=card.max_model_len or limits.max_model_len)
+    parity = own_parity(text_digests(texts), cache, spec.model.seed, root)
+    described = describe(backend, parity, limits, max_running_requests=replica.max_running_requests)
+    return msgspec.structs.replace(
+        described,
+        epoch=secrets.randbits(63),
+        num_blocks=metrics.num_blocks or described.num_blocks,
+        max_batched_tokens=replica.max_batched_tokens,
+        tensor_parallel_size=replica.tensor_parallel_size,
+    )
+
+
+def _free_ports(host: str, count: int) -> list[int]:
+    """Free a moment ago; an engine that finds its own taken ends, and is started with others."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    probes = [socket.socket(family) for _ in range(count)]
+    try:
+        for each in probes:
+            each.bind((host, 0))
+        return [each.getsockname()[1] for each in probes]
+    finally:
+        for each in probes:
+            each.close()
+
+
+def _event_addresses(folder: Path | None, host: str, ports: Sequence[int]) -> tuple[EventAddresses, EventAddresses]:
+    """Where the engine binds its events and their replay, and where routers reach them."""
+    if folder is not None:
+        local = EventAddresses(f"ipc://{folder}/events", f"ipc://{folder}/replay")
+        return local, local
+    # Engines take an address without * for one to connect to.
+    binds, ends = ([f"tcp://{name}:{port}" for port in ports] for name in ("*", host))
+    return EventAddresses(*binds), EventAddresses(*ends)
+
+
+def _until_ready(process: EngineProcess, backend: Backend, settings: Settings) -> None:
+    kind, limit_s = settings.replica.engine, settings.cluster.start_timeout_s * START_SHARE
+    deadline = time.monotonic() + limit_s
+    while not _answers_health(backend.address.url):
+        if process.ended.wait(POLL_S):
+            raise StartFailed(f"{kind} has ended at its start: {last_words(process.lines)}")
+        if time.monotonic() > deadline:
+            raise StartFailed(f"{kind} is not ready after {limit_s:g} s: {last_words(process.lines)}")
+
+
+def _answers_health(url: str) -> bool:
+    address = Address.of(url)
+    connection = http.client.HTTPConnection(address.host, address.port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+# What the parity check of a router cannot see from outside: whether tokens and blocks are what our hashes assume.
+
+
+class _Cards(msgspec.Struct, frozen=True):
+    data: list[Card]
+
+
+def _canary_ids(folder: Path) -> tuple[int, ...]:
+    from tokenizers import Tokenizer  # here: it takes a while to load
+
+    return tuple(Tokenizer.from_str(load_parts(folder).tokenizer).encode(CANARY, add_special_tokens=False).ids)
+
+
+async def _examine(
+    backend: Backend, settings: Settings, canary: tuple[int, ...], prompt: Sequence[int]
+) -> tuple[Card, EngineMetrics]:
+    """Compare model, tokenizer and block size, and have it compute the prompt."""
+    client = Client(backend.address, loop=asyncio.get_running_loop())
+    terms = ExternalTerms(
+        model_names=(settings.served_name,),
+        max_model_len=settings.replica.max_model_len,
+        block_size=settings.kvcache.block_size,
+        canary_ids=canary,
+        max_running_requests=settings.replica.max_running_requests,
+    )
+    kind = settings.replica.engine
+    asked = {"model": settings.served_name, "prompt": prompt, "max_tokens": 1, "temperature": 0, "seed": 0}
+    try:
+        name, metrics = await probe(client, backend.replica_id, terms)
+        models = await client.ask("GET", "/v1/models", timeout_s=EVENTS_TIMEOUT_S)
+        body = msgspec.json.encode(asked)
+        answer = await client.ask("POST", "/v1/completions", body, timeout_s=CANARY_TIMEOUT_S)
+    except BackendUnreachableError as error:
+        raise StartFailed(f"{kind} does not answer a canary prompt: {error}") from error
+    if answer.status != 200:
+        raise StartFailed(f"{kind} answers {answer.status} to a canary prompt: {error_message(answer.body)}")
+    cards = msgspec.json.decode(models.body, type=_Cards).data
+    return next(card for card in cards if card.id == name), metrics
+
+
+def _check_blocks(backend: Backend, hasher: BlockHasher, root: BlockHash, prompt: Sequence[int]) -> None:
+    """Check that its events announce the blocks of the canary prompt. Raises StartFailed and ParityMismatch."""
+    wanted = {wire_hash(each) for each in hasher.chain(tenant_root(root), token_bytes(prompt))}
+    deadline = time.monotonic() + EVENTS_TIMEOUT_S
+    while True:
+        blocks, decoder, held = ExternalBlocks(backend.replica_id, hasher, root), BatchDecoder(token_ids=True), set()
+        try:
+            for payload in replayed(backend.replay, 0):
+                for event in decoder.decode(payload).events:
+                    if isinstance(event, Stored):
+                        held |= {*blocks.stored(event)}
+        except (zmq.ZMQError, EventError) as error:
+            raise StartFailed(f"its event publisher at {backend.replay} does not answer: {error}") from error
+        if wanted <= held:
+            return
+        if time.monotonic() > deadline:
+            raise StartFailed(
+                f"its events at {backend.events} announce {len(wanted & held)} of the {len(wanted)} blocks of a canary "
+                f"prompt (not understood: {dict(blocks.unplaced) or 'none'})"
+            )
+        time.sleep(POLL_S)
+
+
+def replayed(endpoint: str, since: int) -> list[bytes]:
+    """The payloads of all event batches from this number on. Raises zmq.ZMQError and EventError."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
+        sock.linger = 0
+        sock.rcvtimeo = int(EVENTS_TIMEOUT_S * 1000)
+        sock.connect(endpoint)
+        sock.send_multipart(replay_request(since))
+        payloads: list[bytes] = []
+        while (frame := read_replay(sock.recv_multipart())) is not None:
+            payloads.append(frame.payload)
+        return payloads

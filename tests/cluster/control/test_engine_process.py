@@ -1,0 +1,208 @@
+"""One engine under its keeper, without Ray: a program that speaks as vLLM does stands in for it."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from homing.cluster.config import load_settings
+from homing.cluster.control.control_messages import ModelSpec, RankSpec, Rendezvous
+from homing.cluster.control.engine_process import EngineServer, last_words, start_engine
+from homing.cluster.errors import EngineLost, StartFailed
+from homing.replica.demo import demo_model_path
+from homing.router.errors import ParityMismatch
+
+from ..engine_program import engine_python
+
+#: Only catches hangs.
+PATIENCE_S = 120.0
+
+
+def rank_spec(folder: Path, engine_args: str = "", **flags: str) -> RankSpec:
+    """A replica of the demo model on a fake engine, with its sockets in this folder."""
+    given = {
+        "engine": "vllm",
+        "engine_python": str(engine_python(folder)),
+        "engine_args": engine_args,
+        "served_model_name": "demo",
+        "replicas": "1",
+        "health_interval_s": "0.05",
+        "max_running_requests": "8",
+        "max_batched_tokens": "512",
+    }
+    settings = load_settings(given | flags, {})
+    model = ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=str(folder), host="127.0.0.1")
+    return RankSpec(model, "r0", 1, 0, 1, Rendezvous("127.0.0.1", 1, b""))
+
+
+def started(folder: Path, engine_args: str = "", **flags: str) -> EngineServer:
+    return start_engine(rank_spec(folder, engine_args, **flags), demo_model_path(), folder, "127.0.0.1")
+
+
+def until(met: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not met():
+        assert time.monotonic() < deadline, f"never: {what}"
+        time.sleep(0.02)
+
+
+def below(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def engine_process() -> psutil.Process:
+    """The engine's own process, which its keeper names as an argument."""
+    found = [each for each in below(os.getpid()) if Path(each.cmdline()[2]).name == "engine_program.py"]
+    (engine,) = found
+    return engine
+
+
+@contextmanager
+def running(server: EngineServer) -> Iterator[list[BaseException | None]]:
+    """Run it in a thread until it ends; the list then has how."""
+    outcome: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            server.run()
+        except Exception as error:
+            outcome.append(error)
+        else:
+            outcome.append(None)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield outcome
+    finally:
+        server.stop()
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), "it does not end"
+
+
+@pytest.fixture(autouse=True)
+def no_process_left() -> Iterator[None]:
+    """Whatever happens to an engine, nothing of it stays, not even a zombie."""
+    before = {process.pid for process in below(os.getpid())}
+    yield
+    until(lambda: {process.pid for process in below(os.getpid())} <= before, "its processes have ended")
+
+
+def test_an_engine_is_described_watched_and_ended_with_all_its_children(tmp_path: Path) -> None:
+    """A child that ignores signals and has left its session is the hard case: vLLM's workers are children as well."""
+    server = started(tmp_path, "--fake-child --fake-token-s 0.01")
+    about = server.description
+    family = below(os.getpid())
+
+    with running(server) as outcome:
+        assert (about.foreign, about.model.name, about.model.max_model_len) == (True, "demo", 8192)
+        assert about.event_endpoints.events == f"ipc://{tmp_path}/events"
+        assert about.num_blocks == 500
+        assert len(family) == 4  # two keepers, the engine and its child
+        server.stop()
+        until(lambda: outcome, "it ends")
+
+    assert outcome == [None]
+    assert [each for each in family if each.is_running()] == []
+
+
+def test_an_engine_that_is_killed_is_lost_with_its_children(tmp_path: Path) -> None:
+    """The controller then starts another one; what is left of this one would keep its memory."""
+    server = started(tmp_path, "--fake-child")
+    engine = engine_process()
+
+    with running(server) as outcome:
+        engine.send_signal(signal.SIGKILL)
+        until(lambda: outcome, "its end is noticed")
+
+    assert isinstance(outcome[0], EngineLost)
+    assert "was killed by SIGKILL" in str(outcome[0])
+
+
+def test_an_engine_that_hangs_is_lost(tmp_path: Path) -> None:
+    """A process that exists and does not answer serves nobody."""
+    server = started(tmp_path, health_timeout_s="0.1")
+    engine = engine_process()
+
+    with running(server) as outcome:
+        engine.suspend()
+        until(lambda: outcome, "its silence is noticed")
+
+    assert isinstance(outcome[0], EngineLost)
+    assert "no good answer from /health" in str(outcome[0])
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "words"),
+    [
+        ("exit", StartFailed, "vllm has ended at its start: ValueError: no such attention"),
+        ("never-ready", StartFailed, "vllm is not ready after 4.5 s: INFO the fake engine listens"),
+        ("other-blocks", ParityMismatch, "--block-size 32"),
+    ],
+)
+def test_an_engine_that_cannot_serve_is_refused_in_its_own_words(
+    tmp_path: Path, fault: str, error: type[Exception], words: str
+) -> None:
+    """A user sees this line and not the engine's log."""
+    with pytest.raises(error, match=words):
+        started(tmp_path, f"--fake-fault {fault}", start_timeout_s="5" if fault == "never-ready" else "600")
+
+
+def test_an_engine_whose_python_is_missing_is_refused(tmp_path: Path) -> None:
+    """On another node the path may be wrong."""
+    spec = rank_spec(tmp_path, engine_python=str(tmp_path / "nowhere"))
+
+    with pytest.raises(StartFailed, match=r"nowhere cannot be started: .*No such file"):
+        start_engine(spec, demo_model_path(), tmp_path, "127.0.0.1")
+
+
+def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """Also when that is killed: on a shared Ray cluster nobody else would end it, and it holds a GPU."""
+    starter = textwrap.dedent("""
+        import os, sys, time
+        from pathlib import Path
+        from homing.cluster.control.engine_process import EngineProcess
+        process = EngineProcess([sys.executable, "-c", sys.argv[1]], os.environ, "fake")
+        while not process.lines:
+            time.sleep(0.02)
+        print(process.lines[0], flush=True)
+        time.sleep(3600)
+    """)
+    engine = "import os, subprocess; subprocess.Popen(['sleep', '3600']); print(os.getpid(), flush=True); os.wait()"
+    with subprocess.Popen([sys.executable, "-P", "-c", starter, engine], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        family = [psutil.Process(pid), *below(pid)]
+        direct = psutil.Process(process.pid).children()
+        process.kill()
+        for each in direct:  # as Ray does to the children of an actor
+            each.kill()
+
+        until(lambda: not any(each.is_running() for each in family), "the engine has ended")
+
+    assert len(family) == 2
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([], "it wrote nothing"),
+        (["a", "", "b", "c", "d"], "b | c | d"),
+        (
+            ["ValueError: root", "x", "RuntimeError: see above", "y"],
+            "ValueError: root | x | RuntimeError: see above | y",
+        ),
+    ],
+)
+def test_the_last_words_have_the_first_error(lines: list[str], words: str) -> None:
+    """vLLM ends with "see the root cause above"."""
+    assert last_words(lines) == words

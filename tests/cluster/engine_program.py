@@ -1,0 +1,82 @@
+"""A program that stands in for the Python of an environment with vLLM: `PROGRAM -m MODULE serve MODEL FLAGS...`.
+
+Serves and publishes as vLLM does, by the fake engine of the router's tests, at the addresses in its flags. More flags,
+for `--engine-args`, let it misbehave. `engine_python` makes the file that `--engine-python` is to name.
+"""
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def engine_python(folder: Path) -> Path:
+    """A program in this folder that runs this module."""
+    program = folder / "python"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -P {Path(__file__).resolve()} "$@"\n')
+    program.chmod(0o755)
+    return program
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(allow_abbrev=False)
+    made.add_argument("-m", dest="module")
+    made.add_argument("command")
+    made.add_argument("model")
+    for flag in ("--served-model-name", "--host", "--kv-events-config"):
+        made.add_argument(flag, default="")
+    for flag in ("--port", "--block-size"):
+        made.add_argument(flag, type=int)
+    made.add_argument("--fake-fault", choices=["exit", "never-ready", "other-blocks"])
+    made.add_argument("--fake-child", action="store_true", help="also run a process that ignores SIGTERM")
+    made.add_argument("--fake-token-s", type=float, default=0.0)
+    return made
+
+
+async def serve(flags: argparse.Namespace) -> None:
+    import zmq
+
+    from tests.router.replicas.external.fakes import FakeEngine, demo_engine
+
+    ends = json.loads(flags.kv_events_config or "{}")
+    endpoints = [ends.get("endpoint", ""), ends.get("replay_endpoint", "")]
+
+    class Engine(FakeEngine):
+        def _bind(self, sock: "zmq.Socket[bytes]", port: int) -> int:
+            sock.linger = 0
+            if endpoint := endpoints.pop(0):
+                sock.bind(endpoint)
+            return 0
+
+    like = demo_engine()
+    size = flags.block_size * 2 if flags.fake_fault == "other-blocks" else flags.block_size
+    engine = Engine(block_size=size, model=flags.served_model_name, canary_ids=like.canary_ids)
+    engine.max_model_len = like.max_model_len
+    engine.behaves.tells_block_size = flags.fake_fault != "other-blocks"
+    engine.behaves.healthy = flags.fake_fault != "never-ready"
+    engine.behaves.token_s = flags.fake_token_s
+    engine.serve_at(flags.port)
+    await engine.start()
+    print("INFO the fake engine listens", flush=True)
+    await asyncio.Event().wait()
+
+
+def main() -> int:
+    flags, _ = parser().parse_known_args()
+    if flags.fake_child:
+        ignoring = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)"
+        subprocess.Popen([sys.executable, "-c", ignoring], start_new_session=True)
+    if flags.fake_fault == "exit":
+        print("ValueError: no such attention\nRuntimeError: the engine core failed", flush=True)
+        return 3
+    sys.path.insert(0, str(ROOT))
+    asyncio.run(serve(flags))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
