@@ -126,8 +126,8 @@ def check_python(settings: ReplicaSettings) -> None:
         raise SettingsError(f"engine_python: {python} is no program; name the Python of the environment with {engine}")
     if not python and importlib.util.find_spec(engine) is None:
         raise SettingsError(
-            f"engine: {engine} is not installed beside homing; install it there, or name the Python of an environment "
-            "that has it with --engine-python"
+            f"engine: {engine} is not installed beside homing; name the Python of an environment that has it with "
+            "--engine-python"
         )
 
 

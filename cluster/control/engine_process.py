@@ -65,9 +65,10 @@ LINE_BYTES = 16 * 1024
 
 def last_words(lines: Sequence[str]) -> str:
     """What an engine wrote last, and the first error that it wrote, in one line for a user."""
-    written = [line.strip()[-400:] for line in lines if line.strip()]
-    errors = [line for line in written if re.search(r"\b\w*(Error|Exception): ", line)]
-    return " | ".join(dict.fromkeys(errors[:1] + written[-3:])) or "it wrote nothing"
+    written = [line.strip()[:300] for line in lines if line.strip()]
+    telling = [line for line in written if not re.search(r"\b(DEBUG|INFO|WARNING)\b", line)] or written
+    errors = [line for line in telling if re.search(r"\b\w*(Error|Exception): ", line)]
+    return " | ".join(dict.fromkeys(errors[:1] + telling[-3:])) or "it wrote nothing"
 
 
 class EngineProcess:

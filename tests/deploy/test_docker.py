@@ -70,6 +70,21 @@ def test_the_compose_file_fits_the_specification() -> None:
     assert {"head", "replica", "prometheus", "grafana"} == set(read.service_names())
 
 
+def test_the_compose_file_for_vllm_serves_with_it_on_gpus() -> None:
+    """It is laid over the other one, and names the environment that its image has."""
+    read = read_yaml("docker/compose-vllm.yaml")
+    services, image = read["services"], (DEPLOY / "docker" / "Dockerfile.cuda").read_text()
+    (serve,) = serve_commands(services["head"]["command"][-1])
+    settings = settings_of(parse(serve.split()))
+
+    compose_spec.PyCompose.from_yaml(yaml.safe_dump(read)).validate()
+    assert services.keys() <= read_yaml("docker/compose.yaml")["services"].keys()
+    assert (settings.replica.engine, settings.replica.engine_python) == ("vllm", "/opt/vllm/bin/python")
+    assert "/opt/vllm/bin/pip install" in image
+    assert services["head"]["build"]["args"].keys() <= set(re.findall(r"^ARG (\w+)=", image, re.MULTILINE))
+    assert "--num-gpus=1" in services["replica"]["command"]
+
+
 def test_the_compose_file_serves_two_cpu_replicas_on_two_containers() -> None:
     """Each container has room for one rank, and the head for none."""
     services = read_yaml("docker/compose.yaml")["services"]

@@ -104,6 +104,17 @@ def test_the_service_and_the_job_find_the_cluster() -> None:
     assert service["ports"][0]["targetPort"] in ports
 
 
+def test_the_job_for_vllm_differs_by_its_engine_alone() -> None:
+    """So that what is checked of the other one holds for it."""
+    job, other = read_all("kubernetes/rayjob-vllm.yaml")[0], copy.deepcopy(manifests()["RayJob"])
+    words = job["spec"].pop("entrypoint").split()
+    common = other["spec"].pop("entrypoint").split()
+
+    assert job == other
+    assert words == [*common, "--engine", "vllm", "--engine-python", "/opt/vllm/bin/python"]
+    assert settings_of(parse(words[1:])).replica.engine == "vllm"
+
+
 def test_the_jobs_command_is_one_that_homing_understands() -> None:
     """And its replicas fit into a worker: all ranks of one are on one pod."""
     words = manifests()["RayJob"]["spec"]["entrypoint"].split()

@@ -56,10 +56,10 @@ def environment(state: Path) -> dict[str, str]:
     return kept | ours | spare
 
 
-def homing(state: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+def homing(state: Path, *words: str, patience_s: float = PATIENCE_S) -> "subprocess.CompletedProcess[str]":
     """One command, run to its end."""
     return subprocess.run(
-        [*HOMING, *words], env=environment(state), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        [*HOMING, *words], env=environment(state), capture_output=True, text=True, timeout=patience_s, check=False
     )
 
 

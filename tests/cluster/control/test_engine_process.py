@@ -197,6 +197,8 @@ def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path) -> None
     [
         ([], "it wrote nothing"),
         (["a", "", "b", "c", "d"], "b | c | d"),
+        (["INFO a", "killed", "INFO b"], "killed"),
+        (["INFO a", "INFO b"], "INFO a | INFO b"),
         (
             ["ValueError: root", "x", "RuntimeError: see above", "y"],
             "ValueError: root | x | RuntimeError: see above | y",

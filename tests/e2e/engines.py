@@ -1,0 +1,110 @@
+"""What tests of replicas with an external engine ask of any such cluster, whichever engine it is."""
+
+import contextlib
+import re
+import threading
+from typing import Any
+
+import httpx
+import psutil
+
+from .running import PATIENCE_S, Serving, until
+
+PROMPT = "One morning the fox went to the river and sat down. " * 20
+#: Of a stream that lasts long enough to be interrupted.
+LONG = {"prompt": PROMPT, "max_tokens": 300, "temperature": 0, "seed": 5, "ignore_eos": True}
+SHORT = {**LONG, "max_tokens": 20}
+#: Both are vLLM's on a CPU: 16 is rounded up.
+BLOCK_SIZE = 32
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    text: str = answer["choices"][0]["text"]
+    return text
+
+
+def cached_tokens(cluster: Serving) -> int:
+    """Of the prompt, by the engine's own word."""
+    count: int = cluster.post("/v1/completions", SHORT)["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return count
+
+
+def held_blocks(cluster: Serving) -> int:
+    """Of the prompt, by the router's index, once there are any."""
+
+    def held() -> int | None:
+        return max(row["held_blocks"] for row in cluster.post("/explain", SHORT)["replicas"]) or None
+
+    return until(held, "the blocks are announced")
+
+
+def engines(cluster: Serving, word: str) -> dict[int, psutil.Process]:
+    """The engines' own processes, by this word of their command line; their keepers have it further behind."""
+    found = {}
+    for process in cluster.family():
+        with contextlib.suppress(psutil.Error):
+            if any(word in each for each in process.cmdline()[:4]):
+                found[process.pid] = process
+    return found
+
+
+def zombies(cluster: Serving) -> list[psutil.Process]:
+    found = []
+    for process in cluster.family():
+        with contextlib.suppress(psutil.Error):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def continued(cluster: Serving) -> float:
+    """Requests that another replica has continued, by the router's metrics."""
+    text = cluster.http.get(f"{cluster.url}/metrics").text
+    return sum(
+        float(found) for found in re.findall(r"^homing_routing_continuations_total\S* (\S+)$", text, re.MULTILINE)
+    )
+
+
+def text_with_a_kill(cluster: Serving, word: str) -> str:
+    """The text of LONG, streamed, with SIGKILL for its engine after 20 tokens."""
+    with cluster.client() as client:
+        stream = client.completions.create(model="demo", prompt=PROMPT, stream=True, extra_body=LONG)
+        pieces = [next(stream) for _ in range(20)]
+        busy = next(each for each in cluster.replicas().values() if each["running"])
+        below = {process.pid for process in psutil.Process(busy["pids"][0]).children(recursive=True)}
+        (engine,) = [process for pid, process in engines(cluster, word).items() if pid in below]
+        engine.kill()
+        return "".join(piece.choices[0].text for piece in [*pieces, *stream] if piece.choices)
+
+
+class Load:
+    """Two clients that ask for the same short answer again and again."""
+
+    def __init__(self, cluster: Serving) -> None:
+        self._cluster = cluster
+        self._over = threading.Event()
+        self.wrong: list[str] = []
+        self.answers = 0
+
+    def __enter__(self) -> "Load":
+        self._expected = text_of(self._cluster.post("/v1/completions", SHORT))
+        self._threads = [threading.Thread(target=self._ask) for _ in range(2)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+
+    def _ask(self) -> None:
+        while not self._over.is_set():
+            try:
+                text = text_of(self._cluster.post("/v1/completions", SHORT))
+            except httpx.HTTPError as error:
+                self.wrong.append(repr(error))
+                continue
+            self.answers += 1
+            if text != self._expected:
+                self.wrong.append(text)
