@@ -127,6 +127,7 @@ class ReplicaScore(msgspec.Struct, frozen=True, kw_only=True):
     eligible: bool  #: not draining, silent or saturated
     held_blocks: int  #: longest prefix of the prompt that the replica holds, according to its events
     expected_blocks: int  #: the same with the blocks that running requests will leave there
+    slower_blocks: dict[str, int] = {}  #: of `held_blocks`, those in slower memory than the GPU's, by medium
     uncached_tokens: int  #: of this prompt, as counted in the score
     queued_prefill_tokens: int  #: uncached tokens ahead of it
     running: int

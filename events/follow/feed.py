@@ -29,7 +29,7 @@ from ..wire.messages import (
 )
 from .block_set import CacheMirror
 from .handshake import WATCHED, Connection, Handshakes
-from .residency import CountedResidency, ResidentBlocks, SetResidency
+from .residency import CountedResidency, Residency, ResidentBlocks, SetResidency
 from .socket_reader import Message, SocketReader
 from .subscription import (
     Apply,
@@ -85,13 +85,14 @@ class EventFeed:
         token_ids: bool = False,
         counted: bool = False,
         blocks: ResidentBlocks | None = None,
+        residency: Residency | None = None,
         topic: bytes = EVENTS_TOPIC,
         reach: Reach | None = None,
         keys: KeyPair | None = None,
     ) -> None:
         """`counted`: the publisher announces every copy (vLLM). `token_ids`: hand them on, in snapshots too. `blocks`:
         where held blocks are stored, unless `counted`; it is changed before the sink is called. None: a set of the
-        feed's own.
+        feed's own. `residency`: instead of both.
 
         `topic` is a prefix; empty takes everything. A context that is handed in stays the caller's. `keys`: what is
         shown to a publisher that encrypts; a fresh pair by default, which a publisher that accepts only listed clients
@@ -108,7 +109,8 @@ class EventFeed:
         self._token_ids = token_ids
         self._topic = topic
         self.decoder = BatchDecoder(token_ids=token_ids)
-        residency = CountedResidency() if counted else SetResidency(CacheMirror() if blocks is None else blocks)
+        if residency is None:
+            residency = CountedResidency() if counted else SetResidency(CacheMirror() if blocks is None else blocks)
         #: The state machine, for its counters, cursor and digest.
         self.subscription = Subscription(
             Reach(replay=bool(endpoints.replay), snapshot=bool(endpoints.snapshot), heartbeats=bool(endpoints.state))

@@ -58,6 +58,17 @@ class SetResidency:
         return events
 
 
+class UncountedResidency:
+    """Holds nothing, and leaves all events as they are: for readers that count copies themselves."""
+
+    digest = Digest(0, 0)
+
+    def apply(self, events: Sequence[CacheEvent]) -> Sequence[CacheEvent]:
+        return events
+
+    def replace(self, blocks: Iterable[tuple[int, int | None]]) -> None: ...
+
+
 class CountedResidency:
     """The publisher announces every copy. A block is held while any medium and group has a copy of it."""
 

@@ -53,6 +53,7 @@ class Apply:
     seq: int
     ts: float
     events: Sequence[CacheEvent]
+    rank: int | None = None  #: data-parallel rank that the batch names
 
 
 @dataclass(slots=True, frozen=True)
@@ -291,7 +292,7 @@ class Subscription:
         self.cursor = Cursor(self.cursor.epoch, seq + 1)
         if batch.ts > self._last_ts:
             self._last_ts = batch.ts
-        self._out.append(Apply(seq, batch.ts, events))
+        self._out.append(Apply(seq, batch.ts, events, batch.data_parallel_rank))
         if self._beat is not None:
             self._check_beat()
 

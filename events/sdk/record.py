@@ -39,6 +39,8 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     medium: str | None = None
     group: int | None = None
     lora_name: str | None = None
+    kind: str | None = None
+    window: int | None = None
     resync: bool = False
 
 

@@ -29,6 +29,8 @@ class Stored(msgspec.Struct, frozen=True, tag="stored", gc=False):
     group: int | None = None
     lora_name: str | None = None
     extra_keys: Sequence[object] | None = None
+    kind: str | None = None  #: of the group's layers, such as "full_attention", "sliding_window" or "mamba"
+    window: int | None = None  #: tokens that a sliding window attends to
 
 
 class Removed(msgspec.Struct, frozen=True, tag="removed", gc=False):

@@ -40,6 +40,8 @@ class _StoredMap(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
 
 class _TokensMap(_StoredMap, tag="BlockStored", kw_only=True, gc=False):
     token_ids: list[int]
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
 
 
 class _RemovedMap(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):
@@ -75,12 +77,21 @@ _POSITIONS: dict[str, tuple[str, ...]] = {
         "lora_name",
         "extra_keys",
         "group_idx",
+        "kv_cache_spec_kind",
+        "kv_cache_spec_sliding_window",
     ),
     "BlockRemoved": ("block_hashes", "medium", "group_idx"),
     "AllBlocksCleared": (),
 }
 #: Fields that serve as hints only: of another type than this one they count as absent.
-_HINTS: dict[str, type] = {"medium": str, "group_idx": int, "lora_name": str, "extra_keys": list}
+_HINTS: dict[str, type] = {
+    "medium": str,
+    "group_idx": int,
+    "lora_name": str,
+    "extra_keys": list,
+    "kv_cache_spec_kind": str,
+    "kv_cache_spec_sliding_window": int,
+}
 #: Unknown event types that one decoder logs; a publisher could otherwise fill the log with invented ones.
 _LOGGED_TYPES = 16
 
@@ -125,7 +136,10 @@ class BatchDecoder:
     def _normalise(self, event: _Event) -> CacheEvent:
         match event:
             case _StoredMap():
-                tokens: Sequence[int] = event.token_ids if isinstance(event, _TokensMap) else ()
+                tokens: Sequence[int] = ()
+                kind = window = None
+                if isinstance(event, _TokensMap):
+                    tokens, kind, window = event.token_ids, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
                 if tokens and len(tokens) != len(event.block_hashes) * event.block_size:
                     self.sparse_tokens += 1
                     tokens = ()
@@ -138,6 +152,8 @@ class BatchDecoder:
                     event.group_idx,
                     event.lora_name,
                     event.extra_keys,
+                    kind,
+                    window,
                 )
             case _RemovedMap():
                 return Removed(event.block_hashes, event.medium, event.group_idx)

@@ -237,3 +237,4 @@ class ReplicaDescription(msgspec.Struct, frozen=True, kw_only=True):
     node: str = ""
     pids: tuple[int, ...] = ()  #: of all ranks
     foreign: bool = False  #: another engine: `request_endpoint` is the URL of its OpenAI-compatible server
+    data_parallel_rank: int | None = None  #: of another engine that has several: this one of them

@@ -378,7 +378,9 @@ class RequestFlow:
         scores_prompt = request.request.sampling.prompt_logprobs is not None and not request.generated
         embedding = request.request.embedding
         hashes = () if scores_prompt or (embedding and embedding.pooling == "mean") else request.keys
-        return self._prompt(request, hashes, now), self.placement.candidates(hashes, request.excluded, now)
+        prompt = self._prompt(request, hashes, now)
+        usable = (prompt.tokens - 1) // prompt.block_size
+        return prompt, self.placement.candidates(hashes, request.excluded, now, usable=usable)
 
     def _prompt(self, request: RequestState, hashes: Sequence[int], now: float) -> Prompt:
         return Prompt(

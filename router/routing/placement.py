@@ -5,7 +5,7 @@ Pure: hashes and times come in. Knows no flow of requests and no tokens; `homing
 replicas.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from random import Random
 
 from msgspec.structs import replace
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from ...events.wire.messages import LoadReport
 from ...replica.messages import WORTH_WAITING_TOKENS, ReplicaDescription
 from ..backend import Explanation, FeedState
-from .policy.base import LIVE, Candidate, Decision, Policy, Prompt
+from .policy.base import LIVE, Candidate, Decision, Policy, Prompt, SlowerBlocks
 from .policy.explain import explanation_of
 from .prefix_index import PrefixIndex, ReplicaBlocks
 from .replica_load import LoadBook, Pending
@@ -34,6 +34,9 @@ class Placement:
         self._rng = rng
         self._in_flight: dict[str, dict[int, Sequence[int]]] = {}  #: by replica and request: the prompt's blocks
         self.feeds: dict[str, FeedState] = {}  #: how far the events of each joined replica can be trusted
+        #: of engines with rules of their own (router/replicas/external/hit_rules.py): the leading blocks of a prompt
+        #: that are cached, and which of them are in slower memory; None: those of the index, all in GPU memory
+        self.hit_rules: dict[str, Callable[[Sequence[int]], tuple[int, SlowerBlocks] | None]] = {}
 
     def __contains__(self, replica: object) -> bool:
         return replica in self.feeds
@@ -58,6 +61,7 @@ class Placement:
         self.loads.leave(replica)
         self.reservations.leave(replica)
         self.policy.leave(replica)
+        self.hit_rules.pop(replica, None)
         del self.feeds[replica], self._in_flight[replica]
 
     def report(self, replica: str, report: LoadReport, now: float) -> None:
@@ -84,9 +88,15 @@ class Placement:
 
     # Requests
 
-    def candidates(self, keys: Sequence[int], excluded: Collection[str], now: float) -> list[Candidate]:
-        """Every joined replica as it stands for a prompt whose full blocks are `keys`."""
+    def candidates(
+        self, keys: Sequence[int], excluded: Collection[str], now: float, *, usable: int | None = None
+    ) -> list[Candidate]:
+        """Every joined replica as it stands for a prompt whose full blocks are `keys`.
+
+        `usable`: blocks before the prompt's last token, which is always computed; None: all.
+        """
         held = self.index.match(keys)
+        slower = self._apply_hit_rules(held, keys[:usable])
         expected = self.reservations.extend(held, keys)
         loads = self.loads.views(now)
         if expected != held:
@@ -106,10 +116,19 @@ class Placement:
                 held_blocks=held[replica],
                 expected_blocks=expected[replica],
                 excluded=replica in excluded,
+                slower_blocks=slower.get(replica, ()),
             )
             for replica, load in zip(self.loads.replicas(), loads, strict=True)
         ]
         return [replace(each, used_blocks=used[each.replica_id]) for each in found] if used else found
+
+    def _apply_hit_rules(self, held: dict[str, int], keys: Sequence[int]) -> dict[str, SlowerBlocks]:
+        """Put what such engines would find into `held`; returns what of it they have to load."""
+        slower: dict[str, SlowerBlocks] = {}
+        for replica, hit_of in self.hit_rules.items():
+            if (hit := hit_of(keys)) is not None:
+                held[replica], slower[replica] = hit
+        return slower
 
     def _discount_siblings(
         self, keys: Sequence[int], held: Mapping[str, int], expected: dict[str, int], now: float
@@ -143,7 +162,9 @@ class Placement:
 
     def rank(self, prompt: Prompt) -> float:
         """The place of a request that begins to wait, among its tenant's: the lowest goes first."""
-        held = max(self.index.match(prompt.hashes).values(), default=0)
+        by_replica = self.index.match(prompt.hashes)
+        self._apply_hit_rules(by_replica, prompt.hashes)
+        held = max(by_replica.values(), default=0)
         uncached = max(1, prompt.tokens - held * prompt.block_size)
         # Any replica's cost will do: it only weighs one prompt against another.
         costs = [self.loads.view(replica, prompt.now).prefill_cost for replica in self.loads.replicas()[:1]]

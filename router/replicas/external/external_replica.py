@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import assert_never
 
 from ....events.follow.feed import EventFeed
+from ....events.follow.residency import UncountedResidency
 from ....events.follow.subscription import Apply, Reset
 from ....events.wire.cache_events import Cleared, Removed, Stored
 from ....kvcache.hashing import tenant_root
@@ -63,7 +64,7 @@ class ExternalReplica(ReplicaHandle):
         super().__init__(description, flow, context, rest)
         self._terms = terms
         self._client = Client(Address.of(description.request_endpoint), loop=context.loop, api_key=terms.api_key)
-        self._blocks = ExternalBlocks(description.replica_id, model.hasher, model.root)
+        self._blocks = ExternalBlocks(description.replica_id, model.hasher, model.root, description.data_parallel_rank)
         self._open_root = tenant_root(model.root)
         self._eos = frozenset(model.limits.eos_token_ids)
         self._load = ExternalLoad(description)
@@ -144,6 +145,7 @@ class ExternalReplica(ReplicaHandle):
         self.description = self._load.description
         log.info("replica_joined replica=%s url=%s", self.replica_id, self._client.address.url)
         self._join()
+        self._placement.hit_rules[self.replica_id] = self._blocks.hit
         self._report()
         trouble = await self._until_unhealthy()
         if self.joined:
@@ -189,12 +191,12 @@ class ExternalReplica(ReplicaHandle):
             context=self._context.zmq,
             heartbeat_interval_s=self._context.heartbeat_interval_s,
             token_ids=True,
-            counted=True,
+            residency=UncountedResidency(),
             topic=ANY_TOPIC,
         )
 
     def _drop(self, reason: str) -> list[Instruction]:
-        self._blocks.clear()
+        self._blocks.forget()
         for _, call in self._calls.values():
             call.close()
         self._calls.clear()
@@ -229,7 +231,12 @@ class ExternalReplica(ReplicaHandle):
         )
         salt = None if generate.root == self._open_root else cache_salt(generate.root)
         body = completion_body(self._model, generate, salt)
-        headers = (("x-request-id", generate.trace_id), ("traceparent", generate.traceparent))
+        rank = self.description.data_parallel_rank
+        headers = (
+            ("x-request-id", generate.trace_id),
+            ("traceparent", generate.traceparent),
+            ("x-data-parallel-rank", "" if rank is None else str(rank)),
+        )
         call = self._client.call("POST", "/v1/completions", body, request, headers)
         self._calls[generate.request_id] = (request, call)
         self._load.sent(request)
@@ -279,15 +286,16 @@ class ExternalReplica(ReplicaHandle):
             for event in instruction.events:
                 match event:
                     case Stored():
-                        self._placement.stored(self.replica_id, self._blocks.stored(event))
+                        self._placement.stored(self.replica_id, self._blocks.stored(event, instruction.rank))
                         if self.unplaced_blocks and not self._unplaced_logged:
                             self._unplaced_logged = True
                             first = dict(self._blocks.unplaced)
                             log.warning("backend_blocks_unplaced replica=%s first=%s", self.replica_id, first)
                     case Removed():
-                        self._placement.removed(self.replica_id, self._blocks.removed(event.hashes))
+                        gone = self._blocks.removed(event.hashes, event.medium, event.group, instruction.rank)
+                        self._placement.removed(self.replica_id, gone)
                     case Cleared():
-                        self._forget_blocks()
+                        self._placement.removed(self.replica_id, self._blocks.cleared(instruction.rank))
                     case _:
                         assert_never(event)
         except ParityMismatch as error:
@@ -295,5 +303,5 @@ class ExternalReplica(ReplicaHandle):
             self._context.run(self._drop("parity"))
 
     def _forget_blocks(self) -> None:
-        self._blocks.clear()
+        self._blocks.forget()
         self._placement.reset(self.replica_id, ())

@@ -33,6 +33,7 @@ def _explained(row: Score, chosen: Score | None, why: str) -> ReplicaScore:
         eligible=row.obstacle is None,
         held_blocks=candidate.held_blocks,
         expected_blocks=candidate.expected_blocks,
+        slower_blocks=dict(candidate.slower_blocks),
         uncached_tokens=row.uncached_tokens,
         queued_prefill_tokens=load.queued_prefill_tokens,
         running=load.running,

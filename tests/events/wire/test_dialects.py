@@ -60,7 +60,7 @@ def test_our_own_batches_are_read_back_as_they_were_meant() -> None:
         stored(),
         stored(some_future_key={"a": [1]}),
         ["BlockStored", [11, 12], 10, [1, 2, 3, 4], 2, None, "GPU"],
-        ["BlockStored", [11, 12], 10, [1, 2, 3, 4], 2, None, "GPU", None, None, None, "some future field"],
+        ["BlockStored", [11, 12], 10, [1, 2, 3, 4], 2, None, "GPU", None, None, None, None, None, "some future field"],
         stored(block_hashes=[b"\0" * 24 + n.to_bytes(8, "big") for n in (11, 12)], parent_block_hash=b"\x0a"),
     ],
     ids=["map", "unknown key", "positional", "longer positional", "bytes"],

@@ -208,3 +208,26 @@ def test_no_held_request_waits_for_those_that_come_later_than_its_own_prefill_ta
             take()
     while len(queue):
         take()
+
+
+def test_an_engine_with_rules_of_its_own_is_asked_for_its_hit(placement: Placement) -> None:
+    """What it holds in the index is not what it would find; the part in slower memory takes time to load."""
+    seen: list[int] = []
+
+    def rule(keys) -> tuple[int, tuple[tuple[str, int], ...]]:
+        seen.append(len(keys))
+        return 40, (("CPU", 30),)
+
+    placement.stored("r0", list(KEYS))
+    placement.stored("r1", list(KEYS[:40]))
+    placement.hit_rules["r0"] = rule
+
+    rows = placement.explain(PROMPT, placement.candidates(KEYS, (), 0.0, usable=61)).replicas
+
+    assert seen == [61]
+    assert [(row.held_blocks, row.slower_blocks) for row in rows] == [(40, {"CPU": 30}), (40, {})]
+    assert rows[0].expected_ttft_s > rows[1].expected_ttft_s
+    assert [row.chosen for row in rows] == [False, True]
+
+    placement.leave("r0")
+    assert not placement.hit_rules

@@ -9,11 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from homing.events.follow.residency import CountedResidency
 from homing.events.wire.cache_events import Cleared, Removed, Stored
 from homing.kvcache.hashing import BlockHash, BlockHasher, tenant_root, token_bytes, wire_hash
 from homing.router.errors import ParityMismatch
 from homing.router.replicas.external.block_keys import ExternalBlocks, cache_salt
+from homing.router.replicas.external.hit_rules import Hit
 
 SIZE = 4
 ROOT = BlockHash(bytes(range(16)))
@@ -55,11 +55,13 @@ def test_a_removal_names_the_handle_and_removes_the_content(chains: ExternalBloc
     assert chains.unknown_removals == 1
 
 
-def test_what_was_stored_twice_is_new_once(chains: ExternalBlocks) -> None:
-    """vLLM announces each physical copy."""
+def test_a_block_is_held_until_its_last_copy_is_removed(chains: ExternalBlocks) -> None:
+    """vLLM announces each physical copy, and each removal of one."""
     chains.stored(stored(None, [900], range(4)))
 
     assert chains.stored(stored(None, [900, 901], range(8))) == keys(range(8))[1:]
+    assert chains.removed([900]) == []
+    assert chains.removed([900]) == keys(range(4))
 
 
 def test_two_handles_of_one_content_are_two_references(chains: ExternalBlocks) -> None:
@@ -93,7 +95,98 @@ def test_blocks_of_another_size_are_a_loud_refusal(chains: ExternalBlocks) -> No
     with pytest.raises(ParityMismatch, match="block_size is 16"):
         chains.stored(Stored(None, [900], list(range(16)), 16))
 
-    assert chains.stored(Stored(None, [900], list(range(16)), 16, group=1)) == []
+    assert chains.stored(Stored(None, [900], list(range(16)), 16, group=1)) == keys(range(16))[3:]
+    assert chains.stored(Stored(None, [901], list(range(6)), 6, group=2)) == []
+
+
+def test_a_copy_in_slower_memory_that_remains_is_not_in_the_index(chains: ExternalBlocks) -> None:
+    """It must be loaded first, so it is not what a copy in GPU memory is."""
+    chains.stored(stored(None, [900, 901], range(8), medium="GPU"))
+    assert chains.hit(keys(range(8))) is None
+
+    assert chains.stored(stored(None, [900, 901], range(8), medium="CPU")) == []
+    assert chains.removed([901], "GPU") == keys(range(8))[1:]
+
+    assert chains.hit(keys(range(8))) == Hit(2, (("CPU", 1),))
+
+
+@pytest.mark.parametrize("group", [None, 0])
+def test_a_placeholder_names_copies_by_their_handles_alone(chains: ExternalBlocks, group: int | None) -> None:
+    """vLLM's offloading connector sends no tokens and a block size of 0: no reason to refuse a healthy engine."""
+    placeholder = Stored(None, [900, 901, 555], [], 0, "CPU", group)
+    chains.stored(stored(None, [900, 901], range(8)))
+
+    assert chains.stored(placeholder) == []
+    assert chains.unplaced["no_tokens"] == 1
+    chains.removed([900, 901])
+
+    assert chains.hit(keys(range(8))) == Hit(2, (("CPU", 2),))
+    assert chains.removed([900, 901, 555], "CPU") == []
+    assert chains.hit(keys(range(8))) is None
+
+
+def test_a_placeholder_that_comes_first_counts_once_its_content_is_known(chains: ExternalBlocks) -> None:
+    """The order of events of two media is the engine's affair."""
+    chains.stored(Stored(None, [900], [], 0, "CPU"))
+    assert chains.hit(keys(range(4))) is None
+
+    chains.stored(stored(None, [900], range(4), medium="GPU"))
+    chains.removed([900], "GPU")
+
+    assert chains.hit(keys(range(4))) == Hit(1, (("CPU", 1),))
+
+
+def test_copies_of_several_blocks_each_in_slower_memory_continue_a_hit(chains: ExternalBlocks) -> None:
+    """Connectors may be set to longer blocks than the engine's."""
+    chains.stored(stored(None, [900, 901, 902, 903], range(16)))
+    chains.stored(Stored(None, [901, 903], list(range(16)), 8, "CPU"))
+    chains.removed([901, 902, 903])
+
+    assert chains.hit(keys(range(16))) == Hit(4, (("CPU", 3),))
+
+
+def test_a_group_of_sliding_windows_needs_its_last_window_only(chains: ExternalBlocks) -> None:
+    """Its earlier blocks are skipped, so its handles are fewer than its tokens; the main group tells their content."""
+    window = {"group": 1, "kind": "sliding_window", "window": 5}
+    chains.stored(stored(901, [902, 903], range(12), **window))
+    chains.stored(stored(None, [900, 901, 902, 903], range(16), group=0))
+
+    assert chains.hit(keys(range(16))) == Hit(4)
+    chains.removed([903], None, 1)
+    assert chains.hit(keys(range(16))) == Hit(3)
+    chains.removed([902], None, 1)
+    assert chains.hit(keys(range(16))) == Hit(0)
+
+
+def test_a_group_of_mamba_layers_needs_its_last_state_only(chains: ExternalBlocks) -> None:
+    """A state at the end of a prefix stands for all of it; between two states nothing is cached."""
+    chains.stored(stored(None, [900, 901, 902], range(12), group=0))
+    chains.stored(Stored(None, [901], [], SIZE, "GPU", 1, kind="mamba"))
+
+    assert chains.hit(keys(range(12))) == Hit(2)
+    assert chains.hit(keys(range(4))) == Hit(0)
+
+
+def test_ranks_hold_blocks_of_their_own(chains: ExternalBlocks) -> None:
+    """Where the engine chooses the rank, only what each of them has is sure."""
+    chains.stored(stored(None, [900, 901], range(8)), 0)
+    chains.stored(stored(None, [900], range(4)), 1)
+
+    assert chains.hit(keys(range(8))) == Hit(1)
+    assert chains.removed([900], rank=1) == []
+    assert chains.hit(keys(range(8))) == Hit(0)
+    assert chains.cleared(0) == keys(range(8))
+
+
+def test_where_one_rank_is_asked_the_others_do_not_count() -> None:
+    """Each rank is a replica of its own."""
+    chains = ExternalBlocks("b0", HASHER, ROOT, rank=1)
+
+    assert chains.stored(stored(None, [900], range(4)), 0) == []
+    assert chains.stored(stored(None, [900], range(4)), 1) == keys(range(4))
+    assert chains.removed([900], rank=0) == []
+    assert chains.cleared(0) == []
+    assert (len(chains), chains.other_ranks) == (1, 1)
 
 
 def test_an_adapter_or_an_image_makes_other_blocks_of_the_same_tokens(chains: ExternalBlocks) -> None:
@@ -128,7 +221,7 @@ class Engine(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 1 << 16))
     def begin(self, seed: int) -> None:
         self.rng = Random(seed)
-        self.residency, self.chains = CountedResidency(), ExternalBlocks("b0", HASHER, ROOT)
+        self.chains = ExternalBlocks("b0", HASHER, ROOT)
         self.index: set[int] = set()
         self.handles: dict[tuple[int, ...], int] = {}
         self.copies: Counter[tuple[str, tuple[int, ...]]] = Counter()
@@ -139,19 +232,19 @@ class Engine(RuleBasedStateMachine):
         return self.handles.setdefault(content, self.rng.getrandbits(64))
 
     def tell(self, event: Stored | Removed | Cleared) -> None:
-        for left in self.residency.apply([event]):
-            match left:
-                case Stored():
-                    added = self.chains.stored(left)
-                    assert not self.index.intersection(added)
-                    self.index.update(added)
-                case Removed():
-                    gone = self.chains.removed(left.hashes)
-                    assert self.index.issuperset(gone)
-                    self.index.difference_update(gone)
-                case Cleared():
-                    self.chains.clear()
-                    self.index.clear()
+        match event:
+            case Stored():
+                added = self.chains.stored(event)
+                assert not self.index.intersection(added)
+                self.index.update(added)
+            case Removed():
+                self.take_out(self.chains.removed(event.hashes, event.medium, event.group))
+            case Cleared():
+                self.take_out(self.chains.cleared())
+
+    def take_out(self, gone: list[int]) -> None:
+        assert self.index.issuperset(gone)
+        self.index.difference_update(gone)
 
     def held(self) -> set[tuple[int, ...]]:
         return {content for (_, content), count in self.copies.items() if count}
@@ -159,7 +252,7 @@ class Engine(RuleBasedStateMachine):
     @rule(
         start=st.integers(0, 3),
         letters=st.lists(st.integers(0, 1), min_size=1, max_size=4),
-        medium=st.sampled_from("GC"),
+        medium=st.sampled_from(["GPU", "CPU"]),
     )
     def store(self, start: int, letters: list[int], medium: str) -> None:
         start = min(start, len(letters) - 1)
@@ -185,7 +278,7 @@ class Engine(RuleBasedStateMachine):
 
     @rule(handle=st.integers(0, 99))
     def remove_the_unknown(self, handle: int) -> None:
-        self.tell(Removed([handle], "G"))
+        self.tell(Removed([handle], "GPU"))
 
     @rule()
     def clear(self) -> None:
@@ -195,10 +288,29 @@ class Engine(RuleBasedStateMachine):
 
     @invariant()
     def the_index_holds_what_can_be_named(self) -> None:
-        expected = {keys([letter for letter in content for _ in range(SIZE)])[-1] for content in self.named}
-        assert self.index == expected
+        on_gpu = {content for (medium, content), count in self.copies.items() if count and medium == "GPU"}
+        assert self.index == {self.key(content) for content in self.named & on_gpu}
         self.chains.check()
-        self.residency.check()
+
+    @invariant()
+    def a_hit_is_what_the_engine_would_find(self) -> None:
+        """First what the GPU has from the start on, then what continues that in slower memory."""
+        for prompt in self.held():
+            blocks = 0
+            media = []
+            for end in range(1, len(prompt) + 1):
+                held = [medium for medium in ("GPU", "CPU") if self.copies[medium, prompt[:end]]]
+                usable = [medium for medium in held if medium == "CPU" or "CPU" not in media]
+                if not usable or prompt[:end] not in self.named:
+                    break
+                media.append(usable[0])
+                blocks = end
+            hit = self.chains.hit([self.key(prompt[:end]) for end in range(1, len(prompt) + 1)])
+            slower = (("CPU", media.count("CPU")),) if "CPU" in media else ()
+            assert hit == Hit(blocks, slower) if hit is not None else "CPU" not in media
+
+    def key(self, content: tuple[int, ...]) -> int:
+        return keys([letter for letter in content for _ in range(SIZE)])[-1]
 
 
 TestEngine = Engine.TestCase

@@ -1,0 +1,114 @@
+"""How much of a prompt an external engine takes from its caches, by its own rules. Pure: blocks in, lengths out.
+
+An engine with several kinds of layers keeps a group of blocks for each kind, and a hit must be one for every group:
+
+    full attention     every block of the prefix
+    sliding window     the blocks of the last window before the hit's end (or all from the start, if the hit is shorter)
+    Mamba              the one block at the hit's end, which holds the state there
+
+What has left the GPU may lie in slower memory. Engines take from there what continues the hit in faster memory; the
+same rules hold. The rules are those of vLLM 0.33 (`single_type_kv_cache_manager.py`, `OffloadingConnector`) and, for
+one group, of SGLang's hierarchical cache. A group of another kind counts as full attention, which never credits more.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress, count
+from operator import not_
+from typing import NamedTuple
+
+GPU = "GPU"
+#: Media by their usual speed; those with other names come last.
+_SPEED = {GPU: 0, "CPU": 1, "DISK": 2, "STORAGE": 2}
+
+
+class Hit(NamedTuple):
+    """A prefix that an engine need not compute."""
+
+    blocks: int
+    slower: tuple[tuple[str, int], ...] = ()  #: of `blocks`, those that must be loaded first: medium and number
+
+
+@dataclass(slots=True, frozen=True)
+class GroupRule:
+    """The rule of one group of layers."""
+
+    kind: str = "full_attention"
+    window: int = 0  #: tokens, of a sliding window
+
+
+def rank_of_medium(medium: str) -> tuple[int, str]:
+    """Sorts media from fast to slow."""
+    return _SPEED.get(medium, len(_SPEED)), medium
+
+
+@dataclass(slots=True, frozen=True)
+class HeldBlocks:
+    """What one group holds."""
+
+    rule: GroupRule
+    media: Mapping[str, Collection[int]]  #: by medium: the blocks, each by the key at its end
+    #: by medium, the tokens of a block where those are others than the router's; if no multiple, nothing is credited
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+def longest_hit(keys: Sequence[int], block_size: int, groups: Sequence[HeldBlocks]) -> Hit:
+    """The prefix of a prompt with these `keys` that an engine with these groups has, from fast to slow memory."""
+    media = sorted({medium for group in groups for medium in group.media} | {GPU}, key=rank_of_medium)
+    blocks, slower = 0, []
+    for place, medium in enumerate(media):
+        found = _in_medium(keys, block_size, groups, media[: place + 1], blocks)
+        if found > blocks and medium != GPU:
+            slower.append((medium, found - blocks))
+        blocks = max(blocks, found)
+    return Hit(blocks, tuple(slower))
+
+
+def _in_medium(
+    keys: Sequence[int], block_size: int, groups: Sequence[HeldBlocks], media: Sequence[str], before: int
+) -> int:
+    """The hit with the last of these media, given that of the faster ones; shortened until every group agrees."""
+    hit = len(keys)
+    while True:
+        start = hit
+        for group in groups:
+            size = group.sizes.get(media[-1], block_size)
+            factor = size // block_size
+            if size % block_size or not factor:
+                return 0
+            own = keys[factor - 1 : hit : factor]
+            hit = factor * _of_group(group, own, size, media, before // factor)
+        if hit == start or len(groups) == 1:
+            return hit
+
+
+def _of_group(group: HeldBlocks, keys: Sequence[int], size: int, media: Sequence[str], before: int) -> int:
+    held: Collection[int] = group.media.get(media[-1], ())
+    faster = [group.media[medium] for medium in media[:-1] if medium in group.media]
+
+    def has(place: int) -> bool:
+        return keys[place] in held or (place < before and any(keys[place] in each for each in faster))
+
+    window_blocks = -(-(group.rule.window - 1) // size)
+    match group.rule.kind:
+        case "mamba":
+            return _last_state(len(keys), has)
+        case "sliding_window" if group.rule.window > 1:
+            return _last_window(len(keys), window_blocks, has)
+        case _:
+            missing = map(not_, map(held.__contains__, keys[before:]))
+            return min(before, len(keys)) + next(compress(count(), missing), len(keys[before:]))
+
+
+def _last_state(total: int, has: Callable[[int], bool]) -> int:
+    return next((place + 1 for place in reversed(range(total)) if has(place)), 0)
+
+
+def _last_window(total: int, window_blocks: int, has: Callable[[int], bool]) -> int:
+    """The longest hit with `window_blocks` held blocks in a row before its end, or with all blocks from the start."""
+    run = 0
+    for place in reversed(range(total)):
+        run = run + 1 if has(place) else 0
+        if run == window_blocks:
+            return place + run
+    return run
