@@ -5,22 +5,19 @@ Pure: hashes and times come in. Knows no flow of requests and no tokens; `homing
 replicas.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from random import Random
 
 from msgspec.structs import replace
 
 from ...events.wire.messages import LoadReport
-from ...replica.messages import WORTH_WAITING_TOKENS, ReplicaDescription
+from ...replica.messages import ReplicaDescription
 from ..backend import Explanation, FeedState
 from .policy.base import LIVE, Candidate, Decision, Policy, Prompt, SlowerBlocks
 from .policy.explain import explanation_of
 from .prefix_index import PrefixIndex, ReplicaBlocks
 from .replica_load import LoadBook, Pending
 from .reservations import Reservations, common_prefix
-
-#: Requests sent within so many seconds count as sent at once. Shorter than most steps. Not tuned.
-AT_ONCE_S = 0.005
 
 
 class Placement:
@@ -99,8 +96,6 @@ class Placement:
         slower = self._apply_hit_rules(held, keys[:usable])
         expected = self.reservations.extend(held, keys)
         loads = self.loads.views(now)
-        if expected != held:
-            self._discount_siblings(keys, held, expected, now)
         used: dict[str, int] = {}
         if self.loads.crowded:
             for replica, load in zip(self.loads.replicas(), loads, strict=True):
@@ -129,20 +124,6 @@ class Placement:
             if (hit := hit_of(keys)) is not None:
                 held[replica], slower[replica] = hit
         return slower
-
-    def _discount_siblings(
-        self, keys: Sequence[int], held: Mapping[str, int], expected: dict[str, int], now: float
-    ) -> None:
-        """Requests sent at once to a busy engine run in one step: each computes what is too short to wait for."""
-        for replica, blocks in expected.items():
-            first = held[replica]
-            if blocks == first or not self.loads.view(replica, now).running:
-                continue
-            about = self.loads.description(replica)
-            worth_waiting = max(1, WORTH_WAITING_TOKENS // about.parity.block_size)
-            together = now - self.reservations.reserved_at(replica, keys[first]) < AT_ONCE_S
-            if blocks - first < worth_waiting and together and not about.foreign:
-                expected[replica] = first
 
     def _used_blocks(self, replica: str, keys: Sequence[int]) -> int:
         """How many leading blocks of a prompt the requests in flight there use."""

@@ -92,10 +92,6 @@ class Reservations:
                 found[replica] = position
         return found
 
-    def reserved_at(self, replica: str, block: int) -> float:
-        """When the request was sent that will leave this expected block there."""
-        return self._expected[replica][block].expires - self._timeout_s
-
     def count(self, replica: str) -> int:
         return len(self._expected.get(replica, ()))
 

@@ -45,12 +45,19 @@ class Mix:
         """A completion that shares its head with others."""
         self.ask("/v1/completions", {"prompt": f"{SYSTEMS[number % len(SYSTEMS)]} Question {number}: why?"})
 
+    def several(self, number: int) -> None:
+        """Four answers to one new question: siblings find what the first of them computes."""
+        prompt = f"{SYSTEMS[number % len(SYSTEMS)]} Question {number}: which of the many animals in the wood is it?"
+        self.ask("/v1/completions", {"prompt": prompt, "n": 4})
+
     def run(self, numbers: range) -> None:
-        """For each number a conversation and two one-off questions, one after the other."""
+        """For each number a conversation and two one-off questions, for some another with several answers, in turn."""
         for number in numbers:
             self.conversation(number)
             self.one_off(number)
             self.one_off(number + 1)
+            if number % 3 == 0:
+                self.several(number)
 
 
 def predictions(cluster: Serving) -> dict[str, int]:

@@ -147,36 +147,6 @@ def test_waits_follow_the_measured_lengths_of_answers(placement: Placement) -> N
     assert placement.loads.view("r0", 0.0).ends_per_step == pytest.approx(before / 10, rel=0.1)
 
 
-def test_siblings_of_a_short_prompt_are_no_hits_of_each_other(placement: Placement) -> None:
-    """A busy engine takes them into one step and computes the prompt for each; a later request finds it."""
-    short = KEYS[:7]
-    for name in ("r0", "r1"):
-        placement.report(name, report_of(step=1, running=1), 0.0)
-    first = placement.decide(PROMPT, placement.candidates(short, (), 1.0))
-    placement.book(1, first, short, 1.0)
-    assert first.chosen is not None
-
-    def expected(now: float, keys: range) -> int:
-        return next(each.expected_blocks for each in placement.candidates(keys, (), now) if each.replica_id == chosen)
-
-    chosen = first.chosen.replica_id
-    assert expected(1.001, short) == 0
-    assert expected(1.5, short) == 7
-
-
-def test_siblings_of_a_long_prompt_wait_for_the_first(placement: Placement) -> None:
-    """The engine lets them, so its blocks count."""
-    for name in ("r0", "r1"):
-        placement.report(name, report_of(step=1, running=1), 0.0)
-    first = placement.decide(PROMPT, placement.candidates(KEYS, (), 1.0))
-    placement.book(1, first, KEYS, 1.0)
-    assert first.chosen is not None
-
-    found = {each.replica_id: each.expected_blocks for each in placement.candidates(KEYS, (), 1.001)}
-
-    assert found[first.chosen.replica_id] == 62
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     came=st.lists(st.tuples(st.floats(0.0, 3.0), st.integers(1, 60_000), st.integers(0, 1)), min_size=2, max_size=40),
