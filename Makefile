@@ -149,8 +149,8 @@ bench-engine: $(VENV)/.dev $(if $(PEERS),.venv-engine-peers/.done) ## One worklo
 bench-routing: $(VENV)/.dev ## What the routing policy is worth: one workload through a real cluster, per policy
 	@$(BIN)/python tests/bench/routing.py $(if $(OUT),--out $(OUT))
 
-bench-step: $(VENV)/.dev ## What the host does for a decode step that is launched ahead (OUT=FILE writes JSON)
-	@$(BIN)/python tests/bench/step.py $(if $(OUT),--out $(OUT))
+bench-step: $(VENV)/.dev ## What the host does for a decode step that is launched ahead (OUT=FILE writes JSON, ARGS="--lookup float32": what prompt lookup gains)
+	@$(BIN)/python tests/bench/step.py $(if $(OUT),--out $(OUT)) $(ARGS)
 
 bench-guided: $(VENV)/.dev ## Cost of structured output: masks, first masks, a guided row in a batch (OUT=FILE writes JSON)
 	@$(BIN)/python tests/bench/guided.py $(if $(OUT),--out $(OUT))

@@ -92,6 +92,15 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             "it come sooner; 0: 128 on CPU, max_batched_tokens on CUDA",
         ),
     ] = 0
+    num_speculative_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=64,
+            description="most tokens of an answer to guess a step, by looking up what followed the same tokens before "
+            "in prompt or answer; answers stay the same, those that copy (edits, quotations) come faster; 0: none",
+        ),
+    ] = 0
     cpu_threads: Annotated[
         int, Meta(ge=0, description="torch threads per rank on CPU; 0: the cores that others leave idle, at least 1")
     ] = 0

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from secrets import randbits
@@ -32,6 +33,7 @@ from ..kvcache.prefix_cache import CachedBlock, PrefixCache
 from .config import ReplicaSettings
 from .engine.engine import Engine, StepResult
 from .engine.overlapped import OverlappedEngine
+from .engine.prompt_lookup import CPU_STEP_TOKENS, CUDA_STEP_TOKENS, PromptLookup
 from .engine.request import RequestKey
 from .errors import EngineBroken, ReplicaError, RequestError
 from .execute.gpu_runner import GpuRunner, RunnerLoader, load_runner
@@ -127,8 +129,10 @@ def start_replica(
         )
         hasher = BlockHasher(block_size, cluster_seed, kvcache.hash_algorithm)
         kind: type[Engine] = OverlappedEngine if isinstance(runner, GpuRunner) else Engine
+        drafted = CUDA_STEP_TOKENS if runner.device.type == "cuda" else CPU_STEP_TOKENS
+        guesses = settings.num_speculative_tokens
         engine = kind(
-            limits=limits,
+            limits=replace(limits, drafted_step_tokens=drafted),
             vocab_size=spec.vocab_size,
             eos_token_ids=spec.eos_token_ids,
             cache=cache,
@@ -136,6 +140,7 @@ def start_replica(
             executor=executor,
             rates=rates,
             epoch=epoch,
+            drafter=PromptLookup(guesses) if guesses else None,
             mask=mask_of(runner.device),
         )
         requests = RequestSocket(host, ipc_dir, epoch, keys)

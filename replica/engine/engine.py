@@ -153,7 +153,7 @@ class Engine:
     def step(self) -> StepResult:
         """Run one step. If it fails, only its own requests end with an error; RankLost is passed on."""
         self.expire_pins()
-        rows = self.scheduler.schedule()
+        rows = self.scheduler.add_drafts(self.scheduler.schedule())
         result = StepResult(step=self._steps, rows=len(rows))
         if not rows:
             return result
@@ -258,6 +258,8 @@ class Engine:
             self.scheduler.complete(row)
         for row, tokens in zip(layout.samplers, drawn, strict=True):
             if row.request.phase is RequestPhase.RUNNING:
+                if row.drafts:
+                    row.request.drafting.learn(len(row.drafts), len(tokens) - 1, row.request.generated + len(tokens))
                 self._advance(row.request, tokens, result)
         for row, total in pooled:
             if row.request.phase is RequestPhase.RUNNING and row.end == row.request.num_tokens:

@@ -8,8 +8,8 @@ A grammar's mask depends on the token before it. So a step with guided rows is l
 the previous step lands, guides follow its tokens, and their masks reach the device before the logits are there.
 
 Some requests need the host between two steps (penalties, biases, bans, logprobs, embeddings, pins that are due). While
-one of them is running or waiting, all steps run one by one as in `Engine`; so do all steps of an engine with a drafter,
-because only a finished step shows which drafts are right.
+one of them is running or waiting, all steps run one by one as in `Engine`; so do steps that are to have drafts, because
+only a finished step shows which of them are right.
 """
 
 from collections.abc import Iterable
@@ -114,7 +114,6 @@ class OverlappedEngine(Engine):
         super().__init__(executor=executor, **options)
         self.slots = SlotTable(self.scheduler.limits.running)
         self._launcher = executor
-        self._drafts = options.get("drafter") is not None
         self._in_flight: StepInFlight | None = None
         self._landed_at = 0.0
 
@@ -124,7 +123,7 @@ class OverlappedEngine(Engine):
 
     def step(self) -> StepResult:
         """Launch the next step and land the previous one, whose result is returned."""
-        alone = self._drafts or any(needs_host(request) for request in self.scheduler.requests())
+        alone = any(needs_host(request) for request in self.scheduler.requests()) or self.scheduler.expects_drafts()
         if alone and self._in_flight is None:
             return super().step()
         previous, self._in_flight = self._in_flight, None

@@ -9,7 +9,7 @@ blocks are released (still cached, tail evicted first), it waits, and recomputes
 choice are those of order.py.
 
 A request may compute several tokens of its answer in one step: drafts from a `Drafter`. They use what remains of the
-budget and of the free blocks after all other rows, so a wrong guess delays no other request.
+budget and of the free blocks after all other rows. A request whose drafts fail gets none for a while.
 
 No deadlock: of the most urgent running requests the one that loses most can take all other blocks, and it fits alone
 (`add` refuses what could never fit; pins in its way are broken). No starvation among equals: a request's turn is fixed
@@ -53,6 +53,8 @@ class SchedulerLimits:
     #: Prompt tokens after which a step takes no further prompt: this many keep the processor busy, and sharing the step
     #: would only delay all first tokens in it. None: only the budget bounds a step.
     prefill_step_tokens: int | None = None
+    #: Tokens of a step up to which drafts are added to it, where a further token costs little. None: the budget.
+    drafted_step_tokens: int | None = None
 
     @property
     def running(self) -> int:
@@ -135,7 +137,17 @@ def logits_layout(rows: Sequence[ScheduledRow]) -> LogitsLayout:
 
 
 def plan_of_step(step: int, rows: Sequence[ScheduledRow], logits_at: Sequence[int]) -> StepPlan:
-    plan_rows = [PlanRow(row.token_ids(), row.start, row.request.block_table()) for row in rows]
+    """The plan of these rows. Each draft is a row of its own: it is computed to the last bit as it would be later.
+
+    Attention reads what all rows of a step have written, and a step of such rows can be a captured one.
+    """
+    plan_rows: list[PlanRow] = []
+    for row in rows:
+        table = row.request.block_table()
+        if row.drafts:
+            plan_rows += [PlanRow([token], row.start + place, table) for place, token in enumerate(row.token_ids())]
+        else:
+            plan_rows.append(PlanRow(row.token_ids(), row.start, table))
     return plan_of_rows(step, plan_rows, logits_at, [row.copy for row in rows if row.copy is not None])
 
 
@@ -208,7 +220,29 @@ class Scheduler:
         # What remains of the budget when the prompts of a step are enough.
         enough = max(0, budget - (self.limits.prefill_step_tokens or budget))
         rows += self._schedule_prefills(budget, enough)
-        return rows if self._drafter is None else self._with_drafts(rows, self._drafter)
+        return rows
+
+    def add_drafts(self, rows: list[ScheduledRow]) -> list[ScheduledRow]:
+        """The rows of a step with drafts added to decodes. No token may be in flight."""
+        drafter, spare = self._drafter, self._spare(sum(row.count for row in rows))
+        if drafter is None or spare <= 0:
+            return rows
+        found: list[ScheduledRow] = []
+        for row in rows:
+            drafts = self._drafts(row.request, spare, drafter) if row.decodes and row.samples else ()
+            spare -= len(drafts)
+            found.append(replace(row, drafts=drafts) if drafts else row)
+        return found
+
+    def expects_drafts(self) -> bool:
+        """Whether a decode could get drafts now; with tokens in flight, whether it seems likely when they are known."""
+        spare = self._spare(len(self._running))
+        drafter = self._drafter
+        return (
+            drafter is not None
+            and spare > 0
+            and any(request.decoding and self._expects_drafts(request, spare, drafter) for request in self._running)
+        )
 
     def complete(self, row: ScheduledRow) -> None:
         """The KV of this row is computed: commit full blocks to the cache. Ignores a request that has finished."""
@@ -332,30 +366,37 @@ class Scheduler:
         tried = request.refused_at_free
         return not request.in_flight and (tried is None or self._cache.free_blocks > tried or not self._running)
 
-    def _with_drafts(self, rows: list[ScheduledRow], drafter: Drafter) -> list[ScheduledRow]:
-        """The rows with drafts added to decodes; rows of one token come first."""
-        spare = self.limits.max_batched_tokens - sum(row.count for row in rows)
-        single: list[ScheduledRow] = []
-        wide: list[ScheduledRow] = []
-        for row in rows:
-            # Drafts would need a mask each, of states that are given up if one of them is wrong.
-            guessed = row.decodes and row.samples and row.request.guide is None
-            drafts = self._drafts(row.request, spare, drafter) if guessed else ()
-            spare -= len(drafts)
-            (single if row.decodes and not drafts else wide).append(replace(row, drafts=drafts))
-        return [*single, *wide]
+    def _spare(self, tokens: int) -> int:
+        """How many drafts a step of so many tokens may have."""
+        budget = self.limits.max_batched_tokens
+        return min(budget, self.limits.drafted_step_tokens or budget) - tokens
 
     def _drafts(self, request: RequestState, spare: int, drafter: Drafter) -> tuple[int, ...]:
-        """Guesses at tokens before the request's last one, within the budget and the free blocks."""
-        places = self.limits.max_model_len - request.num_tokens - 1
-        most = min(spare, places, request.sampling.max_tokens - request.generated - 1)
-        if most <= 0:
-            return ()
-        drafts = tuple(drafter(request.tokens, most)[:most])
-        missing = self._missing_blocks(request, len(drafts))
+        """Guesses at tokens before the request's last one, within `spare` and the free blocks."""
+        drafts = self._guesses(request, spare, drafter)
+        missing = self._missing_blocks(request, len(drafts)) if drafts else 0
         if missing > 0:
             request.blocks += self._cache.allocate(missing) or ()
         return drafts[: len(request.blocks) * self._hasher.block_size - request.num_tokens]
+
+    def _guesses(self, request: RequestState, spare: int, drafter: Drafter) -> tuple[int, ...]:
+        places = self.limits.max_model_len - request.num_tokens - 1
+        most = min(spare, places, request.sampling.max_tokens - request.generated - 1)
+        # With a guide, each draft would need a mask, of states that are given up if one of them is wrong.
+        if most <= 0 or request.guide is not None or request.generated < request.drafting.rests_until:
+            return ()
+        return tuple(drafter(request.tokens, most)[:most])
+
+    def _expects_drafts(self, request: RequestState, spare: int, drafter: Drafter) -> bool:
+        drafting = request.drafting
+        if drafting.expected is not None and not request.pending:
+            place, token_id = drafting.expected
+            drafting.learn(1, int(request.tokens[place] == token_id), request.generated)
+            drafting.expected = None
+        drafts = self._guesses(request, spare, drafter)
+        if drafts and request.pending:
+            drafting.expected = len(request.tokens), drafts[0]
+        return bool(drafts)
 
     def _make_room(self, request: RequestState) -> bool:
         """Provide a block for the newest token; False when the request itself had to be preempted."""

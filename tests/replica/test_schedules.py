@@ -14,10 +14,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 
+from homing.replica.engine.prompt_lookup import PromptLookup
 from homing.replica.messages import PositionLogprobs
 
 from .fakes import Guesses
-from .schedules import ASKS, SAMPLINGS, SETUPS, Ask, Got, Schedule, Setup, oracle_of, runner_of
+from .schedules import ASKS, SAMPLINGS, SETUPS, Ask, Got, Schedule, Setup, made_runner, oracle_of, runner_of
 from .toys import without_numbers
 
 #: A token that prompts end with, which may also be generated.
@@ -117,6 +118,26 @@ def test_drafts_change_no_token(checkpoint: Callable[..., Path], asks: list[Ask]
                 assert_same(got, oracle.answer(ask, choice), whole=ask.abort_after is None)
             for name in sorted(name for name, count in schedule.seen.items() if count):
                 event(f"{'resident' if resident else 'plain'}: {name}")
+
+
+@pytest.mark.parametrize("resident", [False, True], ids=["plain", "ahead"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_answers_found_by_lookup_are_the_same_to_the_last_bit(
+    checkpoint: Callable[..., Path], dtype: str, resident: bool
+) -> None:
+    """In bfloat16, too, where other kernels would round otherwise; answers of small random models repeat themselves."""
+    runner = made_runner(checkpoint("llama"), resident, dtype=dtype)
+    copying = [Ask((40 + number, 41, 42, 5), "greedy", 100, 2) for number in range(3)]
+    others = [Ask((50, 51), "top-k and top-p", 20, 9), Ask((52, 53), "greedy bias", 20, 1, logprobs=2)]
+
+    found = {}
+    for drafter in (None, PromptLookup(8)):
+        schedule = Schedule(runner, Setup(blocks=80), drafter)
+        found[drafter] = schedule.run([*copying, *others]), schedule.engine.load().step
+    (wanted, steps), (got, fewer) = found.values()
+
+    assert got == wanted
+    assert fewer < steps
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_moe"])

@@ -19,7 +19,7 @@ from homing.replica.config import ReplicaSettings
 from homing.replica.engine.engine import Engine, StepResult
 from homing.replica.engine.overlapped import OverlappedEngine, SlotTable
 from homing.replica.engine.request import RequestPhase
-from homing.replica.engine.scheduler import SchedulerLimits
+from homing.replica.engine.scheduler import Drafter, SchedulerLimits
 from homing.replica.engine.step_plan import StepPlan
 from homing.replica.engine.throughput import SmoothedRates
 from homing.replica.execute.cuda_graphs import NotCaptured
@@ -28,7 +28,7 @@ from homing.replica.execute.runner import ModelRunner
 from homing.replica.messages import Constraint, Pin, TokenOutput
 from homing.replica.structured.guide import TokenMasks
 
-from ..fakes import VOCAB, FakeClock, FakeExecutor, FakeModel, generate, request_state, undisturbed
+from ..fakes import VOCAB, FakeClock, FakeExecutor, FakeModel, Guesses, generate, request_state, undisturbed
 
 EOS = 96
 HANG = 5_000
@@ -101,6 +101,7 @@ class Rig:
     budget: int = 64
     running: int = 8
     worth_waiting: int = 128
+    drafter: Drafter | None = None
     outputs: dict[int, list[TokenOutput]] = field(default_factory=lambda: defaultdict(list))
     refused: list[int] = field(default_factory=list)
 
@@ -120,6 +121,7 @@ class Rig:
             epoch=11,
             clock=FakeClock(tick=0.02),
             wall_clock=FakeClock(),
+            drafter=self.drafter,
         )
 
     def add(self, number: int, tokens: list[int], pins: tuple[Pin, ...] = (), **options) -> None:
@@ -166,6 +168,31 @@ def test_a_step_is_launched_before_the_one_before_has_landed(rig):
     assert [output.token_ids for output in second.outputs["a"]] == [undisturbed([1, 2, 3], 1)]
     assert len(rig.launcher.model.plans) == 2
     assert rig.launcher.model.plans[1].fed == [0]
+
+
+def test_steps_wait_for_tokens_only_where_drafts_are_expected():
+    """Guesses need the newest token; where there are none, the device must not wait for the host."""
+    wanted = undisturbed([1, 2, 3], 30)
+    rig = Rig(drafter=lambda tokens, most: wanted[len(tokens) - 3 :][: min(most, 4)] if 10 <= len(tokens) < 20 else [])
+    rig.add(1, [1, 2, 3], max_tokens=30, ignore_eos=True)
+
+    rig.run()
+
+    assert rig.tokens(1) == wanted
+    told = [len(output.token_ids) for output in rig.outputs[1]]
+    assert told == [1] * 8 + [5, 5] + [1] * 12
+    assert [bool(plan.fed) for plan in rig.launcher.model.plans].count(False) == 4  # the prompt, drafts, one after them
+
+
+def test_tokens_that_are_not_those_expected_end_the_wait_for_drafts():
+    """A step that was held back in vain counts as a failed guess, or a bad drafter would end all overlap."""
+    rig = Rig(drafter=lambda tokens, most: [VOCAB - 1] if len(tokens) % 2 else [])
+    rig.add(1, [1, 2, 3], max_tokens=40, ignore_eos=True)
+
+    rig.run()
+
+    assert rig.tokens(1) == undisturbed([1, 2, 3], 40)
+    assert [bool(plan.fed) for plan in rig.launcher.model.plans].count(True) > 30
 
 
 def test_no_step_is_launched_for_a_request_that_is_known_to_end(rig):
@@ -306,12 +333,13 @@ REQUEST = st.tuples(
     st.integers(1, 20),
     st.integers(1, 5),
     st.sampled_from([1, 4, 128]),
+    st.none() | st.builds(Guesses, st.sampled_from([0.3, 0.8, 1.0]), st.integers(0, 99)),
 )
 def test_whatever_the_schedule_everybody_gets_the_tokens_of_an_undisturbed_run(
-    requests, blocks, block_size, budget, running, worth_waiting
+    requests, blocks, block_size, budget, running, worth_waiting, guesses
 ):
-    """Chunks, cache hits, waits, preemption of rows in flight, aborts and steps that need the host, in any order."""
-    rig = Rig(blocks=blocks, block_size=block_size, budget=budget, running=running, worth_waiting=worth_waiting)
+    """Chunks, hits, waits, preemption of rows in flight, aborts, drafts and steps that need the host, in any order."""
+    rig = Rig(blocks, block_size, budget, running, worth_waiting, guesses)
     expected: dict[int, list[int]] = {}
     aborted: dict[int, list[int]] = {}
     for number, (shared, own, max_tokens, steps_before, kind) in enumerate(requests):

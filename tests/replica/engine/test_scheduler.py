@@ -44,6 +44,7 @@ class Bench:
     worth_waiting: int = 128
     prefill_step: int | None = None
     drafter: Drafter | None = None
+    drafted_step: int | None = None
     ended: dict[int, RequestState] = field(default_factory=dict)
     rows: list[ScheduledRow] = field(default_factory=list)
 
@@ -58,7 +59,8 @@ class Bench:
         )
         self.model = FakeModel(self.blocks + 1, self.block_size)
         longest = self.blocks * self.block_size
-        limits = SchedulerLimits(self.running, self.budget, longest, self.worth_waiting, self.prefill_step)
+        waiting, prefill, drafted = self.worth_waiting, self.prefill_step, self.drafted_step
+        limits = SchedulerLimits(self.running, self.budget, longest, waiting, prefill, drafted)
         self.scheduler = Scheduler(limits, self.cache, self.hasher, self.drafter)
         self.number = 0
 
@@ -85,6 +87,10 @@ class Bench:
             if row.request.phase is RequestPhase.RUNNING:
                 self.advance(row.request, token)
         return len(rows)
+
+    def next_rows(self) -> list[ScheduledRow]:
+        """The next step of an engine, with drafts; it does not run."""
+        return self.scheduler.add_drafts(self.scheduler.schedule())
 
     def fail(self) -> int:
         """A step that raises: its requests end. How many."""
@@ -237,21 +243,25 @@ def test_drafts_take_what_prompts_leave_of_the_budget() -> None:
     bench.step()
     bench.add([3, 4, 5, 6])
 
-    beside = [(row.count, len(row.drafts)) for row in bench.scheduler.schedule()]
+    beside = [(row.count, len(row.drafts)) for row in bench.next_rows()]
 
     assert beside == [(1, 1), (4, 0)]
 
 
-def test_rows_with_drafts_stand_behind_those_of_one_token() -> None:
-    """Leading rows of one token are what kernels for decoding take, and graphs."""
-    bench = Bench(drafter=lambda tokens, most: [9] * most if tokens[0] == 1 else [])
-    for first in (3, 1, 4):
+def test_each_draft_is_a_row_of_its_own() -> None:
+    """Of one token behind the one before it, as kernels for decoding take it."""
+    bench = Bench(drafter=lambda tokens, most: [9] * min(most, 3) if tokens[0] == 1 else [])
+    for first in (3, 1):
         bench.add([first, 2], max_tokens=20)
     bench.step()
 
-    rows = bench.scheduler.schedule()
+    rows = bench.next_rows()
+    plan = plan_of_step(1, rows, logits_layout(rows).logits_at)
 
-    assert [(row.request.tokens[0], len(row.drafts) > 0) for row in rows] == [(3, False), (4, False), (1, True)]
+    assert plan.q_lens == [1] * 5
+    assert plan.starts == [2, 2, 3, 4, 5]
+    assert plan.logits_at == [0, 1, 2, 3, 4]
+    assert [bytes(table) for table in plan.block_tables[2:]] == [plan.block_tables[1]] * 3
 
 
 def test_drafts_take_blocks_only_while_some_are_free() -> None:
@@ -260,11 +270,44 @@ def test_drafts_take_blocks_only_while_some_are_free() -> None:
     requests = [bench.add([number, 2], max_tokens=6) for number in (1, 3)]
     bench.step()
 
-    rows = bench.scheduler.schedule()
+    rows = bench.next_rows()
 
     assert [(row.start, row.count, len(row.drafts)) for row in rows] == [(2, 1, 1), (2, 1, 1)]
     assert [len(request.blocks) for request in requests] == [2, 2]
     assert bench.scheduler.preemptions == 0
+
+
+def test_a_step_has_drafts_only_while_further_tokens_cost_little() -> None:
+    """From a number of tokens on, a step takes longer by about what it computes."""
+    bench = Bench(drafter=lambda _, most: [9] * most, drafted_step=4)
+    for first in (1, 3, 5):
+        bench.add([first, 2], max_tokens=20)
+    bench.step()
+
+    few = bench.next_rows()
+    bench.add([7, 8], max_tokens=20)
+    bench.step()
+
+    assert [row.width for row in few] == [2, 1, 1]
+    assert [row.width for row in bench.next_rows()] == [1] * 4
+
+
+def test_requests_whose_drafts_fail_get_none_for_a_while() -> None:
+    """Others, and later it, are still guessed at."""
+    bench = Bench(drafter=lambda _, most: [9] * most, budget=8)
+    failing, other = bench.add([1, 2], max_tokens=20), bench.add([3, 4], max_tokens=20)
+    bench.step()
+
+    failing.drafting.learn(4, 0, failing.generated)
+    rests = [len(row.drafts) > 0 for row in bench.next_rows()]
+    for token in range(failing.drafting.rests_until - failing.generated):
+        failing.append(token, bench.hasher)
+        failing.computed += 1
+    guessed = [row.request for row in bench.next_rows() if row.drafts]
+
+    assert rests == [False, True]
+    assert failing in guessed
+    assert other.drafting.failures == 0
 
 
 def test_no_draft_lies_beyond_an_answer_s_end() -> None:
@@ -273,7 +316,7 @@ def test_no_draft_lies_beyond_an_answer_s_end() -> None:
     bench.add([1, 2], max_tokens=4)
     bench.step()
 
-    (row,) = bench.scheduler.schedule()
+    (row,) = bench.next_rows()
 
     assert len(row.drafts) == 2
 
