@@ -21,6 +21,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError
 from ...kvcache.prefix_cache import CachedBlock
 from ...replica.messages import ReplicaDescription
 from ...replica.parallel.step_broadcast import SECRET_BYTES
+from ...replica.progress import present
 from ...router.control import Answer, AnyQuestion, SetMembership
 from ..logs import keep_log
 from ..runtime import fast_loop, raise_open_files_limit, set_up_logging
@@ -131,6 +132,10 @@ class ReplicaRank:
 
     def started(self) -> Started | Failed | None:
         return self._started
+
+    def progress(self) -> str:
+        """What it does while it starts."""
+        return present()
 
     def watch(self) -> Failed | None:
         """Wait until the rank has stopped serving; None when it still serves after WATCH_S."""

@@ -21,6 +21,7 @@ import msgspec
 from ...events.security.curve_keys import reader_keys, server_keys
 from ...kvcache.config import KvCacheSettings
 from ...replica.load.cpu_threads import usable_cores
+from ...replica.progress import report
 from ...router.backend import RouterCounters
 from ...router.control import Answer, AnyQuestion, Member, SetMembership
 from ..config import ClusterSettings
@@ -64,6 +65,7 @@ def make_rank(spec: RankSpec) -> RankServer:
 
     Ray also ends the process then, but checks only once a second, and streams would stall until it does.
     """
+    report("importing libraries")
     raylet = os.getppid()  # before the model is loaded: an orphan has another parent
     server = _engine_server(spec) if spec.model.runs_external_engine else _rank_server(spec)
     on_process_exit(raylet, server.stop)

@@ -213,6 +213,9 @@ class Controller:
             self._notice("warning", f"replica_pending replica={group.replica_id} reason={reason!r}")
         fleet.pending(group.replica_id, group.generation, reason)
 
+    def group_progressed(self, group: RunningRankGroup, doing: str) -> None:
+        self._fleet_of(group).progressed(group.replica_id, group.generation, doing)
+
     def group_ready(self, group: RunningRankGroup, description: ReplicaDescription) -> None:
         self._fleet_of(group).ready(group.replica_id, group.generation, description, time.monotonic())
         self._notice(

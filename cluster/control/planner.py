@@ -212,6 +212,11 @@ class Fleet:
         if group := self._current(replica_id, generation, GroupPhase.PLACING):
             group.reason = reason
 
+    def progressed(self, replica_id: str, generation: int, doing: str) -> None:
+        """What it does while it starts."""
+        if group := self._current(replica_id, generation, GroupPhase.STARTING):
+            group.reason = doing
+
     def ready(self, replica_id: str, generation: int, description: ReplicaDescription, now: float) -> None:
         """It can serve. While others serve, its cache is warmed up first."""
         group = self._current(replica_id, generation, GroupPhase.STARTING)

@@ -5,6 +5,7 @@ blocks it for long. The processes belong to the supervisor, so that they survive
 """
 
 import asyncio
+import contextlib
 import logging
 import shutil
 from collections.abc import Coroutine, Sequence
@@ -32,6 +33,8 @@ DRAIN_POLL_S = 0.1
 PLACE_POLL_S = 2.0
 #: For a rank to end in order.
 STOP_S = 5.0
+#: How often a rank that starts is asked what it does.
+PROGRESS_POLL_S = 0.5
 
 
 class RankGroupObserver(Protocol):
@@ -39,6 +42,7 @@ class RankGroupObserver(Protocol):
 
     def group_placed(self, group: "RunningRankGroup") -> None: ...
     def group_pending(self, group: "RunningRankGroup", reason: str) -> None: ...
+    def group_progressed(self, group: "RunningRankGroup", doing: str) -> None: ...
     def group_ready(self, group: "RunningRankGroup", description: ReplicaDescription) -> None: ...
     def group_failed(self, group: "RunningRankGroup", reason: str) -> None: ...
 
@@ -160,8 +164,20 @@ class RankGroups:
             rank.start.remote(RankSpec(group.spec, group.replica_id, group.generation, index, world, meeting))
             for index, rank in enumerate(group.ranks)
         )
-        results: list[Started | Failed] = await asyncio.gather(*starts)
+        following = asyncio.create_task(self._follow_start(group))
+        group.tasks.append(following)
+        try:
+            results: list[Started | Failed] = await asyncio.gather(*starts)
+        finally:
+            following.cancel()
         return _described(group, results)
+
+    async def _follow_start(self, group: RunningRankGroup) -> None:
+        with contextlib.suppress(RayActorError):  # `_watch` reports it
+            while True:
+                if doing := await group.ranks[0].progress.remote():
+                    self._observer.group_progressed(group, doing)
+                await asyncio.sleep(PROGRESS_POLL_S)
 
     async def _watch(self, group: RunningRankGroup, index: int) -> None:
         reason = await until_failed(group.ranks[index])

@@ -21,6 +21,7 @@ from ..kernels.choice import choose_kernels
 from ..models.base import Model
 from ..models.loading import DTYPES
 from ..parallel.rank_group import RankGroup
+from ..progress import report
 from ..structured.guide import TokenMasks
 from .cuda_graphs import CudaGraphs, EagerSteps, NotCaptured, graph_sizes, padded_size
 from .request_table import RequestTable, TableMirror
@@ -188,7 +189,8 @@ class GpuRunner(ModelRunner):
         problem = self._model.uncapturable
         if problem is None:
             try:
-                for size in reversed(self._sizes):  # the largest first: the others fit into its memory
+                for done, size in enumerate(reversed(self._sizes)):  # the largest first: the others fit into its memory
+                    report("capturing graphs", done, len(self._sizes))
                     self._graphs.capture(("compute", size), partial(decode.compute, size))
                     self._graphs.capture(("draw", size), partial(decode.draw, size))
                 log.info("graphs_captured sizes=%d largest=%d", len(self._sizes), self._most_rows)

@@ -21,6 +21,7 @@ from ..errors import StartupError
 from ..messages import SamplingParams
 from ..models.spec import ModelSpec
 from .free_memory import free_memory_bytes
+from ..progress import report
 from .preflight import longest_request
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ def number_of_blocks(
     if device.type == "cpu":
         useful = 1 + limits.running * -(-limits.max_model_len // cache.block_size)
         return min(useful, blocks_that_fit(host_kv_bytes(free_memory(), cache.cpu_memory_utilization), block_bytes))
+    report("measuring the memory that steps take")
     # Run the largest steps that the limits allow, and all that their logits may go through.
     filtered = SamplingRow(SamplingParams(max_tokens=1, top_p=0.5, logit_bias={0: 1.0}), 0, (), ())
     try:
@@ -129,6 +131,7 @@ def measure_rates(
     executor: Executor, limits: SchedulerLimits, block_size: int, clock: Callable[[], float] = time.perf_counter
 ) -> SmoothedRates:
     """Run prefills and decodes in unused blocks; the first run of each kind only warms up."""
+    report("measuring its speed")
     tokens = max(1, min(WARM_UP_TOKENS, limits.max_batched_tokens, limits.max_model_len - 1))
     table = list(range(1, 2 + tokens // block_size))
 

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from ..load.preflight import check_quantization
 from ..load.quantized import Scaling
 from ..load.weight_files import tensors_in, weight_files
+from ..progress import report
 
 #: Rows (outputs) or columns (inputs) of a linear layer's weight.
 ROWS, COLUMNS = 0, 1
@@ -31,6 +32,7 @@ class Checkpoint:
         self._dtype = dtype
         self._device = device
         self._file_of: dict[str, Any] = {}
+        self._begun: set[str] = set()
         for path in weight_files(folder):
             file: Any = safe_open(path, framework="pt")
             self._file_of.update(dict.fromkeys(file.keys(), file))
@@ -68,6 +70,8 @@ class Checkpoint:
         return tensor.to(device=self._device, dtype=self._dtype).contiguous()
 
     def _slice(self, name: str) -> Any:
+        self._begun.add(name)
+        report("reading the weights", len(self._begun), len(self._file_of))
         return self._file_of[name].get_slice(name)
 
 

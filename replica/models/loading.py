@@ -15,6 +15,7 @@ from ..config import ReplicaSettings
 from ..errors import TensorParallelUnsupported, UnsupportedModel, WeightsUnlike
 from ..load.preflight import multiplies_bfloat16
 from ..parallel.rank_group import RankGroup
+from ..progress import report
 from .base import Model
 from .checkpoint import Checkpoint
 from .layers import Int8Linear, Linear, int8_problem
@@ -50,6 +51,7 @@ def load_model(settings: ReplicaSettings, model_dir: Path, group: RankGroup | No
             f"models of the transformers provider run on one rank ({problem}); set tensor_parallel_size: 1"
         )
     logger.info("model_provider provider=transformers reason=%r dtype=%s", problem, dtype)
+    report("reading the weights")
     from .hf import TransformersModel  # imports transformers' modelling code, which the native provider does not need
 
     return TransformersModel(config, model_dir, eos, dtype, device)

@@ -14,6 +14,7 @@ from homing.cluster.control.planner import ROLES, Fleet, GroupPhase, RoutedRepli
 from homing.events.wire.messages import EventEndpoints
 from homing.kvcache.prefix_cache import CachedBlock
 from homing.replica.messages import ModelLimits, Parity, ReplicaDescription
+from homing.replica.progress import report
 from homing.router.control import (
     Answer,
     AnyQuestion,
@@ -63,6 +64,7 @@ class FakeRank:
         if settings.replica.model == "broken":
             raise ValueError("the weights are torn")
         if settings.replica.model == "endless":
+            report("reading the weights", 4, 9)
             self._stopped.wait()
         block_size = settings.kvcache.block_size
         self.description = None if spec.rank else describe_replica(spec.replica_id, spec.generation, block_size)

@@ -137,6 +137,18 @@ def test_a_rank_group_that_does_not_get_ready_is_failed_with_what_it_waited_for(
     assert KillRankGroup("r0", 1, "not ready after 100 s (needs 1 GPU, the cluster has none)", lost=True) in actions
 
 
+def test_a_rank_group_that_starts_too_slowly_is_failed_with_what_it_did_last(fleet: Fleet) -> None:
+    """And what one of a former generation does is nobody's concern."""
+    fleet.reconcile(0)
+    fleet.placed("r0", 1, 10)
+    fleet.progressed("r0", 1, "compiling kernels")
+    fleet.progressed("r0", 0, "reading the weights")
+
+    actions = fleet.reconcile(10 + PACING.start_timeout_s)
+
+    assert KillRankGroup("r0", 1, "not ready after 100 s (compiling kernels)", lost=True) in actions
+
+
 def advance(fleet: Fleet, now: float) -> list[Action]:
     """What is started gets ready, what warms up is warm, what drains is idle, all at once; what happened on the way."""
     seen: list[Action] = []

@@ -8,6 +8,7 @@ every process.
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from hashlib import sha256
@@ -25,6 +26,7 @@ from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
 from numba.extending import _Intrinsic
 
+from ....progress import during
 from .code_store import CodeStore, MachineCode, open_store
 from .scalars import FAST_MATH
 
@@ -64,6 +66,10 @@ def team_functions() -> tuple[Any, Any, Any]:
     return (*counts, named("GOMP_barrier", types.void))
 
 
+#: Of the kernels that this process compiles.
+_numbers = itertools.count(1)
+
+
 class Kernel(Protocol):
     """Machine code, and the address that threads call."""
 
@@ -89,7 +95,7 @@ def load_or_compile(function: Callable[..., None], store: CodeStore | None, sign
     key = f"{_fingerprint()} {signature} {description(function)}"
     stored = store.get(key)
     if stored is None:
-        with store.lock():
+        with during("waiting for kernels that another process compiles"), store.lock():
             stored = store.get(key)
             if stored is None:
                 compiled = _compile(function, signature)
@@ -145,7 +151,8 @@ def _fingerprint() -> str:
 
 def _compile(function: Callable[..., None], signature: Any) -> Kernel:
     _name_by_content(function)
-    compiled: Kernel = cfunc(signature, fastmath=FAST_MATH, error_model="numpy")(function)
+    with during(f"compiling kernels for this processor, number {next(_numbers)}"):
+        compiled: Kernel = cfunc(signature, fastmath=FAST_MATH, error_model="numpy")(function)
     return compiled
 
 

@@ -1,0 +1,35 @@
+"""What a starting process says about itself."""
+
+import pytest
+
+from homing.replica.progress import during, present, report
+
+
+def test_shares_are_shown_in_steps() -> None:
+    """A log gets a line for each."""
+    shown = []
+    for done in range(40):
+        report("reading the weights", done, 40)
+        shown.append(present())
+
+    assert [*dict.fromkeys(shown)][:3] == [
+        "reading the weights",
+        "reading the weights, 10 %",
+        "reading the weights, 20 %",
+    ]
+    assert len(set(shown)) == 10
+
+
+def test_an_interruption_ends_with_what_was_done_before() -> None:
+    """Kernels are compiled when they are first used: in the midst of something else, which may fail."""
+    report("measuring its speed")
+
+    def compile_badly() -> None:
+        with during("waiting"), during("compiling kernels"):
+            assert present() == "compiling kernels"
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        compile_badly()
+
+    assert present() == "measuring its speed"
